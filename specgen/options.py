@@ -301,6 +301,9 @@ class DraftOptions:
     #: drafts the tokens that both vocabularies have, ``auto`` takes what accepts more, ``off``
     #: refuses such a pair.
     translate: TranslateMode = "auto"
+    #: The mask token of a parallel draft model, which predicts several tokens in one decode: ``auto`` takes
+    #: what its file says, ``off`` drafts one token after the other; else the token's number or its text.
+    mask: str = "auto"
     #: ``auto`` lets a draft model draft from a copy whose weights are of another type, where that was
     #: found to be quicker; ``own`` from its file as it is.
     weights: DraftWeights = "auto"

@@ -18,6 +18,7 @@ from specgen.decoding.drafters import (
     Guesses,
     HeadsDrafter,
     ModelDrafter,
+    ParallelDrafter,
     PromptHeadSkipper,
     SuffixDrafter,
     TranslatedDrafter,
@@ -131,6 +132,31 @@ def drawn_tree_model(text: Text) -> TreeModelDrafter:
     )
 
 
+def parallel(text: Text) -> ParallelDrafter:
+    """A parallel draft that predicts behind a mask what follows the likeliest token in its place."""
+    mask = text.vocabulary.n_tokens - 1
+
+    def language(tokens: tuple[int, ...]) -> Logits:
+        n_text = len(tokens)
+        while n_text and tokens[n_text - 1] == mask:
+            n_text -= 1
+        read = list(tokens[:n_text])
+        for _ in tokens[n_text:]:
+            read.append(int(text.language(tuple(read)).argmax()))
+        return text.language(tuple(read))
+
+    chain = Sampler(text.sampler)
+    return ParallelDrafter(
+        text.open_backend(text.vocabulary, language),
+        Shaper(chain, text.state),
+        np.random.default_rng(text.seed),
+        mask=mask,
+        draws=chain.is_random,
+        n_shared_tokens=text.vocabulary.n_tokens,
+        n_most=8,
+    )
+
+
 def translated(mode: Translated) -> Make:
     """A model whose vocabulary has the same tokens in the opposite order."""
 
@@ -199,6 +225,7 @@ DRAFTERS: dict[str, DrafterCase] = {
     ),
     "tree of guesses": DrafterCase(TreeModelDrafter, tree_model, trees=True),
     "drawn tree": DrafterCase(TreeModelDrafter, drawn_tree_model, draws=True, trees=True),
+    "parallel": DrafterCase(ParallelDrafter, parallel, "parallel", draws=True),
     "behind a prompt's head": DrafterCase(
         PromptHeadSkipper,
         lambda text: PromptHeadSkipper(model(text), range(2)),

@@ -15,6 +15,7 @@ from specgen.decoding.policy.cost_table import CostTable
 from specgen.decoding.verifiers import make_verifier
 from specgen.engine.agreement import TEXT
 from specgen.engine.calibration.weight_copies import Comparison, Copies
+from specgen.engine.draft_mask import lacks_mask, mask_token
 from specgen.engine.kept_answers import learnt_weights
 from specgen.engine.pairing import check_pair
 from specgen.engine.request import RequestSettings
@@ -61,8 +62,9 @@ class DraftModel(LoadedDraft):
     """A loaded draft model for a target. `weights` is a file to load instead of the model's own: a
     quicker copy, or weights that it learnt.
 
-    Raises `ModelFileError` if the file cannot be used, and `PairError` if the vocabularies differ and
-    `translate` forbids translation, or allows only shared tokens while there are none.
+    Raises `ModelFileError` if the file cannot be used, `PairError` if the vocabularies differ and
+    `translate` forbids translation, or allows only shared tokens while there are none, and `UsageError` if
+    it has no such mask token as the options name.
     """
 
     def __init__(
@@ -82,12 +84,31 @@ class DraftModel(LoadedDraft):
         self.n_shared_tokens = 0
         try:
             self._pair(target, drafting.translate)
-        except PairError:
+            self._mask = mask_token(self.model, drafting.mask)
+        except (PairError, UsageError):
             self.model.close()
             raise
-        is_recurrent = target.has_recurrent_state or self.model.has_recurrent_state
+        # A parallel draft decodes no node of a tree, so that its own state does not matter.
+        is_recurrent = self.model.has_recurrent_state and self.mask is None
+        is_recurrent = is_recurrent or target.has_recurrent_state
         branches = drafting.grows_trees and not is_recurrent and self.translation is None
         super().__init__(drafting, branches=branches)
+
+    @property
+    def mask(self) -> int | None:
+        """The mask token, if the model predicts several tokens in one decode. Translated drafts are made one
+        token after the other: what a token may be depends on how the one before it is spelled."""
+        return self._mask if self.translation is None else None
+
+    @property
+    def decodes_branches(self) -> bool:
+        """Whether its own cache holds branches, as that of a model does which decodes the nodes of trees."""
+        return self.branches and self.mask is None
+
+    @property
+    def lacks_mask(self) -> bool:
+        """Whether it is a parallel draft by its name, and nothing says which its mask token is."""
+        return self.drafting.mask == "auto" and self.mask is None and lacks_mask(self.model)
 
     def close(self) -> None:
         """Free the model and its helper. May be called twice."""
@@ -399,12 +420,19 @@ class DraftModels:
         """Open the first of the sources, which drafts for `target`, and the others as its helpers."""
         if len(sources) > 1 or target is not self._target:  # in a stack, models draft only chains
             drafting = replace(drafting, tree=TreeShape("off"))
+        if target is not self._target:  # the mask is that of the first draft
+            drafting = replace(drafting, mask="off")
         path = Path(sources[0])
         draft = self._load_learnt(path, drafting) if target is self._target else None
         if draft is None:
             draft = self._load_compared(path, target, drafting)
         with contextlib.ExitStack() as on_error:
             on_error.callback(draft.close)
+            if len(sources) > 1 and draft.mask is not None:
+                raise UsageError(
+                    f"{path.name}: a parallel draft takes no draft of its own; leave out the next --draft",
+                    hint="--draft-mask off drafts one token after the other",
+                )
             if len(sources) > 1:
                 is_model = isinstance(sources[1], Path)
                 rest = sources[1:]
@@ -420,6 +448,9 @@ class DraftModels:
         try:
             draft = DraftModel(path, self._target, self._context, drafting, learnt)
         except ModelFileError:
+            return None
+        if draft.mask is not None:  # what it learnt, it learnt without masks
+            draft.close()
             return None
         self.learnt = learnt
         return draft

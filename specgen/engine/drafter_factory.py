@@ -23,6 +23,7 @@ from specgen.decoding.drafters import (
     HeadsDrafter,
     ModelDrafter,
     MtpDrafter,
+    ParallelDrafter,
     PromptHeadSkipper,
     SuffixDrafter,
     TranslatedDrafter,
@@ -154,6 +155,8 @@ class DrafterFactory:
         mode = "greedy"
         if not settings.sampling.greedy:
             mode = f"temp {settings.sampling.temperature:.1f}, {settings.verifier}"
+        if drafts.main is not None and drafts.main.mask is not None:
+            mode += ", parallel"
         target = self.models.options.target
         found = self._acceptance_of(target, drafts.key, mode)
         if drafts.learnt is not None and drafts.path is not None and not found:
@@ -233,7 +236,24 @@ class _RequestDrafters:
         costs = self.models.costs.table(draft.model.path, len(self.prompt.tokens))
         held = own.tokens[: self.slot.share_prefix(backend, own.tokens)]
         drafter: Drafter
-        if self.branches and draft.grows_trees(settings):
+        if draft.mask is not None:
+            drafter = ParallelDrafter(
+                backend,
+                shaper,
+                rng,
+                mask=draft.mask,
+                draws=draws,
+                n_shared_tokens=draft.n_shared_tokens,
+                n_most=max(1, draft.drafting.n_max),
+                branches=self.branches and draft.grows_trees(settings),
+                shape=draft.drafting.tree,
+                n_deepest=draft.drafting.tree_depth,
+                costs=costs,
+                sequence=branches.first,
+                n_ctx=self.slot.n_ctx(backend),
+                held=held,
+            )
+        elif self.branches and draft.grows_trees(settings):
             drafter = TreeModelDrafter(
                 backend,
                 shaper,

@@ -242,7 +242,7 @@ class Models:
             return max(n_target, self._n_states_branches + (1 if self.target.n_window else 0))
         if draft is None:
             return n_target
-        n_branches = self.n_rows_max + 1 if draft.branches else 1
+        n_branches = self.n_rows_max + 1 if draft.decodes_branches else 1
         return max(n_target, n_native_sequences(draft.model, n_branches))
 
     @property
@@ -334,7 +334,9 @@ class Models:
         n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
         n_outputs = 1 if draft.helper is None else 1 + LONGEST_GUESS
         n_branches = 1
-        if draft.branches:
+        if draft.mask is not None:
+            n_outputs = max(1, self.options.drafting.n_max)
+        elif draft.branches:
             n_outputs, n_branches = min(self.n_rows_max, _WIDEST), self.n_rows_max + 1
         return LlamaBackend(
             draft.model,
@@ -395,8 +397,8 @@ class Models:
     # --- what the user is told ----------------------------------------------------------------
 
     def notices(self, n_ctx: int) -> Iterator[str]:
-        """Yield a message for each of these: copies of weights in use, learnt weights, a tree shape that
-        cannot be drafted, and contexts of `n_ctx` tokens that are too long."""
+        """Yield a message for each of these: copies of weights in use, learnt weights, a parallel draft
+        without a mask token, a tree shape that cannot be drafted, and contexts of `n_ctx` tokens that are too long."""
         drafts = self.drafts
         yield from drafts.new_copy_notes()
         if drafts.learnt is not None and drafts.path is not None:
@@ -406,6 +408,12 @@ class Models:
                 f"{drafts.path.name} drafts with what it learnt from {learnt.n_answers} answers: on other "
                 f"answers it agrees with the target on {learnt.agreement_after:.1%} of the tokens, before "
                 f"on {learnt.agreement_before:.1%}"
+            )
+        if drafts.main is not None and drafts.main.lacks_mask:
+            yield (
+                f"{drafts.main.model.name} is a parallel draft, but its file does not say which its mask token "
+                "is, so it drafts one token after the other: give --draft-mask (`pard_token` in the config.json "
+                "of the model that it was converted from)"
             )
         shape = self.options.drafting.tree
         if shape.is_fixed and drafts.source != "none" and (why := drafts.why_chains):

@@ -26,6 +26,8 @@ from specgen.system.machine import BUSY_SHARE, core_time, share_of_others
 
 #: Batch sizes to time for a draft model: drafted tokens, the tokens of the last round, a prompt.
 _DRAFT_SIZES = (1, 2, 3, 4, 8, 16, 64)
+#: A parallel draft decodes all its tokens at once: a token counts as its share of so many.
+_N_PARALLEL = 4
 #: The numbers of answers at once that are considered. A larger number must give at least so many times the
 #: tokens per second, since each answer needs memory.
 _AT_ONCE, _LEAST_GAIN = (1, 2, 4, 8, 16), 1.05
@@ -48,7 +50,10 @@ def known_costs(models: Models, draft: Path | Literal["mtp"]) -> Costs | None:
         return None
     known = models.costs.table().known
     sizes = {n: seconds for n, seconds in known.items() if n <= models.n_rows_max}
-    return Costs(sizes, models.costs.table(draft).seconds(1)) if len(sizes) > 1 else None
+    table, main = models.costs.table(draft), models.drafts.main
+    n_at_once = 1 if main is None or main.mask is None else _N_PARALLEL
+    token_s = table.seconds(n_at_once) / n_at_once
+    return Costs(sizes, token_s) if len(sizes) > 1 else None
 
 
 def measure_costs(models: Models, draft: Path) -> Costs | None:

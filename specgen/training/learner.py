@@ -54,6 +54,11 @@ class Learner:
         self._is_on = folder is not None and draft is not None
         if folder is None or draft is None:
             return
+        main = loaded.drafts.main
+        if main is not None and main.mask is not None:
+            self._is_on = False
+            tell(f"answers are kept, and not learnt from: {main.model.name} is a parallel draft")
+            return
         self._folder, self._draft = folder, draft
         #: The learnt weights that the draft was loaded with.
         self._in_use = learnt_weights(folder, draft)

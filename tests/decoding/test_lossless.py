@@ -72,6 +72,8 @@ word ::= [a-h] [a-h] ([a-h] "-" | "," | ";")
 """
 
 VERIFIERS = tuple(JUDGES)
+#: The mask token of parallel drafts: one that no text has.
+MASK = "3"
 FLAT = SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0)
 AGAINST_REPETITION = {
     "repeat_penalty": 1.3,
@@ -188,7 +190,8 @@ def loaded(
 ) -> Models:
     has_learnt = drafter == "learnt"
     words: dict[str, DraftSource] = {"ngram": "ngram", "none": "none"}
-    name = "draft" if has_learnt else drafter
+    # A parallel draft is the same file, read with a mask token.
+    name = "draft" if has_learnt or drafter == "parallel" else drafter
     draft = words.get(drafter, models / f"{cache} {name}.gguf")
     # f32 and no flash attention: rows are then equal in batches of every shape.
     context = ContextOptions(
@@ -207,6 +210,7 @@ def loaded(
             ngram_max=3,
             verifier=verifier,
             translate=translate,
+            mask=MASK if drafter == "parallel" else "off",
         ),
         generation=GenerationOptions(
             max_tokens=40, grammar=Grammar("gbnf", GRAMMAR) if "grammar" in samplers else None

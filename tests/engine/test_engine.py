@@ -96,8 +96,10 @@ def opened(
     tree: TreeShape | None = None,
     n_batch: int = 512,
 ) -> Models:
-    draft: DraftSource = "ngram" if drafter == "ngram" else models / f"{kind} {drafter}.gguf"
-    drafting = DraftOptions(ngram_min=1, translate="auto")
+    # A parallel draft is the same file, read with a mask token.
+    file, mask = ("draft", "3") if drafter == "parallel" else (drafter, "off")
+    draft: DraftSource = "ngram" if drafter == "ngram" else models / f"{kind} {file}.gguf"
+    drafting = DraftOptions(ngram_min=1, translate="auto", mask=mask)
     options = SessionOptions(
         target=models / f"{kind}.gguf",
         draft=draft,

@@ -88,6 +88,12 @@ _DRAFTING = panel(
         help="For a draft model with another vocabulary: string translates its text, tokens drafts only "
         "tokens that both vocabularies have, auto uses the one that accepts more, off refuses the model.",
     ),
+    mask=Option(
+        "--draft-mask",
+        metavar="auto|off|TOKEN",
+        help="The mask token of a parallel draft model (PARD), which predicts all tokens of a draft in one "
+        "decode: its number or its text. auto takes what the file says, off drafts one token after the other.",
+    ),
     weights=Option(
         "--draft-weights",
         envvar="SPECGEN_DRAFT_WEIGHTS",

@@ -16,6 +16,7 @@ from specgen.decoding.drafters.heads import HeadsDrafter
 from specgen.decoding.drafters.model import ModelDrafter
 from specgen.decoding.drafters.mtp import MtpDrafter
 from specgen.decoding.drafters.ngram import SuffixDrafter
+from specgen.decoding.drafters.parallel import ParallelDrafter
 from specgen.decoding.drafters.staged import Guesses
 from specgen.decoding.drafters.translated import TranslatedDrafter
 from specgen.decoding.drafters.tree import TreeModelDrafter
@@ -31,6 +32,7 @@ __all__ = [
     "HeadsDrafter",
     "ModelDrafter",
     "MtpDrafter",
+    "ParallelDrafter",
     "PromptHeadSkipper",
     "SuffixDrafter",
     "TranslatedDrafter",

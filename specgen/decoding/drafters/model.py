@@ -156,17 +156,21 @@ class ModelDrafter:
                 ahead.drop_until(n_same)
                 self._n_agreed = len(context)
                 return row
-        # The last token is always decoded here, since a draft begins with its logits.
-        n_kept = min(self._n_agreed + n_same, len(context) - 1)
+        row = yield from self._decode(self._missing(context))
+        self._n_agreed = len(context)
+        return row
+
+    def _missing(self, context: Sequence[int]) -> Sequence[int]:
+        """Drop from the cache what is not a prefix of `context`; returns the tokens that it then lacks. The
+        last one is always among them, since a draft begins with its logits."""
+        new, ahead = context[self._n_agreed :], self._ahead
+        n_kept = min(self._n_agreed + ahead.n_same(new), len(context) - 1)
         if n_kept < self._n_agreed + len(ahead):
             self._backend.remove(self._sequence, n_kept - self.n_skipped)
         ahead.clear()
-        missing = context[n_kept:]
         if self.n_skipped and n_kept == 0:
-            missing = [*context[:_N_SINK], *context[_N_SINK + self.n_skipped :]]
-        row = yield from self._decode(missing)
-        self._n_agreed = len(context)
-        return row
+            return [*context[:_N_SINK], *context[_N_SINK + self.n_skipped :]]
+        return context[n_kept:]
 
     def _row_after(
         self, tokens: Sequence[int], context: Sequence[int], n_max: int, n_drafted: int

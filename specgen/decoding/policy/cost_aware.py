@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,6 +37,19 @@ _MAX_STALE = 64
 #: with none; the means differ by 1.3 %.)
 _NGRAM_MARGIN = 1.5
 _MODEL_MARGIN = 1.1
+#: The numbers of tokens that a parallel draft may predict in one decode. (All numbers up to 16 would take
+#: twice the time to weigh.)
+_AT_ONCE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """How a model's draft starts: its stopping rule, what it is expected to save, in seconds, and, for a
+    parallel draft, how many tokens its decode predicts."""
+
+    rule: StoppingRule
+    value_s: float
+    n_at_once: int | None = None
 
 
 class CostAwarePolicy:
@@ -79,8 +92,9 @@ class CostAwarePolicy:
         #: The acceptance probabilities from all texts, and those in this text; by origin.
         self._known = {} if acceptance is None else acceptance
         self._acceptance: dict[str, AcceptanceRates] = {}
-        #: Rules by drafter and by the price of a row, which depends on the other sequences in the batch.
-        self._rules: dict[tuple[str, int], KnownRule] = {}
+        #: Rules by drafter, by the price of a row, which depends on the other sequences in the batch, and by
+        #: the longest draft.
+        self._rules: dict[tuple[str, int, int], KnownRule] = {}
         self._account = Account()
         self._outcomes = DraftOutcomes(self.acceptance_of)
         self._n_stale = 0
@@ -111,16 +125,19 @@ class CostAwarePolicy:
         if len(found) and found_s >= value_s:
             return self._found_first(offer, found, n_max, stop)
         price, n_tried = offer.price(0), None
+        start = self._start(offer.drafter, price)
+        n_at_once = start.n_at_once
         if value_s <= 0.0:
             if not self._may_try(price):
                 return RoundPlan(reason, stop=stop, drafter=offer.drafter)
             reason, n_tried = Reason("trial"), N_TRIED_TOKENS
-        rule = self._rule(offer.drafter, price)
+            n_at_once = N_TRIED_TOKENS if n_at_once else None
         return RoundPlan(
             reason,
             n_max,
-            stop=replace(stop, rule=rule, next_s=price.next_s, n_tried=n_tried),
+            stop=replace(stop, rule=start.rule, next_s=price.next_s, n_tried=n_tried),
             extends=not self._account.is_put_aside(NGRAM_ORIGINS[0]),
+            n_at_once=n_at_once,
             drafter=offer.drafter,
             prefill_s=price.backlog_s,
         )
@@ -159,17 +176,19 @@ class CostAwarePolicy:
         assert drafter is not None
         if n_room < 1 or not found.is_chain:
             return RoundPlan(Reason("found"), found=found, stop=stop, drafter=drafter)
-        price = offer.price(len(found))
-        rule, before = self._rule(drafter, price), stop.path_probabilities(found)[-1]
-        value_s = rule.value(len(found), before) + price.next_s - price.first_s
-        if value_s <= price.backlog_s / self._account.n_rounds_left(offer.n_left):
+        price, before = offer.price(len(found)), stop.path_probabilities(found)[-1]
+        start = self._start(drafter, price, len(found), before)
+        if start.value_s <= price.backlog_s / self._account.n_rounds_left(offer.n_left):
             return RoundPlan(Reason("found"), found=found, stop=stop, drafter=drafter)
-        behind = replace(stop, rule=rule, next_s=price.next_s, n_before=len(found), before=before)
+        behind = replace(
+            stop, rule=start.rule, next_s=price.next_s, n_before=len(found), before=before
+        )
         return RoundPlan(
             Reason("found and model"),
             n_room,
             found,
             behind,
+            n_at_once=start.n_at_once,
             drafter=drafter,
             prefill_s=price.backlog_s,
         )
@@ -197,12 +216,13 @@ class CostAwarePolicy:
         too_early = price.backlog_s > prefill_limit_s(price, worths, plain_s, elapsed_s)
         if too_early and worths.start is not None:
             return 0.0, self._needs_prefill(price)
-        value_s = self._rule(origin, price).value(0, 1.0) + price.next_s - price.first_s
+        value_s = self._start(origin, price).value_s
         acceptance.expect(value_s / plain_s, self._costs.n_sequences)
         ideal_s = self._ideal_s(price)
         if value_s <= 0.0 and ideal_s <= 0.0:
             row = (self._costs.seconds(2) - plain_s) / plain_s
-            return value_s, Reason("row cost", _costs_text(row, price.next_s / plain_s))
+            guess_s = price.seconds(2) - price.first_s
+            return value_s, Reason("row cost", _costs_text(row, guess_s / plain_s))
         if too_early:
             return 0.0, self._needs_prefill(price)
         # In rounds in which n-grams draft, as in a text that copies, a model adds little.
@@ -218,7 +238,7 @@ class CostAwarePolicy:
         """Return whether to try a model that is not expected to pay, to learn whether that is still so.
         It is not tried if it could not pay even if it were always right."""
         n = min(N_TRIED_TOKENS, self.n_max)
-        cost_s = price.first_s + price.backlog_s + (n - 1) * price.next_s + self._extra_s(n)
+        cost_s = price.backlog_s + price.seconds(n) + self._extra_s(n)
         return self._account.allows_trial(cost_s) and self._ideal_s(price) > 0.0
 
     def _needs_prefill(self, price: Price) -> Reason:
@@ -240,9 +260,26 @@ class CostAwarePolicy:
         """Return the seconds that a round would save with a draft of the best length, all accepted."""
         plain_s = self._costs.seconds(1)
         return max(
-            k * plain_s - self._extra_s(k) - price.first_s - (k - 1) * price.next_s
-            for k in range(1, self.n_max + 1)
+            k * plain_s - self._extra_s(k) - price.seconds(k) for k in range(1, self.n_max + 1)
         )
+
+    def _start(self, origin: str, price: Price, n_before: int = 0, before: float = 1.0) -> _Start:
+        """Return how a model's draft should start behind `n_before` found tokens, which are accepted whole
+        with the probability `before`."""
+        if not price.at_once_s:
+            rule = self._rule(origin, price)
+            return _Start(rule, rule.value(n_before, before) + price.next_s - price.first_s)
+        # How sure the draft is is known only once all its tokens are predicted. So the rule is solved for
+        # each number of tokens, with free looks, and the decode is subtracted.
+        n_most = min(self.n_max - n_before, len(price.at_once_s))
+        values_s = {
+            n: self._rule(origin, price, n_before + n).value(n_before, before) - price.seconds(n)
+            for n in _AT_ONCE
+            if n <= n_most
+        }
+        best = max(values_s, key=values_s.__getitem__)
+        # Trees have more tokens than levels, so that their rule has no such limit.
+        return _Start(self._rule(origin, price), values_s[best], best)
 
     # --- costs and acceptance -------------------------------------------------------------------
 
@@ -276,16 +313,17 @@ class CostAwarePolicy:
             acceptance = self._acceptance[origin] = known.for_new_text()
         return acceptance
 
-    def _rule(self, origin: str, price: Price) -> StoppingRule:
+    def _rule(self, origin: str, price: Price, n_most: int | None = None) -> StoppingRule:
         """Return the known stopping rule for a drafter and a row's price, or a new one if much has
-        changed."""
+        changed. It is for drafts of at most `n_most` tokens (None: as many as are allowed)."""
         acceptance, token_s = self.acceptance_of(origin), self._token_s(_MODEL_MARGIN)
+        n_most = self.n_max if n_most is None else n_most
         prices = (price.next_s, token_s, self._extra_s(1))
-        key = (origin, row_bucket(token_s, self._extra_s(1)))
+        key = (origin, row_bucket(token_s, self._extra_s(1)), n_most)
         known = self._rules.get(key)
         if known is not None and known.holds(acceptance.version, *prices):
             return known.rule
-        batch_s = np.array([self._costs.seconds(n + 1) for n in range(self.n_max + 1)])
+        batch_s = np.array([self._costs.seconds(n + 1) for n in range(n_most + 1)])
         rule = StoppingRule(
             batch_s, price.next_s, token_s, acceptance.frequencies(), np.array(acceptance.curve())
         )

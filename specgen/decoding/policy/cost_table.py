@@ -24,12 +24,24 @@ _N_NEW = 3
 @dataclass(frozen=True, slots=True)
 class Price:
     """What drafting costs, in seconds: the first drafted token, each further one, and once the
-    prefill: the `n_unread` tokens that the drafter has not read yet, beyond those of the last round."""
+    prefill: the `n_unread` tokens that the drafter has not read yet, beyond those of the last round.
+
+    A parallel draft predicts all its tokens in one decode, whose size is chosen before it is known how
+    sure the draft is. `at_once_s[n - 1]` are the seconds of a decode that predicts n tokens; looking at
+    a token that is predicted already costs nothing (`next_s` is 0). Other drafters have none.
+    """
 
     first_s: float
     next_s: float
     backlog_s: float = 0.0
     n_unread: int = 0
+    at_once_s: tuple[float, ...] = ()
+
+    def seconds(self, n_drafted: int) -> float:
+        """Return the seconds of drafting n >= 1 tokens, without the prefill."""
+        if self.at_once_s:
+            return self.at_once_s[min(n_drafted, len(self.at_once_s)) - 1]
+        return self.first_s + (n_drafted - 1) * self.next_s
 
 
 #: The price of drafts that cost nothing worth counting.

@@ -140,6 +140,8 @@ class RoundPlan:
     extends: bool = False
     #: The first tokens of the drafter that decodes are no choice: it drafts so many whatever `stop` says.
     n_given: int = 0
+    #: How many tokens a parallel draft predicts in its one decode; None: `n_max`.
+    n_at_once: int | None = None
     #: The name of the drafter that decodes, and the seconds that its prefill takes: an investment in later
     #: rounds. Policies learn from these.
     drafter: str | None = None
