@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specgen.decoding.backend import Batch
-from specgen.decoding.loop import Loop
+from specgen.decoding.loop import Loop, ReadBeside
 from specgen.decoding.sequence import Sequence
 from specgen.engine.calibration.memory import Memory
 from specgen.engine.engine import Engine, generate
@@ -399,11 +399,13 @@ def break_round(engine: Engine) -> set[int]:
     def fail(_backend: LlamaBackend, _batch: Batch) -> None:
         raise BackendError("no room in the cache")
 
-    def broken(loop: Loop, sequences: abc.Sequence[Sequence]) -> list[Event]:
+    def broken(
+        loop: Loop, sequences: abc.Sequence[Sequence], beside: ReadBeside | None = None
+    ) -> list[Event]:
         busy.update(sequence.index for sequence in sequences if not sequence.is_finished)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(engine.target), "decode", fail)
-            return whole(loop, sequences)
+            return whole(loop, sequences, beside)
 
     has_failed = False
     with pytest.MonkeyPatch.context() as patch:

@@ -134,7 +134,7 @@ class MtpDrafter:
     # --- the text ------------------------------------------------------------------------------
 
     def _n_read(self, n_context: int) -> int:
-        """The number of tokens of a text that the target has read, at most all but the last."""
+        """Return the number of tokens of a text that the target has read, at most all but the last."""
         return min(self._trail.n_read, n_context - 1)
 
     def _find_start(self, n_read: int) -> bool:
