@@ -13,11 +13,14 @@ from typing import TypeAlias
 import numpy as np
 
 from specgen.decoding.drafters import (
+    DflashDrafter,
     Drafter,
     Drafters,
+    EagleDrafter,
     Guesses,
     HeadsDrafter,
     ModelDrafter,
+    MtpDrafter,
     ParallelDrafter,
     PromptHeadSkipper,
     SuffixDrafter,
@@ -238,6 +241,11 @@ DRAFTERS: dict[str, DrafterCase] = {
         TranslatedDrafter, translated("tokens"), "respelled", translated="tokens", draws=True
     ),
     "heads": DrafterCase(HeadsDrafter, None, "heads", draws=True, heads=True),
+    # These need targets and drafts of their own: tests/engine/test_mtp.py, tests/llama/test_eagle.py and
+    # tests/llama/test_dflash.py compare their answers with plain decoding's and draw from them.
+    "MTP layers": DrafterCase(MtpDrafter, None, draws=True, heads=True),
+    "EAGLE-3": DrafterCase(EagleDrafter, None, draws=True, heads=True),
+    "DFlash": DrafterCase(DflashDrafter, None, draws=True, heads=True),
     # Drafters that only tests need: trees of any form, and nothing at all.
     "random tree": DrafterCase(
         TreeDrafter,
