@@ -13,21 +13,20 @@ WORKERS = --numprocesses auto --maxprocesses 8 --dist worksteal
 SEARCHES = 10
 # What `make quick` leaves out, four fifths of the time: real models, draws by the thousand, simulated
 # worlds, child processes, commands as a whole, and comparisons with llama.cpp case by case. (Files, or
-# the beginnings of tests' names.)
-SLOW = project/test_architectures.py::test_a_tiny measure/test_bench_peers.py llama/test_build_kernels.py \
-	cli/test_cli_batch.py cli/test_cli_bench.py cli/test_cli_chat.py cli/test_cli_draft.py \
-	cli/test_cli_drafting.py cli/test_cli_fim.py cli/test_cli_run.py cli/test_cli_trees.py \
-	cli/test_cli_tune.py cli/test_cli_verify.py measure/test_doctor.py models/test_downloads.py \
-	llama/test_kernels.py llama/test_llama_dry.py llama/test_llama_rollback.py llama/test_llama_sampling.py \
-	project/test_long_runs.py decoding/test_lossless.py::test_sampled decoding/test_lossless.py::test_matching \
-	decoding/test_policy.py::test_in_the_long_run decoding/test_policy.py::test_a_draft_that_cannot_pay \
-	measure/test_proof.py measure/test_proof_statistics.py engine/test_real_model.py \
-	engine/test_real_translation.py decoding/test_reference.py render/test_render_live.py llama/test_rpc.py \
-	decoding/test_translated_loop.py::test_distributions decoding/test_translated_loop.py::test_draws \
-	decoding/test_translated_loop.py::test_sampled decoding/test_translated_loop.py::test_stopping \
-	engine/test_translated_session.py decoding/test_translation_text.py \
+# the beginnings of tests' names, below tests/.)
+SLOW = cli/test_cli_batch.py cli/test_cli_bench.py cli/test_cli_chat.py cli/test_cli_draft.py \
+	cli/test_cli_drafting.py cli/test_cli_fim.py cli/test_cli_run.py cli/test_cli_trees.py cli/test_cli_tune.py \
+	cli/test_cli_verify.py decoding/test_lossless.py::test_matching decoding/test_lossless.py::test_sampled \
+	decoding/test_policy.py::test_a_draft_that_cannot_pay decoding/test_policy.py::test_in_the_long_run \
+	decoding/test_reference.py decoding/test_translated_loop.py::test_distributions \
+	decoding/test_translated_loop.py::test_draws decoding/test_translated_loop.py::test_sampled \
+	decoding/test_translated_loop.py::test_stopping decoding/test_translation_text.py \
 	decoding/test_trees.py::test_drawn_trees_fit decoding/test_trees.py::test_trees_of_the_likeliest \
-	decoding/test_verifiers.py
+	decoding/test_verifiers.py engine/test_real_model.py engine/test_real_translation.py \
+	engine/test_translated_session.py llama/test_build_kernels.py llama/test_kernels.py llama/test_llama_dry.py \
+	llama/test_llama_rollback.py llama/test_llama_sampling.py llama/test_rpc.py measure/test_bench_peers.py \
+	measure/test_doctor.py measure/test_proof.py measure/test_proof_statistics.py models/test_downloads.py \
+	project/test_architectures.py::test_a_tiny project/test_long_runs.py render/test_render_live.py
 
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check

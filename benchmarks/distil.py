@@ -23,10 +23,11 @@ from specgen.llama import LlamaModel
 from specgen.measure.bench.contenders import NOW
 from specgen.measure.proof import read_prompts
 from specgen.system.machine import look_at_machine
-from specgen.training.distil.distillation import RATE, SOFTNESS, distil
-from specgen.training.distil.training_texts import TrainingText, training_texts
-from specgen.training.making import own_prompts
-from specgen.training.texts import TargetText
+from specgen.training.distillation import RATE, SOFTNESS, distil
+from specgen.training.draft_builder import own_prompts
+from specgen.training.target_text import TargetText
+from specgen.training.training_data import TrainingText, training_texts
+from specgen.training.training_loop import Budget
 
 
 def main() -> None:
@@ -49,16 +50,9 @@ def main() -> None:
         text = TargetText(asked.text, target.n_embd, prompts)
         texts = training_texts(text, target, draft, NOW)
     texts = _first(texts, asked.tokens)
+    budget = Budget(time.monotonic, time.monotonic() + 60.0 * asked.minutes, progress=_tell)
     found = distil(
-        asked.draft,
-        texts,
-        asked.output,
-        minutes=asked.minutes,
-        clock=time.monotonic,
-        progress=_tell,
-        interrupted=lambda: False,
-        rate=asked.rate,
-        softness=asked.softness,
+        asked.draft, texts, asked.output, budget, rate=asked.rate, softness=asked.softness
     )
     assert found is not None, "nothing interrupts it"
     print(file=sys.stderr)
@@ -89,8 +83,8 @@ def _n_tokens(texts: Sequence[TrainingText], *, is_held_back: bool) -> int:
     return sum(len(text.answer_tokens) for text in texts if text.is_held_back == is_held_back)
 
 
-def _tell(n_done: int, n_steps: int, left_s: float) -> None:
-    print(f"\r{n_done}/{n_steps}, {left_s / 60:.0f} min left ", end="", file=sys.stderr)
+def _tell(n_done: int, n_steps: int) -> None:
+    print(f"\r{n_done}/{n_steps} ", end="", file=sys.stderr)
 
 
 if __name__ == "__main__":

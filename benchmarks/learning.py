@@ -46,8 +46,9 @@ from specgen.models import cache_folder, identify
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.system.json_values import as_json
 from specgen.system.machine import look_at_machine
-from specgen.training.made_files import learning_folder
-from specgen.training.online.learning import Lesson, learn
+from specgen.training.draft_files import learning_folder
+from specgen.training.online_learning import Lesson, learn
+from specgen.training.training_loop import Budget
 
 N_PROMPTS, N_BLOCK = 40, 10
 REQUEST = (
@@ -110,10 +111,7 @@ def lesson(folder: Path, target: Path, draft: Path, minutes: float) -> Lesson:
             model,
             small,
             draft,
-            minutes=minutes,
-            clock=time.monotonic,
-            progress=progress,
-            interrupted=lambda: False,
+            Budget(time.monotonic, time.monotonic() + 60.0 * minutes, progress=progress),
         )
     assert found is not None
     print(f"\n{found.text}; {found.n_steps} steps, {found.seconds:.0f} s", file=sys.stderr)

@@ -37,13 +37,18 @@ from specgen.llama.kernel_checks import choose_kernels, wanted_in
 from specgen.models import cache_folder, identify
 from specgen.options import ContextOptions, SessionOptions
 from specgen.system.machine import look_at_machine
-from specgen.training.made_files import pruned_file, text_folder
-from specgen.training.pruned.evaluations import Blocks, Evaluations
-from specgen.training.pruned.files import check_prunable, write_pruned
-from specgen.training.pruned.judging import Judge, judged_texts
-from specgen.training.pruned.making import N_PLACES, PrunedCosts, agreement_of, timed_share
-from specgen.training.pruned.search import Speedup, search
-from specgen.training.texts import TargetText
+from specgen.training.draft_files import pruned_file, text_folder
+from specgen.training.pruned_weights import check_prunable, write_pruned
+from specgen.training.pruning import (
+    N_JUDGED,
+    Judge,
+    PrunedCosts,
+    agreement_of,
+    judged_texts,
+    timed_share,
+)
+from specgen.training.pruning_search import Blocks, Evaluations, Speedup, search
+from specgen.training.target_text import TargetText
 
 #: Places of other answers that a file is judged by.
 _N_HELD_BACK = 768
@@ -67,7 +72,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=5)
     parser.add_argument("--sets", type=int, default=100)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--places", type=int, default=N_PLACES)
+    parser.add_argument("--places", type=int, default=N_JUDGED)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--search-only", action="store_true")

@@ -28,9 +28,8 @@ from pathlib import Path
 
 from scripts import cmake_args
 from specgen.errors import FetchError, SpecgenError
-from specgen.models.index import ACCEPT, IndexFile, normalized, parse_page
 from specgen.models.progress import LineProgress
-from specgen.models.pypi import INDEX_VARIABLE, index_url
+from specgen.models.pypi import ACCEPT, INDEX_VARIABLE, IndexFile, index_url, normalized, parse_page
 
 PACKAGE = "llama-cpp-python"
 PROGRAMS = ("llama-speculative-simple", "llama-lookup")

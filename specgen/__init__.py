@@ -104,3 +104,7 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module 'specgen' has no attribute {name!r}")
     return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*_MODULE_OF, "__version__"])

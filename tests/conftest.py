@@ -141,7 +141,7 @@ def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     # The kernels' self-test is made once: it takes a second.
     monkeypatch.setattr("specgen.llama.kernel_checks.choice.result_of", _remembered)
     # Nor are the kernels tried on each of the tests' many models.
-    monkeypatch.setattr("specgen.llama.kernel_checks.choice._try_models", lambda _trials: None)
+    monkeypatch.setattr("specgen.llama.kernel_checks.choice.try_models", lambda _trials: None)
 
 
 @pytest.fixture
@@ -152,6 +152,14 @@ def tested_kernels(_kernels: Path, _own_directories: None) -> None:
         cache = Path(os.environ["SPECGEN_CACHE"])
         cache.mkdir(parents=True, exist_ok=True)
         shutil.copy(result, cache)
+
+
+@pytest.fixture
+def quick_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads are compared, but not for long: many are slow on a machine that is busy."""
+    monkeypatch.setattr("specgen.measure.selection.tuning.THREADS_BUDGET_S", 0.05)
+    monkeypatch.setattr("specgen.measure.selection.tuning.default_threads", lambda: 1)
+    monkeypatch.setattr("specgen.measure.selection.tuning.thread_counts", lambda *_: [1, 2])
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from typer import Argument, Option
 
 from specgen.cli import flags
-from specgen.cli.batch_on_ray import BatchWork, answer_on_ray, ray_options
+from specgen.cli.batch_on_ray import BatchWork, answer_on_ray, ray_cluster
 from specgen.cli.batch_restart import with_workers
 from specgen.cli.inputs import STDIO, read_bytes
 from specgen.cli.model_loading import Setup, opened
@@ -121,7 +121,7 @@ def batch(
 
     name = "standard input" if source == STDIO else str(source)
     lines = read_lines(read_bytes(source), name, setup.sampling, setup.answer)
-    cluster = ray_options(
+    cluster = ray_cluster(
         ray, setup.machine, (cpus_per_worker, gpus_per_worker), patience_s=host_timeout
     )
     sources, options = setup.find(output)

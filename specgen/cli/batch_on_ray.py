@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import importlib.util
 import sys
@@ -22,22 +21,13 @@ from specgen.options import Contexts, DraftSource, KernelChoice, SessionOptions
 if TYPE_CHECKING:
     from specgen.engine.loaded_models import Models
     from specgen.serving.batch.lines import Line
+    from specgen.serving.batch.on_ray import Cluster
     from specgen.serving.batch.results import Results
 
 #: The number of longest lines that are tokenized to find out how large the caches have to be.
 _N_LARGEST = 8
 #: Bytes of a prompt's text for a token, approximately.
 _BYTES_IN_TOKEN = 4
-
-
-@dataclass(frozen=True, slots=True)
-class RayOptions:
-    """The options of the cluster."""
-
-    address: str
-    cpus_per_worker: float | None
-    gpus_per_worker: float | None
-    patience_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,33 +43,34 @@ class BatchWork:
     parallel: int | None
 
 
-def ray_options(
+def ray_cluster(
     address: str | None,
     machine: Contexts,
     per_worker: tuple[float | None, float | None],
     *,
     patience_s: float,
-) -> RayOptions | None:
-    """Return the options of the cluster, with the CPUs and GPUs of an actor; None without a cluster. Raise
-    `UsageError` if Ray is not installed, the address is invalid, or other options exclude it."""
+) -> Cluster | None:
+    """Return the cluster of these options; None without one. Raise `UsageError` if Ray is not installed, the
+    address is invalid, or other options exclude it."""
     if address is None:
         if per_worker != (None, None):
             raise UsageError("--cpus-per-worker and --gpus-per-worker go with --ray")
         return None
     if machine.target.workers is not None:
         raise UsageError("--ray and --rpc exclude each other")
-    for name in ("ray", "pyarrow"):
-        if importlib.util.find_spec(name) is None:
-            raise UsageError(
-                f"--ray needs {name}, which is not installed", hint="pip install 'specgen[ray]'"
-            )
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError(
+            "--ray needs ray, which is not installed", hint="pip install 'specgen[ray]'"
+        )
     host, _, port = address.rpartition(":")
     if address not in {"local", "auto"} and not (host and "/" not in host and port.isdigit()):
         raise UsageError(
             f"--ray {address}: not the address of a cluster",
             hint="give HOST:PORT as `ray start --head` prints it, or auto, or local",
         )
-    return RayOptions(address, *per_worker, patience_s)
+    from specgen.serving.batch.on_ray import Cluster
+
+    return Cluster(address, *per_worker, patience_s)
 
 
 def open_on_node(
@@ -95,7 +86,7 @@ def open_on_node(
 
 
 def answer_on_ray(
-    cluster: RayOptions,
+    cluster: Cluster,
     work: BatchWork,
     lines: Sequence[Line],
     results: Results,
@@ -107,7 +98,6 @@ def answer_on_ray(
     from specgen.render.text import counted
     from specgen.serving.batch.line_worker import WorkerJob
     from specgen.serving.batch.on_ray import RayBatch
-    from specgen.serving.batch.ray_job import RayJob
     from specgen.serving.batch.runner import Prompting
 
     options = _with_threads(_absolute(work.options), cluster)
@@ -119,28 +109,24 @@ def answer_on_ray(
         work.parallel,
         _largest(lines),
     )
-    job = RayJob(
-        cluster.address,
+    batch = RayBatch(
+        cluster,
         worker,
-        (),
+        results,
         files=_files(options, drafts),
-        cpus_per_worker=cluster.cpus_per_worker,
-        gpus_per_worker=cluster.gpus_per_worker,
-        patience_s=cluster.patience_s,
+        note=output.note,
+        verbose=output.verbose,
     )
-    batch = RayBatch(job, results, note=output.note, verbose=output.verbose)
     started = time.perf_counter()
     is_silent = output.quiet or output.verbose
-    with Interrupt() as stop, batch_progress(sys.stderr, quiet=is_silent) as report:
+    with batch, Interrupt() as stop, batch_progress(sys.stderr, quiet=is_silent) as report:
         try:
             batch.run(lines, stop, report)
         finally:
             if batch.tally.n_answers:
-                with contextlib.suppress(ZeroDivisionError):
-                    seconds = time.perf_counter() - started
-                    output.note(
-                        batch_summary(batch.tally, seconds, counted(batch.n_actors, "Ray actor"))
-                    )
+                seconds = time.perf_counter() - started
+                where = counted(batch.n_actors, "Ray actor")
+                output.note(batch_summary(batch.tally, seconds, where))
     return stop.exit_code, batch.tally.n_errors
 
 
@@ -161,7 +147,7 @@ def _absolute_path(source: DraftSource) -> DraftSource:
     return source.absolute() if isinstance(source, Path) else source
 
 
-def _with_threads(options: SessionOptions, cluster: RayOptions) -> SessionOptions:
+def _with_threads(options: SessionOptions, cluster: Cluster) -> SessionOptions:
     """Return the same options with as many threads as an actor has CPUs, unless it has all of its node's."""
     if cluster.cpus_per_worker is None:
         return options
@@ -177,7 +163,7 @@ def _with_threads(options: SessionOptions, cluster: RayOptions) -> SessionOption
 def _files(options: SessionOptions, drafts: Sequence[DraftChoice]) -> dict[str, int]:
     """Return the files that each node must have, with their sizes here. A draft that nobody named may be
     missing: then another one drafts."""
-    from specgen.serving.batch.ray_actor import n_bytes_of
+    from specgen.serving.batch.on_ray import n_bytes_of
 
     chosen = {draft.draft for draft in drafts if draft.why}
     named = [draft.draft for draft in drafts if not draft.why]
@@ -190,13 +176,11 @@ def _files(options: SessionOptions, drafts: Sequence[DraftChoice]) -> dict[str, 
 def _largest(lines: Sequence[Line]) -> tuple[Line, ...]:
     from specgen.serving.batch.lines import LineError
 
-    def size(line: Line) -> float:
+    def size(line: Line) -> tuple[bool, float]:
+        """Estimate the tokens of prompt and answer; answers without a limit are the largest."""
         assert not isinstance(line.request, LineError)
         n_answer = line.request.generation.max_tokens
-        n_prompt = len(repr(line.fields)) / _BYTES_IN_TOKEN
-        return n_prompt + (n_answer if n_answer >= 0 else float("inf"))
+        return n_answer < 0, len(repr(line.fields)) / _BYTES_IN_TOKEN + n_answer
 
     readable = [line for line in lines if not isinstance(line.request, LineError)]
-    longest = sorted(readable, key=lambda line: len(repr(line.fields)), reverse=True)
-    found = sorted(readable, key=size, reverse=True)[: _N_LARGEST // 2]
-    return (*found, *longest[: _N_LARGEST // 2])
+    return tuple(sorted(readable, key=size, reverse=True)[:_N_LARGEST])

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specgen.serving.chat.commands import Command
     from specgen.serving.chat.conversation import Conversation
     from specgen.serving.chat.log import ChatLog
-    from specgen.training.online.learner import Learner
+    from specgen.training.learner import Learner
 
 
 @flags.takes_options(
@@ -79,7 +79,7 @@ def chat(
     with contextlib.ExitStack() as stack:
         from specgen.engine.engine import Engine
         from specgen.serving.chat.chat import Chat, check_template
-        from specgen.training.online.learner import Learner
+        from specgen.training.learner import Learner
 
         conversation, log = stack.enter_context(_opened(path, output))
         loaded = stack.enter_context(opened(options, setup.machine.kernels, output, sources.drafts))

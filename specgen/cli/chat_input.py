@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING
 
 from specgen.errors import PromptError
 
@@ -20,12 +20,6 @@ if TYPE_CHECKING:
 
 #: The sign in front of a person's messages.
 _PROMPT = "> "
-
-
-class Messages(Protocol):
-    """Gives the messages one after the other."""
-
-    def __iter__(self) -> Iterator[str]: ...
 
 
 class PipedMessages:
@@ -193,4 +187,4 @@ def is_person() -> bool:
     )
 
 
-__all__ = ["Messages", "PipedMessages", "TypedMessages", "is_person", "without_echo"]
+__all__ = ["PipedMessages", "TypedMessages", "is_person", "without_echo"]

@@ -122,7 +122,7 @@ def _lines(label: str, text: str, width: int) -> list[str]:
     )
 
 
-def _llama_version(build: Build) -> str:
+def llama_version_line(build: Build) -> str:
     """Return the versions of llama-cpp-python and llama.cpp; if others are needed, which and how."""
     from specgen.system.llama_build import REBUILD, REQUIRED_VERSION
 
@@ -132,7 +132,7 @@ def _llama_version(build: Build) -> str:
     return f"{versions}: specgen is made for {REQUIRED_VERSION}; {REBUILD}"
 
 
-def _kernels(status: KernelStatus) -> str:
+def kernels_line(status: KernelStatus) -> str:
     """Return what computes on the CPU; if that is llama.cpp, with the reason and what to do about it."""
     if status.reason is None:
         return status.label
@@ -158,14 +158,14 @@ def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
     software = [("specgen", report.version)]
     if build is not None:
         software += [
-            ("llama-cpp-python", _llama_version(build)),
+            ("llama-cpp-python", llama_version_line(build)),
             *((f"built in, {part}", " ".join(names)) for part, names in build.features.items()),
             ("GPU offload", "yes" if build.gpu_offload else "no: this build has CPU code only"),
         ]
         for device in build.devices:
             memory = f", {human_bytes(device.memory_bytes)}" if device.memory_bytes else ""
             software.append((f"{device.name} ({device.kind})", f"{device.description}{memory}"))
-    software.append(("kernels", _kernels(report.kernels)))
+    software.append(("kernels", kernels_line(report.kernels)))
     yield ("Software", software)
     yield (
         "Files",

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -18,12 +19,12 @@ from specgen.cli.draft_find import find
 from specgen.cli.draft_make import data, make
 from specgen.cli.model_loading import use_kernels
 from specgen.cli.output import Output
-from specgen.errors import ModelFileError, OutputError, UsageError
+from specgen.errors import OutputError, UsageError
 from specgen.measure.selection.model_choice import ModelChoice
 from specgen.measure.selection.session_opening import find_models, find_target, open_memory
-from specgen.models import cache_folder, data_folder, human_bytes, identify
+from specgen.models import cache_folder, data_folder, human_bytes
 from specgen.options import ContextOptions
-from specgen.training.made_files import learning_folder
+from specgen.training.draft_files import identity_of, learning_folder
 
 app = typer.Typer(
     name="draft", help="Find, make or train the best draft for a target.", no_args_is_help=True
@@ -65,24 +66,19 @@ def learn(
     """
     from specgen.engine.calibration.weight_copies import Copies
     from specgen.llama.kernel_checks import wanted_in
-    from specgen.training.online.learning import learn_from_files
+    from specgen.training.online_learning import learn_from_files
+    from specgen.training.training_loop import Budget
 
     target_path = find_target(target, quiet=output.quiet)
     draft_path = _draft_model(target, draft, output)
-    folder = _folder(target_path)
+    folder = learning_folder(data_folder(), identity_of(target_path))
     use_kernels(wanted_in(os.environ), output)
     copies = Copies(cache_folder() / "drafts", open_memory(), time.perf_counter)
     with output.measuring() as (progress, stop):
-        found = learn_from_files(
-            folder,
-            target_path,
-            draft_path,
-            copies.of(draft_path, ContextOptions()) or draft_path,
-            minutes=minutes,
-            clock=time.monotonic,
-            progress=lambda done, total: progress(f"{draft_path.name} learns", done, total),
-            interrupted=stop,
-        )
+        base = copies.of(draft_path, ContextOptions()) or draft_path
+        shown = partial(progress, f"{draft_path.name} learns")
+        budget = Budget(time.monotonic, time.monotonic() + 60.0 * minutes, stop, shown)
+        found = learn_from_files(folder, target_path, draft_path, base, budget)
     if found is None:
         output.note("interrupted; everything is as it was")
         return stop.exit_code
@@ -105,7 +101,7 @@ def forget(*, target: str | None = None, output: Output) -> int:
         stores = [path for path in _within(texts) if path.is_dir()]
     else:
         path = find_target(target, quiet=output.quiet)
-        folders, stores = [_folder(path)], [_store(path)]
+        folders, stores = [learning_folder(data_folder(), identity_of(path))], [_store(path)]
     n_answers = sum(len(read_answers(folder)) for folder in folders)
     n_learnt = sum(len(list(folder.glob("*.gguf"))) for folder in folders)
     n_texts = sum(len(list(store.glob("*.tokens"))) for store in stores)
@@ -128,13 +124,6 @@ def _draft_model(target: str, draft: str | None, output: Output) -> Path:
         if isinstance(choice.draft, Path) and not is_heads_file(choice.draft):
             return choice.draft
     raise UsageError(f"no model drafts for {target}", hint="name one that is to learn with --draft")
-
-
-def _folder(target: Path) -> Path:
-    identity = identify(target)
-    if identity is None:
-        raise ModelFileError(f"{target}: no such file")
-    return learning_folder(data_folder(), identity)
 
 
 def _store(target: Path) -> Path:

@@ -18,13 +18,13 @@ from specgen.errors import UsageError
 from specgen.measure.selection.session_opening import find_target
 from specgen.models import cache_folder
 from specgen.options import Contexts, DraftOptions, GenerationOptions
-from specgen.training.making import (
+from specgen.training.draft_builder import (
     N_ANSWER_TOKENS,
     N_PARALLEL,
     N_TOKENS,
+    DraftBuilder,
     Kind,
-    TextWanted,
-    Workshop,
+    TextOptions,
     own_prompts,
 )
 
@@ -79,16 +79,16 @@ def data(
     """
     path = find_target(target, quiet=output.quiet)
     own = trial_options(path, DraftOptions(), GenerationOptions(max_tokens=max_tokens), machine)
-    wanted = TextWanted(_prompts(prompts), n_tokens, max_tokens, parallel)
+    text = TextOptions(_prompts(prompts), n_tokens, max_tokens, parallel)
     with (
         opened(own, machine.kernels, output) as loaded,
         output.measuring() as (progress, stop),
     ):
-        workshop = _workshop(loaded, wanted, progress, stop, output)
-        n_have = workshop.write_text()
+        builder = _builder(loaded, text, progress, stop, output)
+        n_have = builder.write_text()
     if n_have < n_tokens and not stop():
         output.note(f"{n_have} tokens: there are no more prompts")
-    print(workshop.folder)
+    print(builder.folder)
     return stop.exit_code
 
 
@@ -149,7 +149,7 @@ def make(
     It prints the ranking as `specgen draft find` does.
     """
     from specgen.measure.proof import evenly_chosen
-    from specgen.training.texts import is_held_back
+    from specgen.training.target_text import is_held_back
 
     path = find_target(target, quiet=output.quiet)
     small = _small_model(draft, kind, path, output)
@@ -157,16 +157,16 @@ def make(
     kinds = kinds if kind is None else [kind]
     use_kernels(machine.kernels, output)
     own = trial_options(path, DraftOptions(), GenerationOptions(max_tokens=max_tokens), machine)
-    wanted = TextWanted(_prompts(prompts), n_tokens, max_tokens, parallel)
+    text = TextOptions(_prompts(prompts), n_tokens, max_tokens, parallel)
     with log_shown(output), output.measuring() as (progress, stop):
         opener = make_opener((), output)
         with opener.open(own) as loaded:
-            workshop = _workshop(loaded, wanted, progress, stop, output)
-            made = workshop.make(kinds, small, minutes)
+            builder = _builder(loaded, text, progress, stop, output)
+            made = builder.make(kinds, small, minutes)
         if made is None:
             output.note("interrupted: run it again to resume")
             return stop.exit_code
-        held_back = [text for index, text in enumerate(wanted.prompts) if is_held_back(index)]
+        held_back = [prompt for index, prompt in enumerate(text.prompts) if is_held_back(index)]
         judged = replace(own, generation=GenerationOptions(max_tokens=_JUDGED_TOKENS))
         with opener.open(judged) as loaded:
             texts = evenly_chosen(held_back, _N_JUDGED)
@@ -185,7 +185,7 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Out
     """Return the model to fit; None without one. Raise `UsageError` if a fitted draft was asked for but is
     not possible."""
     from specgen.models import load_registry, locate
-    from specgen.training.distil.distillation import check_library
+    from specgen.training.distillation import check_library
 
     is_asked = draft is not None or kind == "distilled"
     if kind in ("heads", "pruned"):
@@ -229,12 +229,13 @@ def _prompts(file: Path | None) -> list[str]:
     return own_prompts() if file is None else list(dict.fromkeys(read_prompts(file)))
 
 
-def _workshop(
-    loaded: Models, wanted: TextWanted, progress: Progress, stop: Interrupt, output: Output
-) -> Workshop:
-    return Workshop(
+def _builder(
+    loaded: Models, text: TextOptions, progress: Progress, stop: Interrupt, output: Output
+) -> DraftBuilder:
+
+    return DraftBuilder(
         loaded,
-        wanted,
+        text,
         cache_folder(),
         clock=time.monotonic,
         progress=progress,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specgen.events import FinishedEvent
 
 #: FILE:LINE or FILE:LINE:COLUMN; a file's name may have colons too.
-_PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))?", re.DOTALL)
+LOCATION = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))?", re.DOTALL)
 _BOM = "\ufeff"
 
 
@@ -68,7 +68,7 @@ def fim(
     output.check(setup.answer)
     from specgen.engine.infill import infill_prompt
 
-    found = _find_place(place, prefix_file, suffix_file, in_place=in_place)
+    found = _find_gap(place, prefix_file, suffix_file, in_place=in_place)
     context = [(str(path), decoded(read_bytes(path), str(path))) for path in context_files or ()]
     if not found.prefix and not found.suffix and not context:
         raise PromptError("there is no text before or after the gap", hint="give some text")
@@ -90,7 +90,7 @@ def fim(
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _FileGap:
     """A gap between two texts; in the file `path`, if it is in one file."""
 
     prefix: str
@@ -98,7 +98,7 @@ class _Place:
     path: Path | None = None
     #: The text as it was read, and the part of the file before `prefix`.
     text: str = ""
-    begins: str = ""
+    before: str = ""
 
     def write(self, middle: str) -> None:
         """Write the file with the middle in it, with the file's own line ends. Raise `OutputError`, also if
@@ -114,7 +114,7 @@ class _Place:
                 raise OutputError(
                     f"{self.path}: the file has changed meanwhile; the middle was not written into it"
                 )
-            whole = self.begins + self.prefix + middle + self.suffix
+            whole = self.before + self.prefix + middle + self.suffix
             with new_beside(path) as new:
                 new.write_bytes(whole.encode("utf-8", "replace"))
                 new.chmod(path.stat().st_mode)
@@ -123,10 +123,10 @@ class _Place:
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
 
 
-def _find_place(
+def _find_gap(
     place: str | None, prefix_file: Path | None, suffix_file: Path | None, *, in_place: bool
-) -> _Place:
-    """Return the gap that was asked for. Raise `UsageError`, `PromptError`."""
+) -> _FileGap:
+    """Return the gap that was asked for. Raises `UsageError`, `PromptError`."""
     if place is not None and (prefix_file or suffix_file):
         raise UsageError("FILE:LINE and --prefix-file or --suffix-file exclude each other")
     if place is not None:
@@ -145,20 +145,20 @@ def _find_place(
         for path in (prefix_file, suffix_file)
     )
     named = prefix_file if prefix_file is not None and prefix_file != STDIO else None
-    return _Place(prefix, suffix, named)
+    return _FileGap(prefix, suffix, named)
 
 
-def _in_file(place: str) -> _Place:
-    """Return the gap at FILE:LINE[:COLUMN]. Raise `UsageError` if the text has another form, `PromptError`
-    if the file has no such position."""
-    found = _PLACE.fullmatch(place)
+def _in_file(place: str) -> _FileGap:
+    """Return the gap at FILE:LINE[:COLUMN]. Raises `UsageError` if the text has another form, `PromptError`
+    if the file has no such place."""
+    found = LOCATION.fullmatch(place)
     if found is None:
         raise UsageError(
             f"{place!r} is not a place in a file", hint="give FILE:LINE or FILE:LINE:COLUMN"
         )
     path, number = Path(found["file"]), int(found["line"])
     text = decoded_with_mark(read_bytes(path), str(path))
-    begins = _BOM if text.startswith(_BOM) else ""
+    before = _BOM if text.startswith(_BOM) else ""
     lines = text.removeprefix(_BOM).split("\n")
     if not 1 <= number <= len(lines):
         raise PromptError(f"{path} has no line {number}: it has {len(lines)} lines")
@@ -170,17 +170,17 @@ def _in_file(place: str) -> _Place:
         )
     start = sum(len(each) + 1 for each in lines[: number - 1]) + column - 1
     rest = text.removeprefix(_BOM)
-    return _Place(rest[:start], rest[start:], path, text, begins)
+    return _FileGap(rest[:start], rest[start:], path, text, before)
 
 
-def _gap(place: _Place, context: list[tuple[str, str]]) -> Gap:
+def _gap(found: _FileGap, context: list[tuple[str, str]]) -> Gap:
     """Return the gap for the model: with line ends of one kind."""
     from specgen.engine.infill import ContextFile, Gap
 
     return Gap(
-        place.prefix.replace("\r\n", "\n"),
-        place.suffix.replace("\r\n", "\n"),
-        name=str(place.path) if place.path is not None else "file",
+        found.prefix.replace("\r\n", "\n"),
+        found.suffix.replace("\r\n", "\n"),
+        name=str(found.path) if found.path is not None else "file",
         context=tuple(ContextFile(name, text.replace("\r\n", "\n")) for name, text in context),
         repository=Path.cwd().name or "repository",
     )

@@ -67,7 +67,7 @@ def serve(
         from specgen.engine.engine import Engine
         from specgen.serving.server.addresses import bound_socket, url_of
         from specgen.serving.server.run import serve as answer_requests
-        from specgen.training.online.learner import Learner
+        from specgen.training.learner import Learner
 
         bound = stack.enter_context(bound_socket(server.host, server.port, limits.client_s))
         loaded = stack.enter_context(opened(options, setup.machine.kernels, output, sources.drafts))

@@ -148,7 +148,7 @@ class Draft:
             return self.children(node)
         return [walk[depth] for walk in walks if len(walk) > depth]
 
-    def places(self) -> list[int]:
+    def sibling_indices(self) -> list[int]:
         """Return each node's rank among its siblings, from 0 on."""
         return [0] * len(self) if self.is_chain else _numbered(self.parents)
 

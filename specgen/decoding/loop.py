@@ -248,7 +248,7 @@ class Loop:
                 proposed=drafted.proposed,
             )
             sequence.policy.observe(result)
-            self._tell_drafters(sequence, result, events)
+            self._notify_drafters(sequence, result, events)
             n_committed = len(sequence.tokens) - tally.n_forced - n_before
             tally.add_decode(n_committed, n_rows, target_s)
             # The sequences in a batch share its time equally.
@@ -420,7 +420,9 @@ class Loop:
             seconds=self._clock() - started,
         )
 
-    def _tell_drafters(self, sequence: Sequence, result: RoundResult, events: list[Event]) -> None:
+    def _notify_drafters(
+        self, sequence: Sequence, result: RoundResult, events: list[Event]
+    ) -> None:
         if sequence.drafters is None:
             return
         try:

@@ -70,9 +70,9 @@ class Tally:
         self.n_accepted += len(accepted)
         _count(self.drafted_by_depth, draft.depths())
         _count(self.accepted_by_depth, range(len(accepted)))
-        places = draft.places()
-        _count(self.drafted_by_rank, places)
-        _count(self.accepted_by_rank, [places[node] for node in accepted])
+        indices = draft.sibling_indices()
+        _count(self.drafted_by_rank, indices)
+        _count(self.accepted_by_rank, [indices[node] for node in accepted])
 
     @property
     def loop_s(self) -> float:

@@ -14,7 +14,7 @@ from specgen.decoding.backend import Backend, Batch, HiddenBackend
 from specgen.decoding.drafters import Drafter, draft_alone
 from specgen.decoding.hidden_trail import HiddenTrail
 from specgen.decoding.policy import draft_up_to
-from specgen.decoding.policy.acceptance import Chances, new_chances
+from specgen.decoding.policy.acceptance import AcceptanceRates, new_acceptance_rates
 from specgen.decoding.text_state import TextState
 from specgen.engine.calibration.gain import Agreement
 
@@ -41,7 +41,7 @@ _N_TRANSLATED = 3
 
 
 class Walk:
-    """Lets a drafter propose a token at each position of a text, and counts in `chances`, by origin, how
+    """Lets a drafter propose a token at each position of a text, and counts in `acceptance`, by origin, how
     often it is the target's token.
 
     `state` is the text that the drafter follows; it starts empty. `is_translated` says that the drafter's
@@ -52,42 +52,42 @@ class Walk:
         self,
         drafter: Drafter,
         state: TextState,
-        chances: MutableMapping[str, Chances],
+        acceptance: MutableMapping[str, AcceptanceRates],
         *,
         is_translated: bool,
     ) -> None:
         self._drafter = drafter
         self._state = state
-        self._chances = chances
+        self._acceptance = acceptance
         self._plan = draft_up_to(_N_TRANSLATED if is_translated else 1, needs_confidence=True)
-        self._n_places = self._n_agreed = 0
+        self._n_compared = self._n_agreed = 0
 
     @property
     def found(self) -> Agreement:
         """The counts so far."""
-        return Agreement(self._n_places, self._n_agreed)
+        return Agreement(self._n_compared, self._n_agreed)
 
-    def look(self, tokens: Sequence[int], place: int, said: int) -> None:
-        """Compare the drafter's proposal after the first `place` tokens with `said`, the target's token
+    def look(self, tokens: Sequence[int], position: int, expected: int) -> None:
+        """Compare the drafter's proposal after the first `position` tokens with `expected`, the target's token
         there. Positions must ascend. Raise what the drafter raises."""
-        for token in tokens[len(self._state.tokens) : place]:
+        for token in tokens[len(self._state.tokens) : position]:
             self._state.commit(token)
         draft = draft_alone(self._drafter.propose(self._state.tokens, self._plan))
         if not draft.looks:
             return
-        sure = draft.looks[0]
+        top_probability = draft.looks[0]
         origin = draft.origins[0] if len(draft) else self._drafter.name
-        chances = self._chances.setdefault(origin, new_chances(origin))
-        chances.see(sure)
+        acceptance = self._acceptance.setdefault(origin, new_acceptance_rates(origin))
+        acceptance.see(top_probability)
         if not len(draft):
             return
-        agrees = draft.tokens[0] == said
+        agrees = draft.tokens[0] == expected
         confidence = draft.probabilities[0]
         if confidence is None or draft.distributions[0] is not None:
             # The probability of a drawn token says how likely that token was to be drawn.
-            confidence = sure
-        chances.judge(confidence, accepted=agrees)
-        self._n_places += 1
+            confidence = top_probability
+        acceptance.judge(confidence, accepted=agrees)
+        self._n_compared += 1
         self._n_agreed += agrees
 
 
@@ -103,8 +103,8 @@ def sample_agreement(
     before_s = target.decode_s
     tokens = tokens[: target.n_ctx]
     try:
-        for place, said in greedy_tokens(target, tokens, min(N_BEFORE, len(tokens))):
-            walk.look(tokens, place, said)
+        for position, expected in greedy_tokens(target, tokens, min(N_BEFORE, len(tokens))):
+            walk.look(tokens, position, expected)
             if interrupted():
                 raise KeyboardInterrupt
             # Only the target's time counts: the draft is smaller.
@@ -126,8 +126,8 @@ def greedy_tokens(target: Backend, tokens: Sequence[int], start: int) -> Iterato
         batch = Batch()
         for position in range(done, end):
             batch.add(tokens[position], position, (0,), not is_before)
-        said: list[int] = target.decode(batch).argmax(axis=1).tolist()
-        yield from ((done + row + 1, token) for row, token in enumerate(said))
+        expected: list[int] = target.decode(batch).argmax(axis=1).tolist()
+        yield from ((done + row + 1, token) for row, token in enumerate(expected))
         done = end
 
 

@@ -15,13 +15,13 @@ from specgen.decoding.policy.cost_table import CostTable
 from specgen.decoding.verifiers import make_verifier
 from specgen.engine.agreement import TEXT
 from specgen.engine.calibration.weight_copies import Comparison, Copies
-from specgen.engine.learnt_weights import learnt_weights
+from specgen.engine.kept_answers import learnt_weights
 from specgen.engine.pairing import check_pair
 from specgen.engine.request import RequestSettings
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaModel, default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
-from specgen.options import ContextOptions, DraftOptions, DraftSource, TreeShape
+from specgen.options import ContextOptions, DraftOptions, DraftSource, TranslateMode, TreeShape
 
 #: How a draft with another vocabulary is translated.
 Translated: TypeAlias = Literal["string", "tokens"]
@@ -33,7 +33,29 @@ _LOOKS = (1, 2, 4, 8)
 _N_REPEATS = 5
 
 
-class DraftModel:
+class LoadedDraft:
+    """What draft models and decoder heads have in common: how they draft for a request."""
+
+    def __init__(self, drafting: DraftOptions, *, branches: bool) -> None:
+        self.drafting = drafting
+        #: Whether its drafts may be trees if the samplers allow that.
+        self.branches = branches
+
+    def draws(self, settings: RequestSettings) -> bool:
+        """Return whether drafts for a request with these settings are sampled."""
+        return settings.sampler.is_random and make_verifier(settings.verifier).wants_draws
+
+    def grows_trees(self, settings: RequestSettings) -> bool:
+        """Return whether drafts for a request with these settings may be trees."""
+        return self.branches and (self.drafting.tree.is_fixed or not self.draws(settings))
+
+    def merges(self, settings: RequestSettings) -> bool:
+        """Return whether proposals of n-grams may become branches of drafts for a request with these
+        settings."""
+        return self.grows_trees(settings) and not self.drafting.tree.is_fixed
+
+
+class DraftModel(LoadedDraft):
     """A loaded draft model for a target. `weights` is a file to load instead of the model's own: a
     quicker copy, or weights that it learnt.
 
@@ -51,24 +73,19 @@ class DraftModel:
     ) -> None:
         #: The model or n-grams that draft for this model.
         self.helper: DraftModel | Literal["ngram"] | None = None
-        self.drafting = drafting
         self.model = LlamaModel(path, weights=weights, n_gpu_layers=context.n_gpu_layers)
         #: The translation between the vocabularies; None if they are the same.
         self.translation: Translation | None = None
         #: The number of tokens that both vocabularies have, from 0 on, if they are the same.
         self.n_shared_tokens = 0
         try:
-            self._pair(target)
+            self._pair(target, drafting.translate)
         except PairError:
             self.model.close()
             raise
-        #: Whether its drafts may be trees if the samplers allow that.
-        self.branches = (
-            drafting.grows_trees
-            and not target.has_recurrent_state
-            and not self.model.has_recurrent_state
-            and self.translation is None
-        )
+        is_recurrent = target.has_recurrent_state or self.model.has_recurrent_state
+        branches = drafting.grows_trees and not is_recurrent and self.translation is None
+        super().__init__(drafting, branches=branches)
 
     def close(self) -> None:
         """Free the model and its helper. May be called twice."""
@@ -92,21 +109,10 @@ class DraftModel:
         return "tokens" if mode == "tokens" else "string"
 
     def draws(self, settings: RequestSettings) -> bool:
-        """Return whether drafts for a request with these settings are sampled."""
-        return _draws(settings) and self.translated(settings) != "string"
+        return super().draws(settings) and self.translated(settings) != "string"
 
-    def grows_trees(self, settings: RequestSettings) -> bool:
-        """Return whether drafts for a request with these settings may be trees."""
-        return self.branches and (self.drafting.tree.is_fixed or not self.draws(settings))
-
-    def merges(self, settings: RequestSettings) -> bool:
-        """Return whether proposals of n-grams may become branches of drafts for a request with these
-        settings."""
-        return self.grows_trees(settings) and not self.drafting.tree.is_fixed
-
-    def _pair(self, target: LlamaModel) -> None:
+    def _pair(self, target: LlamaModel, translate: TranslateMode) -> None:
         """Compare the vocabularies, and prepare the translation if they differ."""
-        translate = self.drafting.translate
         try:
             self.n_shared_tokens = check_pair(
                 target.vocabulary, self.model.vocabulary, target.name, self.model.name
@@ -125,7 +131,7 @@ class DraftModel:
                 self.translation.draft_lexicon.load()  # now, not in the middle of an answer
 
 
-class HeadsDraft:
+class HeadsDraft(LoadedDraft):
     """Loaded decoder heads for a target. Raises `ModelFileError` if the file is damaged, and `PairError`
     if the heads were made for another model, or the target has a recurrent state."""
 
@@ -142,7 +148,7 @@ class HeadsDraft:
                 f"{target.name} has a recurrent state; decoder heads cannot draft for it",
                 hint="use a draft model, or --draft ngram",
             )
-        self.drafting = drafting
+        super().__init__(drafting, branches=drafting.grows_trees)
         self.heads = DecoderHeads(path, clock, context.n_threads or default_threads())
         weights, vocabulary = self.heads.weights, target.vocabulary
         made_for = (weights.n_vocab, weights.vocabulary, weights.n_embd)
@@ -154,16 +160,6 @@ class HeadsDraft:
             )
         #: The cost table of looks, the same for all answers.
         self.costs = self._timed(clock)
-
-    def draws(self, settings: RequestSettings) -> bool:
-        """Return whether drafts for a request with these settings are sampled."""
-        return _draws(settings)
-
-    def merges(self, settings: RequestSettings) -> bool:
-        """Return whether proposals of n-grams may become branches of drafts for a request with these
-        settings."""
-        grows = self.drafting.grows_trees and not self.drafting.tree.is_fixed
-        return grows and not self.draws(settings)
 
     def _timed(self, clock: Callable[[], float]) -> CostTable:
         """Time looks beyond one and several nodes, which takes some milliseconds."""
@@ -180,11 +176,7 @@ class HeadsDraft:
         return CostTable(seconds)
 
 
-def _draws(settings: RequestSettings) -> bool:
-    return settings.sampler.is_random and make_verifier(settings.verifier).wants_draws
-
-
-class MtpDraft:
+class MtpDraft(LoadedDraft):
     """The MTP layers of a loaded target. Raises `PairError` if it has none that can draft."""
 
     def __init__(self, target: LlamaModel, drafting: DraftOptions) -> None:
@@ -193,22 +185,8 @@ class MtpDraft:
                 f"--draft mtp: {target.name}: {target.why_no_mtp}",
                 hint="use a file with its MTP (NextN) layers, or another draft",
             )
-        self.drafting = drafting
-        #: Whether its drafts may be trees if the samplers allow that.
-        self.branches = drafting.grows_trees and not target.has_recurrent_state
-
-    def draws(self, settings: RequestSettings) -> bool:
-        """Return whether drafts for a request with these settings are sampled."""
-        return _draws(settings)
-
-    def grows_trees(self, settings: RequestSettings) -> bool:
-        """Return whether drafts for a request with these settings may be trees."""
-        return self.branches and (self.drafting.tree.is_fixed or not self.draws(settings))
-
-    def merges(self, settings: RequestSettings) -> bool:
-        """Return whether proposals of n-grams may become branches of drafts for a request with these
-        settings."""
-        return self.grows_trees(settings) and not self.drafting.tree.is_fixed
+        branches = drafting.grows_trees and not target.has_recurrent_state
+        super().__init__(drafting, branches=branches)
 
 
 class DraftModels:
@@ -329,7 +307,7 @@ class DraftModels:
         last = {compared.model: compared for compared in self.compared}
         return [compared for compared in last.values() if compared.is_taken]
 
-    def news_of_copies(self) -> list[str]:
+    def new_copy_notes(self) -> list[str]:
         """Return the messages about copies that came into use since the last call."""
         news = [comparison.note for comparison in self.copied[self._n_told :]]
         self._n_told = len(self.copied)

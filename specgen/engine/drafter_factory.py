@@ -25,18 +25,18 @@ from specgen.decoding.drafters import (
     TranslatedDrafter,
     TreeModelDrafter,
 )
-from specgen.decoding.drafters.translation import BeginningShaper, SharedShaper, Translation
+from specgen.decoding.drafters.translation import PrefixShaper, SharedShaper, Translation
 from specgen.decoding.hidden_trail import HiddenTrail, TargetStates
 from specgen.decoding.last_hidden import LastHidden
 from specgen.decoding.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
-from specgen.decoding.policy.acceptance import Chances
+from specgen.decoding.policy.acceptance import AcceptanceRates
 from specgen.decoding.policy.cost_table import CostTable
 from specgen.decoding.sampling import Sampler
 from specgen.decoding.sequence import Sequence
 from specgen.decoding.text_state import Shaper, TextState
 from specgen.decoding.tree_batch import Branches
 from specgen.decoding.verifiers import make_verifier
-from specgen.engine.draft_models import DraftModel, HeadsDraft, MtpDraft
+from specgen.engine.draft_models import DraftModel, HeadsDraft, LoadedDraft, MtpDraft
 from specgen.engine.loaded_models import LONGEST_GUESS, Models
 from specgen.engine.prefix_cache import Slot
 from specgen.engine.prompts import Prompt
@@ -54,8 +54,8 @@ from specgen.options import (
 #: Makes a shaper of a chain of samplers and a text.
 MakeShaper: TypeAlias = Callable[[Sampler, TextState], Shaper]
 #: Returns acceptance statistics by origin, given a target's file, a draft (a file or a word such as
-#: "ngram") and a mode (`Memory.chances`).
-ChancesOf: TypeAlias = Callable[[Path, Path | str, str], MutableMapping[str, Chances]]
+#: "ngram") and a mode (`Memory.acceptance`).
+AcceptanceOf: TypeAlias = Callable[[Path, Path | str, str], MutableMapping[str, AcceptanceRates]]
 
 #: The most continuations that n-grams propose at one position.
 _N_NGRAM_BRANCHES = 3
@@ -100,9 +100,11 @@ class DrafterFactory:
         drafters: Drafters | None = None
         hidden: TargetStates | None = None
         if not plain:
-            parts = _Parts(models, self._chances_of, prompt, state, make_shaper, settings, slot)
+            maker = _RequestDrafters(
+                models, self._acceptance_of, prompt, state, make_shaper, settings, slot
+            )
             backends = () if draft is None else (draft, *helpers)
-            drafters, hidden = parts.drafters(backends, np.random.default_rng(draft_seed))
+            drafters, hidden = maker.drafters(backends, np.random.default_rng(draft_seed))
         return Sequence(
             vocabulary=models.target.vocabulary.showing(settings.generation.shown_controls),
             options=settings.generation,
@@ -121,10 +123,10 @@ class DrafterFactory:
 
     def chain_drafter(self, prompt: Prompt, draft: Backend, state: TextState) -> Drafter:
         """Return the drafter of the draft model, or of the MTP layers, alone, which drafts chains of its most
-        likely tokens over `state`, whatever the user's samplers are. The text starts with `prompt`."""
-        parts = _Parts(
+        likely tokens over `state`, whatever the user's samplers are. `prompt` is the beginning of the text."""
+        maker = _RequestDrafters(
             self.models,
-            self._chances_of,
+            self._acceptance_of,
             prompt,
             state,
             lambda _sampler, text: Shaper(Sampler(SamplerOptions()), text),
@@ -132,28 +134,30 @@ class DrafterFactory:
             branches=False,
         )
         if self.models.drafts.mtp is not None:
-            mtp = replace(parts, settings=self.models.settings.most_likely())
+            mtp = replace(maker, settings=self.models.settings.most_likely())
             return mtp.of_mtp(self.models.drafts.mtp, draft, np.random.default_rng(0))[0]
         assert self.models.drafts.main is not None, "there is no draft model"
-        return parts.of_model(self.models.drafts.main, (draft,), np.random.default_rng(0))
+        return maker.of_model(self.models.drafts.main, (draft,), np.random.default_rng(0))
 
-    def chances(self, settings: RequestSettings | None = None) -> MutableMapping[str, Chances]:
+    def acceptance(
+        self, settings: RequestSettings | None = None
+    ) -> MutableMapping[str, AcceptanceRates]:
         """Return the acceptance statistics of the present draft with a request's samplers, by origin."""
         settings, drafts = settings or self.models.settings, self.models.drafts
         mode = "greedy"
         if not settings.sampling.greedy:
             mode = f"temp {settings.sampling.temperature:.1f}, {settings.verifier}"
         target = self.models.options.target
-        found = self._chances_of(target, drafts.key, mode)
+        found = self._acceptance_of(target, drafts.key, mode)
         if drafts.learnt is not None and drafts.path is not None and not found:
             # The learnt weights start from the statistics of the original weights.
-            found.update(copy.deepcopy(dict(self._chances_of(target, drafts.path, mode))))
+            found.update(copy.deepcopy(dict(self._acceptance_of(target, drafts.path, mode))))
         return found
 
-    def _chances_of(
+    def _acceptance_of(
         self, target: Path, draft: Path | str, mode: str
-    ) -> MutableMapping[str, Chances]:
-        found = self.models.memory.chances(target, draft, mode)
+    ) -> MutableMapping[str, AcceptanceRates]:
+        found = self.models.memory.acceptance(target, draft, mode)
         return copy.deepcopy(found) if self.learns_alone else found
 
     def _policy(self, n_past: int, settings: RequestSettings) -> Policy:
@@ -168,16 +172,16 @@ class DrafterFactory:
         if drafting.policy == "threshold":
             return ThresholdPolicy(drafting)
         table = self.models.costs.table(n_past=n_past)
-        return CostAwarePolicy(drafting, table, self.chances(settings))
+        return CostAwarePolicy(drafting, table, self.acceptance(settings))
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """Makes the drafter of one answer to `prompt`. `state` is the target's text, and `slot` the answer's
-    slot in the draft models' caches. Without `branches` models draft chains."""
+class _RequestDrafters:
+    """Makes the drafter of one answer to `prompt`. `state` is the target's text, and `slot` the answer's part
+    of the draft models' caches. Without `branches` models draft chains."""
 
     models: Models
-    chances_of: ChancesOf
+    acceptance_of: AcceptanceOf
     prompt: Prompt
     state: TextState
     make_shaper: MakeShaper
@@ -264,9 +268,9 @@ class _Parts:
         text = translation.text(self.prompt.tokens, self.prompt.draft_tokens)
         own, own_state = Prompt(self.prompt.text, tuple(text.tokens)), TextState(())
         sampler = _sampler(draft, settings)
-        shaper: BeginningShaper | SharedShaper
+        shaper: PrefixShaper | SharedShaper
         if draft.translated(settings) == "string":
-            shaper = BeginningShaper(sampler, translation.draft_lexicon)
+            shaper = PrefixShaper(sampler, translation.draft_lexicon)
         else:
             shaper = SharedShaper(translation.shared, self.make_shaper(sampler, self.state))
         inner = ModelDrafter(
@@ -297,36 +301,30 @@ class _Parts:
         key: Path | str = "ngram"
         if isinstance(helper, DraftModel):
             settings = self.settings.most_likely()
-            parts = replace(self, prompt=prompt, state=state, settings=settings, make_shaper=Shaper)
-            drafters = Drafters(model=parts.of_model(helper, backends, np.random.default_rng(0)))
+            maker = replace(self, prompt=prompt, state=state, settings=settings, make_shaper=Shaper)
+            drafters = Drafters(model=maker.of_model(helper, backends, np.random.default_rng(0)))
             key = helper.model.path
-        chances = self.chances_of(path, key, "guesses")
+        acceptance = self.acceptance_of(path, key, "guesses")
         costs = self.models.costs.table(path, len(self.prompt.tokens))
-        return Guesses(drafters, guess_policy(costs, chances))
+        return Guesses(drafters, guess_policy(costs, acceptance))
 
     def _of_heads(
         self, heads: HeadsDraft, last: LastHidden, rng: np.random.Generator
     ) -> HeadsDrafter:
         """Return the drafter of decoder heads. It drafts from the hidden states that the loop stores in
         `last`."""
-        settings, drafting, shape = self.settings, heads.drafting, heads.drafting.tree
-        draws = heads.draws(settings)
-        branches = shape.is_fixed or (drafting.grows_trees and not draws)
-        if branches and not draws:
-            sampling = guess_sampling(settings.in_use, shape)
-        else:
-            sampling = draft_sampling(settings.in_use, drafting, draws=draws)
+        settings = self.settings
         return HeadsDrafter(
             heads.heads,
             last,
-            self.make_shaper(Sampler(sampling, settings.breakers), self.state),
+            self.make_shaper(_sampler(heads, settings), self.state),
             rng,
             self.models.target.vocabulary.is_end,
-            draws=draws,
-            branches=branches,
-            shape=shape,
+            draws=heads.draws(settings),
+            branches=heads.grows_trees(settings),
+            shape=heads.drafting.tree,
             costs=heads.costs,
-            n_deepest=drafting.tree_depth,
+            n_deepest=heads.drafting.tree_depth,
         )
 
     def of_mtp(
@@ -371,14 +369,14 @@ class _Parts:
         )
 
 
-def guess_policy(costs: CostTable, chances: MutableMapping[str, Chances]) -> Policy:
+def guess_policy(costs: CostTable, acceptance: MutableMapping[str, AcceptanceRates]) -> Policy:
     """Return the policy that decides how much is drafted for a draft model with these costs."""
-    return CostAwarePolicy(DraftOptions(max_tokens=LONGEST_GUESS), costs, chances)
+    return CostAwarePolicy(DraftOptions(max_tokens=LONGEST_GUESS), costs, acceptance)
 
 
-def _sampler(draft: DraftModel, settings: RequestSettings) -> Sampler:
-    """Return the samplers that a model drafts with."""
-    if draft.translated(settings) == "string":
+def _sampler(draft: LoadedDraft, settings: RequestSettings) -> Sampler:
+    """Return the samplers that a draft model or decoder heads draft with."""
+    if isinstance(draft, DraftModel) and draft.translated(settings) == "string":
         # The target's biases and penalties refer to the target's token ids.
         is_endless = settings.generation.ignore_eos
         ends = draft.model.vocabulary.end_tokens() if is_endless else ()

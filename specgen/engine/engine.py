@@ -40,7 +40,7 @@ _N_LOOKED_AT = 16
 _N_WORTH_WAITING = 32
 #: The most tokens of a prompt that are read between two rounds of other answers, which wait for them, or
 #: beside a round while costs are not known.
-_N_READ_BESIDE = 32
+N_READ_BESIDE = 32
 
 
 class Engine:
@@ -87,8 +87,10 @@ class Engine:
         self.n_ctx = n_ctx if n_ctx is not None else models.usual_n_ctx
         #: The parts of the caches, and what each is doing.
         self.slots = PrefixCache(n_parallel)
-        #: Locks: the first is held while the queue changes, the second while the engine steps.
-        self._lock, self._stepping = threading.Lock(), threading.RLock()
+        #: Held while the queue changes.
+        self._lock = threading.Lock()
+        #: Held while the engine steps: as long as another thread holds it, nothing is decoded.
+        self.stepping = threading.RLock()
         self._waiting: deque[Request] = deque()
         self._n_inserted = 0
         self._reads_oldest = False
@@ -107,8 +109,9 @@ class Engine:
             self.target: LlamaBackend = target
             self._loop = Loop(target, models.clock, interrupted)
             self._draft_contexts = self._resources.enter_context(contextlib.ExitStack())
-            self._drafts = self._open_drafts()
-            draft = self._drafts[0] if self._drafts else None
+            #: The draft model's context, and those of the models that draft for it.
+            self.drafts = self._open_drafts()
+            draft = self.drafts[0] if self.drafts else None
             #: Seconds that the measurement of drafting costs took; 0 if they were known.
             self.measured_s = measure_if_costs_decide(models, target, draft, interrupted)
             on_error.pop_all()
@@ -164,7 +167,7 @@ class Engine:
 
     def close(self) -> None:
         """Free the contexts. Answers that are not done fail. May be called twice."""
-        with self._stepping:
+        with self.stepping:
             self._resources.close()
             with self._lock:
                 self._is_closed = True
@@ -225,13 +228,13 @@ class Engine:
         """Load the draft model again, with the weights that it learnt last, and return True. While
         answers are being generated, do nothing and return False. The draft model's new contexts are
         empty. Raise `ModelFileError` or `MemoryLimitError`; nothing drafts then."""
-        with self._stepping:
+        with self.stepping:
             if self.n_busy:
                 return False
             self._draft_contexts.close()
-            self._drafts = ()
+            self.drafts = ()
             self._models.change_draft(self._models.drafts.source)
-            self._drafts = self._open_drafts()
+            self.drafts = self._open_drafts()
             return True
 
     def tell(self, message: str) -> None:
@@ -283,7 +286,7 @@ class Engine:
         round of all answers that have started. Return the events. An answer that fails has a `failure` and
         no more events. Raise `BackendError` if the target cannot decode the round's batch; all answers of
         the round have failed then."""
-        with self._stepping:
+        with self.stepping:
             events = self._begin_next()
             reading = self._next_reading()
             if reading is None or self._can_read_beside(reading):
@@ -341,7 +344,7 @@ class Engine:
         than these, so that running answers keep half of their pace."""
         table = self._models.costs.table()
         if not table:
-            return _N_READ_BESIDE
+            return N_READ_BESIDE
         n_most, limit_s = self.target.n_batch, 2 * table.seconds(n_own)
         return bisect.bisect(range(1, n_most), limit_s, key=lambda n: table.seconds(n_own + n))
 
@@ -443,7 +446,7 @@ class Engine:
         assert sequence is not None
         # Unless a row has the same logits in any batch, the pieces must be those of an answer alone.
         may_be_short = self.slots.decoding() and self._models.target.has_equal_rows
-        n_most = _N_READ_BESIDE if may_be_short else None
+        n_most = N_READ_BESIDE if may_be_short else None
         try:
             if request.is_cancelled:
                 sequence.finish("interrupted")
@@ -465,9 +468,9 @@ class Engine:
             slot.sequence = self._factory.sequence(
                 request.prompt,
                 self.n_ctx,
-                self._drafts[0] if self._drafts else None,
+                self.drafts[0] if self.drafts else None,
                 request.seed,
-                helpers=self._drafts[1:],
+                helpers=self.drafts[1:],
                 plain=not request.drafts,
                 settings=request.settings,
                 slot=slot,
@@ -549,7 +552,7 @@ class Engine:
 
     def _fail(self, slot: Slot, error: SpecgenError) -> None:
         """End an answer with an error, and clear its slot."""
-        slot.fail(error, (self.target, *self._drafts))
+        slot.fail(error, (self.target, *self.drafts))
 
 
 def _age(slot: Slot) -> int:

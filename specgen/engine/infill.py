@@ -201,7 +201,7 @@ class _Writer:
 
     def _around(self, prefix: list[int], suffix: list[int]) -> tuple[list[int], list[int]]:
         """Return as much of prefix and suffix, next to the gap, as there is room for."""
-        n_prefix, n_suffix = _lengths(len(prefix), len(suffix), self._n_left)
+        n_prefix, n_suffix = kept_lengths(len(prefix), len(suffix), self._n_left)
         self._n_left -= n_prefix + n_suffix
         if n_prefix < len(prefix):
             self.left_out.append(f"the first {len(prefix) - n_prefix} tokens before the gap")
@@ -239,7 +239,7 @@ class _Writer:
         return [self._tokens.separator, *inside(f"{file.name}\n"), *inside(file.text)]
 
 
-def _lengths(n_prefix: int, n_suffix: int, n_room: int) -> tuple[int, int]:
+def kept_lengths(n_prefix: int, n_suffix: int, n_room: int) -> tuple[int, int]:
     """Return how many tokens of prefix and suffix to keep. Room that one of them does not need goes to
     the other."""
     n_suffix_kept = min(n_suffix, max(n_room - n_prefix, n_room - int(_PREFIX_SHARE * n_room)))

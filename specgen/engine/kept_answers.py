@@ -1,21 +1,24 @@
-"""Answers that are kept on this disk for drafts to learn from (`--learn`).
+"""Answers that are kept on this disk for drafts to learn from (`--learn`), and the weights that drafts learnt.
 
-A folder for each target holds ``answers.jsonl``, with an answer on each line, the latest last. The weights
-that drafts learnt from them lie beside it (`specgen.engine.learnt_weights`). The texts are private: only
-their user may read the folder.
+A folder for each target holds ``answers.jsonl``, with an answer on each line, the latest last. The texts are
+private: only their user may read the folder. For each draft that learnt, a small JSON file beside the answers
+names the weights to draft from. It is replaced whole, after those weights are on the disk. So even if the
+learning process is killed, others find complete weights, or none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from specgen.errors import OutputError
-from specgen.system.atomic_files import replace_bytes
+from specgen.system.atomic_files import replace_bytes, replace_text
 from specgen.system.json_lines import AppendedFile, locked, take_lines, to_line, write_errors
 
 ANSWERS = "answers.jsonl"
@@ -65,7 +68,7 @@ class KeptAnswers:
             return
         self._unwritten.append(answer)
         make_folder(self.folder)
-        with locked_for_writing(self.folder), AppendedFile.opened(self._file, _FILE_MODE) as file:
+        with _locked_for_writing(self.folder), AppendedFile.opened(self._file, _FILE_MODE) as file:
             number = self._mend(file)
             lines = b"".join(
                 to_line(_to_json(each, number + place))
@@ -126,8 +129,8 @@ def make_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked_for_writing(folder: Path) -> Iterator[None]:
-    """Hold the lock on a folder's answers, so that no other process writes them. Raise `OutputError`."""
+def _locked_for_writing(folder: Path) -> Iterator[None]:
+    """Hold the lock on a folder's answers, so that no other process writes them. Raises `OutputError`."""
     held = OutputError(f"{folder / ANSWERS}: another process does not stop writing to it")
     with locked(folder / f"{ANSWERS}.lock", held, wait_s=_WAIT_S):
         yield
@@ -173,4 +176,59 @@ def _tokens(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(values)
 
 
-__all__ = ["KeptAnswer", "KeptAnswers", "last_number", "make_folder", "read_answers"]
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """The result of a draft's learning."""
+
+    #: The name of a model file in the folder, with the weights; empty if the original weights are better.
+    weights: str = ""
+    #: The number of the last answer when it learnt, and the number of all answers that it learnt from.
+    last_number: int = 0
+    n_answers: int = 0
+    #: The agreement of the draft with the target on the latest answers, as a share of their places:
+    #: with the original weights, and with the learnt ones.
+    agreement_before: float = 0.0
+    agreement_after: float = 0.0
+
+
+def state_file(folder: Path, draft: Path) -> Path:
+    """Return the path of the JSON file about a draft model's learning, in the folder of a target. A draft
+    file of the same name and another size is another draft."""
+    n_bytes = 0
+    with contextlib.suppress(OSError):
+        n_bytes = draft.stat().st_size
+    digest = hashlib.sha256(os.fsencode(f"{draft.name}\0{n_bytes}")).hexdigest()[:12]
+    return folder / f"{draft.stem}-{digest}.json"
+
+
+def read_learnt(folder: Path, draft: Path) -> Learnt:
+    """Return what a draft model learnt; the default values if the file is missing or damaged."""
+    return read_state(state_file(folder, draft))
+
+
+def read_state(path: Path) -> Learnt:
+    """Return the contents of such a file; the default values if it is missing or damaged."""
+    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+        found = Learnt(**json.loads(path.read_text("utf-8")))
+        kinds = {str: str, int: int, float: float | int}
+        fields = asdict(found)
+        defaults = asdict(Learnt())
+        if all(isinstance(fields[name], kinds[type(defaults[name])]) for name in defaults):
+            return found
+    return Learnt()
+
+
+def write_learnt(folder: Path, draft: Path, learnt: Learnt) -> None:
+    """Write what a draft model learnt to its file. Raises `OSError`."""
+    replace_text(state_file(folder, draft), json.dumps(asdict(learnt)) + "\n")
+
+
+def learnt_weights(folder: Path | None, draft: Path) -> Path | None:
+    """Return the path of the weights that a draft model learnt; None if there are none."""
+    if folder is None:
+        return None
+    name = read_learnt(folder, draft).weights
+    if not name or Path(name).name != name:
+        return None
+    path = folder / name
+    return path if path.is_file() else None

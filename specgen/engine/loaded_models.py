@@ -16,7 +16,7 @@ from specgen.engine.calibration.memory import Memory
 from specgen.engine.calibration.threads import with_threads
 from specgen.engine.calibration.weight_copies import Copies
 from specgen.engine.draft_models import DraftModel, DraftModels
-from specgen.engine.learnt_weights import Learnt, read_learnt
+from specgen.engine.kept_answers import Learnt, read_learnt
 from specgen.engine.prompts import Prompts
 from specgen.engine.request import RequestSettings
 from specgen.errors import PromptError
@@ -364,14 +364,14 @@ class Models:
         """Yield a message for each of these: copies of weights in use, learnt weights, a tree shape that
         cannot be drafted, and contexts of `n_ctx` tokens that are too long."""
         drafts = self.drafts
-        yield from drafts.news_of_copies()
+        yield from drafts.new_copy_notes()
         if drafts.learnt is not None and drafts.path is not None:
             folder = self.options.learning
             learnt = read_learnt(folder, drafts.path) if folder is not None else Learnt()
             yield (
                 f"{drafts.path.name} drafts with what it learnt from {learnt.n_answers} answers: on other "
-                f"answers it agrees with the target at {learnt.agreement_after:.3f} of the places, before "
-                f"at {learnt.agreement_before:.3f}"
+                f"answers it agrees with the target on {learnt.agreement_after:.1%} of the tokens, before "
+                f"on {learnt.agreement_before:.1%}"
             )
         shape = self.options.drafting.tree
         if shape.is_fixed and drafts.source != "none" and (why := drafts.why_chains):

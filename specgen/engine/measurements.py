@@ -134,7 +134,7 @@ def agreement_walk(models: Models, prompt: Prompt, draft: Backend) -> Walk:
     factory, state = DrafterFactory(models), TextState(())
     drafter = factory.chain_drafter(prompt, draft, state)
     is_translated = models.drafts.own_vocabulary is not None
-    return Walk(drafter, state, factory.chances(), is_translated=is_translated)
+    return Walk(drafter, state, factory.acceptance(), is_translated=is_translated)
 
 
 def _sample_agreement(
@@ -142,9 +142,9 @@ def _sample_agreement(
 ) -> bool:
     """Measure how often the draft model agrees with the target, unless that is known, or the draft could
     not pay even if it always agreed. Return whether anything was measured."""
-    timed, chances = models.drafts.timed, DrafterFactory(models).chances()
+    timed, acceptance = models.drafts.timed, DrafterFactory(models).acceptance()
     origin = "mtp" if timed == "mtp" else "model"
-    is_known = origin in chances and chances[origin].n_judged >= N_KNOWN
+    is_known = origin in acceptance and acceptance[origin].n_judged >= N_KNOWN
     drafting = models.options.drafting
     if timed is None or is_known or not drafting.is_by_cost:
         return False

@@ -59,7 +59,7 @@ class LlamaBackend:
     ) -> None:
         self.model = model
         self._clock = clock
-        self._handle: Any = None
+        self.handle: Any = None
         # What these are is said in `Backend`.
         self.n_ctx = n_ctx
         self.n_batch = min(options.n_batch, n_ctx)
@@ -75,10 +75,10 @@ class LlamaBackend:
         if n_rollback is None:
             n_rollback = n_outputs - 1
         context = open_context(model, options, size, n_rollback, on_tensor)
-        self._handle, self._n_snapshots = context.handle, context.n_snapshots
+        self.handle, self._n_snapshots = context.handle, context.n_snapshots
         model.hold()
         self._decode_native = partial(model.call, _decode) if model.is_remote else _decode
-        self._cache = Cache(model.name, self._handle, model.n_window, model.call, context.guards)
+        self._cache = Cache(model.name, self.handle, model.n_window, model.call, context.guards)
         if not self._cache:
             self.close()
             raise ModelFileError(
@@ -97,7 +97,7 @@ class LlamaBackend:
             self._rewinder = Rewinder(
                 self._cache,
                 copies,
-                self._decode_rows,
+                self.decode_rows,
                 n_rows=n_rows,
                 n_snapshots=self._n_snapshots,
             )
@@ -114,7 +114,7 @@ class LlamaBackend:
 
     def decode(self, batch: Batch) -> Logits:
         if self._rewinder is None:
-            logits = self._decode_rows(batch)
+            logits = self.decode_rows(batch)
             for token, sequences in zip(batch.tokens, batch.sequences, strict=True):
                 for sequence in sequences:
                     self._texts[sequence].append(token)
@@ -146,46 +146,47 @@ class LlamaBackend:
                 f"a batch wants {len(batch)} rows of hidden states; {self.n_outputs} at most"
             )
         wanted = np.flatnonzero(batch.wants_logits)
-        llama_cpp.llama_set_embeddings(self._handle, True)
+        llama_cpp.llama_set_embeddings(self.handle, True)
         try:
             self.decode(batch)
             logits = self._view(len(batch))
-            pointer = llama_cpp.llama_get_embeddings(self._handle)
+            pointer = llama_cpp.llama_get_embeddings(self.handle)
             hidden = self._states_at(pointer, len(batch), self.model.n_embd)
         finally:
-            llama_cpp.llama_set_embeddings(self._handle, False)
+            llama_cpp.llama_set_embeddings(self.handle, False)
         if len(wanted) < len(batch):
             return logits[wanted], hidden[wanted]
         return logits, hidden
 
     def _decode_for_mtp(self, batch: Batch) -> tuple[Logits, Hidden]:
-        llama_cpp_ext.llama_set_embeddings_nextn(self._handle, True, False)
+        llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, False)
         try:
             logits = self.decode(batch)
             # Rows that were decoded again come first.
             hidden = self._mtp_states(self._rows.native.n_tokens)[-len(batch) :]
         finally:
-            llama_cpp_ext.llama_set_embeddings_nextn(self._handle, False, False)
+            llama_cpp_ext.llama_set_embeddings_nextn(self.handle, False, False)
         return logits, hidden
 
     def _mtp_states(self, n_rows: int) -> Hidden:
         """Return a view of the hidden states that MTP layers read or wrote in the last decode."""
-        pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._handle)
+        pointer = llama_cpp_ext.llama_get_embeddings_nextn(self.handle)
         return self._states_at(pointer, n_rows, self.model.n_embd_out)
 
     def _states_at(self, pointer: Any, n_rows: int, n_values: int) -> Hidden:
+        """Return a view of float32[n_rows, n_values] at a native pointer."""
         if not pointer:
             raise BackendError(f"{self.model.name}: llama.cpp gave no hidden states")
         address = ctypes.addressof(pointer.contents)
         memory = (ctypes.c_float * (n_rows * n_values)).from_address(address)
         return np.ctypeslib.as_array(memory).reshape(n_rows, n_values)
 
-    def _decode_rows(self, batch: Batch) -> Logits:
+    def decode_rows(self, batch: Batch) -> Logits:
         if self.model.is_closed:
             self.model.check_open()
         n_wanted = self._rows.fill(batch)
         started = self._clock()
-        status: int = self._decode_native(self._handle, self._rows.native)
+        status: int = self._decode_native(self.handle, self._rows.native)
         self.decode_s += self._clock() - started
         if status != 0:
             raise BackendError(
@@ -200,7 +201,7 @@ class LlamaBackend:
         """Return the first rows of llama.cpp's logits, without a copy: float32[n_rows, n_vocab]."""
         if n_rows == 0:
             return np.empty((0, self.n_vocab), np.float32)
-        pointer = llama_cpp.llama_get_logits(self._handle)
+        pointer = llama_cpp.llama_get_logits(self.handle)
         if not pointer:
             raise BackendError(f"{self.model.name}: llama.cpp gave no logits")
         address = ctypes.addressof(pointer.contents)
@@ -217,12 +218,12 @@ class LlamaBackend:
         `ValueError` unless both are from 1 to `MAX_THREADS`."""
         if not (1 <= n_single <= MAX_THREADS and 1 <= n_batch <= MAX_THREADS):
             raise ValueError(f"{n_single} and {n_batch} threads; give 1 to {MAX_THREADS}")
-        llama_cpp.llama_set_n_threads(self._handle, n_single, n_batch)
+        llama_cpp.llama_set_n_threads(self.handle, n_single, n_batch)
 
     @property
     def threads(self) -> tuple[int, int]:
         """The numbers of threads for batches of one row and for larger ones."""
-        handle = self._handle
+        handle = self.handle
         return int(llama_cpp.llama_n_threads(handle)), int(llama_cpp.llama_n_threads_batch(handle))
 
     def length(self, sequence: int) -> int:
@@ -262,10 +263,10 @@ class LlamaBackend:
         del self._texts[sequence][start:]
 
     def close(self) -> None:
-        if self._handle:
+        if self.handle:
             with contextlib.suppress(WorkerLostError):  # a lost worker's memory stays
-                self.model.call(llama_cpp.llama_free, self._handle)
-            self._handle = None
+                self.model.call(llama_cpp.llama_free, self.handle)
+            self.handle = None
             self.model.let_go()
 
 

@@ -49,10 +49,11 @@ _AGAIN = "fetch or convert the model again"
 _SHOWN = 60
 
 
-def remember_checks(folder: Path) -> None:
-    """Remember checked files in a folder from now on, so that each file is checked only once."""
-    global _checked  # noqa: PLW0603 - like the choice of kernels, it holds for the process
-    _checked = CheckedFiles(folder)
+def remember_checks(folder: Path | None) -> None:
+    """Remember checked files in a folder from now on, so that each file is checked only once; None
+    remembers none."""
+    global _checked_files  # noqa: PLW0603 - like the choice of kernels, it holds for the process
+    _checked_files = CheckedFiles(folder)
 
 
 def check_file(path: Path) -> None:
@@ -71,8 +72,8 @@ def check_file(path: Path) -> None:
             f"{path}: not a GGUF file (it begins with {magic!r})",
             hint="llama.cpp's convert_hf_to_gguf.py turns Hugging Face models into GGUF",
         )
-    if not _checked.has(path):
-        _check_metadata(path)
+    if not _checked_files.has(path):
+        check_metadata(path)
 
 
 def _check_kind(path: Path) -> None:
@@ -95,7 +96,9 @@ def _check_kind(path: Path) -> None:
         )
 
 
-def _check_metadata(path: Path) -> None:
+def check_metadata(path: Path) -> None:
+    """Raise `ModelFileError` if a GGUF file has metadata that `check_file` refuses, however often it was
+    checked before."""
     with ExitStack() as resources:
         try:
             metadata = GgufMetadata(resources, path)
@@ -105,7 +108,7 @@ def _check_metadata(path: Path) -> None:
             raise ModelFileError(f"{path}: {found[0]}", hint=found[1])
         _check_tokens(path, metadata)
         _check_values(path, metadata)
-    _checked.add(path)
+    _checked_files.add(path)
 
 
 def _check_tokens(path: Path, metadata: GgufMetadata) -> None:
@@ -193,7 +196,7 @@ def _key(path: Path) -> str:
 
 
 #: The list that this process uses.
-_checked = CheckedFiles()
+_checked_files = CheckedFiles()
 
 
-__all__ = ["FILE_NAME", "CheckedFiles", "check_file", "remember_checks"]
+__all__ = ["FILE_NAME", "CheckedFiles", "check_file", "check_metadata", "remember_checks"]

@@ -1,8 +1,9 @@
 """Grammars (GBNF) on top of llama.cpp's grammar sampler, as states that are values.
 
 llama.cpp decides which tokens may come next. This module avoids needless questions, because a question
-takes 0.1 microseconds for a token and a vocabulary may have 152 thousand. It also prevents questions
-that end the process: a token that is not allowed in `accept`, or one that does not exist in `apply`.
+takes 0.1 microseconds for a token and a vocabulary may have 152 thousand: texts after which the same may
+follow share a state, and with it the answers. It also prevents questions that end the process: a token that
+is not allowed in `accept`, or one that does not exist in `apply`.
 
 A token is also refused, beyond llama.cpp's rules, if the text would not be UTF-8 with it (llama.cpp
 skips wrong bytes inside a token), if it contains a NUL (llama.cpp would read only up to it), or if it
@@ -11,7 +12,7 @@ adds nothing to the text (llama.cpp would read a control token as its name).
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
@@ -20,21 +21,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specgen.decoding.grammar.base import ENDED, GrammarState
-from specgen.decoding.grammar.gbnf import read_gbnf
-from specgen.decoding.grammar.gbnf_rules import Gbnf
+from specgen.decoding.grammar.base import ENDED, CachedState, GrammarState
+from specgen.decoding.grammar.gbnf import ROOT, read_gbnf
+from specgen.decoding.grammar.gbnf_states import GbnfStates
 from specgen.errors import UsageError
 from specgen.llama.library import forget_log, last_error, llama_cpp
-from specgen.llama.token_table import BOUNDARY, INVALID, token_table
+from specgen.llama.token_table import BOUNDARY, INVALID, token_table, utf8_state
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.system.arrays import BoolArray, TokenArray
+
+#: The number of a state, and the bytes behind it of a character that is not complete.
+_Key = tuple[int, bytes]
 
 #: llama_token_data of llama.h.
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 #: For this many tokens or more, first find out which first bytes may come.
 _MANY = 512
-#: For this many or more, ask about only one token of each kind that the grammar distinguishes.
-_VERY_MANY = 8192
+#: For this many or more, find out about all tokens, and remember it.
+VERY_MANY = 8192
+#: The most states that a grammar keeps, with 19 kB each for a vocabulary of 152 thousand tokens.
+MOST_STATES = 256
 #: The number of tokens in the first question, in a search for a second allowed token.
 _CHUNK = 64
 
@@ -48,11 +54,13 @@ class LlamaGrammar:
     Raises `UsageError` if the grammar is not valid, or llama.cpp does not accept it.
     """
 
-    def __init__(self, vocabulary: LlamaVocabulary, gbnf: str, root: str = "root") -> None:
-        grammar = read_gbnf(gbnf, root)
+    def __init__(self, vocabulary: LlamaVocabulary, gbnf: str) -> None:
+        grammar = read_gbnf(gbnf)
         self.vocabulary = vocabulary
         self.table = token_table(vocabulary)
-        self._grammar = grammar
+        self._characters = grammar.characters()
+        self.numbers = GbnfStates(grammar)
+        self._states: dict[_Key, _LlamaState] = {}
         self._kinds: npt.NDArray[np.int32] | None = None
         self._asker = _Asker(vocabulary.n_tokens)
         #: bool[n_tokens]: whether the token may follow a text that ends with a whole character.
@@ -61,17 +69,22 @@ class LlamaGrammar:
         self.probed = self._probed_bytes()
         forget_log()
         pointer = llama_cpp.llama_sampler_init_grammar(
-            vocabulary.handle, gbnf.encode(), root.encode()
+            vocabulary.handle, gbnf.encode(), ROOT.encode()
         )
         if not pointer:
             raise UsageError(f"llama.cpp does not take the grammar: {last_error()}")
-        self._sampler = _Sampler(pointer)
+        #: The state before a text.
+        self.start: GrammarState = _LlamaState(self, _Sampler(pointer), (self.numbers.start, b""))
 
-    @property
-    def start(self) -> GrammarState:
-        """The state before a text. It is a new object each time, because a state keeps the states that
-        follow it in memory."""
-        return _LlamaState(self, self._sampler, BOUNDARY)
+    def state(self, key: _Key, make: Callable[[], _LlamaState]) -> _LlamaState:
+        """Return the state with this key. The latest of all states are kept."""
+        found = self._states.get(key)
+        if found is None:
+            found = self._states[key] = make()
+            if len(self._states) > MOST_STATES:
+                with contextlib.suppress(KeyError):  # another thread was here before
+                    del self._states[next(iter(self._states))]
+        return found
 
     def ask(self, sampler: _Sampler, token_ids: npt.NDArray[np.integer[Any]]) -> BoolArray:
         """Ask llama.cpp which of the tokens it allows: bool[n]. The tokens must exist."""
@@ -89,7 +102,7 @@ class LlamaGrammar:
 
     def _find_kinds(self) -> npt.NDArray[np.int32]:
         kinds = np.arange(self.vocabulary.n_tokens, dtype=np.int32)
-        classes = _Classes(self._grammar)
+        classes = self.numbers.classes
         first: dict[str, int] = {}
         whole = self.table.ends_in(BOUNDARY) == BOUNDARY
         for token_id in np.flatnonzero(whole).tolist():
@@ -107,7 +120,7 @@ class LlamaGrammar:
         probed = self.table.single >= 0
         if any(
             characters.negated and any(high >= 0x80 for _, high in characters.ranges)
-            for characters in self._grammar.characters()
+            for characters in self._characters
         ):
             probed[0x80:] = False
         return probed
@@ -158,77 +171,89 @@ class _Asker:
         return answer
 
 
-class _LlamaState:
-    """The state of a grammar after a text. `pending` is the UTF-8 state at the end of the text."""
+class _LlamaState(CachedState):
+    """The state of a grammar after texts with the same key. `pending` is the UTF-8 state at their end."""
 
-    __slots__ = ("_children", "_first_bytes", "_forced", "_grammar", "_sampler", "pending")
+    __slots__ = (
+        "_allowed",
+        "_first_bytes",
+        "_following",
+        "_grammar",
+        "_key",
+        "_sampler",
+        "pending",
+    )
 
-    def __init__(self, grammar: LlamaGrammar, sampler: _Sampler, pending: int) -> None:
+    def __init__(self, grammar: LlamaGrammar, sampler: _Sampler, key: _Key) -> None:
+        super().__init__(len(grammar.usable))
         self._grammar = grammar
         self._sampler = sampler
-        self.pending = pending
-        self._children: dict[int, GrammarState] = {}
+        self._key = key
+        self.pending = utf8_state(key[1])
+        #: The keys after allowed tokens. (The states themselves would keep every text.)
+        self._following: dict[int, _Key] = {}
         self._first_bytes: BoolArray | None = None
-        self._forced: int | None = -1  # -1: not known yet
+        #: Bits of all tokens, as soon as somebody has asked about very many.
+        self._allowed: npt.NDArray[np.uint8] | None = None
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
         token_ids = np.asarray(token_ids, np.int64)
         allowed = np.zeros(len(token_ids), np.bool_)
         if not len(token_ids):
             return allowed
-        self._check_exist(int(token_ids.min()), int(token_ids.max()))
+        self._check_exist(token_ids)
+        if self.pending == BOUNDARY and len(token_ids) >= VERY_MANY:
+            found: BoolArray = self._mask()[token_ids]
+            return found
         wanted = self._usable()[token_ids]
         if self.pending == BOUNDARY and (self._first_bytes is not None or len(token_ids) >= _MANY):
             wanted &= self.may_begin()[self._grammar.table.first[token_ids]]
         places = wanted.nonzero()[0]
         if len(places):
-            allowed[places] = self._ask(token_ids[places])
+            allowed[places] = self._grammar.ask(self._sampler, token_ids[places])
         return allowed
 
-    def after(self, token_id: int) -> GrammarState:
-        child = self._children.get(token_id)
-        if child is None:
-            self._check_exist(token_id, token_id)
-            if not (self._usable()[token_id] and self._ask(np.array([token_id]))[0]):
-                raise ValueError(f"the grammar does not allow token {token_id} here")
-            child = self._children[token_id] = self._make_child(token_id)
-        return child
+    def _mask(self) -> BoolArray:
+        """Return which of all tokens are allowed; ask about one of each kind only."""
+        grammar = self._grammar
+        if self._allowed is None:
+            wanted = grammar.usable & self.may_begin()[grammar.table.first]
+            token_ids = wanted.nonzero()[0]
+            kinds = grammar.kinds()[token_ids]
+            answers = np.zeros(len(wanted), np.bool_)
+            answers[kinds] = True
+            asked = answers.nonzero()[0]
+            answers[asked] = grammar.ask(self._sampler, asked)
+            wanted[token_ids] = answers[kinds]
+            self._allowed = np.packbits(wanted)
+        return np.unpackbits(self._allowed, count=len(grammar.usable)).view(np.bool_)
 
-    def forced(self) -> int | None:
-        if self._forced == -1:
-            self._forced = self._find_forced()
-        return self._forced
+    def after(self, token_id: int) -> GrammarState:
+        if token_id not in self._following and not self.allows(np.array([token_id]))[0]:
+            raise ValueError(f"the grammar does not allow token {token_id} here")
+        return self._make_child(token_id)
 
     def _make_child(self, token_id: int) -> GrammarState:
-        table = self._grammar.table
-        if table.is_end[token_id]:
+        grammar, sampler = self._grammar, self._sampler
+        if grammar.table.is_end[token_id]:
             return ENDED
-        pending = int(table.ends_in(self.pending)[token_id])
-        return _LlamaState(self._grammar, self._sampler.advanced(token_id), pending)
+        key = self._following.get(token_id)
+        if key is None:
+            key = self._following[token_id] = self._key_after(token_id)
+        return grammar.state(key, lambda: _LlamaState(grammar, sampler.advanced(token_id), key))
 
-    def _check_exist(self, lowest: int, highest: int) -> None:
-        n_tokens = len(self._grammar.usable)
-        if lowest < 0 or highest >= n_tokens:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"there is no token {wrong}: the vocabulary has {n_tokens}")
+    def _key_after(self, token_id: int) -> _Key:
+        number, tail = self._key
+        whole = tail + self._grammar.table.pieces[token_id]
+        # It is UTF-8, but for a last character that is not complete.
+        text = whole.decode(errors="ignore")
+        return self._grammar.numbers.after(number, text), whole[len(text.encode()) :]
 
     def _usable(self) -> BoolArray:
         """Return bool[n_tokens]: the tokens after which the text is UTF-8 and has grown."""
         if self.pending == BOUNDARY:
             return self._grammar.usable
         return self._grammar.table.continues(self.pending)
-
-    def _ask(self, token_ids: TokenArray) -> BoolArray:
-        """Ask llama.cpp which of the tokens it allows; of very many, only about one of each kind."""
-        if len(token_ids) < _VERY_MANY or self.pending != BOUNDARY:
-            return self._grammar.ask(self._sampler, token_ids)
-        kinds = self._grammar.kinds()[token_ids]
-        answers = np.zeros(len(self._grammar.usable), np.bool_)
-        answers[kinds] = True
-        asked = answers.nonzero()[0]
-        answers[asked] = self._grammar.ask(self._sampler, asked)
-        allowed: BoolArray = answers[kinds]
-        return allowed
 
     def may_begin(self) -> BoolArray:
         """Return bool[257]: whether an allowed token can begin with this byte (`_NO_BYTE`: with none).
@@ -268,13 +293,13 @@ class _LlamaState:
         single = table.single[(possible & grammar.probed).nonzero()[0]]
         yield single[:2]  # all of them are allowed, and two allowed tokens end the search
         if len(single) == 1:
-            yield from _portions(self._beginning_with(int(single[0])))
+            yield from _portions(self._with_prefix(int(single[0])))
         rest = possible & ~grammar.probed
         if rest[:256].any():
             among = rest[table.first] & grammar.usable & ~table.is_end
             yield from _portions(among.nonzero()[0])
 
-    def _beginning_with(self, single: int) -> TokenArray:
+    def _with_prefix(self, single: int) -> TokenArray:
         """Return the other tokens that begin with a token of one byte, and whose second byte may come
         in the state after it."""
         table = self._grammar.table
@@ -282,22 +307,7 @@ class _LlamaState:
         seconds = np.ones(256, np.bool_)
         if isinstance(then, _LlamaState) and then.pending == BOUNDARY:
             seconds = then.may_begin()[:256]
-        return table.beginning_with(single, seconds)
-
-
-class _Classes(dict[int, int]):
-    """Maps a code point to the number of its class, for `str.translate`."""
-
-    def __init__(self, grammar: Gbnf) -> None:
-        super().__init__()
-        stretches = grammar.character_classes()
-        self._starts = [start for start, _ in stretches]
-        self._numbers = [number for _, number in stretches]
-
-    def __missing__(self, code_point: int) -> int:
-        number = self._numbers[bisect.bisect_right(self._starts, code_point) - 1]
-        self[code_point] = number
-        return number
+        return table.with_prefix(single, seconds)
 
 
 def _portions(token_ids: TokenArray) -> Iterator[TokenArray]:

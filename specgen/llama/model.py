@@ -33,7 +33,7 @@ CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
 }
 #: Architectures with which llama.cpp computes a batch of several sequences wrong: it stores the state of one sequence
 #: in another one's cells (``plamo2``, which also ends the process then), or takes it from another one's row.
-_ONE_SEQUENCE = frozenset({"arwkv7", "plamo2", "rwkv6qwen2"})
+ONE_SEQUENCE = frozenset({"arwkv7", "plamo2", "rwkv6qwen2"})
 #: llama.cpp's LLAMA_POOLING_TYPE_UNSPECIFIED, as metadata give it.
 _UNSPECIFIED = ("-1", "4294967295")
 
@@ -171,7 +171,7 @@ class LlamaModel:
     def why_one_sequence(self) -> str | None:
         """Why several sequences cannot be decoded at once; None if they can."""
         architecture = self.metadata("general.architecture")
-        if architecture not in _ONE_SEQUENCE:
+        if architecture not in ONE_SEQUENCE:
             return None
         return f"{self.name}: llama.cpp computes several sequences of this architecture ({architecture}) wrong"
 

@@ -59,7 +59,7 @@ class MtpContext(LlamaBackend):
         self._rows.native.embd = memory
         self._inputs = np.ctypeslib.as_array(memory).reshape(n_rows, n_values)
         self._wanted_rows_only = model.metadata("general.architecture") in WANTED_ROWS_ONLY
-        llama_cpp_ext.llama_set_embeddings_nextn(self._handle, True, self._wanted_rows_only)
+        llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, self._wanted_rows_only)
         self._states: dict[int, Hidden] = {}
         n_most = max(_LEAST_STATES, _STATES_BYTES // (4 * n_values * n_slots))
         #: The target's hidden states of each slot's text, which the layer may still have to read.
@@ -68,12 +68,12 @@ class MtpContext(LlamaBackend):
     def state(self, sequence: int) -> Hidden:
         return self._states[sequence]
 
-    def _decode_rows(self, batch: Batch) -> Logits:
+    def decode_rows(self, batch: Batch) -> Logits:
         self._rows.check(batch)
         inputs = self._inputs[: len(batch)]
         for row, state in enumerate(batch.hidden or [None] * len(batch)):
             inputs[row] = 0.0 if state is None else state
-        logits = super()._decode_rows(batch)
+        logits = super().decode_rows(batch)
         rows = [row for row, wants in enumerate(batch.wants_logits) if wants]
         if rows:
             states = self._mtp_states(len(rows) if self._wanted_rows_only else len(batch))

@@ -110,7 +110,7 @@ class TokenTable:
             usable = self._continues[pending] = self.ends_in(pending) != INVALID
         return usable
 
-    def beginning_with(self, single: int, seconds: BoolArray) -> TokenArray:
+    def with_prefix(self, single: int, seconds: BoolArray) -> TokenArray:
         """Return the other tokens that begin with the byte of the token `single`: first those of only
         this byte (SentencePiece may have both the letter and the byte), then those whose second byte
         is in `seconds`, bool[256]."""

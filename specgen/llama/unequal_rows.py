@@ -62,24 +62,22 @@ def find_unequal_operator(
     model: LlamaModel,
     options: ContextOptions,
     tokens: Sequence[int],
-    *,
-    sizes: Sequence[int] = BATCH_SIZES,
 ) -> UnequalOperator | None:
     """Return the first operator with unequal rows; None if the logits of all rows are equal.
 
     For each size a batch of that many tokens is decoded after the first `_N_BEFORE` ones. Raise
     `ValueError` if there are too few tokens, `BackendError` if llama.cpp fails.
     """
-    n_tokens = _N_BEFORE + max(sizes)
+    n_tokens = _N_BEFORE + max(BATCH_SIZES)
     if len(tokens) < n_tokens:
-        raise ValueError(f"{len(tokens)} tokens for batches of up to {max(sizes)}")
+        raise ValueError(f"{len(tokens)} tokens for batches of up to {max(BATCH_SIZES)}")
     recorder = _Recorder()
     backend = LlamaBackend(
         model,
         replace(options, n_batch=max(options.n_batch, n_tokens)),
         n_ctx=n_tokens,
         clock=lambda: 0.0,
-        n_outputs=max(sizes),
+        n_outputs=max(BATCH_SIZES),
         n_rollback=0,
         on_tensor=recorder.native,
     )
@@ -87,7 +85,7 @@ def find_unequal_operator(
         # The first time fills the cells: attention also computes scores for cells that a row does not see.
         recorder.decode_one_by_one(backend, tokens[:n_tokens])
         alone = recorder.decode_one_by_one(backend, tokens[:n_tokens])[_N_BEFORE:]
-        for size in sizes:
+        for size in BATCH_SIZES:
             recorder.decode_one_by_one(backend, tokens[:_N_BEFORE])
             together = recorder.decode(backend, tokens[_N_BEFORE : _N_BEFORE + size], _N_BEFORE)
             rows = np.concatenate([one.logits for one in alone[:size]])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, WorkerLostError
 from specgen.llama.kernels import LLAMA_CPP, KernelSupport, computing, loading_with, support_for
@@ -218,7 +218,7 @@ def _interrupt_between_tensors(params: Any) -> Iterator[None]:
 
 #: llama.cpp's numbers of the file types with matrices of these types. With `pure` all matrices get the
 #: type, also the output matrix, which llama.cpp otherwise does not change or gives more bits.
-_FILE_TYPES = {"q4_0": 2, "q8_0": 7}
+_FILE_TYPE_Q4_0 = 2
 #: Seconds between the moments at which Ctrl-C is noticed.
 _LOOK_S = 0.1
 
@@ -227,19 +227,18 @@ def requantize(
     model: Path,
     copy: Path,
     n_threads: int,
-    type_name: Literal["q4_0", "q8_0"] = "q4_0",
     *,
     left_out: Collection[int] = (),
     as_is: bool = False,
 ) -> None:
-    """Write a copy of a GGUF file with all matrices in one type, whether they were quantised or not. With
+    """Write a copy of a GGUF file with all matrices in Q4_0, whether they were quantised or not. With
     `as_is` they keep their types. The copy lacks the blocks whose numbers are in `left_out`.
 
     A matrix whose row length is not a multiple of 32 gets the type that llama.cpp falls back to. Raise
     `BackendError` if llama.cpp cannot write the copy; a part of it may exist then.
     """
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = _FILE_TYPES[type_name]
+    params.ftype = _FILE_TYPE_Q4_0
     params.allow_requantize = True
     params.pure = True
     params.nthread = n_threads

@@ -261,7 +261,7 @@ def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     try:
         answer = ask_child(command, timeout_s)
     except ChildDiedError as error:
-        raise _death(error) from None
+        raise death(error) from None
     except ChildTimeoutError as error:
         raise BackendError(
             str(error),
@@ -274,7 +274,7 @@ def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     return answer
 
 
-def _death(child: ChildDiedError) -> BackendError:
+def death(child: ChildDiedError) -> BackendError:
     """Return an error that explains the death of a child, with a hint against its cause."""
     name = child.signal_name
     message = (
@@ -350,7 +350,7 @@ def _decode_tiny(tensor_type: TensorType, n_gpu_layers: str, folder: str) -> dic
     together, one_by_one = _decode_both_ways(path, options)
     path = write_tiny_model(Path(folder) / f"{tensor_type}-exact.gguf", exact)
     reference, _ = _decode_both_ways(path, options)
-    return _agreement(
+    return checked_agreement(
         len(together),
         {
             "single tokens": deviation(together, one_by_one),
@@ -362,7 +362,7 @@ def _decode_tiny(tensor_type: TensorType, n_gpu_layers: str, folder: str) -> dic
 def _decode_model(model: str, n_gpu_layers: str) -> dict[str, Any]:
     options = ContextOptions(n_gpu_layers=int(n_gpu_layers))
     together, one_by_one = _decode_both_ways(Path(model), options)
-    return _agreement(len(together), {"single tokens": deviation(together, one_by_one)})
+    return checked_agreement(len(together), {"single tokens": deviation(together, one_by_one)})
 
 
 def _compare_rows(model: str) -> dict[str, Any]:
@@ -382,7 +382,7 @@ def _compare_rows(model: str) -> dict[str, Any]:
         opened.close()
     if why:
         return {"message": f"they depend on their batch: {why}"}
-    return {"message": "they have the same bits in any batch, with specgen's kernels"}
+    return {"message": "they are the same in any batch, with specgen's kernels"}
 
 
 def _decode_both_ways(path: Path, options: ContextOptions) -> tuple[Logits, Logits]:
@@ -420,7 +420,7 @@ def deviation(logits: Logits, others: Logits) -> float:
     return float(np.sqrt(np.mean((logits - others) ** 2)) / max(float(np.std(others)), 1e-12))
 
 
-def _agreement(n_tokens: int, deviations: Mapping[str, float]) -> dict[str, Any]:
+def checked_agreement(n_tokens: int, deviations: Mapping[str, float]) -> dict[str, Any]:
     """Return the message of a passed check. Raise `BackendError` if a deviation exceeds `TOLERANCE`."""
     for other, found in deviations.items():
         if not found <= TOLERANCE:

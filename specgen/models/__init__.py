@@ -6,7 +6,7 @@ it is needed.
 
 from specgen.models.choices import SavedDraft, save_draft, saved_draft
 from specgen.models.fetching import fetch, locate
-from specgen.models.files import FileIdentity, identify, shard_number
+from specgen.models.files import FileIdentity, human_bytes, identify, shard_number
 from specgen.models.folders import (
     cache_folder,
     config_folder,
@@ -32,7 +32,6 @@ from specgen.models.registry import (
     Registry,
     load_registry,
 )
-from specgen.models.sizes import human_bytes
 
 __all__ = [
     "NGRAM",

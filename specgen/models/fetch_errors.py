@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from specgen.errors import FetchError
+from specgen.models.files import human_bytes
 from specgen.models.folders import CACHE_VARIABLE
 
 if TYPE_CHECKING:
@@ -74,9 +76,18 @@ def disk_errors_named(folder: Path) -> Iterator[None]:
         raise disk_error(error, folder) from error
 
 
-def no_room(what: str, folder: Path, needed: str, free: str) -> FetchError:
-    """Return the FetchError for a download that the disk has no room for."""
-    return FetchError(
-        f"{what} needs {needed} in {folder}, but only {free} are free",
-        f"free some space there, or {_ELSEWHERE} on another disk",
-    )
+def check_room(what: str, folder: Path, needed_bytes: int) -> None:
+    """Raise FetchError unless the disk that holds `folder` has room; `folder` may not exist yet."""
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        free_bytes = shutil.disk_usage(existing).free
+    except OSError:
+        # Some network file systems do not say; writing will show.
+        return
+    if free_bytes < needed_bytes:
+        raise FetchError(
+            f"{what} needs {human_bytes(needed_bytes)} in {folder}, but only {human_bytes(free_bytes)} are free",
+            f"free some space there, or {_ELSEWHERE} on another disk",
+        )

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from specgen.errors import FetchError
 from specgen.models.fetch_errors import disk_errors_named
+from specgen.models.files import human_bytes
 from specgen.models.folders import models_folder
+from specgen.models.model_folder import ModelFolder, slot_of
 from specgen.models.progress import SilentProgress
-from specgen.models.sizes import human_bytes
-from specgen.models.store import ModelFolder, slot_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,16 +1,21 @@
-"""Model files by name and size, without reading them."""
+"""Model files: names, sizes and digests."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 #: A model that is cut into files: "name-00002-of-00003.gguf".
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +56,38 @@ def model_parts(path: Path) -> list[Path]:
 def _literal(text: str) -> str:
     """Return a glob pattern that matches `text` only."""
     return re.sub(r"([*?[])", r"[\1]", text)
+
+
+def has_size(path: Path, size_bytes: int) -> bool:
+    """Return whether `path` is a file of that size."""
+    try:
+        return path.is_file() and path.stat().st_size == size_bytes
+    except OSError:
+        return False
+
+
+def file_sha256(path: Path, report: Callable[[int], None] | None = None) -> str:
+    """Return the SHA-256 of a file, in hexadecimal; `report` receives the bytes read so far."""
+    digest = hashlib.sha256()
+    n_bytes = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            n_bytes += len(block)
+            if report is not None:
+                report(n_bytes)
+    return digest.hexdigest()
+
+
+def human_bytes(n_bytes: int) -> str:
+    """Return a size to three digits in decimal units: 1117320768 is "1.12 GB"."""
+    if n_bytes < 1000:
+        return f"{n_bytes} B"
+    amount = float(n_bytes)
+    unit = 0
+    # 999.5 and more would be rounded to the four digits of "1000".
+    while amount >= 999.5 and unit < len(_UNITS) - 1:
+        amount /= 1000
+        unit += 1
+    n_decimals = 2 if amount < 9.995 else 1 if amount < 99.95 else 0
+    return f"{amount:.{n_decimals}f} {_UNITS[unit]}"

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.errors import FetchError
-from specgen.models.fetch_errors import disk_errors_named, host_of, reason
+from specgen.models.fetch_errors import check_room, disk_errors_named, host_of, reason
+from specgen.models.files import file_sha256, has_size
 from specgen.models.progress import shown
-from specgen.models.store import check_room, file_sha256, has_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,7 +138,7 @@ def _check_same_file(metadata: HfFileMetadata, model: CatalogueModel, host: str)
 def _download(source: HubSource, host: str, progress: DownloadProgress) -> Path:
     from huggingface_hub import hf_hub_download
 
-    class Bar(_Bar):
+    class Bar(TransferBar):
         """The class of huggingface_hub's bar; only a class can be passed, so this one holds `progress`."""
 
         watcher = progress
@@ -155,7 +155,7 @@ def _download(source: HubSource, host: str, progress: DownloadProgress) -> Path:
 def _check_content(path: Path, model: CatalogueModel, progress: DownloadProgress) -> None:
     """Compare the file with its SHA-256; a wrong one leaves the cache, where it would be found."""
     digest = file_sha256(path, progress.update)
-    if digest == model.sha256 and has_size(path, model.size_bytes):
+    if digest == model.sha256:
         return
     _blob_of(path).unlink(missing_ok=True)
     path.unlink(missing_ok=True)
@@ -213,7 +213,7 @@ def _hub_held_back() -> Iterator[None]:
         logger.setLevel(level)
 
 
-class _Bar:
+class TransferBar:
     """Passes what huggingface_hub would draw with tqdm to a `DownloadProgress`.
 
     With Xet storage bytes are reported twice, as received and as written; `update_transfer`

@@ -10,7 +10,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from specgen.models.sizes import human_bytes
+from specgen.models.files import human_bytes
 from specgen.system.progress import ProgressLines
 
 if TYPE_CHECKING:

@@ -6,17 +6,17 @@ import re
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeVar
 
 from specgen import __version__
 from specgen.errors import FetchError
 from specgen.models.fetch_errors import first_line, host_of, reason, shown_url
-from specgen.models.sizes import human_bytes
-from specgen.models.store import OpenFile, file_sha256, open_file
+from specgen.models.files import file_sha256, human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
+    from typing import Literal
 
     import requests
 
@@ -44,6 +44,17 @@ _NETWORK_HINT = (
 _CERTIFICATE_HINT = "set REQUESTS_CA_BUNDLE to a file with the certificates that your network needs"
 
 _T = TypeVar("_T")
+
+
+class OpenFile(Protocol):
+    """Opens a file for reading or writing bytes, as `Path.open` does."""
+
+    def __call__(self, path: Path, mode: Literal["rb", "wb", "ab", "r+b"]) -> BinaryIO: ...
+
+
+def open_file(path: Path, mode: Literal["rb", "wb", "ab", "r+b"]) -> BinaryIO:
+    """Open a file for reading or writing bytes."""
+    return path.open(mode)
 
 
 class _InterruptedError(Exception):

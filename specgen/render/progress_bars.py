@@ -29,15 +29,13 @@ def progress_bar(*, quiet: bool, clock: Callable[[], float] = time.monotonic) ->
 
 
 @contextlib.contextmanager
-def batch_progress(
-    stream: TextIO, *, quiet: bool, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Callable[[Tally], None]]:
+def batch_progress(stream: TextIO, *, quiet: bool) -> Iterator[Callable[[Tally], None]]:
     """Show the progress of a batch in the same way."""
     if quiet:
         yield lambda _tally: None
         return
-    pace = _Pace(clock)
-    with _bar_or_lines(stream, clock, is_batch=True) as show:
+    pace = _Throughput(time.monotonic)
+    with _bar_or_lines(stream, time.monotonic, is_batch=True) as show:
 
         def report(tally: Tally) -> None:
             text, done, total = pace.text(tally), tally.n_done, tally.n_lines
@@ -84,7 +82,7 @@ def _bar_or_lines(
         yield show
 
 
-class _Pace:
+class _Throughput:
     """Tokens per second since the first report, and the time that is left at this pace."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -9,24 +9,23 @@ as in training a recurrent drafter, Cheng et al., arXiv:2403.09919.)
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specgen.errors import UsageError
+from specgen.llama import LlamaModel
 from specgen.llama.decoder_heads import HeadWeights, matrix
 from specgen.llama.operators import FloatArray
-from specgen.training.model_rows import ModelRows
-from specgen.training.texts import N_TOP, TargetText
+from specgen.training.gguf_weights import ModelRows
+from specgen.training.target_text import N_TOP, TargetText
+from specgen.training.training_loop import Budget, Parameters, Schedule, TrainingState, train
 
 _ONE = np.float32(1.0)
-Parameters: TypeAlias = dict[str, NDArray[Any]]
 
 #: The number of tokens that heads can guess: first those of the text, then those with the lowest ids, since
 #: tokenizers give low ids to frequent tokens. (In the 1.5B's held-back answers 8,192 tokens cover 0.86 of the
@@ -37,16 +36,20 @@ N_INNER = 1024
 N_AHEAD = 3
 #: The weight of a token's loss, relative to the token before it.
 _FADING = 0.8
-#: Positions in a step, the most passes over the text, and the learning rate.
+#: Tokens in a step, the most passes over the text, and the learning rate: it rises in so many steps, and falls
+#: to this share of its peak.
 _N_BATCH = 256
 _N_PASSES = 3
 _RATE = 2e-4
-_N_WARM = 30
+_N_RISING = 30
+_LAST_SHARE = 0.02
+#: The decay of Adam's moments.
+_BETAS = (0.9, 0.98)
 #: Tokens that the text lacks are sampled: this many stand for all of them in a step.
 _N_OTHERS = 2048
 _RIDGE = 300.0
-#: The fewest positions to learn from, and to judge by.
-_LEAST_PLACES = 8 * _N_BATCH
+#: The fewest tokens to learn from, and to judge by.
+_LEAST_SAMPLES = 8 * _N_BATCH
 _LEAST_JUDGED = 100
 #: Steps between judgements.
 _JUDGED_EVERY = 40
@@ -73,13 +76,13 @@ class TrainedHeads:
     #: The agreement of the linear map alone, and after training.
     before: Agreement
     after: Agreement
-    n_places: int
+    n_samples: int
     n_steps: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
-    """Places of texts. Row i has the hidden state from which the target chose a token, this token with the
+class _Samples:
+    """Tokens of texts. Row i has the hidden state from which the target chose a token, this token with the
     next ones, and the target's distribution for each of the next ones."""
 
     #: float32[n, n_embd], int32[n, 1 + N_AHEAD].
@@ -96,105 +99,76 @@ class _Places:
 
 
 def train_heads(
-    text: TargetText,
-    target: Path,
-    *,
-    name: str,
-    n_vocab: int,
-    vocabulary: str,
-    clock: Callable[[], float],
-    until_s: float,
-    interrupted: Callable[[], bool],
-    progress: Callable[[int, int], None],
-    seed: int = 0,
+    text: TargetText, target: Path, model: LlamaModel, budget: Budget
 ) -> TrainedHeads | None:
-    """Train heads for `target` on the text that it wrote; None if `interrupted` returns True.
+    """Train heads for `model`, whose file is `target`, on the text that it wrote; None if interrupted.
 
-    Training ends when `clock` reaches `until_s` at the latest. `progress` gets the steps done and the steps
-    in all. The result has the weights that agreed best on the held-back answers. Raise `UsageError` if the
+    The result has the weights that agreed best on the held-back answers. Raises `UsageError` if the
     text is too short or `n_embd` is no multiple of 32, `ModelFileError` if the target's file is damaged.
     """
-    learnt, judged = _places(text, held_back=False), _places(text, held_back=True)
-    if len(learnt) < _LEAST_PLACES or len(judged) < _LEAST_JUDGED:
+    learnt, judged = _samples(text, held_back=False), _samples(text, held_back=True)
+    if len(learnt) < _LEAST_SAMPLES or len(judged) < _LEAST_JUDGED:
         raise UsageError(
             f"{len(learnt)} places to learn from and {len(judged)} to judge by: too few",
-            hint=f"make more text: heads need {_LEAST_PLACES} and {_LEAST_JUDGED}",
+            hint=f"make more text: heads need {_LEAST_SAMPLES} and {_LEAST_JUDGED}",
         )
-    n_embd = learnt.hidden.shape[1]
+    n_embd, n_vocab = learnt.hidden.shape[1], model.vocabulary.n_tokens
     if n_embd % 32:
         raise UsageError(
-            f"{name} has hidden states of {n_embd}: decoder heads need a multiple of 32"
+            f"{model.name} has hidden states of {n_embd}: decoder heads need a multiple of 32"
         )
-    scale = float(1.0 / np.sqrt(np.square(learnt.hidden).mean()))
-    rows = ModelRows(target)
-    tokens = _frequent(text, n_vocab)
-    task = _Task(rows, tokens, learnt, judged, scale, n_vocab, np.random.default_rng(seed))
-    network = _Network(task.linear_map(), n_embd, N_INNER, task.rng)
-    before = best = task.judge(network)
-    best_parameters = network.copied()
-    n_steps = _N_PASSES * max(1, len(learnt) // _N_BATCH)
-    optimizer, step, n_worse = _Adam(network.parameters), 0, 0
-    order: NDArray[np.int64] = np.empty(0, np.int64)
-    started_s = clock()
-    while step < n_steps and n_worse < _PATIENCE:
-        if interrupted():
-            return None
-        if len(order) < _N_BATCH:
-            order = task.rng.permutation(len(learnt))
-        batch, order = order[:_N_BATCH], order[_N_BATCH:]
-        gradients = task.gradients(network, batch)
-        spent = (clock() - started_s) / max(1e-9, until_s - started_s)
-        done = max(step / n_steps, spent)
-        optimizer.step(gradients, _rate(step, done))
-        step += 1
-        is_last = step == n_steps or spent >= 1.0
-        if step % _JUDGED_EVERY == 0 or is_last:
-            agreement = task.judge(network)
-            n_worse += 1
-            if sum(agreement.top_1) > sum(best.top_1):
-                best, best_parameters, n_worse = agreement, network.copied(), 0
-        progress(step, n_steps)
-        if is_last:
-            break
-    network.parameters.update(best_parameters)
-    weights = _weights(network.parameters, task, name, n_vocab, vocabulary)
-    return TrainedHeads(weights, before, best, len(learnt), step)
+    task = _Task(ModelRows(target), _frequent(text, n_vocab), learnt, judged, n_vocab)
+    network = Network(task.linear_map(), n_embd, N_INNER, task.rng)
+    optimizer = Adam(network.parameters)
+    before = task.judge(network)
+    state = TrainingState(-sum(before.top_1), network.copied())
+    schedule = Schedule(
+        len(learnt),
+        _N_BATCH,
+        _N_PASSES,
+        _RATE,
+        n_rising=_N_RISING,
+        last_share=_LAST_SHARE,
+        judged_every=_JUDGED_EVERY,
+        patience=_PATIENCE,
+    )
+    is_whole = train(
+        state,
+        schedule,
+        budget,
+        step=lambda batch, rate: optimizer.step(task.gradients(network, batch), rate),
+        loss=lambda: -sum(task.judge(network).top_1),
+        parameters=network.copied,
+    )
+    if not is_whole:
+        return None
+    network.parameters.update(state.best)
+    weights = _weights(network.parameters, task, model)
+    return TrainedHeads(weights, before, task.judge(network), len(learnt), state.n_steps)
 
 
-def _rate(step: int, done: float) -> float:
-    """Return the learning rate of a step: a warm-up, then half a cosine."""
-    along = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
-    return _RATE * min(1.0, (step + 1) / _N_WARM) * (0.02 + 0.98 * along)
-
-
-def _places(text: TargetText, *, held_back: bool) -> _Places:
-    """Return the positions with N_AHEAD tokens after them, in the answers that are held back or in the
-    others."""
-    hidden, behind, tokens, top_tokens, top_probabilities = [], [], [], [], []
+def _samples(text: TargetText, *, held_back: bool) -> _Samples:
+    """Return the tokens with N_AHEAD tokens behind them, of the answers that are held back or of the others."""
+    columns: list[list[NDArray[Any]]] = [[], [], [], [], []]
+    ahead = range(1, 1 + N_AHEAD)
     for index, answer in enumerate(text.answers):
         n = len(answer.tokens) - N_AHEAD
         if answer.is_held_back != held_back or n < 1:
             continue
-        states = text.hidden(index).astype(np.float32)
-        own = np.array(answer.tokens, np.int32)
-        likeliest, probabilities = text.top(index)
-        hidden.append(states[:n])
-        behind.append(states[1 : 1 + n])
-        tokens.append(np.stack([own[k : k + n] for k in range(1 + N_AHEAD)], axis=1))
-        ahead = range(1, 1 + N_AHEAD)
-        top_tokens.append(np.stack([likeliest[k : k + n] for k in ahead], axis=1))
-        top_probabilities.append(np.stack([probabilities[k : k + n] for k in ahead], axis=1))
-    if not hidden:
-        none = np.empty((0, 0), np.float32)
-        no_tokens = np.empty((0, 0), np.int32)
-        return _Places(none, no_tokens, none, no_tokens, none)
-    return _Places(
-        np.concatenate(hidden),
-        np.concatenate(tokens),
-        np.concatenate(behind),
-        np.concatenate(top_tokens),
-        np.concatenate(top_probabilities).astype(np.float32),
-    )
+        states, own = text.hidden(index).astype(np.float32), np.array(answer.tokens, np.int32)
+        of_answer = (
+            states[:n],
+            np.stack([own[k : k + n] for k in (0, *ahead)], axis=1),
+            states[1 : 1 + n],
+            *(np.stack([top[k : k + n] for k in ahead], axis=1) for top in text.top(index)),
+        )
+        for column, values in zip(columns, of_answer, strict=True):
+            column.append(values)
+    if not columns[0]:
+        none: NDArray[Any] = np.empty((0, 0), np.float32)
+        return _Samples(none, none, none, none, none)
+    hidden, tokens, behind, top_tokens, probabilities = map(np.concatenate, columns)
+    return _Samples(hidden, tokens, behind, top_tokens, probabilities.astype(np.float32))
 
 
 def _frequent(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
@@ -217,14 +191,14 @@ class _Task:
         self,
         rows: ModelRows,
         tokens: NDArray[np.int32],
-        learnt: _Places,
-        judged: _Places,
-        scale: float,
+        learnt: _Samples,
+        judged: _Samples,
         n_vocab: int,
-        rng: np.random.Generator,
     ) -> None:
-        self.rng = rng
-        self.tokens, self.scale = tokens, scale
+        self.rng = np.random.default_rng(0)
+        self.tokens = tokens
+        #: It brings hidden states to a mean square of 1.
+        self.scale = scale = float(1.0 / np.sqrt(np.square(learnt.hidden).mean()))
         self._learnt, self._judged = learnt, judged
         #: Each token's index among the frequent ones; -1 for the others.
         self._index = np.full(n_vocab, -1, np.int64)
@@ -254,7 +228,7 @@ class _Task:
         gram += _RIDGE * np.eye(len(gram))
         return np.linalg.solve(gram, products).astype(np.float32)
 
-    def gradients(self, network: _Network, batch: NDArray[np.int64]) -> Parameters:
+    def gradients(self, network: Network, batch: NDArray[np.int64]) -> Parameters:
         """Return the gradients of the cross-entropy with the target's distribution at the positions
         `batch`."""
         learnt = self._learnt
@@ -262,8 +236,8 @@ class _Task:
         n_others = min(_N_OTHERS, len(self._others))
         others = self.rng.choice(self._others, n_others, replace=False)
         candidates = np.concatenate([self._own, others])
-        place = np.full(len(self.tokens), -1, np.int64)
-        place[candidates] = np.arange(len(candidates))
+        column = np.full(len(self.tokens), -1, np.int64)
+        column[candidates] = np.arange(len(candidates))
         output = self.output[candidates]
         # The sampled tokens stand for all tokens that the text lacks.
         bias = np.zeros(len(candidates), np.float32)
@@ -276,19 +250,19 @@ class _Task:
             state = forward.result
             errors = _softmax(state @ output.T + bias)
             likeliest = self._index[learnt.top_tokens[batch, k]]
-            likeliest = np.where(likeliest >= 0, place[likeliest], -1)
+            likeliest = np.where(likeliest >= 0, column[likeliest], -1)
             wanted = np.where(likeliest >= 0, learnt.top_probabilities[batch, k], np.float32(0.0))
             mass = wanted.sum(axis=1, keepdims=True)
             wanted = wanted / np.maximum(mass, 1e-6)
             errors *= mass > 0.0
             is_there = likeliest >= 0
-            places = np.repeat(np.arange(n)[:, None], N_TOP, axis=1)
-            np.subtract.at(errors, (places[is_there], likeliest[is_there]), wanted[is_there])
+            row_of = np.repeat(np.arange(n)[:, None], N_TOP, axis=1)
+            np.subtract.at(errors, (row_of[is_there], likeliest[is_there]), wanted[is_there])
             losses.append((errors @ output) * np.float32(_FADING**k / n))
             passes.append(forward)
         return network.backward(passes, losses)
 
-    def judge(self, network: _Network) -> Agreement:
+    def judge(self, network: Network) -> Agreement:
         """Measure how often the network predicts the target's token at held-back positions, given the
         tokens before."""
         judged = self._judged
@@ -344,24 +318,18 @@ class _Pass:
     result: FloatArray
 
 
-@dataclass
-class _Network:
+class Network:
     """The cell of the heads, with rows as vectors: M, N, c; Q, P, b; C."""
 
-    linear: FloatArray
-    n_embd: int
-    n_inner: int
-    rng: np.random.Generator
-    parameters: Parameters = field(init=False)
-
-    def __post_init__(self) -> None:
-        n_embd, n_inner = self.n_embd, self.n_inner
+    def __init__(
+        self, linear: FloatArray, n_embd: int, n_inner: int, rng: np.random.Generator
+    ) -> None:
         deviation = 1.0 / np.sqrt(2 * n_embd)
-        inner = self.rng.normal(0.0, deviation, (2 * n_embd, n_inner)).astype(np.float32)
-        self.parameters = {
-            "M": self.linear[:n_embd].copy(),
-            "N": self.linear[n_embd:-1].copy(),
-            "c": self.linear[-1].copy(),
+        inner = rng.normal(0.0, deviation, (2 * n_embd, n_inner)).astype(np.float32)
+        self.parameters: Parameters = {
+            "M": linear[:n_embd].copy(),
+            "N": linear[n_embd:-1].copy(),
+            "c": linear[-1].copy(),
             "Q": inner[:n_embd].copy(),
             "P": inner[n_embd:].copy(),
             "b": np.zeros(n_inner, np.float32),
@@ -402,19 +370,18 @@ class _Network:
         return gradients
 
 
-class _Adam:
+class Adam:
     """Adam (Kingma and Ba, arXiv:1412.6980), in place."""
 
-    def __init__(self, parameters: Parameters, betas: tuple[float, float] = (0.9, 0.98)) -> None:
+    def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
-        self._betas = betas
         self._means = {name: np.zeros_like(values) for name, values in parameters.items()}
         self._squares = {name: np.zeros_like(values) for name, values in parameters.items()}
         self._n = 0
 
     def step(self, gradients: Parameters, rate: float) -> None:
         self._n += 1
-        first, second = self._betas
+        first, second = _BETAS
         for name, gradient in gradients.items():
             mean, square = self._means[name], self._squares[name]
             mean *= first
@@ -425,16 +392,14 @@ class _Adam:
             self._parameters[name] -= np.float32(rate / (1.0 - first**self._n)) * mean / root
 
 
-def _weights(
-    parameters: Parameters, task: _Task, name: str, n_vocab: int, vocabulary: str
-) -> HeadWeights:
+def _weights(parameters: Parameters, task: _Task, model: LlamaModel) -> HeadWeights:
     """Return the weights in a file's layout: a matrix has a row for each output."""
     p = parameters
     return HeadWeights(
-        target=name,
+        target=model.name,
         n_embd=p["M"].shape[0],
-        n_vocab=n_vocab,
-        vocabulary=vocabulary,
+        n_vocab=model.vocabulary.n_tokens,
+        vocabulary=model.vocabulary.digest(),
         scale=task.scale,
         tokens=task.tokens,
         of_state=matrix(np.concatenate([p["M"].T, p["Q"].T]), "of_state"),

@@ -94,7 +94,7 @@ def results_of(name: str, folder: Path, cache: Path) -> Iterator[Result]:
     todo = list(itertools.product(KINDS, WHO, CHECKS))
     while todo:
         begun, error = None, ""
-        for line in _lines(name, folder, cache, todo):
+        for line in lines_of_child(name, folder, cache, todo):
             if isinstance(line, str):
                 error = line
                 continue
@@ -115,7 +115,7 @@ def results_of(name: str, folder: Path, cache: Path) -> Iterator[Result]:
         yield Result(name, *begun, False, error)
 
 
-def _lines(
+def lines_of_child(
     name: str, folder: Path, cache: Path, todo: Sequence[tuple[str, str, str]]
 ) -> Iterator[dict[str, Any] | str]:
     """What a child process says; in the end, why it died, if it did."""

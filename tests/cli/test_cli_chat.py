@@ -11,15 +11,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from specgen.decoding.loop import Loop
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import CHATML_TEMPLATE
-from tests.helpers.cli import ROOT, Result, in_process
+from tests.helpers.cli import Result, in_process
+from tests.helpers.common import ROOT, posix
 
 if TYPE_CHECKING:
     import pexpect
@@ -29,7 +31,6 @@ Chat = Callable[..., Result]
 pytestmark = pytest.mark.usefixtures("tested_kernels")
 #: A terminal is told to mark pastes when a message can be typed.
 READY = "\x1b[?2004h"
-posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and terminals")
 
 
 @pytest.fixture(scope="module")
@@ -261,18 +262,17 @@ def test_drafts_go_off_and_on(chat: Chat) -> None:
 def test_an_answer_that_fails_is_told_and_the_conversation_goes_on(
     chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specgen.engine.engine import Engine
     from specgen.errors import BackendError
 
     whole = chat("--session", "kept", lines="the cat\n").out
-    decode, n_calls = Engine._round, iter(range(10_000))
+    decode, n_calls = Loop.round, iter(range(10_000))
 
-    def fail(engine: Engine) -> object:
+    def fail(loop: Loop, sequences: Sequence[Any]) -> object:
         if next(n_calls) == 3:
             raise BackendError("out of order")
-        return decode(engine)
+        return decode(loop, sequences)
 
-    monkeypatch.setattr(Engine, "_round", fail)
+    monkeypatch.setattr(Loop, "round", fail)
     result = chat("--session", "fails", lines="the cat\n/regen\n")
     assert result.code == 9
     assert "error: out of order" in result.err
@@ -288,15 +288,15 @@ def test_a_conversation_that_cannot_be_kept_ends_a_pipe(
     chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from specgen.errors import OutputError
-    from specgen.serving.chat.log import ChatLog
+    from specgen.system.json_lines import AppendedFile
 
     chat("--session", "zoo", lines="the cat\n")
     before = kept("zoo")
 
-    def full(_log: ChatLog) -> None:
+    def full(_file: AppendedFile, _data: bytes) -> None:
         raise OutputError("zoo.jsonl: cannot be written: No space left on device")
 
-    monkeypatch.setattr(ChatLog, "_write", full)
+    monkeypatch.setattr(AppendedFile, "append", full)
     result = chat("--session", "zoo", lines="is on\nthe mat\n")
     assert (result.code, result.out) == (10, "")
     assert "No space left" in result.err

@@ -19,21 +19,15 @@ from specgen.measure.selection.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.models import SavedDraft, identify, save_draft, saved_draft, saved_drafts_file
 from specgen.render.tables import draft_lines, print_draft_table
 from specgen.testing.tiny import TinyConfig, write_tiny_model
-from tests.helpers.cli import Result, Specgen, in_process, on_terminal, rest_of
+from tests.helpers.cli import Result, Specgen, on_terminal, rest_of
 
-ROOT = Path(__file__).parents[2]
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Quick, and enough for a test of the command line.
 SHORT = ("-t", "1", "-fa", "off", "-N", "2", "-n", "24", "--draft-p-min", "0")
 
 
 @pytest.fixture
-def specgen_(capsys: pytest.CaptureFixture[str]) -> Specgen:
-    return in_process(capsys)
-
-
-@pytest.fixture
-def find(specgen_: Specgen, tiny_models: Path) -> Specgen:
+def find(specgen: Specgen, tiny_models: Path) -> Specgen:
     """Runs `specgen draft find` for the tiny target; files may be given by their tiny names."""
 
     def run(*arguments: str | Path, target: str = "target") -> Result:
@@ -43,7 +37,7 @@ def find(specgen_: Specgen, tiny_models: Path) -> Specgen:
             else argument
             for argument in arguments
         ]
-        return specgen_("draft", "find", "-m", tiny_models / f"{target}.gguf", *SHORT, *named)
+        return specgen("draft", "find", "-m", tiny_models / f"{target}.gguf", *SHORT, *named)
 
     return run
 
@@ -105,7 +99,7 @@ def test_json_has_every_figure_the_refused_files_and_the_target(
 
 
 def test_what_is_accepted_is_what_a_run_accepts(
-    find: Specgen, specgen_: Specgen, tiny_models: Path, tmp_path: Path
+    find: Specgen, specgen: Specgen, tiny_models: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": PROMPT}) + "\n", encoding="utf-8")
@@ -113,7 +107,7 @@ def test_what_is_accepted_is_what_a_run_accepts(
         document = json.loads(find(draft, "--json", "--prompts", file).out)
         (entry,) = (entry for entry in document["drafts"] if draft in entry["draft"])
         own = ("-m", tiny_models / "target.gguf", "-md", tiny_models / f"{draft}.gguf")
-        run = specgen_("run", *own, "-t", "1", "-fa", "off", "-n", "24", "--draft-p-min", "0",
+        run = specgen("run", *own, "-t", "1", "-fa", "off", "-n", "24", "--draft-p-min", "0",
                        "--json", PROMPT)  # fmt: skip
         finished = json.loads(run.out.splitlines()[-1])
         assert entry["acceptance_rate"] == pytest.approx(finished["acceptance_rate"])
@@ -136,7 +130,8 @@ def test_models_that_have_a_name_and_are_on_the_disk_are_tried(
     find: Specgen, tiny_models: Path
 ) -> None:
     from specgen.models import load_registry, models_folder
-    from specgen.models.store import file_sha256, slot_of
+    from specgen.models.files import file_sha256
+    from specgen.models.model_folder import slot_of
 
     draft = tiny_models / "draft.gguf"
     config = saved_drafts_file().parent
@@ -232,7 +227,7 @@ def test_candidates_by_name_and_size(tmp_path: Path) -> None:
 
 
 def test_save_keeps_the_best_and_run_takes_it(
-    find: Specgen, specgen_: Specgen, tiny_models: Path
+    find: Specgen, specgen: Specgen, tiny_models: Path
 ) -> None:
     target = identify(tiny_models / "target.gguf")
     assert target is not None
@@ -251,8 +246,8 @@ def test_save_keeps_the_best_and_run_takes_it(
     assert name in note
 
 
-def run_without_a_draft(specgen_: Specgen, target: Path, *more: str) -> Result:
-    return specgen_("run", "-m", target, "-t", "1", "-fa", "off", "-n", "20", *more, PROMPT)
+def run_without_a_draft(specgen: Specgen, target: Path, *more: str) -> Result:
+    return specgen("run", "-m", target, "-t", "1", "-fa", "off", "-n", "20", *more, PROMPT)
 
 
 def drafted_by(result: Result) -> str:
@@ -261,12 +256,12 @@ def drafted_by(result: Result) -> str:
 
 
 def test_run_takes_what_was_saved_and_says_so_unless_quiet(
-    specgen_: Specgen, tiny_models: Path
+    specgen: Specgen, tiny_models: Path
 ) -> None:
     target = tiny_models / "target.gguf"
     identity = identify(target)
     assert identity is not None
-    expected = run_without_a_draft(specgen_, target, "--draft", "none", "--no-stats")
+    expected = run_without_a_draft(specgen, target, "--draft", "none", "--no-stats")
     assert expected.err == ""
     for draft, name in (
         (tiny_models / "draft.gguf", "draft.gguf"),
@@ -274,22 +269,22 @@ def test_run_takes_what_was_saved_and_says_so_unless_quiet(
         ("none", "not drafting"),
     ):
         save_draft(identity, SavedDraft(draft, speedup=1.25))  # type: ignore[arg-type]
-        result = run_without_a_draft(specgen_, target, "--json")
+        result = run_without_a_draft(specgen, target, "--json")
         assert drafted_by(result) == (draft.name if isinstance(draft, Path) else draft)
         (note,) = result.err.splitlines()
         assert note.startswith("note: ")
         assert name in note
         assert "draft find" in note
-        assert run_without_a_draft(specgen_, target, "--no-stats").out == expected.out
-        assert run_without_a_draft(specgen_, target, "--quiet").err == ""
-        named = run_without_a_draft(specgen_, target, "--json", "--draft", "ngram")
+        assert run_without_a_draft(specgen, target, "--no-stats").out == expected.out
+        assert run_without_a_draft(specgen, target, "--quiet").err == ""
+        named = run_without_a_draft(specgen, target, "--json", "--draft", "ngram")
         assert drafted_by(named) == "ngram"
         assert named.err == ""
 
 
 @pytest.mark.parametrize("what", ["broken", "gone", "bert"])
 def test_a_saved_draft_that_cannot_draft_costs_a_note_and_not_the_answer(
-    specgen_: Specgen, tiny_models: Path, tmp_path: Path, what: str
+    specgen: Specgen, tiny_models: Path, tmp_path: Path, what: str
 ) -> None:
     target = tiny_models / "target.gguf"
     identity = identify(target)
@@ -300,20 +295,20 @@ def test_a_saved_draft_that_cannot_draft_costs_a_note_and_not_the_answer(
     elif what == "bert":
         write_tiny_model(draft, TinyConfig(architecture="bert"))
     save_draft(identity, SavedDraft(draft))
-    result = run_without_a_draft(specgen_, target, "--json")
+    result = run_without_a_draft(specgen, target, "--json")
     assert result.code == 0
     assert drafted_by(result) == "ngram"
     (note,) = result.err.splitlines()
     assert str(draft) in note
     assert "n-grams" in note
     # What the user asks for himself is another matter.
-    assert run_without_a_draft(specgen_, target, "--draft", str(draft)).code == 4
+    assert run_without_a_draft(specgen, target, "--draft", str(draft)).code == 4
 
 
 def test_without_anything_known_n_grams_draft_and_a_note_says_so(
-    specgen_: Specgen, tiny_models: Path
+    specgen: Specgen, tiny_models: Path
 ) -> None:
-    result = run_without_a_draft(specgen_, tiny_models / "target.gguf", "--json")
+    result = run_without_a_draft(specgen, tiny_models / "target.gguf", "--json")
     assert drafted_by(result) == "ngram"
     (note,) = result.err.splitlines()
     assert "n-grams" in note
@@ -321,26 +316,26 @@ def test_without_anything_known_n_grams_draft_and_a_note_says_so(
 
 
 def test_a_damaged_file_of_choices_is_one_error_and_only_where_it_matters(
-    find: Specgen, specgen_: Specgen, tiny_models: Path
+    find: Specgen, specgen: Specgen, tiny_models: Path
 ) -> None:
     file = saved_drafts_file()
     file.parent.mkdir(parents=True)
     file.write_text("{", encoding="utf-8")
     target = tiny_models / "target.gguf"
-    for result in (run_without_a_draft(specgen_, target), find("--save")):
+    for result in (run_without_a_draft(specgen, target), find("--save")):
         assert result.code == 2
         assert result.out == ""
         error, hint = result.err.splitlines()
         assert error.startswith(f"error: {file} is not JSON")
         assert hint == f"hint: correct {file}, or move it away"
-    assert run_without_a_draft(specgen_, target, "--draft", "none").code == 0
+    assert run_without_a_draft(specgen, target, "--draft", "none").code == 0
     assert find().code == 0
 
 
-def test_a_target_that_is_missing_is_its_own_error(specgen_: Specgen, tmp_path: Path) -> None:
+def test_a_target_that_is_missing_is_its_own_error(specgen: Specgen, tmp_path: Path) -> None:
     for result in (
-        run_without_a_draft(specgen_, tmp_path / "missing.gguf"),
-        specgen_("draft", "find", "-m", tmp_path / "missing.gguf"),
+        run_without_a_draft(specgen, tmp_path / "missing.gguf"),
+        specgen("draft", "find", "-m", tmp_path / "missing.gguf"),
     ):
         assert result.code == 4
         assert result.out == ""
@@ -348,19 +343,19 @@ def test_a_target_that_is_missing_is_its_own_error(specgen_: Specgen, tmp_path: 
         assert "no such file" in result.err
 
 
-def test_verify_takes_what_was_saved(specgen_: Specgen, tiny_models: Path) -> None:
+def test_verify_takes_what_was_saved(specgen: Specgen, tiny_models: Path) -> None:
     target = tiny_models / "target.gguf"
     identity = identify(target)
     assert identity is not None
     own = ("verify", "-m", target, "-t", "1", "-fa", "off", "-N", "1", "-n", "8", "--places", "1")
     save_draft(identity, SavedDraft(tiny_models / "draft.gguf"))
-    result = specgen_(*own, "--draws", "100", "--depth", "1")
+    result = specgen(*own, "--draws", "100", "--depth", "1")
     assert result.code == 0
     assert result.out.startswith("target.gguf with drafts from draft.gguf")
     (note,) = result.err.splitlines()
     assert "draft.gguf" in note
     save_draft(identity, SavedDraft("none"))
-    result = specgen_(*own)
+    result = specgen(*own)
     assert result.code == 2
     assert "nothing to verify" in result.err
 

@@ -12,17 +12,12 @@ import pytest
 from specgen.llama.decoder_heads import is_heads_file, read_heads
 from specgen.models import identify, saved_draft
 from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.training.made_files import distilled_file, heads_file, pruned_file, text_folder
-from specgen.training.texts import TargetText
-from tests.helpers.cli import Specgen, in_process
+from specgen.training.draft_files import distilled_file, heads_file, pruned_file, text_folder
+from specgen.training.target_text import TargetText
+from tests.helpers.cli import Specgen
 from tests.helpers.heads import N_EMBD, prompts
 
 MACHINE = ("-t", "1", "-np", "8", "-n", "60")
-
-
-@pytest.fixture
-def specgen_(capsys: pytest.CaptureFixture[str]) -> Specgen:
-    return in_process(capsys)
 
 
 @pytest.fixture
@@ -37,38 +32,41 @@ def asked(tmp_path: Path) -> Path:
     return path
 
 
+def n_tokens_in(folder: Path) -> int:
+    """The tokens of the text in a folder."""
+    return sum(len(answer.tokens) for answer in TargetText(folder, N_EMBD).answers)
+
+
 def cache() -> Path:
     return Path(os.environ["SPECGEN_CACHE"])
 
 
 def test_data_says_where_the_text_is_and_goes_on(
-    specgen_: Specgen, target: Path, asked: Path
+    specgen: Specgen, target: Path, asked: Path
 ) -> None:
     identity = identify(target)
     assert identity is not None
-    first = specgen_("draft", "data", "-m", target, "--prompts", asked, "--tokens", "200", *MACHINE)
+    first = specgen("draft", "data", "-m", target, "--prompts", asked, "--tokens", "200", *MACHINE)
     assert first.code == 0, first.err
     folder = Path(first.out.strip())
     assert folder == text_folder(cache(), identity)
-    n_first = TargetText(folder, N_EMBD).n_tokens
+    n_first = n_tokens_in(folder)
     assert n_first >= 200
     assert f"in {folder}" in first.err
-    again = specgen_("draft", "data", "-m", target, "--prompts", asked, "--tokens", "900", *MACHINE)
+    again = specgen("draft", "data", "-m", target, "--prompts", asked, "--tokens", "900", *MACHINE)
     assert again.code == 0
-    assert TargetText(folder, N_EMBD).n_tokens >= 900 > n_first
-    more = specgen_(
-        "draft", "data", "-m", target, "--prompts", asked, "--tokens", "99999", *MACHINE
-    )
+    assert n_tokens_in(folder) >= 900 > n_first
+    more = specgen("draft", "data", "-m", target, "--prompts", asked, "--tokens", "99999", *MACHINE)
     assert more.code == 0
     assert "there are no more prompts" in more.err
 
 
 def test_make_makes_heads_compares_and_keeps_the_best(
-    specgen_: Specgen, target: Path, asked: Path
+    specgen: Specgen, target: Path, asked: Path
 ) -> None:
     identity = identify(target)
     assert identity is not None
-    made = specgen_(
+    made = specgen(
         *("draft", "make", "-m", target, "--kind", "heads", "--prompts", asked),
         *("--tokens", "3600", "--json", *MACHINE),
     )
@@ -84,21 +82,19 @@ def test_make_makes_heads_compares_and_keeps_the_best(
     kept = saved_draft(identity)
     assert kept is not None
     assert str(kept.draft) == found["drafts"][0]["draft"] == found["saved"]
-    used = specgen_("run", "-m", target, "--draft", path, "-t", "1", "-n", "16", "abc")
-    plain = specgen_("run", "-m", target, "--draft", "none", "-t", "1", "-n", "16", "abc")
+    used = specgen("run", "-m", target, "--draft", path, "-t", "1", "-n", "16", "abc")
+    plain = specgen("run", "-m", target, "--draft", "none", "-t", "1", "-n", "16", "abc")
     assert used.code == 0, used.err
     assert used.out == plain.out
-    by_word = specgen_("run", "-m", target, "--draft", "heads", "-t", "1", "-n", "16", "abc")
+    by_word = specgen("run", "-m", target, "--draft", "heads", "-t", "1", "-n", "16", "abc")
     assert (by_word.code, by_word.out) == (0, plain.out)
 
 
-def test_make_fits_a_small_model_to_the_target(
-    specgen_: Specgen, target: Path, asked: Path
-) -> None:
+def test_make_fits_a_small_model_to_the_target(specgen: Specgen, target: Path, asked: Path) -> None:
     pytest.importorskip("jax")
     small = write_tiny_model(target.with_name("small.gguf"), TinyConfig(logit_scale=6.0).draft(0.3))
     options = ("--prompts", asked, "--tokens", "3600", "--kind", "distilled", "-md", small)
-    made = specgen_("draft", "make", "-m", target, *options, "--minutes", "0.5", "--json", *MACHINE)
+    made = specgen("draft", "make", "-m", target, *options, "--minutes", "0.5", "--json", *MACHINE)
     assert made.code == 0, made.err
     identity = identify(target)
     assert identity is not None
@@ -107,17 +103,15 @@ def test_make_fits_a_small_model_to_the_target(
     assert after > before - 0.02  # training chooses by the loss
     tried = {Path(draft["draft"]).name for draft in json.loads(made.out)["drafts"]}
     assert tried == {fitted.name, "ngram", "none"}
-    used = specgen_("run", "-m", target, "--draft", fitted, "-t", "1", "-n", "16", "abc")
-    plain = specgen_("run", "-m", target, "--draft", "none", "-t", "1", "-n", "16", "abc")
+    used = specgen("run", "-m", target, "--draft", fitted, "-t", "1", "-n", "16", "abc")
+    plain = specgen("run", "-m", target, "--draft", "none", "-t", "1", "-n", "16", "abc")
     assert (used.code, used.out) == (0, plain.out)
 
 
-def test_make_cuts_a_draft_out_of_the_target(
-    specgen_: Specgen, tmp_path: Path, asked: Path
-) -> None:
+def test_make_cuts_a_draft_out_of_the_target(specgen: Specgen, tmp_path: Path, asked: Path) -> None:
     target = write_tiny_model(tmp_path / "t.gguf", TinyConfig(n_layer=5, logit_scale=6.0))
     options = ("--prompts", asked, "--tokens", "1200", "--kind", "pruned", "--json")
-    made = specgen_("draft", "make", "-m", target, *options, *MACHINE)
+    made = specgen("draft", "make", "-m", target, *options, *MACHINE)
     assert made.code == 0, made.err
     identity = identify(target)
     assert identity is not None
@@ -125,16 +119,16 @@ def test_make_cuts_a_draft_out_of_the_target(
     assert "of 5 layers left out" in made.err
     tried = {Path(draft["draft"]).name for draft in json.loads(made.out)["drafts"]}
     assert tried == {path.name, "ngram", "none"}
-    used = specgen_("run", "-m", target, "--draft", path, "-t", "1", "-n", "16", "abc")
-    plain = specgen_("run", "-m", target, "--draft", "none", "-t", "1", "-n", "16", "abc")
+    used = specgen("run", "-m", target, "--draft", path, "-t", "1", "-n", "16", "abc")
+    plain = specgen("run", "-m", target, "--draft", "none", "-t", "1", "-n", "16", "abc")
     assert (used.code, used.out) == (0, plain.out)
 
 
 def test_a_target_that_cannot_be_cut_is_refused(
-    specgen_: Specgen, target: Path, asked: Path
+    specgen: Specgen, target: Path, asked: Path
 ) -> None:
     options = ("--prompts", asked, "--tokens", "600", "--kind", "pruned", "-q")
-    result = specgen_("draft", "make", "-m", target, *options, *MACHINE)
+    result = specgen("draft", "make", "-m", target, *options, *MACHINE)
     assert result.code == 4
     assert result.err.splitlines() == [
         "error: t.gguf: no blocks can be left out: it has 2 blocks only",
@@ -143,14 +137,14 @@ def test_a_target_that_cannot_be_cut_is_refused(
     assert not (cache() / "made").exists(), "before it writes a text"
 
 
-def test_a_model_to_fit_goes_with_its_kind(specgen_: Specgen, target: Path) -> None:
-    result = specgen_("draft", "make", "-m", target, "-md", target, "--kind", "heads")
+def test_a_model_to_fit_goes_with_its_kind(specgen: Specgen, target: Path) -> None:
+    result = specgen("draft", "make", "-m", target, "-md", target, "--kind", "heads")
     assert result.code == 2
     assert "it goes with --kind distilled" in result.err
 
 
-def test_without_heads_the_word_is_refused(specgen_: Specgen, target: Path) -> None:
-    result = specgen_("run", "-m", target, "--draft", "heads", "abc")
+def test_without_heads_the_word_is_refused(specgen: Specgen, target: Path) -> None:
+    result = specgen("run", "-m", target, "--draft", "heads", "abc")
     assert result.code == 2
     assert result.err.splitlines() == [
         "error: --draft heads: none were made for t.gguf",
@@ -158,19 +152,19 @@ def test_without_heads_the_word_is_refused(specgen_: Specgen, target: Path) -> N
     ]
 
 
-def test_too_little_text_is_one_line(specgen_: Specgen, target: Path, asked: Path) -> None:
+def test_too_little_text_is_one_line(specgen: Specgen, target: Path, asked: Path) -> None:
     few = asked.with_name("few.jsonl")
     few.write_text("".join(asked.read_text().splitlines(keepends=True)[:12]))
-    result = specgen_("draft", "make", "-m", target, "--prompts", few, "-q", *MACHINE)
+    result = specgen("draft", "make", "-m", target, "--prompts", few, "-q", *MACHINE)
     assert result.code == 2
     assert "too few" in result.err
     assert len(result.err.splitlines()) == 2
-    loud = specgen_("draft", "make", "-m", target, "--prompts", few, *MACHINE)
+    loud = specgen("draft", "make", "-m", target, "--prompts", few, *MACHINE)
     assert "tokens to learn from; more time or more --prompts would give more" in loud.err
 
 
-def test_a_target_without_cells_is_refused(specgen_: Specgen, tmp_path: Path, asked: Path) -> None:
+def test_a_target_without_cells_is_refused(specgen: Specgen, tmp_path: Path, asked: Path) -> None:
     mamba = write_tiny_model(tmp_path / "m.gguf", TinyConfig(architecture="mamba"))
-    result = specgen_("draft", "make", "-m", mamba, "--prompts", asked, "-q", *MACHINE)
+    result = specgen("draft", "make", "-m", mamba, "--prompts", asked, "-q", *MACHINE)
     assert result.code == 5
     assert "recurrent state" in result.err

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from specgen.cli import output
-from specgen.cli.fim import _PLACE
+from specgen.cli.fim import LOCATION
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import INFILL_TOKENS
 from tests.helpers.cli import Result, complaint, events_of, in_process
@@ -230,7 +230,7 @@ def test_a_middle_that_was_cut_off_is_written_with_a_note(fim: Fim) -> None:
 def test_names_of_files_may_have_colons(
     place: str, file: str, line: str, column: str | None
 ) -> None:
-    found = _PLACE.fullmatch(place)
+    found = LOCATION.fullmatch(place)
     assert found is not None
     assert (found["file"], found["line"], found["column"]) == (file, line, column)
 

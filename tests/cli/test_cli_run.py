@@ -20,10 +20,10 @@ import pytest
 from specgen.events import FinishedEvent
 from specgen.models import memory_file
 from specgen.testing.tiny import TinyConfig, write_tiny_model
-from tests.helpers.cli import ROOT, Cli, complaint, events_of
+from tests.helpers.cli import Cli, complaint, events_of
+from tests.helpers.common import ROOT, posix
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
-posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and terminals")
 
 pytestmark = pytest.mark.usefixtures("tested_kernels")
 

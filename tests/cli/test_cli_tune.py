@@ -17,7 +17,7 @@ from specgen.llama import LlamaBackend
 from specgen.measure.selection.trial import try_draft
 from specgen.models import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
 from specgen.options import ContextOptions
-from tests.helpers.cli import Result, Specgen, in_process
+from tests.helpers.cli import Result, Specgen
 
 #: Quick, and enough for a test of the command line.
 SHORT = ("-fa", "off", "-N", "2", "-n", "14", "--draft-max", "4")
@@ -26,12 +26,7 @@ INTERRUPTED = "note: interrupted: not everything was measured, nothing was kept\
 
 
 @pytest.fixture
-def specgen_(capsys: pytest.CaptureFixture[str]) -> Specgen:
-    return in_process(capsys)
-
-
-@pytest.fixture
-def tune(specgen_: Specgen, tiny_models: Path) -> Specgen:
+def tune(specgen: Specgen, tiny_models: Path) -> Specgen:
     """Runs `specgen tune` for the tiny target; files may be given by their tiny names."""
 
     def run(*arguments: str | Path, threads: tuple[str, ...] = ("-t", "1")) -> Result:
@@ -41,17 +36,12 @@ def tune(specgen_: Specgen, tiny_models: Path) -> Specgen:
             else argument
             for argument in arguments
         ]
-        return specgen_("tune", "-m", tiny_models / "target.gguf", *SHORT, *threads, *named)
+        return specgen("tune", "-m", tiny_models / "target.gguf", *SHORT, *threads, *named)
 
     return run
 
 
-@pytest.fixture(autouse=True)
-def _quick_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads are compared, but not for long: many are slow on a machine that is busy."""
-    monkeypatch.setattr("specgen.measure.selection.tuning._THREADS_BUDGET_S", 0.05)
-    monkeypatch.setattr("specgen.measure.selection.tuning.default_threads", lambda: 1)
-    monkeypatch.setattr("specgen.measure.selection.tuning.thread_counts", lambda *_: [1, 2])
+pytestmark = pytest.mark.usefixtures("quick_threads")
 
 
 def document(result: Result) -> dict[str, Any]:
@@ -136,7 +126,7 @@ def test_models_that_are_on_this_disk_are_tried_and_what_cannot_draft_is_a_note(
     tune: Specgen, tiny_models: Path
 ) -> None:
     from specgen.models import load_registry, models_folder
-    from specgen.models.store import slot_of
+    from specgen.models.model_folder import slot_of
 
     config = saved_drafts_file().parent
     config.mkdir(parents=True)
@@ -279,28 +269,28 @@ def test_before_there_is_anything_to_tell_nothing_is(
 # --- what is kept
 
 
-def run_with_costs(specgen_: Specgen, tiny_models: Path, *more: str) -> Result:
+def run_with_costs(specgen: Specgen, tiny_models: Path, *more: str) -> Result:
     models = ("-m", tiny_models / "target.gguf", "--draft", tiny_models / "draft.gguf")
-    return specgen_(
+    return specgen(
         "run", *models, "-fa", "off", "-n", "8", "--draft-max", "4", "--policy", "cost",
         "--json", *more, PROMPT,
     )  # fmt: skip
 
 
 def test_run_measures_nothing_that_was_tuned(
-    tune: Specgen, specgen_: Specgen, tiny_models: Path
+    tune: Specgen, specgen: Specgen, tiny_models: Path
 ) -> None:
     tune("--draft", "draft")
     assert "measured the costs of drafting" not in run_with_costs(
-        specgen_, tiny_models, "-t", "1"
+        specgen, tiny_models, "-t", "1"
     ).out  # fmt: skip
     # With other options it does.
-    other = run_with_costs(specgen_, tiny_models, "-t", "1", "-ctk", "q8_0")
+    other = run_with_costs(specgen, tiny_models, "-t", "1", "-ctk", "q8_0")
     assert "measured the costs of drafting" in other.out
 
 
 def test_run_takes_the_threads_that_were_chosen(
-    tune: Specgen, specgen_: Specgen, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
+    tune: Specgen, specgen: Specgen, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = iter([Threads(1, 2), Threads(2, 1)])
 
@@ -324,9 +314,9 @@ def test_run_takes_the_threads_that_were_chosen(
     expected = {"target.gguf": (1, 2), "draft.gguf": (2, 1)}
     assert contexts == expected
     contexts.clear()
-    assert "measured the costs of drafting" not in run_with_costs(specgen_, tiny_models).out
+    assert "measured the costs of drafting" not in run_with_costs(specgen, tiny_models).out
     assert contexts == expected
-    run_with_costs(specgen_, tiny_models, "-t", "1")
+    run_with_costs(specgen, tiny_models, "-t", "1")
     assert contexts["target.gguf"] == (1, None)
 
 

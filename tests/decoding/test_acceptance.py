@@ -13,10 +13,10 @@ from specgen.decoding.policy.acceptance import (
     N_BINS,
     NGRAM_ORIGINS,
     AcceptanceCounts,
-    Chances,
+    AcceptanceRates,
     TextWorths,
     model_start,
-    new_chances,
+    new_acceptance_rates,
 )
 from specgen.decoding.policy.acceptance import ngram_start as start_of_ngrams
 
@@ -25,142 +25,142 @@ CONFIDENCES = st.floats(0.0, 1.0)
 OF_EACH_BIN = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93, 0.98, 1.0)
 
 
-def judged(chances: Chances, truth: dict[float, float], n: int, seed: int = 0) -> None:
+def judged(acceptance: AcceptanceRates, truth: dict[float, float], n: int, seed: int = 0) -> None:
     """Judge tokens of these confidences, each accepted with its chance."""
     rng = np.random.default_rng(seed)
     confidences = list(truth)
     for index in rng.integers(0, len(confidences), n):
         confidence = confidences[index]
-        chances.see(confidence)
-        chances.judge(confidence, accepted=bool(rng.random() < truth[confidence]))
+        acceptance.see(confidence)
+        acceptance.judge(confidence, accepted=bool(rng.random() < truth[confidence]))
 
 
 def test_there_is_a_bin_for_each_confidence() -> None:
     assert len(OF_EACH_BIN) == N_BINS
-    chances = Chances()
+    acceptance = AcceptanceRates()
     for index, confidence in enumerate(OF_EACH_BIN):
-        before = chances.counts.n_judged.copy()
-        chances.judge(confidence, accepted=True)
-        assert np.flatnonzero(chances.counts.n_judged != before).tolist() == [index]
-        assert chances.curve()[index] == chances.chance(confidence)
+        before = acceptance.counts.n_judged.copy()
+        acceptance.judge(confidence, accepted=True)
+        assert np.flatnonzero(acceptance.counts.n_judged != before).tolist() == [index]
+        assert acceptance.curve()[index] == acceptance.chance(confidence)
 
 
 def test_before_anything_was_seen_a_surer_drafter_is_held_to_be_right_more_often() -> None:
     for origin, start in (("model", model_start), *((o, start_of_ngrams) for o in NGRAM_ORIGINS)):
-        curve = np.array(new_chances(origin).curve())
+        curve = np.array(new_acceptance_rates(origin).curve())
         assert np.all(np.diff(curve) > 0.0)
         assert curve[0] == pytest.approx(start(0.05))
-        assert 0.0 < new_chances(origin).mean() < 1.0
-        assert new_chances(origin).n_judged == 0.0
+        assert 0.0 < new_acceptance_rates(origin).mean() < 1.0
+        assert new_acceptance_rates(origin).n_judged == 0.0
     # An unsure model may be right; a repetition that was never one is hardly so.
-    assert new_chances("model").chance(0.0) > new_chances("ngram").chance(0.0)
+    assert new_acceptance_rates("model").chance(0.0) > new_acceptance_rates("ngram").chance(0.0)
 
 
 @pytest.mark.parametrize("over", [0.0, 0.2, -0.2])
 def test_the_curve_becomes_what_was_accepted(over: float) -> None:
     truth = {c: min(0.97, max(0.03, c + over)) for c in OF_EACH_BIN}
-    chances = Chances()
-    judged(chances, truth, 12_000)
-    chances = chances.for_new_text()
+    acceptance = AcceptanceRates()
+    judged(acceptance, truth, 12_000)
+    acceptance = acceptance.for_new_text()
     for confidence, chance in truth.items():
-        assert chances.chance(confidence) == pytest.approx(chance, abs=0.07)
+        assert acceptance.chance(confidence) == pytest.approx(chance, abs=0.07)
 
 
 def test_a_text_that_deviates_moves_all_chances_and_the_next_one_begins_without() -> None:
-    chances = Chances()
-    judged(chances, dict.fromkeys(OF_EACH_BIN, 0.6), 6000)
-    chances = chances.for_new_text()
-    before = np.array(chances.curve())
+    acceptance = AcceptanceRates()
+    judged(acceptance, dict.fromkeys(OF_EACH_BIN, 0.6), 6000)
+    acceptance = acceptance.for_new_text()
+    before = np.array(acceptance.curve())
     for _ in range(40):
-        chances.judge(0.85, accepted=False)
-    during = np.array(chances.curve())
+        acceptance.judge(0.85, accepted=False)
+    during = np.array(acceptance.curve())
     # Those of which this text said nothing too.
     assert np.all(during < before - 0.1)
-    chances = chances.for_new_text()
-    after = np.array(chances.curve())
+    acceptance = acceptance.for_new_text()
+    after = np.array(acceptance.curve())
     others = [index for index in range(N_BINS) if OF_EACH_BIN[index] != 0.85]
     assert after[others] == pytest.approx(before[others], abs=1e-9)
     assert after[OF_EACH_BIN.index(0.85)] < before[OF_EACH_BIN.index(0.85)]
 
 
 def test_what_is_never_accepted_soon_promises_little_and_may_recover() -> None:
-    chances = Chances()
+    acceptance = AcceptanceRates()
     for _ in range(60):
-        chances.judge(0.9, accepted=False)
-    assert chances.chance(0.9) < 0.1
+        acceptance.judge(0.9, accepted=False)
+    assert acceptance.chance(0.9) < 0.1
     for _ in range(120):
-        chances.judge(0.9, accepted=True)
-    assert chances.chance(0.9) > 0.6
+        acceptance.judge(0.9, accepted=True)
+    assert acceptance.chance(0.9) > 0.6
 
 
 @given(st.lists(st.tuples(CONFIDENCES, st.booleans()), max_size=300))
 def test_a_chance_is_never_certain_and_what_was_counted_makes_sense(
     tokens: list[tuple[float, bool]],
 ) -> None:
-    chances = Chances()
+    acceptance = AcceptanceRates()
     for confidence, accepted in tokens:
-        chances.see(confidence)
-        chances.judge(confidence, accepted=accepted)
-    curve = np.array(chances.curve())
+        acceptance.see(confidence)
+        acceptance.judge(confidence, accepted=accepted)
+    curve = np.array(acceptance.curve())
     assert np.all((curve > 0.0) & (curve < 1.0))
-    assert chances.frequencies().sum() == pytest.approx(1.0)
-    assert curve.min() - 1e-12 <= chances.mean() <= curve.max() + 1e-12
-    counts = chances.counts
+    assert acceptance.frequencies().sum() == pytest.approx(1.0)
+    assert curve.min() - 1e-12 <= acceptance.mean() <= curve.max() + 1e-12
+    counts = acceptance.counts
     assert np.all(counts.n_accepted <= counts.n_judged + 1e-9)
-    assert chances.n_judged <= len(tokens) + 1e-9
+    assert acceptance.n_judged <= len(tokens) + 1e-9
 
 
 @given(st.lists(st.tuples(CONFIDENCES, st.booleans()), max_size=50), CONFIDENCES)
 def test_an_accepted_token_never_lowers_a_chance_and_a_refused_one_never_raises_it(
     tokens: list[tuple[float, bool]], confidence: float
 ) -> None:
-    accepting, refusing = Chances(), Chances()
-    for chances, last in ((accepting, True), (refusing, False)):
+    accepting, refusing = AcceptanceRates(), AcceptanceRates()
+    for acceptance, last in ((accepting, True), (refusing, False)):
         for seen, accepted in tokens:
-            chances.judge(seen, accepted=accepted)
-        before = np.array(chances.curve())
-        chances.judge(confidence, accepted=last)
-        difference = chances.curve() - before
+            acceptance.judge(seen, accepted=accepted)
+        before = np.array(acceptance.curve())
+        acceptance.judge(confidence, accepted=last)
+        difference = acceptance.curve() - before
         assert np.all(difference >= -2e-3) if last else np.all(difference <= 2e-3)
 
 
 def test_old_counts_fade_and_new_ones_outweigh_them() -> None:
-    chances = Chances()
-    judged(chances, {0.55: 0.9}, 20_000)
+    acceptance = AcceptanceRates()
+    judged(acceptance, {0.55: 0.9}, 20_000)
     # As many as are remembered, not as there were.
-    assert chances.n_judged < 2000
-    judged(chances, {0.55: 0.2}, 4000, seed=1)
-    chances = chances.for_new_text()
-    assert chances.chance(0.55) < 0.35
+    assert acceptance.n_judged < 2000
+    judged(acceptance, {0.55: 0.2}, 4000, seed=1)
+    acceptance = acceptance.for_new_text()
+    assert acceptance.chance(0.55) < 0.35
 
 
 def test_what_was_not_seen_for_long_is_not_forgotten() -> None:
-    chances = Chances()
-    judged(chances, {0.15: 0.9}, 400)
-    kept = chances.counts.n_judged[1]
-    judged(chances, {0.98: 0.5}, 5000)
-    assert chances.counts.n_judged[1] == kept
+    acceptance = AcceptanceRates()
+    judged(acceptance, {0.15: 0.9}, 400)
+    kept = acceptance.counts.n_judged[1]
+    judged(acceptance, {0.98: 0.5}, 5000)
+    assert acceptance.counts.n_judged[1] == kept
 
 
 def test_the_frequencies_are_those_of_what_was_seen_judged_or_not() -> None:
-    chances = Chances()
+    acceptance = AcceptanceRates()
     rng = np.random.default_rng(2)
     for _ in range(1000):
-        chances.see(0.15 if rng.random() < 0.3 else 0.98)
-    frequencies = chances.frequencies()
+        acceptance.see(0.15 if rng.random() < 0.3 else 0.98)
+    frequencies = acceptance.frequencies()
     assert frequencies[1] == pytest.approx(0.3, abs=0.06)
     assert frequencies[10] == pytest.approx(0.7, abs=0.06)
-    assert chances.n_judged == 0.0
-    assert chances.mean() == pytest.approx(float(frequencies @ chances.curve()))
+    assert acceptance.n_judged == 0.0
+    assert acceptance.mean() == pytest.approx(float(frequencies @ acceptance.curve()))
 
 
 def test_counts_of_earlier_texts_are_gone_on_from() -> None:
-    first = Chances()
+    first = AcceptanceRates()
     judged(first, {0.75: 0.3}, 500)
     kept = AcceptanceCounts(
         first.counts.n_judged.copy(), first.counts.n_accepted.copy(), first.counts.n_seen.copy()
     )
-    second = new_chances("model", kept)
+    second = new_acceptance_rates("model", kept)
     first = first.for_new_text()
     assert second.curve() == pytest.approx(first.curve())
     second.judge(0.75, accepted=True)
@@ -169,38 +169,38 @@ def test_counts_of_earlier_texts_are_gone_on_from() -> None:
 
 
 def test_whatever_changes_the_chances_changes_the_version() -> None:
-    chances = Chances()
-    versions = [chances.version]
-    chances.judge(0.5, accepted=True)
-    versions.append(chances.version)
-    chances.see(0.5)
-    versions.append(chances.version)
+    acceptance = AcceptanceRates()
+    versions = [acceptance.version]
+    acceptance.judge(0.5, accepted=True)
+    versions.append(acceptance.version)
+    acceptance.see(0.5)
+    versions.append(acceptance.version)
     assert len(set(versions)) == 3
 
 
 def test_the_shift_of_a_text_is_bounded() -> None:
-    chances = Chances()
-    judged(chances, {0.55: 0.5}, 3000)
-    chances = chances.for_new_text()
-    kept = chances.chance(0.15)
+    acceptance = AcceptanceRates()
+    judged(acceptance, {0.55: 0.5}, 3000)
+    acceptance = acceptance.for_new_text()
+    kept = acceptance.chance(0.15)
     for _ in range(500):
-        chances.judge(0.55, accepted=False)
-    moved = chances.chance(0.15)
+        acceptance.judge(0.55, accepted=False)
+    moved = acceptance.chance(0.15)
     # Of another confidence, nothing was seen: what this text can do to it has an end.
     assert 0.0 < math.log(kept / (1.0 - kept)) - math.log(moved / (1.0 - moved)) <= 2.5 + 1e-6
 
 
 def test_how_sure_it_is_in_the_present_text_counts_most() -> None:
-    chances = Chances()
+    acceptance = AcceptanceRates()
     for _ in range(500):
-        chances.see(0.15)
-    chances = chances.for_new_text()
-    assert chances.frequencies()[1] > 0.9
+        acceptance.see(0.15)
+    acceptance = acceptance.for_new_text()
+    assert acceptance.frequencies()[1] > 0.9
     for _ in range(20):
-        chances.see(0.98)
-    assert chances.frequencies()[10] == pytest.approx(0.5, abs=0.03)
-    chances = chances.for_new_text()
-    assert chances.frequencies()[1] > 0.85
+        acceptance.see(0.98)
+    assert acceptance.frequencies()[10] == pytest.approx(0.5, abs=0.03)
+    acceptance = acceptance.for_new_text()
+    assert acceptance.frequencies()[1] > 0.85
 
 
 # --- what texts are worth ----------------------------------------------------------------------
@@ -237,22 +237,22 @@ def test_a_few_bad_texts_leave_it_open_what_the_next_is_like() -> None:
 
 
 def test_a_text_counts_once_and_by_how_much_was_seen_of_it() -> None:
-    chances = Chances()
-    worths = chances.counts.worths
-    chances.expect(0.5)
+    acceptance = AcceptanceRates()
+    worths = acceptance.counts.worths
+    acceptance.expect(0.5)
     assert worths.start == 0.5
-    chances.see(0.9)
-    chances.end_text()
+    acceptance.see(0.9)
+    acceptance.end_text()
     assert worths.n == 0.0  # too little was seen
     for n_looks in (10, 100):
         before = worths.n
-        chances = chances.for_new_text()
+        acceptance = acceptance.for_new_text()
         for _ in range(n_looks):
-            chances.see(0.9)
-        chances.expect(0.7)
-        chances.end_text()
-        chances.end_text()
-        chances = chances.for_new_text()
+            acceptance.see(0.9)
+        acceptance.expect(0.7)
+        acceptance.end_text()
+        acceptance.end_text()
+        acceptance = acceptance.for_new_text()
         assert worths.n - before == pytest.approx(n_looks / (n_looks + 20), abs=0.05)
     assert worths.total / worths.n == pytest.approx(0.7)
     assert worths.start == 0.5

@@ -16,14 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.decoding.draft import ROOT, Draft
-from specgen.decoding.drafters import Drafter, Drafters, Drafting, ready
+from specgen.decoding.drafters import Drafter, Drafters
 from specgen.decoding.loop import Loop
-from specgen.decoding.policy import RoundPlan, RoundResult
-from specgen.decoding.policy.cost_table import FREE, Price
 from specgen.decoding.sampling import Distribution, NoTokenAllowedError
 from specgen.decoding.sequence import Sequence
 from specgen.decoding.text_state import Shaper, TextState
-from specgen.decoding.verifiers import BlockVerifier, MatchVerifier, ResidualVerifier, Verifier
+from specgen.decoding.verifiers import MatchVerifier, Verifier
 from specgen.engine.engine import generate
 from specgen.engine.loaded_models import Models
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
@@ -34,19 +32,29 @@ from specgen.options import (
     Grammar,
     SamplerOptions,
     SessionOptions,
+    VerifierName,
 )
 from specgen.system.arrays import Logits
 from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
 from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
-from tests.helpers.fake_generations import PROMPT, Clock, Setup, model_drafter, ngram_drafter
+from tests.helpers.common import UNFILTERED
+from tests.helpers.fake_generations import (
+    PROMPT,
+    Clock,
+    NoDrafter,
+    Setup,
+    model_drafter,
+    ngram_drafter,
+)
 from tests.helpers.fake_grammar import FakeGrammar
+from tests.registry import CACHES, ON_FAKES, VERIFIERS, Text
+from tests.registry import DRAFTERS as CASES
 
 N_VOCAB = 12
 #: Token 10 and 11 end a text.
 ENDS = (10, 11)
 LETTERS = FakeVocabulary.letters(N_VOCAB, ends=ENDS)
 LANGUAGE = random_language(N_VOCAB, seed=7)
-RANDOM = SamplerOptions(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 AGAINST_REPETITION = {
     "repeat_penalty": 1.6,
     "frequency_penalty": 0.4,
@@ -111,18 +119,12 @@ def model(language: Language, sampler: SamplerOptions | None = None) -> DrafterO
 
 
 @dataclass
-class GrammarTrees:
+class GrammarTrees(NoDrafter):
     """Random trees, most of whose tokens the grammar allows."""
 
     state: TextState
     rng: np.random.Generator
     name: str = "tree"
-
-    def price(self, n_context: int) -> Price:
-        return FREE
-
-    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        return ready(self.draft(context, plan.n_max))
 
     def draft(self, context: abc.Sequence[int], n_max: int) -> Draft:
         tokens: list[int] = []
@@ -154,16 +156,16 @@ class GrammarTrees:
         n = len(tokens)
         return Draft(tuple(tokens), tuple(parents), ("tree",) * n, (None,) * n, (None,) * n)
 
-    def observe(self, result: RoundResult) -> None:
-        pass
-
-    def rewind(self, n_tokens: int) -> None:
-        pass
-
 
 #: What makes a drafter for a text that the target's samplers, given too, shape.
 class DrafterOf(Protocol):
     def __call__(self, state: TextState, own: SamplerOptions) -> Drafter | Drafters: ...
+
+
+def registered(name: str) -> DrafterOf:
+    """A drafter of the registry, whose model is often right."""
+    make, language = ON_FAKES[name], noisy(LANGUAGE, 1.5)
+    return lambda state, own: make(Text(state, language, LETTERS, own))
 
 
 DRAFTERS: dict[str, DrafterOf] = {
@@ -180,6 +182,12 @@ DRAFTERS: dict[str, DrafterOf] = {
         state=state,
     ),
     "tree": lambda state, own: GrammarTrees(state, np.random.default_rng(5)),
+    **{name: registered(name) for name in ("staged by a model", "tree of guesses")},
+    **{
+        name: registered(name)
+        for name, case in CASES.items()
+        if case.translated != "off" and case.grammar
+    },
 }
 
 
@@ -316,21 +324,20 @@ def test_greedy_text_is_the_constrained_plain_text(name: str, kind: str, n_draft
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_matching_keeps_a_seeds_constrained_text(name: str, kind: str, seed: int) -> None:
-    plain = run(GRAMMARS[name](), None, RANDOM, seed=seed)
-    fast = run(GRAMMARS[name](), kind, RANDOM, seed=seed, verifier=MatchVerifier())
+    plain = run(GRAMMARS[name](), None, UNFILTERED, seed=seed)
+    fast = run(GRAMMARS[name](), kind, UNFILTERED, seed=seed, verifier=MatchVerifier())
     assert fast.generation.tokens == plain.generation.tokens
     assert fast.summary.finish_reason == plain.summary.finish_reason
 
 
-@pytest.mark.parametrize("verifier", [ResidualVerifier, BlockVerifier, None])
+@pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("kind", ["good", "bad", "tree"])
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_every_verifier_stays_within_the_grammar(
-    name: str, kind: str, verifier: Callable[[], Verifier] | None
+    name: str, kind: str, verifier: VerifierName
 ) -> None:
     for seed in range(3):
-        judge = verifier() if verifier else None
-        run(GRAMMARS[name](), kind, RANDOM, seed=seed, verifier=judge)
+        run(GRAMMARS[name](), kind, UNFILTERED, seed=seed, verifier=VERIFIERS[verifier].make())
 
 
 def test_drafts_that_are_perfect_are_kept_whole_whatever_is_forced() -> None:
@@ -374,7 +381,7 @@ def test_any_automaton(
     against_repetition: bool,
 ) -> None:
     changes = AGAINST_REPETITION if against_repetition else {}
-    for sampler in (SamplerOptions(), RANDOM):
+    for sampler in (SamplerOptions(), UNFILTERED):
         options = replace(sampler, **changes)  # type: ignore[arg-type]
         limits = {"max_tokens": max_tokens, "n_ctx": n_ctx, "n_batch": n_batch}
         plain = run(rules, None, options, **limits)  # type: ignore[arg-type]
@@ -388,7 +395,7 @@ def test_any_automaton(
         )
         assert fast.generation.tokens == plain.generation.tokens
         assert fast.summary.finish_reason == plain.summary.finish_reason
-        if max_tokens and not against_repetition and sampler is not RANDOM and n_ctx == 60:
+        if max_tokens and not against_repetition and sampler is not UNFILTERED and n_ctx == 60:
             assert plain.generation.answer == oracle(rules, max_tokens=max_tokens)
 
 
@@ -537,10 +544,8 @@ def test_a_dead_end_is_an_error_and_tells_nothing_wrong(kind: str | None, depth:
         assert n == depth
 
 
-@pytest.mark.parametrize("verifier", [MatchVerifier, ResidualVerifier, BlockVerifier])
-def test_a_dead_end_that_only_the_draft_goes_to_does_no_harm(
-    verifier: Callable[[], Verifier],
-) -> None:
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_a_dead_end_that_only_the_draft_goes_to_does_no_harm(verifier: VerifierName) -> None:
     """The draft loves token 8, after which nothing may come; the target never says it."""
 
     def loves(token: int, by: float) -> Language:
@@ -552,9 +557,15 @@ def test_a_dead_end_that_only_the_draft_goes_to_does_no_harm(
         return logits
 
     rules = grammar({0: {**dict.fromkeys(range(8), 0), 8: 1}, 1: {}})
-    for sampler in (SamplerOptions(), RANDOM):
+    for sampler in (SamplerOptions(), UNFILTERED):
         for drafter in (model(loves(8, 6.0)), lambda state, own: GrammarTrees(state, RNG)):
-            done = run(rules, drafter, sampler, language=loves(8, -60.0), verifier=verifier())
+            done = run(
+                rules,
+                drafter,
+                sampler,
+                language=loves(8, -60.0),
+                verifier=VERIFIERS[verifier].make(),
+            )
             assert 8 not in done.generation.answer
             assert done.summary.n_drafted > 20
 
@@ -627,12 +638,12 @@ CHATTERERS: dict[str, DrafterOf] = {
 def test_penalties_hold_within_drafts(
     name: str, kind: str, temperature: float, constrained: bool
 ) -> None:
-    sampler = replace(RANDOM, temperature=temperature, **PENALISED[name])  # type: ignore[arg-type]
+    sampler = replace(UNFILTERED, temperature=temperature, **PENALISED[name])  # type: ignore[arg-type]
     words: Rules = {i: dict.fromkeys(range(9), i + 1) for i in range(4)}
     rules = grammar({**words, 4: {9: 0}}) if constrained else None
     for seed in range(3):
         plain = run(rules, None, sampler, language=babbling, seed=seed)
-        without = run(rules, None, replace(RANDOM, temperature=temperature), language=babbling)
+        without = run(rules, None, replace(UNFILTERED, temperature=temperature), language=babbling)
         assert plain.generation.tokens != without.generation.tokens
         fast = run(
             rules,
@@ -686,7 +697,7 @@ def test_without_the_path_the_grammar_would_be_broken(monkeypatch: pytest.Monkey
 # --- on tiny models of every kind of cache
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "mamba", "lfm2", "jamba"])
+@pytest.mark.parametrize("architecture", CACHES.values())
 def test_long_forced_runs_on_tiny_models(tmp_path: Path, architecture: Architecture) -> None:
     """Forced text longer than what rides along with a draft, and than a batch; the cache drops
     what was refused, in each of its ways, right behind it."""

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import pytest
 
 from specgen.decoding.backend import Batch
 from specgen.decoding.draft import Draft
-from specgen.decoding.drafters import Drafter, Drafters, Guesses, ModelDrafter, SuffixDrafter
+from specgen.decoding.drafters import Drafter, Drafters, Guesses, SuffixDrafter
 from specgen.decoding.policy import FixedPolicy, Offer, Reason, RoundPlan, RoundResult
 from specgen.decoding.policy.plan import Whole
-from specgen.decoding.sampling import Sampler
-from specgen.decoding.text_state import Shaper, TextState
+from specgen.decoding.text_state import TextState
 from specgen.events import DraftedEvent, DraftNode, Event, NoticeEvent
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.system.arrays import Logits
-from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
+from specgen.testing.fake_backend import (
+    FakeBackend,
+    FakeVocabulary,
+    Language,
+    noisy,
+    random_language,
+)
 from tests.helpers.fake_generations import GREEDY, N_VOCAB, PROMPT, Setup
+from tests.registry import DRAFTERS as CASES
+from tests.registry import ON_FAKES, Text, model
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -57,32 +63,21 @@ class Watched(FakeBackend):
 
 @dataclass
 class Models:
-    """Makes drafters, and keeps their backends."""
+    """The draft models of a text: what they say, and their backends."""
 
     noise: float
     sampler: SamplerOptions = GREEDY
     n_guess: int = 3
     backends: list[Watched] = field(default_factory=list)
 
-    def model(
-        self, state: TextState, guesses: Guesses | None = None, noise: float | None = None
-    ) -> ModelDrafter:
-        language = noisy(LANGUAGE, self.noise if noise is None else noise)
-        backend = Watched(LETTERS, language, n_ctx=256, n_batch=64, n_sequences=1)
+    def open(self, vocabulary: FakeVocabulary, language: Language) -> Watched:
+        backend = Watched(vocabulary, language, n_ctx=256, n_batch=64, n_sequences=1)
         self.backends.append(backend)
-        chain = Sampler(self.sampler)
-        return ModelDrafter(
-            backend,
-            Shaper(chain, state),
-            np.random.default_rng(99),
-            draws=chain.is_random,
-            n_shared_tokens=N_VOCAB,
-            guesses=guesses,
-        )
+        return backend
 
-    def guesses(self, drafters: Drafters) -> Guesses:
-        drafting = DraftOptions(policy="fixed", max_tokens=self.n_guess, p_min=0.0)
-        return Guesses(drafters, FixedPolicy(drafting))
+    def text(self, state: TextState) -> Text:
+        language = noisy(LANGUAGE, self.noise)
+        return Text(state, language, LETTERS, self.sampler, 99, self.n_guess, self.open)
 
 
 class UpToTwo(Whole):
@@ -108,49 +103,21 @@ class Extending(FixedPolicy):
         )
 
 
-def alone(models: Models, state: TextState) -> Drafter:
-    return models.model(state)
+#: All that decodes with draft models in the target's own vocabulary, along one branch.
+DRAFTERS = [name for name, case in CASES.items() if case.watched]
+COMBINED = [name for name in DRAFTERS if CASES[name].kind is Drafters]
+STAGED = [name for name in DRAFTERS if "staged" in name]
+TWICE = [*STAGED, "all at once"]
+in_every_way = pytest.mark.parametrize("name", DRAFTERS)
 
 
-def with_ngrams(models: Models, state: TextState) -> Drafters:
-    return Drafters(SuffixDrafter(1, 8), models.model(state))
-
-
-def staged_by_ngrams(models: Models, state: TextState) -> Drafter:
-    return models.model(state, models.guesses(Drafters(SuffixDrafter(1, 8))))
-
-
-def staged_by_a_model(models: Models, state: TextState) -> Drafter:
-    helper = models.model(state, noise=models.noise + 0.5)
-    return models.model(state, models.guesses(Drafters(model=helper)))
-
-
-def staged_twice(models: Models, state: TextState) -> Drafter:
-    guesses = models.guesses(Drafters(SuffixDrafter(1, 8)))
-    helper = models.model(state, guesses, noise=models.noise + 0.5)
-    return models.model(state, models.guesses(Drafters(model=helper)))
-
-
-def all_at_once(models: Models, state: TextState) -> Drafters:
-    return Drafters(SuffixDrafter(1, 8), staged_twice(models, state))
-
-
-DRAFTERS = (alone, with_ngrams, staged_by_ngrams, staged_by_a_model, staged_twice, all_at_once)
-COMBINED = (with_ngrams, all_at_once)
-STAGED = DRAFTERS[2:]
-in_every_way = pytest.mark.parametrize("make", DRAFTERS, ids=lambda make: make.__name__)
-Make = Callable[[Models, TextState], Drafter | Drafters]
-
-
-def setup(
-    models: Models, make: Make, n_draft: int, n_tokens: int = 60, p_min: float = 0.0
-) -> Setup:
+def setup(models: Models, name: str, n_draft: int, n_tokens: int = 60, p_min: float = 0.0) -> Setup:
     return Setup(
         language=LANGUAGE,
         vocabulary=LETTERS,
         sampler=models.sampler,
-        drafter=lambda state: make(models, state),
-        policy=Extending if make in COMBINED else None,
+        drafter=lambda state: ON_FAKES[name](models.text(state)),
+        policy=Extending if name in COMBINED else None,
         drafting=DraftOptions(policy="fixed", max_tokens=n_draft, p_min=p_min),
         options=GenerationOptions(max_tokens=n_tokens),
     )
@@ -161,10 +128,10 @@ def setup(
 @pytest.mark.parametrize("noise", [0.0, 0.7, 3.0])
 @pytest.mark.parametrize("n_draft", [1, 3, 6])
 def test_nothing_that_a_model_holds_is_decoded_again(
-    make: Make, sampler: SamplerOptions, noise: float, n_draft: int
+    name: str, sampler: SamplerOptions, noise: float, n_draft: int
 ) -> None:
     models = Models(noise, sampler)
-    made = setup(models, make, n_draft)
+    made = setup(models, name, n_draft)
     generation, events = made.run()
     failed = [event.detail for event in events if isinstance(event, NoticeEvent)]
     assert not failed, failed[0]
@@ -173,8 +140,8 @@ def test_nothing_that_a_model_holds_is_decoded_again(
         assert backend.texts or n_draft < 3
         wrong = len(backend.texts) - len(set(backend.texts))
         # A wrong guess of what a draft model would say may be what the target says.
-        assert wrong == 0 or make in STAGED
-    if make in COMBINED and n_draft == 6:
+        assert wrong == 0 or name in TWICE
+    if name in COMBINED and n_draft == 6:
         # Each of the two went on from the other's draft.
         origins = [tuple(node.origin for node in nodes) for nodes in drafts(events)]
         for first, second in (("ngram", "model"), ("model", "ngram")):
@@ -188,7 +155,7 @@ def test_nothing_that_a_model_holds_is_decoded_again(
 def test_what_was_committed_rides_in_the_next_batch() -> None:
     """With a draft that is always right each round accepts all of it."""
     models = Models(noise=0.0)
-    made = setup(models, alone, n_draft=4, n_tokens=25)
+    made = setup(models, "model", n_draft=4, n_tokens=25)
     generation, _ = made.run()
     text = generation.tokens[len(PROMPT) :]
     (draft,) = models.backends
@@ -216,7 +183,7 @@ def test_a_text_that_went_on_as_the_model_drafted_beyond_what_was_verified() -> 
             return replace(super().plan(offer), stop=FirstTwo())
 
     models = Models(noise=0.0)
-    made = setup(models, alone, n_draft=4, n_tokens=25)
+    made = setup(models, "model", n_draft=4, n_tokens=25)
     made.policy = Short
     generation, _ = made.run()
     text = generation.tokens[len(PROMPT) :]
@@ -229,7 +196,7 @@ def test_a_text_that_went_on_as_the_model_drafted_beyond_what_was_verified() -> 
 
 def test_after_a_refusal_the_model_reads_the_target_s_token_alone() -> None:
     models = Models(noise=3.0)
-    generation, _ = setup(models, alone, n_draft=3).run()
+    generation, _ = setup(models, "model", n_draft=3).run()
     (draft,) = models.backends
     firsts = [batch for batch in draft.batches[1:] if len(batch) > 1]
     assert all(len(batch) == 2 for batch in firsts)
@@ -239,24 +206,24 @@ def test_after_a_refusal_the_model_reads_the_target_s_token_alone() -> None:
     assert len(read) == len(max(read, key=len))
 
 
-@pytest.mark.parametrize("make", STAGED[:3], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("name", STAGED)
 @pytest.mark.parametrize("sampler", [GREEDY, RANDOM], ids=["greedy", "random"])
 @pytest.mark.parametrize("n_guess", [1, 8])
 @pytest.mark.parametrize("noise", [0.0, 0.7, 3.0])
 @pytest.mark.parametrize("p_min", [0.0, 0.4])
 def test_guesses_change_what_is_decoded_at_once_and_nothing_that_is_drafted(
-    make: Make, sampler: SamplerOptions, n_guess: int, noise: float, p_min: float
+    name: str, sampler: SamplerOptions, n_guess: int, noise: float, p_min: float
 ) -> None:
     """The drafts are those of the model alone, and so is what comes of them."""
     alone_too, staged = (Models(noise, sampler, n_guess) for _ in range(2))
-    plain, plain_events = setup(alone_too, alone, 6, p_min=p_min).run()
-    fast, events = setup(staged, make, 6, p_min=p_min).run()
+    plain, plain_events = setup(alone_too, "model", 6, p_min=p_min).run()
+    fast, events = setup(staged, name, 6, p_min=p_min).run()
     assert fast.tokens == plain.tokens
     assert drafts(events) == drafts(plain_events)
     backend, guessed = alone_too.backends[-1], staged.backends[-1]
     assert guessed.n_decodes <= backend.n_decodes
     n_right = backend.n_decodes - guessed.n_decodes
-    assert n_right > 0 or make is not staged_by_a_model or noise > 0.0
+    assert n_right > 0 or name != "staged by a model" or noise > 0.0
     # What was guessed wrongly was read for nothing, the rest would have been read anyway.
     assert guessed.n_decoded_rows >= backend.n_decoded_rows
 
@@ -272,12 +239,15 @@ def test_guesses_that_are_not_taken_are_compared_with_what_is_drafted() -> None:
         def observe(self, result: RoundResult) -> None:
             results.append(result)
 
-    def declined(models: Models, state: TextState) -> Drafter:
-        policy = Declining(DraftOptions(policy="fixed"))
-        return models.model(state, Guesses(Drafters(SuffixDrafter(1, 8)), policy))
-
     models = Models(noise=0.0)
-    setup(models, declined, 6).run()
+
+    def declined(state: TextState) -> Drafter:
+        policy = Declining(DraftOptions(policy="fixed"))
+        return model(models.text(state), Guesses(Drafters(SuffixDrafter(1, 8)), policy))
+
+    made = setup(models, "model", 6)
+    made.drafter = declined
+    made.run()
     found = [(draft, result) for result in results for draft in result.proposed if len(draft)]
     assert any(draft.tokens == result.committed for draft, result in found)
     for draft, result in found:

@@ -86,8 +86,7 @@ def test_drafting_ends_with_an_end_token_and_skips_what_is_biased_away() -> None
     draft = propose(drafter, [1, 2, 3], 8, policy(8))
     assert len(draft) == 8
     assert first not in draft.tokens
-    drafter, _ = model_drafter(LANGUAGE, LETTERS)
-    drafter._n_shared_tokens = 4
+    drafter, _ = model_drafter(LANGUAGE, LETTERS, n_shared_tokens=4)
     assert max(propose(drafter, [1, 2, 3], 8, policy(8)).tokens) < 4
 
 

@@ -223,7 +223,7 @@ def test_allowed_and_forced_tokens_equal_brute_force(
 def test_kinds_of_tokens_answer_for_all(
     vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.llama.grammar._VERY_MANY", 1)
+    monkeypatch.setattr("specgen.llama.grammar.VERY_MANY", 1)
     for gbnf in _MATTERS:
         state, reference = LlamaGrammar(vocabulary, gbnf).start, Reference(vocabulary, gbnf)
         rng, path = np.random.default_rng(0), list[int]()
@@ -315,7 +315,15 @@ def test_the_same_path_is_the_same_state(vocabulary: LlamaVocabulary) -> None:
     start = grammar.start
     brace = token_of(vocabulary, b"{")
     assert start.after(brace) is start.after(brace)
-    assert grammar.start is not start  # or the grammar would keep every text
+
+
+def test_texts_with_the_same_future_share_a_state(vocabulary: LlamaVocabulary) -> None:
+    a, brace, quote = (token_of(vocabulary, piece) for piece in (b"a", b"{", b'"'))
+    string = LlamaGrammar(vocabulary, JSON).start.after(brace).after(quote)
+    assert string.after(a) is string.after(a).after(a) is string
+    assert string.after(quote) is not string
+    counted = LlamaGrammar(vocabulary, 'root ::= "a"{3}').start
+    assert counted.after(a) is not counted.after(a).after(a)
 
 
 def test_memory_is_freed(vocabulary: LlamaVocabulary) -> None:
@@ -338,6 +346,23 @@ def test_memory_is_freed(vocabulary: LlamaVocabulary) -> None:
     for _ in range(1000):  # texts that end
         string().after(a).forced()
     assert rss() - before < 8 * 2**20
+
+
+def test_a_grammar_keeps_a_bounded_number_of_states(
+    vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.llama.grammar.MOST_STATES", 3)
+    gbnf = 'root ::= "(" root ")" | "a"'
+    grammar, reference = LlamaGrammar(vocabulary, gbnf), Reference(vocabulary, gbnf)
+    left, right, a = (token_of(vocabulary, piece) for piece in (b"(", b")", b"a"))
+    path = [*[left] * 20, a, *[right] * 10]
+    states = [grammar.start]
+    for token in path:
+        states.append(states[-1].after(token))
+    for n in (2, 20, 21, 25):  # dropped states work as before
+        assert (states[n].allows(every(vocabulary)) == reference.allowed(path[:n])).all()
+        if n < 20:
+            assert states[n].after(left).allows(np.array([a])).all()
 
 
 def test_a_long_chain_of_states_can_be_dropped(vocabulary: LlamaVocabulary) -> None:
@@ -454,12 +479,6 @@ def test_what_the_reader_takes_llama_takes(vocabulary: LlamaVocabulary, parts: l
         allowed = np.flatnonzero(state.allows(every(vocabulary)))
         if len(allowed):
             state = state.after(int(allowed[0]))
-
-
-def test_another_root(vocabulary: LlamaVocabulary) -> None:
-    grammar = LlamaGrammar(vocabulary, 'root ::= "a"\nother ::= "b"', root="other")
-    path, _ = walk(vocabulary, grammar.start, np.random.default_rng(0))
-    assert text_of(vocabulary, path) == "b"
 
 
 def test_classes_of_characters() -> None:

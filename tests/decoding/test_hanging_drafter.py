@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.cli import ROOT
+from tests.helpers.common import ROOT
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 EXACT = ("-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-n", "40", "-q")
@@ -76,6 +76,7 @@ def test_a_second_ctrl_c_ends_an_answer_whose_drafter_hangs(tiny_models: Path) -
         [sys.executable, "-m", "specgen", "run", *options, PROMPT],
         check=True,
         capture_output=True,
+        input=f"{PROMPT}\n",
         text=True,
         cwd=ROOT,
         env={**os.environ, "OMP_WAIT_POLICY": "passive"},

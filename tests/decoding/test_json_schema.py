@@ -26,7 +26,6 @@ from specgen.errors import BackendError, UsageError
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaModel, LlamaVocabulary
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     GenerationOptions,
     Grammar,
@@ -34,8 +33,8 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.common import EXACT
 
-EXACT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -302,22 +301,29 @@ def test_a_closed_model_is_freed(tmp_path: Path) -> None:
 def test_what_can_be_followed_no_further_is_an_error(
     vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = LlguidanceGrammar(vocabulary, schema_grammar("{}")).start
-
     class Broken:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.is_broken = False
+
+        @staticmethod
+        def grammar_from_json_schema(*_: object, **__: object) -> str:
+            return ""
+
         def deep_copy(self) -> Broken:
             return self
 
         def unsafe_compute_mask_ptr(self, *_: int) -> None:
-            pass
+            self.is_broken = True
 
         def is_error(self) -> bool:
-            return True
+            return self.is_broken
 
         def get_error(self) -> str:
             return "too complex\nand more"
 
-    monkeypatch.setattr(state, "_matcher", Broken())
+    grammar = schema_grammar("{}")
+    monkeypatch.setattr("llguidance.LLMatcher", Broken)
+    state = LlguidanceGrammar(vocabulary, grammar).start
     with pytest.raises(BackendError, match="too complex$"):
         state.allows(np.array([1]))
 

@@ -34,6 +34,7 @@ from specgen.options import (
 from specgen.system.arrays import Logits
 from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
 from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.common import UNFILTERED
 from tests.helpers.fake_generations import (
     N_VOCAB,
     PROMPT,
@@ -46,7 +47,6 @@ from tests.helpers.fake_grammar import FakeGrammar
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
-RANDOM = SamplerOptions(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 #: Samplers that leave little of the raw model's opinion.
 SHAPED = SamplerOptions(
     temperature=0.7,
@@ -138,7 +138,7 @@ def run(
 
 
 @pytest.mark.parametrize(
-    "sampler", [SamplerOptions(), RANDOM, SHAPED, replace(SHAPED, temperature=0)]
+    "sampler", [SamplerOptions(), UNFILTERED, SHAPED, replace(SHAPED, temperature=0)]
 )
 @pytest.mark.parametrize("kind", [None, *DRAFTERS])
 @pytest.mark.parametrize("constrained", [False, True])
@@ -175,7 +175,7 @@ def test_every_token_has_the_raw_models(
 @pytest.mark.parametrize("constrained", [False, True])
 def test_the_values_are_those_of_plain_decoding(kind: str, constrained: bool) -> None:
     grammar = GRAMMAR if constrained else None
-    for sampler in (SamplerOptions(), RANDOM, SHAPED):
+    for sampler in (SamplerOptions(), UNFILTERED, SHAPED):
         plain = run(None, sampler, grammar=grammar)
         fast = run(kind, sampler, grammar=grammar, verifier=MatchVerifier())
         for ours, theirs in zip(fast, plain, strict=True):
@@ -187,10 +187,10 @@ def test_the_values_are_those_of_plain_decoding(kind: str, constrained: bool) ->
 
 def test_how_many_are_told_is_as_asked() -> None:
     for n in (0, 1, N_VOCAB, 100):
-        for piece in run("good", RANDOM, logprobs=n):
+        for piece in run("good", UNFILTERED, logprobs=n):
             assert piece.logprob is not None
             assert len(piece.top_logprobs) == min(n, N_VOCAB)
-    for piece in run("good", RANDOM, logprobs=None):
+    for piece in run("good", UNFILTERED, logprobs=None):
         assert (piece.logprob, piece.top_logprobs) == (None, ())
 
 
@@ -249,7 +249,7 @@ def answer(
     ("sampler", "generation"),
     [
         (SamplerOptions(), {}),
-        (replace(RANDOM, seed=3), {}),
+        (replace(UNFILTERED, seed=3), {}),
         (replace(SHAPED, seed=3), {"ignore_eos": True}),
         (
             replace(SHAPED, seed=3),

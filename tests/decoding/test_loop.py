@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable
 from typing import cast
 
-import numpy as np
 import pytest
 
 from specgen.decoding.draft import Draft
-from specgen.decoding.drafters import Drafter, draft_alone
+from specgen.decoding.drafters import Drafter, Drafters, ModelDrafter, draft_alone
 from specgen.decoding.loop import Loop
 from specgen.decoding.policy import draft_up_to
+from specgen.decoding.text_state import TextState
+from specgen.decoding.verifiers import MatchVerifier
 from specgen.errors import BackendError
 from specgen.events import (
     CommittedEvent,
@@ -23,44 +24,47 @@ from specgen.events import (
     ReadingEvent,
     VerifiedEvent,
 )
-from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
+    GREEDY,
     N_VOCAB,
     PROMPT,
     Clock,
     DeafDrafter,
     FailingDrafter,
-    NoDrafter,
     NonsenseDrafter,
     Setup,
-    TreeDrafter,
     model_drafter,
-    ngram_drafter,
 )
+from tests.registry import DRAFTERS as DRAFTER_CASES
+from tests.registry import ON_FAKES, VERIFIERS, Text
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
 
-DRAFTERS = ["perfect", "good", "bad", "adversarial", "ngram", "tree", "wide tree", "nothing"]
+#: Draft models of every quality, and everything else that drafts.
+QUALITIES = {
+    "perfect": LANGUAGE,
+    "good": noisy(LANGUAGE, 1.5),
+    "bad": random_language(N_VOCAB, seed=8),
+    # It drafts what the target finds least likely.
+    "adversarial": lambda text: -LANGUAGE(text),
+}
+DRAFTERS = [*QUALITIES, *(name for name in ON_FAKES if name != "model")]
 
 
-def drafter(kind: str, vocabulary: FakeVocabulary = LETTERS) -> Drafter:
-    if kind == "perfect":
-        return model_drafter(LANGUAGE, vocabulary)[0]
-    if kind == "good":
-        return model_drafter(noisy(LANGUAGE, 1.5), vocabulary)[0]
-    if kind == "bad":
-        return model_drafter(random_language(N_VOCAB, seed=8), vocabulary)[0]
-    if kind == "adversarial":  # drafts what the target finds least likely
-        return model_drafter(lambda text: -LANGUAGE(text), vocabulary)[0]
-    if kind == "ngram":
-        return ngram_drafter()
-    if kind == "tree":
-        return TreeDrafter(LANGUAGE, 3, 0.7, np.random.default_rng(5))
-    if kind == "wide tree":
-        return TreeDrafter(LANGUAGE, 8, 0.4, np.random.default_rng(6))
-    return NoDrafter()
+def drafter(
+    kind: str, vocabulary: FakeVocabulary = LETTERS, sampler: SamplerOptions = GREEDY
+) -> Callable[[TextState], Drafter | Drafters]:
+    """What drafts for a text, some of it right. Random trees know what the target says."""
+    language = QUALITIES.get(kind, LANGUAGE if "random" in kind else QUALITIES["good"])
+    make = ON_FAKES.get(kind, ON_FAKES["model"])
+    return lambda state: make(Text(state, language, vocabulary, sampler))
+
+
+def good() -> ModelDrafter:
+    return model_drafter(QUALITIES["good"], LETTERS)[0]
 
 
 def finished(events: list[Event]) -> FinishedEvent:
@@ -87,8 +91,17 @@ def test_greedy_text_equals_plain_text(kind: str, n_draft: int) -> None:
         assert finished(events).mean_accepted_length == pytest.approx(n_draft + 1, rel=0.35)
 
 
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_greedy_text_equals_plain_text_whoever_judges(kind: str, verifier: VerifierName) -> None:
+    plain, _ = Setup().run()
+    fast, events = Setup(drafter=drafter(kind), verifier=VERIFIERS[verifier].make()).run()
+    assert fast.tokens == plain.tokens
+    assert (finished(events).n_drafted > 0) == (kind != "nothing")
+
+
 @pytest.mark.parametrize("max_tokens", range(25))
-@pytest.mark.parametrize("kind", ["perfect", "good", "tree"])
+@pytest.mark.parametrize("kind", ["perfect", "good", "random tree", "tree of guesses"])
 def test_the_token_limit_is_exact_at_every_position(kind: str, max_tokens: int) -> None:
     options = GenerationOptions(max_tokens=max_tokens)
     plain, _ = Setup(options=options).run()
@@ -117,7 +130,7 @@ def test_the_end_of_text_inside_a_draft_ends_the_answer(kind: str, end_token: in
 
 @pytest.mark.parametrize("start", range(2, 24))
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
-@pytest.mark.parametrize("kind", ["perfect", "good", "ngram", "tree"])
+@pytest.mark.parametrize("kind", ["perfect", "good", "ngram", "random tree"])
 def test_a_stop_string_is_exact_at_every_position(kind: str, start: int, length: int) -> None:
     text = Setup().run()[0].text.text
     stop = text[start : start + length]
@@ -199,7 +212,7 @@ def test_the_draft_model_never_decodes_a_token_twice(noise: float, n_draft: int)
 def test_a_failing_drafter_ends_drafting_and_not_the_answer() -> None:
     plain, _ = Setup().run()
     for error in (BackendError("no more room"), ZeroDivisionError("a bug")):
-        fast, events = Setup(drafter=FailingDrafter(drafter("good"), 3, error)).run()
+        fast, events = Setup(drafter=FailingDrafter(good(), 3, error)).run()
         assert fast.tokens == plain.tokens
         notices = [event for event in events if isinstance(event, NoticeEvent)]
         assert len(notices) == 1
@@ -227,7 +240,7 @@ NONSENSE: dict[str, Callable[[Draft, int], object]] = {
 @pytest.mark.parametrize("said", NONSENSE)
 def test_a_drafter_that_talks_nonsense_ends_drafting_and_not_the_answer(said: str) -> None:
     plain, _ = Setup().run()
-    fast, events = Setup(drafter=NonsenseDrafter(drafter("good"), 2, NONSENSE[said])).run()
+    fast, events = Setup(drafter=NonsenseDrafter(good(), 2, NONSENSE[said])).run()
     assert fast.tokens == plain.tokens
     notices = [event for event in events if isinstance(event, NoticeEvent)]
     assert len(notices) == 1
@@ -237,7 +250,7 @@ def test_a_drafter_that_talks_nonsense_ends_drafting_and_not_the_answer(said: st
 
 def test_a_drafter_that_fails_when_it_is_told_of_a_round_ends_drafting() -> None:
     plain, _ = Setup().run()
-    fast, events = Setup(drafter=DeafDrafter(drafter("good"))).run()
+    fast, events = Setup(drafter=DeafDrafter(good())).run()
     assert fast.tokens == plain.tokens
     notices = [event for event in events if isinstance(event, NoticeEvent)]
     assert ["told of a round" in notice.message for notice in notices] == [True]
@@ -288,10 +301,18 @@ def test_matching_keeps_a_seeds_text_above_temperature_0(seed: int) -> None:
     plain, _ = Setup(sampler=sampler, seed=seed).run()
     other, _ = Setup(sampler=sampler, seed=seed + 1).run()
     assert other.tokens != plain.tokens
-    for kind in ("ngram", "tree", "wide tree"):  # deterministic drafts
-        fast, events = Setup(sampler=sampler, seed=seed, drafter=drafter(kind)).run()
+    for kind in DRAFTERS:
+        # A draft without draws is matched anyway.
+        draws = kind in QUALITIES or DRAFTER_CASES[kind].draws
+        setup = Setup(
+            sampler=sampler,
+            seed=seed,
+            drafter=drafter(kind, sampler=sampler),
+            verifier=MatchVerifier() if draws else None,
+        )
+        fast, events = setup.run()
         assert fast.tokens == plain.tokens
-        assert finished(events).n_drafted > 0
+        assert (finished(events).n_drafted > 0) == (kind != "nothing")
 
 
 def test_events_tell_the_answer_and_account_for_every_token() -> None:
@@ -323,7 +344,7 @@ def test_several_generations_share_a_batch_and_keep_their_texts() -> None:
     plains = [Setup(prompt=prompt).run()[0].tokens for prompt in prompts]
     setups = [
         Setup(prompt=prompts[0], drafter=drafter("good")),
-        Setup(prompt=prompts[1], drafter=drafter("wide tree")),
+        Setup(prompt=prompts[1], drafter=drafter("wide random tree")),
         Setup(prompt=prompts[2], options=GenerationOptions(max_tokens=9)),
     ]
     loop = Loop(setups[0].backend(len(setups)), Clock())

@@ -32,10 +32,16 @@ from pathlib import Path
 import pytest
 
 from specgen.engine.engine import Engine, generate
-from specgen.engine.learnt_weights import Learnt, write_learnt
+from specgen.engine.kept_answers import Learnt, write_learnt
 from specgen.engine.loaded_models import Models
 from specgen.events import FinishedEvent
-from specgen.measure.proof import SampledPlan, check_greedy, check_sampled, split_level
+from specgen.measure.proof import (
+    SampledPlan,
+    SampledResult,
+    check_greedy,
+    check_sampled,
+    split_level,
+)
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -47,9 +53,10 @@ from specgen.options import (
     TranslateMode,
     VerifierName,
 )
-from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
+from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.heads import make_heads
 from tests.helpers.tiny import write_respelled_model
+from tests.registry import ARCHITECTURES, CACHES, DRAFTERS, JUDGES, ON_TINY
 
 OVERALL_LEVEL = 1e-3
 DEPTH = 3
@@ -64,19 +71,7 @@ root ::= word word word word word word word word+ "."
 word ::= [a-h] [a-h] ([a-h] "-" | "," | ";")
 """
 
-#: How each kind of cache drops what was refused: cells, also of sliding windows; snapshots of
-#: recurrent states; and copies of the state with decoding again.
-CACHES: dict[str, Architecture] = {
-    "attention": "llama",
-    "sliding window": "gemma3",
-    "recurrent": "mamba",
-    "hybrid, snapshots": "lfm2",
-    "hybrid, copies": "jamba",
-}
-DRAFTERS = ("draft", "ngram")
-#: Decoder heads draft for models without a recurrent state.
-WITH_HEADS = ("attention", "sliding window")
-VERIFIERS: tuple[VerifierName, ...] = ("match", "residual", "block")
+VERIFIERS = tuple(JUDGES)
 FLAT = SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0)
 AGAINST_REPETITION = {
     "repeat_penalty": 1.3,
@@ -101,9 +96,19 @@ SAMPLED = {
 }
 
 
+def has_heads(cache: str) -> bool:
+    """Whether decoder heads can draft for models with this kind of cache."""
+    return not ARCHITECTURES[CACHES[cache]].has_state
+
+
 def drafters(cache: str) -> tuple[str, ...]:
-    """What drafts for a model with this kind of cache."""
-    return (*DRAFTERS, "heads") if cache in WITH_HEADS else DRAFTERS
+    """What drafts in the target's own vocabulary for a model with this kind of cache."""
+    cases = {name: DRAFTERS[name] for name in ON_TINY}
+    return tuple(
+        ON_TINY[name]
+        for name, case in cases.items()
+        if case.translated == "off" and (has_heads(cache) or not case.heads)
+    )
 
 
 DRAFTED = [(cache, drafter) for cache in CACHES for drafter in drafters(cache)]
@@ -120,9 +125,14 @@ CASES = [
 #: How drafts in another vocabulary are translated, and what judges them: those that are
 #: translated as text were chosen without chance, whoever drafted them.
 TRANSLATED: dict[TranslateMode, tuple[VerifierName, ...]] = {
-    "string": ("match",),
-    "tokens": VERIFIERS,
+    case.translated: VERIFIERS if case.draws else ("match",)
+    for case in DRAFTERS.values()
+    if case.translated != "off"
 }
+#: How drafts are translated that know of no grammar: none of them is left in one.
+UNAWARE = [
+    case.translated for case in DRAFTERS.values() if case.translated != "off" and not case.grammar
+]
 #: The byte-level target with a SentencePiece draft is on every cache; this is the reverse.
 REVERSED = "attention, reversed"
 TRANSLATED_SAMPLED = [
@@ -130,8 +140,7 @@ TRANSLATED_SAMPLED = [
     for translate, verifiers in TRANSLATED.items()
     for verifier in verifiers
     for samplers in SAMPLED
-    # What is translated as text was drafted without knowing of the grammar: none of it is left.
-    if (translate, samplers) != ("string", "grammar")
+    if samplers != "grammar" or translate not in UNAWARE
 ] + [
     (cache, translate, verifiers[-1], "top-k")
     for translate, verifiers in TRANSLATED.items()
@@ -151,7 +160,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_tiny_model(folder / f"{name}.gguf", config)
         write_tiny_model(folder / f"{name} draft.gguf", config.draft(0.1))
         write_respelled_model(folder / f"{name} respelled.gguf", config.draft(0.05))
-        if name in WITH_HEADS:
+        if has_heads(name):
             make_heads(folder / f"{name}.gguf", folder / f"{name} heads.gguf", folder / name)
         if name == BROADEST:
             let_learn(folder, config.draft(0.3))
@@ -226,6 +235,21 @@ def test_greedy_text_is_that_of_plain_decoding(
     assert result.n_drafted > 0
 
 
+def check_draws(loaded: Models) -> SampledResult:
+    """The next three tokens after the prompt are distributed as the target's."""
+    plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
+    prompt = loaded.prompts.of_text(PROMPT, chat=False)
+    result = check_sampled(loaded, prompt, plan, seed=5)
+    assert result is not None
+    assert result.fits, [depth.test for depth in result.depths]
+    assert not result.rows.is_defect, result.rows
+    assert result.n_impossible == 0
+    assert result.n_drafted > N_DRAWS / 2
+    assert result.depths[-1].test.n_cells >= 5
+    assert max(depth.detectable for depth in result.depths) <= DEVIATION
+    return result
+
+
 def said(loaded: Models) -> FinishedEvent:
     """What a session says after the prompt."""
     *_, last = generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))
@@ -273,23 +297,14 @@ def test_every_verifier_meets_every_cache_and_sampler() -> None:
 def test_sampled_text_fits_the_targets_distribution(
     models: Path, cache: str, drafter: str, verifier: VerifierName, samplers: str
 ) -> None:
-    plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
     with loaded(models, cache, drafter, verifier, samplers) as opened:
-        prompt = opened.prompts.of_text(PROMPT, chat=False)
-        result = check_sampled(opened, prompt, plan, seed=5)
-    assert result is not None
-    assert result.fits, [depth.test for depth in result.depths]
-    assert not result.rows.is_defect, result.rows
-    assert result.n_impossible == 0
-    assert result.n_drafted > N_DRAWS / 2
-    assert result.depths[-1].test.n_cells >= 5
-    assert max(depth.detectable for depth in result.depths) <= DEVIATION
+        check_draws(opened)
 
 
 @with_every_drafter
 @pytest.mark.parametrize("samplers", SAMPLED)
 def test_matching_keeps_a_seeds_text(models: Path, cache: str, drafter: str, samplers: str) -> None:
-    for seed in range(3):
+    for seed in range(2):
         with loaded(models, cache, drafter, "match", samplers, seed) as opened:
             fast = said(opened)
             plain_options = replace(opened.options, draft="none")
@@ -311,7 +326,7 @@ def test_greedy_text_with_translated_drafts_is_that_of_plain_decoding(
         prompt = opened.prompts.of_text(PROMPT, chat=False)
         (result,) = check_greedy(opened, [prompt])
     assert result.difference is None
-    if (translate, samplers) != ("string", "greedy, grammar"):
+    if samplers != "greedy, grammar" or translate not in UNAWARE:
         assert result.n_drafted > 0
     if samplers == "greedy":
         assert result.n_accepted > 0
@@ -321,18 +336,8 @@ def test_greedy_text_with_translated_drafts_is_that_of_plain_decoding(
 def test_sampled_text_with_translated_drafts_fits_the_targets_distribution(
     models: Path, cache: str, translate: TranslateMode, verifier: VerifierName, samplers: str
 ) -> None:
-    plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
     with loaded(models, cache, "respelled", verifier, samplers, translate=translate) as opened:
-        prompt = opened.prompts.of_text(PROMPT, chat=False)
-        result = check_sampled(opened, prompt, plan, seed=5)
-    assert result is not None
-    assert result.fits, [depth.test for depth in result.depths]
-    assert not result.rows.is_defect, result.rows
-    assert result.n_impossible == 0
-    assert result.n_drafted > N_DRAWS / 2
-    assert result.n_accepted > 0
-    assert result.depths[-1].test.n_cells >= 5
-    assert max(depth.detectable for depth in result.depths) <= DEVIATION
+        assert check_draws(opened).n_accepted > 0
 
 
 @pytest.mark.parametrize("translate", TRANSLATED)
@@ -367,16 +372,9 @@ def test_greedy_text_with_a_draft_that_learnt_is_that_of_plain_decoding(
 def test_sampled_text_with_a_draft_that_learnt_fits_the_targets_distribution(
     models: Path, verifier: VerifierName, samplers: str
 ) -> None:
-    plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
     with loaded(models, BROADEST, "learnt", verifier, samplers) as opened:
         assert opened.drafts.learnt is not None
-        result = check_sampled(opened, opened.prompts.of_text(PROMPT, chat=False), plan, seed=5)
-    assert result is not None
-    assert result.fits, [depth.test for depth in result.depths]
-    assert not result.rows.is_defect, result.rows
-    assert result.n_impossible == 0
-    assert result.n_drafted > N_DRAWS / 2
-    assert max(depth.detectable for depth in result.depths) <= DEVIATION
+        check_draws(opened)
 
 
 @pytest.mark.parametrize("samplers", ["greedy", *SAMPLED])

@@ -28,7 +28,7 @@ from specgen.decoding.policy import (
     WhilePaying,
     draft_up_to,
 )
-from specgen.decoding.policy.acceptance import Chances
+from specgen.decoding.policy.acceptance import AcceptanceRates
 from specgen.decoding.policy.cost_table import FREE, CostTable, Price
 from specgen.decoding.sampling import distribution
 from specgen.options import FIXED_LENGTH, FIXED_P_MIN, LONGEST_DRAFT, DraftOptions, SamplerOptions
@@ -43,12 +43,12 @@ FLAT = dict.fromkeys(range(1, 18), 1.0)
 
 def cost_aware(
     table: dict[int, float] | None = None,
-    chances: dict[str, Chances] | None = None,
+    acceptance: dict[str, AcceptanceRates] | None = None,
     max_tokens: int | None = None,
     p_min: float | None = None,
 ) -> CostAwarePolicy:
     options = DraftOptions(max_tokens=max_tokens, p_min=p_min)
-    return CostAwarePolicy(options, CostTable(FLAT if table is None else table), chances)
+    return CostAwarePolicy(options, CostTable(FLAT if table is None else table), acceptance)
 
 
 def fixed(max_tokens: int = 4, p_min: float = 0.0, min_tokens: int = 0) -> FixedPolicy:
@@ -393,9 +393,9 @@ def test_in_the_long_run_it_is_about_as_quick_as_the_best_fixed_length(
             World(CURVES[curve], draft_s, *text(1200, TRUTHS[truth], sureness=sureness, seed=seed))
             for seed in (1, 2)
         )
-        table, chances = CostTable(first.table()), dict[str, Chances]()
-        run(first, CostAwarePolicy(DraftOptions(), table, chances))
-        found = run(world, CostAwarePolicy(DraftOptions(), table, chances))
+        table, acceptance = CostTable(first.table()), dict[str, AcceptanceRates]()
+        run(first, CostAwarePolicy(DraftOptions(), table, acceptance))
+        found = run(world, CostAwarePolicy(DraftOptions(), table, acceptance))
         best, best_s = world.best_fixed()
         ratios.append(best_s / found.seconds)
         assert ratios[-1] > (0.94 if world.plain_s > 1.2 * best_s else 0.88), (draft_s, best)
@@ -411,9 +411,9 @@ def test_where_the_model_knows_what_it_knows_it_is_quicker_than_any_fixed_length
         World(CURVES[curve], 0.1, *text(3000, lambda c: c, sureness=2.0, seed=seed))
         for seed in (1, 2)
     )
-    table, chances = CostTable(first.table()), dict[str, Chances]()
-    run(first, CostAwarePolicy(DraftOptions(), table, chances))
-    found = run(world, CostAwarePolicy(DraftOptions(), table, chances))
+    table, acceptance = CostTable(first.table()), dict[str, AcceptanceRates]()
+    run(first, CostAwarePolicy(DraftOptions(), table, acceptance))
+    found = run(world, CostAwarePolicy(DraftOptions(), table, acceptance))
     assert found.seconds < 0.97 * world.best_fixed()[1]
 
 
@@ -450,7 +450,7 @@ class Texts:
 
     curve: str
     draft_s: float
-    chances: dict[str, Chances] = field(default_factory=dict)
+    acceptance: dict[str, AcceptanceRates] = field(default_factory=dict)
     table: CostTable = field(default_factory=CostTable)
     ratios: list[float] = field(default_factory=list)
 
@@ -461,7 +461,7 @@ class Texts:
         world = World(CURVES[self.curve], self.draft_s, confidences, rights)
         if not self.table:
             self.table = CostTable(world.table())
-        policy = CostAwarePolicy(DraftOptions(), self.table, self.chances)
+        policy = CostAwarePolicy(DraftOptions(), self.table, self.acceptance)
         found = run(world, policy, backlog_s=10.0)
         self.ratios.append(world.plain_s / found.seconds)
         return found
@@ -543,11 +543,11 @@ def test_a_model_is_not_read_for_a_text_that_n_grams_draft() -> None:
 def test_the_steps_of_a_jagged_table_are_made_use_of() -> None:
     """Up to four rows cost the same, and four more cost as much again: drafts of 3 and 7."""
     table = {n: CURVES["steps of four"](n) for n in range(1, 18)}
-    chances = {"model": Chances()}
+    acceptance = {"model": AcceptanceRates()}
     for _ in range(300):
-        chances["model"].judge(0.93, accepted=True)
-        chances["model"].judge(0.55, accepted=False)
-    policy = cost_aware(table, chances)
+        acceptance["model"].judge(0.93, accepted=True)
+        acceptance["model"].judge(0.55, accepted=False)
+    policy = cost_aware(table, acceptance)
     assert len(cut(policy, chain(*[0.93] * 15))) in (3, 7, 11, 15)
     # Where tokens come cheap already, two that are right are not worth another step.
     for _ in range(60):
@@ -657,66 +657,68 @@ def test_a_text_that_changes_is_followed() -> None:
 
 def test_a_text_that_suits_no_draft_says_nothing_about_the_next() -> None:
     table = CostTable(World(CURVES["flat"], 0.1, *text(1, lambda c: c)).table())
-    chances: dict[str, Chances] = {}
+    acceptance: dict[str, AcceptanceRates] = {}
     good = World(CURVES["flat"], 0.1, *text(600, lambda _: 0.85, sureness=0.0, seed=1))
     bad = World(CURVES["flat"], 0.1, *text(300, lambda _: 0.1, sureness=0.0, seed=2))
-    before = run(good, CostAwarePolicy(DraftOptions(), table, chances)).seconds
-    run(bad, CostAwarePolicy(DraftOptions(), table, chances))
-    assert run(good, CostAwarePolicy(DraftOptions(), table, chances)).seconds < 1.1 * before
+    before = run(good, CostAwarePolicy(DraftOptions(), table, acceptance)).seconds
+    run(bad, CostAwarePolicy(DraftOptions(), table, acceptance))
+    assert run(good, CostAwarePolicy(DraftOptions(), table, acceptance)).seconds < 1.1 * before
 
 
 # --- costs: what is learnt
 
 
-def judged(policy: CostAwarePolicy, chances: dict[str, Chances], act: Callable[[], None]) -> float:
+def judged(
+    policy: CostAwarePolicy, acceptance: dict[str, AcceptanceRates], act: Callable[[], None]
+) -> float:
     """By how many judged tokens the model's counts grow."""
-    before = chances["model"].n_judged if "model" in chances else 0.0
+    before = acceptance["model"].n_judged if "model" in acceptance else 0.0
     act()
-    return round(chances["model"].n_judged - before, 1) if "model" in chances else 0.0
+    return round(acceptance["model"].n_judged - before, 1) if "model" in acceptance else 0.0
 
 
 @pytest.mark.parametrize(("n_accepted", "n_judged"), [(0, 1), (1, 2), (3, 4), (4, 4)])
 def test_a_token_is_judged_only_if_those_before_it_were_accepted(
     n_accepted: int, n_judged: int
 ) -> None:
-    chances: dict[str, Chances] = {}
-    policy = cost_aware(chances=chances)
+    acceptance: dict[str, AcceptanceRates] = {}
+    policy = cost_aware(acceptance=acceptance)
     draft = cut(policy, chain(0.95, 0.95, 0.95, 0.95))
     assert len(draft) == 4
-    grown = judged(policy, chances, lambda: policy.observe(result(draft, n_accepted)))
+    grown = judged(policy, acceptance, lambda: policy.observe(result(draft, n_accepted)))
     assert grown == n_judged
-    accepted = chances["model"].counts.n_accepted.sum()
+    accepted = acceptance["model"].counts.n_accepted.sum()
     assert accepted == pytest.approx(n_accepted, abs=0.1)
 
 
 def test_what_was_not_worth_verifying_is_compared_with_the_text_as_it_comes() -> None:
-    chances: dict[str, Chances] = {}
-    policy = cost_aware({n: 1.0 * n for n in range(1, 18)}, chances)
+    acceptance: dict[str, AcceptanceRates] = {}
+    policy = cost_aware({n: 1.0 * n for n in range(1, 18)}, acceptance)
     for tokens, n_judged in (((0, 1), 2), ((2, 7), 2), ((5,), 0)):
         plan, whole = planned(policy), NO_DRAFT
         if tokens == (0, 1):
             whole = chain(0.9, 0.9, 0.9, 0.9, 0.9)
             assert len(plan.stop.cut(whole)) == 0
         told = RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, tokens, (whole,))
-        assert judged(policy, chances, lambda told=told: policy.observe(told)) == n_judged  # type: ignore[misc]
-    assert chances["model"].counts.n_accepted.sum() == pytest.approx(3.0, abs=0.1)
+        assert judged(policy, acceptance, lambda told=told: policy.observe(told)) == n_judged  # type: ignore[misc]
+    assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(3.0, abs=0.1)
 
 
 def test_of_a_drawn_draft_it_counts_how_sure_the_model_was_before_the_draw() -> None:
-    chances: dict[str, Chances] = {}
-    policy = cost_aware(chances=chances)
+    acceptance: dict[str, AcceptanceRates] = {}
+    policy = cost_aware(acceptance=acceptance)
     plan = planned(policy)
     # The tokens that were drawn are unlikely ones.
     draft = plan.stop.cut(replace(drawn(0.05, 0.15), looks=(0.93, 0.55)))
     policy.observe(result(draft, 1, plan=plan))
-    counts = chances["model"].counts
+    counts = acceptance["model"].counts
     assert np.flatnonzero(counts.n_judged).tolist() == [5, 9]
     assert np.flatnonzero(counts.n_accepted).tolist() == [9]
 
 
 def test_of_a_drawn_draft_behind_n_grams_it_counts_the_same() -> None:
-    chances: dict[str, Chances] = {}
-    policy = cost_aware(chances=chances)
+    acceptance: dict[str, AcceptanceRates] = {}
+    policy = cost_aware(acceptance=acceptance)
     found = chain(None, None, None, origin="ngram")
     plan = planned(policy, found, price=Price(0.4, 0.4))
     assert (plan.found, plan.n_max, plan.reason.name) == (found, 13, "found and model")
@@ -725,33 +727,33 @@ def test_of_a_drawn_draft_behind_n_grams_it_counts_the_same() -> None:
     draft = plan.stop.cut(found.followed_by(behind))
     assert len(draft) == 5
     policy.observe(replace(result(draft, 4, plan=plan), proposed=(found, draft)))
-    counts = chances["model"].counts
+    counts = acceptance["model"].counts
     assert np.flatnonzero(counts.n_judged).tolist() == [5, 9]
     assert np.flatnonzero(counts.n_accepted).tolist() == [9]
-    assert chances["ngram"].counts.n_judged.sum() == pytest.approx(3.0, abs=0.1)
+    assert acceptance["ngram"].counts.n_judged.sum() == pytest.approx(3.0, abs=0.1)
 
 
 def test_a_drafts_end_that_was_cut_off_is_learnt_of() -> None:
     """What was found is proposed whole, and what is verified of it again as a part of the draft."""
-    chances: dict[str, Chances] = {}
-    policy = cost_aware({1: 1.0, 2: 1.0, 3: 50.0}, chances)
+    acceptance: dict[str, AcceptanceRates] = {}
+    policy = cost_aware({1: 1.0, 2: 1.0, 3: 50.0}, acceptance)
     plan, whole = planned(policy), chain(0.95, 0.95, 0.95)
     once = plan.stop.cut(whole)
     assert len(once) == 1
     policy.observe(RoundResult(plan, once, (0,), 0.0, 1.0, 2, (0, 1), (whole, once)))
     policy.observe(RoundResult(planned(policy), NO_DRAFT, (), 0.0, 1.0, 1, (7,)))
-    assert chances["model"].n_judged == pytest.approx(3.0, abs=0.1)
-    assert chances["model"].counts.n_accepted.sum() == pytest.approx(2.0, abs=0.1)
+    assert acceptance["model"].n_judged == pytest.approx(3.0, abs=0.1)
+    assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(2.0, abs=0.1)
 
 
 def test_drafters_are_learnt_about_apart() -> None:
-    chances: dict[str, Chances] = {}
-    policy = cost_aware(chances=chances)
+    acceptance: dict[str, AcceptanceRates] = {}
+    policy = cost_aware(acceptance=acceptance)
     for _ in range(30):
         whole = chain(0.9, 0.9, origin="ngram")
         plan = planned(policy, whole, drafter=None)
         policy.observe(result(plan.found, 0, plan=plan, whole=whole))
-    assert set(chances) == {"ngram"}
+    assert set(acceptance) == {"ngram"}
     stop = planned(policy, drafter=None).stop
     assert isinstance(stop, WhilePaying)
     assert stop.chance("ngram", 0.9) < stop.chance("model", 0.9)
@@ -804,13 +806,13 @@ def test_whatever_happens_its_answers_are_finite(
 
 def test_given_tokens_are_no_choice() -> None:
     """A translated draft drafts the end of the text again first."""
-    plan = planned(fixed(5, p_min=0.5)).behind(2)
+    plan = planned(fixed(5, p_min=0.5)).after(2)
     assert plan.n_max == 7
     unsure = [0.0] * 3
     assert [plan.keeps(unsure[:n]) for n in (1, 2, 3)] == [True, True, False]
     assert [plan.keeps([0.0, 0.0, *[0.9] * n]) for n in range(1, 7)] == [True] * 5 + [False]
     assert [plan.looks([0.9] * n) for n in range(1, 8)] == [True] * 6 + [False]
-    assert draft_up_to(3).behind(0) == draft_up_to(3)
+    assert draft_up_to(3).after(0) == draft_up_to(3)
 
 
 def test_a_round_is_accounted_to_the_drafter_that_decodes() -> None:

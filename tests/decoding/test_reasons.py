@@ -22,7 +22,7 @@ from specgen.decoding.policy import (
     RoundPlan,
     RoundResult,
 )
-from specgen.decoding.policy.acceptance import Chances
+from specgen.decoding.policy.acceptance import AcceptanceRates
 from specgen.decoding.policy.cost_table import CostTable, Price
 from specgen.decoding.text_state import TextState
 from specgen.events import CommittedEvent, FinishedEvent
@@ -34,8 +34,10 @@ FLAT = dict.fromkeys(range(1, 18), 1.0)
 CHEAP = Price(0.05, 0.05)
 
 
-def by_cost(table: dict[int, float] | None = None, **chances: Chances) -> CostAwarePolicy:
-    return CostAwarePolicy(DraftOptions(), CostTable(FLAT if table is None else table), chances)
+def by_cost(
+    table: dict[int, float] | None = None, **acceptance: AcceptanceRates
+) -> CostAwarePolicy:
+    return CostAwarePolicy(DraftOptions(), CostTable(FLAT if table is None else table), acceptance)
 
 
 def offer(
@@ -71,12 +73,12 @@ def first_trial(policy: Policy, asked: Offer) -> RoundPlan:
     return next(plan for plan in plans if plan.n_max)
 
 
-def wrong_chances() -> Chances:
-    chances = Chances()
+def wrong_chances() -> AcceptanceRates:
+    acceptance = AcceptanceRates()
     for _ in range(400):
-        chances.see(0.9)
-        chances.judge(0.9, accepted=False)
-    return chances
+        acceptance.see(0.9)
+        acceptance.judge(0.9, accepted=False)
+    return acceptance
 
 
 #: What brings about each reason that a policy gives.

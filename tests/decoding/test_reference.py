@@ -19,26 +19,25 @@ from scipy import stats
 from specgen.engine.engine import Engine
 from specgen.engine.loaded_models import Models
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     GenerationOptions,
     SamplerOptions,
     SessionOptions,
 )
 from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.common import EXACT
 
 #: Probability that a correct specgen fails, of each test, were its seeds drawn anew.
 LEVEL = 1e-5
 #: A total variation distance that is found with this probability.
-DEVIATION, POWER = 0.06, 0.99
-N_DRAWS = 12_000
+DEVIATION, POWER = 0.08, 0.99
+N_DRAWS = 7_000
 N_AT_ONCE = 500
 #: Draws that a cell has to have on average; rarer texts share one.
 N_EXPECTED = 8.0
 N_TOKENS = 3
 N_PROMPT = 60
 TEMPERATURE, TOP_K, TOP_P, MIN_P = 0.8, 5, 0.95, 0.05
-EXACT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
 
 
 @pytest.fixture(scope="module")

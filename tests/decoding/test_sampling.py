@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from specgen.decoding.sampling import (
-    NO_HISTORY,
     Distribution,
     Sampler,
     argmax,
@@ -278,18 +277,6 @@ def test_tokens_of_the_text_that_the_row_does_not_have_are_ignored() -> None:
         found = Sampler(options).distribution(row, np.array([2, 9, 2]))
         expected = Sampler(options).distribution(row, np.array([2, 2]))
         assert found.probs.tolist() == expected.probs.tolist()
-
-
-def test_rows_together_are_as_rows_alone() -> None:
-    rng = np.random.default_rng(4)
-    logits = rng.normal(0, 3, (5, 2000)).astype(np.float32)
-    histories = [rng.integers(0, 2000, 30) for _ in range(5)]
-    sampler = Sampler(SamplerOptions(temperature=0.8, repeat_penalty=1.2))
-    together = sampler.distributions(logits, histories)
-    for row, history, found in zip(logits, histories, together, strict=True):
-        assert found.probs.tolist() == sampler.distribution(row, history).probs.tolist()
-    for row, found in zip(logits, sampler.distributions(logits), strict=True):
-        assert found.probs.tolist() == sampler.distribution(row, NO_HISTORY).probs.tolist()
 
 
 PROBS = hnp.arrays(np.float64, 8, elements=st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0])).filter(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from specgen.decoding.policy.stopping import StoppingRule
 
-#: Chances below this are all one to the rule.
+#: AcceptanceRates below this are all one to the rule.
 LEAST = 0.01
 
 
@@ -70,7 +70,7 @@ def test_the_value_is_that_of_the_best_answers_to_all_questions(
     assert n_max == len(world[0]) - 1
     for n in range(n_max + 1):
         expected = searched(*world, n, chance)
-        # Values lie on a grid; what is near zero anyway is not decided by that. Chances below
+        # Values lie on a grid; what is near zero anyway is not decided by that. AcceptanceRates below
         # the grid's first one are worth a little more than they should be.
         assert found.value(n, chance) == pytest.approx(expected, abs=0.1 * token_s)
 

@@ -16,7 +16,7 @@ from specgen.decoding.drafters.lookup.array import (
     MAX_PLACES,
     Match,
     SuffixArray,
-    _sorted_suffixes,
+    sorted_suffixes,
 )
 
 TEXT = st.lists(st.integers(0, 3), max_size=25)
@@ -94,7 +94,7 @@ def test_suffixes_are_sorted(text: list[int], n_sorted: int) -> None:
     original = array_module.MAX_MATCH
     array_module.MAX_MATCH = n_sorted  # type: ignore[misc]
     try:
-        order = _sorted_suffixes(np.array(text, np.int32)).tolist()
+        order = sorted_suffixes(np.array(text, np.int32)).tolist()
     finally:
         array_module.MAX_MATCH = original  # type: ignore[misc]
     assert sorted(order) == list(range(len(text)))

@@ -124,7 +124,6 @@ def test_a_text_without_repetition_has_no_match() -> None:
 def test_a_token_updates_a_bounded_number_of_states() -> None:
     n_counted, n_tokens = 4, 500
     automaton = SuffixAutomaton([5] * n_tokens, n_counted=n_counted)
-    assert len(automaton._replaced_ends) <= n_counted * n_tokens
     # The longest strings are those that are counted; the shorter ones are not all.
     cursor = automaton.cursor()
     assert cursor.length == n_tokens - 1
@@ -137,5 +136,6 @@ def test_a_token_updates_a_bounded_number_of_states() -> None:
 @given(st.lists(st.integers(0, 2), min_size=3, max_size=60))
 def test_its_size_is_proportional_to_the_text(text: list[int]) -> None:
     automaton = SuffixAutomaton(text)
-    assert len(automaton._links) <= 2 * len(text)
-    assert sum(map(len, automaton._followers)) <= 3 * len(text)
+    n_states, n_transitions = automaton.size
+    assert n_states <= 2 * len(text)
+    assert n_transitions <= 3 * len(text)

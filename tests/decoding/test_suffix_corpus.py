@@ -33,7 +33,7 @@ class CountingVocabulary(FakeVocabulary):
 
 def texts(array: SuffixArray) -> list[str]:
     """What the array holds."""
-    separated = [max(token, 0) for token in array._tokens.tolist()]
+    separated = [max(token, 0) for token in array.tokens.tolist()]
     return bytes(separated).decode().split("\0")[:-1]
 
 

@@ -24,7 +24,7 @@ def in_arrays(store: EarlierTexts) -> list[list[int]]:
     found: list[list[int]] = []
     for array in store.arrays():
         text: list[int] = []
-        for token in array._tokens.tolist():
+        for token in array.tokens.tolist():
             if token >= 0:
                 text.append(token)
             else:
@@ -133,7 +133,7 @@ def test_the_array_is_kept_and_new_texts_stand_behind_it(
         return original(texts, made_of)
 
     monkeypatch.setattr(SuffixArray, "build", build)
-    monkeypatch.setattr(store_module, "_MAX_NEW", 20)
+    monkeypatch.setattr(store_module, "MAX_NEW", 20)
     store = EarlierTexts(tmp_path, "v")
     for first in range(3):
         store.add([first] * 10)
@@ -156,7 +156,7 @@ def test_the_array_is_kept_and_new_texts_stand_behind_it(
 def test_the_array_does_not_count_as_a_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "_MAX_NEW", 0)
+    monkeypatch.setattr(store_module, "MAX_NEW", 0)
     store = EarlierTexts(tmp_path, "v", max_texts=2)
     for first in range(4):
         store.add([first])
@@ -182,7 +182,7 @@ def test_a_store_that_cannot_be_written_breaks_nothing(
     store.add([1])
     monkeypatch.setattr(store_module, "replace_bytes", full)
     monkeypatch.setattr("specgen.decoding.drafters.lookup.array.replace_bytes", full)
-    monkeypatch.setattr(store_module, "_MAX_NEW", 0)
+    monkeypatch.setattr(store_module, "MAX_NEW", 0)
     store.add([2])
     assert texts(store) == [[1]]
     assert in_arrays(store) == [[1]]

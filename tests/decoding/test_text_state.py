@@ -164,6 +164,7 @@ def test_a_path_is_judged_as_the_committed_text_would_be(
         assert ours.probs.tolist() == other.probs.tolist()
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_remembering_changes_nothing(data: st.DataObject) -> None:
     """Texts come again, as answer or as path, after going back; the logits are those of the

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from specgen.decoding.draft import ROOT, Draft
 from specgen.decoding.drafters.translation import (
-    BeginningShaper,
     Lexicon,
+    PrefixShaper,
     SharedShaper,
     SharedTokens,
-    Speller,
     Translation,
 )
 from specgen.decoding.drafters.translation.strings import n_unfinished
@@ -24,10 +23,9 @@ from specgen.decoding.sampling import Distribution, NoTokenAllowedError, Sampler
 from specgen.decoding.text_state import Shaper, TextState
 from specgen.options import SamplerOptions
 from specgen.testing.fake_backend import FakeVocabulary
+from tests.helpers.common import BYTES
 from tests.helpers.fake_grammar import FakeGrammar
 from tests.helpers.vocabularies import broken_texts, joined, target_texts, vocabularies, vocabulary
-
-BYTES = [bytes((byte,)) for byte in range(256)]
 
 
 def chain(tokens: Sequence[int], probabilities: Sequence[float | None] | None = None) -> Draft:
@@ -339,18 +337,18 @@ def test_a_grammar_holds_among_the_shared_tokens() -> None:
 
 def test_a_beginning_is_finished_as_the_draft_thinks_likeliest() -> None:
     draft = vocabulary([b"\n", b"\n  ", b"\n\n", b"a", b" ", b"\n\t"], ["</s>"])
-    shaper = BeginningShaper(Sampler(SamplerOptions()), Lexicon(draft))
+    shaper = PrefixShaper(Sampler(SamplerOptions()), Lexicon(draft))
     logits = np.array([0.0, 2.0, 1.0, 9.0, 3.0, -1.0, 5.0], np.float32)
     plain = shaper.distribution(logits)
     assert plain.mode == 3
-    shaper.beginning = b"\n"
+    shaper.prefix = b"\n"
     assert shaper.distribution(logits).token_ids.tolist() == [1]
     weights = np.exp([0.0, 2.0, 1.0, -1.0])
     assert shaper.top_probability(logits) == pytest.approx(weights.max() / weights.sum())
     # Only the first token is bound.
     assert shaper.distribution(logits, [1]).mode == 3
     assert shaper.top_probability(logits, [1]) < 1.0
-    shaper.beginning = b"\n\n"
+    shaper.prefix = b"\n\n"
     assert shaper.distribution(logits).token_ids.tolist() == [2]
     assert shaper.top_probability(logits) == pytest.approx(1.0)
 
@@ -358,7 +356,7 @@ def test_a_beginning_is_finished_as_the_draft_thinks_likeliest() -> None:
 def test_an_end_that_is_ignored_is_not_drafted_either() -> None:
     draft = vocabulary([b"a", b"b"], ["</s>"])
     never = SamplerOptions(logit_bias=((2, -math.inf),))
-    shaper = BeginningShaper(Sampler(never), Lexicon(draft))
+    shaper = PrefixShaper(Sampler(never), Lexicon(draft))
     assert shaper.distribution(np.array([0.0, 1.0, 9.0], np.float32)).mode == 1
 
 
@@ -366,4 +364,3 @@ def test_a_translation_reads_each_vocabulary_once() -> None:
     translation = Translation(LETTERS, OTHERS)
     assert translation.shared is translation.shared
     assert translation.strings is translation.strings
-    assert isinstance(translation._draft_speller, Speller)

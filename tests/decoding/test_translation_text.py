@@ -14,6 +14,7 @@ from specgen.decoding.draft import NO_DRAFT, Draft
 from specgen.decoding.drafters.translation import DraftText, Lexicon, Speller, Translation
 from specgen.decoding.drafters.translation.strings import ControlTokens, n_unfinished
 from specgen.testing.fake_backend import FakeVocabulary
+from tests.helpers.common import BYTES
 from tests.helpers.vocabularies import (
     CountingVocabulary,
     broken_texts,
@@ -23,8 +24,6 @@ from tests.helpers.vocabularies import (
     vocabularies,
     vocabulary,
 )
-
-BYTES = [bytes((byte,)) for byte in range(256)]
 
 
 def speller(vocabulary: FakeVocabulary) -> Speller:
@@ -143,7 +142,7 @@ def test_a_lexicon_finds_what_begins_with_given_bytes(
     lexicon = Lexicon(vocabulary)
     some = data.draw(st.sampled_from(sorted(lexicon.tokens)))
     for prefix in (some, some[:1], some + b"\xff", b"\xff", b"qq"):
-        found = [vocabulary.token_bytes(int(token)) for token in lexicon.beginning_with(prefix)]
+        found = [vocabulary.token_bytes(int(token)) for token in lexicon.with_prefix(prefix)]
         assert found == sorted(piece for piece in lexicon.tokens if piece.startswith(prefix))
 
 
@@ -239,7 +238,7 @@ class Followed:
         """Each character of the text is in the draft's tokens, unless it has none for it."""
         assert self.text.tokens[:2] == [7, 7]
         assert self.text.held_back == b""
-        said = list(zip(self.text.tokens, self.text._ends, strict=True))[2:]
+        said = list(zip(self.text.tokens, self.text.ends, strict=True))[2:]
         n_before = 0
         for data, counterpart in self.segments():
             is_told = [False] * len(data)

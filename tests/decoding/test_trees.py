@@ -22,8 +22,7 @@ from specgen.decoding.drafters import (
     TreeModelDrafter,
     draft_alone,
 )
-from specgen.decoding.drafters.growth import Growth, Look, growth
-from specgen.decoding.growing_tree import GrowingTree
+from specgen.decoding.drafters.expansion import Expansion, Look, make_expansion
 from specgen.decoding.loop import Loop
 from specgen.decoding.policy import (
     CostAwarePolicy,
@@ -37,6 +36,7 @@ from specgen.decoding.policy.cost_table import CostTable, Price
 from specgen.decoding.policy.stopping import best_nodes
 from specgen.decoding.sampling import Distribution, Sampler
 from specgen.decoding.text_state import Shaper, TextState
+from specgen.decoding.tree_builder import TreeBuilder
 from specgen.decoding.verifiers import (
     AutoVerifier,
     MatchVerifier,
@@ -434,22 +434,22 @@ class FirstChoices(WhilePaying):
 
     def frontier(
         self,
-        tree: GrowingTree,
-        chances: Sequence[float],
+        tree: TreeBuilder,
+        probabilities: Sequence[float],
         n_deepest: int,
         n_most: int,
         seconds: Callable[[int], float],
     ) -> list[int]:
-        found = super().frontier(tree, chances, n_deepest, n_most, seconds)
+        found = super().frontier(tree, probabilities, n_deepest, n_most, seconds)
         return [node for node in found if tree.is_first_choice[node]]
 
-    def cut_behind(self, draft: Draft) -> Draft:
+    def cut_after(self, draft: Draft) -> Draft:
         chain = [node for node in range(len(draft)) if draft.ranks()[node] == 0]
         nodes: list[int] = []
         for node in chain:
             if draft.parents[node] in (ROOT, *nodes):
                 nodes.append(node)
-        return super().cut_behind(draft.only(nodes))
+        return super().cut_after(draft.only(nodes))
 
 
 def test_where_each_row_costs_a_token_nothing_branches() -> None:
@@ -558,14 +558,13 @@ def test_branches_of_n_grams_are_what_followed_somewhere(
 
 def test_first_and_second_guesses_are_learnt_about_apart() -> None:
     policy = by_cost(BY_COST)
-    chances = policy._chances
     draft = Draft((1, 2, 3), (ROOT, ROOT, ROOT), ("model",) * 3, (0.5, 0.3, 0.1), (None,) * 3)
     for _ in range(30):
         plan = policy.plan(Offer(100, 16, drafter="model"))
         policy.observe(unverified(plan, (2,), draft))
-    assert chances["model"].chance(0.5) < 0.2
-    assert chances["model:2"].chance(0.3) > 0.8
-    assert chances["model:3"].chance(0.1) < 0.05
+    assert policy.acceptance_of("model").chance(0.5) < 0.2
+    assert policy.acceptance_of("model:2").chance(0.3) > 0.8
+    assert policy.acceptance_of("model:3").chance(0.1) < 0.05
 
 
 def test_a_tree_that_waits_is_followed_as_the_text_goes_on() -> None:
@@ -577,13 +576,13 @@ def test_a_tree_that_waits_is_followed_as_the_text_goes_on() -> None:
     policy.observe(unverified(plan, (2,), draft))
     for token in (3, 7):
         policy.observe(unverified(plan, (token,)))
-    counts = policy._chances["model"].counts
+    counts = policy.acceptance_of("model").counts
     assert counts.n_judged.sum() == pytest.approx(3.0, rel=0.01)
     assert counts.n_accepted.sum() == pytest.approx(1.0, rel=0.01)
-    assert policy._chances["model:2"].counts.n_accepted.sum() == pytest.approx(1.0)
+    assert policy.acceptance_of("model:2").counts.n_accepted.sum() == pytest.approx(1.0)
 
 
-def found_first(policy: CostAwarePolicy, found: Draft) -> tuple[RoundPlan, Growth]:
+def found_first(policy: CostAwarePolicy, found: Draft) -> tuple[RoundPlan, Expansion]:
     """The plan of a round whose draft begins with these tokens, and the growth of a model's tree behind
     them. In their place the model would cost too much."""
 
@@ -594,7 +593,7 @@ def found_first(policy: CostAwarePolicy, found: Draft) -> tuple[RoundPlan, Growt
     assert plan.reason.name == "found and model"
     assert plan.found == found
     rng, shape = np.random.default_rng(0), parse_tree("auto")
-    return plan, growth(shape, plan, plan.n_max, 16, rng, WORDS.is_end, lambda _n: 0.01)
+    return plan, make_expansion(shape, plan, plan.n_max, 16, rng, WORDS.is_end, lambda _n: 0.01)
 
 
 def test_a_tree_behind_n_grams_takes_the_room_that_they_leave() -> None:
@@ -603,14 +602,14 @@ def test_a_tree_behind_n_grams_takes_the_room_that_they_leave() -> None:
     found = Draft.chain((1, 2, 3), "ngram", (0.9,) * 3)
     plan, behind = found_first(policy, found)
     assert plan.n_max == 1
-    tree = GrowingTree("model")
+    tree = TreeBuilder("model")
     behind.take(tree, ROOT, Look(((4, 0.9), (5, 0.08))))
     assert tree.tokens == [4, 5]
     assert behind.frontier(tree, 16) == []
     cut = behind.cut(tree.draft())
     assert cut.tokens == (4,)
     policy.observe(unverified(plan, (5,), found, found.followed_by(cut)))
-    assert policy._chances["model"].n_judged == 0.0
+    assert policy.acceptance_of("model").n_judged == 0.0
 
 
 def test_a_tree_behind_unlikely_n_grams_is_worth_less() -> None:
@@ -618,7 +617,7 @@ def test_a_tree_behind_unlikely_n_grams_is_worth_less() -> None:
     for chance in (0.95, 0.3):
         found = Draft.chain((1, 2), "ngram", (chance,) * 2)
         _, behind = found_first(by_cost(BY_COST), found)
-        tree = GrowingTree("model")
+        tree = TreeBuilder("model")
         behind.take(tree, ROOT, Look(tuple((token, 0.22) for token in range(3, 7))))
         behind.frontier(tree, 16)
         sizes.append(len(behind.cut(tree.draft())))
@@ -626,7 +625,7 @@ def test_a_tree_behind_unlikely_n_grams_is_worth_less() -> None:
 
 
 def test_where_a_growing_tree_may_be_looked_beyond() -> None:
-    tree = GrowingTree("model")
+    tree = TreeBuilder("model")
     first = tree.add(ROOT, 3, 0.6)
     end = tree.add(ROOT, 0, 0.3, is_end=True)
     assert tree.open_nodes(9) == [first]

@@ -10,7 +10,7 @@ import pytest
 
 from specgen.decoding.backend import Batch
 from specgen.decoding.drafters import ModelDrafter
-from specgen.decoding.policy.acceptance import Chances
+from specgen.decoding.policy.acceptance import AcceptanceRates
 from specgen.decoding.sampling import Sampler
 from specgen.decoding.text_state import Shaper, TextState
 from specgen.engine.agreement import (
@@ -57,13 +57,13 @@ def target(n_outputs: int = 8, n_batch: int = 16, n_ctx: int = 64) -> FakeBacken
     return FakeBackend(VOCABULARY, LANGUAGE, n_ctx=n_ctx, n_batch=n_batch, n_outputs=n_outputs)
 
 
-def walk(language: Language, chances: dict[str, Chances]) -> tuple[Walk, FakeBackend]:
+def walk(language: Language, acceptance: dict[str, AcceptanceRates]) -> tuple[Walk, FakeBackend]:
     backend = FakeBackend(VOCABULARY, language, n_ctx=64)
     state = TextState(())
     shaper = Shaper(Sampler(SamplerOptions()), state)
     rng = np.random.default_rng(0)
     drafter = ModelDrafter(backend, shaper, rng, draws=False, n_shared_tokens=N_VOCAB)
-    return Walk(drafter, state, chances, is_translated=False), backend
+    return Walk(drafter, state, acceptance, is_translated=False), backend
 
 
 # --- what the target says
@@ -99,17 +99,19 @@ def test_the_target_as_its_own_draft_always_agrees_and_another_rarely() -> None:
         "other": random_language(N_VOCAB, seed=8),
     }
     for name, language in languages.items():
-        chances: dict[str, Chances] = {}
+        acceptance: dict[str, AcceptanceRates] = {}
         backend = target()
-        walked, _ = walk(language, chances)
+        walked, _ = walk(language, acceptance)
         found = sample_agreement(backend, walked, TOKENS)
         assert found.n_places == N_TOKENS - N_BEFORE + 1
         assert found.rate is not None
         rates[name] = found.rate
-        assert list(chances) == ["model"]
-        assert chances["model"].n_judged == pytest.approx(found.n_places, rel=0.05)
-        assert chances["model"].n_judged > N_KNOWN
-        assert chances["model"].counts.n_accepted.sum() == pytest.approx(found.n_agreed, rel=0.05)
+        assert list(acceptance) == ["model"]
+        assert acceptance["model"].n_judged == pytest.approx(found.n_places, rel=0.05)
+        assert acceptance["model"].n_judged > N_KNOWN
+        assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(
+            found.n_agreed, rel=0.05
+        )
         assert backend.length(0) == 0
     assert rates["itself"] == 1.0
     assert rates["itself"] > rates["close"] > rates["other"]
@@ -117,14 +119,14 @@ def test_the_target_as_its_own_draft_always_agrees_and_another_rarely() -> None:
 
 
 def test_confidence_is_how_sure_the_draft_is() -> None:
-    chances: dict[str, Chances] = {}
-    sure, _ = walk(lambda text: 100.0 * LANGUAGE(text), chances)
+    acceptance: dict[str, AcceptanceRates] = {}
+    sure, _ = walk(lambda text: 100.0 * LANGUAGE(text), acceptance)
     sample_agreement(target(), sure, TOKENS)
-    seen = chances["model"].counts.n_seen
+    seen = acceptance["model"].counts.n_seen
     assert seen[-1] > 0.9 * seen.sum()
-    unsure, _ = walk(lambda text: 0.01 * LANGUAGE(text), chances)
+    unsure, _ = walk(lambda text: 0.01 * LANGUAGE(text), acceptance)
     sample_agreement(target(), unsure, TOKENS)
-    assert chances["model"].counts.n_seen[0] > 0.4 * chances["model"].counts.n_seen.sum()
+    assert acceptance["model"].counts.n_seen[0] > 0.4 * acceptance["model"].counts.n_seen.sum()
 
 
 def test_the_draft_decodes_nothing_twice() -> None:
@@ -214,7 +216,7 @@ def fill(opened: Models, target_s: dict[int, float], draft_s: float) -> None:
         opened.costs.table(draft).start(size, draft_s)
 
 
-def sampled(opened: Models) -> Chances | None:
+def sampled(opened: Models) -> AcceptanceRates | None:
     fill(opened, GOOD, 0.01)
     with opened.contexts(256) as (target_backend, draft_backend):
         measure_if_new(opened, target_backend, draft_backend)
@@ -224,7 +226,7 @@ def sampled(opened: Models) -> Chances | None:
         # And of use: a prompt can be decoded in them.
         for backend in (target_backend, draft_backend):
             assert len(list(greedy_tokens(backend, [1, 2, 3], 3))) == 1
-    return DrafterFactory(opened).chances().get("model")
+    return DrafterFactory(opened).acceptance().get("model")
 
 
 @pytest.mark.parametrize("name", ["target", "mamba"])
@@ -293,7 +295,7 @@ def test_what_could_not_matter_is_not_looked_at(models: Path) -> None:
         fill(opened, GOOD, 5.0)
         with opened.contexts(256) as contexts:
             assert measure_if_new(opened, *contexts) == 0.0
-        assert "model" not in DrafterFactory(opened).chances()
+        assert "model" not in DrafterFactory(opened).acceptance()
 
 
 def test_the_text_is_long_enough_for_any_vocabulary() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specgen.decoding.drafters import SuffixDrafter, draft_alone
 from specgen.decoding.policy import draft_up_to
-from specgen.engine.infill import ContextFile, Gap, InfillTokens, _lengths, infill_prompt
+from specgen.engine.infill import ContextFile, Gap, InfillTokens, infill_prompt, kept_lengths
 from specgen.errors import UsageError
 from specgen.llama import LlamaModel
 from specgen.testing.tiny import TinyConfig, write_tiny_model
@@ -205,7 +205,7 @@ def test_the_first_files_are_left_out_first(qwen: LlamaModel) -> None:
 
 @given(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))
 def test_the_room_is_used(n_prefix: int, n_suffix: int, n_room: int) -> None:
-    one, other = _lengths(n_prefix, n_suffix, n_room)
+    one, other = kept_lengths(n_prefix, n_suffix, n_room)
     assert 0 <= one <= n_prefix
     assert 0 <= other <= n_suffix
     assert one + other == min(n_room, n_prefix + n_suffix)

@@ -19,12 +19,10 @@ from specgen.engine.kept_answers import (
     MAX_PROMPT_TOKENS,
     KeptAnswer,
     KeptAnswers,
-    last_number,
-    read_answers,
-)
-from specgen.engine.learnt_weights import (
     Learnt,
+    last_number,
     learnt_weights,
+    read_answers,
     read_learnt,
     state_file,
     write_learnt,
@@ -33,7 +31,7 @@ from specgen.engine.loaded_models import Models
 from specgen.errors import OutputError
 from specgen.events import FinishedEvent, NoticeEvent
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
-from tests.helpers.cli import ROOT
+from tests.helpers.common import ROOT
 
 ANSWER = KeptAnswer((1, 2, 3), tuple(range(10, 30)), (7, 8), "digest")
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.decoding.policy.acceptance import N_BINS, TextWorths, new_chances
+from specgen.decoding.policy.acceptance import N_BINS, TextWorths, new_acceptance_rates
 from specgen.engine.calibration.memory import Memory
 from specgen.options import ContextOptions
 
@@ -45,8 +45,8 @@ def known(memory: Memory, model: Path = TARGET, n_past: int = 0) -> dict[int, fl
 
 def judge(memory: Memory, n: int, mode: str = "greedy", draft: Path | str = DRAFT) -> None:
     """Let a memory know of n accepted tokens."""
-    chances = memory.chances(TARGET, draft, mode)
-    model = chances.setdefault("model", new_chances("model"))
+    acceptance = memory.acceptance(TARGET, draft, mode)
+    model = acceptance.setdefault("model", new_acceptance_rates("model"))
     for _ in range(n):
         model.see(0.5)
         model.judge(0.5, accepted=True)
@@ -70,8 +70,8 @@ def test_what_was_learnt_is_there_again(file: Path) -> None:
     memory.save()
     again = opened(file)
     assert known(again) == pytest.approx(expected, rel=1e-5)
-    counts = again.chances(TARGET, DRAFT, "greedy")["model"].counts
-    before = memory.chances(TARGET, DRAFT, "greedy")["model"].counts
+    counts = again.acceptance(TARGET, DRAFT, "greedy")["model"].counts
+    before = memory.acceptance(TARGET, DRAFT, "greedy")["model"].counts
     for name in ("n_judged", "n_accepted", "n_seen"):
         assert getattr(counts, name) == pytest.approx(getattr(before, name), abs=0.002)
     assert [path.name for path in file.parent.iterdir()] == ["memory.json"]
@@ -80,17 +80,17 @@ def test_what_was_learnt_is_there_again(file: Path) -> None:
 def test_what_texts_were_worth_is_there_again(file: Path) -> None:
     memory = opened(file)
     judge(memory, 20)
-    model = memory.chances(TARGET, DRAFT, "greedy")["model"]
+    model = memory.acceptance(TARGET, DRAFT, "greedy")["model"]
     model.expect(0.25)
     model.end_text()
     memory.save()
-    beside = memory.chances(TARGET, DRAFT, "greedy")["model"].for_new_text()
+    beside = memory.acceptance(TARGET, DRAFT, "greedy")["model"].for_new_text()
     for _ in range(20):
         beside.see(0.5)
     beside.expect(-0.5, 3)
     beside.end_text()
     memory.save()
-    counts = opened(file).chances(TARGET, DRAFT, "greedy")["model"].counts
+    counts = opened(file).acceptance(TARGET, DRAFT, "greedy")["model"].counts
     worths = counts.worths
     assert worths.start == 0.25
     assert worths.n == pytest.approx(0.5)
@@ -114,7 +114,7 @@ def test_worths_that_make_no_sense_are_learnt_anew(file: Path, kept: object) -> 
         by_origin["model"]["worths"] = kept
         by_origin["model"]["worths_beside"] = {"3": kept, "4": kept, "x": [1.0] * 5}
     file.write_text(json.dumps(whole), encoding="utf-8")
-    counts = opened(file).chances(TARGET, DRAFT, "greedy")["model"].counts
+    counts = opened(file).acceptance(TARGET, DRAFT, "greedy")["model"].counts
     assert counts.n_judged.sum() > 19.0
     assert counts.worths == TextWorths()
     assert list(counts.worths_beside.values()) in ([TextWorths()], [])
@@ -158,9 +158,9 @@ def test_the_costs_of_a_copy_are_its_own(file: Path) -> None:
 def test_a_table_and_the_chances_are_the_same_objects_each_time(file: Path) -> None:
     memory = opened(file)
     assert memory.costs(TARGET, CONTEXT, 3, 2) is memory.costs(TARGET, CONTEXT, 400, 2)
-    assert memory.chances(TARGET, DRAFT, "a") is memory.chances(TARGET, DRAFT, "a")
-    assert memory.chances(TARGET, DRAFT, "a") is not memory.chances(TARGET, DRAFT, "b")
-    assert memory.chances(TARGET, "ngram", "a") is not memory.chances(TARGET, DRAFT, "a")
+    assert memory.acceptance(TARGET, DRAFT, "a") is memory.acceptance(TARGET, DRAFT, "a")
+    assert memory.acceptance(TARGET, DRAFT, "a") is not memory.acceptance(TARGET, DRAFT, "b")
+    assert memory.acceptance(TARGET, "ngram", "a") is not memory.acceptance(TARGET, DRAFT, "a")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_another_machine_has_other_costs_and_the_same_chances(file: Path) -> Non
     memory.save()
     other = opened(file, cpu="y")
     assert known(other) == {}
-    assert other.chances(TARGET, DRAFT, "greedy")["model"].n_judged == pytest.approx(5, abs=0.1)
+    assert other.acceptance(TARGET, DRAFT, "greedy")["model"].n_judged == pytest.approx(5, abs=0.1)
 
 
 def test_a_model_is_known_by_name_and_size_wherever_it_lies(tmp_path: Path, file: Path) -> None:
@@ -270,8 +270,8 @@ def test_two_that_learn_different_things_keep_both(file: Path) -> None:
     both = opened(file)
     assert (known(both, TARGET)[1], known(both, DRAFT)[1]) == (1.0, 2.0)
     for mode, n in (("greedy", 10), ("match", 20)):
-        chances = both.chances(TARGET, DRAFT, mode)["model"]
-        assert chances.n_judged == pytest.approx(n, abs=0.3)
+        acceptance = both.acceptance(TARGET, DRAFT, mode)["model"]
+        assert acceptance.n_judged == pytest.approx(n, abs=0.3)
 
 
 def test_of_two_that_learn_the_same_the_later_one_stays(file: Path) -> None:
@@ -329,7 +329,7 @@ def test_many_that_save_at_once_leave_a_whole_file(file: Path) -> None:
 def test_what_was_only_looked_at_is_not_written(file: Path) -> None:
     memory = opened(file)
     known(memory)
-    memory.chances(TARGET, DRAFT, "greedy")["model"] = new_chances("model")
+    memory.acceptance(TARGET, DRAFT, "greedy")["model"] = new_acceptance_rates("model")
     memory.save()
     assert not any(document(file).values())
 
@@ -387,13 +387,13 @@ def test_a_damaged_file_is_as_none_and_written_anew(file: Path, text: bytes) -> 
     file.write_bytes(text)
     memory = opened(file)
     assert known(memory) == {}
-    assert memory.chances(TARGET, DRAFT, "greedy") == {}
+    assert memory.acceptance(TARGET, DRAFT, "greedy") == {}
     learn(memory)
     judge(memory, 3)
     memory.save()
     again = opened(file)
     assert known(again) == {1: 1.0, 2: 1.5}
-    assert again.chances(TARGET, DRAFT, "greedy")["model"].n_judged == pytest.approx(3, abs=0.1)
+    assert again.acceptance(TARGET, DRAFT, "greedy")["model"].n_judged == pytest.approx(3, abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -468,7 +468,7 @@ def test_chances_that_make_no_sense_are_not_known_and_spoil_no_others(
     content["chances"][key]["ngram"] = entry
     content["chances"][key]["lookup"] = FULL
     file.write_text(json.dumps(content), encoding="utf-8")
-    found = opened(file).chances(TARGET, DRAFT, "greedy")
+    found = opened(file).acceptance(TARGET, DRAFT, "greedy")
     assert set(found) == {"model", "lookup"}
     assert found["model"].n_judged == pytest.approx(4, abs=0.1)
     assert np.all(np.isfinite(found["lookup"].curve()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,9 +32,9 @@ from specgen.options import (
 )
 from specgen.testing.fake_backend import FakeVocabulary, random_language
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers.common import NOW
 from tests.helpers.fake_generations import N_VOCAB, model_drafter
 
-NOW = datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc)
 #: ChatML with a system message of the template's own, where there is none.
 TEMPLATE = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are tiny.<|im_end|>\n{% endif %}"

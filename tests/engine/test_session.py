@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import gc
 import time
@@ -25,11 +24,11 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers.common import NOW
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Peaked enough that a difference in rounding does not change the most likely token.
 TARGET = TinyConfig(logit_scale=6.0, control_scale=1.0, n_vocab=384)
-NOW = datetime.datetime(2025, 1, 2, tzinfo=datetime.timezone.utc)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +95,7 @@ def plain_answer(models: Path, **changes: object) -> FinishedEvent:
     return finished(run(options(models, **changes)))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("n_draft", range(17))
+@pytest.mark.parametrize("n_draft", [0, 1, 2, 4, 7, 16])
 @pytest.mark.parametrize("draft", ["perfect", "good", "bad", "padded", "ngram"])
 def test_greedy_text_equals_plain_text(models: Path, draft: str, n_draft: int) -> None:
     plain = plain_answer(models)
@@ -120,27 +119,6 @@ def test_a_short_answer_is_not_compared_with_plain_decoding(models: Path) -> Non
         known = (fast.plain_tokens_per_s, fast.estimated_speedup, fast.estimated_whole_speedup)
         assert all(value is not None for value in known) == (fast.n_tokens >= 30)
         assert (fast.estimate is None) == (fast.n_tokens < 30)
-
-
-@pytest.mark.parametrize("position", range(1, 40, 3))
-@pytest.mark.parametrize("draft", ["good", "ngram"])
-def test_every_stop_position_is_exact(models: Path, draft: str, position: int) -> None:
-    plain = plain_answer(models)
-    limited = finished(run(options(models, draft=draft, max_tokens=position)))
-    assert limited.token_ids == plain.token_ids[:position]
-    assert limited.finish_reason == "length"
-    if len(plain.text) > position + 2:
-        stop = (plain.text[position : position + 3],)
-        expected = finished(run(options(models, stop=stop)))
-        stopped = finished(run(options(models, draft=draft, stop=stop)))
-        assert expected.text == plain.text[: plain.text.index(stop[0])]
-        assert stopped.text == expected.text
-        assert stopped.token_ids == expected.token_ids
-        assert (stopped.finish_reason, stopped.stopped_by) == ("stop", stop[0])
-    n_ctx = plain_answer(models).n_prompt_tokens + position
-    full = finished(run(options(models, draft=draft, n_ctx=n_ctx, max_tokens=-1)))
-    assert full.finish_reason in ("context", "stop")
-    assert full.token_ids == plain_answer(models, n_ctx=n_ctx, max_tokens=-1).token_ids
 
 
 @pytest.mark.parametrize("seed", range(6))

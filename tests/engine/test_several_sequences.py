@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -22,7 +23,7 @@ from specgen.decoding.drafters import (
 )
 from specgen.decoding.loop import Loop
 from specgen.decoding.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult
-from specgen.decoding.policy.acceptance import Chances
+from specgen.decoding.policy.acceptance import AcceptanceRates
 from specgen.decoding.policy.cost_table import BatchShare, CostTable, Others
 from specgen.decoding.sampling import NoTokenAllowedError, Sampler
 from specgen.decoding.sequence import Sequence
@@ -47,6 +48,7 @@ from tests.helpers.fake_generations import (
     model_drafter,
 )
 from tests.helpers.fake_grammar import FakeGrammar
+from tests.registry import ON_FAKES, Text
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -165,7 +167,7 @@ def test_the_more_sequences_the_less_is_worth_drafting() -> None:
 
 
 def test_texts_that_are_written_at_once_learn_apart_and_count_together() -> None:
-    known: dict[str, Chances] = {}
+    known: dict[str, AcceptanceRates] = {}
     table = CostTable(dict.fromkeys(range(1, 18), 1.0))
     draft = Draft.chain([1], "model", [0.85], looks=[0.85])
 
@@ -177,15 +179,15 @@ def test_texts_that_are_written_at_once_learn_apart_and_count_together() -> None
     one = CostAwarePolicy(DraftOptions(), table, known)
     for _ in range(12):
         judged(one, right=True)
-    sure = one._of("model").chance(0.85)
-    n_looks = one._of("model").n_looks
+    sure = one.acceptance_of("model").chance(0.85)
+    n_looks = one.acceptance_of("model").n_looks
     other = CostAwarePolicy(DraftOptions(), table, known)
     for _ in range(12):
         judged(other, right=False)
     # A text begins beside it, which the draft does not suit: what this one learnt of itself stays.
-    assert one._of("model").n_looks == n_looks == 12
-    assert other._of("model").chance(0.85) < sure - 0.2
-    assert one._of("model").chance(0.85) > other._of("model").chance(0.85) + 0.2
+    assert one.acceptance_of("model").n_looks == n_looks == 12
+    assert other.acceptance_of("model").chance(0.85) < sure - 0.2
+    assert one.acceptance_of("model").chance(0.85) > other.acceptance_of("model").chance(0.85) + 0.2
     assert known["model"].n_judged == pytest.approx(24, abs=0.5)
 
 
@@ -354,6 +356,32 @@ def test_a_draft_cache_that_fails_ends_the_drafting_of_those_who_asked() -> None
     assert [generation.drafters is None for generation in generations] == [True, True, False]
     for generation, setup in zip(generations, setups, strict=True):
         assert generation.tokens == Setup(prompt=setup.prompt).run()[0].tokens
+
+
+@pytest.mark.parametrize("name", ON_FAKES)
+@pytest.mark.parametrize("place", [0, 1])
+def test_every_drafter_drafts_for_its_own_text(name: str, place: int) -> None:
+    """Beside another text, which a model drafts for, and one that nothing drafts for."""
+    prompts = [(1, 5, 9, 2), (6,)]
+    prompts.insert(place, (3, 1, 4, 1, 5))
+
+    def make(state: TextState) -> Drafter | Drafters:
+        return ON_FAKES[name](Text(state, noisy(LANGUAGE, 0.7), LETTERS))
+
+    good = model_drafter(noisy(LANGUAGE, 0.7), LETTERS, state=TextState(prompts[1 - place]))[0]
+    drafters: dict[int, Drafter | Callable[[TextState], Drafter | Drafters]]
+    drafters = {place: make, 1 - place: good}
+    setups = [
+        Setup(prompt=prompt, drafter=drafters.get(number), n_batch=100)
+        for number, prompt in enumerate(prompts)
+    ]
+    loop = Loop(setups[0].backend(3), Clock())
+    generations = started(loop, setups)
+    finish(loop, generations)
+    for number, (generation, setup) in enumerate(zip(generations, setups, strict=True)):
+        assert generation.tokens == Setup(prompt=setup.prompt).run()[0].tokens
+        assert (generation.drafters is not None) == (number < 2), "none of them has failed"
+    assert (generations[place].tally.n_drafted > 0) == (name != "nothing")
 
 
 # --- what ends one of them

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
-
 import pytest
 
 from specgen.engine.chat_template import Message, render
 from specgen.errors import PromptError
+from tests.helpers.common import NOW
 
 _DOUBLED = (
     "{%% set n = namespace(a='x') %%}{%% for _ in range(99) %%}{%% set n.a = %s %%}{%% endfor %%}"
 )
-NOW = datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc)
 
 
 def rendered(template: str) -> str:

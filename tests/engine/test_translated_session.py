@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import time
 from dataclasses import replace
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen.decoding.drafters import draft_alone
+from specgen.decoding.drafters import TranslatedDrafter, draft_alone
 from specgen.decoding.policy import draft_up_to
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.engine import generate
@@ -27,8 +26,8 @@ from specgen.options import (
     TranslateMode,
 )
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers.common import NOW
 
-NOW = datetime.datetime(2025, 1, 2, tzinfo=datetime.timezone.utc)
 TARGET = TinyConfig(logit_scale=6.0, unprintable_scale=0.3)
 DRAFT = replace(TARGET, tokenizer="spm", seed=3)
 #: A template that takes no system message, and writes turns in a way of its own.
@@ -280,8 +279,8 @@ def test_the_draft_of_a_draft_of_the_same_weights_says_the_same(models: Path) ->
             generation = DrafterFactory(loaded).sequence(prompt, 256, draft, 1)
             assert generation.drafters is not None
             drafter = generation.drafters.model
-            assert drafter is not None
+            assert isinstance(drafter, TranslatedDrafter)
             draft_alone(drafter.propose(generation.tokens, draft_up_to(4)))
-            told = drafter._text.tokens  # type: ignore[attr-defined]
+            told = drafter.text.tokens
             assert draft_text(loaded, tuple(told)) == "<s>the cat is é 中"
-            assert draft.length(0) == len(told) + len(drafter._drafted) - 1  # type: ignore[attr-defined]
+            assert draft.length(0) == len(told) + len(drafter.drafted) - 1

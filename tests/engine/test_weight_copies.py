@@ -40,9 +40,9 @@ Seconds = tuple[float, float]
 def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models are not worth a copy; here they are."""
     monkeypatch.delenv("SPECGEN_DRAFT_WEIGHTS")
-    monkeypatch.setattr(copies, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(copies, "LEAST_BYTES", 0)
     # With so few weights, they say something else in so few bits.
-    monkeypatch.setattr(copies, "_MOST_OTHER", 1.0)
+    monkeypatch.setattr(copies, "MOST_DISTANCE", 1.0)
     build = Build(version="", llama_version="", system_info="", gpu_offload=False, devices=())
     monkeypatch.setattr(copies, "build", lambda: build)
 
@@ -160,7 +160,7 @@ def test_one_that_says_something_else_is_not_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory = Memory()
-    monkeypatch.setattr(copies, "_MOST_OTHER", 0.2)
+    monkeypatch.setattr(copies, "MOST_DISTANCE", 0.2)
     monkeypatch.setattr(copies, "distance_on", lambda own, other, text: 0.3)
     compared = compare(draft, opened(folder, memory))
     assert compared is not None
@@ -243,7 +243,7 @@ def test_without_a_folder_there_are_none(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("_LEAST_BYTES", 10**9), ("_MOST_BYTES", 1000), ("_FREE", 1e18)]
+    ("name", "value"), [("LEAST_BYTES", 10**9), ("_MOST_BYTES", 1000), ("_FREE", 1e18)]
 )
 def test_too_small_too_large_or_no_room(
     draft: Path,
@@ -411,7 +411,7 @@ def test_those_not_used_for_longest_go(
         os.utime(folder / name, (now - age, now - age))
     (folder / "notes.txt").write_text("not ours")
     with closing(LlamaModel(draft)) as model:
-        monkeypatch.setattr(copies, "_MOST_KEPT", model.size_bytes + 1500)
+        monkeypatch.setattr(copies, "MOST_KEPT_BYTES", model.size_bytes + 1500)
         compared = opened(folder, Memory()).compare(model, CONTEXT, PROMPT)
     assert compared is not None
     assert files(folder) == sorted(["b.new", compared.copy.name, "notes.txt", "used.q4_0.gguf"])

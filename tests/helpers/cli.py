@@ -18,8 +18,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 import specgen.cli
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers.common import ROOT
 
 
 @dataclass(frozen=True)

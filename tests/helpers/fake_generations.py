@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -24,12 +24,12 @@ from specgen.decoding.drafters import (
     WrappedDrafter,
     ready,
 )
-from specgen.decoding.drafters.translation import BeginningShaper, SharedShaper, Translation
+from specgen.decoding.drafters.translation import PrefixShaper, SharedShaper, Translation
 from specgen.decoding.grammar.base import GrammarState
 from specgen.decoding.loop import Loop
 from specgen.decoding.policy import FixedPolicy, Policy, RoundPlan, RoundResult
 from specgen.decoding.policy.cost_table import FREE, CostTable, Price
-from specgen.decoding.sampling import Distribution, Sampler, distribution
+from specgen.decoding.sampling import Sampler
 from specgen.decoding.sequence import Sequence
 from specgen.decoding.text_state import Shaper, TextState
 from specgen.decoding.tree_batch import Branches
@@ -56,8 +56,29 @@ class Clock:
         return float(next(self._readings))
 
 
+class NoDrafter:
+    """Drafts what `draft` returns, here nothing: the base of drafters that are made up for tests."""
+
+    name = "nothing"
+
+    def price(self, n_context: int) -> Price:
+        return FREE
+
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        return ready(self.draft(context, plan.n_max))
+
+    def draft(self, context: abc.Sequence[int], n_max: int) -> Draft:
+        return NO_DRAFT
+
+    def observe(self, result: RoundResult) -> None:
+        pass
+
+    def rewind(self, n_tokens: int) -> None:
+        pass
+
+
 @dataclass
-class TreeDrafter:
+class TreeDrafter(NoDrafter):
     """Drafts random trees, some of whose branches follow the target's own language.
 
     `right` is the chance that a node gets the language's most likely token; siblings differ.
@@ -68,12 +89,6 @@ class TreeDrafter:
     right: float
     rng: np.random.Generator
     name: str = "tree"
-
-    def price(self, n_context: int) -> Price:
-        return FREE
-
-    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        return ready(self.draft(context, plan.n_max))
 
     def draft(self, context: abc.Sequence[int], n_max: int) -> Draft:
         tokens: list[int] = []
@@ -96,12 +111,6 @@ class TreeDrafter:
         n = len(tokens)
         return Draft(tuple(tokens), tuple(parents), ("tree",) * n, (None,) * n, (None,) * n)
 
-    def observe(self, result: RoundResult) -> None:
-        pass
-
-    def rewind(self, n_tokens: int) -> None:
-        pass
-
     @staticmethod
     def _path(tokens: abc.Sequence[int], parents: abc.Sequence[int], node: int) -> tuple[int, ...]:
         path: list[int] = []
@@ -109,53 +118,6 @@ class TreeDrafter:
             path.append(tokens[node])
             node = parents[node]
         return tuple(reversed(path))
-
-
-@dataclass
-class SiblingDrafter:
-    """Draws siblings at random, without replacement, from a draft language: trees of depth
-    `depth` whose nodes all have up to `n_siblings` children."""
-
-    language: Language
-    options: SamplerOptions
-    n_siblings: int
-    depth: int
-    rng: np.random.Generator
-    name: str = "siblings"
-
-    def price(self, n_context: int) -> Price:
-        return FREE
-
-    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        return ready(self.draft(context, plan.n_max))
-
-    def draft(self, context: abc.Sequence[int], n_max: int) -> Draft:
-        tokens: list[int] = []
-        parents: list[int] = []
-        distributions: list[Distribution | None] = []
-        level: list[tuple[int, tuple[int, ...]]] = [(ROOT, tuple(context))]
-        for _ in range(self.depth):
-            below: list[tuple[int, tuple[int, ...]]] = []
-            for parent, text in level:
-                remaining: Distribution | None = distribution(self.language(text), self.options)
-                for _ in range(self.n_siblings):
-                    if remaining is None or len(tokens) == n_max:
-                        break
-                    token = remaining.draw(self.rng)
-                    tokens.append(token)
-                    parents.append(parent)
-                    distributions.append(remaining)
-                    below.append((len(tokens) - 1, (*text, token)))
-                    remaining = remaining.without(token)
-            level = below
-        n = len(tokens)
-        return Draft(tuple(tokens), tuple(parents), ("s",) * n, (None,) * n, tuple(distributions))
-
-    def observe(self, result: RoundResult) -> None:
-        pass
-
-    def rewind(self, n_tokens: int) -> None:
-        pass
 
 
 class FailingDrafter(WrappedDrafter):
@@ -194,24 +156,6 @@ class DeafDrafter(WrappedDrafter):
 
     def observe(self, result: RoundResult) -> None:
         raise ZeroDivisionError("told of a round")
-
-
-class NoDrafter:
-    """Never has a draft."""
-
-    name = "nothing"
-
-    def price(self, n_context: int) -> Price:
-        return FREE
-
-    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        return ready(NO_DRAFT)
-
-    def observe(self, result: RoundResult) -> None:
-        pass
-
-    def rewind(self, n_tokens: int) -> None:
-        pass
 
 
 @dataclass
@@ -288,6 +232,12 @@ class Setup:
         return generation, events
 
 
+def plain_answer(setup: Setup) -> tuple[int, ...]:
+    """The answer without drafts."""
+    generation, _ = replace(setup, drafter=None).run()
+    return tuple(generation.tokens[generation.n_prompt :])
+
+
 def drafters_of(drafter: Drafter | Drafters | None) -> Drafters | None:
     """The drafters of a generation that has this one. N-grams cost nothing, and speak first."""
     if drafter is None or isinstance(drafter, Drafters):
@@ -305,6 +255,7 @@ def model_drafter(
     seed: int = 99,
     state: TextState | None = None,
     costs: CostTable | None = None,
+    n_shared_tokens: int | None = None,
 ) -> tuple[ModelDrafter, FakeBackend]:
     """A drafter and its backend. It needs the text's state where samplers look back, and costs
     where drafting has a price."""
@@ -315,7 +266,7 @@ def model_drafter(
         Shaper(chain, state or TextState(PROMPT)),
         np.random.default_rng(seed),
         draws=chain.is_random,
-        n_shared_tokens=vocabulary.n_tokens,
+        n_shared_tokens=vocabulary.n_tokens if n_shared_tokens is None else n_shared_tokens,
         costs=costs,
     )
     return drafter, backend
@@ -375,7 +326,7 @@ def translated_drafter(
     if mode == "string":
         ends = vocabulary.end_tokens() if ignore_eos else ()
         never = SamplerOptions(logit_bias=tuple((token, -math.inf) for token in ends))
-        shaper = BeginningShaper(Sampler(never), translation.draft_lexicon)
+        shaper = PrefixShaper(Sampler(never), translation.draft_lexicon)
         inner = ModelDrafter(backend, shaper, rng, draws=False, n_shared_tokens=vocabulary.n_tokens)
         return TranslatedDrafter(inner, translation, text, shaper), backend
     shaped = draft_sampling(sampler, DraftOptions(policy="fixed"), draws=draws)

@@ -19,8 +19,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from specgen.models import CatalogueModel, HubSource, PypiSource
+from tests.helpers.common import ROOT
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -329,7 +329,7 @@ def python(
         [sys.executable, "-W", "error", "-c", script, *arguments],
         env={
             **inherited,
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": str(ROOT),
             **environment(folder, server),
             **variables,
         },

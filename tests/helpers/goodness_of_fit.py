@@ -8,7 +8,7 @@ from specgen.measure.proof.statistics import Cells, detectable_deviation, g_test
 
 #: A total variation distance that has to be found with probability `POWER`, at the false-alarm
 #: level `LEVEL`.
-DEVIATION = 0.1
+DEVIATION = 0.12
 POWER = 0.99
 LEVEL = 1e-4
 

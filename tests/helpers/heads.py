@@ -11,7 +11,8 @@ from specgen.engine.loaded_models import Models
 from specgen.llama.decoder_heads import write_heads
 from specgen.options import ContextOptions, GenerationOptions, SessionOptions
 from specgen.training.heads import TrainedHeads, train_heads
-from specgen.training.texts import TargetText, write_text
+from specgen.training.target_text import TargetText, write_text
+from specgen.training.training_loop import Budget
 
 N_EMBD = 64
 #: Tokens of the text that the heads are made from, and of an answer.
@@ -43,11 +44,10 @@ def written(loaded: Models, folder: Path, texts: Sequence[str], n_tokens: int = 
         loaded,
         texts,
         folder,
+        Budget(time.monotonic),
         n_tokens=n_tokens,
         n_parallel=8,
         max_tokens=N_ANSWER,
-        interrupted=lambda: False,
-        progress=lambda _done, _total: None,
     )
 
 
@@ -57,13 +57,8 @@ def trained(loaded: Models, folder: Path) -> TrainedHeads | None:
     return train_heads(
         TargetText(folder, model.n_embd),
         loaded.options.target,
-        name=model.name,
-        n_vocab=model.vocabulary.n_tokens,
-        vocabulary=model.vocabulary.digest(),
-        clock=time.monotonic,
-        until_s=time.monotonic() + 60.0,
-        interrupted=lambda: False,
-        progress=lambda _done, _total: None,
+        model,
+        Budget(time.monotonic, time.monotonic() + 60.0),
     )
 
 

@@ -17,7 +17,6 @@ from specgen.engine.calibration.memory import Memory
 from specgen.engine.engine import Engine
 from specgen.engine.loaded_models import Models
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     DraftSource,
     GenerationOptions,
@@ -27,9 +26,8 @@ from specgen.options import (
 from specgen.serving.server.addresses import bound_socket, url_of
 from specgen.serving.server.options import ServerOptions
 from specgen.serving.server.run import DrainingServer, http_server
+from tests.helpers.common import EXACT
 
-#: Rows are equal in batches of every shape, with or without specgen's kernels.
-EXACT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
 #: Drafts in every round: what measured costs say of tiny models is a matter of chance.
 FIXED = DraftOptions(policy="fixed", max_tokens=4, ngram_min=1)
 N_CTX = 256
@@ -66,7 +64,7 @@ class Running:
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
         """Nothing is decoded meanwhile."""
-        with self.engine._stepping:
+        with self.engine.stepping:
             yield
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specgen.testing.tiny import TinyConfig, TinyVocabulary, tiny_vocabulary, write_tiny_model
-from specgen.training.distil import block_scales
-from specgen.training.distil.gguf_weights import read_weights, write_weights
+from specgen.training.gguf_weights import initial_changes, read_weights, write_weights
 
 
 def write_respelled_model(path: Path, config: TinyConfig) -> Path:
@@ -97,7 +96,7 @@ def write_with_other_scales(model: Path, path: Path, size: float, seed: int = 0)
     rng = np.random.default_rng(seed)
     changes = {
         name: rng.uniform(-size, size, values.shape).astype(np.float32)
-        for name, values in block_scales.initial_changes(stacked, types).items()
+        for name, values in initial_changes(stacked, types).items()
     }
     write_weights(model, changes, path)
     return path

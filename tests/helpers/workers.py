@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from specgen.system.llama_build import LIBRARY
+from tests.helpers.common import ROOT
 
-ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
 
 

@@ -16,9 +16,9 @@ import pytest
 
 from scripts import build_kernels
 from scripts.build_kernels import LIBRARY, BuildError, build
+from tests.helpers.common import ROOT
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="compilers as scripts")
-ROOT = Path(__file__).parents[2]
 
 #: Notes how it is called, and writes something where it is told to; `REFUSED` is a flag that it
 #: does not know, and a file that says `error` is one that it cannot compile.

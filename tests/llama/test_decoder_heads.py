@@ -28,7 +28,6 @@ from specgen.llama.decoder_heads import (
 )
 from specgen.llama.operators import FloatArray, dequantize
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     GenerationOptions,
     Grammar,
@@ -36,11 +35,11 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.training.heads import _Adam, _Network
+from specgen.training.heads import Adam, Network
+from tests.helpers.common import EXACT
 from tests.helpers.heads import make_heads, opened, prompts, trained, written
 
 PROMPT = "abc fed cab. abcd"
-CONTEXT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +68,8 @@ def loaded(
         generation=GenerationOptions(
             max_tokens=40, grammar=Grammar("gbnf", grammar) if grammar else None
         ),
-        target_context=CONTEXT,
-        draft_context=CONTEXT,
+        target_context=EXACT,
+        draft_context=EXACT,
     )
     return Models(options, time.perf_counter)
 
@@ -342,7 +341,7 @@ def test_gradients_are_those_of_the_loss() -> None:
     rng = np.random.default_rng(5)
     n_embd, n_inner, n = 6, 4, 3
     linear = np.zeros((2 * n_embd + 1, n_embd), np.float32)
-    network = _Network(linear, n_embd, n_inner, rng)
+    network = Network(linear, n_embd, n_inner, rng)
     for name, values in network.parameters.items():
         network.parameters[name] = rng.normal(0.0, 0.3, values.shape)
     states: Any = rng.normal(0.0, 1.0, (n, n_embd))
@@ -379,7 +378,7 @@ def test_gradients_are_those_of_the_loss() -> None:
 
 def test_adam_goes_downhill() -> None:
     parameters = {"x": np.array([3.0, -2.0], np.float32)}
-    adam = _Adam(parameters)
+    adam = Adam(parameters)
     for _ in range(400):
         adam.step({"x": 2.0 * parameters["x"]}, 0.05)
     assert np.abs(parameters["x"]).max() < 0.05

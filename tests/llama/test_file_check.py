@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,24 +16,24 @@ from tests.helpers.tiny import with_a_token_twice
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path) -> Iterator[Path]:
     """Where checks of this test are remembered."""
-    monkeypatch.setattr(file_check, "_checked", CheckedFiles())
     file_check.remember_checks(tmp_path / "cache")
-    return tmp_path / "cache"
+    yield tmp_path / "cache"
+    file_check.remember_checks(None)
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files whose metadata is read."""
     found: list[Path] = []
-    check = file_check._check_metadata
+    check = file_check.check_metadata
 
     def counted(path: Path) -> None:
         found.append(path)
         check(path)
 
-    monkeypatch.setattr(file_check, "_check_metadata", counted)
+    monkeypatch.setattr(file_check, "check_metadata", counted)
     return found
 
 

@@ -95,7 +95,7 @@ def with_lora(path: Path) -> Change:
         assert adapter
         adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
         scales = (ctypes.c_float * 1)(1.0)
-        assert llama_cpp.llama_set_adapters_lora(backend._handle, adapters, 1, scales) == 0
+        assert llama_cpp.llama_set_adapters_lora(backend.handle, adapters, 1, scales) == 0
 
     return change
 
@@ -104,7 +104,7 @@ def with_control_vector(backend: LlamaBackend) -> None:
     n_embd, n_layer = CONFIG.n_embd, CONFIG.n_layer
     values = np.random.default_rng(2).normal(0.0, 0.5, n_layer * n_embd).astype(np.float32)
     data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-    done = llama_cpp.llama_set_adapter_cvec(backend._handle, data, values.size, n_embd, 1, n_layer)
+    done = llama_cpp.llama_set_adapter_cvec(backend.handle, data, values.size, n_embd, 1, n_layer)
     assert done == 0
 
 
@@ -129,18 +129,18 @@ def test_an_adapter_does_what_it_does_without_kernels(
 def test_a_state_goes_on_in_another_context(model: Path) -> None:
     first, second = opened(model), opened(model)
     decode(first, 0, 30)
-    size = llama_cpp.llama_state_get_size(first._handle)
+    size = llama_cpp.llama_state_get_size(first.handle)
     data = (ctypes.c_uint8 * size)()
-    assert llama_cpp.llama_state_get_data(first._handle, data, size) == size
+    assert llama_cpp.llama_state_get_data(first.handle, data, size) == size
     expected = decode(first, 30)
-    assert llama_cpp.llama_state_set_data(second._handle, data, size) == size
+    assert llama_cpp.llama_state_set_data(second.handle, data, size) == size
     batch = llama_cpp.llama_batch_init(len(TEXT) - 30, 0, 1)
     for row, position in enumerate(range(30, len(TEXT))):
         batch.token[row], batch.pos[row] = TEXT[position], position
         batch.n_seq_id[row], batch.seq_id[row][0], batch.logits[row] = 1, 0, 1
     batch.n_tokens = len(TEXT) - 30
-    assert llama_cpp.llama_decode(second._handle, batch) == 0
-    pointer = llama_cpp.llama_get_logits(second._handle)
+    assert llama_cpp.llama_decode(second.handle, batch) == 0
+    pointer = llama_cpp.llama_get_logits(second.handle)
     found = np.ctypeslib.as_array(pointer, expected.shape).copy()
     llama_cpp.llama_batch_free(batch)
     assert np.array_equal(found, expected)

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.llama import operators
-from specgen.llama.kernels import Kernels
 from specgen.llama.operators import SPECGEN_BUFFER, FloatArray, Matrix, Weights
 
 TYPES = (
@@ -28,9 +27,7 @@ FLOAT_TYPES = ("f16", "bf16", "f32")
 MOST_ROWS, MOST_COLUMNS, MOST_COLUMNS_OF_TILES = 16, 12, 96
 
 
-@pytest.fixture(autouse=True)
-def _on(kernels: Kernels) -> None:
-    """Skips these tests where there are no kernels."""
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def normal(*shape: int, seed: int = 0) -> FloatArray:

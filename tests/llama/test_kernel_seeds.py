@@ -24,7 +24,7 @@ from specgen.options import (
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("kernels")
-N_SEEDS = 25
+N_SEEDS = 12
 PROMPT = "the cat is in the house of"
 #: The whole vocabulary with its many near-ties, samplers that cut it, and one that draws by itself.
 SAMPLERS = {

@@ -4,7 +4,6 @@ specgen."""
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +22,10 @@ from specgen.llama.kernels import Kernels, KernelSupport, ask_before_loading
 from specgen.system.child_process import ChildTimeoutError, ask_child
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Cli
+from tests.helpers.common import linux
 from tests.helpers.kernels import stand_in
 from tests.llama.test_kernels import in_process, python
 
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernels are for Linux")
 ALL = KernelSupport()
 PROMPT = "def add(a, b): return a + b"
 
@@ -391,7 +390,7 @@ def test_every_choice_of_kernels_tries_models(
     monkeypatch.setattr(choice, "examine_kernels", lambda *_args, **_options: status)
     attached = SimpleNamespace(instructions="avx2")
     monkeypatch.setattr("specgen.llama.kernels.attach", lambda _path: attached)
-    monkeypatch.setattr(choice, "_try_models", made.append)
+    monkeypatch.setattr(choice, "try_models", made.append)
     child = dying(tmp_path / "log", {"11": [1, SEGV]})
     choice.choose_kernels("auto", tmp_path, trial=child)
     choice.choose_kernels("specgen", tmp_path, trial=child)

@@ -21,10 +21,10 @@ from specgen.llama.kernel_checks.test_results import FILE_NAME, TestResult, resu
 from specgen.llama.kernels import ggml_version
 from specgen.options import KernelChoice
 from specgen.system.llama_build import REBUILD, REQUIRED_VERSION
-from tests.helpers.cli import ROOT, Cli, complaint, events_of
+from tests.helpers.cli import Cli, complaint, events_of
+from tests.helpers.common import ROOT, linux
 from tests.helpers.kernels import stand_in
 
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernels are for Linux")
 PROMPT = "def add(a, b): return a + b"
 PASSED = {"outcome": "passed", "message": "all is well", "instructions": "avx2"}
 
@@ -240,7 +240,7 @@ def test_a_result_is_remembered_until_something_changes(
     library.write_bytes(b"another library")
     result_of(library, cache, child=child)
     assert n_tests(log) == 3
-    monkeypatch.setattr(test_results, "_cpu", lambda: "another CPU")
+    monkeypatch.setattr(test_results, "cpu_name", lambda: "another CPU")
     result_of(library, cache, child=child)
     assert n_tests(log) == 4
     library.write_bytes(b"a library")
@@ -497,24 +497,24 @@ def report_with(status: KernelStatus, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_doctor_shows_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specgen.cli.doctor import _kernels
+    from specgen.cli.doctor import kernels_line
 
     status = KernelStatus("specgen", "avx2", path=Path("library"), tested="all is well")
     report = report_with(status, monkeypatch)
     assert [(check.name, check.passed, check.message) for check in report.checks] == [
         ("specgen's kernels", True, "all is well")
     ]
-    assert _kernels(report.kernels) == "specgen avx2"
+    assert kernels_line(report.kernels) == "specgen avx2"
     assert report.to_json_object()["kernels"]["instructions"] == "avx2"
 
 
 def test_the_doctor_shows_why_kernels_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specgen.cli.doctor import _kernels
+    from specgen.cli.doctor import kernels_line
 
     refused = KernelStatus("llama.cpp", reason="they are for ggml 0", hint="mend it")
     report = report_with(refused, monkeypatch)
     assert report.healthy
-    assert _kernels(report.kernels) == (
+    assert kernels_line(report.kernels) == (
         "llama.cpp's own, not specgen's: they are for ggml 0; mend it"
     )
     broken = KernelStatus("llama.cpp", reason="their test failed: SIGILL", is_broken=True)

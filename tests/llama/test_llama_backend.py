@@ -390,7 +390,9 @@ def test_a_quantised_value_cache_needs_flash_attention(model: LlamaModel) -> Non
 # --- weights
 
 
-def test_weights_of_a_file_are_in_memory_once(tmp_path: Path) -> None:
+def test_weights_of_a_file_are_in_memory_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_tiny_model(tmp_path / "one.gguf", TinyConfig())
     first = LlamaModel(path)
     link = tmp_path / "other name.gguf"
@@ -399,6 +401,14 @@ def test_weights_of_a_file_are_in_memory_once(tmp_path: Path) -> None:
     assert first.handle == second.handle
     assert (first.name, second.name) == ("one.gguf", "other name.gguf")
     # Each is closed for itself, and the last one frees the weights.
+    freed: list[Any] = []
+    free = llama_cpp.llama_model_free
+
+    def noted(handle: Any) -> None:
+        freed.append(handle)
+        free(handle)
+
+    monkeypatch.setattr(llama_cpp, "llama_model_free", noted)
     with contextlib.closing(context(second)) as backend:
         expected = decode(backend, TEXT)
         first.close()
@@ -407,8 +417,9 @@ def test_weights_of_a_file_are_in_memory_once(tmp_path: Path) -> None:
             _ = first.handle
         backend.remove(0)
         assert np.array_equal(decode(backend, TEXT), expected)
+    assert not freed
     second.close()
-    assert not [key for key in weights._loaded if key[1] == path.stat().st_ino]
+    assert len(freed) == 1
 
 
 def test_another_file_of_the_same_name_has_weights_of_its_own(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -330,12 +330,12 @@ def test_llama_cpp_itself_takes_a_snapshot_that_was_never_made(
     decode_together(backend, TEXT)
     decode_together(backend, DRAFT)
     assert len(DRAFT) < N_OUTPUTS
-    cache = Cache(name, backend._handle)
+    cache = Cache(name, backend.handle)
     cache.remove(0, len(TEXT))
     cache.check_length(0, len(TEXT))
     batch = Batch()
     batch.add(50, len(TEXT), (0,), wants_logits=True)
-    stale = backend._decode_rows(batch)[0]
+    stale = backend.decode_rows(batch)[0]
     assert np.abs(stale - expected(name, [*TEXT, 50])).max() > 0.05
 
 
@@ -435,16 +435,16 @@ def test_a_decode_that_fails_leaves_the_text_as_it_was(
     backend.checkpoint(0)
     decode_together(backend, DRAFT)
     backend.remove(0, len(TEXT) + 2)
-    fails = backend._decode_rows
+    decode_native = llama_cpp.llama_decode
 
-    def failing(batch: Batch) -> Logits:
-        fails(batch)
-        raise BackendError("after the cache was changed")
+    def failing(*arguments: Any) -> int:
+        """After the cache was changed."""
+        decode_native(*arguments)
+        return -3
 
-    rewinder = backend._rewinder
     with monkeypatch.context() as patch:
-        patch.setattr(rewinder, "_decode_rows", failing)
-        with pytest.raises(BackendError, match="after the cache"):
+        patch.setattr(llama_cpp, "llama_decode", failing)
+        with pytest.raises(BackendError, match="status -3"):
             decode_together(backend, [9, 10])
     assert backend.length(0) == len(TEXT) + 2
     assert_same(name, decode(backend, [50]), expected(name, [*TEXT, *DRAFT[:2], 50]))
@@ -520,7 +520,7 @@ def test_the_estimate_of_a_state_is_no_less_than_the_state(opened: Opener, name:
     backend = opened(name, 0)
     decode_together(backend, TEXT)
     size = llama_cpp.llama_state_seq_get_size_ext(
-        backend._handle,
+        backend.handle,
         0,
         llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY,
     )

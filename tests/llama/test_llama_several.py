@@ -180,7 +180,7 @@ def test_several_texts_at_once_are_each_as_if_alone(
         n_rollback=n_rollback,
         n_branches=n_branches,
     )
-    assert llama_cpp.llama_n_seq_max(backend._handle) <= N_TEXTS * n_native_sequences(
+    assert llama_cpp.llama_n_seq_max(backend.handle) <= N_TEXTS * n_native_sequences(
         models[name], n_branches
     )
     alone = Alone(models[name])

@@ -16,9 +16,9 @@ from specgen.llama.file_check import CheckedFiles
 from specgen.llama.library import asserted
 from specgen.models import cache_folder
 from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.common import ROOT
 from tests.helpers.tiny import with_a_token_twice
 
-ROOT = Path(__file__).parents[2]
 TRUNCATED = """
 import mmap, sys
 from specgen.llama.library import end_with_a_line

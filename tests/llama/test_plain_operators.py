@@ -6,14 +6,10 @@ import numpy as np
 import pytest
 
 from specgen.llama import operators
-from specgen.llama.kernels import Kernels
 from specgen.llama.operators import SPECGEN_BUFFER, FloatArray, Matrix
 from tests.llama.test_kernel_products import FLOAT_TYPES, TYPES, error, exact, normal
 
-
-@pytest.fixture(autouse=True)
-def _on(kernels: Kernels) -> None:
-    """Skips these tests where there are no kernels."""
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.mark.parametrize("type_name", TYPES)

@@ -23,6 +23,7 @@ from specgen.testing.tiny import (
     tiny_vocabulary,
     write_tiny_model,
 )
+from tests.registry import ARCHITECTURES
 
 TEXT = "Hello, the world of  returns\n\tdef é 😀 日本 " + "".join(map(chr, range(32, 127)))
 OPTIONS = ContextOptions(n_threads=1, n_gpu_layers=0)
@@ -266,23 +267,13 @@ def test_chat_template_is_the_models_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "has_state"),
-    [
-        ("llama", False),
-        ("qwen2", False),
-        ("gemma3", False),
-        ("mamba", True),
-        ("mamba2", True),
-        ("jamba", True),
-        ("lfm2", True),
-        ("qwen35", True),
-    ],
+    "architecture", [name for name, case in ARCHITECTURES.items() if case.generates]
 )
 def test_llama_cpp_sees_the_state_of_those_that_have_one(
-    tmp_path: Path, architecture: Architecture, has_state: bool
+    tmp_path: Path, architecture: Architecture
 ) -> None:
     with opened(tmp_path, TinyConfig(architecture=architecture)) as backend:
-        assert backend.model.has_recurrent_state == has_state
+        assert backend.model.has_recurrent_state == ARCHITECTURES[architecture].has_state
 
 
 def test_a_sliding_window_hides_what_is_before_it(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from tests.helpers.fake_generations import (
     Setup,
     model_drafter,
     ngram_drafter,
+    plain_answer,
 )
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
@@ -127,11 +128,6 @@ def test_runs_are_found_with_few_looks(right: list[bool], n_max: int, n_drafts: 
     for place, length in enumerate(found):
         following = [*right[place:], False]
         assert length == min(n_max, following.index(False))
-
-
-def plain_answer(setup: Setup) -> tuple[int, ...]:
-    generation, _ = dataclasses.replace(setup, drafter=None).run()
-    return tuple(generation.tokens[generation.n_prompt :])
 
 
 def model(seed: int | None = None, noise: float = 0.0) -> Drafter:

@@ -41,8 +41,7 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
-
-posix = pytest.mark.skipif(os.name != "posix", reason="scripts as programs")
+from tests.helpers.common import posix
 
 TEXT = "<|im_start|>user\nCount from one to five.<|im_end|>\n<|im_start|>assistant\n"
 PROMPT = PeerPrompt(TEXT, 15, ends=("<|endoftext|>", "<|im_end|>"))
@@ -383,7 +382,7 @@ def test_the_real_programs_read_prompts_as_specgen_does(
     add_bos: bool,
     chat: bool,
 ) -> None:
-    monkeypatch.setattr(peers, "_N_TRIES", 30)
+    monkeypatch.setattr(peers, "N_TRIES", 30)
     config = TinyConfig(
         logit_scale=6.0,
         tokenizer=tokenizer,  # type: ignore[arg-type]

@@ -17,11 +17,9 @@ import pytest
 from scripts import build_peers, cmake_args
 from scripts.build_peers import BuildError
 from specgen.errors import FetchError
-from specgen.models.index import IndexFile
-from specgen.models.pypi import INDEX_VARIABLE
+from specgen.models.pypi import INDEX_VARIABLE, IndexFile
+from tests.helpers.common import posix
 from tests.helpers.fetch import Resource, WebServer, sha256, web_server
-
-posix = pytest.mark.skipif(os.name != "posix", reason="scripts as programs")
 
 VERSION = "1.2.3"
 NAME = f"llama_cpp_python-{VERSION}"

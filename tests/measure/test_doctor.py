@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -17,8 +16,7 @@ from specgen.measure import doctor
 from specgen.system import child_process as child
 from specgen.system.llama_build import REQUIRED_VERSION, Build
 from specgen.testing.tiny import TinyConfig, write_tiny_model
-
-posix = pytest.mark.skipif(os.name != "posix", reason="signals")
+from tests.helpers.common import posix
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +41,12 @@ def dying(number: signal.Signals, *, task: str = "") -> list[str]:
 
 
 # --- a child and its end --------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the types of weights only the first is tried: each takes a process."""
+    monkeypatch.setattr(doctor, "TENSOR_TYPES", doctor.TENSOR_TYPES[:1])
 
 
 def test_the_answer_of_a_child_is_its_json() -> None:
@@ -88,7 +92,7 @@ def test_a_signal_reported_by_a_shell_is_one_too() -> None:
     [(0xC000001D, "SIGILL"), (0xC0000005 - 2**32, "SIGSEGV"), (0xC0000409, "SIGABRT")],
 )
 def test_windows_status_codes_are_signals_too(returncode: int, name: str) -> None:
-    assert name in doctor._death(child.ChildDiedError(returncode, "")).message
+    assert name in doctor.death(child.ChildDiedError(returncode, "")).message
 
 
 def test_a_code_without_a_signal_comes_with_the_last_words() -> None:
@@ -133,6 +137,7 @@ def test_this_build_decodes() -> None:
     assert json_object["healthy"] is True
 
 
+@pytest.mark.usefixtures("one_type")
 def test_a_model_of_ones_own_is_decoded_too(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "own.gguf", TinyConfig(tokenizer="spm", tensor_type="q4_1"))
     report = doctor.diagnose(path)
@@ -140,10 +145,11 @@ def test_a_model_of_ones_own_is_decoded_too(tmp_path: Path) -> None:
     (own,) = [check for check in report.checks if check.name == "own.gguf"]
     assert "24 tokens" in own.message
     rows = [check.message for check in report.checks if check.name == "rows of own.gguf"]
-    same = "they have the same bits in any batch, with specgen's kernels"
+    same = "they are the same in any batch, with specgen's kernels"
     assert rows == ([same] if report.kernels.computes == "specgen" else [])
 
 
+@pytest.mark.usefixtures("one_type")
 def test_a_model_that_does_not_generate_is_the_models_fault(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "bert.gguf", TinyConfig(architecture="bert", n_ctx_train=64))
     report = doctor.diagnose(path)
@@ -177,6 +183,7 @@ def test_without_llama_cpp_the_hint_says_how_to_install_it(tmp_path: Path, error
     assert "pip install" in str(caught.value.hint)
 
 
+@pytest.mark.usefixtures("one_type")
 def test_a_broken_list_of_models_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "models.toml").write_text("this is no TOML")
@@ -203,7 +210,7 @@ def test_deviation_is_relative_to_the_spread_of_the_logits() -> None:
 @pytest.mark.parametrize("found", [0.11, 1.4, float("inf"), float("nan")])
 def test_logits_too_far_apart_are_an_error(found: float) -> None:
     with pytest.raises(BackendError, match="differ from those of single tokens") as caught:
-        doctor._agreement(24, {"single tokens": found})
+        doctor.checked_agreement(24, {"single tokens": found})
     assert doctor.REBUILD in str(caught.value.hint)
 
 
@@ -249,10 +256,10 @@ def test_the_command_shows_what_it_found(
 
 
 def test_another_llama_cpp_python_is_named_with_the_one_that_is_needed() -> None:
-    from specgen.cli.doctor import _llama_version
+    from specgen.cli.doctor import llama_version_line
 
     def shown(version: str) -> str:
-        return _llama_version(Build(version, "0.6.0", "", gpu_offload=False, devices=()))
+        return llama_version_line(Build(version, "0.6.0", "", gpu_offload=False, devices=()))
 
     assert shown(REQUIRED_VERSION) == f"{REQUIRED_VERSION}, llama.cpp 0.6.0"
     assert shown(f"{REQUIRED_VERSION}+cu124") == f"{REQUIRED_VERSION}+cu124, llama.cpp 0.6.0"
@@ -261,6 +268,7 @@ def test_another_llama_cpp_python_is_named_with_the_one_that_is_needed() -> None
     )
 
 
+@pytest.mark.usefixtures("one_type")
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("--json") == 0
     out, err = capsys.readouterr()
@@ -269,6 +277,7 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @posix
+@pytest.mark.usefixtures("one_type")
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
 def test_a_build_that_does_not_decode_exits_with_9(
     arguments: tuple[str, ...],
@@ -284,6 +293,7 @@ def test_a_build_that_does_not_decode_exits_with_9(
     assert "SIGILL" in out
 
 
+@pytest.mark.usefixtures("one_type")
 def test_the_command_decodes_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "own.gguf", TinyConfig())
     assert run_cli("--model", str(path)) == 0

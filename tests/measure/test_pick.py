@@ -347,7 +347,8 @@ def test_later_sessions_have_the_draft_of_the_first_and_are_not_checked_again(
 def target(tiny_models: Path) -> Path:
     """A target whose partner is on the disk, by the user's own list of models."""
     from specgen.models import load_registry, models_folder
-    from specgen.models.store import file_sha256, slot_of
+    from specgen.models.files import file_sha256
+    from specgen.models.model_folder import slot_of
 
     target, draft = tiny_models / "target.gguf", tiny_models / "draft.gguf"
     config = saved_drafts_file().parent

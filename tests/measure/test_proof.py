@@ -55,7 +55,6 @@ from specgen.measure.proof.exact import Exact
 from specgen.measure.proof.memo_backend import MemoBackend
 from specgen.measure.proof.rows import movement
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     DraftSource,
     GenerationOptions,
@@ -66,12 +65,11 @@ from specgen.options import (
 from specgen.system.arrays import Logits
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import Architecture
+from tests.helpers.common import EXACT
 from tests.helpers.virtual_time import VirtualTime
 
 PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with that it be not self"
 PROMPTS = tuple(PROMPT[start:] for start in (0, 9, 30, 60))
-#: f32 and no flash attention: rows are then equal in batches of every shape, all but for bits.
-EXACT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
 #: Of the target's logits, of the draft's noise, and the seed of the weights: 40 to 85 % accepted.
 PAIRS = ((3.0, 0.05, 0), (4.0, 0.05, 1), (3.0, 0.1, 2))
 #: As `specgen run` drafts by default. N-grams of one token: tiny models repeat nothing longer.
@@ -160,7 +158,7 @@ def at_once(
 # --- known bugs
 
 
-@pytest.mark.parametrize("pair", range(len(PAIRS)))
+@pytest.mark.parametrize("pair", [0, 2])
 @pytest.mark.parametrize("bug", SINGLE_BUGS)
 def test_a_known_bug_fails_the_default_plan(models: Path, bug: str, pair: int) -> None:
     with opened(models, pair) as loaded:
@@ -628,7 +626,7 @@ def test_cells_of_unlikely_tokens_hold_the_rest(exactly: Callable[..., Exactly])
     cells = one.exact.cells()
     shared = [outcome for outcome in cells.outcomes if -1 in outcome]
     assert (-1,) in shared
-    first = one.shaper.distribution(one.exact._row(()))
+    first = one.shaper.distribution(one.exact.row(()))
     unlikely = first.probs < 1e-4
     assert cells.probs[cells.outcomes.index((-1,))] == pytest.approx(first.probs[unlikely].sum())
     for token, is_unlikely in zip(first.token_ids.tolist(), unlikely.tolist(), strict=True):

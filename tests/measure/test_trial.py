@@ -30,16 +30,12 @@ from tests.helpers.fake_generations import (
     Setup,
     model_drafter,
     ngram_drafter,
+    plain_answer,
 )
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 #: A batch of n rows takes 8 + 2 n seconds, so a token by itself takes 10.
 BASELINE = Baseline((), (), 256, {rows: 8.0 + 2.0 * rows for rows in (1, 2, 3, 5)})
-
-
-def plain_answer(setup: Setup) -> tuple[int, ...]:
-    generation, _ = dataclasses.replace(setup, drafter=None).run()
-    return tuple(generation.tokens[generation.n_prompt :])
 
 
 def replayed(setup: Setup, clock: Callable[[], float] | None = None) -> Replay:

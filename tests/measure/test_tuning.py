@@ -30,12 +30,7 @@ N_TOKENS = 16
 ONE_THREAD = ContextOptions(n_threads=1, flash_attention="off")
 
 
-@pytest.fixture(autouse=True)
-def _quick_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads are compared, but not for long: many are slow on a machine that is busy."""
-    monkeypatch.setattr("specgen.measure.selection.tuning._THREADS_BUDGET_S", 0.05)
-    monkeypatch.setattr("specgen.measure.selection.tuning.default_threads", lambda: 1)
-    monkeypatch.setattr("specgen.measure.selection.tuning.thread_counts", lambda *_: [1, 2])
+pytestmark = pytest.mark.usefixtures("quick_threads")
 
 
 @contextmanager
@@ -197,7 +192,7 @@ def test_costs_chances_and_threads_are_known_afterwards(tiny_models: Path) -> No
         taken = opened.costs.context_options()
         chosen = tuning.threads.chosen
         assert (taken.n_threads, taken.n_threads_batch) == (chosen.n_single, chosen.n_batch)
-        judged = DrafterFactory(opened).chances()["model"].n_judged
+        judged = DrafterFactory(opened).acceptance()["model"].n_judged
         assert judged > 0.9 * tuning.draft.agreement.n_places
         # Nothing is left to measure.
         with opened.contexts(256) as contexts:

@@ -29,11 +29,10 @@ from specgen.models import (
     locate,
     models_folder,
 )
-from specgen.models.hub import _Bar
-from specgen.models.index import IndexFile, find_wheel, normalized, parse_page
-from specgen.models.pypi import PypiMirror
-from specgen.models.store import ModelFolder, OpenFile, open_file, slot_of
-from specgen.models.transfer import Page, Transfer
+from specgen.models.hub import TransferBar
+from specgen.models.model_folder import ModelFolder, slot_of
+from specgen.models.pypi import IndexFile, PypiMirror, find_wheel, normalized, parse_page
+from specgen.models.transfer import OpenFile, Page, Transfer, open_file
 from tests.helpers.fetch import (
     Fault,
     RecordedProgress,
@@ -889,7 +888,7 @@ def test_file_in_the_hub_cache_counts_though_its_blob_is_shared(
 def test_bar_of_the_hub_counts_what_came_in_or_was_written_whichever_is_more() -> None:
     progress = RecordedProgress(n_open=1)
 
-    class Bar(_Bar):
+    class Bar(TransferBar):
         watcher = progress
 
     with Bar(desc="x", total=100, initial=10, unit="B", disable=None) as bar:

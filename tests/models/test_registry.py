@@ -23,7 +23,7 @@ from specgen.models import (
     load_registry,
 )
 from specgen.models.registry import parse_registry_file
-from tests.helpers.fetch import REPOSITORY
+from tests.helpers.common import ROOT
 
 MODEL = f"""
 [[models]]
@@ -285,9 +285,9 @@ def test_pair_without_a_draft_model_needs_the_target_only() -> None:
 
 def test_installed_package_reads_the_file_beside_it(tmp_path: Path) -> None:
     shutil.copytree(
-        REPOSITORY / "specgen", tmp_path / "specgen", ignore=shutil.ignore_patterns("__pycache__")
+        ROOT / "specgen", tmp_path / "specgen", ignore=shutil.ignore_patterns("__pycache__")
     )
-    text = (REPOSITORY / "models.toml").read_text(encoding="utf-8")
+    text = (ROOT / "models.toml").read_text(encoding="utf-8")
     text = text.replace('default_pair = "qwen2.5-coder-smollm2"', 'default_pair = "smollm2"')
     (tmp_path / "specgen" / "models.toml").write_text(text, encoding="utf-8")
     script = (

@@ -12,9 +12,9 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from tests.helpers.common import ROOT
 from tests.project.test_layers import WINGS
 
-ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 DOCUMENTS = (ARCHITECTURE, ROOT / "CONTRIBUTING.md")
 #: A path from the root, or from specgen/; `::` and a name of the module may follow.

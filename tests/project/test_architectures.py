@@ -101,7 +101,7 @@ def test_after_a_crash_the_other_checks_are_made(
 ) -> None:
     first = [line("f32", "load"), line("f32", "load", ok=True), line("f32", "n-gram")]
     child = Child([(first, "ended with -11: "), ([line("f32", "model", ok=True)], "")])
-    monkeypatch.setattr(run, "_lines", child)
+    monkeypatch.setattr(run, "lines_of_child", child)
     found = [(r.check, r.ok, r.detail) for r in run.results_of("m", tmp_path, tmp_path)]
     assert found == [
         ("load", True, ""),
@@ -115,7 +115,7 @@ def test_what_cannot_be_loaded_is_not_checked_further(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     child = Child([([line("f32", "load")], "ended with -6: GGML_ASSERT"), ([], "")])
-    monkeypatch.setattr(run, "_lines", child)
+    monkeypatch.setattr(run, "lines_of_child", child)
     (result,) = run.results_of("m", tmp_path, tmp_path)
     assert not result.ok
     assert child.todo[0] == ("f32", "llama.cpp", "load")

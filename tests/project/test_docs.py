@@ -18,8 +18,7 @@ from typer.main import get_command
 from scripts import make_docs
 from specgen import events
 from specgen.errors import SpecgenError
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.common import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
-from tests.helpers.cli import ROOT
+from tests.helpers.common import ROOT
 from tests.long_runs.mutated_json import mutated
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX processes")
 #: Of each kind of case a few.
-N_CASES = 64
+N_CASES = 40
 
 
 def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:

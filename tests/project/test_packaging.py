@@ -17,8 +17,8 @@ import pytest
 from scripts import cmake_args
 from specgen import __version__
 from specgen.system.llama_build import REQUIRED_VERSION
+from tests.helpers.common import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 KERNELS = "specgen/llama/kernel_checks/libspecgen-kernels.so"
 posix = pytest.mark.skipif(os.name != "posix", reason="the Makefile is for POSIX systems")
 
@@ -164,6 +164,18 @@ def test_make_compiles_the_kernels_anew_when_they_change() -> None:
     rule = next(line for line in makefile.splitlines() if line.startswith("$(VENV)/.installed:"))
     assert "$(KERNELS)" in rule
     assert "specgen/llama/*.so" in dry_run("clean")
+
+
+def test_what_quick_leaves_out_is_there() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    listed = re.search(r"^SLOW = ((?:.*\\\n)*.*)\n", makefile, re.MULTILINE)
+    assert listed is not None
+    assert "--deselect tests/%" in makefile
+    names = listed[1].replace("\\\n", " ").split()
+    assert names
+    for name in names:
+        file, _, test = name.partition("::")
+        assert f"def {test}" in (ROOT / "tests" / file).read_text(encoding="utf-8"), name
 
 
 # --- the packages ---------------------------------------------------------------------------

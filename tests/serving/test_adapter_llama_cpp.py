@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from llama_cpp import Llama
 
+from specgen.decoding.drafters import Drafters
+from specgen.decoding.policy import FixedPolicy
 from specgen.engine.calibration.memory import Memory
 from specgen.errors import BackendError, PairError, UsageError
 from specgen.models import memory_file
@@ -288,11 +290,13 @@ def test_policy_and_drafter_learn_from_each_round(
     with opened_rounds(models, models / "good.gguf") as rounds:
         draft = rounds.next(prompt)
         assert len(draft) == 4
-        generation = rounds._sequence
-        assert generation is not None
         reports: list[Any] = []
-        monkeypatch.setattr(generation.policy, "observe", reports.append)
-        monkeypatch.setattr(generation.drafters, "observe", reports.append)
+
+        def note(_self: object, report: Any) -> None:
+            reports.append(report)
+
+        monkeypatch.setattr(FixedPolicy, "observe", note)
+        monkeypatch.setattr(Drafters, "observe", note)
         own = (draft[2] + 1) % 300
         rounds.next([*prompt, *draft[:2], own])
     assert len(reports) == 2
@@ -349,7 +353,7 @@ def test_nothing_that_the_draft_model_holds_is_decoded_again(
     n_alike = int(np.argmax(np.array(first) != np.array(second)))
     assert n_alike > 3
     with opened_rounds(models, models / "good.gguf") as rounds:
-        (context,) = rounds._contexts
+        (context,) = rounds.contexts
         rounds.next(first[:50])
         n_decoded = context.n_decoded_rows
         assert n_decoded == 50 + 3  # the last of four drafted tokens is not decoded
@@ -366,7 +370,7 @@ def test_a_draft_that_fails_ends_with_its_text(
     notes: list[str] = []
     tokens = texts[0]
     with opened_rounds(models, models / "good.gguf", notes=notes) as rounds:
-        (context,) = rounds._contexts
+        (context,) = rounds.contexts
         with monkeypatch.context() as patch:
             patch.setattr(context, "decode", lambda _batch: 1 / 0)
             assert rounds.next(tokens[:11]) == []
@@ -379,7 +383,7 @@ def test_a_draft_that_fails_ends_with_its_text(
 
 def test_by_default_a_failure_is_a_warning(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with SpecgenDraft(models / "target.gguf", models / "good.gguf", drafting=FIXED) as draft:
-        (context,) = draft._rounds._contexts
+        (context,) = draft.rounds.contexts
         monkeypatch.setattr(context, "decode", lambda _batch: 1 / 0)
         with pytest.warns(RuntimeWarning, match="going on without a draft"):
             assert draft(np.array([3, 4, 5], dtype=np.intc)).shape == (0,)
@@ -404,9 +408,9 @@ def test_ctrl_c_while_drafting_harms_no_later_text(
 
 def test_of_the_target_only_the_vocabulary_is_loaded(models: Path) -> None:
     with opened_rounds(models, models / "good.gguf") as rounds:
-        assert rounds._loaded.target.n_embd == 0
-        assert rounds._loaded.drafts.model is not None
-        assert rounds._loaded.drafts.model.n_embd > 0
+        assert rounds.models.target.n_embd == 0
+        assert rounds.models.drafts.model is not None
+        assert rounds.models.drafts.model.n_embd > 0
 
 
 def test_after_its_end_it_drafts_nothing(models: Path) -> None:

@@ -23,17 +23,17 @@ from llm.parts import ToolResultPart
 import specgen
 from specgen.engine.chat_template import Message
 from specgen.models import load_registry, memory_file, models_folder, user_registry_file
-from specgen.models.store import slot_of
+from specgen.models.model_folder import slot_of
 from specgen.options import DraftOptions, SamplerOptions
 from specgen.serving.adapters.llm import AnswerError
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers.common import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "the cat is in the"
 N = 16
 YES = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
@@ -61,12 +61,12 @@ def plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     monkeypatch.setattr(specgen, "load", functools.partial(specgen.load, drafting=drafting))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     module = importlib.import_module(project["entry-points"]["llm"]["specgen"])
-    module._tell_once.cache_clear()
+    module.tell_once.cache_clear()
     llm.plugins.load_plugins()  # type: ignore[no-untyped-call]
     if not llm.plugins.pm.is_registered(module):  # it is if this package was installed since
         llm.plugins.pm.register(module)
     yield module
-    module._loaded.close()
+    module.loaded_models.close()
 
 
 @pytest.fixture
@@ -365,7 +365,7 @@ def test_an_answer_that_nobody_reads_is_cancelled(plugin: Any, files: Path) -> N
     options: dict[str, Any] = {"target": str(files / "target.gguf"), "max_tokens": 1000}
     pieces = iter(model.prompt(PROMPT, **options))
     next(pieces)
-    (loaded,) = plugin._loaded._models.values()
+    (loaded,) = plugin.loaded_models
     assert not loaded.engine.is_idle
     pieces.close()  # type: ignore[attr-defined]
     loaded.engine.step()

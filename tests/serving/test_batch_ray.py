@@ -10,7 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,15 @@ from typing import Any
 import psutil
 import pytest
 
+from specgen.engine.engine import Engine
 from specgen.engine.loaded_models import Models
-from specgen.errors import BackendError, ModelFileError
-from specgen.serving.batch import on_ray, ray_actor
-from specgen.serving.batch.line_worker import WorkerJob
-from specgen.serving.batch.on_ray import RayBatch
-from specgen.serving.batch.placement import Node, place
-from specgen.serving.batch.ray_actor import ActorRegistry
-from specgen.serving.batch.ray_job import RayJob
+from specgen.engine.prompts import Prompt
+from specgen.engine.request import Request
+from specgen.errors import BackendError, ModelFileError, SpecgenError
+from specgen.serving.batch.line_worker import Answered, WorkerJob
+from specgen.serving.batch.lines import Line
+from specgen.serving.batch.on_ray import Cluster, Node, RayBatch, place
 from specgen.serving.batch.results import result_of
-from specgen.serving.batch.runner import Batch, Task
 from tests.helpers.batch import (
     PATIENCE_S,
     PROMPTING,
@@ -40,7 +39,8 @@ from tests.helpers.batch import (
     wait_for_results,
     worker_job,
 )
-from tests.helpers.cli import ROOT, Specgen
+from tests.helpers.cli import Specgen
+from tests.helpers.common import ROOT
 from tests.project.test_layers import imported, modules
 
 # --- where actors go
@@ -51,17 +51,17 @@ def node(name: str, n_cpus: float, n_gpus: float = 0.0) -> Node:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "asked", "n_actors", "cpus", "gpus", "on"),
+    ("nodes", "asked", "n_actors", "cpus", "gpus"),
     [
-        ([node("a", 8), node("b", 8)], (None, None), 2, 8, 0, "ab"),
-        ([node("head", 2), node("a", 8), node("b", 8)], (None, None), 2, 8, 0, "ab"),
-        ([node("head", 0), node("a", 8)], (None, None), 1, 8, 0, "a"),
-        ([node("a", 8), node("b", 16)], (4, None), 6, 4, 0, "ab"),
-        ([node("a", 32, 4), node("b", 64)], (None, None), 1, 32, 4, "a"),
-        ([node("a", 32, 4), node("b", 32, 4)], (None, 1), 8, 8, 1, "ab"),
-        ([node("a", 32, 4)], (None, 0), 1, 32, 0, "a"),
-        ([node("a", 32, 4)], (2, 0.5), 8, 2, 0.5, "a"),
-        ([node("a", 100)] * 3, (1, None), 40, 1, 0, "aaa"),
+        ([node("a", 8), node("b", 8)], (None, None), 2, 8, 0),
+        ([node("head", 2), node("a", 8), node("b", 8)], (None, None), 2, 8, 0),
+        ([node("head", 0), node("a", 8)], (None, None), 1, 8, 0),
+        ([node("a", 8), node("b", 16)], (4, None), 6, 4, 0),
+        ([node("a", 32, 4), node("b", 64)], (None, None), 1, 32, 4),
+        ([node("a", 32, 4), node("b", 32, 4)], (None, 1), 8, 8, 1),
+        ([node("a", 32, 4)], (None, 0), 1, 32, 0),
+        ([node("a", 32, 4)], (2, 0.5), 8, 2, 0.5),
+        ([node("a", 100)] * 3, (1, None), 300, 1, 0),
     ],
 )
 def test_each_node_like_the_largest_has_an_actor_unless_told_otherwise(
@@ -70,20 +70,15 @@ def test_each_node_like_the_largest_has_an_actor_unless_told_otherwise(
     n_actors: int,
     cpus: float,
     gpus: float,
-    on: str,
 ) -> None:
-    found = place(nodes, 40, *asked)
+    found = place(nodes, *asked)
     assert (found.n_actors, found.cpus, found.gpus) == (n_actors, cpus, gpus)
-    assert "".join(node.name for node in found.nodes) == on
-    idle = {node.name for node in nodes if node.n_cpus} - {node.name for node in found.nodes}
-    assert len(found.notes) == bool(idle)
-    assert all(name in found.notes[0] for name in idle)
 
 
 @pytest.mark.parametrize(
     ("nodes", "asked", "said"),
     [
-        ([], (None, None), "has no node"),
+        ([], (None, None), "no Ray node has 1 CPU: the largest has 0 CPUs"),
         ([node("head", 0)], (None, None), "no Ray node has 1 CPU: the largest has 0 CPUs"),
         ([node("a", 8)], (9, None), "no Ray node has 9 CPUs: the largest has 8 CPUs"),
         ([node("a", 8)], (None, 1), "no Ray node has 1 CPU and 1 GPU"),
@@ -94,129 +89,257 @@ def test_what_no_node_has_is_told(
     nodes: list[Node], asked: tuple[float | None, float | None], said: str
 ) -> None:
     with pytest.raises(BackendError, match=said):
-        place(nodes, 40, *asked)
+        place(nodes, *asked)
 
 
-# --- what the actors tell
+# --- the driver, with a Ray that answers at once
 
 
-def test_the_desk_counts_attempts_and_knows_who_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("specgen.serving.batch.ray_actor.time.monotonic", lambda: now)
-    desk = ActorRegistry({"a": 2})
-    desk.begin(["a", "b"])
-    desk.begin(["b"])
-    assert desk.n_attempts(["a", "b", "c"]) == [3, 2, 0]
-    assert desk.state()["silent_s"] is None
-    desk.beat("x", "node", False, 0)
-    assert (desk.state()["silent_s"], desk.state()["n_ready"]) == (0.0, 0)
-    desk.beat("x", "node", True, 3)
-    desk.beat("y", "node", True, 0)
-    now = 107.0
-    desk.beat("y", "node", True, 0)  # has nothing to do: who waits for lines waits for x
-    state = desk.state()
-    assert (state["silent_s"], state["n_ready"], state["starts"]) == (7.0, 2, ["node", "node"])
-    assert state["n_attempts"] == {"a": 3, "b": 2}
+class FakeRayError(Exception):
+    """As Ray's: `cause` is the exception of a task."""
+
+    def __init__(self, cause: Exception | None = None) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
-# --- the driver, with a child that plays Ray
+class FakeRay:
+    """The functions of Ray that the driver calls. `answer` gets a line, and says what comes of it; `start`
+    what comes of an actor's start. It is its own class of actors, and every method of them."""
+
+    def __init__(
+        self, answer: Callable[[Line], Any], start: Callable[[], None] = lambda: None
+    ) -> None:
+        self.exceptions = type("exceptions", (), {"RayError": FakeRayError})
+        self._answer, self._start = answer, start
+        self.n_cpus = {"head": 0.0, "a": 1.0, "b": 1.0}
+        self.n_open = self.most_open = 0
+        self.killed: list[FakeActor] = []
+        self.is_up = True
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [
+            {"Alive": True, "NodeID": name, "NodeManagerAddress": name, "Resources": {"CPU": n}}
+            for name, n in self.n_cpus.items()
+        ]
+
+    def remote(self, _actor: type) -> FakeRay:
+        return self
+
+    def options(self, **_options: Any) -> Any:
+        return type("Factory", (), {"remote": lambda _self, *_: FakeActor(self)})()
+
+    def start(self) -> None:
+        self._start()
+
+    def take(self, line: Line) -> Any:
+        self.n_open -= 1
+        return self._answer(line)
+
+    def wait(self, refs: Sequence[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        assert timeout < 1.0
+        self.most_open = max(self.most_open, self.n_open)
+        return list(refs[-1:]), list(refs[:-1])
+
+    def get(self, ref: Any) -> Any:
+        try:
+            return ref()
+        except SpecgenError as error:
+            raise FakeRayError(error) from None
+
+    def kill(self, actor: FakeActor) -> None:
+        self.killed.append(actor)
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 2.0}
+
+    def available_resources(self) -> dict[str, float]:
+        return {}
+
+    def shutdown(self) -> None:
+        self.is_up = False
 
 
-#: Reads the job; `script` is Python that says what happens, with `say` and `answer`.
-FAKE = """
-import json, os, pickle, sys, threading, time
-from specgen.serving.batch.results import result_of
-job = pickle.load(sys.stdin.buffer)
-threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(0)), daemon=True).start()
-def say(kind, **fields):
-    print(json.dumps({"kind": kind, **fields}), flush=True)
-def answer(line):
-    body = {"usage": {"completion_tokens": 2, "prompt_tokens": 3}, "choices": [{"text": line.custom_id}]}
-    record = result_of(line, job.worker.settings, {"body": body}, None)
-    say("result", record=record, n_drafted=4, n_accepted=1, n_cached_tokens=0)
-def placed():
-    say("placed", n_actors=2, n_nodes=2, cpus=1, gpus=0, notes=["a note"])
-"""
+class FakeActor:
+    """A handle of an actor; what a method's `remote` returns is a ref."""
+
+    def __init__(self, ray: FakeRay) -> None:
+        self._ray = ray
+        self.ready = self.answer = self
+
+    def remote(self, line: Line | None = None) -> Any:
+        if line is None:
+            return partial(self._ray.start)
+        self._ray.n_open += 1
+        return partial(self._ray.take, line)
 
 
-def fake_batch(script: str, *, verbose: bool = False) -> tuple[RayBatch, Collected, list[str]]:
-    job = RayJob("local", WorkerJob(print, PROMPTING, SETTINGS, 1), ())  # type: ignore[arg-type]
+def answered(line: Line, where: str = "") -> tuple[str, Answered]:
+    body = {"usage": {"completion_tokens": 2, "prompt_tokens": 3}, "choices": [{"text": "x"}]}
+    return where, Answered(result_of(line, SETTINGS, {"body": body}, None), n_drafted=4)
+
+
+def run(
+    ray: FakeRay,
+    lines: Sequence[Line],
+    interrupted: Callable[[Collected], bool] = lambda _results: False,
+    cluster: Cluster = Cluster("local"),  # noqa: B008 - a frozen value
+) -> tuple[RayBatch, Collected, list[str]]:
+    job = WorkerJob(print, PROMPTING, SETTINGS, 2)  # type: ignore[arg-type]
     results, notes = Collected(), list[str]()
-    command = (sys.executable, "-c", f"{FAKE}{script}\nos._exit(0)")
-    batch = RayBatch(job, results, note=notes.append, verbose=verbose, command=command)
+    with RayBatch(cluster, job, results, note=notes.append, ray=ray) as batch:
+        batch.run(lines, lambda: interrupted(results))
+    assert not ray.is_up
     return batch, results, notes
 
 
-def test_what_a_pass_leaves_is_asked_for_in_the_next_and_doubles_are_dropped(
-    tmp_path: Path,
-) -> None:
-    batch, results, notes = fake_batch(f"""
-placed()
-with open({str(tmp_path / "asked")!r}, "a") as file:
-    print([line.custom_id for line in job.lines], job.n_attempts, file=file)
-answer(job.lines[0]); answer(job.lines[0]); answer(job.lines[1])
-say("note", text="something")
-say("end", n_attempts={{"3": 1}})
-""")
-    seen: list[int] = []
-    batch.run(lines_of("a", "b", "c", '{"prompt": 3}', "e"), report=lambda t: seen.append(t.n_done))
-    assert (tmp_path / "asked").read_text().splitlines() == [
-        "['1', '2', '3', '5'] {}",
-        "['3', '5'] {'3': 1}",
-    ]
-    assert results.records.keys() == {"1", "2", "3", "4", "5"}
+def test_every_line_has_one_result_and_actors_without_lines_end() -> None:
+    ray = FakeRay(answered)
+    batch, results, notes = run(ray, lines_of("a", "b", "c", '{"prompt": 3}', "e", "f"))
+    assert results.records.keys() == {"1", "2", "3", "4", "5", "6"}
     assert results.records["4"]["error"]["code"] == "invalid_request"
-    assert notes == ["a note", "something", "something"]
     tally = batch.tally
-    assert (tally.n_answers, tally.n_errors, tally.n_tokens, tally.n_drafted) == (4, 1, 8, 16)
-    assert seen[-1] == 5
+    assert (tally.n_lines, tally.n_answers, tally.n_errors) == (6, 5, 1)
+    assert (tally.n_tokens, tally.n_prompt_tokens, tally.n_drafted) == (10, 15, 20)
+    assert (batch.n_actors, len(ray.killed), notes) == (2, 1, [])
 
 
-@pytest.mark.parametrize(
-    ("script", "error", "said"),
-    [
-        ("placed(); say('end', n_attempts={})", BackendError, "without an answer to the last 2"),
-        ("placed(); os._exit(3)", BackendError, "Ray has ended: exit code 3"),
-        (
-            "print('[2026 E 1] rpc.h:2: The head is gone.', file=sys.stderr); os._exit(1)",
-            BackendError,
-            "Ray has ended: The head is gone.",
-        ),
-        (
-            "say('error', **{'class': 'ModelFileError', 'message': 'no file', 'hint': 'put it'})",
-            ModelFileError,
-            "no file",
-        ),
-    ],
-)
-def test_the_end_of_ray_is_an_error_and_what_is_done_stays(
-    script: str, error: type[Exception], said: str
+def test_no_more_lines_are_given_than_are_answered_at_once() -> None:
+    ray = FakeRay(answered)
+    run(ray, lines_of(*"abcdefghij"))
+    assert ray.most_open == 4  # two for each actor
+
+
+def test_a_line_that_ends_its_actors_is_asked_again_alone_and_then_an_error() -> None:
+    open_at_the_end: list[int] = []
+
+    def answer(line: Line) -> Any:
+        if line.custom_id == "3":
+            open_at_the_end.append(ray.n_open)
+            raise FakeRayError
+        return answered(line)
+
+    ray = FakeRay(answer)
+    batch, results, _ = run(ray, lines_of(*"abcdefgh"))
+    assert len(results.records) == 8
+    assert "given up" in results.records["3"]["error"]["message"]
+    assert (batch.tally.n_answers, batch.tally.n_errors) == (7, 1)
+    assert len(open_at_the_end) == 2
+    assert open_at_the_end[1] == 0
+
+
+def test_a_line_lost_beside_another_is_answered_in_the_end() -> None:
+    n_asked: dict[str, int] = {}
+
+    def answer(line: Line) -> Any:
+        n_asked[line.custom_id] = n_asked.get(line.custom_id, 0) + 1
+        if line.custom_id == "2" and n_asked["2"] == 1:
+            raise FakeRayError
+        return answered(line, "b (7)" if line.custom_id == "2" else "")
+
+    batch, results, notes = run(FakeRay(answer), lines_of(*"abcd"))
+    assert (batch.tally.n_answers, batch.tally.n_errors) == (4, 0)
+    assert (len(results.records), n_asked["2"]) == (4, 2)
+    assert notes == ["an actor was started again, on b (7)"]
+
+
+def test_actors_that_do_nothing_but_die_end_the_batch() -> None:
+    n_asked = 0
+
+    def answer(line: Line) -> Any:
+        nonlocal n_asked
+        n_asked += 1
+        raise FakeRayError
+
+    with pytest.raises(BackendError, match="their actors ended"):
+        run(FakeRay(answer), lines_of(*map(str, range(100))))
+    assert n_asked < 50
+
+
+def test_an_actor_that_cannot_start_ends_the_batch_with_its_error() -> None:
+    def start() -> None:
+        raise ModelFileError("the Ray node a: there is no file m.gguf", "put it there")
+
+    ray = FakeRay(answered, start)
+    with pytest.raises(ModelFileError, match="no file") as caught:
+        run(ray, lines_of("a"))
+    assert caught.value.hint == "put it there"
+    assert not ray.is_up
+
+
+def test_a_node_without_specgen_is_named() -> None:
+    def start() -> None:
+        raise BackendError("No module named 'specgen'")
+
+    ray = FakeRay(answered, start)
+    ray.get = lambda ref: ref()  # type: ignore[method-assign]
+    ray.exceptions.RayError = BackendError  # type: ignore[attr-defined]
+    with pytest.raises(BackendError, match="specgen is not installed"):
+        run(ray, lines_of("a"))
+
+
+def test_no_free_cpus_end_the_batch_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(answered)
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([], refs))
+    monkeypatch.setattr("specgen.serving.batch.on_ray.NODES_S", 0.0)
+    with pytest.raises(BackendError, match="no actor has started within .*: 0 of 2 CPUs are free"):
+        run(ray, lines_of("a"), cluster=Cluster("local", patience_s=0.01))
+
+
+def test_a_lost_node_is_noted_and_without_any_the_batch_ends(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    batch, results, _ = fake_batch(f"if len(job.lines) == 3: answer(job.lines[0])\n{script}")
-    with pytest.raises(error, match=said):
-        batch.run(lines_of("a", "b", "c"))
-    assert results.records.keys() == {"1"}
+    monkeypatch.setattr("specgen.serving.batch.on_ray.NODES_S", 0.0)
+    ray = FakeRay(answered)
+
+    def lose(results: Collected) -> bool:
+        ray.n_cpus.pop("b", None)
+        if len(results.records) > 2:
+            ray.n_cpus.pop("a", None)
+        return False
+
+    notes: list[str] = []
+    job = WorkerJob(print, PROMPTING, SETTINGS, 2)  # type: ignore[arg-type]
+    results = Collected()
+    with (
+        pytest.raises(BackendError, match="no Ray node has 1 CPU"),
+        RayBatch(Cluster("local"), job, results, note=notes.append, ray=ray) as batch,
+    ):
+        batch.run(lines_of(*"abcdefghij"), lambda: lose(results))
+    assert notes == [f"the Ray node {name} is gone; others get its lines" for name in "ba"]
+    assert results.records
 
 
-def test_an_address_that_says_nothing_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_ray, "_CONNECT_S", 0.3)
-    batch, _, _ = fake_batch("time.sleep(600)")
-    with pytest.raises(BackendError, match="has not connected"):
+def test_an_interruption_keeps_what_is_done() -> None:
+    ray = FakeRay(answered)
+    _, results, _ = run(ray, lines_of(*"abcdefgh"), lambda results: len(results.records) == 3)
+    assert len(results.records) == 3
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_what_ray_prints_is_shown_with_verbose_only_and_is_no_result(
+    capsys: pytest.CaptureFixture[str], *, verbose: bool
+) -> None:
+    def answer(line: Line) -> Any:
+        sys.stdout.write("chatter\n")
+        return answered(line)
+
+    job = WorkerJob(print, PROMPTING, SETTINGS, 2)  # type: ignore[arg-type]
+    with RayBatch(
+        Cluster("local"), job, Collected(), verbose=verbose, ray=FakeRay(answer)
+    ) as batch:
         batch.run(lines_of("a"))
+    sys.stdout.write("result\n")
+    out, err = capsys.readouterr()
+    assert (out, err) == ("result\n", "chatter\n" if verbose else "")
 
 
-def test_an_interruption_ends_the_child_at_once() -> None:
-    batch, results, _ = fake_batch("placed(); answer(job.lines[0]); time.sleep(600)")
-    batch.run(lines_of("a", "b"), interrupted=lambda: bool(results.records))
-    assert results.records.keys() == {"1"}
-
-
-def test_what_ray_prints_is_shown_with_verbose_only(capfd: pytest.CaptureFixture[str]) -> None:
-    script = "print('chatter', file=sys.stderr); [answer(x) for x in job.lines]; say('end', n_attempts={})"
-    for verbose in (False, True):
-        fake_batch(script, verbose=verbose)[0].run(lines_of("a"))
-        out, err = capfd.readouterr()
-        assert (out, err.strip()) == ("", "chatter" if verbose else "")
+def test_smaller_nodes_are_noted() -> None:
+    ray = FakeRay(answered)
+    ray.n_cpus["a"] = 4.0
+    batch, _, (note,) = run(ray, lines_of("a", "b"))
+    assert batch.n_actors == 1
+    assert note.startswith("b: fewer than 4 CPUs, so no actor there")
 
 
 # --- the command line
@@ -265,7 +388,7 @@ def test_without_ray_the_extra_is_named(
 # --- real clusters
 
 needs_ray = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("ray", "pyarrow")) or os.name == "nt",
+    importlib.util.find_spec("ray") is None or os.name == "nt",
     reason="specgen[ray] is not installed",
 )
 
@@ -316,16 +439,16 @@ def cluster() -> Iterator[tuple[str, list[int]]]:
 
 def open_and_die(path: Path) -> Models:
     """In an actor: a session that ends the process at a line that says so."""
-    plain = Batch._submit
+    plain = Engine.insert
 
-    def submit(self: Batch, engine: Any, task: Task) -> None:
-        plain(self, engine, task)
-        if "die" in str(task.line.fields):
+    def insert(engine: Engine, prompt: str | Prompt, **options: Any) -> Request:
+        request = plain(engine, prompt, **options)
+        if "die" in request.prompt.text:
             engine.step()
             os.kill(os.getpid(), signal.SIGKILL)
+        return request
 
-    Batch._submit = submit  # type: ignore[method-assign]
-    ray_actor.MOST_ATTEMPTS, ray_actor._N_TOGETHER = 2, 1
+    Engine.insert = insert  # type: ignore[assignment, method-assign]
     return open_tiny(path)
 
 
@@ -336,13 +459,13 @@ def test_a_line_that_kills_actors_is_an_error_and_the_others_are_answered(
     lines = lines_of(*(f"line {n}" if n != 7 else "die" for n in range(16)))
     worker = WorkerJob(partial(open_and_die, target), PROMPTING, SETTINGS, 2, tuple(lines[:1]))
     results, notes = Collected(), list[str]()
-    batch = RayBatch(RayJob(cluster[0], worker, ()), results, note=notes.append)
-    batch.run(lines)
+    with RayBatch(Cluster(cluster[0]), worker, results, note=notes.append) as batch:
+        batch.run(lines)
     assert len(results.records) == 16
     failed = [record for record in results.records.values() if record["error"] is not None]
     assert [record["custom_id"] for record in failed] == ["8"]
-    assert "given up after 2 attempts" in failed[0]["error"]["message"]
-    assert any("an actor is started again" in note for note in notes)
+    assert "given up after 6 attempts" in failed[0]["error"]["message"]
+    assert any("an actor was started again" in note for note in notes)
 
 
 @needs_ray
@@ -361,7 +484,7 @@ def test_a_model_that_a_node_does_not_have_is_told(
         "batch", tmp_path / "in", tmp_path / "out", "-m", path, "-md", "none", "--ray", cluster[0]
     )
     assert result.code == ModelFileError.exit_code, result.err
-    assert f"has no file {path}" in result.err
+    assert f"there is no file {path}" in result.err
 
 
 @needs_ray
@@ -385,7 +508,7 @@ def test_answers_are_those_of_one_machine_though_actor_node_and_driver_are_kille
     (actor,) = (
         child
         for child in psutil.Process(raylets[0]).children()
-        if "MapWorker" in child.name() or "MapWorker" in " ".join(child.cmdline())
+        if "ray::Actor" in " ".join([child.name(), *child.cmdline()])
     )
     actor.kill()
     wait_for_results(out, 12, driver)
@@ -406,16 +529,15 @@ def test_answers_are_those_of_one_machine_though_actor_node_and_driver_are_kille
     assert {line.split(":")[0] for line in stderr.splitlines() if "lines," not in line} == {"note"}
 
 
-def test_two_modules_import_ray() -> None:
-    importers = {
-        module for module, path in modules().items() if {"ray", "ray.data"} & imported(path)
-    }
-    assert importers == {"specgen.serving.batch.ray_actor", "specgen.serving.batch.ray_job"}
+def test_one_module_imports_ray() -> None:
+    importers = {module for module, path in modules().items() if "ray" in imported(path)}
+    assert importers == {"specgen.serving.batch.on_ray"}
 
 
-def test_a_job_can_be_sent_to_another_process(target: Path) -> None:
+def test_what_actors_get_and_return_can_be_sent_to_another_process(target: Path) -> None:
     lines = lines_of("a", {"messages": [{"role": "user", "content": "b"}], "stop": ["x"]})
-    job = RayJob("auto", worker_job(target, largest=lines), tuple(lines))
-    again = pickle.loads(pickle.dumps(job))
-    assert again.lines == job.lines
-    assert result_of(again.lines[0], SETTINGS, None, None)["custom_id"] == "1"
+    job, again = pickle.loads(pickle.dumps((worker_job(target, largest=lines), lines)))
+    assert again == lines
+    assert job.largest == tuple(lines)
+    error = pickle.loads(pickle.dumps(ModelFileError("no file", "put it")))
+    assert (type(error), error.message, error.hint) == (ModelFileError, "no file", "put it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from specgen.serving.chat.commands import COMMANDS, Command, parse
 from specgen.serving.chat.conversation import Change, Conversation, Turn
 from specgen.serving.chat.log import ChatLog
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers.common import NOW
 from tests.helpers.tiny import write_respelled_model
 
 
@@ -265,9 +265,6 @@ class TestThoughts:
         assert thought_of("x", "<think>why") == "why"
 
 
-NOW = datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc)
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a template, a draft with its vocabulary, and one with another."""
@@ -289,7 +286,7 @@ def test_neither_target_nor_draft_reads_again_what_was_said(models: Path, draft:
     )
     with Models(options, time.perf_counter) as loaded, Engine(loaded, n_ctx=2048) as engine:
         talk = Chat(loaded, engine, Conversation(), now=NOW)
-        (backend,) = engine._drafts
+        (backend,) = engine.drafts
         for turn in range(6):
             n_rows = backend.n_decoded_rows
             list(talk.ask(f"number {turn} is the cat"))

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from specgen.engine.engine import Engine
+from specgen.engine.prompts import Prompt
+from specgen.engine.request import Request
 from specgen.errors import BackendError
 from specgen.serving.batch.line_worker import Answered, LineWorker
 from specgen.serving.batch.lines import Line
-from specgen.serving.batch.runner import Batch, Task
+from specgen.serving.batch.runner import Batch
 from tests.helpers.batch import (
     PATIENCE_S,
     PROMPTING,
@@ -39,6 +41,21 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def watch_inserts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Request, int]]:
+    """The requests of all engines from now on, each with the number of those that were open then, itself
+    included."""
+    found: list[tuple[Request, int]] = []
+    plain = Engine.insert
+
+    def watched(engine: Engine, prompt: str | Prompt, **options: Any) -> Request:
+        request = plain(engine, prompt, **options)
+        found.append((request, 1 + sum(not other.is_done for other, _ in found)))
+        return request
+
+    monkeypatch.setattr(Engine, "insert", watched)
+    return found
+
+
 ROWS: list[Mapping[str, Any]] = [
     {"prompt": "a cat", "max_tokens": 150, "ignore_eos": True},
     *({"prompt": f"the cat {n}", "seed": n, "temperature": 0.8} for n in range(5)),
@@ -50,7 +67,9 @@ ROWS: list[Mapping[str, Any]] = [
 
 
 @pytest.mark.parametrize("knows_largest", [True, False])
-def test_a_worker_answers_as_a_batch_does(target: Path, knows_largest: bool) -> None:
+def test_a_worker_answers_as_a_batch_does(
+    target: Path, knows_largest: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lines of all sizes, those that cannot be read or answered among them; most of them come while one
     is in the making."""
     lines = lines_of(*ROWS)
@@ -63,13 +82,13 @@ def test_a_worker_answers_as_a_batch_does(target: Path, knows_largest: bool) -> 
             batch.run(engine, tasks)
     failures: list[str] = []
     job = worker_job(target, largest=lines[-3:-2] if knows_largest else ())
+    inserted = watch_inserts(monkeypatch)
     with LineWorker(job, failures.append) as worker:
         long = worker.ask(lines[0])
-        wait_until(lambda: bool(worker._batch._in_making))
+        wait_until(lambda: bool(inserted))
         answered = ask_all(worker, lines[1:])
         answered["1"] = long.result(PATIENCE_S)
         assert ask_all(worker, lines[:3]).keys() == {"1", "2", "3"}
-        assert worker.n_open == 0
     assert not failures
     for custom_id, record in plain.records.items():
         found = answered[custom_id].record
@@ -89,32 +108,6 @@ def test_who_asks_for_a_line_in_the_making_gets_its_answer(target: Path) -> None
     with LineWorker(worker_job(target), print) as worker:
         one, other = worker.ask(line), worker.ask(line)
         assert one.result(PATIENCE_S) is other.result(PATIENCE_S)
-
-
-def test_lines_that_are_to_be_alone_are(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    together, started = list[int](), list[list[str]]()
-    plain = Batch._submit
-
-    def watched(self: Batch, engine: Any, task: Task) -> None:
-        plain(self, engine, task)
-        if task.line.custom_id == "1" or "1" in [
-            t.line.custom_id for t, _, _ in self._in_making.values()
-        ]:
-            together.append(len(self._in_making))
-
-    monkeypatch.setattr(Batch, "_submit", watched)
-    lines = lines_of(*ROWS[:8])
-
-    def note_start(lines: Sequence[Line]) -> None:
-        started.append([line.custom_id for line in lines])
-
-    with LineWorker(worker_job(target), print, note_start) as worker:
-        replies = [worker.ask(line, alone=line.custom_id == "1") for line in lines]
-        for reply in replies:
-            assert reply.result(PATIENCE_S).record["error"] is None
-    assert together == [1]
-    assert ["1"] in started
-    assert sorted(name for names in started for name in names) == [line.custom_id for line in lines]
 
 
 def test_a_worker_whose_engine_fails_says_so_and_answers_nobody(

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from specgen.engine.chat_template import Message, ToolCall
-from specgen.events import FinishedEvent, Piece, TokenLogprob
+from specgen.events import FinishedEvent, Piece, ReasonCount, TokenLogprob
 from specgen.options import GenerationOptions, Grammar, SamplerOptions
+from specgen.serving.openai_format.merge import merged_bodies
 from specgen.serving.openai_format.request import (
-    _KNOWN,
+    KNOWN_FIELDS,
     BodyError,
     Kind,
     Request,
@@ -74,7 +75,7 @@ def test_every_field_of_a_sampler_is_read() -> None:
     assert set(values) | {"samplers"} == {
         *(name for name in SamplerOptions.__slots__),
     }
-    assert set(values) <= _KNOWN["chat"]
+    assert set(values) <= KNOWN_FIELDS["chat"]
 
 
 def test_lengths_and_ends() -> None:
@@ -255,6 +256,10 @@ FINISHED = FinishedEvent(
     target_s=1.0,
     loop_s=0.25,
     wall_s=1.5,
+    undrafted=(
+        ReasonCount("nothing found", "nothing found to draft", 3),
+        ReasonCount("no room", "no room for a draft", 1),
+    ),
 )
 PIECES = [
     Piece(
@@ -297,6 +302,26 @@ def test_the_body_of_a_chat() -> None:
     assert made["timings"]["prompt_n"] == 4
     assert made["timings"]["prompt_per_second"] == 8.0
     assert made["timings"]["predicted_ms"] == 1000.0
+
+
+def test_the_body_counts_the_rounds_without_a_draft_by_reason() -> None:
+    assert body("chat")["timings"]["undrafted"] == [
+        {"reason": "nothing found", "text": "nothing found to draft", "n_rounds": 3},
+        {"reason": "no room", "text": "no room for a draft", "n_rounds": 1},
+    ]
+
+
+def test_the_counts_of_several_choices_add_up_by_reason() -> None:
+    one, other = body("chat"), body("chat")
+    other["timings"]["undrafted"] = [
+        {"reason": "no room", "text": "no room for a draft", "n_rounds": 4},
+        {"reason": "failed", "text": "the drafter has failed", "n_rounds": 1},
+    ]
+    merged = merged_bodies([one, other], n_for_each_prompt=2)
+    counts = [(each["reason"], each["n_rounds"]) for each in merged["timings"]["undrafted"]]
+    assert counts == [("no room", 5), ("nothing found", 3), ("failed", 1)]
+    assert merged["timings"]["draft_n"] == 8
+    assert one["timings"]["undrafted"][0]["n_rounds"] == 3  # the parts stay
 
 
 def test_the_body_of_a_text() -> None:

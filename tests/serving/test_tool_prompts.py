@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,8 +13,8 @@ from specgen.engine.loaded_models import Models
 from specgen.llama import LlamaModel
 from specgen.options import ContextOptions, SessionOptions
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers.common import NOW
 
-NOW = datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc)
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 #: Has the tools in the system message, as Qwen2.5's has, and writes answers of tools as turns of the user.
 TEMPLATE = """{%- if tools %}

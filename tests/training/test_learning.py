@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -16,11 +17,20 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from specgen.engine.engine import Engine, generate
-from specgen.engine.kept_answers import ANSWERS, KeptAnswer, KeptAnswers, read_answers
-from specgen.engine.learnt_weights import Learnt, learnt_weights, read_learnt, write_learnt
+from specgen.engine.kept_answers import (
+    ANSWERS,
+    KeptAnswer,
+    KeptAnswers,
+    Learnt,
+    learnt_weights,
+    read_answers,
+    read_learnt,
+    write_learnt,
+)
 from specgen.engine.loaded_models import Models
 from specgen.errors import UsageError
 from specgen.events import FinishedEvent, NoticeEvent
@@ -28,13 +38,15 @@ from specgen.llama import LlamaModel, requantize
 from specgen.models import identify
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
-from specgen.training.made_files import learning_folder
-from specgen.training.online import learner as learner_module
-from specgen.training.online import training_process
-from specgen.training.online.kept_texts import N_COLUMNS, KeptTexts
-from specgen.training.online.learner import NEW_ANSWERS, Learner
-from specgen.training.online.learning import Lesson, learn, split
-from tests.helpers.cli import ROOT, Specgen, in_process
+from specgen.training import learner as learner_module
+from specgen.training import learning_process
+from specgen.training.draft_files import learning_folder
+from specgen.training.learner import NEW_ANSWERS, Learner
+from specgen.training.online_learning import Lesson, learn, split
+from specgen.training.training_data import N_COLUMNS, kept_texts
+from specgen.training.training_loop import Budget
+from tests.helpers.cli import Specgen
+from tests.helpers.common import ROOT
 from tests.helpers.heads import prompts
 from tests.helpers.tiny import write_respelled_model, write_with_other_scales
 
@@ -92,16 +104,17 @@ def test_every_token_of_an_answer_is_learnt_once(models: Path) -> None:
         for n_prompt, n_answer in ((5, 20), (90, 400), (10, 1500))
     ]
     with contextlib.closing(LlamaModel(models / "target.gguf")) as model:
-        texts = KeptTexts(model, model)
         for answer in answers:
-            found = texts.texts([answer], is_held_back=False)
+            found = kept_texts(model, model, [answer])
             assert sum((each.answer_tokens for each in found), ()) == answer.tokens
             whole = (*answer.prompt_tokens, *answer.tokens)
             for each in found:
                 tokens = (*each.prompt_tokens, *each.answer_tokens)
                 assert len(tokens) <= N_COLUMNS
                 assert any(whole[i : i + len(tokens)] == tokens for i in range(len(whole)))
-        assert texts.texts([KeptAnswer((1,), (10**6,))], is_held_back=False) == []
+        assert kept_texts(model, model, [KeptAnswer((1,), (10**6,))]) == []
+        judging = kept_texts(model, model, answers[:1], answers[1:])
+        assert [each.is_held_back for each in judging] == [False] + [True] * (len(judging) - 1)
 
 
 def test_a_draft_with_another_vocabulary_reads_its_own_prompt_and_tokens(models: Path) -> None:
@@ -111,12 +124,11 @@ def test_a_draft_with_another_vocabulary_reads_its_own_prompt_and_tokens(models:
         tokens = target.vocabulary.tokenize(said.decode(), add_special=False, parse_special=False)
         digest = draft.vocabulary.digest()
         answer = KeptAnswer((5, 6), tuple(tokens), (7, 8, 9), digest)
-        texts = KeptTexts(target, draft)
-        (own,) = texts.texts([answer], is_held_back=False)
+        (own,) = kept_texts(target, draft, [answer])
         assert own.prompt_tokens == (7, 8, 9)
         assert b"".join(map(draft.vocabulary.token_bytes, own.answer_tokens)) == said
         other = KeptAnswer((5, 6), tuple(tokens), (7, 8, 9), "another")
-        (own,) = texts.texts([other], is_held_back=False)
+        (own,) = kept_texts(target, draft, [other])
         assert own.prompt_tokens != (7, 8, 9)
 
 
@@ -129,6 +141,11 @@ def test_the_latest_answers_judge() -> None:
 
 
 # --- lessons
+
+
+def counting() -> Callable[[], float]:
+    """A clock that goes on by a second each time it is read."""
+    return iter(range(10**9)).__next__
 
 
 def lesson(
@@ -154,10 +171,7 @@ def lesson(
             target,
             draft,
             draft.path,
-            minutes=1e6,
-            clock=iter(range(10**9)).__next__,
-            progress=progress,
-            interrupted=lambda: n_steps >= stop_after,
+            Budget(counting(), math.inf, lambda: n_steps >= stop_after, progress),
             rate=rate,
         )
 
@@ -203,17 +217,7 @@ def test_what_is_learnt_is_not_rounded_away(models: Path, folder: Path) -> None:
     requantize(models / "draft.gguf", small, 1)
     target, draft = LlamaModel(models / "target.gguf"), LlamaModel(small)
     with contextlib.closing(target), contextlib.closing(draft):
-        found = learn(
-            folder,
-            target,
-            draft,
-            small,
-            minutes=1e6,
-            clock=iter(range(10**9)).__next__,
-            progress=lambda _done, _total: None,
-            interrupted=lambda: False,
-            rate=0.01,
-        )
+        found = learn(folder, target, draft, small, Budget(counting()), rate=0.01)
     assert found is not None
     assert found.outcome == "new"
     learnt = learnt_weights(folder, small)
@@ -329,7 +333,7 @@ def test_a_draft_is_loaded_again_between_answers_only(models: Path, tmp_path: Pa
 
 def learns(learner: Learner) -> bool:
     """Whether a process learns now."""
-    return learner._child is not None
+    return learner.is_learning
 
 
 #: What a process that learns says at its end, after it was asked.
@@ -341,7 +345,7 @@ asked = json.loads(sys.stdin.buffer.readline())
 """
 _SAYS = """
 from pathlib import Path
-from specgen.engine.learnt_weights import Learnt, write_learnt
+from specgen.engine.kept_answers import Learnt, write_learnt
 folder, draft = Path(asked["folder"]), Path(asked["draft"])
 (folder / "w.gguf").write_bytes(Path(asked["target"]).read_bytes())
 write_learnt(folder, draft, Learnt("w.gguf", last_number=10, n_answers=9))
@@ -357,7 +361,7 @@ def learning(
 ) -> Iterator[tuple[Engine, Learner, list[str], Models]]:
     monkeypatch.setattr(learner_module, "check_library", lambda: None)
     code = _CHILD.format(root=str(ROOT), does=does)
-    monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, "-c", code))
+    monkeypatch.setattr(learner_module, "COMMAND", (sys.executable, "-c", code))
     said: list[str] = []
     with (
         opened(models, folder) as loaded,
@@ -382,10 +386,10 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
     with learning(models, tmp_path, monkeypatch, _SAYS) as (engine, learner, said, loaded):
         for text in prompts(NEW_ANSWERS):
             learner.between_answers(begins=True)
-            assert learner._child is None
+            assert not learner.is_learning
             engine.answers([text])
         learner.between_answers()
-        assert learner._child is not None
+        assert learner.is_learning
         until(lambda: bool(said), learner.between_answers)
         assert loaded.drafts.learnt == tmp_path / "w.gguf"
         assert "draft.gguf drafts with what it learnt from 9 answers from now on" in said[0]
@@ -394,7 +398,7 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
         assert isinstance(finished, FinishedEvent)
         assert finished.acceptance_rate == 1.0  # it is the target itself
         learner.between_answers()
-        assert learner._child is None
+        assert not learner.is_learning
 
 
 #: What a process that learns does: it says in a file what it is told.
@@ -434,19 +438,19 @@ def test_a_lessons_clock_stands_still_in_a_pause(monkeypatch: pytest.MonkeyPatch
     ):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stdin))
         ended: list[int] = []
-        monkeypatch.setattr("specgen.training.online.training_process.os._exit", ended.append)
-        pauses = training_process.Pauses()
+        monkeypatch.setattr(os, "_exit", ended.append)
+        pauses = learning_process.Pauses()
         pauses.listen()
-        monkeypatch.setattr(training_process, "time", SimpleNamespace(monotonic=clock))
+        monkeypatch.setattr(learning_process, "time", SimpleNamespace(monotonic=clock))
         assert not pauses.wait()
         is_read.clear()
-        pipe.write(training_process.PAUSE)
-        until(lambda: not pauses._goes_on.is_set())
+        pipe.write(learning_process.PAUSE)
+        until(lambda: pauses.is_paused)
         waiting = threading.Thread(target=pauses.wait)
         waiting.start()
         assert is_read.wait(60.0)
         now_s = 15.0
-        pipe.write(training_process.GO)
+        pipe.write(learning_process.GO)
         waiting.join()
         assert pauses.clock() == 10.0
         pipe.close()
@@ -461,7 +465,7 @@ def test_a_lesson_that_fails_ends_learning_and_nothing_else(
         until(lambda: bool(said), learner.between_answers)
         assert said == ["learning has ended: no memory"]
         learner.between_answers()
-        assert learner._child is None
+        assert not learner.is_learning
         assert engine.answers(["abc"])
 
 
@@ -504,17 +508,17 @@ def test_a_lesson_that_cannot_be_now_is_later(
 def test_the_process_that_learns_ends_with_the_learner(
     models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = set(psutil.Process().children())
     with learning(models, folder, monkeypatch, _WAITS) as (_, learner, _, _):
         learner.between_answers()
-        child = learner._child
-        assert child is not None
-        assert child.poll() is None
-    assert child.poll() is not None
+        (child,) = set(psutil.Process().children()) - before
+        assert child.is_running()
+    assert not child.is_running()
 
 
 _PARENT = """
 import json, subprocess, sys
-child = subprocess.Popen([sys.executable, "-m", "specgen.training.online.training_process"],
+child = subprocess.Popen([sys.executable, "-m", "specgen.training.learning_process"],
     stdin=subprocess.PIPE, start_new_session=True)
 child.stdin.write(json.dumps(json.loads(sys.argv[1])).encode() + b"\\n")
 child.stdin.flush()
@@ -533,10 +537,10 @@ def test_the_process_that_learns_ends_well_while_its_input_is_open(
         "target": str(models / "target.gguf"),
         "draft": str(models / "draft.gguf"),
         "base": str(models / "draft.gguf"),
-        "minutes": 10.0,
+        "minutes": 1e-6,
     }
     with subprocess.Popen(
-        learner_module._COMMAND,
+        learner_module.COMMAND,
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -585,7 +589,8 @@ def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path
     pytest.importorskip("starlette")
     from concurrent.futures import ThreadPoolExecutor
 
-    from tests.helpers.server import EXACT, FIXED, running
+    from tests.helpers.common import EXACT
+    from tests.helpers.server import FIXED, running
 
     options = SessionOptions(
         models / "target.gguf",
@@ -630,75 +635,70 @@ def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path
 # --- the command line
 
 
-@pytest.fixture
-def specgen_(capsys: pytest.CaptureFixture[str]) -> Specgen:
-    return in_process(capsys)
-
-
 def data_of(target: Path) -> Path:
     identity = identify(target)
     assert identity is not None
     return learning_folder(Path(os.environ["SPECGEN_DATA"]), identity)
 
 
-def test_commands_keep_learn_and_forget(specgen_: Specgen, models: Path, folder: Path) -> None:
+def test_commands_keep_learn_and_forget(specgen: Specgen, models: Path, folder: Path) -> None:
     target, draft = models / "target.gguf", models / "draft.gguf"
     own = ("-m", target, "-md", draft, "-t", "1", "-n", "40", "--ignore-eos")
-    plain = specgen_("run", *own, "abc")
+    plain = specgen("run", *own, "abc")
     assert plain.code == 0
     assert not data_of(target).exists()
-    kept = specgen_("run", *own, "--learn", "abc")
+    kept = specgen("run", *own, "--learn", "abc")
     assert (kept.code, kept.out) == (0, plain.out)
     assert len(read_answers(data_of(target))) == 1
-    few = specgen_("draft", "learn", "-m", target, "-md", draft)
+    few = specgen("draft", "learn", "-m", target, "-md", draft)
     assert few.code == 2
     assert "too few" in few.err or "needs jax" in few.err
     pytest.importorskip("jax")
     (data_of(target) / ANSWERS).write_bytes((folder / ANSWERS).read_bytes())
-    learnt = specgen_("draft", "learn", "-m", target, "-md", draft, "--json")
+    learnt = specgen("draft", "learn", "-m", target, "-md", draft, "--json")
     assert learnt.code == 0, learnt.err
     assert '"outcome": "new"' in learnt.out
-    used = specgen_("run", *own, "--learn", "abc")
+    used = specgen("run", *own, "--learn", "abc")
     assert (used.code, used.out) == (0, plain.out)
     assert "draft.gguf drafts with what it learnt from 30 answers" in used.err
-    without = specgen_("run", *own, "abc")
+    without = specgen("run", *own, "abc")
     assert (without.code, without.out) == (0, plain.out)
     assert "learnt" not in without.err
-    gone = specgen_("draft", "forget", "-m", target)
+    gone = specgen("draft", "forget", "-m", target)
     assert gone.code == 0
     assert "kept answers: 41; weights learnt from them: 1; lookup texts: 1;" in gone.out
     assert not data_of(target).exists()
     assert not list(Path(os.environ["SPECGEN_CACHE"]).glob("texts/*/*"))
-    nothing = specgen_("draft", "forget")
+    nothing = specgen("draft", "forget")
     assert (nothing.code, nothing.err) == (0, "")
     assert nothing.out.startswith("deleted: kept answers: 0;")
 
 
 def test_everything_is_forgotten_unless_a_target_is_named(
-    specgen_: Specgen, models: Path, tmp_path: Path
+    specgen: Specgen, models: Path, tmp_path: Path
 ) -> None:
     other = write_tiny_model(tmp_path / "other.gguf", CONFIG.draft(0.3))
     for target in (models / "target.gguf", other):
         own = ("-m", target, "-md", "ngram", "-t", "1", "-n", "20", "--ignore-eos", "--learn")
-        assert specgen_("run", *own, "abc").code == 0
-    gone = specgen_("draft", "forget")
+        assert specgen("run", *own, "abc").code == 0
+    gone = specgen("draft", "forget")
     assert "kept answers: 2; weights learnt from them: 0; lookup texts: 2;" in gone.out
     assert not list(Path(os.environ["SPECGEN_DATA"]).glob("learning/*"))
 
 
 def test_the_environment_switches_it_on(
-    specgen_: Specgen, models: Path, monkeypatch: pytest.MonkeyPatch
+    specgen: Specgen, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECGEN_LEARN", "1")
     target = models / "target.gguf"
     own = ("-m", target, "-md", "ngram", "-t", "1", "-n", "20", "--ignore-eos")
-    assert specgen_("run", *own, "abc").code == 0
+    assert specgen("run", *own, "abc").code == 0
     assert len(read_answers(data_of(target))) == 1
-    assert specgen_("run", *own, "--no-learn", "abc").code == 0
+    assert specgen("run", *own, "--no-learn", "abc").code == 0
     assert len(read_answers(data_of(target))) == 1
 
 
-def test_a_server_learns_across_requests_or_not_at_all(specgen_: Specgen, models: Path) -> None:
-    refused = specgen_("serve", "-m", models / "target.gguf", "--learn")
+def test_a_server_learns_across_requests_or_not_at_all(specgen: Specgen, models: Path) -> None:
+    refused = specgen("serve", "-m", models / "target.gguf", "--learn")
     assert refused.code == 2
     assert "add --learn-across-requests" in refused.err

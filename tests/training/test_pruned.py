@@ -27,13 +27,12 @@ from specgen.system.arrays import Logits
 from specgen.system.json_lines import locked
 from specgen.testing.tiny import Architecture, TinyConfig, weights, write_tiny_model
 from specgen.testing.tiny import file as tiny_file
-from specgen.training.pruned import making
-from specgen.training.pruned.evaluations import Blocks, Evaluations
-from specgen.training.pruned.files import check_prunable, check_room, pruned_bytes
-from specgen.training.pruned.judging import Judge, judged_texts
-from specgen.training.pruned.making import Pruned, make_pruned
-from specgen.training.pruned.search import search
-from specgen.training.texts import TargetText
+from specgen.training import pruning
+from specgen.training.pruned_weights import check_prunable, check_space, pruned_bytes
+from specgen.training.pruning import Judge, Pruned, judged_texts, prune
+from specgen.training.pruning_search import Blocks, Evaluations, search
+from specgen.training.target_text import TargetText
+from specgen.training.training_loop import Budget
 from tests.helpers.heads import N_EMBD, opened, prompts, written
 
 N_LAYER = 6
@@ -84,7 +83,7 @@ def logits_of(resources: ExitStack, path: Path, left_out: Blocks | None = None) 
 
 def write_moe(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A mixture of two experts, one for each token."""
-    own_tensors, own_metadata = weights.tensors, tiny_file._add_metadata
+    own_tensors, own_metadata = weights.tensors, tiny_file.add_metadata
 
     def tensors(*arguments: Any) -> dict[str, Any]:
         found = {}
@@ -105,7 +104,7 @@ def write_moe(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         writer.add_expert_used_count(1)
 
     monkeypatch.setattr(tiny_file, "tensors", tensors)
-    monkeypatch.setattr(tiny_file, "_add_metadata", metadata)
+    monkeypatch.setattr(tiny_file, "add_metadata", metadata)
     return write_tiny_model(path, CONFIG)
 
 
@@ -197,16 +196,16 @@ def test_blocks_that_differ_by_metadata_are_refused(
 def test_too_little_disk_or_memory_is_told_beforehand(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_room(target, tmp_path)
+    check_space(target, tmp_path)
     import psutil
 
     with monkeypatch.context() as patched:
         patched.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10**6))
         with pytest.raises(MemoryLimitError, match=r"takes up to 0\.2 GiB of memory beside it"):
-            check_room(target, tmp_path)
+            check_space(target, tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=10**6))
     with pytest.raises(OutputError, match=r"takes up to 0\.2 GiB"):
-        check_room(target, tmp_path)
+        check_space(target, tmp_path)
 
 
 def test_bytes_are_those_of_the_file(target: Path, tmp_path: Path) -> None:
@@ -344,14 +343,12 @@ def made(
     seconds: float = 60.0,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Pruned | None:
-    return make_pruned(
+    return prune(
         loaded,
         TargetText(folder, N_EMBD),
         output,
-        until_s=time.monotonic() + seconds,
-        clock=time.monotonic,
-        interrupted=interrupted,
-        progress=lambda *_: None,
+        Budget(time.monotonic, time.monotonic() + seconds, interrupted),
+        lambda *_: None,
     )
 
 
@@ -388,9 +385,9 @@ def test_too_little_time_is_told_before_it_is_lost(
 def test_costs_are_those_of_the_bytes(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(making, "timed_share", lambda *_: 0.2)
+    monkeypatch.setattr(pruning, "timed_share", lambda *_: 0.2)
     with opened(target) as loaded:
-        costs = making.PrunedCosts(loaded, tmp_path)
+        costs = pruning.PrunedCosts(loaded, tmp_path)
     assert not list(tmp_path.iterdir())
     # Two of six blocks were timed.
     assert costs.cost(4) == pytest.approx(0.2)

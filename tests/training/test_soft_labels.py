@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specgen.decoding.drafters.translation import Translation
 from specgen.testing.fake_backend import FakeVocabulary
-from specgen.training.distil.soft_labels import SoftLabels
+from specgen.training.training_data import SoftLabels
 from tests.helpers.vocabularies import target_texts, vocabularies, vocabulary
 
 TARGET = vocabulary([b"a", b"b", b"c", b"ab", b"bc", b"\xff"], ["<s>", "</s>"])

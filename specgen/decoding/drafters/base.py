@@ -90,23 +90,23 @@ class WrappedDrafter:
     """Forwards every call to another drafter; subclasses override what differs."""
 
     def __init__(self, inner: Drafter) -> None:
-        self._inner = inner
+        self.inner = inner
 
     @property
     def name(self) -> str:
-        return self._inner.name
+        return self.inner.name
 
     def price(self, n_context: int) -> Price:
-        return self._inner.price(n_context)
+        return self.inner.price(n_context)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        return self._inner.propose(context, plan, n_drafted)
+        return self.inner.propose(context, plan, n_drafted)
 
     def observe(self, result: RoundResult) -> None:
-        self._inner.observe(result)
+        self.inner.observe(result)
 
     def rewind(self, n_tokens: int) -> None:
-        self._inner.rewind(n_tokens)
+        self.inner.rewind(n_tokens)
 
 
 class PromptHeadSkipper(WrappedDrafter):
@@ -123,18 +123,18 @@ class PromptHeadSkipper(WrappedDrafter):
         self._text: list[int] = []
 
     def price(self, n_context: int) -> Price:
-        return self._inner.price(n_context - len(self._head))
+        return self.inner.price(n_context - len(self._head))
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         text, head = self._text, self._head
         text.extend(context[len(text) : head.start])
         text.extend(context[len(text) + len(head) :])
-        return self._inner.propose(text, plan, n_drafted)
+        return self.inner.propose(text, plan, n_drafted)
 
     def rewind(self, n_tokens: int) -> None:
         n_left_out = len(range(self._head.start, min(self._head.stop, n_tokens)))
         del self._text[n_tokens - n_left_out :]
-        self._inner.rewind(n_tokens - n_left_out)
+        self.inner.rewind(n_tokens - n_left_out)
 
 
 @dataclass

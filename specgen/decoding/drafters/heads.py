@@ -10,19 +10,19 @@ from numpy.typing import NDArray
 
 from specgen.decoding.draft import NO_DRAFT, ROOT, Draft
 from specgen.decoding.drafters.base import Drafting, ready
-from specgen.decoding.drafters.growth import (
+from specgen.decoding.drafters.expansion import (
     DraftedChain,
     DraftShaper,
     IsEnd,
     Look,
-    growth,
     look,
+    make_expansion,
     n_guesses,
 )
-from specgen.decoding.growing_tree import GrowingTree
 from specgen.decoding.last_hidden import LastHidden
 from specgen.decoding.policy import RoundPlan, RoundResult
 from specgen.decoding.policy.cost_table import CostTable, Price
+from specgen.decoding.tree_builder import TreeBuilder
 from specgen.options import TreeShape
 from specgen.system.arrays import Hidden, Logits
 
@@ -140,13 +140,13 @@ class HeadsDrafter:
         return chain.draft(self.name)
 
     def _tree(self, states: Hidden, before: Sequence[int], plan: RoundPlan) -> Draft:
-        tree = GrowingTree(self.name)
-        growing = growth(
+        tree = TreeBuilder(self.name)
+        expansion = make_expansion(
             self._shape, plan, plan.n_max, self._n_deepest, self._rng, self._is_end, self._seconds
         )
-        growing.take(tree, ROOT, self._look(self._rows(states)[0], before))
+        expansion.take(tree, ROOT, self._look(self._rows(states)[0], before))
         behind = {ROOT: states}
-        while nodes := growing.frontier(tree, _WIDEST):
+        while nodes := expansion.frontier(tree, _WIDEST):
             parents = [behind[tree.parents[node]] for node in nodes]
             tokens = [tree.tokens[node] for node in nodes]
             reached = self._heads.advance(np.concatenate(parents), tokens)
@@ -154,8 +154,8 @@ class HeadsDrafter:
             for index, (node, row) in enumerate(zip(nodes, rows, strict=True)):
                 behind[node] = reached[index : index + 1]
                 tree.look_beyond(node)
-                growing.take(tree, node, self._look(row, (*before, *tree.path(node))))
-        return growing.cut(tree.draft(growing.walks))
+                expansion.take(tree, node, self._look(row, (*before, *tree.path(node))))
+        return expansion.cut(tree.draft(expansion.walks))
 
     def _look(self, row: Logits, path: Sequence[int]) -> Look:
         return look(self._whole(row), self._shaper, path, self._n_guesses, draws=self._draws)

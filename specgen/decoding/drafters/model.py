@@ -9,7 +9,7 @@ import numpy as np
 from specgen.decoding.backend import Backend, Batch
 from specgen.decoding.draft import NO_DRAFT
 from specgen.decoding.drafters.base import Ask, Drafting
-from specgen.decoding.drafters.growth import DraftedChain, DraftShaper
+from specgen.decoding.drafters.expansion import DraftedChain, DraftShaper
 from specgen.decoding.drafters.staged import Guesses
 from specgen.decoding.policy import RoundPlan, RoundResult
 from specgen.decoding.policy.cost_table import FREE, CostTable, Price
@@ -74,7 +74,7 @@ class ModelDrafter:
         self._ahead = _Ahead(held)
         self._n_ctx = backend.n_ctx if n_ctx is None else n_ctx
         #: The number of tokens, behind the text's first few, that are left out of the cache.
-        self._n_skipped = 0
+        self.n_skipped = 0
 
     @property
     def name(self) -> str:
@@ -119,31 +119,31 @@ class ModelDrafter:
             self._guesses.rewind(n_tokens)
         if n_tokens >= self._n_agreed:
             return
-        if self._n_skipped and n_tokens < _N_SINK + self._n_skipped:
+        if self.n_skipped and n_tokens < _N_SINK + self.n_skipped:
             self._empty()
             return
-        self._backend.remove(self._sequence, n_tokens - self._n_skipped)
+        self._backend.remove(self._sequence, n_tokens - self.n_skipped)
         self._ahead.clear()
         self._n_agreed = n_tokens
 
     def _empty(self) -> None:
         self._backend.remove(self._sequence)
         self._ahead.clear()
-        self._n_agreed = self._n_skipped = 0
+        self._n_agreed = self.n_skipped = 0
 
     def _make_room(self, n_context: int, n_max: int) -> int:
         """Slide the window, if the text and a draft of n_max tokens do not fit the cache;
         returns how many tokens may be drafted."""
         n_ctx = self._n_ctx
         # The last drafted token is not decoded, so n tokens need n - 1 cells after the text.
-        n_room = n_ctx - (n_context - self._n_skipped) + 1
+        n_room = n_ctx - (n_context - self.n_skipped) + 1
         if n_room < min(n_max, max(1, n_ctx // 4)):
             n_window = n_ctx // 2
             if n_window <= _N_SINK:  # too small for a beginning and an end
                 return 0
             self._empty()
-            self._n_skipped = max(0, n_context - n_window)
-            n_room = n_ctx - (n_context - self._n_skipped) + 1
+            self.n_skipped = max(0, n_context - n_window)
+            n_room = n_ctx - (n_context - self.n_skipped) + 1
         return min(n_max, n_room)
 
     def _catch_up(self, context: Sequence[int]) -> Generator[Ask, Logits, Logits]:
@@ -159,11 +159,11 @@ class ModelDrafter:
         # The last token is always decoded here, since a draft begins with its logits.
         n_kept = min(self._n_agreed + n_same, len(context) - 1)
         if n_kept < self._n_agreed + len(ahead):
-            self._backend.remove(self._sequence, n_kept - self._n_skipped)
+            self._backend.remove(self._sequence, n_kept - self.n_skipped)
         ahead.clear()
         missing = context[n_kept:]
-        if self._n_skipped and n_kept == 0:
-            missing = [*context[:_N_SINK], *context[_N_SINK + self._n_skipped :]]
+        if self.n_skipped and n_kept == 0:
+            missing = [*context[:_N_SINK], *context[_N_SINK + self.n_skipped :]]
         row = yield from self._decode(missing)
         self._n_agreed = len(context)
         return row

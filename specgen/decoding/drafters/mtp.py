@@ -9,20 +9,20 @@ import numpy as np
 from specgen.decoding.backend import Batch, MtpBackend
 from specgen.decoding.draft import NO_DRAFT, ROOT
 from specgen.decoding.drafters.base import Ask, Drafting
-from specgen.decoding.drafters.growth import (
+from specgen.decoding.drafters.expansion import (
     DraftedChain,
     DraftShaper,
     Look,
-    growth,
     look,
+    make_expansion,
     n_guesses,
 )
 from specgen.decoding.drafters.tree import NodeBranches
-from specgen.decoding.growing_tree import GrowingTree
 from specgen.decoding.hidden_trail import HiddenTrail
 from specgen.decoding.policy import RoundPlan, RoundResult
 from specgen.decoding.policy.cost_table import FREE, CostTable, Price
 from specgen.decoding.tree_batch import Branches
+from specgen.decoding.tree_builder import TreeBuilder
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 
@@ -200,14 +200,14 @@ class MtpDrafter:
     ) -> Drafting:
         """Draft a tree behind `n_text` tokens of the cache."""
         is_end = self._backend.vocabulary.is_end
-        tree = GrowingTree(self.name)
-        growing = growth(
+        tree = TreeBuilder(self.name)
+        expansion = make_expansion(
             self._shape, plan, n_max, self._n_deepest, self._rng, is_end, self._seconds
         )
-        growing.take(tree, ROOT, self._look(row, before))
+        expansion.take(tree, ROOT, self._look(row, before))
         states = {ROOT: self._backend.state(self._slot.first)}
         self._nodes.begin()
-        while nodes := growing.frontier(
+        while nodes := expansion.frontier(
             tree, min(_WIDEST, self._backend.n_outputs, self._nodes.n_free)
         ):
             batch, ends = Batch(), []
@@ -220,8 +220,8 @@ class MtpDrafter:
             for node, end, row_behind in zip(nodes, ends, rows, strict=True):
                 states[node] = self._backend.state(end)
                 tree.look_beyond(node)
-                growing.take(tree, node, self._look(row_behind, (*before, *tree.path(node))))
-        return growing.cut(tree.draft(growing.walks))
+                expansion.take(tree, node, self._look(row_behind, (*before, *tree.path(node))))
+        return expansion.cut(tree.draft(expansion.walks))
 
     def _seconds(self, n_rows: int) -> float:
         return self._costs.share_s(n_rows) if self._costs else 0.0

@@ -141,13 +141,13 @@ class SuffixDrafter:
         text, n_deepest = self._text, self._n_deepest or n_max
         tokens, parents = list(chain.tokens), list(chain.parents)
         confidences = [confidence or 0.0 for confidence in chain.probabilities]
-        origins, chances = list(chain.origins), []
+        origins, probabilities = list(chain.origins), []
         #: Positions that may get more children: node or root, cursor, depth, and probability of the path.
         places = [(ROOT, text.cursor(), 0, 1.0)]
         chance = 1.0
         for node, token in enumerate(chain.tokens):
             chance *= confidences[node]
-            chances.append(chance)
+            probabilities.append(chance)
             cursor = text.advance(places[-1][1], token)
             places.append((node, cursor, node + 1, chance))
         for node, cursor, depth, before in places:  # the list grows meanwhile
@@ -162,7 +162,7 @@ class SuffixDrafter:
                 parents.append(node)
                 origins.append(TEXT_ORIGIN)
                 confidences.append(guess.confidence)
-                chances.append(chance)
+                probabilities.append(chance)
                 if len(tokens) < _MAX_NODES:
                     behind = text.advance(cursor, guess.token)
                     places.append((len(tokens) - 1, behind, depth + 1, chance))
@@ -170,7 +170,7 @@ class SuffixDrafter:
         whole = Draft(
             tuple(tokens), tuple(parents), tuple(origins), tuple(confidences), (None,) * n
         )
-        order = sorted(range(n), key=lambda node: -chances[node])
+        order = sorted(range(n), key=lambda node: -probabilities[node])
         return whole.only(order[:n_max])
 
     def _all_that_followed(self, cursor: Cursor) -> list[_Guess]:

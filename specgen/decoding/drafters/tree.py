@@ -9,12 +9,19 @@ import numpy as np
 from specgen.decoding.backend import Backend, Batch
 from specgen.decoding.draft import NO_DRAFT, ROOT
 from specgen.decoding.drafters.base import Ask, Drafting
-from specgen.decoding.drafters.growth import DraftShaper, Growth, Look, growth, look, n_guesses
+from specgen.decoding.drafters.expansion import (
+    DraftShaper,
+    Expansion,
+    Look,
+    look,
+    make_expansion,
+    n_guesses,
+)
 from specgen.decoding.drafters.model import N_USUAL, ModelDrafter
-from specgen.decoding.growing_tree import GrowingTree
 from specgen.decoding.policy import RoundPlan
 from specgen.decoding.policy.cost_table import CostTable, Price
 from specgen.decoding.tree_batch import Branches
+from specgen.decoding.tree_builder import TreeBuilder
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 
@@ -69,7 +76,7 @@ class TreeModelDrafter(ModelDrafter):
         self._n_deepest = n_deepest
         self._n_guesses = n_guesses(shape)
         self._branches = NodeBranches(backend, slot)
-        self._tree = GrowingTree(self.name)
+        self._tree = TreeBuilder(self.name)
         #: The looks beyond nodes of the tree, and the text's length then.
         self._looks: dict[int, Look] = {}
         self._n_text = 0
@@ -87,18 +94,18 @@ class TreeModelDrafter(ModelDrafter):
         n_max = self._make_room(len(context), plan.n_max)
         if n_max < 1:
             return NO_DRAFT
-        tree = self._tree = GrowingTree(self.name)
+        tree = self._tree = TreeBuilder(self.name)
         self._n_text = len(context)
         before = tuple(context[len(context) - n_drafted :])
         found = self._known
         if found is None or self._n_agreed < len(context):
             row = yield from self._catch_up(context)
             found = self._look(row, before)
-        growing = self._growth(plan, n_max)
-        growing.take(tree, ROOT, found)
+        expansion = self._expansion(plan, n_max)
+        expansion.take(tree, ROOT, found)
         self._looks[ROOT] = found
         self._branches.begin()
-        while frontier := growing.frontier(tree, self._n_most()):
+        while frontier := expansion.frontier(tree, self._n_most()):
             rows = yield from self._decode_nodes(tree, frontier)
             looks = [
                 self._look(row, (*before, *tree.path(node)))
@@ -107,8 +114,8 @@ class TreeModelDrafter(ModelDrafter):
             for node, found in zip(frontier, looks, strict=True):
                 tree.look_beyond(node)
                 self._looks[node] = found
-                growing.take(tree, node, found)
-        return growing.cut(tree.draft(growing.walks))
+                expansion.take(tree, node, found)
+        return expansion.cut(tree.draft(expansion.walks))
 
     def rewind(self, n_tokens: int) -> None:
         if self._looks:
@@ -120,9 +127,11 @@ class TreeModelDrafter(ModelDrafter):
         """Return the largest number of nodes of a frontier: each needs a branch and a row of logits."""
         return min(self._branches.n_free, self._backend.n_outputs)
 
-    def _growth(self, plan: RoundPlan, n_max: int) -> Growth:
+    def _expansion(self, plan: RoundPlan, n_max: int) -> Expansion:
         is_end = self._backend.vocabulary.is_end
-        return growth(self._shape, plan, n_max, self._n_deepest, self._rng, is_end, self._seconds)
+        return make_expansion(
+            self._shape, plan, n_max, self._n_deepest, self._rng, is_end, self._seconds
+        )
 
     def _seconds(self, n_rows: int) -> float:
         return self._costs.share_s(n_rows) if self._costs else 0.0
@@ -134,10 +143,10 @@ class TreeModelDrafter(ModelDrafter):
     # --- the cache ---------------------------------------------------------------------------
 
     def _decode_nodes(
-        self, tree: GrowingTree, nodes: Sequence[int]
+        self, tree: TreeBuilder, nodes: Sequence[int]
     ) -> Generator[Ask, Logits, Logits]:
         """Decode nodes, each on its branch; return the logits after each, float32[n, n_vocab]."""
-        n_past = self._n_text - self._n_skipped
+        n_past = self._n_text - self.n_skipped
         batch = Batch()
         for node in nodes:
             position = n_past + tree.depths[node]
@@ -164,7 +173,7 @@ class TreeModelDrafter(ModelDrafter):
         self._keep(node, n_kept)
 
     def _keep(self, node: int, n_kept: int) -> None:
-        self._branches.keep(node, self._n_text - self._n_skipped, n_kept)
+        self._branches.keep(node, self._n_text - self.n_skipped, n_kept)
         self._n_agreed = max(self._n_agreed, self._n_text + n_kept)
         self._looks.clear()
 

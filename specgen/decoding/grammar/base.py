@@ -12,6 +12,7 @@ holds an old state holds every state reached from it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import numpy as np
@@ -41,6 +42,49 @@ class GrammarState(Protocol):
         """Return the only token that may come next, if there is exactly one; if only end-of-text tokens
         may, the first of them. This is much cheaper than a model's decode."""
         ...
+
+
+class CachedState(ABC):
+    """A `GrammarState` that computes each child, and the forced token, once."""
+
+    __slots__ = ("_children", "_forced", "_n_tokens")
+
+    def __init__(self, n_tokens: int) -> None:
+        self._n_tokens = n_tokens
+        self._children: dict[int, GrammarState] = {}
+        self._forced: int | None = -1  # not known yet
+
+    @abstractmethod
+    def allows(self, token_ids: TokenArray) -> BoolArray: ...
+
+    def after(self, token_id: int) -> GrammarState:
+        child = self._children.get(token_id)
+        if child is None:
+            if not self.allows(np.array([token_id]))[0]:
+                raise ValueError(f"the grammar does not allow token {token_id} here")
+            child = self._children[token_id] = self._make_child(token_id)
+        return child
+
+    def forced(self) -> int | None:
+        if self._forced == -1:
+            self._forced = self._find_forced()
+        return self._forced
+
+    @abstractmethod
+    def _make_child(self, token_id: int) -> GrammarState:
+        """Return the state after an allowed token."""
+
+    @abstractmethod
+    def _find_forced(self) -> int | None:
+        """Compute `forced`."""
+
+    def _check_exist(self, token_ids: TokenArray) -> None:
+        """Raise `ValueError` if one of the tokens is not in the vocabulary."""
+        for token_id in (int(token_ids.min()), int(token_ids.max())):
+            if not 0 <= token_id < self._n_tokens:
+                raise ValueError(
+                    f"there is no token {token_id}: the vocabulary has {self._n_tokens}"
+                )
 
 
 class _Ended:

@@ -37,13 +37,17 @@ _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]"
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
-def read_gbnf(text: str, root: str = "root") -> Gbnf:
-    """Read a grammar. Raise `UsageError` for one that llama.cpp would refuse, or that would break it."""
+#: The rule that a text has to follow.
+ROOT = "root"
+
+
+def read_gbnf(text: str) -> Gbnf:
+    """Read a grammar. Raises `UsageError` for one that llama.cpp would refuse, or that would break it."""
     reader = _Reader(text)
     reader.read()
-    _check_defined(reader, root)
+    _check_defined(reader)
     check_left_recursion([rule or [] for rule in reader.rules], reader.fail_rule)
-    return Gbnf([rule or [] for rule in reader.rules])
+    return Gbnf([rule or [] for rule in reader.rules], reader.named[ROOT][0])
 
 
 @dataclass(slots=True)
@@ -356,10 +360,10 @@ class _Reader:
     }
 
 
-def _check_defined(reader: _Reader, root: str) -> None:
+def _check_defined(reader: _Reader) -> None:
     for name, (rule, line) in reader.named.items():
         if reader.rules[rule] is None:
             reader.fail(f"there is no rule {name!r}", line)
-    if root not in reader.named:
+    if ROOT not in reader.named:
         names = ", ".join(list(reader.named)[:8])
-        raise UsageError(f"the grammar has no rule {root!r}", hint=f"it has {names}")
+        raise UsageError(f"the grammar has no rule {ROOT!r}", hint=f"it has {names}")

@@ -16,6 +16,10 @@ class Characters:
     ranges: tuple[tuple[int, int], ...]
     negated: bool = False
 
+    def has(self, code_point: int) -> bool:
+        """Return whether a character is one of these."""
+        return any(low <= code_point <= high for low, high in self.ranges) != self.negated
+
 
 @dataclass(frozen=True, slots=True)
 class Reference:
@@ -37,6 +41,8 @@ class Gbnf:
     """The rules of a grammar that llama.cpp can work with, repetitions written out."""
 
     rules: list[Rule]
+    #: The rule that a whole text derives.
+    root: int = 0
 
     def elements(self) -> Iterator[Element]:
         for rule in self.rules:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from specgen.decoding.grammar.base import ENDED, GrammarState
+from specgen.decoding.grammar.base import ENDED, CachedState, GrammarState
 from specgen.errors import BackendError, UsageError
 from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, TokenArray
@@ -75,38 +75,23 @@ class LlguidanceGrammar:
         return _State(self, self._matcher.deep_copy())
 
 
-class _State:
+class _State(CachedState):
     """The state of a grammar after a text. Its matcher never advances: children have copies."""
 
-    __slots__ = ("_allowed", "_children", "_forced", "_grammar", "_matcher")
+    __slots__ = ("_allowed", "_grammar", "_matcher")
 
     def __init__(self, grammar: LlguidanceGrammar, matcher: LLMatcher) -> None:
+        super().__init__(grammar.n_tokens)
         self._grammar = grammar
         self._matcher = matcher
-        self._children: dict[int, GrammarState] = {}
         self._allowed: BoolArray | None = None
-        self._forced: int | None = -1  # not known yet
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
         token_ids = np.asarray(token_ids, np.int64)
         if len(token_ids):
-            self._check_exist(int(token_ids.min()), int(token_ids.max()))
+            self._check_exist(token_ids)
         found: BoolArray = self._mask()[token_ids]
         return found
-
-    def after(self, token_id: int) -> GrammarState:
-        child = self._children.get(token_id)
-        if child is None:
-            self._check_exist(token_id, token_id)
-            if not self._mask()[token_id]:
-                raise ValueError(f"the grammar does not allow token {token_id} here")
-            child = self._children[token_id] = self._make_child(token_id)
-        return child
-
-    def forced(self) -> int | None:
-        if self._forced == -1:
-            self._forced = self._find_forced()
-        return self._forced
 
     def _find_forced(self) -> int | None:
         allowed, ends = self._mask(), self._grammar.ends
@@ -125,12 +110,6 @@ class _State:
         if not is_taken:
             raise _failure(matcher)
         return _State(self._grammar, matcher)
-
-    def _check_exist(self, lowest: int, highest: int) -> None:
-        n_tokens = self._grammar.n_tokens
-        if lowest < 0 or highest >= n_tokens:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"there is no token {wrong}: the vocabulary has {n_tokens}")
 
     def _mask(self) -> BoolArray:
         """Return the allowed tokens: bool[n_tokens]."""

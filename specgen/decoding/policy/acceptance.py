@@ -57,7 +57,7 @@ _ALLOWED_SHARE = 0.02
 _MOST_ALLOWANCE = 64.0
 #: Origins of tokens that need no model.
 NGRAM_ORIGINS = ("ngram", "lookup")
-#: Chances are kept at least this far from 0 and from 1.
+#: Rates are kept at least this far from 0 and from 1.
 _LEAST = 0.002
 
 
@@ -154,7 +154,7 @@ class AcceptanceCounts:
         return self.worths_beside.setdefault(1 << (n_sequences - 1).bit_length(), TextWorths())
 
 
-class Chances:
+class AcceptanceRates:
     """The probabilities, in one text, that a drafted token is accepted if all before it were, by
     its drafter's confidence in [0, 1].
 
@@ -181,9 +181,9 @@ class Chances:
         #: The acceptance probabilities by bin, until the next judgement; None if they are not computed yet.
         self._curve: tuple[float, ...] | None = None
 
-    def for_new_text(self) -> Chances:
+    def for_new_text(self) -> AcceptanceRates:
         """Return the statistics for another text, which has its own deviation and shares the counts."""
-        return Chances(self.counts, self._start_of)
+        return AcceptanceRates(self.counts, self._start_of)
 
     def expect(self, worth: float, n_sequences: int = 1) -> None:
         """Note what a round seems to be worth in this text, in plain tokens' time, with `n_sequences`
@@ -253,11 +253,11 @@ class Chances:
         return _shifted(n_accepted / (_N_START + counts.n_judged.item(index)), self._deviation)
 
 
-def new_chances(origin: str, counts: AcceptanceCounts | None = None) -> Chances:
+def new_acceptance_rates(origin: str, counts: AcceptanceCounts | None = None) -> AcceptanceRates:
     """Return the acceptance statistics of a drafter's tokens, with the prior for their origin."""
     if ":" in origin:
-        return Chances(counts, later_start)
-    return Chances(counts, ngram_start if origin in NGRAM_ORIGINS else model_start)
+        return AcceptanceRates(counts, later_start)
+    return AcceptanceRates(counts, ngram_start if origin in NGRAM_ORIGINS else model_start)
 
 
 def _bin(confidence: float) -> int:

@@ -8,7 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from specgen.decoding.draft import Draft
-from specgen.decoding.policy.acceptance import NGRAM_ORIGINS, Chances, TextWorths, new_chances
+from specgen.decoding.policy.acceptance import (
+    NGRAM_ORIGINS,
+    AcceptanceRates,
+    TextWorths,
+    new_acceptance_rates,
+)
 from specgen.decoding.policy.account import (
     N_TRIED_TOKENS,
     Account,
@@ -41,7 +46,7 @@ class CostAwarePolicy:
     decode, or less if recent rounds were faster. Its cost is the drafter's decodes and the larger
     batch of the target, as measured (`CostTable`). The number of tokens that a draft adds is the
     sum, over its tokens, of the probability that the token and all before it are accepted; these
-    probabilities are learnt (`Chances`). Drafting nothing is a valid decision.
+    probabilities are learnt (`AcceptanceRates`). Drafting nothing is a valid decision.
 
     A draft that is known as a whole is cut where its value is highest. A model drafts token by
     token, which is an optimal stopping problem (`StoppingRule`). Its solution also predicts what
@@ -56,7 +61,7 @@ class CostAwarePolicy:
     drafted row costs what it adds to that batch (`BatchShare`).
 
     A policy decides for one text. `costs` is the target's table, to which observed times are
-    added. `chances` are by origin; their counts cover all texts and may be shared with other
+    added. `acceptance` are by origin; their counts cover all texts and may be shared with other
     policies.
     """
 
@@ -64,7 +69,7 @@ class CostAwarePolicy:
         self,
         options: DraftOptions,
         costs: CostTable,
-        chances: MutableMapping[str, Chances] | None = None,
+        acceptance: MutableMapping[str, AcceptanceRates] | None = None,
     ) -> None:
         self.n_max = options.n_max
         self._p_min = options.stops_below
@@ -72,12 +77,12 @@ class CostAwarePolicy:
         #: The costs of this sequence's rows in the round's batch.
         self._costs = BatchShare(costs, ALONE)
         #: The acceptance probabilities from all texts, and those in this text; by origin.
-        self._known = {} if chances is None else chances
-        self._chances: dict[str, Chances] = {}
+        self._known = {} if acceptance is None else acceptance
+        self._acceptance: dict[str, AcceptanceRates] = {}
         #: Rules by drafter and by the price of a row, which depends on the other sequences in the batch.
         self._rules: dict[tuple[str, int], KnownRule] = {}
         self._account = Account()
-        self._outcomes = DraftOutcomes(self._of)
+        self._outcomes = DraftOutcomes(self.acceptance_of)
         self._n_stale = 0
         #: The accounts of the drafters that were considered in this text, by origin.
         self._considered: dict[str, TextWorths] = {}
@@ -142,8 +147,8 @@ class CostAwarePolicy:
             worths.account(saved_s / plain_s if origin == considered else 0.0, n_committed)
 
     def finish(self) -> None:
-        for chances in self._chances.values():
-            chances.end_text()
+        for acceptance in self._acceptance.values():
+            acceptance.end_text()
 
     # --- found tokens -----------------------------------------------------------------------
 
@@ -155,7 +160,7 @@ class CostAwarePolicy:
         if n_room < 1 or not found.is_chain:
             return RoundPlan(Reason("found"), found=found, stop=stop, drafter=drafter)
         price = offer.price(len(found))
-        rule, before = self._rule(drafter, price), stop.path_chances(found)[-1]
+        rule, before = self._rule(drafter, price), stop.path_probabilities(found)[-1]
         value_s = rule.value(len(found), before) + price.next_s - price.first_s
         if value_s <= price.backlog_s / self._account.n_rounds_left(offer.n_left):
             return RoundPlan(Reason("found"), found=found, stop=stop, drafter=drafter)
@@ -181,19 +186,19 @@ class CostAwarePolicy:
     def _worth_of_model(self, origin: str, price: Price, n_left: int) -> tuple[float, Reason]:
         """Return the expected gain of starting a model, in seconds a round, and the reason. It is above 0
         only if the model should start."""
-        plain_s, chances = self._costs.seconds(1), self._of(origin)
+        plain_s, acceptance = self._costs.seconds(1), self.acceptance_of(origin)
         if price == FREE:  # its draft is judged once it is known
             return 1e-9, Reason("model")
         if self._account.is_put_aside(origin):
             return 0.0, Reason("put aside")
-        worths = chances.counts.worths_at(self._costs.n_sequences)
+        worths = acceptance.counts.worths_at(self._costs.n_sequences)
         self._considered[origin] = worths
         elapsed_s = self._account.elapsed_s
         too_early = price.backlog_s > prefill_limit_s(price, worths, plain_s, elapsed_s)
         if too_early and worths.start is not None:
             return 0.0, self._needs_prefill(price)
         value_s = self._rule(origin, price).value(0, 1.0) + price.next_s - price.first_s
-        chances.expect(value_s / plain_s, self._costs.n_sequences)
+        acceptance.expect(value_s / plain_s, self._costs.n_sequences)
         ideal_s = self._ideal_s(price)
         if value_s <= 0.0 and ideal_s <= 0.0:
             row = (self._costs.seconds(2) - plain_s) / plain_s
@@ -203,7 +208,7 @@ class CostAwarePolicy:
         # In rounds in which n-grams draft, as in a text that copies, a model adds little.
         n_rounds = self._account.n_rounds_left(n_left) * self._account.left_by_ngrams
         value_s = worth_of_starting(
-            value_s, price, worths, chances.n_looks, plain_s=plain_s, n_rounds=n_rounds
+            value_s, price, worths, acceptance.n_looks, plain_s=plain_s, n_rounds=n_rounds
         )
         if value_s > 0.0:
             return value_s, Reason("model")
@@ -222,7 +227,7 @@ class CostAwarePolicy:
         )
 
     def _too_rarely(self, origin: str) -> Reason:
-        rate = self._of(origin).mean()
+        rate = self.acceptance_of(origin).mean()
         plain_s = self._costs.seconds(1)
         row = (self._costs.seconds(2) - plain_s) / plain_s
         return Reason(
@@ -239,14 +244,14 @@ class CostAwarePolicy:
             for k in range(1, self.n_max + 1)
         )
 
-    # --- costs and chances -------------------------------------------------------------------
+    # --- costs and acceptance -------------------------------------------------------------------
 
     def _stop(self, offer: Offer) -> WhilePaying:
         """Return how far drafts go at the present costs and acceptance probabilities, without the
         model's rule."""
         return WhilePaying(
             origin=offer.drafter or NGRAM_ORIGINS[0],
-            curves=_Curves(self._of),
+            curves=_Curves(self.acceptance_of),
             ngram_token_s=self._token_s(_NGRAM_MARGIN),
             model_token_s=self._token_s(_MODEL_MARGIN),
             extra_s=tuple(self._extra_s(n) for n in range(self.n_max + 1)),
@@ -263,27 +268,28 @@ class CostAwarePolicy:
         """Return the seconds that a draft of n tokens adds to a plain decode."""
         return self._costs.seconds(n_drafted + 1) - self._costs.seconds(1)
 
-    def _of(self, origin: str) -> Chances:
-        chances = self._chances.get(origin)
-        if chances is None:
-            known = self._known.setdefault(origin, new_chances(origin))
-            chances = self._chances[origin] = known.for_new_text()
-        return chances
+    def acceptance_of(self, origin: str) -> AcceptanceRates:
+        """Return the acceptance rates of a drafter's tokens in this text; they are learnt from each round."""
+        acceptance = self._acceptance.get(origin)
+        if acceptance is None:
+            known = self._known.setdefault(origin, new_acceptance_rates(origin))
+            acceptance = self._acceptance[origin] = known.for_new_text()
+        return acceptance
 
     def _rule(self, origin: str, price: Price) -> StoppingRule:
         """Return the known stopping rule for a drafter and a row's price, or a new one if much has
         changed."""
-        chances, token_s = self._of(origin), self._token_s(_MODEL_MARGIN)
+        acceptance, token_s = self.acceptance_of(origin), self._token_s(_MODEL_MARGIN)
         prices = (price.next_s, token_s, self._extra_s(1))
         key = (origin, row_bucket(token_s, self._extra_s(1)))
         known = self._rules.get(key)
-        if known is not None and known.holds(chances.version, *prices):
+        if known is not None and known.holds(acceptance.version, *prices):
             return known.rule
         batch_s = np.array([self._costs.seconds(n + 1) for n in range(self.n_max + 1)])
         rule = StoppingRule(
-            batch_s, price.next_s, token_s, chances.frequencies(), np.array(chances.curve())
+            batch_s, price.next_s, token_s, acceptance.frequencies(), np.array(acceptance.curve())
         )
-        self._rules[key] = KnownRule(rule, chances.version, *prices)
+        self._rules[key] = KnownRule(rule, acceptance.version, *prices)
         return rule
 
 
@@ -291,9 +297,9 @@ class _Curves(dict[str, tuple[float, ...]]):
     """The acceptance probabilities by bin of confidence, for each origin that is asked for in a
     round."""
 
-    def __init__(self, chances: Callable[[str], Chances]) -> None:
+    def __init__(self, acceptance: Callable[[str], AcceptanceRates]) -> None:
         super().__init__()
-        self._of = chances
+        self._of = acceptance
 
     def __missing__(self, origin: str) -> tuple[float, ...]:
         curve = self[origin] = self._of(origin).curve()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specgen.decoding.draft import ROOT, Draft
-from specgen.decoding.policy.acceptance import Chances, origin_of_rank
+from specgen.decoding.policy.acceptance import AcceptanceRates, origin_of_rank
 from specgen.decoding.policy.plan import RoundResult
 
 
@@ -43,20 +43,20 @@ class _Waiting:
 
 @dataclass(slots=True)
 class DraftOutcomes:
-    """Compares drafts with the text, and counts the results in the drafters' `chances`, by origin.
+    """Compares drafts with the text, and counts the results in the drafters' `acceptance`, by origin.
 
     A token that was not drawn at random need not be verified for this: the text shows whether it
     continues with the token. A drawn token is counted only where it was verified.
     """
 
-    chances: Callable[[str], Chances]
+    acceptance: Callable[[str], AcceptanceRates]
     _waiting: dict[str, _Waiting] = field(default_factory=dict)
 
     def observe(self, result: RoundResult) -> None:
         """Count the looks and the judged tokens of a round."""
         for draft in result.proposed:
             if result.plan.drafter is not None:
-                seen = self.chances(result.plan.drafter)
+                seen = self.acceptance(result.plan.drafter)
                 for confidence in draft.looks:
                     seen.see(confidence)
             self._wait_for(draft)
@@ -91,15 +91,15 @@ class DraftOutcomes:
             if draft.distributions[node] is not None:
                 confidence = next(looks, None)
                 if confidence is not None:
-                    chances = self.chances(draft.origins[node])
-                    chances.judge(confidence, accepted=node < n_accepted)
+                    acceptance = self.acceptance(draft.origins[node])
+                    acceptance.judge(confidence, accepted=node < n_accepted)
 
     def _judge_children(self, waiting: _Waiting, token: int) -> None:
         """Count, for each token that was proposed here, whether it is the text's token."""
         draft = waiting.draft
         for child in draft.children(waiting.node):
             confidence = draft.probabilities[child]
-            chances = self.chances(origin_of_rank(draft.origins[child], waiting.ranks[child]))
-            chances.judge(
+            acceptance = self.acceptance(origin_of_rank(draft.origins[child], waiting.ranks[child]))
+            acceptance.judge(
                 1.0 if confidence is None else confidence, accepted=draft.tokens[child] == token
             )

@@ -172,7 +172,7 @@ class RoundPlan:
             return False
         return n_chosen == 0 or self.stop.looks(confidences[self.n_given :])
 
-    def behind(self, n_given: int) -> RoundPlan:
+    def after(self, n_given: int) -> RoundPlan:
         """Return the plan for a drafter that first drafts `n_given` tokens of the text again."""
         if not n_given:
             return self

@@ -7,8 +7,6 @@ result of the one before; those that are switched off cost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from specgen.decoding.sampling.candidates import Candidates, check_finite
@@ -107,21 +105,6 @@ class Sampler:
         finally:
             for token_ids, before in reversed(edited):
                 logits[token_ids] = before
-
-    def distributions(
-        self, logits: Logits, histories: Sequence[TokenArray] | None = None
-    ) -> list[Distribution]:
-        """Return `distribution` for each row of float32[n_rows, n_vocab], with a history each.
-
-        A plain loop: finding the best of all rows in one pass takes 38 to 41 microseconds a
-        row of 152 thousand logits for 4 to 8 rows and 60 for a single one; one row after the
-        other takes 45 to 49 (`benchmarks/sampling.py`).
-        """
-        if histories is None:
-            histories = [NO_HISTORY] * len(logits)
-        return [
-            self.distribution(row, history) for row, history in zip(logits, histories, strict=True)
-        ]
 
     def _of_row(self, logits: Logits, history: TokenArray, allows: Allows | None) -> Distribution:
         token_id = int(logits.argmax())

@@ -21,9 +21,9 @@ import numpy as np
 from specgen.decoding.policy.acceptance import (
     N_BINS,
     AcceptanceCounts,
-    Chances,
+    AcceptanceRates,
     TextWorths,
-    new_chances,
+    new_acceptance_rates,
 )
 from specgen.decoding.policy.cost_table import CostTable
 from specgen.engine.calibration.threads import Threads
@@ -60,7 +60,7 @@ class Memory:
         self._machine = dict(machine or {})
         self._known = _read(file)
         self._tables: dict[str, CostTable] = {}
-        self._chances: dict[str, dict[str, Chances]] = {}
+        self._acceptance: dict[str, dict[str, AcceptanceRates]] = {}
         self._threads: dict[str, Threads] = {}
         self._weights: dict[str, str | None] = {}
         #: Keys of tables that are to be removed from the file.
@@ -116,17 +116,18 @@ class Memory:
         """Store the type of weights for a model; with None it is measured again."""
         self._weights[self._model_key(model, context)] = weights
 
-    def chances(self, target: Path, draft: Path | str, mode: str) -> dict[str, Chances]:
+    def acceptance(self, target: Path, draft: Path | str, mode: str) -> dict[str, AcceptanceRates]:
         """Return the acceptance statistics of the drafts of `draft` for `target`, by origin; origins that
         are added to the result are kept. `mode` separates cases whose acceptance rates differ."""
         name = _identity(draft) if isinstance(draft, Path) else draft
         key = _key({"target": _identity(target), "draft": name, "mode": mode})
-        if key not in self._chances:
+        if key not in self._acceptance:
             kept = self._known[_CHANCES].get(key, {})
-            self._chances[key] = {
-                origin: new_chances(origin, counts) for origin, counts in _all_counts(kept).items()
+            self._acceptance[key] = {
+                origin: new_acceptance_rates(origin, counts)
+                for origin, counts in _all_counts(kept).items()
             }
-        return self._chances[key]
+        return self._acceptance[key]
 
     def save(self) -> None:
         """Write what was learnt to the file. A file that cannot be written stays as it is, and the rest
@@ -145,7 +146,7 @@ class Memory:
             if table and key not in self._passing:
                 document[_COSTS].pop(key, None)
                 document[_COSTS][key] = {str(n): round(s, 7) for n, s in table.known.items()}
-        for key, by_origin in self._chances.items():
+        for key, by_origin in self._acceptance.items():
             counted = {o: _to_json(c.counts) for o, c in by_origin.items() if c.n_judged}
             if counted:
                 document[_CHANCES].pop(key, None)

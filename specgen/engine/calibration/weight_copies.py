@@ -38,10 +38,10 @@ from specgen.system.atomic_files import NEW, new_beside
 COPY_TYPE: WeightType = "q4_0"
 #: Smaller models take so little time that it does not matter. For larger ones a program should not
 #: write so many bytes to a disk without being asked.
-_LEAST_BYTES = 32 * 2**20
+LEAST_BYTES = 32 * 2**20
 _MOST_BYTES = 2 * 2**30
 #: The most bytes of all copies together; beyond, the copies that were not used for longest are deleted.
-_MOST_KEPT = 4 * 2**30
+MOST_KEPT_BYTES = 4 * 2**30
 #: Before a copy is made, this many times the model's bytes have to be free on the disk.
 _FREE = 2
 #: A copy has to take less than this share of the model's own time. The mean total variation distance
@@ -49,7 +49,7 @@ _FREE = 2
 #: (For three copies of 0.5B models it was 0.04 to 0.09, and they agreed with the target at 0.001 to 0.012
 #: fewer positions of 75 answers; for one of a 135M model it was 0.24, and 0.057 fewer.)
 _WORTH_IT = 0.85
-_MOST_OTHER = 0.15
+MOST_DISTANCE = 0.15
 #: Rows of the batches that are timed, which are those that a draft model mostly decodes; and how often.
 _SIZES = (1, 2, 4)
 _N_REPEATS = 5
@@ -74,7 +74,7 @@ class Comparison:
     @property
     def is_taken(self) -> bool:
         """Whether the model drafts from the copy."""
-        return self.share < _WORTH_IT and self.distance <= _MOST_OTHER
+        return self.share < _WORTH_IT and self.distance <= MOST_DISTANCE
 
     @property
     def note(self) -> str:
@@ -181,7 +181,7 @@ class Copies:
         known = self._memory.weights(model.path, context)
         if known == "own" or (known == COPY_TYPE and self.of(model.path, context) is not None):
             return False
-        if not _LEAST_BYTES <= model.size_bytes <= _MOST_BYTES:
+        if not LEAST_BYTES <= model.size_bytes <= _MOST_BYTES:
             return False
         return context.n_gpu_layers == 0 or not build().gpu_offload  # on a GPU other types are fast
 
@@ -265,7 +265,7 @@ def _make(model: LlamaModel, path: Path, context: ContextOptions) -> None:
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
     with new_beside(path) as new:
-        _make_room(folder, _MOST_KEPT - model.size_bytes, new.stat().st_mtime)
+        _make_room(folder, MOST_KEPT_BYTES - model.size_bytes, new.stat().st_mtime)
         _check_room(folder, _FREE * model.size_bytes)
         try:
             requantize(model.path, new, context.n_threads_batch or default_threads())

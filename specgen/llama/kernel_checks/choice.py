@@ -102,7 +102,7 @@ def choose_kernels(
         except BackendError as error:
             # The child process attached them, but this process may fail to.
             status = KernelStatus("llama.cpp", reason=error.message, hint=_LEAVE, path=path)
-        _try_models(ModelTrials(path, cache, required=wanted == "specgen", child=trial))
+        try_models(ModelTrials(path, cache, required=wanted == "specgen", child=trial))
     elif attached is not None:
         attached.enable(products=False, attention=False)
     if wanted == "specgen" and status.computes != "specgen":
@@ -140,7 +140,7 @@ def _refused(path: Path, result: TestResult) -> KernelStatus:
     )
 
 
-def _try_models(trials: ModelTrials) -> None:
+def try_models(trials: ModelTrials) -> None:
     from specgen.llama import kernels
 
     kernels.ask_before_loading(trials.support_for)

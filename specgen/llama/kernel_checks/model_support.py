@@ -61,14 +61,12 @@ class ModelTrials:
         *,
         required: bool = False,
         child: Sequence[str] = TRIAL_COMMAND,
-        timeout_s: float = _TIMEOUT_S,
     ) -> None:
         self._library = library
         self._cache = cache
         self._kept = KeptResults(cache / FILE_NAME, _N_KEPT)
         self._required = required
         self._child = child
-        self._timeout_s = timeout_s
         self._about: dict[str, str] = {}
         #: The results in this process, by key.
         self._known: dict[str, KernelSupport] = {}
@@ -175,7 +173,7 @@ class ModelTrials:
         library = os.fspath(self._library) if attach else ""
         switches = [str(int(switch)) for switch in (products, attention)]
         command = [*self._child, library, os.fspath(file), os.fspath(steps), *switches]
-        timeout_s = self._timeout_s + file.stat().st_size / _BYTES_PER_S
+        timeout_s = _TIMEOUT_S + file.stat().st_size / _BYTES_PER_S
         end: _End = "died"
         try:
             problem = str(ask_child(command, timeout_s).get("problem", ""))

@@ -89,12 +89,12 @@ def circumstances(library: Path) -> dict[str, str]:
         "library": hashlib.sha256(library.read_bytes()).hexdigest(),
         "llama-cpp-python": build().version,
         "ggml": ggml_version(),
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "instructions": os.environ.get(INSTRUCTIONS_VARIABLE, ""),
     }
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
     """Return the name, the microcode and the features of the CPU as Linux reports them."""
     lines: dict[str, str] = {}
     with contextlib.suppress(OSError):

@@ -55,7 +55,7 @@ _COUNT = rf"\bn_{{}}\s*=\s*{_NUMBER}"
 #: The last of the figures. The last output is sometimes lost, since the programs do not wait for the thread
 #: that writes their log: very small models lose it often.
 _ENDED = re.compile(_COUNT.format("accept"))
-_N_TRIES = 3
+N_TRIES = 3
 #: A logged error, after time and level.
 _ERROR_LINE = re.compile(r"[\d.]+ E (.*)")
 
@@ -196,7 +196,7 @@ def run_peer(
         file.write_bytes(job.prompt.text.removeprefix(job.prompt.bos).encode())
         command = (str(program), *arguments_of(setting, job, file))
         stdout = stderr = ""
-        for _ in range(_N_TRIES):
+        for _ in range(N_TRIES):
             output = run_program(command, limit_s=limit_s, interrupted=interrupted)
             if output is None:
                 return None

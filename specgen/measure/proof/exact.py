@@ -80,9 +80,9 @@ class Exact:
         if forced is not None:  # no row is needed
             return Distribution.certain(forced)
         self._n_followed += 1
-        return self._shaper.distribution(self._row(prefix), prefix)
+        return self._shaper.distribution(self.row(prefix), prefix)
 
-    def _row(self, prefix: tuple[int, ...]) -> Logits:
+    def row(self, prefix: tuple[int, ...]) -> Logits:
         """Return the target's logits after a prefix, float32[n_vocab]."""
         text = [*self._text, *prefix]
         known = self._target.remembered(text)

@@ -38,7 +38,7 @@ def find_models(choice: ModelChoice, *, quiet: bool) -> Sources:
     """Return the files of the run. Missing ones are fetched, with progress on standard error."""
     from specgen.llama.mtp_layers import why_no_mtp
     from specgen.models import cache_folder, identify, load_registry, locate, saved_draft
-    from specgen.training.made_files import heads_file
+    from specgen.training.draft_files import heads_file
 
     registry = load_registry()
     made_heads = partial(heads_file, cache_folder())
@@ -81,7 +81,7 @@ def session_options(
     """Return the options of a session. With `learn`, answers are kept: drafts learn from them, and n-grams
     are looked up in them."""
     from specgen.models import cache_folder, data_folder, identify
-    from specgen.training.made_files import learning_folder
+    from specgen.training.draft_files import learning_folder
 
     learning = None
     if learn and (identity := identify(sources.target)) is not None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from specgen.system.progress import Progress
 
 #: About how many seconds of decoding the comparison of numbers of threads takes.
-_THREADS_BUDGET_S = 20.0
+THREADS_BUDGET_S = 20.0
 #: Errors that are the draft's and not the target's.
 _DRAFT_ERRORS = (BackendError, MemoryLimitError, ModelFileError, PairError)
 
@@ -226,7 +226,7 @@ class Tuner:
         with loaded.contexts(short_context(loaded), drafts=draft is not None) as (target, drafting):
             backend = target if draft is None else drafting
             assert backend is not None, "the loaded draft"
-            found = measure_threads(backend, counts, default, _THREADS_BUDGET_S, self._interrupted)
+            found = measure_threads(backend, counts, default, THREADS_BUDGET_S, self._interrupted)
         if self._interrupted():
             return None
         loaded.memory.keep_threads(model, options, found.chosen)

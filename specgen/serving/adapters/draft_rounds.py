@@ -64,11 +64,11 @@ class DraftRounds:
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             loaded = Models(options, clock, memory, vocabulary_only=True)
-            self._loaded = self._resources.enter_context(loaded)
+            self.models = self._resources.enter_context(loaded)
             _refuse_recurrent(loaded)
             if options.drafting.is_by_cost and not is_pair_measured(loaded, loaded.drafts.path):
                 _measure(options, memory, clock)
-            self._contexts = self._resources.enter_context(loaded.draft_contexts(n_ctx))
+            self.contexts = self._resources.enter_context(loaded.draft_contexts(n_ctx))
             on_error.pop_all()
 
     def __enter__(self) -> DraftRounds:
@@ -86,12 +86,12 @@ class DraftRounds:
     @property
     def n_vocab(self) -> int:
         """The number of tokens in the target's vocabulary."""
-        return self._loaded.target.vocabulary.n_tokens
+        return self.models.target.vocabulary.n_tokens
 
     @property
     def draft_name(self) -> str:
         """The drafter: a model's file name, ``ngram`` or ``none``."""
-        return self._loaded.drafts.name
+        return self.models.drafts.name
 
     def next(self, text: abc.Sequence[int]) -> list[int]:
         """Return a draft, which may be empty, to follow a text of at least one token.
@@ -129,16 +129,16 @@ class DraftRounds:
     def _begin_text(self, text: abc.Sequence[int]) -> Sequence:
         """Start a new text. The caches keep the prefix that they share with it."""
         self._end_text()
-        draft = self._contexts[0] if self._contexts else None
-        self._sequence = sequence = DrafterFactory(self._loaded).sequence(
-            Prompt("", tuple(text)), _UNLIMITED, draft, seed=0, helpers=self._contexts[1:]
+        draft = self.contexts[0] if self.contexts else None
+        self._sequence = sequence = DrafterFactory(self.models).sequence(
+            Prompt("", tuple(text)), _UNLIMITED, draft, seed=0, helpers=self.contexts[1:]
         )
         return sequence
 
     def _end_text(self) -> None:
         if self._sequence is not None:
             self._sequence.policy.finish()
-            self._loaded.keep_text(self._sequence.tokens)
+            self.models.keep_text(self._sequence.tokens)
         self._sequence, self._draft = None, NO_DRAFT
 
     def _observe(self, sequence: Sequence, committed: abc.Sequence[int]) -> None:

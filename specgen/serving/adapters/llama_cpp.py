@@ -91,7 +91,7 @@ class SpecgenDraft(LlamaDraftModel):
             GenerationOptions(),
             Contexts(context or ContextOptions(), draft_context or ContextOptions(), kernels),
         )
-        self._rounds = DraftRounds(
+        self.rounds = DraftRounds(
             options, open_memory(), n_ctx=n_ctx, clock=time.perf_counter, note=note
         )
 
@@ -103,23 +103,23 @@ class SpecgenDraft(LlamaDraftModel):
 
     def close(self) -> None:
         """Free the drafter. May be called twice; a `Llama` that still uses it cannot generate."""
-        self._rounds.close()
+        self.rounds.close()
 
     def __call__(self, input_ids: npt.NDArray[np.intc], /, **_kwargs: Any) -> npt.NDArray[np.intc]:
         """Return the draft after the text `input_ids`, int32[n_tokens]: int32[n_drafted], which may be
         empty."""
-        return np.array(self._rounds.next(input_ids.tolist()), dtype=np.intc)
+        return np.array(self.rounds.next(input_ids.tolist()), dtype=np.intc)
 
     @property
     def name(self) -> str:
         """The drafter: a model's file name, ``ngram`` or ``none``."""
-        return self._rounds.draft_name
+        return self.rounds.draft_name
 
     @property
     def tally(self) -> Tally:
         """The counts of drafted and accepted tokens so far, without the last round of each text: `Llama` does
         not report the end of a text."""
-        return self._rounds.tally
+        return self.rounds.tally
 
     def check(self, llama: Llama) -> None:
         """Raise `UsageError` if `llama` would fail with this draft, or not use it.
@@ -134,9 +134,9 @@ class SpecgenDraft(LlamaDraftModel):
                 "Llama has another draft", hint="give Llama draft_model=<this SpecgenDraft>"
             )
         n_ctx, n_vocab, n_rows = llama.n_ctx(), llama.n_vocab(), len(llama.scores)
-        if n_vocab != self._rounds.n_vocab:
+        if n_vocab != self.rounds.n_vocab:
             raise UsageError(
-                f"Llama's model has {n_vocab} tokens, but the draft's target has {self._rounds.n_vocab}",
+                f"Llama's model has {n_vocab} tokens, but the draft's target has {self.rounds.n_vocab}",
                 hint="open the SpecgenDraft with the same target file as Llama",
             )
         n_room = len(llama.input_ids)

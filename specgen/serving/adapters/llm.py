@@ -124,7 +124,7 @@ class Specgen(llm.Model):
         options: Any = prompt.options
         try:
             target, draft = self._pair(options)
-            model = _loaded.get(target, draft, options.n_ctx)
+            model = loaded_models.get(target, draft, options.n_ctx)
             yield from _answer(model, prompt, response)
         except specgen.SpecgenError as error:
             hint = f" ({error.hint})" if error.hint else ""
@@ -157,7 +157,7 @@ def register_models(register: Callable[[llm.Model], None]) -> None:
     try:
         registry = load_registry()
     except specgen.SpecgenError as error:  # the models of other plugins must stay usable
-        _tell_once(f"specgen: {error.message}")
+        tell_once(f"specgen: {error.message}")
         return
     for pair in registry.pairs.values():
         register(Specgen(f"specgen/{pair.name}", pair.target, pair.draft))
@@ -167,7 +167,7 @@ def register_models(register: Callable[[llm.Model], None]) -> None:
 
 
 @functools.cache
-def _tell_once(text: str) -> None:
+def tell_once(text: str) -> None:
     """Write a line to standard error once, though `llm` asks for the models several times."""
     sys.stderr.write(f"{text}\n")
 
@@ -193,6 +193,10 @@ class _LoadedModels:
                 self._models[key] = specgen.load(target, draft, n_ctx=n_ctx)
             return self._models[key]
 
+    def __iter__(self) -> Iterator[specgen.Model]:
+        with self._lock:
+            return iter(list(self._models.values()))
+
     def close(self) -> None:
         """Free all models. They are loaded again if they are used again."""
         with self._lock:
@@ -203,7 +207,7 @@ class _LoadedModels:
             model.close()
 
 
-_loaded = _LoadedModels()
+loaded_models = _LoadedModels()
 
 
 def _fetch(*names: str | None) -> None:

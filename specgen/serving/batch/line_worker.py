@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -55,19 +55,13 @@ class LineWorker:
     caches, and they are made again. Raises what opening the models raises.
     """
 
-    def __init__(
-        self,
-        job: WorkerJob,
-        on_failure: Callable[[str], None],
-        on_start: Callable[[Sequence[Line]], None] = lambda _lines: None,
-    ) -> None:
-        """Start the thread. There, `on_start` gets lines before they start, and `on_failure` the error that
-        ended the thread; no line is answered after that."""
-        self._on_failure, self._on_start = on_failure, on_start
+    def __init__(self, job: WorkerJob, on_failure: Callable[[str], None]) -> None:
+        """Start the thread. There, `on_failure` gets the error that ended it; no line is answered after
+        that."""
+        self._on_failure = on_failure
         self._parallel = job.parallel
         self._changed = threading.Condition()
         self._incoming: deque[Line] = deque()
-        self._alone: deque[Line] = deque()
         self._too_large: deque[Task] = deque()
         self._replies: dict[str, Future[Answered]] = {}
         self._is_over = False
@@ -105,24 +99,19 @@ class LineWorker:
             if self._engine is not None:
                 self._engine.close()
 
-    def ask(self, line: Line, *, alone: bool = False) -> Future[Answered]:
-        """Submit a line, to be answered beside others or `alone`. A line that is already being answered gives
-        the same answer. The future gets a `BackendError` if the worker fails; this method raises it if the
-        worker has failed before."""
+    def ask(self, line: Line) -> Future[Answered]:
+        """Submit a line, to be answered beside others. A line that is already being answered gives the same
+        answer. The future gets a `BackendError` if the worker fails; this method raises it if the worker has
+        failed before."""
         with self._changed:
             if self._is_over:
                 raise BackendError("the worker has ended")
             reply = self._replies.get(line.custom_id)
             if reply is None:
                 reply = self._replies[line.custom_id] = Future()
-                (self._alone if alone else self._incoming).append(line)
+                self._incoming.append(line)
                 self._changed.notify()
         return reply
-
-    @property
-    def n_open(self) -> int:
-        """The number of lines without an answer."""
-        return len(self._replies)
 
     # --- in the thread --------------------------------------------------------------------------
 
@@ -159,48 +148,32 @@ class LineWorker:
     def _wait(self) -> bool:
         """Wait for lines; return False at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over or self._alone or self._incoming)
+            self._changed.wait_for(lambda: self._is_over or self._incoming)
             return not self._is_over
 
     def _answer_some(self) -> bool:
         """Answer the lines that fit one set of caches; return False if no line waits."""
-        tasks, is_alone = self._next()
+        tasks, self._too_large = self._too_large or deque(self._next()), deque()
         if not tasks:
-            return bool(self._alone or self._incoming)
+            return bool(self._incoming)
         engine = self._engine_for(max(task.n_ctx for task in tasks))
 
         def add(_tally: Tally) -> None:
-            """Take new lines between rounds, unless a line waits for larger caches or to be alone."""
-            if is_alone or self._alone or self._too_large:
-                return
-            for task in self._batch.prepare(self._take()):
-                (tasks if task.n_ctx <= self._n_ctx else self._too_large).append(task)
+            """Take new lines between rounds, unless a line waits for larger caches."""
+            if not self._too_large:
+                for task in self._next():
+                    (tasks if task.n_ctx <= self._n_ctx else self._too_large).append(task)
 
         self._batch.run(engine, tasks, lambda: self._is_over, add)
         self._loaded.memory.save()
         return not self._is_over
 
-    def _next(self) -> tuple[deque[Task], bool]:
-        """Return the next tasks, and whether they are to be answered alone."""
-        if self._too_large:
-            tasks, self._too_large = self._too_large, deque()
-            return tasks, False
-        with self._changed:
-            line = self._alone.popleft() if self._alone else None
-        if line is None:
-            lines = self._take()
-        else:
-            lines = [line]
-            self._on_start(lines)
-        return deque(self._batch.prepare(lines)), line is not None
-
-    def _take(self) -> list[Line]:
+    def _next(self) -> list[Task]:
+        """Return the lines that have come and can be answered."""
         with self._changed:
             lines = list(self._incoming)
             self._incoming.clear()
-        if lines:
-            self._on_start(lines)
-        return lines
+        return self._batch.prepare(lines)
 
     def _engine_for(self, n_ctx: int) -> Engine:
         """Return the engine, made again if its caches are too small. No answer is being generated."""

@@ -1,70 +1,173 @@
-"""The lines of a batch answered by a Ray cluster: passes over the missing lines, each in a child process."""
+"""Lines of a batch answered by actors of a Ray cluster.
+
+Ray places the actors, starts them again when they die, and retries their lines. This module gives lines to
+actors and writes the results, so a batch resumes from its results file wherever it began. It alone imports
+Ray.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import pickle
-import re
-import subprocess
+import socket
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from queue import Empty, SimpleQueue
-from typing import IO, TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-import specgen.errors
-from specgen.errors import BackendError, SpecgenError
+from specgen import __version__
+from specgen.errors import BackendError, ModelFileError, SpecgenError
+from specgen.serving.batch.line_worker import N_AT_ONCE, Answered, LineWorker, WorkerJob
 from specgen.serving.batch.lines import Line, LineError
 from specgen.serving.batch.results import Results, result_of
 from specgen.serving.batch.runner import Tally
 
-if TYPE_CHECKING:
-    from specgen.serving.batch.ray_job import RayJob
+#: How often Ray retries a line whose actor died. Then the line is asked once more, without others beside it,
+#: and retried as often: it may be what ends the actors.
+_N_RETRIES = 2
+#: The number of windows of lines that may be lost in a row before the batch is given up.
+_MOST_LOST = 4
+#: Seconds: between checks for Ctrl-C, between checks of the nodes, and to reach a cluster.
+_LOOK_S, NODES_S, _REACH_S = 0.2, 2.0, 10.0
+#: The size of the object store if Ray is started here: lines and results are small.
+_STORE_BYTES = 200_000_000
+#: Exit code of an actor whose engine has failed; Ray starts another one.
+_FAILED = 70
 
-#: The command of a pass. (Not `-m`: then pickled classes would belong to a module named __main__.)
-COMMAND = (sys.executable, "-c", "from specgen.serving.batch.ray_job import main; main()")
-#: Seconds: for Ray to list its nodes; between checks for Ctrl-C; for a child to end by itself.
-_CONNECT_S, _LOOK_S, _END_S = 60.0, 0.2, 5.0
-#: The beginning of a line in Ray's logs, and how much of such a line is shown, in characters.
-_LOG_PREFIX, _N_WORDS = re.compile(r"^\[[^]]*\] \S+: "), 200
-#: Ray reports nothing to others, and shows no progress bars.
-_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
-}
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A Ray cluster, and the CPUs and GPUs of an actor there; None takes those of the largest node.
+
+    `address` is ``local``, ``auto`` or HOST:PORT. A batch ends after `patience_s` seconds without a started
+    actor.
+    """
+
+    address: str
+    cpus_per_worker: float | None = None
+    gpus_per_worker: float | None = None
+    patience_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of a cluster, and all of its CPUs and GPUs."""
+
+    identity: str
+    address: str
+    n_cpus: float
+    n_gpus: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The number of actors that a cluster has room for, and the CPUs and GPUs of each."""
+
+    n_actors: int
+    cpus: float
+    gpus: float
+
+
+def place(nodes: Sequence[Node], cpus: float | None, gpus: float | None) -> Placement:
+    """Return how many actors with `cpus` CPUs and `gpus` GPUs the nodes have room for.
+
+    None takes all that the largest node has, so that each node of its size has one actor; if `gpus` is given,
+    None divides the CPUs among that node's actors. Raise `BackendError` if no node has room.
+    """
+    if gpus is None:
+        gpus = max((node.n_gpus for node in nodes), default=0.0)
+    if cpus is None:
+        able = [node for node in nodes if node.n_gpus >= gpus]
+        largest = max(able, key=lambda node: node.n_cpus, default=Node("", "", 0.0))
+        n_beside = max(1, int(largest.n_gpus // gpus)) if gpus else 1
+        cpus = largest.n_cpus if n_beside == 1 else largest.n_cpus // n_beside
+    wanted = cpus or 1.0, gpus
+    n_actors = sum(
+        int(min(node.n_cpus // wanted[0], node.n_gpus // gpus if gpus else float("inf")))
+        for node in nodes
+    )
+    if not n_actors:
+        most = max(((node.n_cpus, node.n_gpus) for node in nodes), default=(0.0, 0.0))
+        raise BackendError(
+            f"no Ray node has {_resources(*wanted)}: the largest has {_resources(*most)}",
+            hint="see --cpus-per-worker and --gpus-per-worker",
+        )
+    return Placement(n_actors, *wanted)
 
 
 class RayBatch:
-    """Gets the lines of a batch answered, and is the only one that writes the results, as they come.
+    """Gets the lines of a batch answered by a cluster. Use it as a context manager: it connects at the start,
+    and the actors end with it.
 
-    `job` describes a pass; its lines are the missing ones. `note` gets a sentence when a node or an actor
-    comes or goes. With `verbose`, Ray's output goes to standard error.
+    `files` are paths that each node must have, with their sizes in bytes. `note` gets a sentence when a node
+    goes or an actor is started again. With `verbose`, Ray's output goes to standard error. `ray` replaces the
+    module in tests.
     """
 
     def __init__(
         self,
-        job: RayJob,
+        cluster: Cluster,
+        job: WorkerJob,
         results: Results,
         *,
+        files: Mapping[str, int] | None = None,
         note: Callable[[str], None] = lambda _text: None,
         verbose: bool = False,
-        command: Sequence[str] = COMMAND,
+        ray: Any = None,
     ) -> None:
-        self._job = job
-        self._results = results
-        self._note = note
+        self._cluster, self._job, self._results = cluster, job, results
+        self._files, self._note = dict(files or {}), note
         self._verbose = verbose
-        self._command = command
+        self._ray = ray
         self.tally = Tally()
-        #: The number of actors; 0 while it is unknown.
         self.n_actors = 0
-        self._open: dict[str, Line] = {}
-        self._n_attempts: dict[str, int] = {}
+        self._nodes: dict[str, Node] = {}
+        self._placement = Placement(0, 0.0, 0.0)
+        self._actors: list[Any] = []
+        self._looked_s = 0.0
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> RayBatch:
+        """Raise `BackendError` if the cluster cannot be reached, or has no room for an actor."""
+        with contextlib.ExitStack() as stack:
+            # Ray prints messages of its processes to standard output, whatever it is asked to log.
+            sink = sys.stderr if self._verbose else stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(contextlib.redirect_stdout(sink))
+            if self._ray is None:
+                self._ray = _connect(self._cluster.address, verbose=self._verbose)
+            stack.callback(self._ray.shutdown)
+            self._nodes = self._alive()
+            self._placement = self._place()
+            self._stack = stack.pop_all()
+        return self
+
+    def _place(self) -> Placement:
+        cluster, nodes = self._cluster, list(self._nodes.values())
+        placement = place(nodes, cluster.cpus_per_worker, cluster.gpus_per_worker)
+        idle = [
+            node.address
+            for node in nodes
+            if node.n_cpus and (node.n_cpus < placement.cpus or node.n_gpus < placement.gpus)
+        ]
+        if idle:
+            self._note(
+                f"{', '.join(idle[:3])}{' and others' if len(idle) > 3 else ''}: fewer than "
+                f"{_resources(placement.cpus, placement.gpus)}, so no actor there; --cpus-per-worker asks "
+                "for fewer"
+            )
+        return placement
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
 
     def run(
         self,
@@ -72,166 +175,249 @@ class RayBatch:
         interrupted: Callable[[], bool] = lambda: False,
         report: Callable[[Tally], None] = lambda _tally: None,
     ) -> None:
-        """Get the lines answered. After an interruption, unfinished answers are dropped; a later run asks
-        for them again. Raise what a pass raises, and `OutputError`."""
+        """Get the lines answered. After an interruption, unfinished answers are dropped; a later run asks for
+        them again. Raise `BackendError`, `ModelFileError` and `OutputError`."""
         self.tally.n_lines = len(lines)
+        readable: list[Line] = []
         for line in lines:
             if isinstance(line.request, LineError):
-                self._write(result_of(line, self._job.worker.settings, None, line.request))
+                self._fail(line, line.request)
             else:
-                self._open[line.custom_id] = line
-        while self._open and not interrupted():
-            before = len(self._open), dict(self._n_attempts)
-            self._run_pass(interrupted, report)
-            if (len(self._open), self._n_attempts) == before and not interrupted():
+                readable.append(line)
+        if not readable:
+            return
+        self.n_actors = min(self._placement.n_actors, len(readable))
+        n_at_once = min(self._job.parallel or N_AT_ONCE, -(-len(readable) // self.n_actors))
+        options = {
+            "num_cpus": self._placement.cpus,
+            "num_gpus": self._placement.gpus,
+            "max_restarts": -1,
+            "max_task_retries": _N_RETRIES,
+            "max_concurrency": n_at_once,
+            "scheduling_strategy": "SPREAD",
+        }
+        actor = self._ray.remote(Actor).options(**options)
+        self._actors = [
+            actor.remote(self._job, self._files, __version__) for _ in range(self.n_actors)
+        ]
+        lost = self._answer(readable, n_at_once, interrupted, report)
+        for line in self._answer(lost, 1, interrupted, report):
+            n_attempts = 2 * (_N_RETRIES + 1)
+            message = f"given up after {n_attempts} attempts: each time the actor ended before it had answered"
+            self._fail(line, LineError("failed", message))
+            report(self.tally)
+
+    def _answer(
+        self,
+        lines: Sequence[Line],
+        n_at_once: int,
+        interrupted: Callable[[], bool],
+        report: Callable[[Tally], None],
+    ) -> list[Line]:
+        """Give each actor `n_at_once` lines at a time; return those that Ray could get no answer to. An actor
+        that is not needed any more ends, so that one of a lost node can start in its place."""
+        ray, waiting, lost = self._ray, deque(lines), list[Line]()
+        n_lost_in_row, began_s = 0, time.monotonic()
+        starting = {actor.ready.remote(): actor for actor in self._actors} if waiting else {}
+        running: dict[Any, tuple[Any, Line]] = {}
+        free: deque[Any] = deque()
+        restarted: set[str] = set()
+        while (waiting or running) and not interrupted():
+            while waiting and free:
+                actor, line = free.popleft(), waiting.popleft()
+                running[actor.answer.remote(line)] = actor, line
+            done, _ = ray.wait([*running, *starting], timeout=_LOOK_S)
+            for ref in done:
+                if ref in starting:
+                    self._check_started(ref)
+                    free.extend([starting.pop(ref)] * n_at_once)
+                    continue
+                actor, line = running.pop(ref)
+                free.append(actor)
+                try:
+                    where, answered = ray.get(ref)
+                except ray.exceptions.RayError:
+                    lost.append(line)
+                    n_lost_in_row += 1
+                    continue
+                n_lost_in_row = 0
+                self._take(answered)
+                if where and where not in restarted:
+                    restarted.add(where)
+                    self._note(f"an actor was started again, on {where}")
+            if done and not waiting:
+                self._release(free, [actor for actor, _ in running.values()])
+            report(self.tally)
+            if n_lost_in_row >= _MOST_LOST * n_at_once * len(self._actors):
                 raise BackendError(
-                    f"the Ray cluster has ended without an answer to the last {len(self._open)} lines",
-                    hint="start the same command again: it goes on with the missing lines",
+                    f"the last {n_lost_in_row} lines have no answer: their actors ended",
+                    hint="--verbose shows what the actors print",
                 )
+            self._look(0.0 if free or running else time.monotonic() - began_s)
+        return lost
 
-    def _run_pass(self, interrupted: Callable[[], bool], report: Callable[[Tally], None]) -> None:
-        lines = tuple(self._open.values())
-        job = replace(self._job, lines=lines, n_attempts=self._n_attempts)
-        with _Child(self._command, pickle.dumps(job), verbose=self._verbose) as child:
-            while not interrupted():
-                message = child.message(_LOOK_S)
-                if message is None:
-                    child.check()
-                elif self._take(message):
-                    return
-                report(self.tally)
+    def _check_started(self, ref: Any) -> None:
+        """Raise the error of an actor that could not start."""
+        try:
+            self._ray.get(ref)
+        except self._ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, SpecgenError):
+                raise cause from error
+            is_missing = "No module named 'specgen'" in str(error)
+            what = "specgen is not installed on a Ray node" if is_missing else _first_line(error)
+            raise BackendError(
+                f"an actor cannot start: {what}", hint="each node needs the same version of specgen"
+            ) from error
 
-    def _take(self, message: Mapping[str, Any]) -> bool:
-        """Handle a message; return whether it is the last one."""
-        kind = message["kind"]
-        if kind == "result":
-            self._take_result(message)
-        elif kind == "note":
-            self._note(message["text"])
-        elif kind == "placed":
-            self._take_placement(message)
-        elif kind == "error":
-            error: type[SpecgenError] = getattr(specgen.errors, message["class"], BackendError)
-            raise error(message["message"], message["hint"])
-        elif kind == "end":
-            self._n_attempts |= message["n_attempts"]
-            return True
-        return False
+    def _release(self, free: Collection[Any], busy: Collection[Any]) -> None:
+        """End the actors that have started and have no lines, but not the last one."""
+        idle = [actor for actor in self._actors if actor in free and actor not in busy]
+        for actor in idle[: len(self._actors) - 1]:
+            self._actors.remove(actor)
+            self._ray.kill(actor)
 
-    def _take_result(self, message: Mapping[str, Any]) -> None:
-        record = message["record"]
-        if self._open.pop(record["custom_id"], None) is None:
-            return  # also made by an actor that was given up: the first result stands
-        self.tally.n_drafted += message["n_drafted"]
-        self.tally.n_accepted += message["n_accepted"]
-        self.tally.n_cached_tokens += message["n_cached_tokens"]
-        self._write(record)
+    def _look(self, silent_s: float) -> None:
+        """Note nodes that are gone. Raise `BackendError` if no actor starts, or none has room any more."""
+        now = time.monotonic()
+        if now - self._looked_s < NODES_S:
+            return
+        self._looked_s, before, self._nodes = now, self._nodes, self._alive()
+        for identity in before.keys() - self._nodes.keys():
+            self._note(f"the Ray node {before[identity].address} is gone; others get its lines")
+        if before.keys() != self._nodes.keys():
+            place(list(self._nodes.values()), self._placement.cpus, self._placement.gpus)
+        if silent_s > self._cluster.patience_s:
+            total, free = self._ray.cluster_resources(), self._ray.available_resources()
+            raise BackendError(
+                f"no actor has started within {silent_s:.0f} s: {free.get('CPU', 0.0):g} of "
+                f"{total.get('CPU', 0.0):g} CPUs are free",
+                hint="wait until the cluster has free CPUs or GPUs, or ask for fewer with "
+                "--cpus-per-worker and --gpus-per-worker",
+            )
 
-    def _take_placement(self, message: Mapping[str, Any]) -> None:
-        if not self.n_actors:
-            for text in message["notes"]:
-                self._note(text)
-        self.n_actors = message["n_actors"]
+    def _alive(self) -> dict[str, Node]:
+        found = {}
+        for node in self._ray.nodes():
+            if node["Alive"]:
+                identity, has = node["NodeID"], node["Resources"]
+                address = node["NodeManagerAddress"]
+                found[identity] = Node(identity, address, has.get("CPU", 0.0), has.get("GPU", 0.0))
+        return found
 
-    def _write(self, record: Mapping[str, Any]) -> None:
-        if record["error"] is not None:
+    def _take(self, answered: Answered) -> None:
+        self.tally.n_drafted += answered.n_drafted
+        self.tally.n_accepted += answered.n_accepted
+        self.tally.n_cached_tokens += answered.n_cached_tokens
+        if answered.record["error"] is not None:
             self.tally.n_errors += 1
         else:
-            usage = record["response"]["body"]["usage"]
+            usage = answered.record["response"]["body"]["usage"]
             self.tally.n_answers += 1
             self.tally.n_tokens += usage["completion_tokens"]
             self.tally.n_prompt_tokens += usage["prompt_tokens"]
-        self._results.write(record)
+        self._results.write(answered.record)
+
+    def _fail(self, line: Line, error: LineError) -> None:
+        self._take(Answered(result_of(line, self._job.settings, None, error)))
 
 
-class _Child:
-    """A process that runs a pass. At the end of the `with` block the process and Ray's actors are gone."""
+class Actor:
+    """The actor that Ray runs, one or several on a node; it loads the models once."""
 
-    def __init__(self, command: Sequence[str], data: bytes, *, verbose: bool) -> None:
-        self._words: IO[bytes] | None = None if verbose else tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._words,
-            env={**os.environ, **_ENVIRONMENT},
-            # Ctrl-C at a terminal reaches the command only: results that are on their way are still written.
-            start_new_session=True,
+    def __init__(self, job: WorkerJob, files: Mapping[str, int], version: str) -> None:
+        import ray
+
+        context = ray.get_runtime_context()
+        node = ray.util.get_node_ip_address()
+        #: The node and the process, if Ray has started this actor again.
+        self._where = (
+            f"{node} (process {os.getpid()})" if context.was_current_actor_reconstructed else ""
         )
-        self._messages: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
-        self._is_placed = False
-        self._until_s = time.monotonic() + _CONNECT_S
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._writer = threading.Thread(target=self._send, args=(data,), daemon=True)
-
-    def __enter__(self) -> _Child:
-        self._reader.start()
-        self._writer.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        process = self._process
-        self._writer.join(_LOOK_S)
-        if self._writer.is_alive():  # the child does not read the job
-            process.kill()
-            self._writer.join()
-        with contextlib.suppress(OSError):  # closing this pipe ends the child
-            process.stdin.close()  # type: ignore[union-attr]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
-        process.kill()
-        process.wait()
-        self._reader.join()
-        for stream in (process.stdout, self._words):
-            if stream is not None:
-                stream.close()
-
-    def message(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return the next message; None if there is none within `timeout_s` seconds. Raise `BackendError`
-        if the process has ended without its last message."""
+        self._error: SpecgenError | None = None
         try:
-            message = self._messages.get(timeout=timeout_s)
-        except Empty:
-            return None
-        if message is None:
-            raise BackendError(
-                f"Ray has ended: {self._last_words()}",
-                hint="start the same command again: it goes on with the missing lines; --verbose shows "
-                "Ray's log",
+            _check_node(files, version)
+            # An actor whose engine fails ends: Ray starts another one, which may do better.
+            self._worker = LineWorker(job, lambda _message: os._exit(_FAILED)).__enter__()
+        except SpecgenError as error:
+            self._error = type(error)(f"the Ray node {node}: {error.message}", error.hint)
+
+    def ready(self) -> None:
+        """Return when the models are loaded. Raise the error with which they could not be."""
+        if self._error is not None:
+            raise self._error
+
+    def answer(self, line: Line) -> tuple[str, Answered]:
+        """Answer a line beside others; return also where, if this actor was started again."""
+        self.ready()
+        return self._where, self._worker.ask(line).result()
+
+
+def _check_node(files: Mapping[str, int], version: str) -> None:
+    """Check that a node has what an actor needs. Raise `BackendError` and `ModelFileError`."""
+    if version != __version__:
+        raise BackendError(
+            f"specgen {__version__} is installed there, and {version} on this machine",
+            hint="install the same version on each node",
+        )
+    for path, n_bytes in files.items():
+        found = n_bytes_of(Path(path))
+        if found is None:
+            raise ModelFileError(
+                f"there is no file {path}",
+                hint="each node reads the models from its own disk: put them at the same path on each",
             )
-        self._is_placed = self._is_placed or message["kind"] == "placed"
-        return message
-
-    def check(self) -> None:
-        """Raise `BackendError` if Ray takes too long to connect."""
-        if not self._is_placed and time.monotonic() > self._until_s:
-            raise BackendError(
-                f"Ray has not connected within {_CONNECT_S:.0f} s",
-                hint="`ray status` says whether the cluster runs",
+        if found != n_bytes:
+            raise ModelFileError(
+                f"{path} has {found} bytes there, but {n_bytes} on this machine",
+                hint="put the same file on each node",
             )
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for raw in self._process.stdout:
-            self._messages.put(json.loads(raw))
-        self._messages.put(None)
 
-    def _send(self, data: bytes) -> None:
-        """Send the job. The pipe stays open, since the child ends when it closes."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
-
-    def _last_words(self) -> str:
-        code = self._process.wait()
-        if self._words is None:
-            return f"exit code {code}"
-        self._words.seek(0)
-        lines = self._words.read().decode("utf-8", "replace").strip().splitlines()
-        if not lines:
-            return f"exit code {code}"
-        return _LOG_PREFIX.sub("", lines[-1].strip())[:_N_WORDS]
+def n_bytes_of(path: Path) -> int | None:
+    """Return the size of a file, 0 for a folder, and None if the path does not exist."""
+    try:
+        return 0 if path.is_dir() else path.stat().st_size
+    except OSError:
+        return None
 
 
-__all__ = ["COMMAND", "RayBatch"]
+def _connect(address: str, *, verbose: bool) -> Any:
+    """Connect to Ray. Raise `BackendError` if nothing responds."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports nothing to others
+    import ray
+
+    quiet: dict[str, Any] = {} if verbose else {"log_to_driver": False, "logging_level": "CRITICAL"}
+    if address == "local":
+        ray.init("local", include_dashboard=False, object_store_memory=_STORE_BYTES, **quiet)
+        return ray
+    named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    host, _, port = named.rpartition(":")
+    try:
+        if port.isdigit():
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+        ray.init(address, **quiet)
+    except (OSError, RuntimeError, ValueError, OverflowError) as error:
+        if address == "auto":
+            raise BackendError(
+                "no Ray cluster runs on this machine, and RAY_ADDRESS names none",
+                hint="`ray start --head` starts one; --ray local uses this machine alone",
+            ) from error
+        raise BackendError(
+            f"--ray {address}: no Ray cluster answers there: {_first_line(error)}",
+            hint="run the command on a machine of the cluster; `ray start --address` adds this one",
+        ) from error
+    return ray
+
+
+def _resources(cpus: float, gpus: float) -> str:
+    text = f"{cpus:g} CPU{'' if cpus == 1 else 's'}"
+    return text if not gpus else f"{text} and {gpus:g} GPU{'' if gpus == 1 else 's'}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
+
+
+__all__ = ["Actor", "Cluster", "Node", "Placement", "RayBatch", "n_bytes_of", "place"]

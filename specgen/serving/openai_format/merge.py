@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ def merged_figures(bodies: Sequence[dict[str, Any]], n_for_each_prompt: int) -> 
     }
     cached = [body["usage"]["prompt_tokens_details"]["cached_tokens"] for body in own_prompts]
     usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
-    timings = _sums([body["timings"] for body in bodies])
+    timings = _sums([{**body["timings"], "undrafted": []} for body in bodies])
+    timings["undrafted"] = _sums_of_reasons([body["timings"]["undrafted"] for body in bodies])
     for what in ("prompt", "predicted"):
         milliseconds = timings[f"{what}_ms"]
         per_second = 1000.0 * timings[f"{what}_n"] / milliseconds if milliseconds else None
@@ -57,6 +59,15 @@ def _sums(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             summed[name] = sum(each or 0 for each in values)
     return summed
+
+
+def _sums_of_reasons(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return one entry for each reason, the most frequent first, with the rounds of all parts."""
+    summed: dict[str, dict[str, Any]] = {}
+    for each in itertools.chain.from_iterable(parts):
+        n_before = summed[each["reason"]]["n_rounds"] if each["reason"] in summed else 0
+        summed[each["reason"]] = {**each, "n_rounds": n_before + each["n_rounds"]}
+    return sorted(summed.values(), key=lambda each: -each["n_rounds"])
 
 
 __all__ = ["merged_bodies", "merged_figures"]

@@ -122,7 +122,7 @@ def read_request(
         if fields.get(name) is not None:
             sampling = replace(sampling, **{name: read(name, fields[name])})
     for name in fields:
-        if name not in _KNOWN[kind]:
+        if name not in KNOWN_FIELDS[kind]:
             raise BodyError(name, "there is no such field")
     return replace(asked, sampling=sampling, generation=_generation(kind, fields, generation))
 
@@ -362,7 +362,7 @@ _COMMON = {
     *("grammar", "json_schema", "response_format"),
 }
 #: The fields of each kind of request.
-_KNOWN: Mapping[Kind, frozenset[str]] = {
+KNOWN_FIELDS: Mapping[Kind, frozenset[str]] = {
     "chat": frozenset({*_COMMON, "messages"}),
     "completion": frozenset({*_COMMON, "prompt"}),
     "prompt": frozenset({*_COMMON, "prompt", "system"}),

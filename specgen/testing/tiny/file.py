@@ -66,7 +66,7 @@ def write_tiny_model(
     target = Path(path)
     vocabulary = tiny_vocabulary(config)
     writer = GGUFWriter(target, config.architecture)
-    _add_metadata(writer, config, vocabulary)
+    add_metadata(writer, config, vocabulary)
     for key, value in (metadata or {}).items():
         writer.add_key_value(key, value, value_types[type(value)])
     for name, weights in tensors(config, vocabulary).items():
@@ -100,7 +100,7 @@ def _add_tensor(writer: GGUFWriter, config: TinyConfig, name: str, weights: Tiny
     writer.add_tensor(name, quants.quantize(weights, kind), raw_dtype=kind)
 
 
-def _add_metadata(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocabulary) -> None:
+def add_metadata(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocabulary) -> None:
     from gguf import LlamaFileType, PoolingType
 
     writer.add_name(config.name)

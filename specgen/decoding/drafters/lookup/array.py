@@ -70,11 +70,16 @@ class SuffixArray:
         parts = [part for text in texts if len(text) for part in (text, separator)]
         joined = [np.asarray(part, np.int32) for part in parts]
         tokens = np.concatenate(joined) if joined else np.empty(0, np.int32)
-        return cls(tokens, _sorted_suffixes(tokens[::-1]).astype(np.int32), made_of)
+        return cls(tokens, sorted_suffixes(tokens[::-1]).astype(np.int32), made_of)
 
     def __len__(self) -> int:
         """Return the number of tokens in the texts, separators included."""
         return len(self._tokens)
+
+    @property
+    def tokens(self) -> IntArray:
+        """The texts' tokens, int32[n], with a negative separator behind each text."""
+        return self._tokens
 
     def longest(
         self, ending: Sequence[int], *, shortest: int = 1, longest: int = MAX_MATCH
@@ -162,7 +167,7 @@ def _n_common(first: bytes, second: bytes) -> int:
     return (8 * n_bytes - difference.bit_length()) // 32
 
 
-def _sorted_suffixes(tokens: IntArray) -> npt.NDArray[np.int64]:
+def sorted_suffixes(tokens: IntArray) -> npt.NDArray[np.int64]:
     """Return the indices of a text's suffixes, sorted by their first `MAX_MATCH` tokens: int64[n].
 
     Suffixes that are sorted by their first h tokens can be sorted by 2h, with the ranks of the

@@ -64,6 +64,11 @@ class SuffixAutomaton:
         """Return the number of tokens in the text."""
         return len(self._tokens)
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """The number of states, and that of transitions between them."""
+        return len(self._links), sum(map(len, self._followers))
+
     def extend(self, token: int) -> None:
         """Add a token to the end of the text."""
         all_followers, links, lengths = self._followers, self._links, self._lengths

@@ -22,7 +22,7 @@ _ENDING = ".tokens"
 _ARRAY = "texts.npz"
 #: Texts that are not in the saved array get an array of their own, until they have more tokens than
 #: this, and more than this share of the saved tokens.
-_MAX_NEW = 16384
+MAX_NEW = 16384
 _NEW_PART = 0.25
 _BYTES_A_TOKEN = 4
 
@@ -93,7 +93,7 @@ class EarlierTexts:
         known = set(saved.made_of.split()) if saved is not None else set()
         new = [entry for entry in entries if entry.name not in known]
         n_new = sum(entry.n_bytes for entry in new) // _BYTES_A_TOKEN
-        if n_new > max(_MAX_NEW, _NEW_PART * n_saved):
+        if n_new > max(MAX_NEW, _NEW_PART * n_saved):
             saved = SuffixArray.build(self._read(entries), " ".join(e.name for e in entries))
             with contextlib.suppress(OSError):
                 saved.save(self.folder / _ARRAY)

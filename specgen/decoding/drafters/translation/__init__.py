@@ -13,18 +13,18 @@ from functools import cached_property
 from specgen.decoding.backend import Vocabulary
 from specgen.decoding.drafters.translation.shared import SharedShaper, SharedTokens
 from specgen.decoding.drafters.translation.strings import (
-    BeginningShaper,
     ControlTokens,
     Lexicon,
+    PrefixShaper,
     Speller,
     StringTranslation,
 )
 from specgen.decoding.drafters.translation.text import DraftText
 
 __all__ = [
-    "BeginningShaper",
     "DraftText",
     "Lexicon",
+    "PrefixShaper",
     "SharedShaper",
     "SharedTokens",
     "Speller",

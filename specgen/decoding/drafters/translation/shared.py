@@ -59,7 +59,7 @@ class SharedTokens:
     def to_draft(self, distribution: Distribution) -> Distribution | None:
         """Return a distribution over the draft's tokens for one over the target's, restricted to the shared
         tokens; None if it has no shared token."""
-        return _renamed(self._of_target, distribution)
+        return over_counterparts(self._of_target, distribution)
 
     def translate(self, draft: Draft) -> Draft:
         """Translate a draft to the target's tokens. Branches end before tokens that are not shared.
@@ -73,7 +73,9 @@ class SharedTokens:
             if self._of_draft[token] >= 0 and (parent == ROOT or parent in kept):
                 kept.append(node)
         draft = draft.only(kept)
-        sources = (source and _renamed(self._of_draft, source) for source in draft.distributions)
+        sources = (
+            source and over_counterparts(self._of_draft, source) for source in draft.distributions
+        )
         return replace(
             draft, tokens=tuple(self.target_tokens(draft.tokens)), distributions=tuple(sources)
         )
@@ -129,7 +131,7 @@ def _ends(target: Vocabulary, draft: Vocabulary, to_target: ControlTokens) -> li
     return sorted(((a, b) for a, b in pairs if b is not None), key=doubt)
 
 
-def _renamed(counterparts: TokenArray, source: Distribution) -> Distribution | None:
+def over_counterparts(counterparts: TokenArray, source: Distribution) -> Distribution | None:
     """Return the distribution of the counterparts of `source`'s tokens, given that there is one; None if no
     token has one. `counterparts` is int64[n_vocab], by token; -1 is none."""
     token_ids, probs = counterparts[source.token_ids], source.probs

@@ -125,7 +125,7 @@ class Lexicon:
         tokenizer uses."""
         return self.tokens.get(data)
 
-    def beginning_with(self, prefix: bytes) -> TokenArray:
+    def with_prefix(self, prefix: bytes) -> TokenArray:
         """Return the tokens whose bytes start with `prefix`, or equal it: int64[m], sorted by bytes."""
         keys, token_ids = self._sorted
         start = bisect_left(keys, prefix)
@@ -177,7 +177,7 @@ class Spelling:
         self.tokens.append(token)
         self.ends.append(end)
 
-    def behind(self, offset: int) -> Spelling:
+    def after(self, offset: int) -> Spelling:
         """Return the tokens that end after `offset`."""
         first = sum(end <= offset for end in self.ends)
         return Spelling(self.tokens[first:], self.ends[first:])
@@ -218,7 +218,7 @@ class Speller:
         """
         border = len(before)
         joint = self.spell(before + data)
-        spelling = joint.behind(border)
+        spelling = joint.after(border)
         spelling.ends = [end - border for end in spelling.ends]
         if border and border not in joint.ends and spelling.tokens:
             over = self.spell(data[: spelling.ends[0]])
@@ -353,7 +353,7 @@ def _product(starts: Sequence[tuple[int, float | None]], start: int, end: int) -
     return math.prod(known) if len(known) == len(found) else None
 
 
-class BeginningShaper(Shaper):
+class PrefixShaper(Shaper):
     """The draft's most likely text that starts with given bytes.
 
     The target's text may end in the middle of one of the draft's tokens. Without this shaper the
@@ -366,15 +366,15 @@ class BeginningShaper(Shaper):
         super().__init__(sampler, TextState(()))
         self._lexicon = lexicon
         #: The bytes that the draft must begin with.
-        self.beginning = b""
+        self.prefix = b""
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        if path or not self.beginning:
+        if path or not self.prefix:
             return super().distribution(logits, path)
-        token_ids = self._lexicon.beginning_with(self.beginning)
+        token_ids = self._lexicon.with_prefix(self.prefix)
         return Distribution.certain(int(token_ids[logits[token_ids].argmax()]))
 
     def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float:
-        if path or not self.beginning:
+        if path or not self.prefix:
             return super().top_probability(logits, path)
-        return top_probability(logits[self._lexicon.beginning_with(self.beginning)])
+        return top_probability(logits[self._lexicon.with_prefix(self.prefix)])

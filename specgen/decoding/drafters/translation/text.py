@@ -63,7 +63,7 @@ class DraftText:
         self.n_unchanged = len(prompt)
         self._bytes = bytearray()
         #: The end in the bytes of each of `tokens`, and of each of the target's tokens behind the prompt.
-        self._ends = [0] * len(prompt)
+        self.ends = [0] * len(prompt)
         self._target_ends: list[int] = []
         #: The number of bytes that are in tokens, or have none.
         self._n_told = 0
@@ -127,7 +127,7 @@ class DraftText:
             self._cut(self._borders.pop().n_before)
         n_bytes = self._target_ends[-1] if n_kept else 0
         del self._bytes[n_bytes:]
-        n_left = bisect_right(self._ends, n_bytes, lo=self._borders[-1].n_after)
+        n_left = bisect_right(self.ends, n_bytes, lo=self._borders[-1].n_after)
         is_cut = n_left < len(self.tokens)
         self._cut(n_left)
         self._n_told = self._start(n_left) if is_cut else min(self._n_told, n_bytes)
@@ -135,19 +135,19 @@ class DraftText:
     def _start(self, index: int) -> int:
         """Return the offset at which the token before `index` ends."""
         border = self._borders[-1]
-        return self._ends[index - 1] if index > border.n_after else border.n_bytes
+        return self.ends[index - 1] if index > border.n_after else border.n_bytes
 
     def _begin(self, index: int) -> int:
         """Return the offset at which token `index` starts: after the bytes before it that have no token, if
         there are any."""
-        return self._ends[index] - len(self._draft.token_bytes(self.tokens[index]))
+        return self.ends[index] - len(self._draft.token_bytes(self.tokens[index]))
 
     def _add(self, token: int, end: int) -> None:
         self.tokens.append(token)
-        self._ends.append(end)
+        self.ends.append(end)
 
     def _cut(self, n_tokens: int) -> None:
-        del self.tokens[n_tokens:], self._ends[n_tokens:]
+        del self.tokens[n_tokens:], self.ends[n_tokens:]
         self.n_unchanged = min(self.n_unchanged, n_tokens)
 
     def _add_control(self, token: int) -> None:
@@ -185,7 +185,7 @@ class DraftText:
         border = self._borders[-1]
         n_tokens, n_unchanged = len(self.tokens), self.n_unchanged
         replaced: list[int] = []
-        first = bisect_right(self._ends, self._n_told - _BEFORE, lo=border.n_after)
+        first = bisect_right(self.ends, self._n_told - _BEFORE, lo=border.n_after)
         if first < n_tokens:
             start = self._begin(first)
         else:  # there may be many bytes that have no token
@@ -198,7 +198,7 @@ class DraftText:
                 offset = start
                 replaced = self.tokens[n_kept:n_unchanged]
                 self._cut(n_kept)
-                new = joint.behind(place)
+                new = joint.after(place)
                 break
         else:
             before = bytes(self._bytes[start : self._n_told])

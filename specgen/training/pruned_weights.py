@@ -84,7 +84,7 @@ def _bytes_in_q4_0(target: Path, left_out: Collection[int]) -> dict[str, int]:
     return found
 
 
-def check_room(target: Path, folder: Path) -> None:
+def check_space(target: Path, folder: Path) -> None:
     """Raise `OutputError` if the disk has no room for a Q4_0 copy of the target, and `MemoryLimitError` if
     the memory has none in addition to what is loaded."""
     import psutil
@@ -115,13 +115,3 @@ def write_pruned(target: Path, left_out: Collection[int], output: Path, n_thread
         with new_beside(output) as new:
             requantize(target, new, n_threads, left_out=left_out)
             new.replace(output)
-
-
-__all__ = [
-    "ARCHITECTURES",
-    "bytes_a_token",
-    "check_prunable",
-    "check_room",
-    "pruned_bytes",
-    "write_pruned",
-]

@@ -9,7 +9,7 @@ complete in all three.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ from specgen.system.json_lines import (
     to_line,
     write_errors,
 )
+from specgen.training.training_loop import Budget
 
 #: The number of likeliest tokens that are kept for each position.
 N_TOP = 16
@@ -75,10 +76,6 @@ class TargetText:
         self.answers = [answer for answer, _ in kept]
         self._rows = [rows for _, rows in kept]
 
-    @property
-    def n_tokens(self) -> int:
-        return sum(len(answer.tokens) for answer in self.answers)
-
     @cached_property
     def _hidden(self) -> NDArray[np.float16]:
         shape = (self._n_rows, self._n_embd)
@@ -114,21 +111,20 @@ def write_text(
     loaded: Models,
     prompts: Sequence[str],
     folder: Path,
+    budget: Budget,
     *,
     n_tokens: int,
     n_parallel: int,
     max_tokens: int,
-    interrupted: Callable[[], bool],
-    progress: Callable[[int, int], None],
 ) -> int:
     """Let the target answer prompts until the folder holds `n_tokens` tokens of answers to them, or no
-    prompts are left. Return the number of tokens of answers to these prompts in the folder.
+    prompts or time are left. Return the number of tokens of answers to these prompts in the folder.
 
     Prompts that have an answer in the folder are skipped. Up to `n_parallel` prompts are answered at once,
-    each with at most `max_tokens` tokens. `progress` gets the tokens so far and `n_tokens`. An interrupted
-    call keeps the finished answers. Raise `OutputError`, `MemoryLimitError`, `UsageError` if `max_tokens`
-    do not fit the target's context, `PairError` if the target has a recurrent state, and `ModelFileError`
-    if the folder's files are damaged.
+    each with at most `max_tokens` tokens. The budget's `progress` gets the tokens so far and `n_tokens`. An
+    interrupted call keeps the finished answers. Raises `OutputError`, `MemoryLimitError`, `UsageError` if `max_tokens` do
+    not fit the target's context, `PairError` if the target has a recurrent state, and `ModelFileError` if the
+    folder's files are damaged.
     """
     if loaded.target.has_recurrent_state:
         raise PairError(
@@ -137,7 +133,8 @@ def write_text(
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     busy = OutputError(f"{folder}: another process is writing there", "wait until it is done")
-    with locked(folder / "lock", busy), _Writer.opened(folder, loaded) as writer:
+    with locked(folder / "lock", busy), contextlib.ExitStack() as resources:
+        writer = _Writer(folder, loaded, resources)
         asked = frozenset(prompts)
         answered = {answer.prompt for answer in writer.answers if answer.prompt in asked}
         left = [
@@ -146,13 +143,15 @@ def write_text(
             if text not in answered
         ]
         n_have = sum(len(answer.tokens) for answer in writer.answers if answer.prompt in answered)
-        progress(n_have, n_tokens)
+        budget.progress(n_have, n_tokens)
         if n_have >= n_tokens or not left:
             return n_have
-        n_ctx = _room(loaded, [text for text, _ in left], max_tokens)
-        with Engine(loaded, n_parallel=n_parallel, n_ctx=n_ctx, interrupted=interrupted) as engine:
+        n_ctx = _context_size(loaded, [text for text, _ in left], max_tokens)
+        with Engine(
+            loaded, n_parallel=n_parallel, n_ctx=n_ctx, interrupted=budget.is_over
+        ) as engine:
             waiting: dict[Request, tuple[str, bool]] = {}
-            while (left or waiting) and not interrupted() and n_have < n_tokens:
+            while (left or waiting) and not budget.is_over() and n_have < n_tokens:
                 while left and len(waiting) < n_parallel:
                     text, is_judged = left.pop(0)
                     prompt = loaded.prompts.of_text(text)
@@ -161,39 +160,57 @@ def write_text(
                 engine.step()
                 for done in [answer for answer in waiting if answer.is_done]:
                     text, is_judged = waiting.pop(done)
-                    if done.failure is not None or not _is_whole(done):
-                        continue
-                    answer = _answer_of(loaded, done, text, is_judged)
-                    writer.add(answer)
-                    n_have += len(answer.tokens)
-                    progress(n_have, n_tokens)
+                    answer = _whole_answer(loaded, done, text, is_judged)
+                    if answer is not None:
+                        writer.add(answer)
+                        n_have += len(answer.tokens)
+                        budget.progress(n_have, n_tokens)
     return n_have
 
 
-class TextReader:
-    """Reads texts with the target to get its logits and hidden states. Use it as a context manager."""
+class _Writer:
+    """Appends answers to a folder, with the target's hidden states and likeliest tokens. `resources` close
+    what it opens."""
 
-    def __init__(self, loaded: Models, n_ctx: int) -> None:
-        self._backend = LlamaBackend(
-            loaded.target,
-            loaded.costs.context_options(),
-            n_ctx=n_ctx,
-            clock=loaded.clock,
-            n_outputs=_N_ROWS,
-        )
+    def __init__(self, folder: Path, loaded: Models, resources: contextlib.ExitStack) -> None:
+        self._loaded, self._resources = loaded, resources
+        n_embd = loaded.target.n_embd
+        self.answers, n_bytes = _whole_answers(folder, n_embd)
+        n_rows = sum(len(answer.tokens) for answer in self.answers)
 
-    def __enter__(self) -> TextReader:
-        return self
+        def opened(name: str, size: int) -> AppendedFile:
+            file = resources.enter_context(AppendedFile.opened(folder / name))
+            file.cut(size)
+            return file
 
-    def __exit__(self, *_: object) -> None:
-        self._backend.close()
+        self._lines = opened(_ANSWERS, n_bytes)
+        self._hidden = opened(_HIDDEN, n_rows * n_embd * 2)
+        self._top = opened(_TOP, n_rows * _TOP_ROW.itemsize)
+        self._backend: LlamaBackend | None = None
 
-    def read(
+    def add(self, answer: TargetAnswer) -> None:
+        """Let the target read an answer, and append it; its line in ``answers.jsonl`` is written last."""
+        hidden, top = [], []
+        for logits, states in self._read(answer.prompt_tokens, answer.tokens):
+            hidden.append(states.astype(np.float16))
+            top.append(_likeliest(logits))
+        self._hidden.append(np.concatenate(hidden).tobytes())
+        self._top.append(np.concatenate(top).tobytes())
+        line = {
+            "prompt": answer.prompt,
+            "prompt_tokens": answer.prompt_tokens,
+            "tokens": answer.tokens,
+            "held_back": answer.is_held_back,
+        }
+        self._lines.append(to_line(line))
+        self.answers.append(answer)
+
+    def _read(
         self, prompt: Sequence[int], answer: Sequence[int]
     ) -> Iterator[tuple[Logits, NDArray[np.float32]]]:
         """Yield the logits and the final hidden states before each token of an answer, in pieces:
         float32[n, n_vocab] and float32[n, n_embd], valid until the next piece."""
-        backend = self._backend
+        backend = self._backend_for(len(prompt) + len(answer))
         if backend.length(0):
             backend.remove(0)
         before = prompt[:-1]
@@ -205,71 +222,22 @@ class TextReader:
             piece = text[start : start + _N_ROWS]
             yield backend.decode_hidden(_rows(piece, len(before) + start, wanted=True))
 
+    def _backend_for(self, n_tokens: int) -> LlamaBackend:
+        if self._backend is None or self._backend.n_ctx < n_tokens:
+            self._backend = LlamaBackend(
+                self._loaded.target,
+                self._loaded.costs.context_options(),
+                n_ctx=_rounded(n_tokens, 1024),
+                clock=self._loaded.clock,
+                n_outputs=_N_ROWS,
+            )
+            self._resources.callback(self._backend.close)
+        return self._backend
+
 
 def _rows(tokens: Sequence[int], position: int, *, wanted: bool) -> Batch:
     n = len(tokens)
     return Batch(list(tokens), list(range(position, position + n)), [(0,)] * n, [wanted] * n)
-
-
-class _Writer:
-    """Appends answers to a folder, with the target's hidden states and likeliest tokens at their positions."""
-
-    def __init__(self, folder: Path, loaded: Models) -> None:
-        self._loaded = loaded
-        self._n_embd = loaded.target.n_embd
-        self.answers, n_bytes = _whole_answers(folder, self._n_embd)
-        n_rows = sum(len(answer.tokens) for answer in self.answers)
-        self._resources = contextlib.ExitStack()
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(self._resources.close)
-            sizes = (
-                (_ANSWERS, n_bytes),
-                (_HIDDEN, n_rows * self._n_embd * 2),
-                (_TOP, n_rows * _TOP_ROW.itemsize),
-            )
-            files = []
-            for name, size in sizes:
-                opened = self._resources.enter_context(AppendedFile.opened(folder / name))
-                opened.cut(size)
-                files.append(opened)
-            self._lines, self._hidden, self._top = files
-            on_error.pop_all()
-        self._reader: tuple[TextReader, int] | None = None
-
-    @staticmethod
-    @contextlib.contextmanager
-    def opened(folder: Path, loaded: Models) -> Iterator[_Writer]:
-        writer = _Writer(folder, loaded)
-        with writer._resources:
-            yield writer
-
-    def add(self, answer: TargetAnswer) -> None:
-        """Let the target read an answer, and append it; its line in ``answers.jsonl`` is written last."""
-        hidden, top = [], []
-        reader = self._reader_for(len(answer.prompt_tokens) + len(answer.tokens))
-        for logits, states in reader.read(answer.prompt_tokens, answer.tokens):
-            hidden.append(states.astype(np.float16))
-            top.append(_likeliest(logits))
-        self._hidden.append(np.concatenate(hidden).tobytes())
-        self._top.append(np.concatenate(top).tobytes())
-        self._lines.append(
-            to_line(
-                {
-                    "prompt": answer.prompt,
-                    "prompt_tokens": answer.prompt_tokens,
-                    "tokens": answer.tokens,
-                    "held_back": answer.is_held_back,
-                }
-            )
-        )
-        self.answers.append(answer)
-
-    def _reader_for(self, n_tokens: int) -> TextReader:
-        if self._reader is None or self._reader[1] < n_tokens:
-            n_ctx = -(-n_tokens // 1024) * 1024
-            reader = self._resources.enter_context(TextReader(self._loaded, n_ctx))
-            self._reader = reader, n_ctx
-        return self._reader[0]
 
 
 def _likeliest(logits: Logits) -> NDArray[Any]:
@@ -308,19 +276,11 @@ def _whole_answers(folder: Path, n_embd: int) -> tuple[list[TargetAnswer], int]:
     except DamagedLineError as error:
         hint = f"delete {folder}: it is made again"
         raise ModelFileError(f"{path}: line {error.number} is no answer", hint) from error
-    n_rows = min(
-        _size(folder / _HIDDEN) // (2 * n_embd),
-        _size(folder / _TOP) // _TOP_ROW.itemsize,
-    )
-    total, n_whole = 0, 0
-    for answer in answers:
-        total += len(answer.tokens)
-        if total > n_rows:
-            break
-        n_whole += 1
+    n_rows = min(_size(folder / _HIDDEN) // (2 * n_embd), _size(folder / _TOP) // _TOP_ROW.itemsize)
+    ends = np.cumsum([len(answer.tokens) for answer in answers])
+    n_whole = int(np.searchsorted(ends, n_rows, side="right"))
     if n_whole < len(answers):
-        lines = data.split(b"\n")[:n_whole]
-        n_bytes = sum(len(line) + 1 for line in lines)
+        n_bytes = sum(len(line) + 1 for line in data.split(b"\n")[:n_whole])
     return answers[:n_whole], n_bytes
 
 
@@ -336,34 +296,33 @@ def _size(path: Path) -> int:
     return 0
 
 
-def _room(loaded: Models, texts: Sequence[str], max_tokens: int) -> int:
+def _context_size(loaded: Models, texts: Sequence[str], max_tokens: int) -> int:
     """Return a context size, in tokens, in which nine of ten prompts fit with their answers."""
     lengths = sorted(len(loaded.prompts.of_text(text).tokens) for text in texts)
     n_prompt = lengths[int(0.9 * (len(lengths) - 1))]
-    n_ctx = -(-(n_prompt + max_tokens) // 256) * 256
+    n_ctx = _rounded(n_prompt + max_tokens, 256)
     n_train = loaded.target.n_ctx_train
     if n_train and n_ctx > n_train:
         raise UsageError(f"{max_tokens} tokens an answer: the target has room for {n_train}")
     return n_ctx
 
 
-def _is_whole(answer: Request) -> bool:
-    finished = answer.finished
-    return (
-        finished is not None
-        and finished.finish_reason in ("stop", "length")
-        and bool(finished.token_ids)
-    )
+def _rounded(n_tokens: int, step: int) -> int:
+    return -(-n_tokens // step) * step
 
 
-def _answer_of(loaded: Models, answer: Request, text: str, is_judged: bool) -> TargetAnswer:
-    finished = answer.finished
-    assert finished is not None, "it is whole"
+def _whole_answer(
+    loaded: Models, request: Request, text: str, is_judged: bool
+) -> TargetAnswer | None:
+    """Return the answer of a request that is done; None if it is empty or did not end by itself."""
+    finished = request.finished
+    if request.failure is not None or finished is None or not finished.token_ids:
+        return None
     tokens = finished.token_ids
     if finished.finish_reason == "stop":
-        vocabulary = loaded.target.vocabulary
-        ends = [
-            t for t in vocabulary.end_tokens() if vocabulary.token_text(t) == finished.stopped_by
-        ]
+        vocabulary, end = loaded.target.vocabulary, finished.stopped_by
+        ends = [token for token in vocabulary.end_tokens() if vocabulary.token_text(token) == end]
         tokens = (*tokens, *ends[:1])
-    return TargetAnswer(text, answer.prompt.tokens, tokens, is_judged)
+    elif finished.finish_reason != "length":
+        return None
+    return TargetAnswer(text, request.prompt.tokens, tokens, is_judged)

@@ -9,15 +9,29 @@ differ from that product. And the covariance of two sets depends on the number o
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specgen.training.pruned.evaluations import Blocks, Evaluations
+from specgen.errors import ModelFileError, OutputError
+from specgen.system.json_lines import (
+    AppendedFile,
+    DamagedLineError,
+    locked,
+    take_lines,
+    to_line,
+    write_errors,
+)
 
+#: Blocks of a model, by their numbers.
+Blocks: TypeAlias = frozenset[int]
+#: The share of positions at which the model without some blocks has the whole model's likeliest token.
+Agreement: TypeAlias = Callable[[Blocks], float]
 #: The expected speed-up, by the number of left-out blocks and the agreement.
 Speedup: TypeAlias = Callable[[int, float], float]
 _Floats: TypeAlias = NDArray[np.float64]
@@ -35,9 +49,61 @@ _PATIENCE = 60
 #: The lowest agreement that is used, so that its logarithm is finite.
 _LEAST = 0.01
 #: The points at which expectations over a normal distribution are taken, and their weights.
-_PLACES = np.linspace(-2.0, 2.0, 9)
-_WEIGHTS = np.exp(-0.5 * _PLACES**2) / np.exp(-0.5 * _PLACES**2).sum()
+_DEVIATIONS = np.linspace(-2.0, 2.0, 9)
+_WEIGHTS = np.exp(-0.5 * _DEVIATIONS**2) / np.exp(-0.5 * _DEVIATIONS**2).sum()
 _GRID = np.linspace(0.0, 1.0, 101)
+
+
+class Evaluations:
+    """An `Agreement` that judges each set of blocks once and keeps the results in a file.
+
+    `key` identifies the model and texts of the judgements; lines with another key are ignored.
+    """
+
+    def __init__(
+        self, agreement: Agreement, file: AppendedFile, key: str, known: dict[Blocks, float]
+    ) -> None:
+        self._agreement = agreement
+        self._file = file
+        self._key = key
+        #: The results so far.
+        self.known = known
+
+    @staticmethod
+    @contextlib.contextmanager
+    def opened(path: Path, key: str, agreement: Agreement) -> Iterator[Evaluations]:
+        """Open the results in a file, which one process at a time may use. Raises `OutputError`,
+        `ModelFileError`."""
+        busy = OutputError(f"{path}: another process is at it", "wait until it is done")
+        with locked(path.with_name(f"{path.name}.lock"), busy):
+            known, n_bytes = _read(path, key)
+            with AppendedFile.opened(path) as file:
+                file.cut(n_bytes)
+                yield Evaluations(agreement, file, key, known)
+
+    def __call__(self, left_out: Blocks) -> float:
+        if left_out not in self.known:
+            found = self._agreement(left_out)
+            self.known[left_out] = found
+            line = {"key": self._key, "left_out": sorted(left_out), "agreement": found}
+            self._file.append(to_line(line))
+        return self.known[left_out]
+
+
+def _read(path: Path, key: str) -> tuple[dict[Blocks, float], int]:
+    known: dict[Blocks, float] = {}
+
+    def take(line: Any) -> None:
+        if line["key"] == key:
+            known[frozenset(map(int, line["left_out"]))] = float(line["agreement"])
+
+    with write_errors(path):
+        data = path.read_bytes() if path.exists() else b""
+    try:
+        return known, take_lines(data, take)
+    except DamagedLineError as error:
+        hint = f"delete {path}: it is made again"
+        raise ModelFileError(f"{path}: line {error.number} is damaged", hint) from error
 
 
 def search(
@@ -106,7 +172,7 @@ def _expected_gains(
     between = np.linalg.solve(factor, _likeness(seen, asked))
     mean = between.T @ np.linalg.solve(factor, (beyond - centre) / scale)
     deviation = np.sqrt(np.maximum(0.0, 1.0 - (between**2).sum(axis=0)))
-    likely = asked @ alone + centre + scale * (mean + deviation * _PLACES[:, None])
+    likely = asked @ alone + centre + scale * (mean + deviation * _DEVIATIONS[:, None])
     agreements = np.minimum(1.0, np.exp(likely))
     gains = np.zeros(len(new))
     for size in {len(left_out) for left_out in new}:
@@ -155,6 +221,3 @@ class _Moves:
             if change != 0:
                 found.add(int(self._rng.choice(kept)))
         return frozenset(found) if len(found) in self._sizes else left_out
-
-
-__all__ = ["N_FIRST", "Speedup", "search"]

@@ -27,18 +27,23 @@ class Pauses:
     """Pauses the training as standard input says, with a clock that stands still during pauses."""
 
     def __init__(self) -> None:
-        self._goes_on = threading.Event()
-        self._goes_on.set()
+        self._is_running = threading.Event()
+        self._is_running.set()
         self._paused_s = 0.0
 
     def listen(self) -> None:
         """Start the thread that reads standard input."""
         threading.Thread(target=self._read, daemon=True).start()
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether an answer is being generated."""
+        return not self._is_running.is_set()
+
     def wait(self) -> bool:
         """Wait until there is no pause, then return False (training takes True as an interruption)."""
         started = time.monotonic()
-        self._goes_on.wait()
+        self._is_running.wait()
         self._paused_s += time.monotonic() - started
         return False
 
@@ -47,11 +52,11 @@ class Pauses:
         return time.monotonic() - self._paused_s
 
     def _read(self) -> None:
-        while said := sys.stdin.buffer.read(1):
-            if said == PAUSE:
-                self._goes_on.clear()
-            elif said == GO:
-                self._goes_on.set()
+        while command := sys.stdin.buffer.read(1):
+            if command == PAUSE:
+                self._is_running.clear()
+            elif command == GO:
+                self._is_running.set()
         os._exit(1)
 
 
@@ -62,14 +67,16 @@ def main() -> int:
     pauses.listen()
     if hasattr(os, "nice"):
         os.nice(_LOWEST_PRIORITY)
-    from specgen.training.online.learning import learn_from_files
+    from specgen.training.online_learning import learn_from_files
+    from specgen.training.training_loop import Budget
 
     try:
         found = learn_from_files(
-            *(Path(asked[name]) for name in ("folder", "target", "draft", "base")),
-            minutes=asked["minutes"],
-            clock=pauses.clock,
-            interrupted=pauses.wait,
+            Path(asked["folder"]),
+            Path(asked["target"]),
+            Path(asked["draft"]),
+            Path(asked["base"]),
+            Budget(pauses.clock, pauses.clock() + 60.0 * asked["minutes"], pauses.wait),
         )
     except SpecgenError as error:
         sys.stderr.write(f"{error.message}\n")

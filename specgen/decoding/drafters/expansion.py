@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 
 from specgen.decoding.draft import ROOT, Draft
-from specgen.decoding.growing_tree import GrowingTree
 from specgen.decoding.policy import RoundPlan, WhilePaying
 from specgen.decoding.sampling import Distribution, NoTokenAllowedError
+from specgen.decoding.tree_builder import TreeBuilder
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 
@@ -44,7 +44,7 @@ class Look:
     source: Distribution | None = None
 
 
-class Growth(Protocol):
+class Expansion(Protocol):
     """How one tree grows, starting with the look beyond its root."""
 
     @property
@@ -52,11 +52,11 @@ class Growth(Protocol):
         """The independent chains, if the tree consists of such chains."""
         ...
 
-    def take(self, tree: GrowingTree, node: int, look: Look) -> None:
+    def take(self, tree: TreeBuilder, node: int, look: Look) -> None:
         """Add tokens that a look beyond a node, or `ROOT`, found."""
         ...
 
-    def frontier(self, tree: GrowingTree, n_most: int) -> list[int]:
+    def frontier(self, tree: TreeBuilder, n_most: int) -> list[int]:
         """Return the nodes to look beyond next, at most `n_most`; none ends the tree."""
         ...
 
@@ -148,7 +148,7 @@ def n_guesses(shape: TreeShape) -> int:
     return max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
 
 
-def growth(
+def make_expansion(
     shape: TreeShape,
     plan: RoundPlan,
     n_max: int,
@@ -156,8 +156,8 @@ def growth(
     rng: np.random.Generator,
     is_end: IsEnd,
     seconds: Callable[[int], float],
-) -> Growth:
-    """Return the growth of a tree of this shape, to at most `n_max` nodes on `n_deepest` levels;
+) -> Expansion:
+    """Return the expansion of a tree of this shape, to at most `n_max` nodes on `n_deepest` levels;
     `seconds(n)` is the time of a look beyond n nodes."""
     n_deepest = n_max if n_deepest is None else min(n_max, n_deepest)
     if shape.kind == "walks":
@@ -170,7 +170,7 @@ def growth(
 
 
 class Worthwhile:
-    """Growth for as long as it is worthwhile by the plan: all likely tokens are added, the likeliest
+    """Expansion for as long as it is worthwhile by the plan: all likely tokens are added, the likeliest
     paths are followed, and the nodes that are worth a row are verified."""
 
     walks: Sequence[Sequence[int]] = ()
@@ -189,22 +189,24 @@ class Worthwhile:
         self._n_deepest = n_deepest
         self._is_end = is_end
         #: For each node, the probability that it and all before it are accepted.
-        self._chances: list[float] = []
+        self._probabilities: list[float] = []
         self._looks: list[float] = []
 
-    def take(self, tree: GrowingTree, node: int, look: Look) -> None:
-        before = self._stop.before if node == ROOT else self._chances[node]
+    def take(self, tree: TreeBuilder, node: int, look: Look) -> None:
+        before = self._stop.before if node == ROOT else self._probabilities[node]
         self._looks += [probability for _, probability in look.guesses[:1]]
         for rank, (token, probability) in enumerate(look.guesses):
             if rank == 0 or probability >= _LEAST:
                 tree.add(node, token, probability, is_end=self._is_end(token))
-                self._chances.append(before * self._stop.chance_of_guess(rank, probability))
+                self._probabilities.append(before * self._stop.guess_probability(rank, probability))
 
-    def frontier(self, tree: GrowingTree, n_most: int) -> list[int]:
-        return self._stop.frontier(tree, self._chances, self._n_deepest, n_most, self._seconds)
+    def frontier(self, tree: TreeBuilder, n_most: int) -> list[int]:
+        return self._stop.frontier(
+            tree, self._probabilities, self._n_deepest, n_most, self._seconds
+        )
 
     def cut(self, draft: Draft) -> Draft:
-        kept = self._stop.cut_behind(draft).first(self._n_max)  # the likeliest come first
+        kept = self._stop.cut_after(draft).first(self._n_max)  # the likeliest come first
         return replace(kept, looks=tuple(self._looks))
 
 
@@ -220,7 +222,7 @@ class Levels:
     is_end: IsEnd
     walks: tuple[tuple[int, ...], ...] = ()
 
-    def take(self, tree: GrowingTree, node: int, look: Look) -> None:
+    def take(self, tree: TreeBuilder, node: int, look: Look) -> None:
         depth = 0 if node == ROOT else tree.depths[node] + 1
         n_children = min(self.shape.numbers[depth], self.n_max - len(tree))
         for token, probability in look.guesses[:n_children]:
@@ -234,7 +236,7 @@ class Levels:
             tree.add(node, token, probability, source=source, is_end=self.is_end(token))
             source = source.without(token)
 
-    def frontier(self, tree: GrowingTree, n_most: int) -> list[int]:
+    def frontier(self, tree: TreeBuilder, n_most: int) -> list[int]:
         if len(tree) >= self.n_max:
             return []
         n_levels = min(self.shape.n_levels, self.n_deepest)
@@ -266,7 +268,7 @@ class Walks:
     def walks(self) -> Sequence[Sequence[int]]:
         return self._walks if self._is_drawn else ()
 
-    def take(self, tree: GrowingTree, node: int, look: Look) -> None:
+    def take(self, tree: TreeBuilder, node: int, look: Look) -> None:
         if look.source is None:
             for token, probability in look.guesses[:1]:
                 tree.add(node, token, probability, is_end=self._is_end(token))
@@ -282,7 +284,7 @@ class Walks:
                 child = tree.add(node, token, probability, source=look.source, is_end=is_end)
             walk.append(child)
 
-    def frontier(self, tree: GrowingTree, n_most: int) -> list[int]:
+    def frontier(self, tree: TreeBuilder, n_most: int) -> list[int]:
         return tree.open_nodes(self._n_levels - 1)[:n_most]
 
     def cut(self, draft: Draft) -> Draft:

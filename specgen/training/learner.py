@@ -9,18 +9,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import IO
 
 from specgen.engine.engine import Engine
-from specgen.engine.kept_answers import last_number
-from specgen.engine.learnt_weights import learnt_weights, read_learnt
+from specgen.engine.kept_answers import last_number, learnt_weights, read_learnt
 from specgen.engine.loaded_models import Models
 from specgen.errors import OutputError, SpecgenError, UsageError
 from specgen.llama import default_threads
-from specgen.training.distil.distillation import check_library
-from specgen.training.online.learning import Lesson
-from specgen.training.online.training_process import GO, PAUSE
+from specgen.training.distillation import check_library
+from specgen.training.learning_process import GO, PAUSE
+from specgen.training.online_learning import Lesson
 
 #: The number of new answers that starts a lesson.
 NEW_ANSWERS = 10
@@ -30,15 +28,15 @@ _MINUTES = 10.0
 _CORES_SHARE = 4
 #: Seconds that the process has to end after it was told to.
 _END_S = 5.0
-_COMMAND = (sys.executable, "-m", "specgen.training.online.training_process")
+COMMAND = (sys.executable, "-m", "specgen.training.learning_process")
 
 
 class Learner:
     """Starts a lesson when there are enough new answers, and gives its result to the engine's draft.
 
     The lesson pauses after its present step while an answer is generated. Use the learner as a context
-    manager; its exit ends the learning process. Without kept answers or a draft model it makes
-    this class do nothing. `tell` gets a sentence for each change.
+    manager; its exit ends the learning process. Without kept answers or a draft model it does nothing.
+    `tell` gets a sentence for each change.
     """
 
     def __init__(self, loaded: Models, engine: Engine, tell: Callable[[str], None]) -> None:
@@ -47,26 +45,34 @@ class Learner:
         #: The pipes of the process, and the file of its standard error.
         self._files = contextlib.ExitStack()
         self._errors: IO[bytes] | None = None
-        self._goes_on = True
+        self._is_running = True
         #: The number of the kept answer from which on the next lesson may begin.
         self._not_before = 0
         #: The sentence about a lesson's result, until the draft is reloaded.
         self._news: str | None = None
-        self._is_on = loaded.options.learning is not None and loaded.drafts.weights is not None
-        if self._is_on:
-            #: The learnt weights that the draft was loaded with.
-            self._in_use = learnt_weights(self._folder, self._draft)
-            try:
-                check_library()
-            except UsageError as error:
-                self._is_on = False
-                tell(f"answers are kept, and not learnt from: {error.message} ({error.hint})")
+        folder, draft = loaded.options.learning, loaded.drafts.path
+        self._is_on = folder is not None and draft is not None
+        if folder is None or draft is None:
+            return
+        self._folder, self._draft = folder, draft
+        #: The learnt weights that the draft was loaded with.
+        self._in_use = learnt_weights(folder, draft)
+        try:
+            check_library()
+        except UsageError as error:
+            self._is_on = False
+            tell(f"answers are kept, and not learnt from: {error.message} ({error.hint})")
 
     def __enter__(self) -> Learner:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether a lesson has begun and its result was not read yet."""
+        return self._child is not None
 
     def between_answers(self, *, begins: bool = False) -> None:
         """Start, pause, continue or finish a lesson. The thread that steps the engine calls this while no
@@ -80,32 +86,31 @@ class Learner:
             elif self._n_new >= NEW_ANSWERS and last_number(self._folder) >= self._not_before:
                 self._start_lesson()
             if self._child is None:
-                self._use_what_is_learnt()
-            elif begins == self._goes_on:
-                self._let_go_on(not begins)
+                self._reload_draft()
+            elif begins == self._is_running:
+                self._is_running = not begins
+                self._send(GO if self._is_running else PAUSE)
         except (SpecgenError, OSError, ValueError, TypeError) as error:  # not the answers end
             self._is_on = False
             self._tell(f"learning has ended: {error}")
 
-    def _use_what_is_learnt(self) -> None:
+    def _reload_draft(self) -> None:
         """Reload the draft if it learnt something, here or in another process, or if what it learnt was
         deleted."""
         learnt = learnt_weights(self._folder, self._draft)
         if learnt != self._in_use and self._engine.reload_draft():
             self._in_use = learnt
-            is_other = "drafts with what it learnt elsewhere from now on"
-            is_gone = "drafts as it came again: what it learnt was deleted"
-            self._tell(
-                self._news or f"{self._draft.name} {is_gone if learnt is None else is_other}"
-            )
+            change = "drafts with what it learnt elsewhere from now on"
+            if learnt is None:
+                change = "drafts as it came again: what it learnt was deleted"
+            self._tell(self._news or f"{self._draft.name} {change}")
             self._news = None
 
-    def _let_go_on(self, goes_on: bool) -> None:
+    def _send(self, data: bytes) -> None:
         assert self._child is not None
         assert self._child.stdin is not None
-        self._goes_on = goes_on
         with contextlib.suppress(BrokenPipeError):  # the process has ended: the next call notices
-            self._child.stdin.write(GO if goes_on else PAUSE)
+            self._child.stdin.write(data)
             self._child.stdin.flush()
 
     def close(self) -> None:
@@ -123,16 +128,6 @@ class Learner:
         self._files.close()
 
     @property
-    def _folder(self) -> Path:
-        assert self._loaded.options.learning is not None
-        return self._loaded.options.learning
-
-    @property
-    def _draft(self) -> Path:
-        assert self._loaded.drafts.path is not None
-        return self._loaded.drafts.path
-
-    @property
     def _n_new(self) -> int:
         """The number of kept answers that no lesson has seen."""
         last = last_number(self._folder)
@@ -140,41 +135,33 @@ class Learner:
         return last - seen if last >= seen else last  # smaller if the file was deleted
 
     def _start_lesson(self) -> None:
-        base = self._loaded.drafts.weights
-        assert base is not None
         n_threads = max(1, default_threads() // _CORES_SHARE)
         asked = {
             "folder": self._folder,
             "target": self._loaded.options.target,
             "draft": self._draft,
-            "base": base,
+            "base": self._loaded.drafts.weights,
         }
-        line = json.dumps(
-            {name: os.fspath(path) for name, path in asked.items()} | {"minutes": _MINUTES}
-        )
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
-        self._files.callback(self._errors.close)
+        line = json.dumps(asked | {"minutes": _MINUTES}, default=os.fspath)
+        self._errors = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         self._child = subprocess.Popen(
-            _COMMAND,
+            COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             start_new_session=True,  # Ctrl-C ends the answer, not the lesson
             env=os.environ | {"NPROC": str(n_threads), "OMP_NUM_THREADS": str(n_threads)},
         )
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        self._files.callback(self._child.stdout.close)
-        self._files.callback(_close, self._child.stdin)
-        self._child.stdin.write(line.encode() + b"\n")
-        self._child.stdin.flush()
-        self._goes_on = True
+        for pipe in (self._child.stdout, self._child.stdin):
+            self._files.callback(_close, pipe)
+        self._send(line.encode() + b"\n")
+        self._is_running = True
 
     def _end_lesson(self, child: subprocess.Popen[bytes]) -> None:
         """Read the result of a lesson whose process has ended."""
         self._child = None
         assert child.stdout is not None
-        said = child.stdout.read()
+        result = child.stdout.read()
         words = self._last_words()
         self._files.close()
         if child.returncode == UsageError.exit_code:  # for example, another process learns
@@ -183,7 +170,7 @@ class Learner:
             return
         if child.returncode != 0:
             raise OutputError(words or f"its process ended with code {child.returncode}")
-        lesson = Lesson(**json.loads(said))
+        lesson = Lesson(**json.loads(result))
         text = f"{self._draft.name} {lesson.text}"
         if lesson.outcome == "kept":
             self._tell(text)
@@ -197,10 +184,8 @@ class Learner:
         return lines[-1] if lines else ""
 
 
-def _close(pipe: IO[bytes]) -> None:
+def _close(pipe: IO[bytes] | None) -> None:
     """Close a pipe whose reader may be gone."""
     with contextlib.suppress(OSError):
-        pipe.close()
-
-
-__all__ = ["NEW_ANSWERS", "Learner"]
+        if pipe is not None:
+            pipe.close()

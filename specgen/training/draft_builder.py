@@ -1,26 +1,34 @@
-"""Makes drafts for a target in a given time: first the target's own text, then a draft of each kind."""
+"""Builds drafts for a target in a given time: first the target's own text, then a draft of each kind."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from specgen.errors import ModelFileError
-from specgen.models import FileIdentity, human_bytes, identify
+from specgen.models import human_bytes
 from specgen.system.atomic_files import new_beside
 from specgen.system.json_lines import write_errors
 from specgen.system.progress import Progress
-from specgen.training.made_files import distilled_file, heads_file, pruned_file, text_folder
+from specgen.training.draft_files import (
+    distilled_file,
+    heads_file,
+    identity_of,
+    pruned_file,
+    text_folder,
+)
 
 if TYPE_CHECKING:
     from specgen.engine.loaded_models import Models
-    from specgen.training.texts import TargetText
+    from specgen.training.target_text import TargetText
+    from specgen.training.training_loop import Budget
 
 Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
 
@@ -34,7 +42,7 @@ _SHARE_OF_TEXT = 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class TextWanted:
+class TextOptions:
     """The text to make drafts from: answers to `prompts`, `n_tokens` tokens in all, `n_parallel` answers at
     once, each with at most `max_tokens` tokens."""
 
@@ -50,8 +58,8 @@ def own_prompts() -> list[str]:
     return [json.loads(line)["prompt"] for line in text.splitlines()]
 
 
-class Workshop:
-    """Makes drafts for a target, in a cache folder.
+class DraftBuilder:
+    """Builds drafts for a target, in a cache folder.
 
     `clock` gives seconds. `tell` gets a sentence about each result; `interrupted` returns whether to stop.
     """
@@ -59,7 +67,7 @@ class Workshop:
     def __init__(
         self,
         loaded: Models,
-        wanted: TextWanted,
+        text: TextOptions,
         cache: Path,
         *,
         clock: Callable[[], float],
@@ -68,14 +76,14 @@ class Workshop:
         interrupted: Callable[[], bool],
     ) -> None:
         self._loaded = loaded
-        self._wanted = wanted
+        self._text_options = text
         self._cache = cache
         self._clock = clock
         self._progress = progress
         self._tell = tell
         self._interrupted = interrupted
         self._target = loaded.options.target
-        self._identity = _identity(self._target)
+        self._identity = identity_of(self._target)
         #: The folder of the text.
         self.folder = text_folder(cache, self._identity)
 
@@ -87,75 +95,69 @@ class Workshop:
         `OutputError`.
         """
         if "pruned" in kinds:
-            from specgen.training.pruned.files import check_prunable
+            from specgen.training.pruned_weights import check_prunable
 
             check_prunable(self._loaded.target)  # before minutes are spent on the text
         started_s = self._clock()
-        until_s = started_s + 60.0 * minutes
         n_have = self.write_text(until_s=started_s + _SHARE_OF_TEXT * 60.0 * minutes)
-        if n_have < self._wanted.n_tokens and not self._interrupted():
+        if n_have < self._text_options.n_tokens and not self._interrupted():
             self._tell(
                 f"{n_have} tokens to learn from; more time or more --prompts would give more"
             )
+        builders = {"heads": self._train_heads, "pruned": self._prune}
         made: list[Path] = []
         for number, kind in enumerate(kinds):
             if self._interrupted():
                 return None
-            share_s = (until_s - self._clock()) / (len(kinds) - number)
-            if kind == "heads":
-                file = self._train_heads(share_s)
-            elif kind == "pruned":
-                file = self._prune(share_s)
-            else:
+            now_s = self._clock()
+            until_s = now_s + (started_s + 60.0 * minutes - now_s) / (len(kinds) - number)
+            if kind == "distilled":
                 assert small is not None, "a distilled draft is made from a model"
-                file = self._distil(small, share_s)
+                file = self._distil(small, until_s)
+            else:
+                file = builders[kind](until_s)
             if file is None:
                 return None
             made.append(file)
         return made
 
-    def write_text(self, until_s: float = float("inf")) -> int:
+    def write_text(self, until_s: float = math.inf) -> int:
         """Let the target write text until the clock reaches `until_s`; return the number of tokens there are.
 
-        Raise what `specgen.training.texts.write_text` raises."""
-        from specgen.training.texts import bytes_of, write_text
+        Raises what `specgen.training.target_text.write_text` raises."""
+        from specgen.training.target_text import bytes_of, write_text
 
-        wanted = self._wanted
-        size = human_bytes(bytes_of(wanted.n_tokens, self._loaded.target.n_embd))
-        self._tell(f"up to {wanted.n_tokens} tokens of text, {size}, in {self.folder}")
+        options = self._text_options
+        size = human_bytes(bytes_of(options.n_tokens, self._loaded.target.n_embd))
+        self._tell(f"up to {options.n_tokens} tokens of text, {size}, in {self.folder}")
         return write_text(
             self._loaded,
-            wanted.prompts,
+            options.prompts,
             self.folder,
-            n_tokens=wanted.n_tokens,
-            n_parallel=wanted.n_parallel,
-            max_tokens=wanted.max_tokens,
-            interrupted=lambda: self._interrupted() or self._clock() > until_s,
-            progress=lambda done, total: self._progress(f"{self._target.name} writes", done, total),
+            self._budget(until_s, f"{self._target.name} writes"),
+            n_tokens=options.n_tokens,
+            n_parallel=options.n_parallel,
+            max_tokens=options.max_tokens,
         )
 
+    def _budget(self, until_s: float, label: str) -> Budget:
+        from specgen.training.training_loop import Budget
+
+        progress = partial(self._progress, label)
+        return Budget(self._clock, until_s, self._interrupted, progress)
+
     def _text(self) -> TargetText:
-        from specgen.training.texts import TargetText
+        from specgen.training.target_text import TargetText
 
         n_embd = self._loaded.target.n_embd
-        return TargetText(self.folder, n_embd, self._wanted.prompts)
+        return TargetText(self.folder, n_embd, self._text_options.prompts)
 
-    def _train_heads(self, seconds: float) -> Path | None:
+    def _train_heads(self, until_s: float) -> Path | None:
         from specgen.llama.decoder_heads import write_heads
         from specgen.training.heads import train_heads
 
-        model = self._loaded.target
-        trained = train_heads(
-            self._text(),
-            self._target,
-            name=model.name,
-            n_vocab=model.vocabulary.n_tokens,
-            vocabulary=model.vocabulary.digest(),
-            clock=self._clock,
-            until_s=self._clock() + seconds,
-            interrupted=self._interrupted,
-            progress=lambda done, total: self._progress("training heads", done, total),
-        )
+        budget = self._budget(until_s, "training heads")
+        trained = train_heads(self._text(), self._target, self._loaded.target, budget)
         if trained is None:
             return None
         heads = heads_file(self._cache, self._identity)
@@ -166,76 +168,48 @@ class Workshop:
         among = ", ".join(f"{share:.2f}" for share in trained.after.top_4)
         self._tell(
             f"on held-back answers the heads' first guess is right for {first} of the tokens one, two "
-            f"and three ahead, one of their first four for {among} ({trained.n_places} places learnt "
+            f"and three ahead, one of their first four for {among} ({trained.n_samples} places learnt "
             f"from, {trained.n_steps} steps)"
         )
         return heads
 
-    def _distil(self, draft: Path, seconds: float) -> Path | None:
+    def _distil(self, draft: Path, until_s: float) -> Path | None:
         from specgen.llama import LlamaModel
-        from specgen.training.distil.distillation import distil
-        from specgen.training.distil.training_texts import training_texts
+        from specgen.training.distillation import distil
+        from specgen.training.training_data import training_texts
 
         with contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small:
             now = datetime.datetime.now().astimezone()
             texts = training_texts(self._text(), self._loaded.target, small, now)
         output = distilled_file(self._cache, self._identity, draft)
-        fitted = distil(
-            draft,
-            texts,
-            output,
-            minutes=seconds / 60.0,
-            clock=self._clock,
-            progress=lambda done, total, _: self._progress(f"fitting {draft.name}", done, total),
-            interrupted=self._interrupted,
-        )
+        fitted = distil(draft, texts, output, self._budget(until_s, f"fitting {draft.name}"))
         if fitted is None:
             return None
         self._tell(
-            f"{draft.name} says what the target says at {fitted.agreement_after:.3f} of the places of "
-            f"held-back answers; before it was fitted, at {fitted.agreement_before:.3f} "
+            f"{draft.name} agrees with the target on {fitted.agreement_after:.1%} of the tokens of "
+            f"held-back answers, before it was fitted on {fitted.agreement_before:.1%} "
             f"({fitted.n_steps} steps)"
         )
         return output
 
-    def _prune(self, seconds: float) -> Path | None:
-        from specgen.training.pruned.making import make_pruned
+    def _prune(self, until_s: float) -> Path | None:
+        from specgen.training.pruning import prune
 
         output = pruned_file(self._cache, self._identity)
-        made = make_pruned(
+        made = prune(
             self._loaded,
             self._text(),
             output,
-            until_s=self._clock() + seconds,
-            clock=self._clock,
-            interrupted=self._interrupted,
-            progress=self._progress,
+            self._budget(until_s, ""),
+            self._progress,
         )
         if made is None:
             return None
         blocks = ", ".join(map(str, made.left_out))
         self._tell(
-            f"{len(made.left_out)} of {made.n_layer} layers left out ({blocks}): it says what the "
-            f"target says at {made.agreement:.3f} of the places of held-back answers, a token takes "
+            f"{len(made.left_out)} of {made.n_layer} layers left out ({blocks}): it agrees with "
+            f"the target on {made.agreement:.1%} of the tokens of held-back answers, a token costs "
             f"{made.cost:.2f} of the target's, the expected speed-up is {made.speedup:.2f} "
             f"({made.n_judged} sets were judged)"
         )
         return output
-
-
-def _identity(path: Path) -> FileIdentity:
-    identity = identify(path)
-    if identity is None:
-        raise ModelFileError(f"{path}: no such file")
-    return identity
-
-
-__all__ = [
-    "N_ANSWER_TOKENS",
-    "N_PARALLEL",
-    "N_TOKENS",
-    "Kind",
-    "TextWanted",
-    "Workshop",
-    "own_prompts",
-]

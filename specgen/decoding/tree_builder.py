@@ -8,7 +8,7 @@ from specgen.decoding.draft import ROOT, Draft
 from specgen.decoding.sampling import Distribution
 
 
-class GrowingTree:
+class TreeBuilder:
     """The nodes that a drafter proposes, in the order in which it found them; parents come first.
 
     To *look beyond* a node is to ask the drafter which tokens follow it. These become the node's

@@ -1,1 +1,0 @@
-"""Draft models fitted to a target: JAX trains a GGUF file on the target's own text."""

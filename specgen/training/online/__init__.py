@@ -1,1 +1,0 @@
-"""Drafts that learn from the answers that the user gets."""

@@ -1,1 +1,0 @@
-"""Drafts that are their target without some of its blocks (layers)."""

@@ -1,0 +1,124 @@
+"""The training loop of every draft that is trained: steps of gradient descent, judged on held-back text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Arrays by name.
+Parameters: TypeAlias = dict[str, NDArray[Any]]
+
+#: Seconds from one saved state to the next.
+_SAVED_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The time that a piece of work may take: until `clock` reaches `until_s`, or `interrupted` returns True.
+    `progress` gets the steps done and the steps in all."""
+
+    clock: Callable[[], float]
+    until_s: float = math.inf
+    interrupted: Callable[[], bool] = lambda: False
+    progress: Callable[[int, int], None] = lambda _done, _total: None
+
+    def is_over(self) -> bool:
+        return self.interrupted() or self.clock() > self.until_s
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`n_passes` passes over `n_rows` rows of data, `n_batch` rows a step.
+
+    The learning rate rises to `rate` in `n_rising` steps, and falls along half a cosine to `last_share` of it.
+    The held-back text judges every `judged_every` steps; after `patience` judgements without a lower loss
+    training ends.
+    """
+
+    n_rows: int
+    n_batch: int
+    n_passes: int
+    rate: float
+    n_rising: int
+    last_share: float
+    judged_every: int
+    patience: int
+
+    @property
+    def n_steps_per_pass(self) -> int:
+        return self.n_rows // self.n_batch
+
+    @property
+    def n_steps(self) -> int:
+        return self.n_passes * self.n_steps_per_pass
+
+    def batch(self, step: int) -> NDArray[np.int64]:
+        """Return the rows of a step, counted from 0. The order of each pass is drawn anew."""
+        number, index = divmod(step, self.n_steps_per_pass)
+        order = np.random.default_rng(number).permutation(self.n_rows)
+        return order[index * self.n_batch : (index + 1) * self.n_batch]
+
+    def learning_rate(self, step: int, done: float) -> float:
+        """Return the learning rate of a step; `done` is the share of the training that is done."""
+        falling = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+        rising = min(1.0, (step + 1) / self.n_rising)
+        return self.rate * rising * (self.last_share + (1.0 - self.last_share) * falling)
+
+
+@dataclass(slots=True)
+class TrainingState:
+    """The progress of a training: the lowest loss on the held-back text, and the parameters that had it."""
+
+    best_loss: float
+    best: Parameters = field(default_factory=dict)
+    n_steps: int = 0
+    seconds: float = 0.0
+    #: Judgements since the best one.
+    n_worse: int = 0
+
+
+def train(
+    state: TrainingState,
+    schedule: Schedule,
+    budget: Budget,
+    *,
+    step: Callable[[NDArray[np.int64], float], None],
+    loss: Callable[[], float],
+    parameters: Callable[[], Parameters],
+    save: Callable[[], None] = lambda: None,
+) -> bool:
+    """Train to the end, from `state` on, which is kept up to date; return False if interrupted.
+
+    `step` takes a step on some rows with a learning rate, `loss` returns the loss on the held-back text, and
+    `parameters` a copy of the present parameters. `save` is called every minute, and when interrupted.
+    """
+    started_s = budget.clock() - state.seconds
+    saved_s = started_s
+    limit_s = max(1e-9, budget.until_s - started_s)
+    while state.n_steps < schedule.n_steps and state.n_worse < schedule.patience:
+        if budget.interrupted():
+            save()
+            return False
+        done = max(state.n_steps / schedule.n_steps, state.seconds / limit_s)
+        step(schedule.batch(state.n_steps), schedule.learning_rate(state.n_steps, done))
+        state.n_steps += 1
+        is_last = state.n_steps == schedule.n_steps or budget.clock() >= budget.until_s
+        if is_last or state.n_steps % schedule.judged_every == 0:
+            new_loss = loss()
+            state.n_worse += 1
+            if new_loss < state.best_loss:
+                state.best_loss, state.best, state.n_worse = new_loss, parameters(), 0
+        now_s = budget.clock()
+        state.seconds = now_s - started_s
+        budget.progress(state.n_steps, schedule.n_steps)
+        if is_last:
+            break
+        if now_s - saved_s >= _SAVED_EVERY_S:
+            save()
+            saved_s = now_s
+    return True

@@ -1,0 +1,96 @@
+"""Every drafter, verifier and tiny architecture is registered, and is what its entry says."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from typing import get_args
+
+import pytest
+
+from specgen.decoding import drafters, verifiers
+from specgen.decoding.drafters import Drafter, WrappedDrafter
+from specgen.decoding.policy import FixedPolicy, RoundResult
+from specgen.events import DraftedEvent
+from specgen.options import DraftOptions, SamplerOptions, VerifierName
+from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
+from specgen.testing.tiny import Architecture
+from tests.helpers.common import UNFILTERED
+from tests.helpers.fake_generations import GREEDY, N_VOCAB, Setup
+from tests.registry import ARCHITECTURES, CACHES, DRAFTERS, ON_FAKES, VERIFIERS, Text
+
+LANGUAGE = random_language(N_VOCAB, seed=7)
+LETTERS = FakeVocabulary.letters(N_VOCAB)
+
+
+def classes_with(method: str, *modules: object) -> set[type[object]]:
+    """The classes that modules define and that have a method, but protocols."""
+    return {
+        each
+        for module in modules
+        for each in vars(module).values()
+        if inspect.isclass(each)
+        and each.__module__ == getattr(module, "__name__", "")
+        and hasattr(each, method)
+        and not getattr(each, "_is_protocol", False)
+    }
+
+
+def modules_of_drafters() -> Iterator[object]:
+    for found in pkgutil.walk_packages(drafters.__path__, f"{drafters.__name__}."):
+        yield importlib.import_module(found.name)
+
+
+def test_every_drafter_is_registered() -> None:
+    found = classes_with("propose", *modules_of_drafters())
+    assert drafters.ModelDrafter in found
+    assert Drafter not in found
+    # What only forwards is the base of others.
+    assert found - {WrappedDrafter} <= {case.kind for case in DRAFTERS.values()}
+
+
+def test_every_verifier_is_registered() -> None:
+    assert set(VERIFIERS) == set(get_args(VerifierName))
+    made = {type(case.make()) for case in VERIFIERS.values()}
+    assert classes_with("verify", verifiers) == made
+    for name, case in VERIFIERS.items():
+        assert type(verifiers.make_verifier(name)) is type(case.make())
+
+
+def test_every_architecture_is_registered() -> None:
+    assert set(ARCHITECTURES) == set(get_args(Architecture))
+    assert list(CACHES.values()) == ["llama", "gemma3", "mamba", "lfm2", "jamba"]
+
+
+@pytest.mark.parametrize("sampler", [GREEDY, UNFILTERED], ids=["greedy", "random"])
+@pytest.mark.parametrize("name", ON_FAKES)
+def test_a_drafter_is_what_its_entry_says(name: str, sampler: SamplerOptions) -> None:
+    case = DRAFTERS[name]
+    made: list[object] = []
+    drawn: list[bool] = []
+
+    class Noting(FixedPolicy):
+        def observe(self, result: RoundResult) -> None:
+            drawn.append(result.draft.is_drawn)
+
+    def make(state: object) -> object:
+        made.append(ON_FAKES[name](Text(state, noisy(LANGUAGE, 0.7), LETTERS, sampler)))  # type: ignore[arg-type]
+        return made[0]
+
+    setup = Setup(
+        sampler=sampler,
+        drafter=make,  # type: ignore[arg-type]
+        policy=Noting,
+        drafting=DraftOptions(policy="fixed", max_tokens=6, p_min=0.0),
+    )
+    generation, events = setup.run()
+    assert isinstance(made[0], case.kind)
+    drafts = [event.nodes for event in events if isinstance(event, DraftedEvent) and event.nodes]
+    assert bool(drafts) == (name != "nothing")
+    assert generation.drafters is not None
+    has_branches = any(len({node.parent for node in nodes}) < len(nodes) for nodes in drafts)
+    # The most likely walks are all the same one.
+    assert has_branches == (case.trees and (sampler is UNFILTERED or not case.draws))
+    assert any(drawn) == (case.draws and sampler is UNFILTERED)

@@ -1,0 +1,287 @@
+"""Each drafter, verifier and architecture, registered once: the tests of invariants take them from here.
+
+A new class in `specgen/decoding/drafters` or `verifiers.py`, or a new tiny architecture, belongs into one of
+these tables; `tests/project/test_registered.py` fails until it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from specgen.decoding.drafters import (
+    Drafter,
+    Drafters,
+    Guesses,
+    HeadsDrafter,
+    ModelDrafter,
+    PromptHeadSkipper,
+    SuffixDrafter,
+    TranslatedDrafter,
+    TreeModelDrafter,
+)
+from specgen.decoding.drafters.translation import Translation
+from specgen.decoding.policy import FixedPolicy
+from specgen.decoding.sampling import Sampler
+from specgen.decoding.text_state import Shaper, TextState
+from specgen.decoding.verifiers import (
+    AutoVerifier,
+    BlockVerifier,
+    MatchVerifier,
+    ResidualVerifier,
+    SpecTrVerifier,
+    Verifier,
+)
+from specgen.engine.draft_models import Translated
+from specgen.engine.drafter_factory import guess_sampling
+from specgen.options import DraftOptions, SamplerOptions, TranslateMode, VerifierName, parse_tree
+from specgen.system.arrays import Logits
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, Language, noisy
+from specgen.testing.tiny import Architecture
+from tests.helpers.fake_generations import (
+    GREEDY,
+    NoDrafter,
+    TreeDrafter,
+    ngram_drafter,
+    translated_drafter,
+)
+
+# --- drafters -------------------------------------------------------------------------------------
+
+
+def open_fake(vocabulary: FakeVocabulary, language: Language) -> FakeBackend:
+    return FakeBackend(vocabulary, language, n_ctx=256, n_batch=64, n_sequences=1)
+
+
+@dataclass
+class Text:
+    """A text on the fake backend, and what drafts for it: a model that speaks `language`. `sampler` is the
+    target's. A test that watches the models' backends opens them itself."""
+
+    state: TextState
+    language: Language
+    vocabulary: FakeVocabulary
+    sampler: SamplerOptions = GREEDY
+    seed: int = 99
+    #: The most tokens that are guessed for the draft model at once.
+    n_guess: int = 3
+    open_backend: Callable[[FakeVocabulary, Language], FakeBackend] = open_fake
+
+
+Make: TypeAlias = Callable[[Text], Drafter | Drafters]
+
+
+def model(text: Text, guesses: Guesses | None = None, noise: float = 0.0) -> ModelDrafter:
+    chain = Sampler(text.sampler)
+    language = noisy(text.language, noise) if noise else text.language
+    return ModelDrafter(
+        text.open_backend(text.vocabulary, language),
+        Shaper(chain, text.state),
+        np.random.default_rng(text.seed),
+        draws=chain.is_random,
+        n_shared_tokens=text.vocabulary.n_tokens,
+        guesses=guesses,
+    )
+
+
+def guesses(text: Text, drafters: Drafters) -> Guesses:
+    return Guesses(
+        drafters, FixedPolicy(DraftOptions(policy="fixed", max_tokens=text.n_guess, p_min=0.0))
+    )
+
+
+def by_ngrams(text: Text, noise: float = 0.0) -> ModelDrafter:
+    return model(text, guesses(text, Drafters(SuffixDrafter(1, 8))), noise)
+
+
+def by_a_model(text: Text) -> ModelDrafter:
+    return model(text, guesses(text, Drafters(model=model(text, noise=0.5))))
+
+
+def twice(text: Text) -> ModelDrafter:
+    return model(text, guesses(text, Drafters(model=by_ngrams(text, 0.5))))
+
+
+def tree_model(text: Text) -> TreeModelDrafter:
+    shape = parse_tree("2,2")
+    backend = FakeBackend(text.vocabulary, text.language, n_ctx=256, n_batch=64, n_sequences=8)
+    return TreeModelDrafter(
+        backend,
+        Shaper(Sampler(guess_sampling(text.sampler, shape)), text.state),
+        np.random.default_rng(text.seed),
+        draws=False,
+        n_shared_tokens=text.vocabulary.n_tokens,
+        shape=shape,
+    )
+
+
+def drawn_tree_model(text: Text) -> TreeModelDrafter:
+    chain = Sampler(text.sampler)
+    backend = FakeBackend(text.vocabulary, text.language, n_ctx=256, n_batch=64, n_sequences=8)
+    return TreeModelDrafter(
+        backend,
+        Shaper(chain, text.state),
+        np.random.default_rng(text.seed),
+        draws=chain.is_random,
+        n_shared_tokens=text.vocabulary.n_tokens,
+        shape=parse_tree("2x3"),
+    )
+
+
+def translated(mode: Translated) -> Make:
+    """A model whose vocabulary has the same tokens in the opposite order."""
+
+    def make(text: Text) -> TranslatedDrafter:
+        own, n = text.vocabulary, text.vocabulary.n_tokens
+        other = replace(
+            own, pieces=own.pieces[::-1], ends=frozenset(n - 1 - token for token in own.ends)
+        )
+
+        def language(tokens: tuple[int, ...]) -> Logits:
+            return np.ascontiguousarray(text.language(tuple(n - 1 - t for t in tokens))[::-1])
+
+        return translated_drafter(
+            Translation(own, other),
+            language,
+            other,
+            mode,
+            text.state,
+            text.sampler,
+            draws=mode == "tokens" and Sampler(text.sampler).is_random,
+            seed=text.seed,
+        )[0]
+
+    return make
+
+
+@dataclass(frozen=True)
+class DrafterCase:
+    """One way to draft, and what it can."""
+
+    #: The class that the case is about.
+    kind: type[object]
+    #: Makes it on the fake backend; None: it needs a model's hidden states.
+    make: Make | None
+    #: What drafts so for tiny models: a file's suffix or a word; None: nothing else than another case does.
+    tiny: str | None = None
+    #: Above temperature 0 it draws its tokens, and tells the distributions that they were drawn from.
+    draws: bool = False
+    trees: bool = False
+    #: It reads the target's hidden states, which models with a recurrent state do not give.
+    heads: bool = False
+    translated: TranslateMode = "off"
+    #: It knows the text's grammar, so that the grammar allows what it drafts.
+    grammar: bool = True
+    #: It decodes with draft models that a test may watch.
+    watched: bool = False
+
+
+DRAFTERS: dict[str, DrafterCase] = {
+    "model": DrafterCase(ModelDrafter, model, "draft", draws=True, watched=True),
+    "ngram": DrafterCase(SuffixDrafter, lambda _text: ngram_drafter(), "ngram", grammar=False),
+    "ngram and model": DrafterCase(
+        Drafters,
+        lambda text: Drafters(SuffixDrafter(1, 8), model(text), state=text.state),
+        draws=True,
+        watched=True,
+    ),
+    "staged by n-grams": DrafterCase(ModelDrafter, by_ngrams, draws=True, watched=True),
+    "staged by a model": DrafterCase(ModelDrafter, by_a_model, draws=True, watched=True),
+    "staged twice": DrafterCase(ModelDrafter, twice, draws=True, watched=True),
+    "all at once": DrafterCase(
+        Drafters,
+        lambda text: Drafters(SuffixDrafter(1, 8), twice(text), state=text.state),
+        draws=True,
+        watched=True,
+    ),
+    "tree of guesses": DrafterCase(TreeModelDrafter, tree_model, trees=True),
+    "drawn tree": DrafterCase(TreeModelDrafter, drawn_tree_model, draws=True, trees=True),
+    "behind a prompt's head": DrafterCase(
+        PromptHeadSkipper,
+        lambda text: PromptHeadSkipper(model(text), range(2)),
+        draws=True,
+    ),
+    "translated as text": DrafterCase(
+        TranslatedDrafter, translated("string"), "respelled", translated="string", grammar=False
+    ),
+    "translated by token": DrafterCase(
+        TranslatedDrafter, translated("tokens"), "respelled", translated="tokens", draws=True
+    ),
+    "heads": DrafterCase(HeadsDrafter, None, "heads", draws=True, heads=True),
+    # Drafters that only tests need: trees of any form, and nothing at all.
+    "random tree": DrafterCase(
+        TreeDrafter,
+        lambda text: TreeDrafter(text.language, 3, 0.7, np.random.default_rng(5)),
+        trees=True,
+        grammar=False,
+    ),
+    "wide random tree": DrafterCase(
+        TreeDrafter,
+        lambda text: TreeDrafter(text.language, 8, 0.4, np.random.default_rng(6)),
+        trees=True,
+        grammar=False,
+    ),
+    "nothing": DrafterCase(NoDrafter, lambda _text: NoDrafter()),
+}
+#: Those that draft on the fake backend, and those that draft for tiny models, by name.
+ON_FAKES = {name: case.make for name, case in DRAFTERS.items() if case.make is not None}
+ON_TINY = {name: case.tiny for name, case in DRAFTERS.items() if case.tiny is not None}
+
+# --- verifiers ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VerifierCase:
+    """A verifier. Those without rules of their own pass each draft to one of the others."""
+
+    make: Callable[[], Verifier]
+    has_own_rules: bool = True
+    #: Its rules concern drafts that are several independent walks; all others are judged as by `residual`.
+    for_walks: bool = False
+
+
+VERIFIERS: dict[VerifierName, VerifierCase] = {
+    "match": VerifierCase(MatchVerifier),
+    "residual": VerifierCase(ResidualVerifier),
+    "block": VerifierCase(BlockVerifier),
+    "spectr": VerifierCase(SpecTrVerifier, for_walks=True),
+    "auto": VerifierCase(AutoVerifier, has_own_rules=False),
+}
+#: Those with rules of their own for chains and for trees of siblings.
+JUDGES: dict[VerifierName, Callable[[], Verifier]] = {
+    name: case.make for name, case in VERIFIERS.items() if case.has_own_rules and not case.for_walks
+}
+
+# --- architectures --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ArchitectureCase:
+    """A tiny architecture: how its cache drops what was refused. Those of one kind differ in their layers."""
+
+    cache: str
+    has_state: bool = False
+    generates: bool = True
+
+
+ARCHITECTURES: dict[Architecture, ArchitectureCase] = {
+    "llama": ArchitectureCase("attention"),
+    "qwen2": ArchitectureCase("attention"),
+    "qwen3": ArchitectureCase("attention"),
+    "gemma3": ArchitectureCase("sliding window"),
+    "mamba": ArchitectureCase("recurrent", has_state=True),
+    "mamba2": ArchitectureCase("recurrent", has_state=True),
+    "lfm2": ArchitectureCase("hybrid, snapshots", has_state=True),
+    "qwen35": ArchitectureCase("hybrid, snapshots", has_state=True),
+    "jamba": ArchitectureCase("hybrid, copies", has_state=True),
+    "bert": ArchitectureCase("none", generates=False),
+}
+#: Each kind of cache, by the first architecture that has it: cells, also of sliding windows; snapshots of
+#: recurrent states; and copies of the state with decoding again.
+CACHES: dict[str, Architecture] = {
+    case.cache: name for name, case in reversed(ARCHITECTURES.items()) if case.generates
+}
+CACHES = {case.cache: CACHES[case.cache] for case in ARCHITECTURES.values() if case.generates}
