@@ -44,6 +44,7 @@ def parallel(
     state: TextState | None = None,
     sequence: int = 0,
     held: Sequence[int] = (),
+    draws: bool | None = None,
 ) -> tuple[ParallelDrafter, FakeBackend]:
     backend = backend or FakeBackend(
         vocabulary,
@@ -59,7 +60,7 @@ def parallel(
         Shaper(chain, state or TextState(())),
         np.random.default_rng(99),
         mask=MASK,
-        draws=chain.is_random,
+        draws=chain.is_random if draws is None else draws,
         n_shared_tokens=vocabulary.n_tokens,
         n_most=n_most,
         branches=bool(shape),
@@ -278,8 +279,7 @@ def test_the_drafts_of_all_sequences_in_one_cache_are_one_decode() -> None:
 
 def test_all_nodes_of_a_depth_have_children_from_one_row() -> None:
     sampler = SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0)
-    drafter, backend = parallel(sampler, shape="3,2,1")
-    drafter._draws = False
+    drafter, backend = parallel(sampler, shape="3,2,1", draws=False)
     draft = propose(drafter, [1, 2, 3], 15)
     assert backend.decoded == [1, 2, 3, MASK, MASK]
     assert backend.text(0) == (1, 2, 3)
