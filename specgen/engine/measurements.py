@@ -9,14 +9,7 @@ from typing import Literal
 from specgen.decoding.backend import Backend, HiddenBackend
 from specgen.decoding.hidden_trail import ReadsStates
 from specgen.decoding.text_state import TextState
-from specgen.engine.agreement import (
-    N_KNOWN,
-    N_TOKENS,
-    TEXT,
-    Walk,
-    read_states,
-    sample_agreement,
-)
+from specgen.engine.agreement import N_KNOWN, N_TOKENS, TEXT, Walk, read_states, sample_agreement
 from specgen.engine.calibration.gain import Costs, expected_gain
 from specgen.engine.calibration.timing import MIN_SIZES, complete, is_measured, timed_batch_sizes
 from specgen.engine.drafter_factory import DrafterFactory

@@ -17,7 +17,7 @@ from specgen.llama.cache import Cache, SavedStates, SharedStates, StateCopies
 from specgen.llama.context_opening import ContextSize, open_context
 from specgen.llama.library import last_error, layer_input, llama_cpp, llama_cpp_ext, set_layer_input
 from specgen.llama.model import LlamaModel
-from specgen.llama.rewind import Rewinder
+from specgen.llama.recurrent_rollback import Rewinder
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden, Logits

@@ -483,7 +483,9 @@ def test_distributions_that_are_not_renormalised_are_caught(
         kept = kept[token_ids[kept].argsort()]
         return Distribution(token_ids[kept], source.probs[kept])
 
-    monkeypatch.setattr("specgen.decoding.drafters.translation.shared.over_counterparts", renamed)
+    monkeypatch.setattr(
+        "specgen.decoding.drafters.translation.shared_tokens.over_counterparts", renamed
+    )
     counts, _ = draw("residual, tokens", "same language", "plain", make=whole_drafter)
     assert p_value(counts, "plain") < LEVEL
 

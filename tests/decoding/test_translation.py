@@ -18,7 +18,7 @@ from specgen.decoding.drafters.translation import (
     SharedTokens,
     Translation,
 )
-from specgen.decoding.drafters.translation.strings import n_unfinished
+from specgen.decoding.drafters.translation.string_translation import n_unfinished
 from specgen.decoding.sampling import Distribution, NoTokenAllowedError, Sampler
 from specgen.decoding.text_state import Shaper, TextState
 from specgen.options import SamplerOptions

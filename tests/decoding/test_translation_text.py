@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specgen.decoding.draft import NO_DRAFT, Draft
 from specgen.decoding.drafters.translation import DraftText, Lexicon, Speller, Translation
-from specgen.decoding.drafters.translation.strings import ControlTokens, n_unfinished
+from specgen.decoding.drafters.translation.string_translation import ControlTokens, n_unfinished
 from specgen.testing.fake_backend import FakeVocabulary
 from tests.helpers.common import BYTES
 from tests.helpers.vocabularies import (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.decoding.policy.plan import REASONS
+from specgen.decoding.policy.reasons import REASONS
 from specgen.engine.calibration.gain import Agreement, Costs
 from specgen.engine.calibration.threads import Threads, ThreadTimes
 from specgen.engine.calibration.weight_copies import Comparison

@@ -7,13 +7,8 @@ from dataclasses import replace
 
 from specgen.decoding.draft import NO_DRAFT
 from specgen.decoding.drafters.base import Drafter, Drafting, WrappedDrafter
-from specgen.decoding.drafters.translation import (
-    DraftText,
-    PrefixShaper,
-    SharedShaper,
-    Translation,
-)
-from specgen.decoding.drafters.translation.strings import n_unfinished
+from specgen.decoding.drafters.translation import DraftText, PrefixShaper, SharedShaper, Translation
+from specgen.decoding.drafters.translation.string_translation import n_unfinished
 from specgen.decoding.policy import RoundPlan, RoundResult
 from specgen.decoding.policy.cost_table import Price
 

@@ -3,16 +3,14 @@
 from specgen.decoding.policy.cost_aware import CostAwarePolicy
 from specgen.decoding.policy.fixed import FixedPolicy, ThresholdPolicy
 from specgen.decoding.policy.plan import (
-    REASONS,
     Offer,
     Policy,
-    Reason,
-    ReasonName,
     RoundPlan,
     RoundResult,
     Stop,
     draft_up_to,
 )
+from specgen.decoding.policy.reasons import REASONS, Reason, ReasonName
 from specgen.decoding.policy.stopping import WhilePaying
 
 __all__ = [

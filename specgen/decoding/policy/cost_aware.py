@@ -22,7 +22,8 @@ from specgen.decoding.policy.account import (
 )
 from specgen.decoding.policy.cost_table import ALONE, FREE, BatchShare, CostTable, Price
 from specgen.decoding.policy.draft_outcomes import DraftOutcomes
-from specgen.decoding.policy.plan import Offer, Reason, RoundPlan, RoundResult
+from specgen.decoding.policy.plan import Offer, RoundPlan, RoundResult
+from specgen.decoding.policy.reasons import Reason
 from specgen.decoding.policy.stopping import KnownRule, StoppingRule, WhilePaying, row_bucket
 from specgen.options import DraftOptions
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specgen.decoding.draft import NO_DRAFT, Draft
-from specgen.decoding.policy.plan import Offer, Reason, RoundPlan, RoundResult, Stop
+from specgen.decoding.policy.plan import Offer, RoundPlan, RoundResult, Stop
+from specgen.decoding.policy.reasons import Reason
 from specgen.options import DraftOptions
 
 #: The share of drafted tokens that may be rejected: the bound falls while fewer are, and rises while

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
+from specgen.decoding.policy.cost_table import CostTable
 
 #: The usual acceptance rate of draft models of the target's own family, measured here, if drafts stop
 #: where the draft model is unsure.
@@ -35,15 +35,12 @@ class Costs:
         return self.batch_s[1]
 
     def rows_s(self, n_rows: int) -> float:
-        """Return the seconds of a batch of `n_rows` rows, interpolated between the sizes that were timed.
+        """Return the seconds of a batch of `n_rows` rows, as a cost table of the sizes that were timed says.
 
         A batch never counts as cheaper than a single token: if it was measured so, the machine was less
         busy at that time.
         """
-        sizes = sorted(self.batch_s)
-        return float(
-            np.interp(n_rows, sizes, [max(self.batch_s[size], self.token_s) for size in sizes])
-        )
+        return max(self.token_s, CostTable(self.batch_s).seconds(n_rows))
 
     def with_cheaper_draft(self, share: float) -> Costs:
         """Return the costs if a drafted token took only this share of its time."""

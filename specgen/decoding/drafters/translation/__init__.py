@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from specgen.decoding.backend import Vocabulary
-from specgen.decoding.drafters.translation.shared import SharedShaper, SharedTokens
-from specgen.decoding.drafters.translation.strings import (
+from specgen.decoding.drafters.translation.draft_text import DraftText
+from specgen.decoding.drafters.translation.shared_tokens import SharedShaper, SharedTokens
+from specgen.decoding.drafters.translation.string_translation import (
     ControlTokens,
     Lexicon,
     PrefixShaper,
     Speller,
     StringTranslation,
 )
-from specgen.decoding.drafters.translation.text import DraftText
 
 __all__ = [
     "DraftText",

@@ -9,7 +9,7 @@ import numpy as np
 
 from specgen.decoding.backend import Vocabulary
 from specgen.decoding.draft import ROOT, Draft
-from specgen.decoding.drafters.translation.strings import ControlTokens, Lexicon
+from specgen.decoding.drafters.translation.string_translation import ControlTokens, Lexicon
 from specgen.decoding.sampling import Distribution, NoTokenAllowedError
 from specgen.decoding.text_state import Shaper
 from specgen.system.arrays import Logits, TokenArray

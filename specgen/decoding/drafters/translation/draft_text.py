@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from specgen.decoding.backend import Vocabulary
 from specgen.decoding.draft import NO_DRAFT, ROOT, Draft
-from specgen.decoding.drafters.translation.strings import ControlTokens, Speller
+from specgen.decoding.drafters.translation.string_translation import ControlTokens, Speller
 
 #: Bytes of the text that are spelled again with what follows them: tokenizers look back.
 _BEFORE = 48
