@@ -7,7 +7,7 @@ from typing import Any
 
 from typer import Option
 
-from specgen.cli.flags.groups import group, panel
+from specgen.cli.flags.groups import group, panel, utf8
 from specgen.errors import UsageError
 from specgen.options import (
     DRAFT_TEMPERATURE,
@@ -90,6 +90,7 @@ _DRAFTING = panel(
     ),
     mask=Option(
         "--draft-mask",
+        parser=utf8,
         metavar="auto|off|TOKEN",
         help="The mask token of a parallel draft model (PARD), which predicts all tokens of a draft in one "
         "decode: its number or its text. auto takes what the file says, off drafts one token after the other.",
