@@ -42,23 +42,21 @@ def read_prompt(
             "no prompt is given",
             hint='give one, as in `specgen run "Why is the sky blue?"`, or pipe it in',
         )
-    texts = {}
-    for number, source in enumerate(sources):
-        if isinstance(source, str) and source != "-":
-            texts[number] = "the question", _check_argument(source)
-        elif source in (STDIO, "-"):
-            texts[number] = "standard input", _without_newline(_piped_text(note))
-        else:
-            texts[number] = (
-                str(source),
-                _without_newline(decoded(read_bytes(Path(source)), str(source))),
-            )
-    given = [(name, text) for name, text in texts.values() if text]
+    given = [(name, text) for name, text in (_read(source, note) for source in sources) if text]
     if not given:
         raise PromptError("the prompt is empty", hint="give some text")
     if len(given) > 1:
         note(f"the prompt is {', then '.join(name for name, _text in given)}")
     return "\n\n".join(text for _name, text in given)
+
+
+def _read(source: Path | str, note: Callable[[str], None]) -> tuple[str, str]:
+    """Return the name of a part of the prompt, and its text. A string is the question."""
+    if source in (STDIO, "-"):
+        return "standard input", _without_newline(_piped_text(note))
+    if isinstance(source, str):
+        return "the question", _check_argument(source)
+    return str(source), _without_newline(decoded(read_bytes(source), str(source)))
 
 
 def _piped_text(note: Callable[[str], None]) -> str:

@@ -201,11 +201,12 @@ class Backend(Protocol):
 class HiddenBackend(Backend, Protocol):
     """A backend that also returns a model's hidden states."""
 
-    def decode_hidden(self, batch: Batch, *, for_mtp: bool = False) -> tuple[Logits, Hidden]:
+    def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
         """Decode as `decode` does, and also return hidden states, float32[n, n_embd], valid until the
-        next decode: the final ones of the rows that want logits or, `for_mtp`, those of all rows, as the
-        model's MTP layers read them. Without `for_mtp` the batch may have at most `n_outputs` rows. Also
-        raise `BackendError` if the model gives no hidden states."""
+        next decode. They are the final states of the rows that want logits or, with `all_rows`, the states
+        of all rows that a draft reads: those for MTP layers, or inputs of the target's layers. Without
+        `all_rows` the batch may have at most `n_outputs` rows. Also raise `BackendError` if the model gives
+        no hidden states."""
         ...
 
 

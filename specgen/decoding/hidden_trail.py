@@ -1,4 +1,4 @@
-"""The target's hidden states along a text, for MTP layers."""
+"""The target's hidden states along a text, for drafts that read them: MTP layers, EAGLE-3, DFlash."""
 
 from __future__ import annotations
 
@@ -9,14 +9,23 @@ from specgen.system.arrays import Hidden
 
 #: The number of states that are kept after they were read, for a text that goes back to an earlier place.
 _N_KEPT = 32
+#: The memory for hidden states that a draft has not read yet, of all texts together, and the least number
+#: of them that a text keeps.
+_STATES_BYTES = 2**28
+_LEAST_STATES = 256
+
+
+def most_states(n_values: int, n_slots: int) -> int:
+    """Return how many hidden states of `n_values` float32 each of `n_slots` texts may keep unread."""
+    return max(_LEAST_STATES, _STATES_BYTES // (4 * n_values * n_slots))
 
 
 class TargetStates(Protocol):
     """Takes the target's hidden states of one text from the loop, for a drafter that reads them."""
 
-    #: Whether they are those that MTP layers read, of all tokens, those of the prompt too; else the final
-    #: states of rounds.
-    for_mtp: ClassVar[bool]
+    #: Whether they are the states of all rows, those of the prompt too; else the final states of the rows
+    #: of rounds that have logits.
+    all_rows: ClassVar[bool]
 
     def take_rows(self, rows: Hidden, text: Sequence[int], n_read: int) -> None:
         """Add copies of the last rows, float32[n, n_embd]: the target has read the first `n_read` tokens of
@@ -31,7 +40,7 @@ class HiddenTrail:
     A trail outlives an answer: the next one in the same part of the caches often continues its text.
     """
 
-    for_mtp: ClassVar[bool] = True
+    all_rows: ClassVar[bool] = True
 
     def __init__(self, n_most: int) -> None:
         self._n_most = n_most

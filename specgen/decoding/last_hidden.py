@@ -18,7 +18,7 @@ class LastHidden:
     """The target's final hidden states after the last committed tokens that it has read. The loop adds
     one after each round, and decoder heads draft from the last one."""
 
-    for_mtp: ClassVar[bool] = False
+    all_rows: ClassVar[bool] = False
     _states: deque[tuple[int, Hidden]] = field(default_factory=lambda: deque(maxlen=_N_KEPT))
 
     def before(self, n_tokens: int) -> tuple[int, Hidden] | None:

@@ -316,9 +316,9 @@ class Loop:
     def _decode_text(self, sequence: Sequence, batch: Batch) -> Logits:
         """Decode rows of a sequence's text, and keep their hidden states for MTP layers."""
         states, target = sequence.hidden, self._hidden_target
-        if states is None or not states.for_mtp or target is None:
+        if states is None or not states.all_rows or target is None:
             return self._target.decode(batch)
-        logits, hidden = target.decode_hidden(batch, for_mtp=True)
+        logits, hidden = target.decode_hidden(batch, all_rows=True)
         states.take_rows(hidden, sequence.tokens, batch.positions[-1] + 1)
         return logits
 
@@ -337,10 +337,10 @@ class Loop:
         wanted = [sequence.hidden for sequence in sequences if sequence.hidden is not None]
         target = self._hidden_target
         if wanted and target is not None:
-            for_mtp = wanted[0].for_mtp  # the same for all, as the same draft serves all
-            if for_mtp or len(batch) <= target.n_outputs:
-                logits, hidden = target.decode_hidden(batch, for_mtp=for_mtp)
-                if for_mtp and reader is not None and reader.hidden is not None:
+            all_rows = wanted[0].all_rows  # the same for all, as the same draft serves all
+            if all_rows or len(batch) <= target.n_outputs:
+                logits, hidden = target.decode_hidden(batch, all_rows=all_rows)
+                if all_rows and reader is not None and reader.hidden is not None:
                     n_read = batch.positions[-1] + 1
                     reader.hidden.take_rows(hidden[n_own_rows:], reader.tokens, n_read)
                 return logits, hidden
@@ -385,7 +385,7 @@ class Loop:
             sequence.n_rows = 1 + len(drafted.draft)
             # Heads ask for no decode: all their drafting is the draft model's time.
             seconds = proposal.seconds + self._clock() - started
-            asks = sequence.hidden is None or sequence.hidden.for_mtp
+            asks = sequence.hidden is None or sequence.hidden.all_rows
             drafted.model_s = proposal.model_s if asks else seconds
             drafted.seconds += seconds
         for sequence, drafted in zip(active, drafting, strict=True):
@@ -532,7 +532,7 @@ def _keep_states(
     if sequence.hidden is None or hidden is None:
         return
     taken = [root, *(root + 1 + node for node in kept)]
-    if sequence.hidden.for_mtp:  # there are states of rows without logits, too
+    if sequence.hidden.all_rows:  # there are states of rows without logits, too
         root += n_silent
         taken = [*range(root + 1 - n_pending, root), *(row + n_silent for row in taken)]
     sequence.hidden.take_rows(hidden[taken], sequence.tokens, n_read)

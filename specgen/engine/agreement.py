@@ -140,7 +140,7 @@ def read_states(target: HiddenBackend, tokens: Sequence[int], trail: HiddenTrail
             for position in range(start, min(start + target.n_batch, len(tokens))):
                 batch.add(tokens[position], position, (0,), False)
             batch.wants_logits[-1] = True
-            _, hidden = target.decode_hidden(batch, for_mtp=True)
+            _, hidden = target.decode_hidden(batch, all_rows=True)
             trail.take_rows(hidden, tokens, start + len(batch))
     finally:
         target.remove(0)

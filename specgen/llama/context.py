@@ -131,18 +131,18 @@ class LlamaBackend:
         finally:
             self.decode_s = before_s + self._clock() - started
 
-    def decode_hidden(self, batch: Batch, *, for_mtp: bool = False) -> tuple[Logits, Hidden]:
+    def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
         """Decode as `decode` does, and also return the final hidden states (after the last norm, before
         the output matrix) of the rows that want logits: float32[n_wanted, n_embd]. Both results are
-        valid until the next decode. With `for_mtp` the states are those of all rows, as the model's MTP
-        layers read them.
+        valid until the next decode. With `all_rows` they are the states of all rows that a draft reads: those
+        for MTP layers, or the inputs of the layers of `hand_out`.
 
-        llama.cpp computes an output for each row of a batch without `for_mtp`, which is expensive for a
+        llama.cpp computes an output for each row of a batch without `all_rows`, which is expensive for a
         prompt. Raise `BackendError` then also for models with a recurrent state: their batches may contain
         more rows, which are decoded again.
         """
-        if for_mtp:
-            return self._decode_for_mtp(batch)
+        if all_rows:
+            return self._decode_all_rows(batch)
         if self._rewinder is not None:
             raise BackendError(f"{self.model.name}: no hidden states of a recurrent model")
         if len(batch) > self.n_outputs:
@@ -163,13 +163,13 @@ class LlamaBackend:
         return logits, hidden
 
     def hand_out(self, layers: Sequence[int]) -> None:
-        """Let `decode_hidden` with `for_mtp` return the inputs of these layers from now on, one behind the other.
+        """Let `decode_hidden` with `all_rows` return the inputs of these layers from now on, one behind the other.
         The architecture must be one of `eagle.HOOKED`: llama.cpp ends the process otherwise."""
         for layer in set(layers) - set(self._layers):
             set_layer_input(self.handle, layer, True)
         self._layers = tuple(layers)
 
-    def _decode_for_mtp(self, batch: Batch) -> tuple[Logits, Hidden]:
+    def _decode_all_rows(self, batch: Batch) -> tuple[Logits, Hidden]:
         if self._layers:
             logits, n_embd = self.decode(batch), self.model.n_embd
             n_rows = self._rows.native.n_tokens  # rows that were decoded again come first

@@ -20,10 +20,10 @@ from typing import ClassVar
 import numpy as np
 
 from specgen.decoding.backend import Batch
-from specgen.decoding.hidden_trail import HiddenTrail
+from specgen.decoding.hidden_trail import HiddenTrail, most_states
 from specgen.errors import BackendError, ModelFileError
 from specgen.llama.context import LlamaBackend
-from specgen.llama.eagle import EagleModel, has_architecture, is_eagle_file, most_states
+from specgen.llama.eagle import EagleModel, has_architecture, is_eagle_file
 from specgen.llama.gguf_metadata import GgufMetadata
 from specgen.llama.library import last_error, llama_cpp
 from specgen.llama.model import LlamaModel

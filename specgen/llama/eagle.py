@@ -22,7 +22,7 @@ from typing import ClassVar
 import numpy as np
 
 from specgen.decoding.backend import Batch
-from specgen.decoding.hidden_trail import HiddenTrail
+from specgen.decoding.hidden_trail import HiddenTrail, most_states
 from specgen.errors import BackendError, ModelFileError, PairError
 from specgen.llama.context import LlamaBackend
 from specgen.llama.gguf_metadata import GgufMetadata
@@ -64,14 +64,6 @@ _LAST = frozenset({"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"})
 _N_SEARCHED = 4096
 #: The most rows with logits in one native batch: llama.cpp computes logits of all rows of a batch or of none.
 _MOST_OUTPUTS = 32
-#: The memory for hidden states that the draft has not read yet, of all texts together.
-_STATES_BYTES = 2**28
-_LEAST_STATES = 256
-
-
-def most_states(n_values: int, n_slots: int) -> int:
-    """Return how many hidden states of so many values each of `n_slots` texts may keep unread."""
-    return max(_LEAST_STATES, _STATES_BYTES // (4 * n_values * n_slots))
 
 
 def is_eagle_file(path: Path) -> bool:

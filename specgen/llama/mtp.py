@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from specgen.decoding.backend import Batch
-from specgen.decoding.hidden_trail import HiddenTrail
+from specgen.decoding.hidden_trail import HiddenTrail, most_states
 from specgen.errors import BackendError
 from specgen.llama.context import LlamaBackend
 from specgen.llama.library import llama_cpp_ext
@@ -16,10 +16,6 @@ from specgen.llama.model import LlamaModel
 from specgen.llama.mtp_layers import WANTED_ROWS_ONLY
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden, Logits
-
-#: The memory for hidden states that MTP layers have not read yet, of all texts together.
-_STATES_BYTES = 2**28
-_LEAST_STATES = 256
 
 
 class MtpContext(LlamaBackend):
@@ -61,7 +57,7 @@ class MtpContext(LlamaBackend):
         self._wanted_rows_only = model.metadata("general.architecture") in WANTED_ROWS_ONLY
         llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, self._wanted_rows_only)
         self._states: dict[int, Hidden] = {}
-        n_most = max(_LEAST_STATES, _STATES_BYTES // (4 * n_values * n_slots))
+        n_most = most_states(n_values, n_slots)
         #: The target's hidden states of each slot's text, which the layer may still have to read.
         self.trails = tuple(HiddenTrail(n_most) for _ in range(n_slots))
 

@@ -82,7 +82,7 @@ def drafted_anew(opened: Models, text: Sequence[int], n: int) -> list[int]:
         draft = DflashContext(model, target, CONTEXT, n_ctx=256, clock=clock)
         stack.callback(draft.close)
         batch = Batch(list(text[:-1]), list(range(n_rows)), [(0,)] * n_rows, [False] * n_rows)
-        _, read = target.decode_hidden(batch, for_mtp=True)
+        _, read = target.decode_hidden(batch, all_rows=True)
         batch.hidden = list(read)
         assert not len(draft.decode(batch))
         block = Batch()

@@ -89,7 +89,7 @@ def drafted_anew(opened: Models, text: Sequence[int], n: int) -> list[int]:
         draft = EagleContext(eagle.model, target, CONTEXT, n_ctx=256, clock=clock)
         stack.callback(draft.close)
         batch = Batch(list(text[:-1]), list(range(n_rows)), [(0,)] * n_rows, [False] * n_rows)
-        _, read = target.decode_hidden(batch, for_mtp=True)
+        _, read = target.decode_hidden(batch, all_rows=True)
         batch = Batch(list(text[1:]), batch.positions, batch.sequences, [False] * n_rows)
         batch.hidden, batch.wants_logits[-1] = list(draft.encode(read)), True
         made: list[int] = []

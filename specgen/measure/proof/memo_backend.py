@@ -41,7 +41,7 @@ class MemoBackend:
 
     With `costs`, a decode that is answered from memory adds to `decode_s` the time that it would have
     taken by this table (`saved_s`). Policies that decide by the costs of decodes then decide as without
-    a memory. With `hidden`, hidden states are remembered too, with `for_mtp` those for MTP layers.
+    a memory. With `hidden`, hidden states are remembered too, with `all_rows` those of all rows.
     """
 
     def __init__(
@@ -51,15 +51,15 @@ class MemoBackend:
         n_bytes_max: int | None = None,
         costs: CostTable | None = None,
         hidden: bool = False,
-        for_mtp: bool = False,
+        all_rows: bool = False,
     ) -> None:
         self._inner = inner
         #: The inner backend if hidden states are remembered: they follow the logits in a row.
         self._hidden_inner: HiddenBackend | None = None
-        if hidden or for_mtp:
+        if hidden or all_rows:
             assert isinstance(inner, HiddenBackend), "hidden states are asked for"
             self._hidden_inner = inner
-        self._for_mtp = for_mtp
+        self._all_rows = all_rows
         #: The hidden states of all rows of the last decode of the inner backend, for MTP layers.
         self._states: Hidden = np.empty((0, 0), np.float32)
         self._costs = costs
@@ -137,12 +137,12 @@ class MemoBackend:
         if one row would continue different texts."""
         return self._decode(batch)[:, : self.n_vocab]
 
-    def decode_hidden(self, batch: Batch, *, for_mtp: bool = False) -> tuple[Logits, Hidden]:
+    def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
         """See `HiddenBackend.decode_hidden`. Raise `BackendError` if such hidden states are not remembered.
         States of rows without logits, as in a prompt, are computed each time."""
-        if self._hidden_inner is None or for_mtp != self._for_mtp:
+        if self._hidden_inner is None or all_rows != self._all_rows:
             raise BackendError("no such hidden states are remembered")
-        if for_mtp and not all(batch.wants_logits):
+        if all_rows and not all(batch.wants_logits):
             nodes, ends = self._read(batch)
             wanted = [node for node, wants in zip(nodes, batch.wants_logits, strict=True) if wants]
             logits = self._compute(batch, wanted, ends)[:, : self.n_vocab]
@@ -376,8 +376,8 @@ class MemoBackend:
         inner = self._hidden_inner
         if inner is None:
             return self._inner.decode(batch)
-        if self._for_mtp:
-            logits, self._states = inner.decode_hidden(batch, for_mtp=True)
+        if self._all_rows:
+            logits, self._states = inner.decode_hidden(batch, all_rows=True)
             states = self._states[np.flatnonzero(batch.wants_logits)]
             return np.concatenate([logits, states], axis=1)
         # Each row of a batch for hidden states costs an output, so leading rows without one go first.

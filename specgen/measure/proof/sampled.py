@@ -246,8 +246,10 @@ def _remembering(loaded: Models, cache: LlamaBackend, prompt: Prompt) -> MemoBac
     is_target = cache.model is loaded.target
     costs = loaded.costs.table(None if is_target else model, len(prompt.tokens))
     hidden = is_target and loaded.drafts.heads is not None
-    for_mtp = is_target and loaded.drafts.from_states is not None
-    return MemoBackend(cache, n_bytes_max=_N_BYTES_MAX, costs=costs, hidden=hidden, for_mtp=for_mtp)
+    all_rows = is_target and loaded.drafts.from_states is not None
+    return MemoBackend(
+        cache, n_bytes_max=_N_BYTES_MAX, costs=costs, hidden=hidden, all_rows=all_rows
+    )
 
 
 def _shorten(cells: Cells, n_tokens: int) -> Cells:
