@@ -371,7 +371,9 @@ class Loop:
             for sequence, drafted in zip(active, drafting, strict=True)
             if drafted.drafters is not None
         ]
-        proposals = propose_together([proposed for _, _, proposed in planned], self._clock)
+        proposals = propose_together(
+            [proposed for _, _, proposed in planned], self._clock, self._interrupted
+        )
         for (sequence, drafted, _), proposal in zip(planned, proposals, strict=True):
             started = self._clock()
             plan = drafted.plan

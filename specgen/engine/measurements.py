@@ -125,6 +125,19 @@ def fastest_parallel(
     return best
 
 
+def tokens_read_in(
+    models: Models, seconds: float, interrupted: Callable[[], bool] = lambda: False
+) -> int:
+    """Return how many tokens of a prompt the target reads in `seconds`, by its measured costs. Costs that
+    are not known are measured now. Raise `MemoryLimitError`, and `KeyboardInterrupt` if interrupted."""
+    if not is_measured(models.costs.table()):
+        with models.contexts(short_context(models)) as (target, draft):
+            measure_if_new(models, target, draft, interrupted)
+    table = models.costs.table()
+    n_rows = max(table.known)
+    return int(seconds * n_rows / table.seconds(n_rows))
+
+
 def agreement_walk(models: Models, prompt: Prompt, draft: Backend) -> Walk:
     """Return a `Walk` of the draft model, in an empty context, through a text that starts with `prompt`. It
     counts how often the draft agrees with the target. The most likely tokens are compared, whatever the
