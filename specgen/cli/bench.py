@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from specgen.errors import OutputError, UsageError
 from specgen.measure.bench.plan import Plan, find_fields
 from specgen.measure.selection.session_opening import open_memory
 from specgen.options import Contexts, DraftOptions, GenerationOptions, PolicyName, SamplerOptions
+from specgen.system.machine import LoadOfOthers, busy_text, is_busy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -189,11 +191,12 @@ def bench(
     texts = own_prompts() if prompts is None else read_bench_prompts(prompts)
     texts = texts if n_prompts is None else first_of_each(texts, n_prompts)
     fields = find_fields(targets or [], pairs or [], drafts or [], quiet=output.quiet)
+    load = LoadOfOthers()
     with log_shown(output), output.measuring() as (progress, stop):
         job = Job(plan, texts, n_rounds, progress, stop, shlex.join(["specgen", *sys.argv[1:]]))
         for field in fields:
             job.measure(field)
-    report = job.report(fields)
+    report = replace(job.report(fields), others_share=load.share)
     _write(report, json_file, html_file)
     for note in dict.fromkeys(_notes(report)):
         output.note(note)
@@ -277,6 +280,17 @@ def _notes(report: BenchReport) -> list[str]:
     notes += [f"prompt {skip.prompt} was left out: {skip.reason}" for skip in runs.skipped]
     for result in runs.results:
         notes += [f"{result.contender}: {notice}" for notice in result.outcome.notices]
+    if report.others_share is not None and is_busy(report.others_share):
+        notes.append(
+            f"{busy_text(report.others_share)}: these figures are those of a busy machine; run it again "
+            "when it is idle"
+        )
+    notes += [
+        f"{each.contender}: x{each.speedup:.2f} is more than {each.mean_accepted_length:.2f} tokens per "
+        "pass of the target allow: the machine's speed changed meanwhile"
+        for each in report.figures
+        if each.is_impossible
+    ]
     if report.is_interrupted:
         notes.append("interrupted: not everything was measured")
     return notes

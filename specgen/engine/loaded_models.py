@@ -80,7 +80,7 @@ class ModelCosts:
 
     def do_not_keep(self, draft: Drafting | None) -> None:
         """Do not keep the present costs of the target and a draft model: they are measured again the next
-        time."""
+        time, or after some runs if the machine was busy the last times too."""
         for model in (None,) if draft is None else (None, draft):
             context, file = self.context_options(model), self._file(model)
             self._memory.keep_no_costs(file, context, default_threads())

@@ -105,7 +105,7 @@ def _main_table(every: Sequence[ContenderFigures]) -> Table:
         spread, worst = each.speedups, each.worst
         cells = [
             each.contender,
-            _number(each.speedup, "-"),
+            _number(each.speedup, "-") + ("!" if each.is_impossible else ""),
             "-" if spread is None else f"{spread.quartile:.2f}-{spread.third_quartile:.2f}",
             _number(worst.speedup if worst else None, "-"),
             _number(each.tokens_per_s.median if each.tokens_per_s else None, "-"),
@@ -145,6 +145,8 @@ def _explanation(report: BenchReport) -> str:
         "tokens that the target accepts; tokens a round; the time to the first token relative to "
         "plain decoding; the speed-up of the whole answer, including reading the prompt; answers "
         "whose text differs from plain decoding's."
+        + " (! is more than the tokens per pass allow: the machine's speed changed.)"
+        * any(each.is_impossible for each in report.figures)
     )
 
 

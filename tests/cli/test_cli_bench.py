@@ -136,7 +136,7 @@ def test_json_has_everything_raw(bench: Specgen, tmp_path: Path) -> None:
         file.read_text(encoding="utf-8"), parse_constant=pytest.fail
     )
     keys = (
-        "specgen date command machine llama_cpp kernels files settings n_rounds is_interrupted prompts "
+        "specgen date command machine llama_cpp kernels files settings n_rounds is_interrupted others_share prompts "
         "contenders figures failures skipped_prompts results"
     )
     assert " ".join(document) == keys
