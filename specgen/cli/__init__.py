@@ -16,6 +16,8 @@ from specgen.cli import draft, models
 from specgen.cli.batch import batch
 from specgen.cli.bench import bench
 from specgen.cli.chat import chat
+from specgen.cli.command import Command, in_words
+from specgen.cli.config import ConfigCommand, config
 from specgen.cli.doctor import doctor
 from specgen.cli.fim import fim
 from specgen.cli.process import end_process, flush_or_abandon_stdout, output_errors
@@ -55,18 +57,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(run)
-app.command()(chat)
-app.command()(fim)
-app.command()(batch)
-app.command()(serve)
-app.command()(verify)
-app.command()(tune)
-app.command()(bench)
+for each in (run, chat, fim, batch, serve, verify, tune, bench):
+    app.command(cls=Command)(each)
 app.add_typer(models.app, name="models")
 app.add_typer(draft.app, name="draft")
-app.command()(worker)
-app.command()(doctor)
+app.command(cls=ConfigCommand)(config)
+for each in (worker, doctor):
+    app.command(cls=Command)(each)
 
 #: Typer's base of errors in the use of the command line; it has no public name.
 _CommandLineError: type[Exception] = next(
@@ -118,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _complain_of_usage(error: Exception) -> int:
-    message: str = error.format_message()  # type: ignore[attr-defined]
+    message = in_words(error.format_message())  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
     if context is not None and type(error).__name__ == "NoArgsIsHelpError":
         print(message, file=sys.stderr)

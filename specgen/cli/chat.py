@@ -99,6 +99,13 @@ def chat(
 # --- the conversation -----------------------------------------------------------------------
 
 
+#: By the reason for which an answer ended: what to say if it was cut off.
+_CUT = {
+    "length": "the answer was cut off after {} tokens (-n allows more)",
+    "context": "the answer was cut off after {} tokens: the context is full (-c allows more)",
+}
+
+
 class _View:
     """Shows answers, and stops them."""
 
@@ -113,10 +120,10 @@ class _View:
     def answer(self, events: Generator[Event, None, None]) -> int:
         """Show an answer; return the exit code of the signal that ended it, or 0."""
         from specgen.cli.chat_input import without_echo
-        from specgen.events import CommittedEvent
+        from specgen.events import CommittedEvent, FinishedEvent
 
         renderer = self._output.renderer(folds=True)
-        text, is_whole = "", False
+        text, is_whole, cut = "", False, ""
         try:
             with (
                 contextlib.closing(events),
@@ -128,6 +135,8 @@ class _View:
                     renderer.handle(event)
                     if isinstance(event, CommittedEvent):
                         text += event.text
+                    elif isinstance(event, FinishedEvent):
+                        cut = _CUT.get(event.finish_reason, "").format(event.n_tokens)
             is_whole = True
         finally:
             code, self._stop = self._stop.exit_code if self._stop is not None else 0, None
@@ -135,6 +144,8 @@ class _View:
             if has_line and not self._output.json and not sys.stdout.isatty():
                 sys.stdout.write("\n")
                 sys.stdout.flush()
+            if cut and not self._output.json:
+                self._output.note(cut)
         return code
 
 
@@ -191,9 +202,9 @@ def _talk(talk: Chat, view: _View, learner: Learner) -> int:
 def _typed() -> Iterable[str]:
     from specgen.cli.chat_input import TypedMessages
     from specgen.models import data_folder
-    from specgen.serving.chat.commands import COMMANDS
+    from specgen.serving.chat.commands import ALIASES, COMMANDS
 
-    names = tuple(f"/{command.name}" for command in COMMANDS)
+    names = tuple(f"/{name}" for name in (*(command.name for command in COMMANDS), *ALIASES))
     return TypedMessages(data_folder() / "chat-history", names)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from specgen.cli.command import Command
 from specgen.options import SourceChoice
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _Name = Annotated[str, typer.Argument(metavar="NAME", help="A model or a pair.")
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_models(as_json: _Json = False) -> None:
     """List the models and pairs that have a name.
 
@@ -68,7 +69,7 @@ def list_models(as_json: _Json = False) -> None:
             typer.echo("\t".join(columns))
 
 
-@app.command()
+@app.command(cls=Command)
 def show(name: _Name, as_json: _Json = False) -> None:
     """Show what is known about a model or a pair."""
     from specgen.models import CatalogueModel, load_registry, locate
@@ -87,7 +88,7 @@ def show(name: _Name, as_json: _Json = False) -> None:
         typer.echo(f"{key.replace('_', ' '):{width}}  {_shown(value)}".rstrip())
 
 
-@app.command()
+@app.command(cls=Command)
 def pull(
     name: _Name,
     source: Annotated[
@@ -108,7 +109,7 @@ def pull(
         typer.echo(fetch(model, progress=progress, source=source))
 
 
-@app.command()
+@app.command(cls=Command)
 def path(name: _Name) -> None:
     """Print where a model is on this disk; for a pair, the target first."""
     from specgen.errors import ModelFileError

@@ -202,6 +202,8 @@ def _gain(finished: FinishedEvent, draft: str | None) -> Text:
 
 def _end(finished: FinishedEvent, encoding: str) -> str:
     if finished.finish_reason == "stop":
+        if finished.ends_grammar:
+            return "end of the grammar"
         if finished.stopped_by is None:
             return "the model ended the text"
         return f"stopped at {clean_line(finished.stopped_by, encoding)!r}"

@@ -102,6 +102,11 @@ def test_why_it_ended(reason: str, stopped_by: str | None, words: str) -> None:
     assert items(finished(finish_reason=reason, stopped_by=stopped_by))["end"] == words
 
 
+def test_the_end_of_a_grammar_is_called_so() -> None:
+    event = finished(finish_reason="stop", stopped_by="</s>", ends_grammar=True)
+    assert items(event)["end"] == "end of the grammar"
+
+
 def test_the_gain_and_how_it_is_known() -> None:
     event = finished(
         n_tokens=100,

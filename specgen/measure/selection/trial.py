@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 #: row, which the answer itself times; the larger sizes are timed once.
 _N_REPEATS = 3
 _N_OFTEN = 6
-#: Speed-ups that differ by a smaller share are a tie.
-_LEAST_NOISE = 0.03
+#: Speed-ups that differ by a smaller share are a tie; those that differ by a larger share are none.
+_LEAST_NOISE, _MOST_NOISE = 0.03, 0.2
 #: The date that templates get: the present one must not change the answers.
 _NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
 
@@ -153,7 +153,8 @@ def is_tie(one: DraftFigures, other: DraftFigures) -> bool:
     noise = _LEAST_NOISE
     if len(one.speedups) == len(other.speedups) > 1:
         ratios = [math.log(a / b) for a, b in zip(one.speedups, other.speedups, strict=True)]
-        noise = max(noise, 2.0 * statistics.stdev(ratios) / math.sqrt(len(ratios)))
+        spread = 2.0 * statistics.stdev(ratios) / math.sqrt(len(ratios))
+        noise = max(noise, min(_MOST_NOISE, spread))
     return abs(math.log(one.speedup / other.speedup)) <= noise
 
 

@@ -1,0 +1,48 @@
+"""What all commands have in common: the user's defaults, and two kinds of help."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import typer.core
+
+#: What pydantic says of a value, which typer passes on, and how we say it.
+_WORDS = (
+    (r"Input should be a valid integer.*", "it is not a whole number"),
+    (r"Input should be a valid number.*", "it is not a number"),
+    (r"Input should be greater than or equal to (\S+)", r"give \1 or more"),
+    (r"Input should be less than or equal to (\S+)", r"give \1 or less"),
+    (r"Value error, (.*?)\.?$", r"\1"),
+)
+
+
+def in_words(message: str) -> str:
+    """Return what is wrong with a value in plain words."""
+    for pattern, words in _WORDS:
+        message = re.sub(pattern, words, message)
+    return message
+
+
+class Command(typer.core.TyperCommand):
+    """A command whose options have the user's defaults."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        for parameter in self.params:
+            if getattr(parameter, "is_flag", False) or getattr(parameter, "count", False):
+                parameter.metavar = ""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from specgen.cli.defaults import defaults_for
+
+        if not ctx.resilient_parsing:
+            given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+            if not _asks_for_help(self, ctx, given):
+                ctx.default_map = defaults_for(ctx, given)
+        return super().parse_args(ctx, args)
+
+
+def _asks_for_help(command: Command, ctx: Any, given: dict[str, Any]) -> bool:
+    eager = [each.name for each in command.get_params(ctx) if each.is_eager]
+    return any(given.get(name) for name in eager)
