@@ -16,7 +16,7 @@ from specgen.cli import draft, models
 from specgen.cli.batch import batch
 from specgen.cli.bench import bench
 from specgen.cli.chat import chat
-from specgen.cli.command import Command, in_words
+from specgen.cli.command import Command, in_words, without_flag_types
 from specgen.cli.config import ConfigCommand, config
 from specgen.cli.doctor import doctor
 from specgen.cli.fim import fim
@@ -31,6 +31,9 @@ from specgen.errors import EXIT_INTERRUPTED, MemoryLimitError, OutputError, Spec
 
 class _Group(typer.core.TyperGroup):
     """The group of commands. It handles errors of standard output for every command."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return without_flag_types(super().get_params(ctx))
 
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
         with output_errors():  # --version and --help write here

@@ -196,7 +196,7 @@ def _answer(
     from specgen.engine.measurements import fastest_parallel
     from specgen.render.progress_bars import batch_progress, batch_summary
 
-    is_silent = output.quiet or output.verbose
+    is_silent = output.quiet or output.verbose > 0
     with Interrupt() as stop, batch_progress(sys.stderr, quiet=is_silent) as report:
         tasks = job.prepare(lines, stop)
         if tasks and not stop():

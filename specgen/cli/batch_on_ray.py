@@ -115,10 +115,10 @@ def answer_on_ray(
         results,
         files=_files(options, drafts),
         note=output.note,
-        verbose=output.verbose,
+        verbose=output.verbose > 0,
     )
     started = time.perf_counter()
-    is_silent = output.quiet or output.verbose
+    is_silent = output.quiet or output.verbose > 0
     with batch, Interrupt() as stop, batch_progress(sys.stderr, quiet=is_silent) as report:
         try:
             batch.run(lines, stop, report)

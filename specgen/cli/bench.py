@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from typer import Option
+from typer import Argument, Option
 
 from specgen.cli import flags
 from specgen.cli.inputs import STDIO
@@ -41,6 +41,7 @@ _MODELS = flags.panel(
         "--model-draft",
         "-md",
         metavar="FILE|NAME|ngram|none",
+        autocompletion=flags.draft_names,
         help="What drafts, for every target; may be given several times. In large.gguf+small.gguf the "
         "small one drafts for the large one.",
         show_default="the pair's; with -m alone the one that `specgen run` would use, and ngram",
@@ -48,6 +49,7 @@ _MODELS = flags.panel(
     pairs=Option(
         "--pair",
         metavar="NAME",
+        autocompletion=flags.pair_names,
         help="A target and its draft, by a name from `specgen models list`; may be given several times.",
     ),
 )
@@ -127,9 +129,15 @@ _FILES = flags.panel(
     sampling=flags.sampling.without("temperature"),
     machine=flags.machine,
     output=flags.loudness,
+    texts=Argument(
+        metavar="PROMPTS",
+        help="Prompts to answer, instead of a file of them.",
+        show_default=False,
+    ),
 )
 def bench(
     *,
+    texts: list[str] | None = None,
     targets: list[str] | None = None,
     drafts: list[str] | None = None,
     pairs: list[str] | None = None,
@@ -165,10 +173,19 @@ def bench(
     decoding's; the speed-up of whole answers, prompts included.
     """
     from specgen.measure.bench.job import Job
-    from specgen.measure.bench.prompts import first_of_each, own_prompts, read_bench_prompts
+    from specgen.measure.bench.prompts import (
+        first_of_each,
+        given_prompts,
+        own_prompts,
+        read_bench_prompts,
+    )
 
     if against and machine.target.workers is not None:
         raise UsageError("--against starts programs without workers: leave out --rpc")
+    if texts and prompts is not None:
+        raise UsageError(
+            "the prompts are given twice: as texts and as --prompts", hint="use one of them"
+        )
     use_kernels(machine.kernels, output)
     plan = Plan(
         policies=parse_policies(policies),
@@ -188,12 +205,15 @@ def bench(
     _check_folder(html_file, "--html")
     if json_file != STDIO:
         _check_folder(json_file, "--json")
-    texts = own_prompts() if prompts is None else read_bench_prompts(prompts)
-    texts = texts if n_prompts is None else first_of_each(texts, n_prompts)
+    if texts:
+        asked = given_prompts(texts)
+    else:
+        asked = own_prompts() if prompts is None else read_bench_prompts(prompts)
+    asked = asked if n_prompts is None else first_of_each(asked, n_prompts)
     fields = find_fields(targets or [], pairs or [], drafts or [], quiet=output.quiet)
     load = LoadOfOthers()
     with log_shown(output), output.measuring() as (progress, stop):
-        job = Job(plan, texts, n_rounds, progress, stop, shlex.join(["specgen", *sys.argv[1:]]))
+        job = Job(plan, asked, n_rounds, progress, stop, shlex.join(["specgen", *sys.argv[1:]]))
         for field in fields:
             job.measure(field)
     report = replace(job.report(fields), others_share=load.share)

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         help="Print a summary on standard error after each answer.",
         rich_help_panel="Output",
     ),
-    output=flags.output.without("stats"),
+    output=flags.output.without("stats", "newline"),
 )
 def chat(
     *,
@@ -72,7 +72,7 @@ def chat(
     standard output. The message /help lists the commands, such as /undo and /save.
     """
     output.check(setup.answer)
-    output = replace(output, stats=stats)
+    output = replace(output, stats=stats, newline=False)  # each answer ends its line
     path = None if name is None else _session_file(name)
     text = "".join(map(_file_text, files or ()))
     sources, options = setup.find(output)

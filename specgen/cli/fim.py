@@ -53,7 +53,7 @@ _READING_S, _LEAST_READ = 5.0, 256
         show_default=False,
     ),
     setup=flags.setup.but(answer_max_tokens=256),
-    output=flags.output,
+    output=flags.output.but(newline=False),
 )
 def fim(
     *,

@@ -27,7 +27,17 @@ app = typer.Typer(
 )
 
 
-_Name = Annotated[str, typer.Argument(metavar="NAME", help="A model or a pair.")]
+def _names(incomplete: str) -> list[str]:
+    """Complete the name of a model or a pair."""
+    from specgen.models import load_registry
+
+    registry = load_registry()
+    return [name for name in (*registry.models, *registry.pairs) if name.startswith(incomplete)]
+
+
+_Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="A model or a pair.", autocompletion=_names)
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -96,7 +96,7 @@ def serve(
             engine,
             server,
             bound,
-            is_verbose=output.verbose,
+            is_verbose=output.verbose > 0,
             ready=lambda: print(f"listening on {url_of(bound)}", flush=True),
             note=output.note,
             between_answers=lambda begins: learner.between_answers(begins=begins),

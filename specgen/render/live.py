@@ -100,8 +100,8 @@ def _settled_codes(lines: Sequence[Line]) -> Iterator[str]:
 
 
 #: The rows of the unfinished line that are repainted in each round, and laid out again when the window
-#: changes; earlier rows belong to the terminal. There may be this many more if the line is broken inside
-#: words, so that it can be copied in one piece.
+#: changes; earlier rows belong to the terminal. There may be this many if rows of one line are to be copied in one
+#: piece.
 _MOVING_ROWS = 3
 _MOST_MOVING_ROWS = 12
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Mapping
 from typing import BinaryIO, TextIO
 
@@ -54,6 +56,7 @@ def make_renderer(
     quiet: bool = False,
     verbose: bool = False,
     folds: bool = False,
+    newline: bool = False,
 ) -> Renderer:
     """Return the renderer of one generation.
 
@@ -71,6 +74,7 @@ def make_renderer(
         quiet: nothing on stderr.
         verbose: notices with their details.
         folds: on a terminal, put a line in the place of a thinking block.
+        newline: in a pipe, end the last line; on a terminal it always is, in a file never.
     """
     error_console = make_console(stderr, environ)
     if json:
@@ -79,7 +83,15 @@ def make_renderer(
     else:
         notes = None if quiet else Notes(error_console, verbose=verbose)
         console = make_console(stdout, environ)
-        answer, coloured = _answer_renderer(stdout, console, environ, show, notes, folds=folds)
+        answer, coloured = _answer_renderer(
+            stdout,
+            console,
+            environ,
+            show,
+            notes,
+            folds=folds,
+            ends_line=newline and _is_pipe(stdout),
+        )
         if not quiet and not isinstance(answer, LiveRenderer):  # which has a status line for it
             answer = Tee((ReadingNotes(error_console), answer))
     if not stats:
@@ -96,6 +108,7 @@ def _answer_renderer(
     notes: Notes | None,
     *,
     folds: bool,
+    ends_line: bool,
 ) -> tuple[Renderer, bool]:
     """Return the renderer of the answer, and whether it marks tokens."""
     marked = show != "none"
@@ -104,10 +117,21 @@ def _answer_renderer(
     if terminal and not dumb:
         return LiveRenderer(console, show, notes, folds=folds), marked
     if marked and environ.get("FORCE_COLOR") and not environ.get("NO_COLOR"):
-        return ColourStreamRenderer(_binary(stdout), pens(console, forced=True), show, notes), True
+        colours = pens(console, forced=True)
+        stream = _binary(stdout)
+        return ColourStreamRenderer(stream, colours, show, notes, ends_line=ends_line), True
     if terminal:
         return DumbTerminalRenderer(_binary(stdout), notes, console.encoding), False
-    return PlainRenderer(_binary(stdout), notes), False
+    return PlainRenderer(_binary(stdout), notes, ends_line=ends_line), False
+
+
+def _is_pipe(stream: TextIO) -> bool:
+    """Return whether a stream is a pipe or a socket."""
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 def _binary(stream: TextIO) -> BinaryIO:

@@ -183,7 +183,7 @@ def test_what_cannot_draft_is_a_line_each_and_no_failure(
     missing = tmp_path / "missing.gguf"
     result = find(broken, text, missing, "bert", "target", "draft")
     assert set(columns(result)) == {"draft", "ngram", "none"}
-    notes = result.err.splitlines()
+    notes = [note for note in result.err.splitlines() if "a tie" not in note]
     assert len(notes) == 5
     for path in (broken, text, missing, tiny_models / "bert.gguf", tiny_models / "target.gguf"):
         (note,) = (note for note in notes if note.startswith(f"note: {path}: "))

@@ -89,7 +89,14 @@ def test_stop_strings_and_limits(cli: Cli) -> None:
 def test_quiet_and_no_stats_keep_stderr_empty(cli: Cli) -> None:
     assert cli.run(PROMPT, "--quiet").err == ""
     assert cli.run(PROMPT, "--no-stats").err == ""
-    assert "llama_model_loader" in cli.run(PROMPT, "--verbose").err
+    assert "llama_model_loader" in cli.run(PROMPT, "-vv").err
+    log = [
+        line
+        for line in cli.run(PROMPT, "--verbose").err.splitlines()
+        if not line.startswith("note:")
+    ]
+    assert any(line.startswith("print_info: file size") for line in log)
+    assert len(log) <= 30  # a summary of ten lines among them
 
 
 def test_without_a_draft_n_grams_draft(cli: Cli) -> None:

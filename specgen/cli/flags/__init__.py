@@ -53,9 +53,32 @@ __all__ = [
 # --- models
 
 
+def model_names(incomplete: str) -> list[str]:
+    """Complete the name of a model."""
+    from specgen.models import load_registry
+
+    return [name for name in load_registry().models if name.startswith(incomplete)]
+
+
+def pair_names(incomplete: str) -> list[str]:
+    """Complete the name of a pair."""
+    from specgen.models import load_registry
+
+    return [name for name in load_registry().pairs if name.startswith(incomplete)]
+
+
+def draft_names(incomplete: str) -> list[str]:
+    """Complete what drafts."""
+    kinds = [name for name in ("mtp", "ngram", "heads", "none") if name.startswith(incomplete)]
+    return kinds + model_names(incomplete)
+
+
 def target(**settings: Any) -> Any:
     """Return the option that names a target."""
-    usual = {"help": "The target: a GGUF file, or a name from `specgen models list`."}
+    usual: dict[str, Any] = {
+        "help": "The target: a GGUF file, or a name from `specgen models list`.",
+        "autocompletion": model_names,
+    }
     return Option("--target", "--model", "-m", metavar="FILE|NAME", **(usual | settings))
 
 
@@ -67,6 +90,7 @@ _MODELS = panel(
         "--model-draft",
         "-md",
         metavar="FILE|NAME|mtp|ngram|none",
+        autocompletion=draft_names,
         help="What drafts: a GGUF file or a name; `mtp` (the target's own MTP layers); `ngram` (repetitions "
         "of the text so far); `heads` (made by `specgen draft make`); or `none` (plain decoding). A second --draft drafts for the first: a "
         "smaller model or `ngram`.",
@@ -76,6 +100,7 @@ _MODELS = panel(
     pair=Option(
         "--pair",
         metavar="NAME",
+        autocompletion=pair_names,
         help="A target and its draft, by a name from `specgen models list`; fetched on first use.",
         show_default="the default pair, if no target is given",
     ),
@@ -324,11 +349,17 @@ JSON_REPORT = Option("--json", help="Print a JSON object.")
             "--json",
             help="Print events instead of the answer, as one JSON object on each line.",
         ),
+        newline=Option(
+            "--newline/--no-newline",
+            help="In a pipe, end the answer with a line break. (A file gets the answer as it is.)",
+        ),
         quiet=Option("--quiet", "-q", help="Print only errors on standard error."),
         verbose=Option(
             "--verbose",
             "-v",
-            help="Print llama.cpp's own log and more detail on standard error.",
+            count=True,
+            help="Print more detail on standard error: models, memory, contexts, warnings. Twice (-vv), all of "
+            "llama.cpp's own log.",
         ),
     ),
 )
@@ -343,4 +374,4 @@ def output(**given: Any) -> Output:
 #: The grammar of an answer alone.
 constraint = answer.without("max_tokens", "stop", "ignore_eos", "logprobs")
 #: The output of commands that show no answers: --quiet and --verbose.
-loudness = output.without("show", "stats", "json")
+loudness = output.without("show", "stats", "json", "newline")
