@@ -168,7 +168,7 @@ def bench(
     category. The columns, separated by tabs: target; temperature; contender;
     category, or "overall"; number of answers; speed-up over plain decoding
     (geometric mean); its first and third quartile, and the worst; tokens per
-    second (median); acceptance rate; tokens per round; time to the first
+    second (median); acceptance rate; tokens per pass of the target; time to the first
     token relative to plain decoding; answers whose text differs from plain
     decoding's; the speed-up of whole answers, prompts included.
     """

@@ -72,7 +72,7 @@ def find(
     In a pipe, it prints one line for each draft, the best first. The
     columns, separated by tabs: the file, "mtp", "ngram" or "none"; the expected
     speed-up over plain decoding, and that of the worst prompt; tokens per
-    second; acceptance rate; tokens per round; milliseconds to draft a token,
+    second; acceptance rate; tokens per pass of the target; milliseconds to draft a token,
     and to begin.
     """
     from specgen.models import identify, saved_draft

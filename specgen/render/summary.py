@@ -19,7 +19,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 #: Below this width labels are above their texts.
 _NARROW_COLUMNS = 40
 #: Above this share of rounds that drafted nothing, the summary says why.
-_LITTLE = 0.5
+_LITTLE = 0.25
 #: Speeds that differ by at most this share count as equal; in answers of fewer than `_N_SURE` tokens by `_ROUGH`.
 _NOISE, _ROUGH, _N_SURE = 0.03, 0.05, 100
 

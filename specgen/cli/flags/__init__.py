@@ -352,12 +352,14 @@ JSON_REPORT = Option("--json", help="Print a JSON object.")
         newline=Option(
             "--newline/--no-newline",
             help="In a pipe, end the answer with a line break. (A file gets the answer as it is.)",
+            show_default="newline; in fim no-newline",
         ),
         quiet=Option("--quiet", "-q", help="Print only errors on standard error."),
         verbose=Option(
             "--verbose",
             "-v",
             count=True,
+            show_default=False,
             help="Print more detail on standard error: models, memory, contexts, warnings. Twice (-vv), all of "
             "llama.cpp's own log.",
         ),
