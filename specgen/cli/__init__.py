@@ -16,8 +16,9 @@ from specgen.cli import draft, models
 from specgen.cli.batch import batch
 from specgen.cli.bench import bench
 from specgen.cli.chat import chat
-from specgen.cli.command import Command, in_words, without_flag_types
+from specgen.cli.command import Command, without_flag_types
 from specgen.cli.config import ConfigCommand, config
+from specgen.cli.defaults import in_words
 from specgen.cli.doctor import doctor
 from specgen.cli.fim import fim
 from specgen.cli.process import end_process, flush_or_abandon_stdout, output_errors

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import typer.core
 
-#: What pydantic says of a value, which typer passes on, and how we say it.
-_WORDS = (
-    (r"Input should be a valid integer.*", "it is not a whole number"),
-    (r"Input should be a valid number.*", "it is not a number"),
-    (r"Input should be greater than or equal to (\S+)", r"give \1 or more"),
-    (r"Input should be less than or equal to (\S+)", r"give \1 or less"),
-    (r"Value error, (.*?)\.?$", r"\1"),
-)
-
-
-def in_words(message: str) -> str:
-    """Return what is wrong with a value in plain words."""
-    for pattern, words in _WORDS:
-        message = re.sub(pattern, words, message)
-    return message
+from specgen.cli.defaults import defaults_for
 
 
 def without_flag_types(parameters: Any) -> Any:
@@ -41,8 +26,6 @@ class Command(typer.core.TyperCommand):
         self._is_short = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        from specgen.cli.defaults import defaults_for
-
         if not ctx.resilient_parsing:
             self._is_short = "-h" in args and "--help" not in args
             given, _, _ = self.make_parser(ctx).parse_args(args=list(args))

@@ -7,6 +7,7 @@ table `[targets."NAME"]` is for one. Environment variables and options of the co
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,23 @@ _NO_PANELS = ("Constrained answers",)
 _TARGETS = "targets"
 #: Of these options, one that is given takes the place of all.
 _RIVALS = (("target", "pair"), ("samplers", "sampler-seq"))
+
+
+#: What pydantic says of a value, which typer passes on, and how we say it.
+_WORDS = (
+    (r"Input should be a valid integer.*", "it is not a whole number"),
+    (r"Input should be a valid number.*", "it is not a number"),
+    (r"Input should be greater than or equal to (\S+)", r"give \1 or more"),
+    (r"Input should be less than or equal to (\S+)", r"give \1 or less"),
+    (r"Value error, (.*?)\.?$", r"\1"),
+)
+
+
+def in_words(message: str) -> str:
+    """Return what is wrong with a value in plain words."""
+    for pattern, words in _WORDS:
+        message = re.sub(pattern, words, message)
+    return message
 
 
 def config_file() -> Path:
@@ -135,8 +153,6 @@ def _check_value(where: str, value: Any, option: Any, context: Any) -> Any:
     """Return a value as the option's default: text, as on the command line, or true or false. `where` names it.
     Raise `UsageError` if its type or range is wrong."""
     import typer
-
-    from specgen.cli.command import in_words
 
     where = f"{where} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
     if isinstance(value, list) and not option.multiple:

@@ -28,7 +28,7 @@ app = typer.Typer(
 
 
 def _names(incomplete: str) -> list[str]:
-    """Complete the name of a model or a pair."""
+    """Return the models and pairs whose names begin so."""
     from specgen.models import load_registry
 
     registry = load_registry()

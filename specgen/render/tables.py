@@ -37,7 +37,7 @@ _HEADINGS = (
     "worst",
     "tokens/s",
     "accepted",
-    "per pass",
+    "per-pass",
     "first",
     "whole",
     "other",
@@ -164,7 +164,7 @@ def draft_lines(tried: Sequence[Tried]) -> list[str]:
 
 def print_draft_table(search: Search, console: Console) -> None:
     """Print the drafts as a table, and an explanation of the figures."""
-    headings = ("speed-up", "worst", "tokens/s", "accepted", "per pass", "ms", "start")
+    headings = ("speed-up", "worst", "tokens/s", "accepted", "per-pass", "ms", "start")
     table = _empty(headings, "draft")
     for number, one in enumerate(search.tried):
         style = "bold" if number == 0 else ""

@@ -383,7 +383,7 @@ def test_ctrl_c_shows_what_is_measured_so_far(tiny_models: Path, tmp_path: Path)
     file.write_text(json.dumps({"prompt": PROMPT}) + "\n", encoding="utf-8")
     model = (tiny_models / "draft.gguf").read_bytes()
     for number in range(120):  # a line of JSON each: all of them fit the pipe
-        (tmp_path / f"{number}.gguf").write_bytes(model + bytes(number))  # each another file
+        (tmp_path / f"{number}.gguf").write_bytes(model[:-4] + number.to_bytes(4, "little"))
     command = ["draft", "find", "-m", str(tiny_models / "target.gguf"), str(tmp_path)]
     command += [*SHORT, "--prompts", str(file), "--json", "--save"]
     with on_terminal(command) as (process, terminal):
@@ -468,7 +468,7 @@ def test_the_table_is_whole_at_every_width(width: int) -> None:
     shown = stream.getvalue()
     assert max(map(len, shown.splitlines())) <= width
     words = shown.split()
-    assert " ".join(words[:8]) == "draft speed-up worst tokens/s accepted length ms start"
+    assert " ".join(words[:8]) == "draft speed-up worst tokens/s accepted per-pass ms start"
     assert "1.41 1.21 14.10 0.62 2.50 4.12 81.6" in " ".join(words)
     assert "n-grams 1.10" in " ".join(words)
     assert "none 1.00 0.80 10.00 - 2.50 - 81.6" in " ".join(words)

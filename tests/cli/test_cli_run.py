@@ -722,9 +722,23 @@ def test_ctrl_c_keeps_the_text_and_prints_the_summary(tiny_models: Path) -> None
     assert b"tokens/s" in err
     assert b"Traceback" not in err
     whole, _ = start(command(tiny_models, "--ignore-eos", n=3900)).communicate(timeout=120)
-    # A character that was cut in the middle shows as U+FFFD.
-    assert whole.startswith((first + rest).removesuffix("\ufffd".encode()))
+    # A line break ends the answer, and a character that was cut in the middle shows as U+FFFD.
+    assert rest.endswith(b"\n")
+    assert whole.startswith((first + rest).removesuffix(b"\n").removesuffix("\ufffd".encode()))
     assert len(first + rest) < len(whole)
+
+
+def test_a_line_break_ends_the_answer_in_a_pipe(tiny_models: Path, tmp_path: Path) -> None:
+    def said(*more: str) -> bytes:
+        out, _ = start(command(tiny_models, *more)).communicate(timeout=120)
+        return bytes(out)
+
+    exact = said("--no-newline")
+    assert exact
+    assert said() == exact.removesuffix(b"\n") + b"\n"
+    with (tmp_path / "answer.txt").open("wb") as file:
+        subprocess.run([*command(tiny_models)], stdout=file, stdin=subprocess.DEVNULL, check=True)
+    assert (tmp_path / "answer.txt").read_bytes() == exact
 
 
 @posix

@@ -54,21 +54,21 @@ __all__ = [
 
 
 def model_names(incomplete: str) -> list[str]:
-    """Complete the name of a model."""
+    """Return the models whose names begin so."""
     from specgen.models import load_registry
 
     return [name for name in load_registry().models if name.startswith(incomplete)]
 
 
 def pair_names(incomplete: str) -> list[str]:
-    """Complete the name of a pair."""
+    """Return the pairs whose names begin so."""
     from specgen.models import load_registry
 
     return [name for name in load_registry().pairs if name.startswith(incomplete)]
 
 
 def draft_names(incomplete: str) -> list[str]:
-    """Complete what drafts."""
+    """Return what drafts and begins so."""
     kinds = [name for name in ("mtp", "ngram", "heads", "none") if name.startswith(incomplete)]
     return kinds + model_names(incomplete)
 
