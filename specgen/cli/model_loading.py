@@ -27,7 +27,7 @@ _MATTERS = re.compile(
     r"^print_info: (arch|file type|file size|model params|n_ctx_train)\b"
     r"|^load_tensors: .*(buffer size|offloaded)"
     r"|^llama_context: (n_ctx|flash_attn)  "
-    r"|^llama_kv_cache: size|^llama_memory_recurrent: size|compute buffer size"
+    r"|^llama_kv_cache: size|^llama_memory_recurrent: size|^sched_reserve: .*compute buffer size"
     r"|\b([Ee]rror|[Ff]ailed|[Ww]arning)\b"
 )
 

@@ -74,7 +74,7 @@ def make_renderer(
         quiet: nothing on stderr.
         verbose: notices with their details.
         folds: on a terminal, put a line in the place of a thinking block.
-        newline: in a pipe, end the last line; on a terminal it always is, in a file never.
+        newline: end the last line in a pipe, and in a file that standard error shares; on a terminal it always ends.
     """
     error_console = make_console(stderr, environ)
     if json:
@@ -90,7 +90,7 @@ def make_renderer(
             show,
             notes,
             folds=folds,
-            ends_line=newline and _is_pipe(stdout),
+            ends_line=newline and _wants_line_end(stdout, stderr),
         )
         if not quiet and not isinstance(answer, LiveRenderer):  # which has a status line for it
             answer = Tee((ReadingNotes(error_console), answer))
@@ -125,13 +125,15 @@ def _answer_renderer(
     return PlainRenderer(_binary(stdout), notes, ends_line=ends_line), False
 
 
-def _is_pipe(stream: TextIO) -> bool:
-    """Return whether a stream is a pipe or a socket."""
+def _wants_line_end(stdout: TextIO, stderr: TextIO) -> bool:
+    """Return whether standard output is a pipe or a socket, or goes where standard error goes."""
     try:
-        mode = os.fstat(stream.fileno()).st_mode
+        own = os.fstat(stdout.fileno())
+        if stat.S_ISFIFO(own.st_mode) or stat.S_ISSOCK(own.st_mode):
+            return True
+        return os.path.samestat(own, os.fstat(stderr.fileno()))
     except (OSError, ValueError):
         return False
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 def _binary(stream: TextIO) -> BinaryIO:

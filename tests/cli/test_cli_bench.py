@@ -236,6 +236,13 @@ def test_what_cannot_be_is_told_before_anything_is_loaded(bench: Specgen, tmp_pa
     assert outcome.code == 2
 
 
+def test_prompts_may_be_given_as_texts(bench: Specgen) -> None:
+    outcome = bench("--draft", "none", "one prompt", "another", prompts=None)
+    assert (outcome.code, outcome.out.split("\t")[4]) == (0, "2")
+    assert "given twice" in bench("one prompt").err
+    assert "a prompt is empty" in bench("a", " ", prompts=None).err
+
+
 def test_a_bad_prompt_is_named_by_its_line(bench: Specgen, prompts: Path) -> None:
     prompts.write_text('{"prompt": "x"}\n{"text": "y"}\n', encoding="utf-8")
     outcome = bench("--draft", "none")
