@@ -297,6 +297,7 @@ def test_the_body_of_a_chat() -> None:
         "completion_tokens": 2,
         "total_tokens": 14,
         "prompt_tokens_details": {"cached_tokens": 8},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert made["speculative"]["acceptance_rate"] == 0.25
     assert made["timings"]["prompt_n"] == 4

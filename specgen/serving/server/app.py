@@ -33,9 +33,12 @@ from specgen.serving.server.job_request import (
     ServerRequest,
     answer_requests,
     read_server_request,
-    with_model_template,
 )
-from specgen.serving.server.job_response import InfillResponseBuilder, ResponseBuilder
+from specgen.serving.server.job_response import (
+    InfillResponseBuilder,
+    ResponseBuilder,
+    TranslatedResponseBuilder,
+)
 from specgen.serving.server.jobs import EngineThread, Job, QueueFullError
 from specgen.serving.server.metrics import Metrics
 from specgen.serving.server.options import ServerOptions
@@ -96,6 +99,7 @@ class Server:
             Route("/slots", self._slots),
             self._post("/v1/chat/completions", functools.partial(self._complete, "chat")),
             self._post("/v1/completions", functools.partial(self._complete, "completion")),
+            self._post("/v1/responses", functools.partial(self._complete, "responses")),
             self._post("/infill", functools.partial(self._complete, "infill")),
             self._post("/tokenize", self._tokenize),
             self._post("/detokenize", self._detokenize),
@@ -153,8 +157,9 @@ class Server:
     ) -> Response:
         loop = asyncio.get_running_loop()
         asked, job = await self._in_thread(self._submit, endpoint, body, loop)
-        make = InfillResponseBuilder if endpoint == "infill" else ResponseBuilder
-        answering = make(
+        is_translated = asked.translation is not None
+        make = TranslatedResponseBuilder if is_translated else ResponseBuilder
+        answering = (InfillResponseBuilder if endpoint == "infill" else make)(
             asked,
             job,
             self._thread,
@@ -163,18 +168,15 @@ class Server:
             limit_s=self._limits.request_s,
         )
         if asked.streams:
-            return EventStream(answering.chunks(), answering.end, self._limits.client_s)
+            client_s = self._limits.client_s
+            return EventStream(answering.chunks(), answering.end, client_s, named=is_translated)
         return JSONResponse(await while_connected(request, answering.body()))
 
     def _submit(
         self, endpoint: Endpoint, body: Mapping[str, Any], loop: asyncio.AbstractEventLoop
     ) -> tuple[ServerRequest, Job]:
         """Read a body and submit its answers to the engine. Raise `RequestError`, `SpecgenError`."""
-        options = self._loaded.options
-        asked = read_server_request(
-            endpoint, body, options.sampler, options.generation, self._limits
-        )
-        asked = with_model_template(asked, self._loaded)
+        asked = read_server_request(endpoint, body, self._loaded, self._limits)
         engine = self._thread.engine
         n_most = engine.n_parallel + self._limits.n_waiting
         if asked.n_answers > n_most:
@@ -223,7 +225,10 @@ class Server:
         template = template_of(self._loaded.target, has_tools=True)
         asked = with_call_form(asked, template)
         conversation = functools.partial(
-            self._loaded.prompts.of_messages, asked.messages, tools=asked.tool_definitions
+            self._loaded.prompts.of_messages,
+            asked.messages,
+            tools=asked.tool_definitions,
+            variables=asked.template_variables,
         )
         prompt = await self._in_thread(conversation)
         return JSONResponse({"prompt": prompt.text})
