@@ -27,7 +27,7 @@ _PARAGRAPH = "\n\n"
 class ConversationBuilder:
     """Joins items into the turns that templates know. An assistant's turn is one message, with its thoughts,
     its text and its calls. Messages of one role that follow one another are joined, since many templates want
-    roles to alternate, or take one system message only.
+    roles to alternate. They take a system message at the beginning only: further back it is a user's.
 
     `warnings` get the items that were left out.
     """
@@ -98,6 +98,8 @@ class ConversationBuilder:
     def _turn(self, role: str, where: str) -> dict[str, Any]:
         """Return the last message if it has this role, or else a new one."""
         self._drop_lone_thoughts()
+        if role == "system" and any(message["role"] != "system" for message in self._messages):
+            role = "user"
         if self._messages and self._messages[-1]["role"] == role:
             return self._messages[-1]
         return self._new({"role": role}, where)

@@ -28,6 +28,10 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "messages": ((None,), "the messages of a response are its input"),
     "functions": ((None, []), "the functions of a response are its tools"),
     "response_format": ((None,), "the format of a response is text.format"),
+    **dict.fromkeys(
+        ("max_tokens", "max_completion_tokens", "n_predict"),
+        ((None,), "the limit of a response is max_output_tokens"),
+    ),
     "reasoning_effort": ((None,), "the effort of a response is reasoning.effort"),
 }
 #: Fields that are ignored, with a warning: the values that ask for nothing, and what is lacking.

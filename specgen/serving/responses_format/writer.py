@@ -92,7 +92,10 @@ class ResponseWriter:
             "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
+                "input_tokens_details": {
+                    **usage["prompt_tokens_details"],
+                    "cache_write_tokens": 0,  # which OpenAI charges for
+                },
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
