@@ -59,6 +59,7 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
+_STATUS_WRONG_METHOD = 405
 _STATUS_CLIENT_GONE = 499
 _log = logging.getLogger("specgen.serving.server")
 
@@ -100,6 +101,7 @@ class Server:
             self._post("/v1/chat/completions", functools.partial(self._complete, "chat")),
             self._post("/v1/completions", functools.partial(self._complete, "completion")),
             self._post("/v1/responses", functools.partial(self._complete, "responses")),
+            self._post("/v1/embeddings", self._embed),
             self._post("/infill", functools.partial(self._complete, "infill")),
             self._post("/tokenize", self._tokenize),
             self._post("/detokenize", self._detokenize),
@@ -219,6 +221,10 @@ class Server:
         prompt = await self._in_thread(self._loaded.prompts.of_tokens, tokens)
         return JSONResponse({"content": prompt.text})
 
+    async def _embed(self, _request: Request, _body: Mapping[str, Any]) -> Response:
+        what = f"specgen generates text and has no embeddings: {self._model} cannot answer this"
+        raise RequestError(400, f"{what}; ask llama.cpp's server", code="unsupported")
+
     async def _apply_template(self, _request: Request, body: Mapping[str, Any]) -> Response:
         options = self._loaded.options
         asked = read_request("chat", body, options.sampler, options.generation)
@@ -327,10 +333,16 @@ class _Counted:
         await self._app(scope, receive, counting)
 
 
-async def _no_such_path(_request: Request, error: Exception) -> Response:
+async def _no_such_path(request: Request, error: Exception) -> Response:
     """Respond to Starlette's own refusals: an unknown path, or a method that a path does not support."""
     assert isinstance(error, HTTPException)
-    return RequestError(error.status_code, error.detail, headers=error.headers).response()
+    asked = f"{request.method} {request.url.path}"
+    if error.status_code == _STATUS_WRONG_METHOD:
+        what = f"this path takes {(error.headers or {}).get('Allow')}"
+    else:
+        paths = [route.path for route in request.app.routes if isinstance(route, Route)]
+        what = f"there is no such path; there are {', '.join(paths)}"
+    return RequestError(error.status_code, f"{asked}: {what}", headers=error.headers).response()
 
 
 async def _failed(request: Request, error: Exception) -> Response:
