@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import openai.types.responses as api
@@ -15,6 +16,8 @@ from specgen.serving.openai_format.body import BodyError
 from specgen.serving.openai_format.request import Request, read_request, with_call_form
 from specgen.serving.openai_format.translation import Translation
 from specgen.serving.responses_format.request import translated_response_request
+from tests.helpers.responses import AGENT_BODY
+from tests.long_runs.mutated_json import mutated
 
 TEMPLATE = "{{ tools }} <tool_call> {{ enable_thinking }}"
 EVENT: TypeAdapter[Any] = TypeAdapter(api.ResponseStreamEvent)
@@ -239,6 +242,7 @@ def test_what_is_ignored_is_mentioned() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools"),
         ({"temperature": -1}, "temperature"),
+        ({"metadata": {"a": "\ud800"}}, "metadata"),
     ],
     ids=str,
 )
@@ -246,6 +250,39 @@ def test_what_would_change_the_meaning_is_refused(body: dict[str, Any], field: s
     with pytest.raises(BodyError) as error:
         read(**body)
     assert error.value.field == field
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_a_changed_body_is_read_or_refused(chunk: int) -> None:
+    """No other exception leaves the reader: it would be a 500. Both happen."""
+    n_read = n_refused = 0
+    for seed in range(250 * chunk, 250 * (chunk + 1)):
+        try:
+            body = json.loads(mutated(AGENT_BODY, random.Random(seed)))
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(body, dict):
+            continue
+        body.pop("stream", None)
+        try:
+            translation = translated_response_request(body)
+            read_request("chat", translation.chat, SamplerOptions(), GenerationOptions())
+        except BodyError as error:
+            error.message.encode()
+            n_refused += 1
+            continue
+        json.dumps(translation.writer("7", 17, "m").begin())
+        n_read += 1
+    assert min(n_read, n_refused) > 20
+
+
+def test_an_agents_body() -> None:
+    request = read(**AGENT_BODY)
+    assert [message.role for message in request.messages] == [
+        *("system", "user", "assistant", "tool", "assistant", "tool")
+    ]
+    assert request.messages[2].reasoning == "I have to look."
+    assert request.template_variables == {"enable_thinking": False}
 
 
 # --- answers

@@ -8,10 +8,11 @@ left out as well.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from specgen.serving.openai_format.body import BodyError, shown
+from specgen.serving.openai_format.body import BodyError, shown, utf8
 from specgen.serving.openai_format.request import KNOWN_FIELDS, field_name
 from specgen.serving.openai_format.translation import Translation
 from specgen.serving.responses_format.input_items import ConversationBuilder
@@ -28,10 +29,6 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "messages": ((None,), "the messages of a response are its input"),
     "functions": ((None, []), "the functions of a response are its tools"),
     "response_format": ((None,), "the format of a response is text.format"),
-    **dict.fromkeys(
-        ("max_tokens", "max_completion_tokens", "n_predict"),
-        ((None,), "the limit of a response is max_output_tokens"),
-    ),
     "reasoning_effort": ((None,), "the effort of a response is reasoning.effort"),
 }
 #: Fields that are ignored, with a warning: the values that ask for nothing, and what is lacking.
@@ -82,11 +79,14 @@ def translated_response_request(body: Mapping[str, Any]) -> Translation:
         if body.get(name) not in nothing:
             raise BodyError(name, what)
     warnings: list[str] = []
-    names = {"max_tokens": "max_output_tokens", "messages": "input"}
+    names = {"messages": "input"}
+    limit = body.get("max_output_tokens")
     chat: dict[str, Any] = {"reasoning_format": "auto"}
     for name, value in body.items():
         if name in _OWN or name in _REFUSED or name in _SILENT:
             continue
+        if field_name(name) == "max_tokens" and None not in (limit, value):
+            raise BodyError(name, "max_output_tokens is given as well")
         if name in _LACKING:
             nothing, what = _LACKING[name]
             if value not in nothing:
@@ -95,8 +95,9 @@ def translated_response_request(body: Mapping[str, Any]) -> Translation:
             chat[name] = value
         elif value is not None:
             warnings.append(f"{shown(name)}: ignored, since there is no such field")
-    if body.get("max_output_tokens") is not None:
-        chat["max_tokens"] = body["max_output_tokens"]
+    if limit is not None:
+        chat["max_tokens"] = limit
+        names["max_tokens"] = "max_output_tokens"
     conversation = ConversationBuilder(warnings)
     conversation.add_instructions(body.get("instructions"))
     conversation.add_input(body.get("input"))
@@ -109,14 +110,21 @@ def translated_response_request(body: Mapping[str, Any]) -> Translation:
     chat |= _reasoning(body.get("reasoning"), names, warnings)
     writer = functools.partial(
         ResponseWriter,
-        echo={
-            name: default if body.get(name) is None else body[name]
-            for name, default in _ECHO.items()
-        },
+        echo=_echo(body),
         custom=tools.custom,
         has_encrypted=_has_encrypted(body.get("include"), warnings),
     )
     return Translation(chat, writer, tuple(warnings), names)
+
+
+def _echo(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the response that repeat the request."""
+    echo = {
+        name: default if body.get(name) is None else body[name] for name, default in _ECHO.items()
+    }
+    for name, value in echo.items():
+        utf8(name, json.dumps(value, ensure_ascii=False))
+    return echo
 
 
 def _format(text: Any, names: dict[str, str]) -> dict[str, Any]:
