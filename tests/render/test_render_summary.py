@@ -53,7 +53,7 @@ def test_why_little_was_drafted() -> None:
     assert items(event)["reasons"] == (
         "34 of 52 rounds drafted nothing: nothing found (20); a row costs 0.7 of a token (14)"
     )
-    assert "reasons" not in items(dataclasses.replace(event, n_rounds=68))
+    assert "reasons" not in items(dataclasses.replace(event, n_rounds=136))
 
 
 def test_an_empty_answer() -> None:
