@@ -1,0 +1,131 @@
+"""The GGUF models in the hub's cache: which there are, where they are, and their removal.
+
+The cache is huggingface_hub's, shared with other programs. Only folders and names are read.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specgen.errors import FetchError
+from specgen.models.files import identify
+from specgen.models.hub_reference import HubReference, choose, models_among, reference_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A model in the cache; `path` is its first file, and `names` are its files in the repository."""
+
+    reference: HubReference
+    path: Path
+    names: tuple[str, ...]
+    size_bytes: int
+
+
+def find_in_cache(reference: HubReference) -> Path | None:
+    """Return the first file of the model that a reference names, from the newest snapshot that has all its
+    files."""
+    for snapshot in _snapshots(_storage(reference.repo)):
+        files = choose(_names(snapshot), reference)
+        if files is not None:
+            return snapshot / files[0]
+    return None
+
+
+def cached_models(repo: str | None = None) -> list[CachedModel]:
+    """Return the models in the cache, or those of a repository. Of several versions the newest counts."""
+    storages = sorted(_cache().glob("models--*--*")) if repo is None else [_storage(repo)]
+    return [model for storage in storages for model in _models(storage)]
+
+
+def remove_cached(models: list[CachedModel]) -> int:
+    """Remove models of one repository from the cache, in all their versions; return how many bytes that
+    freed. Blobs that other files share stay. Raise `FetchError` if a file cannot be removed."""
+    from huggingface_hub import scan_cache_dir
+
+    repo = models[0].reference.repo
+    names = {name for model in models for name in model.names}
+    info = scan_cache_dir(_cache())
+    revisions = [
+        revision
+        for found in info.repos
+        if found.repo_type == "model" and found.repo_id == repo
+        for revision in found.revisions
+    ]
+    files = {
+        file: file.file_path.relative_to(revision.snapshot_path).as_posix() in names
+        for revision in revisions
+        for file in revision.files
+    }
+    if all(files.values()):
+        strategy = info.delete_revisions(*(revision.commit_hash for revision in revisions))
+    else:
+        strategy = info.delete_files(*(file for file, goes in files.items() if goes))
+    strategy.execute()  # it only logs what it cannot delete
+    left = [model.path for model in models if model.path.exists()]
+    if left:
+        raise FetchError(f"cannot remove {left[0]}", "make its folder writable")
+    return strategy.expected_freed_size
+
+
+def remove_partial_downloads(repo: str) -> int:
+    """Remove what interrupted downloads of a repository left; return how many bytes that freed."""
+    freed_bytes = 0
+    for path in _storage(repo).glob("blobs/*.incomplete"):
+        freed_bytes += path.stat().st_size
+        path.unlink()
+    return freed_bytes
+
+
+def _models(storage: Path) -> Iterator[CachedModel]:
+    repo = storage.name.removeprefix("models--").replace("--", "/", 1)
+    seen: set[str] = set()
+    for snapshot in _snapshots(storage):
+        names = _names(snapshot)
+        for files in models_among(names):
+            identity = identify(snapshot / files[0])
+            if files[0] not in seen and identity is not None:
+                seen.add(files[0])
+                yield CachedModel(
+                    reference_of(repo, files, names),
+                    snapshot / files[0],
+                    tuple(files),
+                    identity.size_bytes,
+                )
+
+
+def _snapshots(storage: Path) -> list[Path]:
+    """Return the folders of a repository's versions, the newest first."""
+    newest = ""
+    with suppress(OSError, UnicodeDecodeError):
+        newest = (storage / "refs" / "main").read_text(encoding="utf-8")
+    try:
+        found = [path for path in (storage / "snapshots").iterdir() if path.is_dir()]
+        return sorted(found, key=lambda each: (each.name == newest, each.stat().st_mtime), reverse=True)
+    except OSError:
+        return []
+
+
+def _names(snapshot: Path) -> list[str]:
+    """Return the files of a snapshot; an entry whose blob is gone does not count."""
+    return [
+        path.relative_to(snapshot).as_posix()
+        for path in snapshot.rglob("*")
+        if path.suffix.lower() == ".gguf" and path.is_file()
+    ]
+
+
+def _storage(repo: str) -> Path:
+    return _cache() / f"models--{repo.replace('/', '--')}"
+
+
+def _cache() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
