@@ -75,9 +75,7 @@ def disk_errors_named(folder: Path, variable: str = CACHE_VARIABLE) -> Iterator[
         raise disk_error(error, folder, variable) from error
 
 
-def check_room(
-    what: str, folder: Path, needed_bytes: int, variable: str = CACHE_VARIABLE
-) -> None:
+def check_room(what: str, folder: Path, needed_bytes: int, variable: str = CACHE_VARIABLE) -> None:
     """Raise FetchError unless the disk that holds `folder` has room; `folder` may not exist yet."""
     existing = folder
     while not existing.exists() and existing != existing.parent:

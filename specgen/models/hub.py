@@ -285,8 +285,7 @@ def _download(
 ) -> None:
     """Download a file, or the rest of it, and check it."""
     import requests
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub import get_token, hf_hub_url
 
     def digest(path: Path) -> str:
         progress.finish()
@@ -298,7 +297,8 @@ def _download(
         requests.Session() as session,
         shown(progress, label, size_bytes, size_of(partial)),
     ):
-        session.headers.update(build_hf_headers())
+        if token := get_token():  # requests sends it to no other host
+            session.headers["Authorization"] = f"Bearer {token}"
         Transfer(session, progress).download(
             url,
             partial,
@@ -377,4 +377,3 @@ def _hub_held_back() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-

@@ -1,4 +1,4 @@
-"""The GGUF models in the hub's cache: which there are, where they are, and their removal.
+"""The GGUF models in the hub's cache: which there are, and where they are.
 
 The cache is huggingface_hub's, shared with other programs. Only folders and names are read.
 """
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specgen.errors import FetchError
 from specgen.models.files import identify
 from specgen.models.hub_reference import HubReference, choose, models_among, reference_of
 
@@ -40,47 +39,13 @@ def find_in_cache(reference: HubReference) -> Path | None:
 
 def cached_models(repo: str | None = None) -> list[CachedModel]:
     """Return the models in the cache, or those of a repository. Of several versions the newest counts."""
-    storages = sorted(_cache().glob("models--*--*")) if repo is None else [_storage(repo)]
+    storages = sorted(cache_of_hub().glob("models--*--*")) if repo is None else [_storage(repo)]
     return [model for storage in storages for model in _models(storage)]
 
 
-def remove_cached(models: list[CachedModel]) -> int:
-    """Remove models of one repository from the cache, in all their versions; return how many bytes that
-    freed. Blobs that other files share stay. Raise `FetchError` if a file cannot be removed."""
-    from huggingface_hub import scan_cache_dir
-
-    repo = models[0].reference.repo
-    names = {name for model in models for name in model.names}
-    info = scan_cache_dir(_cache())
-    revisions = [
-        revision
-        for found in info.repos
-        if found.repo_type == "model" and found.repo_id == repo
-        for revision in found.revisions
-    ]
-    files = {
-        file: file.file_path.relative_to(revision.snapshot_path).as_posix() in names
-        for revision in revisions
-        for file in revision.files
-    }
-    if all(files.values()):
-        strategy = info.delete_revisions(*(revision.commit_hash for revision in revisions))
-    else:
-        strategy = info.delete_files(*(file for file, goes in files.items() if goes))
-    strategy.execute()  # it only logs what it cannot delete
-    left = [model.path for model in models if model.path.exists()]
-    if left:
-        raise FetchError(f"cannot remove {left[0]}", "make its folder writable")
-    return strategy.expected_freed_size
-
-
-def remove_partial_downloads(repo: str) -> int:
-    """Remove what interrupted downloads of a repository left; return how many bytes that freed."""
-    freed_bytes = 0
-    for path in _storage(repo).glob("blobs/*.incomplete"):
-        freed_bytes += path.stat().st_size
-        path.unlink()
-    return freed_bytes
+def partial_downloads(repo: str) -> list[Path]:
+    """Return what interrupted downloads of a repository left."""
+    return list(_storage(repo).glob("blobs/*.incomplete"))
 
 
 def _models(storage: Path) -> Iterator[CachedModel]:
@@ -107,7 +72,9 @@ def _snapshots(storage: Path) -> list[Path]:
         newest = (storage / "refs" / "main").read_text(encoding="utf-8")
     try:
         found = [path for path in (storage / "snapshots").iterdir() if path.is_dir()]
-        return sorted(found, key=lambda each: (each.name == newest, each.stat().st_mtime), reverse=True)
+        return sorted(
+            found, key=lambda each: (each.name == newest, each.stat().st_mtime), reverse=True
+        )
     except OSError:
         return []
 
@@ -122,10 +89,11 @@ def _names(snapshot: Path) -> list[str]:
 
 
 def _storage(repo: str) -> Path:
-    return _cache() / f"models--{repo.replace('/', '--')}"
+    return cache_of_hub() / f"models--{repo.replace('/', '--')}"
 
 
-def _cache() -> Path:
+def cache_of_hub() -> Path:
+    """Return the folder of the hub's cache; it need not exist."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
