@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from specgen.cli.flags.hub import HUB, hub_names
+from specgen.cli.inputs import is_terminal
 from specgen.options import SourceChoice
 
 if TYPE_CHECKING:
@@ -182,11 +183,9 @@ def remove_model(
 
 def _confirmed(question: str) -> bool:
     """Ask on the terminal. Raise `UsageError` if there is none."""
-    import sys
-
     from specgen.errors import UsageError
 
-    if not sys.stdin.isatty():
+    if not is_terminal():
         raise UsageError(f"{question} There is no terminal to ask on", "add --yes to remove it")
     return typer.confirm(question, err=True)
 

@@ -28,7 +28,7 @@ from specgen.models.registry import HubSource
 from specgen.models.transfer import Transfer, size_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from huggingface_hub import HfFileMetadata
 
@@ -70,7 +70,8 @@ def fetch_from_hub(source: HubSource, model: CatalogueModel, progress: DownloadP
     with _hub_in_use() as cache:
         metadata = _metadata(source)
         _check_same_file(metadata, model)
-        check_room(model.name, cache, model.size_bytes, _CACHE_VARIABLE)
+        left_bytes = _left_bytes(_blobs(cache, source.repo), metadata, model.size_bytes)
+        check_room(model.name, cache, left_bytes, _CACHE_VARIABLE)
         return _fetch(source, metadata, model.name, model.sha256, progress)
 
 
@@ -88,7 +89,7 @@ def fetch_reference(
         return path
     with _hub_in_use() as cache:
         try:
-            sizes, licence = _listing(reference.repo, cache)
+            sizes, licence = _listing(reference.repo)
         except FetchError as error:
             path = find_in_cache(reference)
             if path is None or newest:
@@ -98,20 +99,32 @@ def fetch_reference(
         names = choose(sizes, reference)
         if names is None:
             raise _unknown(reference, sizes)
-        if n_bytes := sum(sizes[name] for name in names):
-            size = ", ".join(each for each in (human_bytes(n_bytes), licence) if each)
-            watcher.note(f"downloading {reference.repo}/{names[0]} ({size})")
-            check_room(names[0], cache, n_bytes, _CACHE_VARIABLE)
-        paths = []
-        for name in names:
-            source = HubSource(reference.repo, name)
-            metadata = _metadata(source)
-            digest = metadata.etag if _SHA256.fullmatch(metadata.etag or "") else None
-            label = PurePosixPath(name).name
-            paths.append(_fetch(source, metadata, label, digest, watcher))
-        if len({path.parent for path in paths}) > 1:
-            raise FetchError(f"{reference.repo} changed during the download", "run it again")
-        return paths[0]
+        files = {HubSource(reference.repo, name): sizes[name] for name in names}
+        return _fetch_all(files, licence, cache, watcher)
+
+
+def _fetch_all(
+    files: Mapping[HubSource, int], licence: str, cache: Path, progress: DownloadProgress
+) -> Path:
+    """Return the path of the first of a model's files, which have these sizes."""
+    first = next(iter(files))
+    blobs = _blobs(cache, first.repo)
+    wanted = {source: _metadata(source) for source in files}
+    left_bytes = sum(_left_bytes(blobs, wanted[source], size) for source, size in files.items())
+    if left_bytes:
+        whole_bytes = sum(files.values())
+        resumed = f"{human_bytes(left_bytes)} left of " if left_bytes < whole_bytes else ""
+        size_text = ", ".join(filter(None, (f"{resumed}{human_bytes(whole_bytes)}", licence)))
+        progress.note(f"downloading {first.repo}/{first.file} ({size_text})")
+        check_room(first.file, cache, left_bytes, _CACHE_VARIABLE)
+    paths = []
+    for source, metadata in wanted.items():
+        digest = metadata.etag if _SHA256.fullmatch(metadata.etag or "") else None
+        label = PurePosixPath(source.file).name
+        paths.append(_fetch(source, metadata, label, digest, progress))
+    if len({path.parent for path in paths}) > 1:
+        raise FetchError(f"{first.repo} changed during the download", "run it again")
+    return paths[0]
 
 
 @contextmanager
@@ -124,20 +137,21 @@ def _hub_in_use() -> Iterator[Path]:
         yield cache
 
 
-def _listing(repo: str, cache: Path) -> tuple[dict[str, int], str]:
-    """Return how many bytes of each file of a repository are still to be downloaded, and its licence."""
+def _listing(repo: str) -> tuple[dict[str, int], str]:
+    """Return the size in bytes of each file of a repository, and its licence."""
     from huggingface_hub import HfApi
 
     info = _ask(lambda: HfApi().model_info(repo, files_metadata=True), repo)
-    blobs = _blobs(cache, repo)
-    left = {}
-    for file in info.siblings or ():
-        etag = file.blob_id if file.lfs is None else file.lfs.sha256
-        is_here = etag is not None and (blobs / etag).exists()
-        partial_bytes = size_of(_partial(blobs, etag or ""))
-        left[file.rfilename] = 0 if is_here else max(1, (file.size or 0) - partial_bytes)
     licences = [tag.removeprefix("license:") for tag in info.tags or () if "license:" in tag]
-    return left, ", ".join(licences)
+    return {file.rfilename: file.size or 0 for file in info.siblings or ()}, ", ".join(licences)
+
+
+def _left_bytes(blobs: Path, metadata: HfFileMetadata, size_bytes: int) -> int:
+    """Return how much of a file is still to be downloaded."""
+    assert metadata.etag is not None
+    if (blobs / metadata.etag).exists():
+        return 0
+    return max(1, size_bytes - size_of(_partial(blobs, metadata.etag)))
 
 
 def _with_cached(error: FetchError, reference: HubReference) -> FetchError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specgen.errors import FetchError, ModelFileError
@@ -77,12 +77,10 @@ def _remove_cached(models: tuple[CachedModel, ...]) -> int:
     repo = models[0].reference.repo
     names = {name for model in models for name in model.names}
     info = scan_cache_dir(cache_of_hub())
-    revisions = [
-        revision
-        for found in info.repos
-        if (found.repo_type, found.repo_id) == ("model", repo)
-        for revision in found.revisions
-    ]
+    found = [each for each in info.repos if (each.repo_type, each.repo_id) == ("model", repo)]
+    # A copy of the repository may have the same commits, by which revisions are deleted.
+    info = replace(info, repos=frozenset(found))
+    revisions = [revision for each in found for revision in each.revisions]
     files = {
         file: file.file_path.relative_to(revision.snapshot_path).as_posix() in names
         for revision in revisions

@@ -221,8 +221,10 @@ def test_a_gated_repository_is_named_with_its_page_and_the_variable(
     if token is not None:
         monkeypatch.setenv("HF_TOKEN", token)
     publish_repository(server, REPO, {USUAL: CONTENT}, token="hf_secret")
+    progress = RecordedProgress()
     with pytest.raises(FetchError, match=f"^{REPO} is gated") as caught:
-        fetch_reference(HubReference(REPO))
+        fetch_reference(HubReference(REPO), progress=progress)
+    assert progress.notes == []
     assert caught.value.hint is not None
     assert f"{server.url}/{REPO}" in caught.value.hint
     assert "HF_TOKEN" in caught.value.hint
@@ -258,7 +260,7 @@ def test_a_torn_download_is_resumed(server: WebServer, tmp_path: Path) -> None:
     server.faults[ON_HUB] = [Fault(cut_after=300_000)]
     progress = RecordedProgress()
     assert fetch_reference(HubReference(REPO), progress=progress).read_bytes() == CONTENT
-    assert progress.notes[0] == f"downloading {REPO}/{USUAL} (500 kB, mit)"
+    assert progress.notes[0] == f"downloading {REPO}/{USUAL} (500 kB left of 600 kB, mit)"
     assert progress.positions[0] == 100_000
     first, second = server.starts(ON_HUB)
     assert first == 100_000
