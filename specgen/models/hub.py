@@ -21,7 +21,7 @@ from specgen.errors import FetchError, UnknownModelError
 from specgen.models.download_lock import locked
 from specgen.models.fetch_errors import check_room, disk_errors_named, host_of, reason
 from specgen.models.files import file_sha256, has_size, human_bytes
-from specgen.models.hub_cache import cached_models, find_in_cache
+from specgen.models.hub_cache import cache_of_hub, cached_models, find_in_cache, storage_of
 from specgen.models.hub_reference import choose, models_among, reference_of, usual
 from specgen.models.progress import SilentProgress, shown
 from specgen.models.registry import HubSource
@@ -70,7 +70,7 @@ def fetch_from_hub(source: HubSource, model: CatalogueModel, progress: DownloadP
     with _hub_in_use() as cache:
         metadata = _metadata(source)
         _check_same_file(metadata, model)
-        left_bytes = _left_bytes(_blobs(cache, source.repo), metadata, model.size_bytes)
+        left_bytes = _left_bytes(_blobs(source.repo), metadata, model.size_bytes)
         check_room(model.name, cache, left_bytes, _CACHE_VARIABLE)
         return _fetch(source, metadata, model.name, model.sha256, progress)
 
@@ -108,7 +108,7 @@ def _fetch_all(
 ) -> Path:
     """Return the path of the first of a model's files, which have these sizes."""
     first = next(iter(files))
-    blobs = _blobs(cache, first.repo)
+    blobs = _blobs(first.repo)
     wanted = {source: _metadata(source) for source in files}
     left_bytes = sum(_left_bytes(blobs, wanted[source], size) for source, size in files.items())
     if left_bytes:
@@ -130,9 +130,7 @@ def _fetch_all(
 @contextmanager
 def _hub_in_use() -> Iterator[Path]:
     """Give the folder of the hub's cache; the block may use huggingface_hub and write there."""
-    from huggingface_hub import constants
-
-    cache = Path(constants.HF_HUB_CACHE)
+    cache = cache_of_hub()
     with _hub_held_back(), disk_errors_named(cache, _CACHE_VARIABLE):
         yield cache
 
@@ -266,12 +264,11 @@ def _fetch(
     from huggingface_hub import constants, hf_hub_download
 
     assert metadata.etag is not None
-    cache = Path(constants.HF_HUB_CACHE)
-    blobs = _blobs(cache, source.repo)
+    blobs = _blobs(source.repo)
     blob = blobs / metadata.etag
     if (metadata.size or 0) <= constants.MAX_HTTP_DOWNLOAD_SIZE and not blob.exists():
         # The lock that huggingface_hub takes too.
-        lock = cache / ".locks" / blobs.parent.name / f"{blob.name}.lock"
+        lock = cache_of_hub() / ".locks" / blobs.parent.name / f"{blob.name}.lock"
         with locked(lock, label, progress):
             if not blob.exists():
                 blobs.mkdir(parents=True, exist_ok=True)
@@ -322,11 +319,9 @@ def _download(
         )
 
 
-def _blobs(cache: Path, repo: str) -> Path:
+def _blobs(repo: str) -> Path:
     """Return the folder of a repository's files in the cache, where each is named after its ETag."""
-    from huggingface_hub.file_download import repo_folder_name
-
-    return cache / repo_folder_name(repo_id=repo, repo_type="model") / "blobs"
+    return storage_of(repo) / "blobs"
 
 
 def _partial(blobs: Path, etag: str) -> Path:

@@ -30,7 +30,7 @@ class CachedModel:
 def find_in_cache(reference: HubReference) -> Path | None:
     """Return the first file of the model that a reference names, from the newest snapshot that has all its
     files."""
-    for snapshot in _snapshots(_storage(reference.repo)):
+    for snapshot in _snapshots(storage_of(reference.repo)):
         files = choose(_names(snapshot), reference)
         if files is not None:
             return snapshot / files[0]
@@ -39,13 +39,13 @@ def find_in_cache(reference: HubReference) -> Path | None:
 
 def cached_models(repo: str | None = None) -> list[CachedModel]:
     """Return the models in the cache, or those of a repository. Of several versions the newest counts."""
-    storages = sorted(cache_of_hub().glob("models--*--*")) if repo is None else [_storage(repo)]
+    storages = sorted(cache_of_hub().glob("models--*--*")) if repo is None else [storage_of(repo)]
     return [model for storage in storages for model in _models(storage)]
 
 
 def partial_downloads(repo: str) -> list[Path]:
     """Return what interrupted downloads of a repository left."""
-    return list(_storage(repo).glob("blobs/*.incomplete"))
+    return list(storage_of(repo).glob("blobs/*.incomplete"))
 
 
 def _models(storage: Path) -> Iterator[CachedModel]:
@@ -88,7 +88,8 @@ def _names(snapshot: Path) -> list[str]:
     ]
 
 
-def _storage(repo: str) -> Path:
+def storage_of(repo: str) -> Path:
+    """Return the folder of a repository in the cache; it need not exist."""
     return cache_of_hub() / f"models--{repo.replace('/', '--')}"
 
 
