@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from specgen.models.registry import CatalogueModel
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_ETAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 #: Moves the hub's cache.
 _CACHE_VARIABLE = "HF_HOME"
 _HINT = "check the network, and HTTPS_PROXY and HF_ENDPOINT if they are set; then try again"
@@ -91,8 +92,10 @@ def fetch_reference(
         try:
             sizes, licence = _listing(reference.repo)
         except FetchError as error:
+            if newest:
+                raise
             path = find_in_cache(reference)
-            if path is None or newest:
+            if path is None:
                 raise _with_cached(error, reference) from error
             watcher.note(f"{error.message}; using {path.name} from the hub's cache")
             return path
@@ -140,7 +143,7 @@ def _listing(repo: str) -> tuple[dict[str, int], str]:
     from huggingface_hub import HfApi
 
     info = _ask(lambda: HfApi().model_info(repo, files_metadata=True), repo)
-    licences = [tag.removeprefix("license:") for tag in info.tags or () if "license:" in tag]
+    licences = [tag[len("license:") :] for tag in info.tags or () if tag.startswith("license:")]
     return {file.rfilename: file.size or 0 for file in info.siblings or ()}, ", ".join(licences)
 
 
@@ -193,12 +196,17 @@ def _metadata(source: HubSource) -> HfFileMetadata:
 
     url = hf_hub_url(source.repo, source.file, revision=source.revision)
     metadata = _ask(lambda: get_hf_file_metadata(url), source.repo)
-    if metadata.commit_hash is None or metadata.etag is None:
-        raise FetchError(
-            f"{_host()} does not answer like the Hugging Face hub",
-            "the network may require you to sign in first, or HF_ENDPOINT may be wrong",
-        )
+    # The ETag becomes the name of a file.
+    if metadata.commit_hash is None or not _ETAG.fullmatch(metadata.etag or ""):
+        raise _no_hub()
     return metadata
+
+
+def _no_hub() -> FetchError:
+    return FetchError(
+        f"{_host()} does not answer like the Hugging Face hub",
+        "the network may require you to sign in first, or HF_ENDPOINT may be wrong",
+    )
 
 
 def _ask(request: Callable[[], _T], repo: str) -> _T:
@@ -226,6 +234,8 @@ def _ask(request: Callable[[], _T], repo: str) -> _T:
             f"{_host()} did not answer within {timeout_s:g} s",
             f"{_HINT}; HF_HUB_ETAG_TIMEOUT sets how long to wait",
         ) from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _no_hub() from error
     except Exception as error:
         raise _translated(error, f"{_host()} cannot be reached", repo) from error
 

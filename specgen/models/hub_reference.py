@@ -62,7 +62,7 @@ def is_reference(name: str) -> bool:
 def parse_reference(name: str) -> HubReference:
     """Read a name, with the prefix or without it. Raise `UsageError`."""
     match = _REFERENCE.fullmatch(name.removeprefix(PREFIX))
-    if match is None:
+    if match is None or any(each in match["repo"] for each in ("--", "..")):
         raise UsageError(
             f'"{name.removeprefix(PREFIX)}" does not name a model on the Hugging Face hub',
             "give USER/REPO or USER/REPO:QUANT, as in -hf Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M",

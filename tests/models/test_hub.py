@@ -19,6 +19,7 @@ from specgen.models.hub_reference import choose, models_among, quant_of, referen
 from tests.helpers.fetch import (
     Fault,
     RecordedProgress,
+    Resource,
     WebServer,
     publish_repository,
     python,
@@ -91,7 +92,9 @@ def test_a_reference_is_read_and_written(text: str, reference: HubReference) -> 
     assert parse_reference(str(reference)) == reference
 
 
-@pytest.mark.parametrize("text", ["", "a", "a/", "/b", "a/b:", "a/b/c", "a/b:c:d", "../b", "a b/c"])
+@pytest.mark.parametrize(
+    "text", ["", "a", "a/", "/b", "a/b:", "a/b/c", "a/b:c:d", "a/b--c", "a/b..c", "a b/c"]
+)
 def test_what_names_no_repository_is_an_error_in_use(text: str) -> None:
     with pytest.raises(UsageError, match="does not name a model on the Hugging Face hub"):
         parse_reference(text)
@@ -312,13 +315,30 @@ def test_without_the_hub_the_cache_decides(
     (note,) = progress.notes
     assert note.startswith("127.0.0.1:1 cannot be reached: ")
     assert note.endswith("; using tiny-it.gguf from the hub's cache")
-    for reference, newest in (
-        (HubReference(REPO, quant="Q8_0"), False),
-        (HubReference(REPO), True),
-    ):
-        with pytest.raises(FetchError, match="127.0.0.1:1 cannot be reached") as caught:
-            fetch_reference(reference, newest=newest)
-        assert f"(it has hf:{REPO}/tiny-it.gguf)" in caught.value.message
+    with pytest.raises(FetchError, match=r"^127\.0\.0\.1:1 cannot be reached"):
+        fetch_reference(HubReference(REPO), newest=True)
+    with pytest.raises(FetchError, match=r"and 127\.0\.0\.1:1 cannot be reached") as caught:
+        fetch_reference(HubReference(REPO, quant="Q8_0"))
+    assert f"(it has hf:{REPO}/tiny-it.gguf)" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "headers"),
+    [
+        (f"/api/models/{REPO}", b"<html>please sign in", {}),
+        (f"/api/models/{REPO}", b"[]", {}),
+        (ON_HUB, CONTENT, {}),
+        (ON_HUB, CONTENT, {"X-Repo-Commit": NEW_COMMIT, "ETag": '"../../../evil"'}),
+    ],
+)
+def test_a_host_that_is_no_hub_is_named_as_one(
+    server: WebServer, path: str, content: bytes, headers: dict[str, str]
+) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT})
+    server.resources[path] = Resource(content, headers=headers)
+    with pytest.raises(FetchError, match="does not answer like the Hugging Face hub"):
+        fetch_reference(HubReference(REPO))
+    assert server.starts(ON_HUB) == []
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
