@@ -177,17 +177,17 @@ def remove_model(
 
     removal = find_removal(name, load_registry())
     names = ", ".join(removal.names)
-    if yes or _confirmed(f"remove {names} ({human_bytes(removal.size_bytes)})?"):
+    if yes or _confirmed(f"remove {names} ({human_bytes(removal.size_bytes)})"):
         typer.echo(f"removed {names}: {human_bytes(removal.execute())} freed")
 
 
-def _confirmed(question: str) -> bool:
+def _confirmed(action: str) -> bool:
     """Ask on the terminal. Raise `UsageError` if there is none."""
     from specgen.errors import UsageError
 
     if not is_terminal():
-        raise UsageError(f"{question} There is no terminal to ask on", "add --yes to remove it")
-    return typer.confirm(question, err=True)
+        raise UsageError(f"there is no terminal to ask: {action}?", "add --yes to do it")
+    return typer.confirm(f"{action}?", err=True)
 
 
 def print_model_tables(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from huggingface_hub import HfFileMetadata
+    from huggingface_hub.errors import HfHubHTTPError
 
     from specgen.models.hub_reference import HubReference
     from specgen.models.progress import DownloadProgress
@@ -361,7 +362,7 @@ def _translated(error: Exception, failure: str, repo: str) -> FetchError | Unkno
                 f"{repo} is gated: its authors give access to those who ask",
                 f"ask for access on {page}, then set HF_TOKEN (or --hf-token) to a token of yours",
             )
-        if isinstance(cause, errors.RepositoryNotFoundError):
+        if isinstance(cause, errors.HfHubHTTPError) and _has_no_repository(cause):
             return UnknownModelError(
                 f"{_host()} has no repository {repo}, or it is private",
                 f"check the name on {page}; for a private one, set HF_TOKEN (or --hf-token)",
@@ -371,6 +372,15 @@ def _translated(error: Exception, failure: str, repo: str) -> FetchError | Unkno
             hint = f"check HF_TOKEN, and {page}" if status in {401, 403} else _HINT
             return FetchError(f"{_host()} answered with status {status}", hint)
     return FetchError(f"{failure}: {reason(error)}", _HINT)
+
+
+def _has_no_repository(error: HfHubHTTPError) -> bool:
+    """Return whether the hub has no such repository. Mirrors of the hub may answer with the status alone."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    is_listing = "/api/models/" in str(error.response.url)
+    is_missing = is_listing and error.response.status_code == 404
+    return is_missing or isinstance(error, RepositoryNotFoundError)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

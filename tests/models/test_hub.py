@@ -244,9 +244,13 @@ def test_a_model_that_is_not_there_is_named_with_those_that_are(server: WebServe
         fetch_reference(HubReference("me/weights"))
 
 
-@pytest.mark.parametrize("status", [401, 404])
-def test_a_repository_that_is_not_there_is_named(server: WebServer, status: int) -> None:
-    headers = {"X-Error-Code": "RepoNotFound"}
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [(401, {"X-Error-Code": "RepoNotFound"}), (404, {"X-Error-Code": "RepoNotFound"}), (404, {})],
+)
+def test_a_repository_that_is_not_there_is_named(
+    server: WebServer, status: int, headers: dict[str, str]
+) -> None:
     server.faults["/api/models/me/none"] = [Fault(status=status, headers=headers)]
     with pytest.raises(
         UnknownModelError, match="has no repository me/none, or it is private"
