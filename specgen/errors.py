@@ -7,7 +7,7 @@ The tree::
     ├── PromptError              3   empty, not UTF-8, unreadable, longer than the context
     ├── ModelFileError           4   missing, truncated, not GGUF, of a kind that cannot generate
     ├── PairError                5   the draft does not fit the target
-    ├── UnknownModelError        6   no model or pair of that name
+    ├── UnknownModelError        6   no model, pair or repository of that name
     ├── FetchError               7   a download failed, or gave another file
     ├── MemoryLimitError         8   the context does not fit
     ├── BackendError             9   llama.cpp is missing, broken, or refused to decode
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-#: Ctrl-C; the text so far was shown (128 + SIGINT, as a shell reports it). 143 for SIGTERM.
+#: Ctrl-C; the text so far was shown, and the next run resumes a download (128 + SIGINT, as a shell reports it). 143 for SIGTERM.
 EXIT_INTERRUPTED = 130
 #: The reader of stdout has closed the pipe (128 + SIGPIPE, as a shell reports it).
 EXIT_BROKEN_PIPE = 141
@@ -71,7 +71,7 @@ class PairError(SpecgenError):
 
 
 class UnknownModelError(SpecgenError):
-    """No model or pair goes by that name."""
+    """No model, pair or repository of the hub has that name."""
 
     exit_code = 6
 

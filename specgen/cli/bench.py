@@ -32,7 +32,7 @@ _POLICIES: tuple[PolicyName, ...] = ("cost", "threshold", "fixed")
 
 _MODELS = flags.panel(
     "Models",
-    targets=flags.target(
+    targets=flags.target_option(
         help="A target: a GGUF file, or a name from `specgen models list`; may be given several times.",
         show_default="the default pair's",
     ),
@@ -122,6 +122,8 @@ _FILES = flags.panel(
 
 @flags.takes_options(
     _MODELS,
+    flags.HUB,
+    flags.HUB_DRAFT,
     _CONTEST,
     _FILES,
     chat=flags.CHAT,
@@ -141,6 +143,10 @@ def bench(
     targets: list[str] | None = None,
     drafts: list[str] | None = None,
     pairs: list[str] | None = None,
+    hf_repo: list[str] | None = None,
+    hf_repo_draft: list[str] | None = None,
+    hf_file: str | None = None,
+    hf_token: str | None = None,
     policies: list[str] | None = None,
     trees: list[str] | None = None,
     temperatures: list[float] | None = None,
@@ -210,10 +216,12 @@ def bench(
     else:
         asked = own_prompts() if prompts is None else read_bench_prompts(prompts)
     asked = asked if n_prompts is None else first_of_each(asked, n_prompts)
-    fields = find_fields(targets or [], pairs or [], drafts or [], quiet=output.quiet)
+    targets = [*(targets or ()), *flags.hub_names(hf_repo, hf_file, hf_token)]
+    drafts = [*(drafts or ()), *flags.hub_names(hf_repo_draft)]
+    fields = find_fields(targets, pairs or [], drafts, quiet=output.quiet)
     load = LoadOfOthers()
     with log_shown(output), output.measuring() as (progress, stop):
-        job = Job(plan, asked, n_rounds, progress, stop, shlex.join(["specgen", *sys.argv[1:]]))
+        job = Job(plan, asked, n_rounds, progress, stop, _command(hf_token))
         for field in fields:
             job.measure(field)
     report = replace(job.report(fields), others_share=load.share)
@@ -314,3 +322,9 @@ def _notes(report: BenchReport) -> list[str]:
     if report.is_interrupted:
         notes.append("interrupted: not everything was measured")
     return notes
+
+
+def _command(token: str | None) -> str:
+    """Return the command line for the report, without the token."""
+    arguments = [each.replace(token, "TOKEN") if token else each for each in sys.argv[1:]]
+    return shlex.join(["specgen", *arguments])

@@ -39,13 +39,16 @@ for command in (find, make, data):
     target=flags.target(
         help="The target whose answers were kept: a GGUF file, or a name.",
     ),
-    draft=Option(
-        "--draft",
-        "--model-draft",
-        "-md",
-        metavar="FILE|NAME",
-        help="The draft model that learns.",
-        show_default="the one that `specgen run` takes for this target",
+    draft=flags.named(
+        Option(
+            "--draft",
+            "--model-draft",
+            "-md",
+            metavar="FILE|NAME",
+            help="The draft model that learns.",
+            show_default="the one that `specgen run` takes for this target",
+        ),
+        flags.HUB_DRAFT,
     ),
     minutes=Option("--minutes", min=0.1, help="How long it may train at most."),
     as_json=flags.JSON_REPORT,
@@ -89,7 +92,9 @@ def learn(
 
 @app.command(cls=Command)
 @flags.takes_options(
-    target=flags.target(help="The target whose answers are forgotten.", show_default="all"),
+    target=flags.target(
+        required=False, help="The target whose answers are forgotten.", show_default="all"
+    ),
     output=flags.loudness.without("verbose"),
 )
 def forget(*, target: str | None = None, output: Output) -> int:

@@ -95,13 +95,16 @@ def data(
 @flags.takes_options(
     _TEXT,
     target=flags.target(),
-    draft=Option(
-        "--draft",
-        "--model-draft",
-        "-md",
-        metavar="FILE|NAME",
-        help="The small model that is fitted to the target.",
-        show_default="the general draft, if it is on this disk",
+    draft=flags.named(
+        Option(
+            "--draft",
+            "--model-draft",
+            "-md",
+            metavar="FILE|NAME",
+            help="The small model that is fitted to the target.",
+            show_default="the general draft, if it is on this disk",
+        ),
+        flags.HUB_DRAFT,
     ),
     kind=Option(
         "--kind",

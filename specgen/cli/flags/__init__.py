@@ -13,7 +13,8 @@ from typing import Any
 from typer import Option
 
 from specgen.cli.flags.drafting import drafting, tree_shape
-from specgen.cli.flags.groups import group, panel, takes_options, utf8
+from specgen.cli.flags.groups import Group, group, panel, takes_options, utf8
+from specgen.cli.flags.hub import HUB, HUB_DRAFT, hub_names, named, one_name
 from specgen.cli.flags.machine import KERNELS, machine
 from specgen.cli.flags.sampling import sampling
 from specgen.cli.flags.server import limits, server
@@ -25,6 +26,8 @@ from specgen.options import GenerationOptions, Grammar
 
 __all__ = [
     "CHAT",
+    "HUB",
+    "HUB_DRAFT",
     "JSON_REPORT",
     "KERNELS",
     "LEARN",
@@ -33,10 +36,12 @@ __all__ = [
     "answer",
     "constraint",
     "drafting",
+    "hub_names",
     "limits",
     "loudness",
     "machine",
     "models",
+    "named",
     "output",
     "panel",
     "sampling",
@@ -44,6 +49,7 @@ __all__ = [
     "setup",
     "takes_options",
     "target",
+    "target_option",
     "template",
     "tree_shape",
     "trials",
@@ -73,7 +79,7 @@ def draft_names(incomplete: str) -> list[str]:
     return kinds + model_names(incomplete)
 
 
-def target(**settings: Any) -> Any:
+def target_option(**settings: Any) -> Any:
     """Return the option that names a target."""
     usual: dict[str, Any] = {
         "help": "The target: a GGUF file, or a name from `specgen models list`.",
@@ -82,9 +88,15 @@ def target(**settings: Any) -> Any:
     return Option("--target", "--model", "-m", metavar="FILE|NAME", **(usual | settings))
 
 
+def target(*, required: bool = True, **settings: Any) -> Group:
+    """Return the options that name a target, one of which must be given if it is `required`."""
+    settings = {"show_default": "required" if required else False} | settings
+    return named(target_option(**settings), required=required)
+
+
 _MODELS = panel(
     "Models",
-    target=target(show_default="the default pair's"),
+    target=target_option(show_default="the default pair's"),
     draft=Option(
         "--draft",
         "--model-draft",
@@ -107,12 +119,20 @@ _MODELS = panel(
 )
 
 
-@group(ModelChoice, _MODELS)
+@group(ModelChoice, _MODELS, HUB, HUB_DRAFT)
 def models(
-    *, target: str | None = None, draft: list[str] | None = None, pair: str | None = None
+    *,
+    target: str | None = None,
+    draft: list[str] | None = None,
+    pair: str | None = None,
+    hf_repo: str | None = None,
+    hf_repo_draft: str | None = None,
+    hf_file: str | None = None,
+    hf_token: str | None = None,
 ) -> ModelChoice:
-    """Return the models as the user named them."""
-    return staged(target, draft or [], pair)
+    """Return the models as the user named them. Raise `UsageError`."""
+    target = one_name(target, hub_names(hf_repo, hf_file, hf_token))
+    return staged(target, [*(draft or ()), *hub_names(hf_repo_draft)], pair)
 
 
 # --- prompts
