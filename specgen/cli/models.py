@@ -54,8 +54,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command("list", cls=Command)
 def list_models(as_json: _Json = False) -> None:
-    """List the models and pairs that have a name, and the GGUF models in the
-    cache of the Hugging Face hub.
+    """List the models and pairs that have a name, and the hub's models in the cache.
 
     In a pipe, it prints one line for each model. The columns, separated by
     tabs: name, "yes" or "no" for whether it is on this disk, bytes, licence,
@@ -147,14 +146,10 @@ def pull(
 
 
 @app.command(cls=Command)
-def path(name: _Name) -> None:
-    """Print where a model is on this disk; for a pair, the target first."""
-
-
-@app.command()
 def path(name: _NameOrRepo) -> None:
-    """Print where a model is on this disk; for a pair, the target first. Of a
-    model in several files it is the first one.
+    """Print where a model is on this disk; for a pair, the target first.
+
+    Of a model in several files it is the first one.
     """
     from specgen.errors import ModelFileError
     from specgen.models import load_registry, locate, parse_reference

@@ -10,7 +10,7 @@ from typing import Any
 EXAMPLES: Mapping[str, tuple[str, str, str]] = {
     "run": (
         'specgen run "Why is the sky blue?"',
-        'specgen run -m model.gguf --temp 0.7 "Tell a story"',
+        'specgen run -hf Qwen/Qwen2.5-Coder-7B-Instruct-GGUF "Tell a story"',
         'git diff | specgen run -m coder.gguf "Review this change"',
     ),
     "chat": (
@@ -75,8 +75,13 @@ EXAMPLES: Mapping[str, tuple[str, str, str]] = {
     ),
     "models pull": (
         "specgen models pull qwen2.5-coder-1.5b",
-        "specgen models pull qwen2.5-coder-smollm2",
+        "specgen models pull Qwen/Qwen2.5-Coder-7B-Instruct-GGUF:Q4_K_M",
         "specgen run -m qwen2.5-coder-1.5b Hello",
+    ),
+    "models rm": (
+        "specgen models rm qwen2.5-coder-smollm2",
+        "specgen models rm Qwen/Qwen2.5-Coder-7B-Instruct-GGUF:Q4_K_M",
+        "specgen models rm qwen2.5-coder-1.5b --yes",
     ),
     "models path": (
         "specgen models path qwen2.5-coder-1.5b",
