@@ -45,6 +45,12 @@ def shard_number(path: Path) -> int | None:
     return int(shard["number"]) if shard else None
 
 
+def model_stem(path: Path) -> str:
+    """Return the name of a model without its ending, and without the number of a shard."""
+    shard = _SHARD.fullmatch(path.name)
+    return shard["stem"] if shard else path.name.removesuffix(".gguf")
+
+
 def model_parts(path: Path) -> list[Path]:
     """Return the files of a model: its shards, in their order, or the one file."""
     shard = _SHARD.fullmatch(path.name)

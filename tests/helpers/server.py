@@ -59,8 +59,8 @@ class Running:
     def metric(self, name: str) -> float:
         """The value of one of the figures at /metrics, with its labels if it has others than the model."""
         for line in self.http.get("/metrics").text.splitlines():
-            line = re.sub(r'\{model="[^"]*"\}|model="[^"]*",|,model="[^"]*"', "", line)
-            if line.startswith(f"specgen:{name} "):
+            without = re.sub(r'\{model="[^"]*"\}|model="[^"]*",|,model="[^"]*"', "", line)
+            if without.startswith(f"specgen:{name} "):
                 return float(line.split()[-1])
         raise AssertionError(f"there is no {name}")
 

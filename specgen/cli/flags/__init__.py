@@ -33,6 +33,7 @@ __all__ = [
     "answer",
     "constraint",
     "drafting",
+    "group",
     "limits",
     "loudness",
     "machine",

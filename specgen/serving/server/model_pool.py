@@ -287,7 +287,7 @@ class ModelPool:
             async with self._providing:
                 if place.served is None and await self._make_room(place):
                     loop = asyncio.get_running_loop()
-                    await loop.run_in_executor(self._loader, self._load, place)
+                    await loop.run_in_executor(self._loader, self._load_meanwhile, place)
                 place.task = None
                 waiting, place.waiting = place.waiting, []
                 for answer in waiting:
@@ -300,7 +300,7 @@ class ModelPool:
             message = f"{place.entry.name} cannot be loaded: {error.message}"
             _log.error("%s", message)
             self._refuse(place, RequestError(status, message, code="model_not_loaded"))
-        except Exception:
+        except Exception:  # noqa: BLE001 - a bug: the requests fail, the server goes on
             place.task = None
             _log.exception("%s cannot be loaded", place.entry.name)
             message = "the server failed; its log says how"
@@ -334,14 +334,19 @@ class ModelPool:
         place.metrics.show_slots(0)
         self._note(f"unloaded {place.entry.name}")
 
+    def _load_meanwhile(self, place: _Place) -> None:
+        """Load a model while the server runs."""
+        try:
+            self._load(place)
+        except KeyboardInterrupt:
+            raise BackendError("the server ends") from None
+
     def _load(self, place: _Place) -> ServedModel:
         """Load a model, in the loader's thread or before the server runs."""
         place.is_loading, place.failure = True, None
         started = time.perf_counter()
         try:
             opened = place.entry.open(self._turns, self._is_ending.is_set)
-        except KeyboardInterrupt:
-            raise BackendError("the server ends") from None
         except SpecgenError as error:
             place.failure = error
             raise
