@@ -272,11 +272,11 @@ def _in_folder(
     from specgen.models.files import model_stem, shard_number
 
     entries: dict[str, ModelEntry] = {}
-    for path in sorted(folder.rglob("*.gguf")):
+    for path in sorted(folder.rglob("*.gguf"), key=lambda each: (len(each.parts), each)):
         if shard_number(path) not in (None, 1):
             continue
         name = model_stem(path)
-        if name in entries:  # another one of this name is in another folder
+        if name in entries:  # a file of this name is in a folder above
             name = path.relative_to(folder).with_name(name).as_posix()
         wanted = setup()
         models = replace(wanted.setup.models, target=str(path))
