@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from playwright.sync_api import Browser, expect
 
 from specgen.engine.engine import Engine, generate
 from specgen.errors import ModelFileError
@@ -22,8 +23,11 @@ from specgen.serving.server.jobs import Turns
 from specgen.serving.server.model_pool import ModelEntry, ModelPool, OpenedModel
 from specgen.serving.server.options import Limits, ServerOptions
 from specgen.serving.server.run import http_server
-from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers.browser import browser
 from tests.helpers.server import FIXED, N_CTX, PATIENCE_S, session_of, wait_until
+
+__all__ = ["browser"]
 
 NAMES = ("a", "b", "c")
 PROMPTS = ("the cat is in the", "one two three one two three one two", "a")
@@ -68,7 +72,9 @@ class Served:
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pool")
     for seed, name in enumerate(NAMES):
-        config = TinyConfig(logit_scale=3.0, unprintable_scale=0.0, seed=seed)
+        config = TinyConfig(
+            logit_scale=3.0, unprintable_scale=0.0, seed=seed, chat_template=CHATML_TEMPLATE
+        )
         write_tiny_model(folder / f"{name}.gguf", config)
         write_tiny_model(folder / f"{name}-draft.gguf", config.draft(0.1))
     return folder
@@ -291,3 +297,19 @@ def test_a_stream_of_a_model_that_is_loaded_for_it(
             text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
             assert text == expected[name, PROMPTS[1]]
             assert {chunk["model"] for chunk in chunks} == {name}
+
+
+def test_the_page_offers_the_models(browser: Browser, files: Path) -> None:
+    with serving(files, n_loaded=1) as server, browser.new_context() as context:
+        page = context.new_page()
+        page.set_default_timeout(1000 * PATIENCE_S)
+        page.goto(str(server.http.base_url))
+        about, model = page.locator("#about"), page.get_by_label("Model")
+        expect(about).to_have_text("loaded when it is asked")
+        model.select_option("b")
+        page.get_by_label("Question").fill("the cat")
+        page.get_by_role("button", name="Send").click()
+        expect(about).to_have_text("drafts from b-draft", timeout=1000 * PATIENCE_S)
+        model.select_option("c")
+        expect(about).to_have_text("loaded when it is asked")
+        assert server.loads == ["b"]
