@@ -247,7 +247,10 @@ class Server:
     # --- the server itself -------------------------------------------------------------------
 
     async def _health(self, _request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        about: dict[str, Any] = {"status": "ok"}
+        if len(self._pool.names) > 1 and not self._options.api_keys:  # the path needs no key
+            about["models"] = {name: self._pool.status(name) for name in self._pool.names}
+        return JSONResponse(about)
 
     async def _models(self, request: Request) -> Response:
         asked = request.path_params.get("model")

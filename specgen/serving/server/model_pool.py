@@ -256,14 +256,6 @@ class ModelPool:
         self._places[name].n_leases -= 1
         self._changed.set()
 
-    async def unload(self, name: str) -> None:
-        """Unload a model. Raise `RequestError` if it is in use."""
-        place = self._places[name]
-        async with self._providing:
-            if place.served is not None and not place.is_idle:
-                raise RequestError(409, f"{name} generates answers", code="model_in_use")
-            await self._unload(place)
-
     def _give_up(self, place: _Place, answer: asyncio.Future[ServedModel]) -> None:
         """Refuse a request that has waited too long."""
         if not answer.done():
