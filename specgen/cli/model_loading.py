@@ -17,6 +17,7 @@ from specgen.measure.selection.session_opening import SessionOpener, find_models
 from specgen.options import Contexts, DraftOptions, GenerationOptions, KernelChoice, SamplerOptions
 
 if TYPE_CHECKING:
+    from specgen.engine.calibration.memory import Memory
     from specgen.engine.loaded_models import Models
     from specgen.measure.selection.resolve import Sources
     from specgen.options import SessionOptions
@@ -96,7 +97,11 @@ def log_shown(output: Output) -> Iterator[None]:
 
 
 def make_opener(
-    drafts: Sequence[DraftChoice], output: Output, *, drafts_later: bool = False
+    drafts: Sequence[DraftChoice],
+    output: Output,
+    *,
+    drafts_later: bool = False,
+    memory: Memory | None = None,
 ) -> SessionOpener:
     """Return a `SessionOpener`; on a terminal, it shows that models are loading. Notes go to standard
     error."""
@@ -118,4 +123,5 @@ def make_opener(
         details=output.verbose,
         drafts_later=drafts_later,
         loading=loading,
+        memory=memory,
     )
