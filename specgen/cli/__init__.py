@@ -21,6 +21,7 @@ from specgen.cli.config import ConfigCommand, config
 from specgen.cli.defaults import in_words
 from specgen.cli.doctor import doctor
 from specgen.cli.fim import fim
+from specgen.cli.flags.groups import COMMAND_LINE_ERROR
 from specgen.cli.process import end_process, flush_or_abandon_stdout, output_errors
 from specgen.cli.run import run
 from specgen.cli.serve import serve
@@ -69,11 +70,6 @@ app.command(cls=ConfigCommand)(config)
 for each in (worker, doctor):
     app.command(cls=Command)(each)
 
-#: Typer's base of errors in the use of the command line; it has no public name.
-_CommandLineError: type[Exception] = next(
-    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
-)
-
 #: What the dynamic loader says if there is no memory for a library.
 _NO_ROOM = "failed to map segment"
 
@@ -106,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             flush_or_abandon_stdout()
         _complain(error.message, error.hint)
         code = error.exit_code
-    except _CommandLineError as error:
+    except COMMAND_LINE_ERROR as error:
         code = _complain_of_usage(error)
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED

@@ -18,6 +18,7 @@ from specgen.measure.selection.session_opening import SessionOpener, find_models
 from specgen.options import Contexts, DraftOptions, GenerationOptions, KernelChoice, SamplerOptions
 
 if TYPE_CHECKING:
+    from specgen.engine.calibration.memory import Memory
     from specgen.engine.loaded_models import Models
     from specgen.measure.selection.resolve import Sources
     from specgen.options import SessionOptions
@@ -124,7 +125,11 @@ def what_matters(show: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def make_opener(
-    drafts: Sequence[DraftChoice], output: Output, *, drafts_later: bool = False
+    drafts: Sequence[DraftChoice],
+    output: Output,
+    *,
+    drafts_later: bool = False,
+    memory: Memory | None = None,
 ) -> SessionOpener:
     """Return a `SessionOpener`; on a terminal, it shows that models are loading. Notes go to standard
     error."""
@@ -146,4 +151,5 @@ def make_opener(
         details=output.verbose > 0,
         drafts_later=drafts_later,
         loading=loading,
+        memory=memory,
     )

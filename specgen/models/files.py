@@ -54,6 +54,12 @@ def shard_names(name: str) -> list[str]:
     return [f"{shard['stem']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
 
 
+def model_stem(path: Path) -> str:
+    """Return the name of a model without its ending, and without the number of a shard."""
+    shard = _SHARD.fullmatch(path.name)
+    return shard["stem"] if shard else path.name.removesuffix(".gguf")
+
+
 def model_parts(path: Path) -> list[Path]:
     """Return the files of a model: its shards, in their order, or the one file."""
     shard = _SHARD.fullmatch(path.name)

@@ -18,6 +18,7 @@ import argparse
 import collections
 import json
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -289,7 +290,7 @@ class Soak:
                     return
                 time.sleep(0.2)
             for name in ("requests_processing", "requests_deferred"):
-                if f"specgen:{name} 0.0" not in client.get("/metrics").text:
+                if not re.search(rf"specgen:{name}{{.*}} 0\.0", client.get("/metrics").text):
                     self._find(f"{name} is not 0")
         last = self.sample()
         if last["n_files"] > after_warm_up["n_files"] + _SLACK_FILES:

@@ -36,6 +36,7 @@ __all__ = [
     "answer",
     "constraint",
     "drafting",
+    "group",
     "hub_names",
     "limits",
     "loudness",

@@ -21,7 +21,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specgen import __version__
-from specgen.engine.loaded_models import Models
 from specgen.engine.prompts import template_of
 from specgen.errors import SpecgenError
 from specgen.serving.openai_format.request import BodyError, read_request, with_call_form
@@ -39,8 +38,9 @@ from specgen.serving.server.job_response import (
     ResponseBuilder,
     TranslatedResponseBuilder,
 )
-from specgen.serving.server.jobs import EngineThread, Job, QueueFullError
-from specgen.serving.server.metrics import Metrics
+from specgen.serving.server.jobs import Job, QueueFullError
+from specgen.serving.server.metrics import ServerMetrics
+from specgen.serving.server.model_pool import ModelPool, ServedModel
 from specgen.serving.server.options import ServerOptions
 from specgen.system.json_values import as_json
 
@@ -65,17 +65,12 @@ _log = logging.getLogger("specgen.serving.server")
 
 
 class Server:
-    """Answers requests with a session's engine, which `thread` steps. Use it as a context manager."""
+    """Answers requests with the models of a pool. Use it as a context manager."""
 
-    def __init__(
-        self, loaded: Models, thread: EngineThread, metrics: Metrics, options: ServerOptions
-    ) -> None:
-        self._loaded = loaded
-        self._thread = thread
-        self._metrics = metrics
+    def __init__(self, pool: ModelPool, options: ServerOptions) -> None:
+        self._pool = pool
         self._options = options
         self._limits = options.limits
-        self._model = options.alias or loaded.target.name.removesuffix(".gguf")
         self._started = int(time.time())
         #: The thread that builds and tokenizes prompts, one after the other, while the event loop goes on.
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="specgen-prompts")
@@ -108,7 +103,7 @@ class Server:
             self._post("/apply-template", self._apply_template),
         ]
         options = self._options
-        middleware = [Middleware(_Counted, metrics=self._metrics)]
+        middleware = [Middleware(_Counted, metrics=self._pool.metrics)]
         if options.cors_origins:
             middleware.append(
                 Middleware(
@@ -133,13 +128,24 @@ class Server:
         )
 
     def _post(
-        self, path: str, answer: Callable[[Request, Mapping[str, Any]], Awaitable[Response]]
+        self,
+        path: str,
+        answer: Callable[[ServedModel, Request, Mapping[str, Any]], Awaitable[Response]],
     ) -> Route:
-        """Return a route whose requests have a JSON object as their body."""
+        """Return a route whose requests have a JSON object as their body, which names a model. The model
+        stays loaded until its answers are submitted, and then until they are generated."""
 
         async def respond(request: Request) -> Response:
             try:
-                return await answer(request, await read_json(request, self._limits))
+                body = await read_json(request, self._limits)
+                name = self._pool.find(body.get("model"))
+                model = self._pool.lease_if_ready(name)
+                if model is None:
+                    model = await while_connected(request, self._pool.lease(name))
+                try:
+                    return await answer(model, request, body)
+                finally:
+                    self._pool.release(name)
             except RequestError as error:
                 return error.response()
             except SpecgenError as error:
@@ -155,17 +161,17 @@ class Server:
     # --- answers -----------------------------------------------------------------------------
 
     async def _complete(
-        self, endpoint: Endpoint, request: Request, body: Mapping[str, Any]
+        self, endpoint: Endpoint, model: ServedModel, request: Request, body: Mapping[str, Any]
     ) -> Response:
         loop = asyncio.get_running_loop()
-        asked, job = await self._in_thread(self._submit, endpoint, body, loop)
+        asked, job = await self._in_thread(self._submit, model, endpoint, body, loop)
         is_translated = asked.translation is not None
         make = TranslatedResponseBuilder if is_translated else ResponseBuilder
         answering = (InfillResponseBuilder if endpoint == "infill" else make)(
             asked,
             job,
-            self._thread,
-            model=self._model,
+            model.thread,
+            model=model.name,
             created=int(time.time()),
             limit_s=self._limits.request_s,
         )
@@ -175,30 +181,36 @@ class Server:
         return JSONResponse(await while_connected(request, answering.body()))
 
     def _submit(
-        self, endpoint: Endpoint, body: Mapping[str, Any], loop: asyncio.AbstractEventLoop
+        self,
+        model: ServedModel,
+        endpoint: Endpoint,
+        body: Mapping[str, Any],
+        loop: asyncio.AbstractEventLoop,
     ) -> tuple[ServerRequest, Job]:
         """Read a body and submit its answers to the engine. Raise `RequestError`, `SpecgenError`."""
-        asked = read_server_request(endpoint, body, self._loaded, self._limits)
-        engine = self._thread.engine
+        asked = read_server_request(endpoint, body, model.loaded, self._limits)
+        engine = model.thread.engine
         n_most = engine.n_parallel + self._limits.n_waiting
         if asked.n_answers > n_most:
             raise BodyError("n", f"{asked.n_answers} answers; there is room for at most {n_most}")
         try:
-            self._thread.check_room(asked.n_answers)
-            asks = answer_requests(asked, self._loaded, engine.n_ctx, self._limits)
-            return asked, self._thread.submit(asks, loop)
+            model.thread.check_room(asked.n_answers)
+            asks = answer_requests(asked, model.loaded, engine.n_ctx, self._limits)
+            return asked, model.thread.submit(asks, loop)
         except QueueFullError as error:
             headers = {"Retry-After": str(error.retry_s)}
             raise RequestError(429, str(error), code="queue_full", headers=headers) from None
 
     # --- texts and tokens --------------------------------------------------------------------
 
-    async def _tokenize(self, _request: Request, body: Mapping[str, Any]) -> Response:
+    async def _tokenize(
+        self, model: ServedModel, _request: Request, body: Mapping[str, Any]
+    ) -> Response:
         content = _field(body, "content", str)
         add_special = _field(body, "add_special", bool, default=False)
         parse_special = _field(body, "parse_special", bool, default=True)
         with_pieces = _field(body, "with_pieces", bool, default=False)
-        vocabulary = self._loaded.target.vocabulary
+        vocabulary = model.loaded.target.vocabulary
 
         def tokens() -> list[Any]:
             found = vocabulary.tokenize(
@@ -212,26 +224,32 @@ class Server:
 
         return JSONResponse({"tokens": await self._in_thread(tokens)})
 
-    async def _detokenize(self, _request: Request, body: Mapping[str, Any]) -> Response:
+    async def _detokenize(
+        self, model: ServedModel, _request: Request, body: Mapping[str, Any]
+    ) -> Response:
         tokens = _field(body, "tokens", list)
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
             raise BodyError("tokens", "it is no list of whole numbers")
         if not tokens:
             return JSONResponse({"content": ""})
-        prompt = await self._in_thread(self._loaded.prompts.of_tokens, tokens)
+        prompt = await self._in_thread(model.loaded.prompts.of_tokens, tokens)
         return JSONResponse({"content": prompt.text})
 
-    async def _embed(self, _request: Request, _body: Mapping[str, Any]) -> Response:
-        what = f"specgen generates text and has no embeddings: {self._model} cannot answer this"
+    async def _embed(
+        self, model: ServedModel, _request: Request, _body: Mapping[str, Any]
+    ) -> Response:
+        what = f"specgen generates text and has no embeddings: {model.name} cannot answer this"
         raise RequestError(400, f"{what}; ask llama.cpp's server", code="unsupported")
 
-    async def _apply_template(self, _request: Request, body: Mapping[str, Any]) -> Response:
-        options = self._loaded.options
+    async def _apply_template(
+        self, model: ServedModel, _request: Request, body: Mapping[str, Any]
+    ) -> Response:
+        options = model.loaded.options
         asked = read_request("chat", body, options.sampler, options.generation)
-        template = template_of(self._loaded.target, has_tools=True)
+        template = template_of(model.loaded.target, has_tools=True)
         asked = with_call_form(asked, template)
         conversation = functools.partial(
-            self._loaded.prompts.of_messages,
+            model.loaded.prompts.of_messages,
             asked.messages,
             tools=asked.tool_definitions,
             variables=asked.template_variables,
@@ -242,34 +260,56 @@ class Server:
     # --- the server itself -------------------------------------------------------------------
 
     async def _health(self, _request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        about: dict[str, Any] = {"status": "ok"}
+        if len(self._pool.names) > 1 and not self._options.api_keys:  # the path needs no key
+            about["models"] = {name: self._pool.status(name) for name in self._pool.names}
+        return JSONResponse(about)
 
     async def _models(self, request: Request) -> Response:
-        model = self._loaded.target
-        own = {
-            "id": self._model,
+        asked = request.path_params.get("model")
+        if asked is None:
+            return JSONResponse({"object": "list", "data": [*map(self._about, self._pool.names)]})
+        if asked not in self._pool.names:
+            error = RequestError(404, f"there is no model {asked!r}", code="model_not_found")
+            return error.response()
+        return JSONResponse(self._about(asked))
+
+    def _about(self, name: str) -> dict[str, Any]:
+        """Return what a list of models says of one. `status` has the form of llama.cpp's server with several
+        models."""
+        about = {
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "specgen",
-            "meta": {"n_vocab": model.vocabulary.n_tokens, "n_ctx_train": model.n_ctx_train},
+            "status": {"value": self._pool.status(name), "failed": self._pool.has_failed(name)},
         }
-        asked = request.path_params.get("model")
-        if asked is None:
-            return JSONResponse({"object": "list", "data": [own]})
-        if asked != self._model:
-            error = RequestError(404, f"there is no model {asked!r}", code="model_not_found")
-            return error.response()
-        return JSONResponse(own)
+        model = self._pool.served(name)
+        if model is not None:
+            target = model.loaded.target
+            about["meta"] = {
+                "n_vocab": target.vocabulary.n_tokens,
+                "n_ctx_train": target.n_ctx_train,
+            }
+        return about
 
     async def _show_metrics(self, _request: Request) -> Response:
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(self._pool.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def _props(self, _request: Request) -> Response:
-        loaded, engine = self._loaded, self._thread.engine
+    async def _props(self, request: Request) -> Response:
+        try:
+            name = self._pool.find(request.query_params.get("model"))
+        except RequestError as error:
+            return error.response()
+        model = self._pool.served(name)
+        about = {"model_alias": name, "build_info": f"specgen {__version__}"}
+        if model is None:
+            return JSONResponse(about)
+        loaded, engine = model.loaded, model.thread.engine
         template = loaded.target.chat_template()
         return JSONResponse(
             {
-                "model_alias": self._model,
+                **about,
                 "total_slots": engine.n_parallel,
                 "default_generation_settings": {
                     "n_ctx": engine.n_ctx,
@@ -282,23 +322,25 @@ class Server:
                 "kernels": loaded.target.kernels,
                 "chat_template": template or "",
                 "has_chat_template": template is not None,
-                "build_info": f"specgen {__version__}",
             }
         )
 
-    async def _slots(self, _request: Request) -> Response:
-        n_ctx = self._thread.engine.n_ctx
+    async def _slots(self, request: Request) -> Response:
+        asked = request.query_params.get("model")
         return JSONResponse(
             [
                 {
                     "id": slot.number,
-                    "n_ctx": n_ctx,
+                    "model": model.name,
+                    "n_ctx": model.thread.engine.n_ctx,
                     "is_processing": slot.request is not None,
                     "n_prompt_tokens": slot.n_prompt,
                     "n_prompt_tokens_processed": slot.n_read,
                     "n_decoded": slot.n_answer,
                 }
-                for slot in self._thread.engine.slots
+                for model in self._pool.loaded
+                if asked in (None, model.name)
+                for slot in model.thread.engine.slots
             ]
         )
 
@@ -320,7 +362,7 @@ def _page_response(file: Path) -> Response:
 class _Counted:
     """Counts responses by their status."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self._app = app
         self._metrics = metrics
 
