@@ -167,7 +167,7 @@ def chunk(delta: dict[str, Any], finish_reason: str | None = None, **more: Any) 
 
 def test_a_stream_with_blocks_of_all_kinds() -> None:
     call = {"id": "call_7", "function": {"name": "a", "arguments": '{"x": "é"}'}}
-    deltas = [
+    deltas: list[dict[str, Any]] = [
         {"role": "assistant", "content": ""},
         {"reasoning_content": "Th"},
         {"reasoning_content": "en"},
