@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from specgen.decoding.grammar.base import GrammarState
-from specgen.decoding.grammar.json_schema import schema_grammar
+from specgen.decoding.grammar.json_schema import lenient_schema_grammar, schema_grammar
 from specgen.decoding.grammar.llguidance_grammar import LlguidanceGrammar
 from specgen.engine.engine import generate
 from specgen.engine.loaded_models import Models
@@ -198,6 +198,36 @@ def test_what_cannot_be_honoured_is_refused_by_name(schema: str, named: str) -> 
     assert named in caught.value.message
     assert "\n" not in caught.value.message
     assert len(caught.value.message) < 500
+
+
+@pytest.mark.parametrize(
+    ("odd", "left_out"),
+    [
+        ({"type": "integer"}, ()),
+        ({"type": "object", "propertyNames": {"pattern": "^a"}}, ("propertyNames",)),
+        ({"not": {"type": "string"}, "contains": {}, "type": "array"}, ("contains", "not")),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ("oneOf",)),
+        ({"type": "string", "format": "nonsense"}, ("format nonsense",)),
+        ({"type": "string", "pattern": "^(?=a)b$", "maxLength": 3}, ("pattern",)),
+        ({"type": "object", "patternProperties": {"^(?!a)": {}}}, ("patternProperties",)),
+        ({"$ref": "https://example.com/x.json"}, ("$ref https://example.com/x.json",)),
+    ],
+)
+def test_a_lenient_grammar_enforces_the_rest(
+    vocabulary: LlamaVocabulary, odd: dict[str, Any], left_out: tuple[str, ...]
+) -> None:
+    rest = {"type": "object", "properties": {"n": {"enum": [3, 4]}}, "required": ["n"]}
+    schema = {**rest, "properties": {**rest["properties"], "odd": odd}}  # type: ignore[dict-item]
+    grammar, found = lenient_schema_grammar(json.dumps(schema))
+    assert found == left_out
+    for seed in range(4):
+        jsonschema.validate(json.loads(followed(vocabulary, grammar, seed)), rest)
+
+
+@pytest.mark.parametrize("schema", ["[1]", '{"type": "foo"}', '{"enum": []}', '{"$ref": "#/a"}'])
+def test_a_lenient_grammar_needs_a_schema_too(schema: str) -> None:
+    with pytest.raises(UsageError):
+        lenient_schema_grammar(schema)
 
 
 def test_huge_schemas_end(vocabulary: LlamaVocabulary) -> None:

@@ -31,6 +31,7 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.helpers.messages import AGENT
 from tests.helpers.responses import AGENT_BODY
 from tests.long_runs.mutated_json import mutated
 
@@ -224,7 +225,13 @@ class Soak:
             path, body = "/detokenize", {"tokens": [1, 2, 3]}
         elif kind < 0.45:
             path, body = "/apply-template", {"messages": [{"role": "user", "content": "x"}]}
-        elif kind < 0.7:
+        elif kind < 0.6:
+            path = chance.choice(["/v1/messages", "/v1/messages/count_tokens"])
+            body = {**AGENT, "stream": chance.random() < 0.5}
+            if chance.random() < 0.5:  # most templates of tests take no tools
+                del body["tools"], body["tool_choice"]
+                body["messages"] = AGENT["messages"][:2]
+        elif kind < 0.75:
             path, body = "/v1/responses", {**AGENT_BODY, "stream": chance.random() < 0.5}
             if chance.random() < 0.5:  # most templates of tests take no tools
                 del body["tools"], body["tool_choice"]

@@ -429,6 +429,11 @@ def test_a_grammar_keeps_what_has_to_be_a_call() -> None:
     assert either is not None
     assert '"no"' in either.text
     assert "tool_call" in either.text
+    odd = tool("a")
+    odd["function"]["parameters"] = {"type": "object", "propertyNames": {"pattern": "^x"}}
+    asked = with_call_form(chat(tools=[odd], tool_choice="required"), HERMES_TEMPLATE)
+    (warning,) = asked.warnings
+    assert warning == "tools[0].function.parameters: no grammar can enforce propertyNames"
     with pytest.raises(BodyError, match="excludes tools"):
         grammar(grammar='root ::= "no"')
     with pytest.raises(BodyError, match="ignore_eos"):

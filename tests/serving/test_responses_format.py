@@ -271,7 +271,7 @@ def test_a_changed_body_is_read_or_refused(chunk: int) -> None:
             error.message.encode()
             n_refused += 1
             continue
-        json.dumps(translation.writer("7", 17, "m").begin())
+        json.dumps(translation.writer("7", 17, "m").begin(7))
         n_read += 1
     assert min(n_read, n_refused) > 20
 
@@ -320,7 +320,7 @@ def events_of(
 ) -> list[dict[str, Any]]:
     tools = [{"type": "custom", "name": "patch"}, {"type": "function", "name": "a"}]
     writer = translated(tools=tools, **body).writer("7", 17, "m")
-    events = writer.begin()
+    events = writer.begin(7)
     for delta in deltas:
         events += writer.feed({"choices": [{"delta": delta, "finish_reason": None}]})
     last = {"choices": [{"delta": {}, "finish_reason": finish_reason}], **FIGURES}
@@ -404,7 +404,7 @@ def test_an_empty_answer_has_an_item() -> None:
 
 def test_a_failure_ends_the_events() -> None:
     writer = translated().writer("7", 17, "m")
-    writer.begin()
+    writer.begin(7)
     (event,) = writer.feed({"error": {"message": "lost", "type": "server_error"}})
     EVENT.validate_python(event)
     assert event["type"] == "response.failed"

@@ -22,6 +22,7 @@ NAMES = ("weather", "add")
 CALL = '{"name": "weather", "arguments": {"city": "K\\u00f6ln } </tool_call>"}}'
 ADD = '{"name": "add", "arguments": {"numbers": [1, 2.5, {"a": null}]}}'
 WEATHER = ("weather", {"city": "Köln } </tool_call>"})
+CUT_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "K'
 SUM = ("add", {"numbers": [1, 2.5, {"a": None}]})
 
 #: Answers, what is content in them, and their calls.
@@ -79,12 +80,29 @@ TEXTS = [
 ]
 
 
+#: Answers that are cut, with their content and calls: no part of an unfinished call is content.
+CUT: dict[str, tuple[CallForm, str, str, list[tuple[str, Any]]]] = {
+    "in the arguments": (HERMES, CUT_CALL, "", []),
+    "behind text": (HERMES, f"Let me see.\n\n{CUT_CALL}", "Let me see.", []),
+    "in the second": (HERMES, f"<tool_call>{ADD}</tool_call>\n{CUT_CALL}", "", [SUM]),
+    "in the closing mark": (HERMES, f"<tool_call>\n{ADD}\n</tool_c", "", [SUM]),
+    "in the next mark": (HERMES, f"<tool_call>\n{ADD}\n</tool_call>\n<tool_", "", [SUM]),
+    "behind the mark": (HERMES, "Well <tool_call>\n", "Well", []),
+    "in a bare call": (HERMES, '{"name": "add", "arguments": {"numbers": [1', "", []),
+    "in a fence": (HERMES, '```json\n{"name": "add", "ar', "", []),
+    "in a list": (MISTRAL, f"[TOOL_CALLS] [{ADD}, ", "", []),
+    "broken before a call": (HERMES, f'<tool_call>{{"n", <tool_call>{ADD}</tool_call>', '<tool_call>{"n",', [SUM]),
+    "an object": (HERMES, '{"name": "Ann", "age": ', '{"name": "Ann", "age": ', []),
+    "a text": (HERMES, "a < b, <tool", "a < b, <tool", []),
+}  # fmt: skip
+
+
 def parsed(
-    form: CallForm, pieces: list[str], *, one_only: bool = False
+    form: CallForm, pieces: list[str], *, one_only: bool = False, **how: bool
 ) -> tuple[str, list[tuple[str, Any]], list[str]]:
     """The content, the calls and the ids of an answer that comes in pieces."""
     parser = ToolCallParser(form, NAMES, one_only=one_only)
-    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish(**how)
     content = "".join(delta.get("content", "") for delta in deltas)
     told = [call for delta in deltas for call in delta.get("tool_calls", [])]
     assert [call["index"] for call in told] == list(range(parser.n_calls))
@@ -112,6 +130,21 @@ def test_calls_are_found_however_the_text_is_cut(name: str) -> None:
 def test_nothing_is_lost_of_a_text_without_calls(text: str) -> None:
     for pieces in cuts(text):
         assert parsed(HERMES, pieces) == (text, [], []), pieces[:2]
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_what_there_is_of_a_call_is_no_content(name: str) -> None:
+    form, text, content, calls = CUT[name]
+    for pieces in cuts(text):
+        assert parsed(form, pieces, is_cut=True)[:2] == (content, calls), pieces
+
+
+@pytest.mark.parametrize("text", ["{", '{"na', "<tool", CUT_CALL])
+def test_an_answer_of_calls_only_has_no_content_if_it_is_cut(text: str) -> None:
+    for pieces in cuts(text):
+        parser = ToolCallParser(HERMES, NAMES, calls_only=True)
+        assert [delta for piece in pieces for delta in parser.feed(piece)] == []
+        assert parser.finish(is_cut=True) == []
 
 
 def test_text_is_told_as_soon_as_it_cannot_become_a_call() -> None:

@@ -2,7 +2,7 @@
 
 llguidance honours a schema or refuses it by the name of a keyword. JSON is written on one line, with
 properties in the schema's order. As in llama.cpp, an object has no other properties than those that the
-schema names, unless `additionalProperties` allows them.
+schema names, unless `additionalProperties` allows them. A lenient grammar leaves out what cannot be enforced.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from specgen.decoding.grammar.llguidance_grammar import problem_of
+from specgen.decoding.grammar.llguidance_grammar import objections_to, problem_of
 from specgen.errors import UsageError
 from specgen.options import Grammar
 
@@ -39,6 +39,7 @@ _OPENING = frozenset(
 )
 _ALTERNATIVES = ("anyOf", "oneOf")
 _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(.*)\]")
+_UNKNOWN_FORMAT = re.compile("Unknown format: (.*)")
 _OUTER_REFERENCE = re.compile("Resource '(.*)' is not present in a registry")
 _N_SHOWN = 300
 
@@ -53,6 +54,52 @@ def schema_grammar(schema: str) -> Grammar:
     if problem is not None:
         raise UsageError(f"the JSON schema cannot be enforced: {_plain(problem)}")
     return grammar
+
+
+def lenient_schema_grammar(schema: str) -> tuple[Grammar, tuple[str, ...]]:
+    """Return a grammar of texts that conform to what can be enforced of a schema, and the names of what it
+    leaves out. Raise `UsageError` if the text is no schema, or nothing conforms to it."""
+    parsed = _closed(_parse(schema) or {"type": "object"})
+    left_out = {name: None for part in _parts(parsed) for name in _without_unreadable(part)}
+    grammar = Grammar("json_schema", json.dumps({**parsed, "x-guidance": {"lenient": True}}))
+    is_wrong, messages = objections_to(grammar)
+    if is_wrong:
+        raise UsageError(f"the JSON schema cannot be enforced: {_plain('; '.join(messages))}")
+    for message in messages:
+        left_out |= dict.fromkeys(_names_in(message))
+    return grammar, tuple(left_out)
+
+
+def _without_unreadable(part: dict[str, Any]) -> Iterator[str]:
+    """Remove the keywords that a lenient grammar would not accept either: regular expressions with
+    look-around, and references that lead out of the schema. Yield their names."""
+    pattern, reference = part.get("pattern"), part.get("$ref")
+    if isinstance(pattern, str) and not _is_readable(pattern):
+        del part["pattern"]
+        yield "pattern"
+    patterns = part.get("patternProperties")
+    if isinstance(patterns, dict) and not all(map(_is_readable, patterns)):
+        del part["patternProperties"]
+        part["additionalProperties"] = True
+        yield "patternProperties"
+    if isinstance(reference, str) and not reference.startswith("#"):
+        del part["$ref"]
+        yield f"$ref {reference}"
+
+
+def _is_readable(pattern: str) -> bool:
+    schema = json.dumps({"type": "string", "pattern": pattern})
+    return problem_of(Grammar("json_schema", schema)) is None
+
+
+def _names_in(message: str) -> list[str]:
+    """Return the names of what llguidance ignores, from its message."""
+    keywords, form = _UNKNOWN_KEYWORDS.search(message), _UNKNOWN_FORMAT.search(message)
+    if keywords is not None:
+        return re.findall('"([^"]*)"', keywords[1])
+    if form is not None:
+        return [f"format {form[1]}"]
+    return ["oneOf"] if message.startswith("oneOf") else [message]
 
 
 def _parse(schema: str) -> dict[str, Any]:
@@ -141,4 +188,4 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-__all__ = ["schema_grammar"]
+__all__ = ["lenient_schema_grammar", "schema_grammar"]

@@ -129,14 +129,20 @@ class _State(CachedState):
 
 def problem_of(grammar: Grammar) -> str | None:
     """Return llguidance's objection to a grammar; None if there is none."""
+    is_wrong, messages = objections_to(grammar)
+    return "; ".join(messages) if is_wrong else None
+
+
+def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:
+    """Return whether llguidance refuses a grammar, and its messages. Those about a grammar that it does not
+    refuse say what it ignores."""
     from llguidance import LLMatcher
 
     try:
         with _panics():
-            is_wrong, messages = LLMatcher.validate_grammar_with_warnings(_compiled(grammar))
+            return LLMatcher.validate_grammar_with_warnings(_compiled(grammar))
     except (ValueError, _PanicError) as error:
-        return str(error)
-    return "; ".join(messages) if is_wrong else None
+        return True, [str(error)]
 
 
 def _compiled(grammar: Grammar) -> str:
@@ -228,4 +234,4 @@ class _Tokens:
         return vocabulary.tokenize_inside(text, parse_special=False)
 
 
-__all__ = ["JSON_FORM", "LlguidanceGrammar", "problem_of"]
+__all__ = ["JSON_FORM", "LlguidanceGrammar", "objections_to", "problem_of"]

@@ -213,6 +213,7 @@ class Batch:
                     has_logprobs=task.request.generation.logprobs is not None,
                     parser=task.request.parser(answer.prompt.text),
                     warnings=task.request.warnings,
+                    stop_string=task.request.stop_string(finished),
                 )
                 response = {"status_code": 200, "request_id": f"req-{digest}", "body": body}
                 self._results.write(result_of(task.line, self._settings, response, None))

@@ -27,10 +27,10 @@ class AnswerParser:
             return self._answer(text)
         return self._split(*self._thoughts.feed(text))
 
-    def finish(self) -> list[Delta]:
-        """Return the rest, at the end of the answer."""
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """Return the rest, at the end of the answer, which may be cut: see `ToolCallParser.finish`."""
         deltas = self._split(*self._thoughts.finish()) if self._thoughts is not None else []
-        return deltas + (self._calls.finish() if self._calls is not None else [])
+        return deltas + (self._calls.finish(is_cut=is_cut) if self._calls is not None else [])
 
     def _split(self, thought: str, answer: str) -> list[Delta]:
         deltas: list[Delta] = [{"reasoning_content": thought}] if thought else []
@@ -42,9 +42,9 @@ class AnswerParser:
         return [{"content": text}] if text else []
 
 
-def message_of(parser: AnswerParser, text: str) -> dict[str, Any]:
+def message_of(parser: AnswerParser, text: str, *, is_cut: bool = False) -> dict[str, Any]:
     """Return the message of a whole answer, read by a new `parser`."""
-    deltas = parser.feed(text) + parser.finish()
+    deltas = parser.feed(text) + parser.finish(is_cut=is_cut)
     content = "".join(delta.get("content", "") for delta in deltas)
     reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
     calls = [

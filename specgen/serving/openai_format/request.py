@@ -19,6 +19,7 @@ from specgen.decoding.grammar.json_schema import schema_grammar
 from specgen.engine.chat_template import OWN_VARIABLES, Message
 from specgen.engine.thoughts import ThoughtReader, is_thinking
 from specgen.errors import UsageError
+from specgen.events import FinishedEvent
 from specgen.options import GenerationOptions, Grammar, SamplerOptions
 from specgen.serving.openai_format.answer_parser import AnswerParser
 from specgen.serving.openai_format.body import BodyError, shown, utf8
@@ -135,8 +136,17 @@ class Request:
         thoughts, calls = self.thought_reader(prompt), None
         if self.tools is not None and self.call_form is not None:
             names = [function.name for function in self.tools.callable]
-            calls = ToolCallParser(self.call_form, names, one_only=not self.tools.is_parallel)
+            calls = ToolCallParser(
+                self.call_form,
+                names,
+                one_only=not self.tools.is_parallel,
+                calls_only=self.tools.must_call,
+            )
         return AnswerParser(thoughts, calls) if thoughts or calls else None
+
+    def stop_string(self, finished: FinishedEvent) -> str | None:
+        """Return the stop string that ended an answer; None if something else did."""
+        return finished.stopped_by if finished.stopped_by in self.generation.stop else None
 
 
 def read_request(
@@ -191,8 +201,11 @@ def with_call_form(request: Request, template: str | None) -> Request:
         if generation.ignore_eos:
             raise BodyError("ignore_eos", "a text that follows a grammar has an end")
         other = None if tools.must_call else generation.grammar
-        grammar = calls_grammar(form, tools.callable, is_parallel=tools.is_parallel, other=other)
+        grammar, warnings = calls_grammar(
+            form, tools.callable, is_parallel=tools.is_parallel, other=other
+        )
         generation = replace(generation, grammar=grammar)
+        request = replace(request, warnings=(*request.warnings, *warnings))
     generation = replace(generation, shown_controls=form.controls)
     return replace(request, generation=generation, call_form=form)
 

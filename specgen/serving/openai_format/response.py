@@ -23,18 +23,19 @@ def completion_body(
     parser: AnswerParser | None = None,
     n_reasoning_tokens: int = 0,
     warnings: Sequence[str] = (),
+    stop_string: str | None = None,
 ) -> dict[str, Any]:
     """Return the body for a finished answer: a chat completion, or a text completion.
 
     `identity` makes its id, and `created` is in seconds since 1970. `pieces` are the answer's tokens, used
     only for their log-probabilities. A new `parser` finds reasoning and tool calls. `warnings` say what of
-    the request was ignored."""
+    the request was ignored. `stop_string` is the one that ended the answer."""
     is_text = kind == "completion"
     choice: dict[str, Any] = {"index": 0}
     if is_text:
         choice["text"] = finished.text
     elif parser is not None:
-        choice["message"] = message_of(parser, finished.text)
+        choice["message"] = message_of(parser, finished.text, is_cut=is_cut(finished, stop_string))
     else:
         choice["message"] = {"role": "assistant", "content": finished.text}
     logprobs = None
@@ -42,6 +43,8 @@ def completion_body(
         logprobs = text_logprobs(pieces) if is_text else chat_logprobs(pieces)
     choice["logprobs"] = logprobs
     choice["finish_reason"] = finish_reason(finished, parser)
+    if stop_string is not None:
+        choice["stop_reason"] = stop_string
     return {
         "id": f"{'cmpl' if is_text else 'chatcmpl'}-{identity}",
         "object": "text_completion" if is_text else "chat.completion",
@@ -65,6 +68,11 @@ def usage(finished: FinishedEvent, n_reasoning: int) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": finished.n_cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": n_reasoning},
     }
+
+
+def is_cut(finished: FinishedEvent, stop_string: str | None) -> bool:
+    """Return whether an answer ended before the model ended it."""
+    return finished.finish_reason != "stop" or stop_string is not None
 
 
 def finish_reason(finished: FinishedEvent, parser: AnswerParser | None = None) -> str:
@@ -146,6 +154,7 @@ __all__ = [
     "chat_logprobs",
     "completion_body",
     "finish_reason",
+    "is_cut",
     "speculative_figures",
     "text_logprobs",
     "timings",

@@ -12,8 +12,8 @@ from specgen.serving.openai_format.body import BodyError
 class AnswerWriter(Protocol):
     """Writes one answer in the form of its API, whole or as events. An event's name is its `type`."""
 
-    def begin(self) -> list[dict[str, Any]]:
-        """Return the events before the answer."""
+    def begin(self, n_prompt_tokens: int) -> list[dict[str, Any]]:
+        """Return the events before the answer to a prompt of so many tokens."""
 
     def feed(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the events for a chunk of a chat completion, or for the body of an error. The chunk with the

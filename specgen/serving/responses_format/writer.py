@@ -47,7 +47,7 @@ class ResponseWriter:
         #: The item of text or thoughts to which deltas are added.
         self._open: _OpenItem | None = None
 
-    def begin(self) -> list[_Event]:
+    def begin(self, n_prompt_tokens: int) -> list[_Event]:
         """Return the events before the answer."""
         response = self._response("in_progress")
         return [

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specgen import __version__
 from specgen.engine.prompts import template_of
 from specgen.errors import SpecgenError
+from specgen.serving.messages_format.writer import PING
 from specgen.serving.openai_format.request import BodyError, read_request, with_call_form
 from specgen.serving.server.access import AccessCheck
 from specgen.serving.server.errors import RequestError
@@ -31,6 +32,7 @@ from specgen.serving.server.job_request import (
     Endpoint,
     ServerRequest,
     answer_requests,
+    n_prompt_tokens,
     read_server_request,
 )
 from specgen.serving.server.job_response import (
@@ -60,6 +62,12 @@ _PAGE_HEADERS = {
     "Cache-Control": "no-cache",
 }
 _STATUS_WRONG_METHOD = 405
+#: Headers that Anthropic's clients send from web pages.
+_CLIENT_HEADERS = (
+    "Anthropic-Beta",
+    "Anthropic-Dangerous-Direct-Browser-Access",
+    "Anthropic-Version",
+)
 _STATUS_CLIENT_GONE = 499
 _log = logging.getLogger("specgen.serving.server")
 
@@ -97,6 +105,8 @@ class Server:
             self._post("/v1/completions", functools.partial(self._complete, "completion")),
             self._post("/v1/responses", functools.partial(self._complete, "responses")),
             self._post("/v1/embeddings", self._embed),
+            self._post("/v1/messages", functools.partial(self._complete, "messages")),
+            self._post("/v1/messages/count_tokens", self._count_tokens),
             self._post("/infill", functools.partial(self._complete, "infill")),
             self._post("/tokenize", self._tokenize),
             self._post("/detokenize", self._detokenize),
@@ -110,7 +120,7 @@ class Server:
                     CORSMiddleware,
                     allow_origins=options.cors_origins,
                     allow_methods=["GET", "POST"],
-                    allow_headers=["Authorization", "Content-Type"],
+                    allow_headers=["Authorization", "Content-Type", "X-Api-Key", *_CLIENT_HEADERS],
                 )
             )
         middleware.append(
@@ -147,9 +157,9 @@ class Server:
                 finally:
                     self._pool.release(name)
             except RequestError as error:
-                return error.response()
+                return error.response(path)
             except SpecgenError as error:
-                return RequestError.of(error).response()
+                return RequestError.of(error).response(path)
             except ClientDisconnect:
                 return Response(status_code=_STATUS_CLIENT_GONE)
 
@@ -176,8 +186,13 @@ class Server:
             limit_s=self._limits.request_s,
         )
         if asked.streams:
-            client_s = self._limits.client_s
-            return EventStream(answering.chunks(), answering.end, client_s, named=is_translated)
+            return EventStream(
+                answering.chunks(),
+                answering.end,
+                self._limits.client_s,
+                named=is_translated,
+                alive=PING if endpoint == "messages" else None,
+            )
         return JSONResponse(await while_connected(request, answering.body()))
 
     def _submit(
@@ -202,6 +217,15 @@ class Server:
             raise RequestError(429, str(error), code="queue_full", headers=headers) from None
 
     # --- texts and tokens --------------------------------------------------------------------
+
+    async def _count_tokens(
+        self, model: ServedModel, _request: Request, body: Mapping[str, Any]
+    ) -> Response:
+        def count() -> int:
+            asked = read_server_request("messages", body, model.loaded, self._limits)
+            return n_prompt_tokens(asked, model.loaded, model.thread.engine.n_ctx)
+
+        return JSONResponse({"input_tokens": await self._in_thread(count)})
 
     async def _tokenize(
         self, model: ServedModel, _request: Request, body: Mapping[str, Any]
@@ -384,13 +408,15 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
     else:
         paths = [route.path for route in request.app.routes if isinstance(route, Route)]
         what = f"there is no such path; there are {', '.join(paths)}"
-    return RequestError(error.status_code, f"{asked}: {what}", headers=error.headers).response()
+    refusal = RequestError(error.status_code, f"{asked}: {what}", headers=error.headers)
+    return refusal.response(request.url.path)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Respond to a bug; its traceback goes to the server's log."""
     _log.error("%s failed", request.url.path, exc_info=error)
-    return RequestError(500, "the server failed; its log says how", code="bug").response()
+    bug = RequestError(500, "the server failed; its log says how", code="bug")
+    return bug.response(request.url.path)
 
 
 def _field(body: Mapping[str, Any], name: str, kind: type, *, default: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Errors of a request in the form of OpenAI's API."""
+"""Errors of a request in the form of OpenAI's API, or of Anthropic's for its paths."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from specgen.errors import BackendError, PromptError, SpecgenError, UsageError
+from specgen.serving.messages_format.writer import error_body
 from specgen.serving.openai_format.request import BodyError
 
 #: The types of errors by their status, where OpenAI has one.
@@ -65,9 +66,10 @@ class RequestError(Exception):
             }
         }
 
-    def response(self) -> JSONResponse:
-        """Return the response."""
-        return JSONResponse(self.body(), self.status, headers=self.headers)
+    def response(self, path: str = "") -> JSONResponse:
+        """Return the response to a request for a path."""
+        body = error_body(self.body()) if path.startswith("/v1/messages") else self.body()
+        return JSONResponse(body, self.status, headers=self.headers)
 
 
 __all__ = ["RequestError"]

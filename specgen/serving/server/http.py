@@ -86,7 +86,7 @@ class EventStream(Response):
     """A stream of server-sent events: JSON values, and `data: [DONE]` after the last one. If events are
     `named`, the name of each is its `type`, and the last one ends the stream.
 
-    `on_end` is called once, whatever ends the stream: everything is sent, the client disconnects, or it
+    While there is no value, an `alive` event, or a comment, keeps the stream open. `on_end` is called once, whatever ends the stream: everything is sent, the client disconnects, or it
     accepts no data for `client_s` seconds.
     """
 
@@ -99,6 +99,7 @@ class EventStream(Response):
         client_s: float,
         *,
         named: bool = False,
+        alive: Mapping[str, Any] | None = None,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -107,6 +108,7 @@ class EventStream(Response):
         self._on_end = on_end
         self._client_s = client_s or None
         self._named = named
+        self._alive = _COMMENT if alive is None else self._encoded(alive)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send_all(send))
@@ -137,15 +139,18 @@ class EventStream(Response):
             following = asyncio.ensure_future(anext(self._values, nothing))
             try:
                 while not (await asyncio.wait((following,), timeout=_KEEP_ALIVE_S))[0]:
-                    await self._send_bytes(send, _COMMENT)
+                    await self._send_bytes(send, self._alive)
                 value = following.result()
             finally:
                 following.cancel()
             if value is nothing:
                 break
-            name = f"event: {value['type']}\n" if self._named else ""
-            await self._send_bytes(send, f"{name}data: {json.dumps(value)}\n\n".encode())
+            await self._send_bytes(send, self._encoded(value))
         await self._send_bytes(send, b"" if self._named else b"data: [DONE]\n\n", more=False)
+
+    def _encoded(self, value: Mapping[str, Any]) -> bytes:
+        name = f"event: {value['type']}\n" if self._named else ""
+        return f"{name}data: {json.dumps(value)}\n\n".encode()
 
     async def _send_bytes(self, send: Send, data: bytes, *, more: bool = True) -> None:
         await self._send(send, {"type": "http.response.body", "body": data, "more_body": more})

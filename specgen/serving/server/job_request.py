@@ -11,6 +11,7 @@ from specgen.engine.infill import ContextFile, Gap, infill_prompt
 from specgen.engine.loaded_models import Models
 from specgen.engine.prompts import Prompt, template_of
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
+from specgen.serving.messages_format.request import translated_messages_request
 from specgen.serving.openai_format.request import BodyError, Request, read_request, with_call_form
 from specgen.serving.openai_format.translation import Translation
 from specgen.serving.responses_format.request import translated_response_request
@@ -18,11 +19,13 @@ from specgen.serving.server.errors import RequestError
 from specgen.serving.server.jobs import AnswerRequest
 from specgen.serving.server.options import Limits
 
-#: ``chat``, ``completion`` and ``responses`` are OpenAI's; ``infill`` is llama.cpp's, for a text with a gap.
-Endpoint: TypeAlias = Literal["chat", "completion", "infill", "responses"]
+#: ``chat``, ``completion`` and ``responses`` are OpenAI's; ``messages`` is Anthropic's; ``infill`` is
+#: llama.cpp's, for a text with a gap.
+Endpoint: TypeAlias = Literal["chat", "completion", "infill", "messages", "responses"]
 #: The endpoints whose requests become those of a chat.
 _TRANSLATE: Mapping[Endpoint, Callable[[Mapping[str, Any]], Translation]] = {
-    "responses": translated_response_request
+    "messages": translated_messages_request,
+    "responses": translated_response_request,
 }
 #: Fields of llama.cpp's server whose accepted values change nothing, since specgen always acts so.
 _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {"cache_prompt": (True,), "id_slot": (-1,)}
@@ -206,6 +209,12 @@ def answer_requests(
     return asks
 
 
+def n_prompt_tokens(asked: ServerRequest, loaded: Models, n_ctx: int) -> int:
+    """Return the number of tokens of a request's first prompt. Raise `UsageError`, `PromptError`."""
+    (request, *_) = asked.requests
+    return len(_prompt(asked, request, loaded, n_ctx, request.generation).tokens)
+
+
 def _prompt(
     asked: ServerRequest,
     request: Request,
@@ -287,5 +296,6 @@ __all__ = [
     "Endpoint",
     "ServerRequest",
     "answer_requests",
+    "n_prompt_tokens",
     "read_server_request",
 ]

@@ -15,7 +15,7 @@ from specgen.serving.openai_format.answer_parser import AnswerParser
 from specgen.serving.openai_format.chunks import ChunkWriter
 from specgen.serving.openai_format.merge import merged_bodies, merged_figures
 from specgen.serving.openai_format.request import Request
-from specgen.serving.openai_format.response import completion_body, finish_reason
+from specgen.serving.openai_format.response import completion_body, finish_reason, is_cut
 from specgen.serving.openai_format.translation import AnswerWriter
 from specgen.serving.server.errors import RequestError
 from specgen.serving.server.job_request import ServerRequest
@@ -113,10 +113,12 @@ class ResponseBuilder:
                         yield chunk
                 elif isinstance(event, FinishedEvent):
                     n_open -= 1
-                    for delta in parser.finish() if parser is not None else ():
-                        yield writer.delta(number, delta)
+                    stop_string = self._request(number).stop_string(event)
+                    if parser is not None:
+                        for delta in parser.finish(is_cut=is_cut(event, stop_string)):
+                            yield writer.delta(number, delta)
                     more = {} if n_open or self._asked.has_usage_alone else self._figures()
-                    yield writer.last(number, finish_reason(event, parser), more, {})
+                    yield writer.last(number, finish_reason(event, parser), stop_string, more)
         except RequestError as error:
             yield error.body()
             return
@@ -168,6 +170,7 @@ class ResponseBuilder:
                 parser=self._parser(number),
                 n_reasoning_tokens=collected.n_reasoning_tokens,
                 warnings=self._request(number).warnings,
+                stop_string=self._request(number).stop_string(collected.finished),
             )
             for number, collected in enumerate(self._collected)
             if collected.finished is not None
@@ -194,7 +197,7 @@ class TranslatedResponseBuilder(ResponseBuilder):
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of the response."""
         writer = self._writer()
-        for event in writer.begin():
+        for event in writer.begin(len(self._job.answers[0].prompt.tokens)):
             yield event
         async for chunk in super().chunks():
             for event in writer.feed(chunk):
