@@ -267,6 +267,8 @@ def test_a_bias_keeps_a_token_out(server: Running, client: openai.OpenAI) -> Non
         ({"stream": "yes"}, "stream"),
         ({"stream_options": 1}, "stream_options"),
         ({"cache_prompt": False}, "cache_prompt"),
+        ({"logit_bias": {"1000000": 1}}, "logit_bias"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
     ],
 )
 def test_what_is_wrong_is_named(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
@@ -275,6 +277,32 @@ def test_what_is_wrong_is_named(client: openai.OpenAI, fields: dict[str, Any], p
     assert caught.value.param == param
     assert caught.value.type == "invalid_request_error"
     assert param in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (b'"\\ud800": 1', "\\ud800"),
+        (b'"messages": [{"role": "user", "content": "x", "\\ud800": 1}]', "messages[0].\\ud800"),
+        (b'"speculative": {"\\ud800": 1}', "speculative.\\ud800"),
+        (b'"dry_multiplier": 1, "dry_breakers": ["\\ud800"]', "dry_breakers"),
+    ],
+)
+def test_half_a_surrogate_pair_anywhere_is_refused(
+    server: Running, fields: bytes, param: str
+) -> None:
+    body = b'{"messages": [{"role": "user", "content": "x"}], %s}' % fields
+    found = server.http.post("/v1/chat/completions", content=body)
+    assert found.status_code == 400
+    assert found.json()["error"]["param"] == param
+
+
+def test_a_deep_body_is_refused_whatever_reads_it(server: Running) -> None:
+    for depth in (100, 900, 950, 980):
+        deep = b"[" * depth + b"]" * depth
+        for field in (b"stop", b"messages", b"temperature", b"logit_bias"):
+            body = b'{"messages": [{"role": "user", "content": "x"}], "%s": %s}' % (field, deep)
+            assert server.http.post("/v1/chat/completions", content=body).status_code == 400
 
 
 def test_a_grammar_that_is_none(client: openai.OpenAI) -> None:

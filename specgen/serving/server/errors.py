@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from specgen.errors import BackendError, PromptError, SpecgenError, UsageError
-from specgen.serving.openai_format.request import BodyError
+from specgen.serving.openai_format.body import BodyError, sendable
 
 #: The types of errors by their status, where OpenAI has one.
 _TYPES = {
@@ -37,7 +37,7 @@ class RequestError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = sendable(message)
         self.code = code
         self.param = param
         self.headers = headers

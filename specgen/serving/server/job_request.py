@@ -11,7 +11,13 @@ from specgen.engine.infill import ContextFile, Gap, infill_prompt
 from specgen.engine.loaded_models import Models
 from specgen.engine.prompts import Prompt, template_of
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
-from specgen.serving.openai_format.request import BodyError, Request, read_request, with_call_form
+from specgen.serving.openai_format.request import (
+    BodyError,
+    Request,
+    check_tokens,
+    read_request,
+    with_call_form,
+)
 from specgen.serving.server.errors import RequestError
 from specgen.serving.server.jobs import AnswerRequest
 from specgen.serving.server.options import Limits
@@ -168,6 +174,7 @@ def answer_requests(
     asks: list[AnswerRequest] = []
     wish = asked.wish
     for request in asked.requests:
+        check_tokens(request, loaded.target.vocabulary.n_tokens)
         generation = _within(request.generation, limits.answer_tokens)
         prompt = _prompt(asked, request, loaded, n_ctx, generation)
         _check_length(len(prompt.tokens), n_ctx, limits.prompt_tokens)

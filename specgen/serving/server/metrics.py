@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from specgen.errors import SpecgenError
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, VerifiedEvent
@@ -20,6 +27,7 @@ class Metrics:
     """Counts the server's work. May be used from several threads."""
 
     def __init__(self, n_slots: int) -> None:
+        disable_created_metrics()  # a series more for each counter, which nobody asks for
         self._registry = CollectorRegistry()
         drafts = "spec_decode_num"
         self._drafts = self._counter(f"{drafts}_drafts", "Drafts that the target verified.")
