@@ -138,9 +138,6 @@ class Server:
                 return error.response()
             except SpecgenError as error:
                 return RequestError.of(error).response()
-            except RecursionError:
-                nested = RequestError(400, "the body is nested too deeply", code="invalid_json")
-                return nested.response()
             except ClientDisconnect:
                 return Response(status_code=_STATUS_CLIENT_GONE)
 
