@@ -266,7 +266,7 @@ def test_lines_that_fail(specgen: Batch, tmp_path: Path) -> None:
 def test_lines_that_nothing_can_hold_end_only_themselves(
     specgen: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = batch_lines.read_request
+    read = request.read_request
 
     def fails_for_a_seed(kind: request.Kind, body: dict[str, Any], *defaults: Any) -> Any:
         if "seed" in body:
@@ -333,7 +333,12 @@ def test_numbers_as_ids_do_not_collide_and_equal_requests_have_ids_of_their_own(
     specgen: Batch, tmp_path: Path
 ) -> None:
     same = {"prompt": PROMPTS[0]}
-    rows = [{"custom_id": 3, **same}, {"custom_id": "line 3", **same}, same, same]
+    rows: list[str | dict[str, Any]] = [
+        {"custom_id": 3, **same},
+        {"custom_id": "line 3", **same},
+        same,
+        same,
+    ]
     source, out = write(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
     assert specgen("batch", source, out).code == 0
     found = records(out)

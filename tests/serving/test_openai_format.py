@@ -256,8 +256,7 @@ def test_tokens_that_the_model_lacks_are_refused_by_the_name_of_the_field() -> N
 
 def test_whole_numbers_written_as_floats_are_tokens() -> None:
     tokens = read("completion", prompt=[1.0, 2]).tokens
-    assert tokens == (1, 2)
-    assert all(isinstance(token, int) for token in tokens or ())
+    assert repr(tokens) == "(1, 2)"
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_k", "presence_penalty", "max_tokens"])

@@ -7,7 +7,13 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from specgen.errors import BackendError, PromptError, SpecgenError, UsageError
+from specgen.errors import (
+    BackendError,
+    PromptError,
+    PromptLengthError,
+    SpecgenError,
+    UsageError,
+)
 from specgen.serving.openai_format.body import BodyError, sendable
 
 #: The types of errors by their status, where OpenAI has one.
@@ -48,6 +54,8 @@ class RequestError(Exception):
         message = error.message if error.hint is None else f"{error.message}; {error.hint}"
         if isinstance(error, BodyError):
             return RequestError(400, message, code="invalid_value", param=error.field)
+        if isinstance(error, PromptLengthError):
+            return RequestError(400, message, code="context_length_exceeded")
         if isinstance(error, PromptError | UsageError):
             return RequestError(400, message, code="invalid_request")
         if isinstance(error, BackendError):

@@ -200,13 +200,12 @@ def _prompt(
         n_answer = generation.max_tokens if generation.max_tokens >= 0 else n_ctx // 4
         n_room = max(n_ctx // 4, n_ctx - n_answer)
         return infill_prompt(loaded.target, loaded.drafts.own_vocabulary, asked.gap, n_room).prompt
+    prompts = replace(loaded.prompts, n_ctx=n_ctx)
     if request.kind == "chat":
-        return loaded.prompts.of_messages(
-            request.messages, now=_now(), tools=request.tool_definitions
-        )
+        return prompts.of_messages(request.messages, now=_now(), tools=request.tool_definitions)
     if request.tokens is not None:
-        return loaded.prompts.of_tokens(request.tokens)
-    return loaded.prompts.of_text(request.text, chat=False)
+        return prompts.of_tokens(request.tokens)
+    return prompts.of_text(request.text, chat=False)
 
 
 def _check_length(n_tokens: int, n_ctx: int, n_most: int) -> None:

@@ -27,7 +27,8 @@ class Metrics:
     """Counts the server's work. May be used from several threads."""
 
     def __init__(self, n_slots: int) -> None:
-        disable_created_metrics()  # a series more for each counter, which nobody asks for
+        # A series more for each counter, which nobody asks for.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         drafts = "spec_decode_num"
         self._drafts = self._counter(f"{drafts}_drafts", "Drafts that the target verified.")

@@ -15,6 +15,7 @@ import uvicorn
 from specgen.engine.engine import Engine
 from specgen.engine.loaded_models import Models
 from specgen.serving.server.app import Server
+from specgen.serving.server.connections import BACKLOG, LimitedProtocol, most_connections
 from specgen.serving.server.jobs import EngineThread
 from specgen.serving.server.metrics import Metrics
 from specgen.serving.server.options import ServerOptions
@@ -69,12 +70,18 @@ def http_server(
 ) -> Iterator[DrainingServer]:
     """Open a server to `run`, with a thread that steps the engine; the exit closes the engine."""
     metrics = Metrics(engine.n_parallel)
+    n_connections = most_connections(options.limits.n_connections)
     with (
         EngineThread(engine, metrics, options.limits.n_waiting, between_answers) as thread,
         Server(loaded, thread, metrics, options) as server,
     ):
         config = uvicorn.Config(
             server.app(),
+            http=LimitedProtocol.of(n_connections, options.limits.client_s),
+            ws="none",
+            backlog=BACKLOG,
+            # One more may come, and closes another one, or gets status 503.
+            limit_concurrency=n_connections + 1,
             log_config=None,
             # specgen's own log has the errors; a client that does not read its answer is none.
             log_level="info" if is_verbose else "critical",
