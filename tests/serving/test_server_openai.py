@@ -297,11 +297,21 @@ def test_half_a_surrogate_pair_anywhere_is_refused(
     assert found.json()["error"]["param"] == param
 
 
+def test_a_schema_that_cannot_be_followed_is_refused(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {f"v{n}": {"type": "string"} for n in range(501)}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model="any", messages=MESSAGES, extra_body={"json_schema": schema}
+        )
+    assert caught.value.param == "json_schema"
+
+
 def test_a_grammar_that_is_none(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="grammar, line 1"):
+    with pytest.raises(openai.BadRequestError, match="grammar, line 1") as caught:
         client.chat.completions.create(
             model="any", messages=MESSAGES, extra_body={"grammar": "root ::= ("}
         )
+    assert caught.value.param == "grammar"
 
 
 def test_a_prompt_without_room(client: openai.OpenAI) -> None:

@@ -46,6 +46,8 @@ _N_SHOWN = 300
 #: The most parts of a schema: its values, the characters of its patterns with repetitions written out, and a
 #: tenth of each `multipleOf`. llguidance takes seconds for some schemas of this size, and minutes above.
 _MOST_PARTS = 10_000
+#: The most optional properties of an object, any of which may come next; llguidance ends the text above.
+_MOST_OPTIONAL = 500
 _PATTERN_ITEM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
 #: More repetitions, or parts, are not told apart.
 _MANY = 10**9
@@ -89,6 +91,11 @@ def _n_parts(schema: dict[str, Any]) -> int:
         n_parts += 1
         if isinstance(value, dict):
             todo += value.items()
+            if _n_optional(value) > _MOST_OPTIONAL:
+                raise UsageError(
+                    f"the JSON schema is too large: an object has more than {_MOST_OPTIONAL} optional "
+                    "properties"
+                )
             are_joined |= "allOf" in value or ("$ref" in value and len(value) > 1)
             if key == "patternProperties":
                 n_parts += sum(map(_pattern_size, value))
@@ -100,6 +107,13 @@ def _n_parts(schema: dict[str, Any]) -> int:
             multiples.append(_coefficient(value))
     # A number that must be a multiple of several numbers is one of their least common multiple.
     return n_parts + (math.lcm(*multiples) if are_joined else sum(multiples)) // 10
+
+
+def _n_optional(part: dict[str, Any]) -> int:
+    named, required = part.get("properties"), part.get("required", [])
+    if not isinstance(named, dict) or not isinstance(required, list):
+        return 0
+    return len(named) - len(required)
 
 
 def _coefficient(number: float) -> int:
@@ -174,7 +188,7 @@ def _names_all(part: dict[str, Any]) -> bool:
     named, required = part.get("properties"), part.get("required", [])
     if not isinstance(named, dict) or part.keys() & _OPENING:
         return False
-    return isinstance(required, list) and all(name in named for name in required)
+    return isinstance(required, list) and {*map(str, required)} <= named.keys()
 
 
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specgen import __version__
 from specgen.engine.loaded_models import Models
 from specgen.engine.prompts import template_of
-from specgen.errors import SpecgenError
+from specgen.errors import SpecgenError, UsageError
 from specgen.serving.openai_format.request import BodyError, read_request, with_call_form
 from specgen.serving.server.access import AccessCheck
 from specgen.serving.server.errors import RequestError
@@ -211,6 +211,11 @@ class Server:
             return asked, self._thread.submit(asks, loop)
         except QueueFullError as error:
             raise _queue_full(error) from None
+        except UsageError as error:
+            field = next((name for name in _GRAMMAR_FIELDS if body.get(name) is not None), None)
+            if field is None or isinstance(error, BodyError):
+                raise
+            raise BodyError(field, error.message) from None
 
     # --- texts and tokens --------------------------------------------------------------------
 
