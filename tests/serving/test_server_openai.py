@@ -13,6 +13,8 @@ import pytest
 from llm.default_plugins.openai_models import Chat
 
 from specgen.engine.engine import generate
+from specgen.errors import PromptError
+from specgen.serving.server.errors import RequestError
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import CHATML_TEMPLATE, INFILL_TOKENS
 from tests.helpers.server import Running, running, session_of, wait_until
@@ -312,6 +314,11 @@ def test_a_grammar_that_is_none(client: openai.OpenAI) -> None:
             model="any", messages=MESSAGES, extra_body={"grammar": "root ::= ("}
         )
     assert caught.value.param == "grammar"
+
+
+def test_an_error_names_no_option_of_the_command_line() -> None:
+    refused = RequestError.of(PromptError("the template failed", hint="leave out --system"))
+    assert (refused.status, refused.message) == (400, "the template failed")
 
 
 def test_a_prompt_without_room(client: openai.OpenAI) -> None:

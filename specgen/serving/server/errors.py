@@ -50,8 +50,9 @@ class RequestError(Exception):
 
     @staticmethod
     def of(error: SpecgenError) -> RequestError:
-        """Return the error for a client: 400 if the request is wrong, 500 if the model failed."""
-        message = error.message if error.hint is None else f"{error.message}; {error.hint}"
+        """Return the error for a client: 400 if the request is wrong, 500 if the model failed. Hints are left
+        out, since they name options of the command line."""
+        message = error.message
         if isinstance(error, BodyError):
             return RequestError(400, message, code="invalid_value", param=error.field)
         if isinstance(error, PromptLengthError):
