@@ -20,6 +20,8 @@ from specgen.errors import PromptError
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 
+#: The variables of all templates.
+OWN_VARIABLES = frozenset(["messages", "tools", "add_generation_prompt", "bos_token", "eos_token"])
 #: Mistral's templates, which write this mark, accept only call ids of nine letters and digits.
 _NEEDS_SHORT_IDS = "[TOOL_CALLS]"
 
@@ -36,14 +38,16 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation. An assistant's turn may have `tool_calls`. A tool's turn is the
-    result of the call `tool_call_id`, and `name` is the name of the tool."""
+    """One turn of a conversation. An assistant's turn may have `tool_calls`, and the `reasoning` before the
+    answer, of which templates keep what the model needs. A tool's turn is the result of the call
+    `tool_call_id`, and `name` is the name of the tool."""
 
     role: Role
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning: str | None = None
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
@@ -65,9 +69,12 @@ def render(
     eos_token: str,
     now: datetime.datetime,
     tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the conversation as the model expects it, up to where its answer begins. `tools` are the
     tools that it may call, as OpenAI's API describes them; a template without tools ignores them.
+    `variables` are more variables for the template, such as ``enable_thinking``; those that all templates
+    have, `OWN_VARIABLES`, keep their values.
 
     `template` is Jinja as Hugging Face's chat templates use it. It comes with the model file, which is not
     trusted, so it runs in a sandbox. Raise `PromptError` if the template does not accept the messages (some
@@ -82,16 +89,16 @@ def render(
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = now.strftime
     has_short_ids = _NEEDS_SHORT_IDS in template
-    variables = {
+    known = {
         "messages": [_turn(message, has_short_ids) for message in messages],
         "add_generation_prompt": True,
         "bos_token": bos_token,
         "eos_token": eos_token,
     }
     if tools:  # templates ask whether it is defined
-        variables["tools"] = list(tools)
+        known["tools"] = list(tools)
     try:
-        return environment.rendered(template, variables)
+        return environment.rendered(template, {**(variables or {}), **known})
     # Compiling and evaluating a template's expressions can raise anything.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -118,6 +125,8 @@ def _turn(message: Message, has_short_ids: bool) -> dict[str, Any]:
         turn["tool_call_id"] = as_id(message.tool_call_id)
     if message.name is not None:
         turn["name"] = message.name
+    if message.reasoning is not None:
+        turn["reasoning_content"] = message.reasoning
     return turn
 
 

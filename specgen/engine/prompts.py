@@ -82,12 +82,13 @@ class Prompts:
         *,
         now: datetime.datetime | None = None,
         tools: ToolDefinitions = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Return the prompt of a conversation's next turn, in the target's own template, and in that of
-        `own_draft`. Templates for tools get `tools`. Raise `UsageError` if there is no template, and
-        `PromptError` if it does not accept the messages."""
+        `own_draft`. Templates for tools get `tools`; all get the `variables` of `chat_template.render`.
+        Raise `UsageError` if there is no template, and `PromptError` if it does not accept the messages."""
         now = now or datetime.datetime.now().astimezone()
-        text = chat_text(self.target, messages, now, tools)
+        text = chat_text(self.target, messages, now, tools, variables)
         if text is None:
             raise UsageError(
                 f"a conversation needs a chat template, and {self.target.name} has none"
@@ -99,7 +100,7 @@ class Prompts:
             head = head_of(self.target.vocabulary, text, prompt.tokens, messages)
         draft_tokens = None
         if self.own_draft is not None:
-            draft_tokens = draft_chat_tokens(self.own_draft, messages, now, tools)
+            draft_tokens = draft_chat_tokens(self.own_draft, messages, now, tools, variables)
         return replace(prompt, head=head, draft_tokens=draft_tokens)
 
     def of_tokens(self, tokens: Sequence[int]) -> Prompt:
@@ -147,6 +148,7 @@ def chat_text(
     messages: Sequence[chat.Message],
     now: datetime.datetime,
     tools: ToolDefinitions = (),
+    variables: Mapping[str, Any] | None = None,
 ) -> str | None:
     """Return a conversation in the model's own template; None if it has no template. Raise `PromptError` if
     the template does not accept the conversation."""
@@ -162,6 +164,7 @@ def chat_text(
         eos_token=model.vocabulary.control_text(special["eos"]),
         now=now,
         tools=tools,
+        variables=variables,
     )
 
 
@@ -198,6 +201,7 @@ def draft_chat_tokens(
     messages: Sequence[chat.Message],
     now: datetime.datetime,
     tools: ToolDefinitions = (),
+    variables: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
     """Return a conversation for a draft model with another vocabulary, in its own template and tokens. The
     tokens of `head_of` are left out unless there are tools.
@@ -207,7 +211,7 @@ def draft_chat_tokens(
     """
     for attempt in (messages, _without_system(messages)):
         try:
-            text = chat_text(model, attempt, now, tools)
+            text = chat_text(model, attempt, now, tools, variables)
         except PromptError:
             continue
         if text is not None:

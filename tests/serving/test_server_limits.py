@@ -277,7 +277,10 @@ def test_a_kept_connection_has_the_time_for_a_head_again(server: Running) -> Non
     with _connected(server) as kept:
         for _ in range(2):
             kept.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-            assert b" 200 " in kept.recv(1000)
+            data = b""
+            while not data.endswith(b"}"):  # the body may come apart from the head
+                data += kept.recv(1000) or pytest.fail("closed")
+            assert b" 200 " in data
         kept.sendall(b"GET /health HTTP/1.1\r\n")
         assert _is_closed(kept)
 

@@ -38,7 +38,10 @@ class Prompting:
         """Return the prompt of a request. Raise `UsageError`, `PromptError`."""
         if request.kind == "chat":
             return loaded.prompts.of_messages(
-                request.messages, now=self.now, tools=request.tool_definitions
+                request.messages,
+                now=self.now,
+                tools=request.tool_definitions,
+                variables=request.template_variables,
             )
         if request.tokens is not None:
             return loaded.prompts.of_tokens(request.tokens)
@@ -203,7 +206,7 @@ class Batch:
                 self._fail(task.line, _line_error(answer.failure))
             elif finished is not None and finished.finish_reason != "interrupted":
                 try:
-                    response = self._response(task, finished, pieces)
+                    response = self._response(task, answer, finished, pieces)
                 except Exception as error:  # noqa: BLE001 - it ends this line, not the batch
                     self._fail(task.line, unexpected(error, task.line.number))
                     continue
@@ -215,7 +218,9 @@ class Batch:
                 tally.n_accepted += finished.n_accepted
                 self._results.write(result_of(task.line, self._settings, response, None))
 
-    def _response(self, task: Task, finished: FinishedEvent, pieces: list[Piece]) -> dict[str, Any]:
+    def _response(
+        self, task: Task, answer: EngineRequest, finished: FinishedEvent, pieces: list[Piece]
+    ) -> dict[str, Any]:
         identity = task.line.identity
         body = completion_body(
             task.request.kind,
@@ -225,7 +230,8 @@ class Batch:
             created=int(self._wall_clock()),
             model=self._loaded.target.name,
             has_logprobs=task.request.generation.logprobs is not None,
-            parser=task.request.parser(),
+            parser=task.request.parser(answer.prompt.text),
+            warnings=task.request.warnings,
         )
         return {"status_code": 200, "request_id": f"req-{identity}", "body": body}
 

@@ -12,11 +12,12 @@ _LONGEST_NAME = 100
 
 
 class BodyError(UsageError):
-    """A field of a request that cannot be honoured; `field` is its name."""
+    """A field of a request that cannot be honoured: `field` is its name, `what` the reason."""
 
     def __init__(self, field: str, what: str) -> None:
         self.field = sendable(field)[:_LONGEST_NAME]
-        super().__init__(f"{self.field}: {sendable(what)}")
+        self.what = sendable(what)
+        super().__init__(f"{self.field}: {self.what}")
 
 
 def sendable(text: str) -> str:
