@@ -5,6 +5,7 @@ The tree::
     SpecgenError                 1   (never raised itself)
     ├── UsageError               2   an option's value, or options that exclude each other
     ├── PromptError              3   empty, not UTF-8, unreadable, longer than the context
+    │   └── PromptLengthError    3   certainly longer than the context, found before it is tokenized
     ├── ModelFileError           4   missing, truncated, not GGUF, of a kind that cannot generate
     ├── PairError                5   the draft does not fit the target
     ├── UnknownModelError        6   no model, pair or repository of that name
@@ -55,6 +56,10 @@ class PromptError(SpecgenError):
     """The prompt is empty, unreadable, not UTF-8, or longer than the context."""
 
     exit_code = 3
+
+
+class PromptLengthError(PromptError):
+    """The prompt has so many bytes that its tokens cannot fit into the context."""
 
 
 class ModelFileError(SpecgenError):

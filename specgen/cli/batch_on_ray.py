@@ -92,8 +92,8 @@ def answer_on_ray(
     results: Results,
     settings: Mapping[str, Any],
     output: Output,
-) -> tuple[int, int]:
-    """Get the lines answered; return the exit code, and the number of errors in results."""
+) -> int:
+    """Get the lines answered; return the exit code."""
     from specgen.render.progress_bars import batch_progress, batch_summary
     from specgen.render.text import counted
     from specgen.serving.batch.line_worker import WorkerJob
@@ -127,7 +127,7 @@ def answer_on_ray(
                 seconds = time.perf_counter() - started
                 where = counted(batch.n_actors, "Ray actor")
                 output.note(batch_summary(batch.tally, seconds, where))
-    return stop.exit_code, batch.tally.n_errors
+    return stop.exit_code
 
 
 def _absolute(options: SessionOptions) -> SessionOptions:

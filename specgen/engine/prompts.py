@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from specgen.engine import chat_template as chat
-from specgen.errors import PromptError, UsageError
+from specgen.errors import PromptError, PromptLengthError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
 
@@ -44,6 +44,8 @@ class Prompts:
 
     target: LlamaModel
     own_draft: LlamaModel | None = None
+    #: The size of the context, if a prompt that is certainly longer is to be refused before it is tokenized.
+    n_ctx: int | None = None
 
     def of_text(
         self,
@@ -72,7 +74,7 @@ class Prompts:
                 f"{wanted} needs a chat template, and {self.target.name} has none",
                 hint=f"leave {wanted} out: the prompt is then continued as it is",
             )
-        return _tokenized(self.target, text)
+        return self._tokenized(text)
 
     def of_messages(
         self,
@@ -91,7 +93,7 @@ class Prompts:
             raise UsageError(
                 f"a conversation needs a chat template, and {self.target.name} has none"
             )
-        prompt = _tokenized(self.target, text)
+        prompt = self._tokenized(text)
         # Templates may describe the tools before the first message, and the draft needs that description.
         head = range(0)
         if not tools:
@@ -115,12 +117,18 @@ class Prompts:
         text = b"".join(map(vocabulary.token_bytes, tokens)).decode("utf-8", "replace")
         return Prompt(text, tuple(tokens))
 
-
-def _tokenized(model: LlamaModel, text: str) -> Prompt:
-    tokens = tokenize(model.vocabulary, text, parse_special=True)
-    if not tokens:
-        raise PromptError("the prompt is empty", hint="give some text to continue")
-    return Prompt(text, tuple(tokens))
+    def _tokenized(self, text: str) -> Prompt:
+        vocabulary = self.target.vocabulary
+        if self.n_ctx is not None and len(text) > self.n_ctx:
+            n_least = vocabulary.fewest_tokens(text)
+            if n_least > self.n_ctx:
+                raise PromptLengthError(
+                    f"the prompt has at least {n_least} tokens, but the context has {self.n_ctx}"
+                )
+        tokens = tokenize(vocabulary, text, parse_special=True)
+        if not tokens:
+            raise PromptError("the prompt is empty", hint="give some text to continue")
+        return Prompt(text, tuple(tokens))
 
 
 def messages_of(text: str, system: str | None) -> list[chat.Message]:

@@ -14,6 +14,8 @@ from specgen.llama.library import llama_cpp
 _PIECE_BYTES = 64
 #: The number of entries that `digest` reads, about.
 _N_SAMPLED = 2048
+#: llama.cpp's attributes of control tokens that take the white space beside them.
+_STRIPPING = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP | llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP
 #: A marker before text that continues other text; no vocabulary has a token that joins it to the text.
 _MARKER = "☺"
 
@@ -31,6 +33,9 @@ class LlamaVocabulary:
         self._is_end: dict[int, bool] = {}
         self._ends: list[int] | None = None
         self._views: dict[frozenset[int], LlamaVocabulary] = {}
+        #: The bytes of the longest entry, and whether tokens take white space beside them; None: not counted.
+        self._longest: int | None = None
+        self._strips = False
 
     @property
     def add_bos(self) -> bool:
@@ -74,6 +79,23 @@ class LlamaVocabulary:
             if -n <= capacity:
                 raise BackendError(f"llama.cpp could not tokenize {len(data)} bytes of text")
             capacity = -n
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens that a text has at least, without tokenizing it: that of its bytes by those
+        of the longest token. 0 if the vocabulary drops bytes."""
+        if self.kind not in (llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE):
+            return 0
+        data = text.encode()
+        if self._longest is None:
+            tokens = range(self.n_tokens)
+            # Control tokens are read by their names, and add nothing to a text.
+            self._longest = max(
+                len(self.token_bytes(token) or self.token_entry(token)) for token in tokens
+            )
+            self._strips = any(self.token_attributes(token) & _STRIPPING for token in tokens)
+        if self._strips:
+            data = data.translate(None, b" \t\n\v\f\r")
+        return len(data) // max(1, self._longest)
 
     def tokenize_inside(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Tokenize text that continues other text, without the space that SentencePiece adds at a

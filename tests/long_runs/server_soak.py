@@ -53,6 +53,51 @@ _SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+#: A request as agents send it.
+_AGENT: dict[str, Any] = {
+    "model": "any",
+    "messages": [
+        {"role": "developer", "content": [{"type": "text", "text": "You edit files."}]},
+        {"role": "user", "content": "Read a.py.", "name": "eva"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "read", "arguments": '{"path": "a.py"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "print(1)"},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": "Do it.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"path": {"type": "string", "pattern": "^[a-z.]{1,8}$"}},
+                    "required": ["path"],
+                },
+            },
+        }
+        for name in ("read", "write")
+    ],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "logit_bias": {"5": -1},
+    "stop": ["END"],
+    "temperature": 0.7,
+    "seed": 1,
+    "max_completion_tokens": 3,
+    "speculative": {"draft": True, "max": 4},
+    "metadata": {"a": "b"},
+    "user": "eva",
+}
 _OK = 200
 _TOO_MANY = 429
 #: Statuses that are right for a request that was mutated.
@@ -217,7 +262,9 @@ class Soak:
     def _ask_wrongly(self, client: httpx.Client, chance: random.Random) -> str:
         path, body = self._request(chance)
         kind = chance.random()
-        if kind < 0.15:
+        if chance.random() < 0.4:
+            path, body = "/v1/chat/completions", _AGENT
+        elif kind < 0.15:
             path, body = "/infill", {"input_prefix": "a", "input_suffix": "b", "max_tokens": 3}
         elif kind < 0.25:
             path, body = "/tokenize", {"content": "a b", "with_pieces": True}

@@ -8,8 +8,10 @@ schema names, unless `additionalProperties` allows them. A lenient grammar leave
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 from specgen.decoding.grammar.llguidance_grammar import objections_to, problem_of
@@ -42,6 +44,14 @@ _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(.*)\]")
 _UNKNOWN_FORMAT = re.compile("Unknown format: (.*)")
 _OUTER_REFERENCE = re.compile("Resource '(.*)' is not present in a registry")
 _N_SHOWN = 300
+#: The most parts of a schema: its values, the characters of its patterns with repetitions written out, and a
+#: tenth of each `multipleOf`. llguidance takes seconds for some schemas of this size, and minutes above.
+_MOST_PARTS = 10_000
+#: The most optional properties of an object, any of which may come next; llguidance ends the text above.
+_MOST_OPTIONAL = 500
+_PATTERN_ITEM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
+#: More repetitions, or parts, are not told apart.
+_MANY = 10**9
 
 
 def schema_grammar(schema: str) -> Grammar:
@@ -111,7 +121,73 @@ def _parse(schema: str) -> dict[str, Any]:
         raise UsageError("the JSON schema is nested too deeply") from error
     if not isinstance(parsed, dict):
         raise UsageError(f"the JSON schema is {json.dumps(parsed)[:40]}, not an object")
+    if _n_parts(parsed) > _MOST_PARTS:
+        raise UsageError(
+            f"the JSON schema is too large: more than {_MOST_PARTS} parts, with the repetitions in patterns "
+            "written out, and a tenth of each multipleOf"
+        )
     return parsed
+
+
+def _n_parts(schema: dict[str, Any]) -> int:
+    """Return the number of parts of a schema, as `_MOST_PARTS` counts them."""
+    n_parts, multiples, are_joined = 0, [1], False
+    todo: list[tuple[str, Any]] = [("", schema)]
+    while todo:
+        key, value = todo.pop()
+        n_parts += 1
+        if isinstance(value, dict):
+            todo += value.items()
+            if _n_optional(value) > _MOST_OPTIONAL:
+                raise UsageError(
+                    f"the JSON schema is too large: an object has more than {_MOST_OPTIONAL} optional "
+                    "properties"
+                )
+            are_joined |= "allOf" in value or ("$ref" in value and len(value) > 1)
+            if key == "patternProperties":
+                n_parts += sum(map(_pattern_size, value))
+        elif isinstance(value, list):
+            todo += (("", each) for each in value)
+        elif key == "pattern" and isinstance(value, str):
+            n_parts += _pattern_size(value)
+        elif key == "multipleOf" and isinstance(value, (int, float)) and abs(value) < math.inf:
+            multiples.append(_coefficient(value))
+    # A number that must be a multiple of several numbers is one of their least common multiple.
+    return n_parts + (math.lcm(*multiples) if are_joined else sum(multiples)) // 10
+
+
+def _n_optional(part: dict[str, Any]) -> int:
+    named, required = part.get("properties"), part.get("required", [])
+    if not isinstance(named, dict) or not isinstance(required, list):
+        return 0
+    return len(named) - len(required)
+
+
+def _coefficient(number: float) -> int:
+    """Return a number without its decimal point."""
+    digits = Decimal(repr(number)).normalize()
+    return abs(int(digits.scaleb(-min(0, int(digits.as_tuple().exponent))))) or 1
+
+
+def _pattern_size(pattern: str) -> int:
+    """Return the number of characters and classes in a pattern, with repetitions written out."""
+    sizes, last = [0], 0
+    for found in _PATTERN_ITEM.finditer(pattern):
+        item = found[0]
+        if found[1] is not None:
+            times = min(_MANY, max(int(number[:10]) for number in found.groups() if number))
+            sizes[-1] += last * max(0, times - 1)
+            last *= times
+        elif item == "(":
+            sizes.append(0)
+        elif item == ")" and len(sizes) > 1:
+            last = sizes.pop()
+            sizes[-1] += last
+        elif item not in "*+?":
+            last = 1
+            sizes[-1] += 1
+        last, sizes[-1] = min(last, _MANY), min(sizes[-1], _MANY)
+    return sum(sizes)
 
 
 def _refuse_constant(name: str) -> None:
@@ -159,7 +235,7 @@ def _names_all(part: dict[str, Any]) -> bool:
     named, required = part.get("properties"), part.get("required", [])
     if not isinstance(named, dict) or part.keys() & _OPENING:
         return False
-    return isinstance(required, list) and all(name in named for name in required)
+    return isinstance(required, list) and {*map(str, required)} <= named.keys()
 
 
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:

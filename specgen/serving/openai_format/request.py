@@ -8,6 +8,7 @@ something beside the answer's meaning that specgen lacks is ignored, with a warn
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
@@ -79,6 +80,8 @@ _ALIASES = {
     "n_predict": "max_tokens",
 }
 _MOST_LOGPROBS = 100
+#: Longer names of fields resemble no known one.
+_LONGEST_FIELD = 40
 #: The largest integer: later layers have 64 bits or fewer.
 _LARGEST = 2**63 - 1
 
@@ -157,6 +160,9 @@ def read_request(
 ) -> Request:
     """Read a body; `sampling` and `generation` give the defaults of its fields. Raise `BodyError`."""
     fields = _with_one_name_each(body)
+    for name in fields:
+        if name not in KNOWN_FIELDS[kind]:
+            raise BodyError(name, f"there is no such field{_nearest(name)}")
     asked = _what(kind, fields)
     for name, value in fields.items():
         if name in _OF_CHATS and kind == "chat":
@@ -166,9 +172,6 @@ def read_request(
     for name, read in _SAMPLING.items():
         if fields.get(name) is not None:
             sampling = replace(sampling, **{name: read(name, fields[name])})
-    for name in fields:
-        if name not in KNOWN_FIELDS[kind]:
-            raise BodyError(name, "there is no such field")
     return replace(
         asked,
         sampling=sampling,
@@ -208,6 +211,21 @@ def with_call_form(request: Request, template: str | None) -> Request:
         request = replace(request, warnings=(*request.warnings, *warnings))
     generation = replace(generation, shown_controls=form.controls)
     return replace(request, generation=generation, call_form=form)
+
+
+def check_tokens(request: Request, n_tokens: int) -> None:
+    """Raise `BodyError` if a bias or the prompt names a token that a vocabulary of `n_tokens` lacks."""
+    biased = [("logit_bias", token) for token, _ in request.sampling.logit_bias]
+    for name, token in [*biased, *(("prompt", token) for token in request.tokens or ())]:
+        if not 0 <= token < n_tokens:
+            raise BodyError(name, f"there is no token {token}: the model has {n_tokens} tokens")
+
+
+def _nearest(name: str) -> str:
+    """Return a question for the known field that an unknown one resembles most; empty if none does."""
+    known = sorted(frozenset().union(*KNOWN_FIELDS.values()) | _ALIASES.keys())
+    close = difflib.get_close_matches(name[:_LONGEST_FIELD], known, 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _with_read_variables(request: Request, template: str) -> Request:
@@ -254,7 +272,7 @@ def _what(kind: Kind, fields: Mapping[str, Any]) -> Request:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         (prompt,) = prompt
     if isinstance(prompt, list) and prompt and all(_is_integer(token) for token in prompt):
-        return replace(empty, tokens=tuple(prompt))
+        return replace(empty, tokens=tuple(map(int, prompt)))
     if isinstance(prompt, list):
         raise BodyError("prompt", "several prompts in one request are not supported")
     if not isinstance(prompt, str) or not prompt:
@@ -417,16 +435,21 @@ def _boolean(name: str, value: Any) -> bool:
 
 def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     """Return token ids and the biases of their logits, from an object in OpenAI's form."""
-    if not isinstance(value, dict) or not all(token.isdecimal() for token in value):
+    if not isinstance(value, dict) or not all(map(_is_token, value)):
         raise BodyError(name, f"{shown(value)} does not map token ids to numbers")
     read = _number()
     return tuple((int(token), read(f"{name}.{token}", bias)) for token, bias in value.items())
 
 
+def _is_token(key: str) -> bool:
+    """Return whether a key is the id of a token: Python does not read numbers of any length."""
+    return key.isdecimal() and len(key) <= len(str(_LARGEST))
+
+
 def _texts(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise BodyError(name, f"{shown(value)} is not a list of texts")
-    return tuple(value)
+    return tuple(utf8(name, text) for text in value)
 
 
 def _range_text(least: float, most: float) -> str:
@@ -476,4 +499,4 @@ KNOWN_FIELDS: Mapping[Kind, frozenset[str]] = {
     "prompt": frozenset({*_COMMON, "prompt", "system"}),
 }
 
-__all__ = ["BodyError", "Kind", "Request", "read_request", "with_call_form"]
+__all__ = ["BodyError", "Kind", "Request", "check_tokens", "read_request", "with_call_form"]

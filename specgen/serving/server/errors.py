@@ -7,9 +7,15 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from specgen.errors import BackendError, PromptError, SpecgenError, UsageError
+from specgen.errors import (
+    BackendError,
+    PromptError,
+    PromptLengthError,
+    SpecgenError,
+    UsageError,
+)
 from specgen.serving.messages_format.writer import error_body
-from specgen.serving.openai_format.request import BodyError
+from specgen.serving.openai_format.body import BodyError, sendable
 
 #: The types of errors by their status, where OpenAI has one.
 _TYPES = {
@@ -38,17 +44,20 @@ class RequestError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = sendable(message)
         self.code = code
         self.param = param
         self.headers = headers
 
     @staticmethod
     def of(error: SpecgenError) -> RequestError:
-        """Return the error for a client: 400 if the request is wrong, 500 if the model failed."""
-        message = error.message if error.hint is None else f"{error.message}; {error.hint}"
+        """Return the error for a client: 400 if the request is wrong, 500 if the model failed. Hints are left
+        out, since they name options of the command line."""
+        message = error.message
         if isinstance(error, BodyError):
             return RequestError(400, message, code="invalid_value", param=error.field)
+        if isinstance(error, PromptLengthError):
+            return RequestError(400, message, code="context_length_exceeded")
         if isinstance(error, PromptError | UsageError):
             return RequestError(400, message, code="invalid_request")
         if isinstance(error, BackendError):

@@ -22,7 +22,8 @@ _COMMENT = b": waiting\n\n"
 
 
 async def read_json(request: Request, limits: Limits) -> Mapping[str, Any]:
-    """Return the JSON object in a request's body. Raise `RequestError`."""
+    """Return the JSON object in a request's body, and keep its size as `request.state.n_bytes`. Raise
+    `RequestError`."""
     try:
         data = await asyncio.wait_for(_read(request, limits.body_bytes), limits.client_s or None)
     except asyncio.TimeoutError:
@@ -38,6 +39,7 @@ async def read_json(request: Request, limits: Limits) -> Mapping[str, Any]:
         raise RequestError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise RequestError(400, "the body is not a JSON object", code="invalid_json")
+    request.state.n_bytes = len(data)
     return body
 
 

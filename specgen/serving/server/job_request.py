@@ -12,7 +12,13 @@ from specgen.engine.loaded_models import Models
 from specgen.engine.prompts import Prompt, template_of
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.serving.messages_format.request import translated_messages_request
-from specgen.serving.openai_format.request import BodyError, Request, read_request, with_call_form
+from specgen.serving.openai_format.request import (
+    BodyError,
+    Request,
+    check_tokens,
+    read_request,
+    with_call_form,
+)
 from specgen.serving.openai_format.translation import Translation
 from specgen.serving.responses_format.request import translated_response_request
 from specgen.serving.server.errors import RequestError
@@ -196,6 +202,7 @@ def answer_requests(
     asks: list[AnswerRequest] = []
     wish = asked.wish
     for request in asked.requests:
+        check_tokens(request, loaded.target.vocabulary.n_tokens)
         generation = _within(request.generation, limits.answer_tokens)
         prompt = _prompt(asked, request, loaded, n_ctx, generation)
         _check_length(len(prompt.tokens), n_ctx, limits.prompt_tokens)
@@ -227,16 +234,17 @@ def _prompt(
         n_answer = generation.max_tokens if generation.max_tokens >= 0 else n_ctx // 4
         n_room = max(n_ctx // 4, n_ctx - n_answer)
         return infill_prompt(loaded.target, loaded.drafts.own_vocabulary, asked.gap, n_room).prompt
+    prompts = replace(loaded.prompts, n_ctx=n_ctx)
     if request.kind == "chat":
-        return loaded.prompts.of_messages(
+        return prompts.of_messages(
             request.messages,
             now=_now(),
             tools=request.tool_definitions,
             variables=request.template_variables,
         )
     if request.tokens is not None:
-        return loaded.prompts.of_tokens(request.tokens)
-    return loaded.prompts.of_text(request.text, chat=False)
+        return prompts.of_tokens(request.tokens)
+    return prompts.of_text(request.text, chat=False)
 
 
 def _check_length(n_tokens: int, n_ctx: int, n_most: int) -> None:
