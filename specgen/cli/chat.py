@@ -254,9 +254,9 @@ def _help() -> str:
 
 def _show_thought(talk: Chat) -> None:
     """Print the thinking block of the last answer, dim on a terminal. Raise `UsageError` if there is none."""
+    from specgen.engine.thoughts import thought_of
     from specgen.render.select import make_console
     from specgen.render.text import clean
-    from specgen.render.thoughts import thought_of
 
     thought = ""
     if talk.prompt is not None and talk.finished is not None:

@@ -83,12 +83,13 @@ class Prompts:
         *,
         now: datetime.datetime | None = None,
         tools: ToolDefinitions = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Return the prompt of a conversation's next turn, in the target's own template, and in that of
-        `own_draft`. Templates for tools get `tools`. Raise `UsageError` if there is no template, and
-        `PromptError` if it does not accept the messages."""
+        `own_draft`. Templates for tools get `tools`; all get the `variables` of `chat_template.render`.
+        Raise `UsageError` if there is no template, and `PromptError` if it does not accept the messages."""
         now = now or datetime.datetime.now().astimezone()
-        found = chat_tokens(self.target, messages, now, tools)
+        found = chat_tokens(self.target, messages, now, tools, variables)
         if found is None:
             raise UsageError(
                 f"a conversation needs a chat template, and {self.target.name} has none"
@@ -101,7 +102,7 @@ class Prompts:
             head = head_of(self.target.vocabulary, text, prompt.tokens, messages)
         draft_tokens = None
         if self.own_draft is not None:
-            draft_tokens = draft_chat_tokens(self.own_draft, messages, now, tools)
+            draft_tokens = draft_chat_tokens(self.own_draft, messages, now, tools, variables)
         return replace(prompt, head=head, draft_tokens=draft_tokens)
 
     def of_tokens(self, tokens: Sequence[int]) -> Prompt:
@@ -142,6 +143,7 @@ def chat_tokens(
     messages: Sequence[chat.Message],
     now: datetime.datetime,
     tools: ToolDefinitions = (),
+    variables: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[int]] | None:
     """Return a conversation in the model's own template, and its tokens; None if it has no template. Raise
     `PromptError` if the template does not accept the conversation.
@@ -149,16 +151,16 @@ def chat_tokens(
     Names of control tokens become these tokens only where the template writes all of the name.
     """
     vocabulary = model.vocabulary
-    text = _chat_text(model, messages, now, tools)
+    text = _chat_text(model, messages, now, tools, variables)
     if text is None:
         return None
     tokens = tokenize(vocabulary, text, parse_special=True)
     names = control_names(vocabulary, tokens)
     try:
-        marked_text = _chat_text(model, messages, now, tools, marks_contents=True) or ""
+        marked_text = _chat_text(model, messages, now, tools, variables, marks_contents=True) or ""
     except PromptError:
         # Marks do not survive what this template does, and nothing else tells who wrote a name.
-        contents = repr((messages, tools))
+        contents = repr((messages, tools, variables))
         if any(name in contents for name in names):
             raise
         return text, tokens
@@ -174,6 +176,7 @@ def _chat_text(
     messages: Sequence[chat.Message],
     now: datetime.datetime,
     tools: ToolDefinitions,
+    variables: Mapping[str, Any] | None,
     *,
     marks_contents: bool = False,
 ) -> str | None:
@@ -189,6 +192,7 @@ def _chat_text(
         eos_token=model.vocabulary.control_text(special["eos"]),
         now=now,
         tools=tools,
+        variables=variables,
         marks_contents=marks_contents,
     )
 
@@ -226,6 +230,7 @@ def draft_chat_tokens(
     messages: Sequence[chat.Message],
     now: datetime.datetime,
     tools: ToolDefinitions = (),
+    variables: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
     """Return a conversation for a draft model with another vocabulary, in its own template and tokens. The
     tokens of `head_of` are left out unless there are tools.
@@ -235,7 +240,7 @@ def draft_chat_tokens(
     """
     for attempt in (messages, _without_system(messages)):
         try:
-            found = chat_tokens(model, attempt, now, tools)
+            found = chat_tokens(model, attempt, now, tools, variables)
         except PromptError:
             continue
         if found is not None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from specgen.engine.thoughts import is_thinking
 from specgen.events import (
     CommittedEvent,
     DraftedEvent,
@@ -22,7 +23,7 @@ from specgen.render.base import Notes, Renderer, output_errors, reading
 from specgen.render.marks import LEGEND, Round, RoundReader, Run, coded, pens
 from specgen.render.rows import Cell, Flow, Row, append_cells, row_codes, wrap
 from specgen.render.text import can_encode, clean_line
-from specgen.render.thoughts import FoldedThought, is_thinking
+from specgen.render.thoughts import FoldedThought
 
 _HIDE_CURSOR = "\x1b[?25l"
 _SHOW_CURSOR = "\x1b[?25h"

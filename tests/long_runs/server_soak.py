@@ -30,6 +30,7 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.helpers.responses import AGENT_BODY
 from tests.long_runs.mutated_json import mutated
 
 _SYSTEM = "You are a helpful assistant that answers in one or two short sentences. " * 4
@@ -222,6 +223,11 @@ class Soak:
             path, body = "/detokenize", {"tokens": [1, 2, 3]}
         elif kind < 0.45:
             path, body = "/apply-template", {"messages": [{"role": "user", "content": "x"}]}
+        elif kind < 0.7:
+            path, body = "/v1/responses", {**AGENT_BODY, "stream": chance.random() < 0.5}
+            if chance.random() < 0.5:  # most templates of tests take no tools
+                del body["tools"], body["tool_choice"]
+                body["input"] = [item for item in body["input"] if "call_id" not in item]
         body = {**body, "max_tokens": 4} if "max_tokens" in body else body
         data = mutated(body, chance)
         headers = {"Content-Type": "application/json"}

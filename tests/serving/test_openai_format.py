@@ -182,6 +182,12 @@ def test_forms_of_answers() -> None:
         ({"tools": [tool("a")], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [tool("a")], "tool_choice": tool("b")}, "tool_choice"),
         ({"tools": [tool("a")], "parallel_tool_calls": 1}, "parallel_tool_calls"),
+        ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"x": "\ud800"}}, "chat_template_kwargs"),
+        ({"reasoning_effort": 1}, "reasoning_effort"),
+        ({"reasoning_format": "all"}, "reasoning_format"),
+        ({"tools": [tool("a")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
@@ -297,6 +303,7 @@ def test_the_body_of_a_chat() -> None:
         "completion_tokens": 2,
         "total_tokens": 14,
         "prompt_tokens_details": {"cached_tokens": 8},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert made["speculative"]["acceptance_rate"] == 0.25
     assert made["timings"]["prompt_n"] == 4

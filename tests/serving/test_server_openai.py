@@ -295,6 +295,41 @@ def test_paths_that_there_are_not(server: Running) -> None:
     assert server.http.get("/v1/chat/completions").status_code == 405
     error = server.http.get("/v2/models").json()["error"]
     assert error["type"] == "not_found_error"
+    assert error["message"].startswith("GET /v2/models: ")
+    assert "/v1/responses" in error["message"]
+    wrong = server.http.get("/v1/chat/completions").json()["error"]
+    assert wrong["message"] == "GET /v1/chat/completions: this path takes POST"
+
+
+def test_embeddings_are_refused_once(server: Running) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=2)
+    with client, pytest.raises(openai.BadRequestError, match="has no embeddings"):
+        client.embeddings.create(model="any", input="x")
+
+
+def test_variables_and_earlier_reasoning_reach_the_template(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    template = """{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}|{% endfor %}{{ mood }}"""
+    config = TinyConfig(chat_template=template)
+    target = write_tiny_model(tmp_path_factory.mktemp("variables") / "target.gguf", config)
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "why"},
+        {"role": "user", "content": "c"},
+    ]
+    with running(session_of(target, max_tokens=2)) as server:
+        body = {
+            "messages": turns,
+            "chat_template_kwargs": {"mood": "glad", "enable_thinking": True},
+        }
+        prompt = server.post("/apply-template", **body).json()["prompt"]
+        assert prompt == "|a|why|b||c|glad"
+        answer = server.post("/v1/chat/completions", **body, prompt_cache_retention="24h").json()
+        (warning,) = answer["warnings"]
+        assert warning.startswith("chat_template_kwargs.enable_thinking: ")
+        tokens = server.post("/tokenize", content=prompt, add_special=True).json()["tokens"]
+        assert answer["usage"]["prompt_tokens"] == len(tokens)
 
 
 @pytest.mark.parametrize(

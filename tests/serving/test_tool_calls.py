@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from specgen.serving.openai_format.tool_calls import ToolCallParser, message_of
+from specgen.serving.openai_format.answer_parser import AnswerParser, message_of
+from specgen.serving.openai_format.tool_calls import ToolCallParser
 from specgen.serving.openai_format.tool_forms import (
     GRANITE,
     HERMES,
@@ -138,12 +139,14 @@ def test_the_first_call_may_end_the_answer() -> None:
 
 
 def test_a_message_has_calls_or_content() -> None:
-    message = message_of(ToolCallParser(HERMES, NAMES), f"<tool_call>{CALL}</tool_call>")
+    message = message_of(
+        AnswerParser(None, ToolCallParser(HERMES, NAMES)), f"<tool_call>{CALL}</tool_call>"
+    )
     (call,) = message["tool_calls"]
     assert message["content"] is None
     assert call.keys() == {"id", "type", "function"}
     assert json.loads(call["function"]["arguments"]) == WEATHER[1]
-    plain = message_of(ToolCallParser(HERMES, NAMES), "Hello.")
+    plain = message_of(AnswerParser(None, ToolCallParser(HERMES, NAMES)), "Hello.")
     assert plain == {"role": "assistant", "content": "Hello."}
 
 

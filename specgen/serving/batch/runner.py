@@ -38,7 +38,10 @@ class Prompting:
         """Return the prompt of a request. Raise `UsageError`, `PromptError`."""
         if request.kind == "chat":
             return loaded.prompts.of_messages(
-                request.messages, now=self.now, tools=request.tool_definitions
+                request.messages,
+                now=self.now,
+                tools=request.tool_definitions,
+                variables=request.template_variables,
             )
         if request.tokens is not None:
             return loaded.prompts.of_tokens(request.tokens)
@@ -208,7 +211,8 @@ class Batch:
                     created=int(self._wall_clock()),
                     model=self._loaded.target.name,
                     has_logprobs=task.request.generation.logprobs is not None,
-                    parser=task.request.parser(),
+                    parser=task.request.parser(answer.prompt.text),
+                    warnings=task.request.warnings,
                 )
                 response = {"status_code": 200, "request_id": f"req-{digest}", "body": body}
                 self._results.write(result_of(task.line, self._settings, response, None))

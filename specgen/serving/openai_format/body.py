@@ -9,11 +9,12 @@ from specgen.errors import UsageError
 
 
 class BodyError(UsageError):
-    """A field of a request that cannot be honoured; `field` is its name."""
+    """A field of a request that cannot be honoured: `field` is its name, `what` the reason."""
 
     def __init__(self, field: str, what: str) -> None:
         super().__init__(f"{field}: {what}")
         self.field = field
+        self.what = what
 
 
 def utf8(name: str, text: str) -> str:

@@ -171,21 +171,6 @@ class ToolCallParser:
         }
 
 
-def message_of(parser: ToolCallParser, text: str) -> dict[str, Any]:
-    """Return the message of a whole answer, read by a new `parser`."""
-    deltas = parser.feed(text) + parser.finish()
-    content = "".join(delta.get("content", "") for delta in deltas)
-    calls = [
-        {name: value for name, value in call.items() if name != "index"}
-        for delta in deltas
-        for call in delta.get("tool_calls", [])
-    ]
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if calls:
-        message |= {"content": content or None, "tool_calls": calls}
-    return message
-
-
 def _content(text: str) -> list[Delta]:
     return [{"content": text}] if text else []
 
@@ -197,4 +182,4 @@ def _refuse(constant: str) -> NoReturn:
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
-__all__ = ["Delta", "ToolCallParser", "message_of"]
+__all__ = ["Delta", "ToolCallParser"]

@@ -33,9 +33,12 @@ from specgen.serving.server.job_request import (
     ServerRequest,
     answer_requests,
     read_server_request,
-    with_model_template,
 )
-from specgen.serving.server.job_response import InfillResponseBuilder, ResponseBuilder
+from specgen.serving.server.job_response import (
+    InfillResponseBuilder,
+    ResponseBuilder,
+    TranslatedResponseBuilder,
+)
 from specgen.serving.server.jobs import EngineThread, Job, QueueFullError
 from specgen.serving.server.metrics import Metrics
 from specgen.serving.server.options import ServerOptions
@@ -56,6 +59,7 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
+_STATUS_WRONG_METHOD = 405
 _STATUS_CLIENT_GONE = 499
 _log = logging.getLogger("specgen.serving.server")
 
@@ -96,6 +100,8 @@ class Server:
             Route("/slots", self._slots),
             self._post("/v1/chat/completions", functools.partial(self._complete, "chat")),
             self._post("/v1/completions", functools.partial(self._complete, "completion")),
+            self._post("/v1/responses", functools.partial(self._complete, "responses")),
+            self._post("/v1/embeddings", self._embed),
             self._post("/infill", functools.partial(self._complete, "infill")),
             self._post("/tokenize", self._tokenize),
             self._post("/detokenize", self._detokenize),
@@ -153,8 +159,9 @@ class Server:
     ) -> Response:
         loop = asyncio.get_running_loop()
         asked, job = await self._in_thread(self._submit, endpoint, body, loop)
-        make = InfillResponseBuilder if endpoint == "infill" else ResponseBuilder
-        answering = make(
+        is_translated = asked.translation is not None
+        make = TranslatedResponseBuilder if is_translated else ResponseBuilder
+        answering = (InfillResponseBuilder if endpoint == "infill" else make)(
             asked,
             job,
             self._thread,
@@ -163,18 +170,15 @@ class Server:
             limit_s=self._limits.request_s,
         )
         if asked.streams:
-            return EventStream(answering.chunks(), answering.end, self._limits.client_s)
+            client_s = self._limits.client_s
+            return EventStream(answering.chunks(), answering.end, client_s, named=is_translated)
         return JSONResponse(await while_connected(request, answering.body()))
 
     def _submit(
         self, endpoint: Endpoint, body: Mapping[str, Any], loop: asyncio.AbstractEventLoop
     ) -> tuple[ServerRequest, Job]:
         """Read a body and submit its answers to the engine. Raise `RequestError`, `SpecgenError`."""
-        options = self._loaded.options
-        asked = read_server_request(
-            endpoint, body, options.sampler, options.generation, self._limits
-        )
-        asked = with_model_template(asked, self._loaded)
+        asked = read_server_request(endpoint, body, self._loaded, self._limits)
         engine = self._thread.engine
         n_most = engine.n_parallel + self._limits.n_waiting
         if asked.n_answers > n_most:
@@ -217,13 +221,20 @@ class Server:
         prompt = await self._in_thread(self._loaded.prompts.of_tokens, tokens)
         return JSONResponse({"content": prompt.text})
 
+    async def _embed(self, _request: Request, _body: Mapping[str, Any]) -> Response:
+        what = f"specgen generates text and has no embeddings: {self._model} cannot answer this"
+        raise RequestError(400, f"{what}; ask llama.cpp's server", code="unsupported")
+
     async def _apply_template(self, _request: Request, body: Mapping[str, Any]) -> Response:
         options = self._loaded.options
         asked = read_request("chat", body, options.sampler, options.generation)
         template = template_of(self._loaded.target, has_tools=True)
         asked = with_call_form(asked, template)
         conversation = functools.partial(
-            self._loaded.prompts.of_messages, asked.messages, tools=asked.tool_definitions
+            self._loaded.prompts.of_messages,
+            asked.messages,
+            tools=asked.tool_definitions,
+            variables=asked.template_variables,
         )
         prompt = await self._in_thread(conversation)
         return JSONResponse({"prompt": prompt.text})
@@ -322,10 +333,16 @@ class _Counted:
         await self._app(scope, receive, counting)
 
 
-async def _no_such_path(_request: Request, error: Exception) -> Response:
+async def _no_such_path(request: Request, error: Exception) -> Response:
     """Respond to Starlette's own refusals: an unknown path, or a method that a path does not support."""
     assert isinstance(error, HTTPException)
-    return RequestError(error.status_code, error.detail, headers=error.headers).response()
+    asked = f"{request.method} {request.url.path}"
+    if error.status_code == _STATUS_WRONG_METHOD:
+        what = f"this path takes {(error.headers or {}).get('Allow')}"
+    else:
+        paths = [route.path for route in request.app.routes if isinstance(route, Route)]
+        what = f"there is no such path; there are {', '.join(paths)}"
+    return RequestError(error.status_code, f"{asked}: {what}", headers=error.headers).response()
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -83,7 +83,8 @@ async def _until_gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A stream of server-sent events: JSON values, and `data: [DONE]` after the last one.
+    """A stream of server-sent events: JSON values, and `data: [DONE]` after the last one. If events are
+    `named`, the name of each is its `type`, and the last one ends the stream.
 
     `on_end` is called once, whatever ends the stream: everything is sent, the client disconnects, or it
     accepts no data for `client_s` seconds.
@@ -96,6 +97,8 @@ class EventStream(Response):
         values: AsyncIterator[Mapping[str, Any]],
         on_end: Callable[[], None],
         client_s: float,
+        *,
+        named: bool = False,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -103,6 +106,7 @@ class EventStream(Response):
         self._values = values
         self._on_end = on_end
         self._client_s = client_s or None
+        self._named = named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send_all(send))
@@ -139,8 +143,9 @@ class EventStream(Response):
                 following.cancel()
             if value is nothing:
                 break
-            await self._send_bytes(send, f"data: {json.dumps(value)}\n\n".encode())
-        await self._send_bytes(send, b"data: [DONE]\n\n", more=False)
+            name = f"event: {value['type']}\n" if self._named else ""
+            await self._send_bytes(send, f"{name}data: {json.dumps(value)}\n\n".encode())
+        await self._send_bytes(send, b"" if self._named else b"data: [DONE]\n\n", more=False)
 
     async def _send_bytes(self, send: Send, data: bytes, *, more: bool = True) -> None:
         await self._send(send, {"type": "http.response.body", "body": data, "more_body": more})
