@@ -140,7 +140,8 @@ def models(
 
 CHAT = Option(
     "--chat/--raw",
-    help="Put the prompt into the model's chat template, or continue it as it is.",
+    help="Put the prompt into the model's chat template, or continue it as it is. In a raw prompt, names of "
+    "control tokens (<|im_end|>, ...) become these tokens.",
     show_default="chat, if the model has a template",
     rich_help_panel="Prompt",
 )
