@@ -246,3 +246,14 @@ EXPORTED void specgen_kernels_serve() {
 EXPORTED void specgen_kernels_enable(int products, int attention) {
     enable_operators(products != 0, attention != 0);
 }
+
+// The rows of an output matrix that a draft needs, see operators.h.
+EXPORTED void *specgen_kernels_new_row_limit(int64_t n_rows, const int32_t *rows, int64_t n) {
+    return new_row_limit(n_rows, rows, n);
+}
+EXPORTED void specgen_kernels_delete_row_limit(void *limit) {
+    delete_row_limit(static_cast<RowLimit *>(limit));
+}
+EXPORTED void specgen_kernels_set_row_limit(void *limit) {
+    set_row_limit(static_cast<RowLimit *>(limit));
+}
