@@ -152,8 +152,8 @@ def write_target(source: Qwen2File, layer: Parameters, output: Path) -> None:
     for name, tensor in source.tensors.items():
         put(name.replace("ffn_norm", "post_attention_norm"), tensor.data, tensor.tensor_type)
     begin = f"blk.{source.n_layer}."
-    for name, values in layer.items():
-        values = np.asarray(values, np.float32)
+    for name, trained in layer.items():
+        values = np.asarray(trained, np.float32)
         if name.startswith("ffn_") and name != "ffn_norm.weight":
             kind, axis = name.removesuffix(".weight"), int(name.startswith("ffn_down"))
             expert, shared = np.split(values, 2, axis=axis)
@@ -273,6 +273,8 @@ def rows_of(texts: list[Text], n_embd: int) -> list[Row]:
 
 @dataclass(frozen=True)
 class Shape:
+    """The sizes of a layer."""
+
     n_head: int
     n_head_kv: int
     head_size: int
@@ -316,9 +318,7 @@ def forward(shape: Shape, layer: Parameters, row: tuple[Any, ...], n_ahead: int)
         if depth:
             hidden = jnp.where((positions > 0)[:, None], shifted(found[-1], 1), 0.0)
         normed = _normed(hidden, layer["hnorm"], shape.epsilon)
-        states = (
-            jnp.concatenate((embedded, normed), axis=-1) @ layer["nextn.eh_proj.weight"].T
-        )
+        states = jnp.concatenate((embedded, normed), axis=-1) @ layer["nextn.eh_proj.weight"].T
         inputs = _normed(states, layer["attn_norm.weight"], shape.epsilon)
 
         def heads(name: str, n_heads: int, inputs: Any = inputs) -> Any:
@@ -472,7 +472,9 @@ def main() -> None:
     parser.add_argument("-m", "--target", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--until", type=float, help="learn by heart, up to this share of the places")
+    parser.add_argument(
+        "--until", type=float, help="learn by heart, up to this share of the places"
+    )
     parser.add_argument("--tokens", type=int, default=sys.maxsize, help="answers to learn from")
     parser.add_argument("--passes", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=60.0)

@@ -212,7 +212,11 @@ class LlamaBackend:
             self.model.check_open()
         n_wanted = self._rows.fill(batch)
         started = self._clock()
-        with contextlib.nullcontext() if self._frequent is None else self._frequent.limit(batch.tokens):
+        with (
+            contextlib.nullcontext()
+            if self._frequent is None
+            else self._frequent.limit(batch.tokens)
+        ):
             status: int = self._decode_native(self.handle, self._rows.native)
         self.decode_s += self._clock() - started
         if status != 0:

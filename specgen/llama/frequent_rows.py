@@ -21,10 +21,8 @@ from specgen.llama.vocabulary import LlamaVocabulary
 #: Tokenizers give low ids to frequent tokens. (In answers of Qwen2.5-Coder to prompts in English, half of them about
 #: code, 0.94 of the tokens are among the first 32,768.)
 N_FREQUENT = 32_768
-#: A smaller vocabulary is computed whole: little would be saved.
-_LEAST_VOCABULARY = 2 * N_FREQUENT
 #: The most other tokens that are computed because they occurred; with more, the oldest are forgotten.
-_MOST_SEEN = 4096
+MOST_SEEN = 4096
 
 
 class FrequentRows:
@@ -43,7 +41,7 @@ class FrequentRows:
         rare = [token for token in tokens if token >= N_FREQUENT and token not in self._seen]
         if rare:
             self._seen.update(dict.fromkeys(rare))
-            for token in list(self._seen)[: max(0, len(self._seen) - _MOST_SEEN)]:
+            for token in list(self._seen)[: max(0, len(self._seen) - MOST_SEEN)]:
                 del self._seen[token]
         if rare or self._limit is None:
             others = sorted({*self._ends, *self._seen})
@@ -59,5 +57,5 @@ class FrequentRows:
 
 
 def can_limit(vocabulary: LlamaVocabulary) -> bool:
-    """Return whether a draft's vocabulary is so large that leaving out rows saves something."""
-    return vocabulary.n_tokens >= _LEAST_VOCABULARY
+    """Return whether a draft's vocabulary is so large that leaving out rows saves much."""
+    return vocabulary.n_tokens >= 2 * N_FREQUENT
