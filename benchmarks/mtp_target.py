@@ -155,10 +155,10 @@ def write_target(source: Qwen2File, layer: Parameters, output: Path) -> None:
     for name, trained in layer.items():
         values = np.asarray(trained, np.float32)
         if name.startswith("ffn_") and name != "ffn_norm.weight":
-            kind, axis = name.removesuffix(".weight"), int(name.startswith("ffn_down"))
+            part, axis = name.removesuffix(".weight"), int(name.startswith("ffn_down"))
             expert, shared = np.split(values, 2, axis=axis)
-            put_matrix(f"{begin}{kind}_shexp.weight", shared)
-            put_matrix(f"{begin}{kind}_exps.weight", expert[None])
+            put_matrix(f"{begin}{part}_shexp.weight", shared)
+            put_matrix(f"{begin}{part}_exps.weight", expert[None])
         elif values.ndim == 2:
             put_matrix(begin + name, values)
         else:
@@ -459,12 +459,12 @@ class Task:
                     is_there[back:] &= is_label[:-back] & (row.texts[back:] == row.texts[:-back])
                 right[depth] += (self._tokens[found[depth]] == row.labels)[is_there].sum()
                 n[depth] += is_there.sum()
-        return np.round(right / n, 4).tolist()
+        return [round(float(share), 4) for share in right / n]
 
 
 def _unit(values: Floats) -> Floats:
-    root = np.sqrt(np.square(values).mean(axis=-1, keepdims=True) + 1e-12)
-    return values / root
+    scaled: Floats = values / np.sqrt(np.square(values).mean(axis=-1, keepdims=True) + 1e-12)
+    return scaled
 
 
 def main() -> None:
@@ -500,6 +500,7 @@ def main() -> None:
     every = asked.judged_every or len(task.learnt)
     n_steps, best = asked.passes * len(task.learnt), -1.0
     losses: list[float] = []
+    order = task.rng.permutation(len(task.learnt))
     for step in range(n_steps + 1):
         seconds = time.monotonic() - began
         is_last = step == n_steps or seconds > 60 * asked.minutes
