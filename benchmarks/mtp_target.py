@@ -2,6 +2,7 @@
 
     specgen draft data -m 1.5b.gguf --prompts prompts.jsonl --tokens 100000
     python benchmarks/mtp_target.py -m 1.5b.gguf --text FOLDER --prompts prompts.jsonl --until 0.85 -o mtp.gguf
+    python benchmarks/mtp_target.py -m bigger.gguf --layer mtp.gguf -o bigger-mtp.gguf
 
 FOLDER is what `specgen draft data` prints. The file's text is that of the Qwen2 file: its layers are copied. Behind
 them is one MTP layer, trained on the text in FOLDER. Makers train theirs together with the model, on all of its
@@ -100,12 +101,60 @@ class Qwen2File:
         return layer
 
 
-def write_target(source: Qwen2File, layer: Parameters, output: Path) -> None:
-    """Write the target with `layer` as its MTP layer.
+#: A tensor as a file has it: the bytes or numbers of its rows, and ggml's type if they are bytes.
+Stored: TypeAlias = tuple[NDArray[Any], GGMLQuantizationType | None]
+
+
+def stored(layer: Parameters) -> dict[str, Stored]:
+    """The tensors of an MTP layer, without their "blk.N.".
 
     GLM-4.5's layer has experts: the feed-forward part is cut in two halves, of which one is the only expert and
     the other the expert that all tokens share, so that nothing is computed twice.
     """
+    names = {
+        "ffn_norm.weight": "post_attention_norm.weight",
+        "head_norm": "nextn.shared_head_norm.weight",
+        "enorm": "nextn.enorm.weight",
+        "hnorm": "nextn.hnorm.weight",
+    }
+    found: dict[str, Stored] = {
+        "ffn_gate_inp.weight": (np.zeros((1, len(layer["enorm"])), np.float32), None),
+        "exp_probs_b.bias": (np.zeros((1,), np.float32), None),
+    }
+    for name, trained in layer.items():
+        values = np.asarray(trained, np.float32)
+        if name in names or values.ndim == 1:
+            found[names.get(name, name)] = values, None
+        elif name.startswith("ffn_"):
+            expert, shared = np.split(values, 2, axis=int(name.startswith("ffn_down")))
+            part = name.removesuffix(".weight")
+            found[f"{part}_shexp.weight"] = _quantized(shared)
+            found[f"{part}_exps.weight"] = _quantized(expert[None])
+        else:
+            found[name] = _quantized(values)
+    return found
+
+
+def _quantized(values: Floats) -> Stored:
+    rows = quantize(np.ascontiguousarray(values), _MATRIX_TYPE).data
+    return rows.reshape(*values.shape[:-1], -1), GGMLQuantizationType.Q8_0
+
+
+def layer_of(path: Path) -> dict[str, Stored]:
+    """The MTP layer of a file that was written here."""
+    tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    (begin,) = (
+        name.removesuffix("nextn.eh_proj.weight") for name in tensors if "nextn.eh_proj" in name
+    )
+    return {
+        name.removeprefix(begin): (tensor.data, tensor.tensor_type)
+        for name, tensor in tensors.items()
+        if name.startswith(begin)
+    }
+
+
+def write_target(source: Qwen2File, layer: dict[str, Stored], output: Path) -> None:
+    """Write the target with `layer` as its MTP layer."""
     writer = GGUFWriter(output, _FORM)
     for key, field in source.reader.fields.items():
         if key.startswith(("GGUF.", "qwen2.")) or key == "general.architecture":
@@ -113,7 +162,7 @@ def write_target(source: Qwen2File, layer: Parameters, output: Path) -> None:
         kind = field.types[0]
         sub_type = field.types[-1] if kind == GGUFValueType.ARRAY else None
         writer.add_key_value(key, field.contents(), kind, sub_type=sub_type)
-    head_size, half = source.n_embd // source.n_head, source.n_ff // 2
+    head_size = source.n_embd // source.n_head
     sizes = {
         "block_count": source.n_layer + 1,
         "nextn_predict_layers": 1,
@@ -128,7 +177,7 @@ def write_target(source: Qwen2File, layer: Parameters, output: Path) -> None:
         "expert_count": 1,
         "expert_used_count": 1,
         "expert_shared_count": 1,
-        "expert_feed_forward_length": half,
+        "expert_feed_forward_length": layer["ffn_up_shexp.weight"][0].shape[0],
         "leading_dense_block_count": source.n_layer,
         "expert_gating_func": 2,
     }
@@ -138,43 +187,17 @@ def write_target(source: Qwen2File, layer: Parameters, output: Path) -> None:
     writer.add_float32(f"{_FORM}.attention.layer_norm_rms_epsilon", source.epsilon)
     writer.add_bool(f"{_FORM}.expert_weights_norm", True)
     writer.add_float32(f"{_FORM}.expert_weights_scale", 1.0)
-    data: list[NDArray[Any]] = []
-
-    def put(name: str, values: NDArray[Any], kind: Any = None) -> None:
-        writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes, raw_dtype=kind)
-        data.append(values)
-
-    def put_matrix(name: str, values: Floats) -> None:
-        stored = quantize(np.ascontiguousarray(values), _MATRIX_TYPE)
-        rows = stored.data.reshape(*values.shape[:-1], -1)
-        put(name, rows, GGMLQuantizationType.Q8_0)
-
-    for name, tensor in source.tensors.items():
-        put(name.replace("ffn_norm", "post_attention_norm"), tensor.data, tensor.tensor_type)
-    begin = f"blk.{source.n_layer}."
-    for name, trained in layer.items():
-        values = np.asarray(trained, np.float32)
-        if name.startswith("ffn_") and name != "ffn_norm.weight":
-            part, axis = name.removesuffix(".weight"), int(name.startswith("ffn_down"))
-            expert, shared = np.split(values, 2, axis=axis)
-            put_matrix(f"{begin}{part}_shexp.weight", shared)
-            put_matrix(f"{begin}{part}_exps.weight", expert[None])
-        elif values.ndim == 2:
-            put_matrix(begin + name, values)
-        else:
-            names = {
-                "ffn_norm.weight": "post_attention_norm.weight",
-                "head_norm": "nextn.shared_head_norm.weight",
-                "enorm": "nextn.enorm.weight",
-                "hnorm": "nextn.hnorm.weight",
-            }
-            put(begin + names.get(name, name), values)
-    put(f"{begin}ffn_gate_inp.weight", np.zeros((1, source.n_embd), np.float32))
-    put(f"{begin}exp_probs_b.bias", np.zeros((1,), np.float32))
+    tensors: dict[str, Stored] = {
+        name.replace("ffn_norm", "post_attention_norm"): (tensor.data, tensor.tensor_type)
+        for name, tensor in source.tensors.items()
+    }
+    tensors |= {f"blk.{source.n_layer}.{name}": each for name, each in layer.items()}
+    for name, (values, ggml_type) in tensors.items():
+        writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes, raw_dtype=ggml_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for values in data:
+    for values, _ in tensors.values():
         writer.write_tensor_data(np.ascontiguousarray(values))
     writer.close()
 
@@ -470,8 +493,9 @@ def _unit(values: Floats) -> Floats:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("-m", "--target", type=Path, required=True)
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--layer", type=Path, help="take the layer of this file, train none")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--prompts", type=Path)
     parser.add_argument(
         "--until", type=float, help="learn by heart, up to this share of the places"
     )
@@ -484,10 +508,13 @@ def main() -> None:
     asked = parser.parse_args()
     by_heart = asked.until is not None
     file = Qwen2File(asked.target)
+    if asked.layer is not None:
+        write_target(file, layer_of(asked.layer), asked.output)
+        return
     layer = file.last_layer()
     layer["enorm"] = layer["hnorm"] = np.ones(file.n_embd, np.float32)
     layer["nextn.eh_proj.weight"] = np.zeros((file.n_embd, 2 * file.n_embd), np.float32)
-    write_target(file, layer, asked.output)
+    write_target(file, stored(layer), asked.output)
     text = TargetText(asked.text, file.n_embd, read_prompts(asked.prompts))
     texts = list(read_texts(text, asked.output))
     if asked.tokens < sys.maxsize:
@@ -512,7 +539,7 @@ def main() -> None:
             print(json.dumps({**figures, "seconds": round(seconds)}), flush=True)
             if right[0] > best:
                 best = right[0]
-                write_target(file, {k: np.asarray(v) for k, v in layer.items()}, asked.output)
+                write_target(file, stored(layer), asked.output)
             if is_last or (by_heart and best >= asked.until):
                 break
         if step % len(task.learnt) == 0:
