@@ -73,11 +73,13 @@ def use_kernels(wanted: KernelChoice, output: Output) -> None:
     from specgen.llama.file_check import remember_checks
     from specgen.llama.kernel_checks import choose_kernels
     from specgen.llama.library import end_with_a_line
+    from specgen.llama.packed_weights import keep_packed_weights
     from specgen.models import cache_folder
 
     end_with_a_line(sys.stdout.flush)
     remember_checks(cache_folder())
     status = choose_kernels(wanted, cache_folder())
+    keep_packed_weights(cache_folder() / "packed")
     if wanted == "auto" and status.reason and status.path is not None:
         hint = f"\nhint: {status.hint}" if status.hint else ""
         output.note(f"not using specgen's kernels: {status.reason}{hint}")

@@ -83,6 +83,42 @@ class RowLimit:
             self._handle = None
 
 
+class PackedFile:
+    """A file of packed weights. Used as a context manager, models that the calling thread loads take their packed
+    weights from it or, if it does not exist, can be written to it."""
+
+    def __init__(self, library: Any, path: Path) -> None:
+        self._library = library
+        self._handle = library.specgen_kernels_open_packed(os.fsencode(path))
+
+    def __enter__(self) -> None:
+        self._library.specgen_kernels_load_packed(self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        self._library.specgen_kernels_load_packed(None)
+
+    @property
+    def was_used(self) -> bool:
+        """Whether the model's packed weights are those of the file."""
+        return bool(self._library.specgen_kernels_used_packed(self._handle))
+
+    @property
+    def n_bytes(self) -> int:
+        """The number of bytes that `write` writes; 0 if there is nothing to write."""
+        return int(self._library.specgen_kernels_packed_file_bytes(self._handle))
+
+    def write(self, path: Path) -> None:
+        """Write the weights, which must still be loaded, to a file. Raise `OSError`."""
+        problem = self._library.specgen_kernels_write_packed(self._handle, os.fsencode(path))
+        if problem:
+            raise OSError(problem, os.strerror(problem), str(path))
+
+    def close(self) -> None:
+        if self._handle:
+            self._library.specgen_kernels_close_packed(self._handle)
+            self._handle = None
+
+
 class Kernels:
     """The library of kernels that this process attached to GGML; see `attach`."""
 
@@ -120,6 +156,10 @@ class Kernels:
     def row_limit(self, n_rows: int, rows: NDArray[np.int32]) -> RowLimit:
         """Return a limit to some rows of the matrices that have `n_rows` rows."""
         return RowLimit(self._library, n_rows, rows)
+
+    def packed_file(self, path: Path) -> PackedFile:
+        """Open a file of packed weights, which need not exist."""
+        return PackedFile(self._library, path)
 
     def counts(self) -> KernelCounts:
         numbers = (ctypes.c_uint64 * 4)()
@@ -236,6 +276,16 @@ def _declare(library: Any) -> None:
     for name in ("delete", "set"):
         function = getattr(library, f"specgen_kernels_{name}_row_limit")
         function.restype, function.argtypes = None, (ctypes.c_void_p,)
+    for name, result, arguments in (
+        ("open_packed", ctypes.c_void_p, (ctypes.c_char_p,)),
+        ("load_packed", None, (ctypes.c_void_p,)),
+        ("used_packed", ctypes.c_int, (ctypes.c_void_p,)),
+        ("packed_file_bytes", ctypes.c_uint64, (ctypes.c_void_p,)),
+        ("write_packed", ctypes.c_int, (ctypes.c_void_p, ctypes.c_char_p)),
+        ("close_packed", None, (ctypes.c_void_p,)),
+    ):
+        function = getattr(library, f"specgen_kernels_{name}")
+        function.restype, function.argtypes = result, arguments
     library.specgen_kernels_serve.restype = None
     library.specgen_kernels_serve.argtypes = ()
 
@@ -250,6 +300,7 @@ __all__ = [
     "KernelCounts",
     "KernelSupport",
     "Kernels",
+    "PackedFile",
     "RowLimit",
     "ask_before_loading",
     "attach",
