@@ -503,6 +503,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--rate", type=float, default=1e-4)
+    parser.add_argument("--ahead", type=int, default=_N_AHEAD, help="tokens ahead to train for")
     parser.add_argument("--judged-every", type=int, default=0, help="steps; 0: once a pass")
     parser.add_argument("-o", "--output", type=Path, required=True)
     asked = parser.parse_args()
@@ -549,7 +550,7 @@ def main() -> None:
         rate = asked.rate * min(1.0, (step + 1) / _N_RISING) * (1.0 if by_heart else 1.0 - share)
         layer, moments, loss = _step(
             task.shape,
-            _N_AHEAD,
+            asked.ahead,
             layer,
             moments,
             task.inputs(row),
