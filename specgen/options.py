@@ -395,12 +395,20 @@ class ContextOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelOptions:
+    """Who computes on the CPU, and whether weights packed for specgen's kernels are kept on the disk."""
+
+    choice: KernelChoice = "auto"
+    packed_cache: Literal["auto", "off"] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class Contexts:
     """The contexts of the two models, and who computes on the CPU for both."""
 
     target: ContextOptions
     draft: ContextOptions
-    kernels: KernelChoice = "auto"
+    kernels: KernelOptions = KernelOptions()
 
 
 @dataclass(frozen=True, slots=True)

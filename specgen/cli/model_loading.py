@@ -14,7 +14,7 @@ from specgen.cli.output import Output
 from specgen.measure.selection.default_draft import DraftChoice
 from specgen.measure.selection.model_choice import ModelChoice
 from specgen.measure.selection.session_opening import SessionOpener, find_models, session_options
-from specgen.options import Contexts, DraftOptions, GenerationOptions, KernelChoice, SamplerOptions
+from specgen.options import Contexts, DraftOptions, GenerationOptions, KernelOptions, SamplerOptions
 
 if TYPE_CHECKING:
     from specgen.engine.loaded_models import Models
@@ -52,7 +52,7 @@ class Setup:
 @contextlib.contextmanager
 def opened(
     options: SessionOptions,
-    kernels: KernelChoice,
+    kernels: KernelOptions,
     output: Output,
     drafts: Sequence[DraftChoice] = (),
     *,
@@ -66,7 +66,7 @@ def opened(
         yield loaded
 
 
-def use_kernels(wanted: KernelChoice, output: Output) -> None:
+def use_kernels(wanted: KernelOptions, output: Output) -> None:
     """Choose what computes on the CPU, before the first model is loaded; print a note if the kernels are
     there but cannot be used. From then on, a crash in native code is reported in a line. Raise `UsageError`
     if kernels that were asked for cannot be used."""
@@ -74,13 +74,13 @@ def use_kernels(wanted: KernelChoice, output: Output) -> None:
     from specgen.llama.kernel_checks import choose_kernels
     from specgen.llama.library import end_with_a_line
     from specgen.llama.packed_weights import keep_packed_weights
-    from specgen.models import cache_folder
+    from specgen.models import cache_folder, packed_folder
 
     end_with_a_line(sys.stdout.flush)
     remember_checks(cache_folder())
-    status = choose_kernels(wanted, cache_folder())
-    keep_packed_weights(cache_folder() / "packed")
-    if wanted == "auto" and status.reason and status.path is not None:
+    status = choose_kernels(wanted.choice, cache_folder())
+    keep_packed_weights(None if wanted.packed_cache == "off" else packed_folder())
+    if wanted.choice == "auto" and status.reason and status.path is not None:
         hint = f"\nhint: {status.hint}" if status.hint else ""
         output.note(f"not using specgen's kernels: {status.reason}{hint}")
 

@@ -28,10 +28,10 @@ from specgen.system.atomic_files import NEW, new_beside
 
 _SUFFIX = ".packed"
 #: Smaller models are packed in a moment.
-_LEAST_BYTES = 32 << 20
+LEAST_BYTES = 32 << 20
 #: The largest share of the disk that the files may fill, and the share that must stay free.
-_MOST_SHARE = 0.1
-_FREE_SHARE = 0.1
+MOST_SHARE = 0.1
+FREE_SHARE = 0.1
 
 _log = logging.getLogger("specgen.llama.packed_weights")
 _folder: Path | None = None
@@ -60,18 +60,18 @@ class PackedWeights:
         """Load the model within this context, in one thread."""
         with self._native:
             yield
-        if self._native.was_used:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if self._native.was_used:
                 os.utime(self._path)  # the least recently used goes first
-        elif self._path.exists() and not self._native.n_bytes:
-            self._path.unlink(missing_ok=True)  # damaged, or of other weights
+            else:
+                self._path.unlink()  # damaged, or of other weights
 
     def close(self) -> None:
         """Write the file, if there is none and the disk has room. The model's weights must still be loaded.
         Nothing is written while an exception, such as Ctrl-C, ends the process."""
         n_bytes = self._native.n_bytes
         try:
-            if n_bytes >= _LEAST_BYTES and sys.exc_info()[0] is None and not self._path.exists():
+            if n_bytes >= LEAST_BYTES and sys.exc_info()[0] is None and not self._path.exists():
                 self._write(n_bytes)
         except OSError as error:
             _log.info("packed weights are not kept: %s: %s", self._path, error.strerror)
@@ -117,15 +117,15 @@ def _make_room(folder: Path, n_bytes: int) -> bool:
     """Delete the least recently used files until one more of `n_bytes` has room. Return whether it has."""
     disk = shutil.disk_usage(folder)
     files = sorted(_files(folder), key=lambda path: path.stat().st_mtime)
-    most = int(_MOST_SHARE * disk.total)
+    most = int(MOST_SHARE * disk.total)
     if n_bytes > most:
         return False
     kept = sum(path.stat().st_size for path in files)
     free = disk.free
     for path in files:
-        if kept + n_bytes <= most and free - n_bytes >= _FREE_SHARE * disk.total:
+        if kept + n_bytes <= most and free - n_bytes >= FREE_SHARE * disk.total:
             break
         size = path.stat().st_size
         path.unlink(missing_ok=True)
         kept, free = kept - size, free + size
-    return free - n_bytes >= _FREE_SHARE * disk.total
+    return free - n_bytes >= FREE_SHARE * disk.total
