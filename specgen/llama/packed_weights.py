@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 from specgen.llama.gguf_metadata import parts_of
 from specgen.llama.kernels import Kernels, PackedFile, attached, ggml_version
 from specgen.system.atomic_files import NEW, new_beside
+from specgen.system.process_end import is_failing
 
 _SUFFIX = ".packed"
 #: Smaller models are packed in a moment.
@@ -71,7 +71,7 @@ class PackedWeights:
         Nothing is written while an exception, such as Ctrl-C, ends the process."""
         n_bytes = self._native.n_bytes
         try:
-            if n_bytes >= LEAST_BYTES and sys.exc_info()[0] is None and not self._path.exists():
+            if n_bytes >= LEAST_BYTES and not is_failing() and not self._path.exists():
                 self._write(n_bytes)
         except OSError as error:
             _log.info("packed weights are not kept: %s: %s", self._path, error.strerror)
