@@ -456,3 +456,5 @@ class SessionOptions:
     cache: Path | None = None
     #: Where the target's answers are kept, and what drafts learnt from them; None keeps none.
     learning: Path | None = None
+    #: Where the text that was read is kept, so that the next session need not read it again; None keeps none.
+    prompt_cache: Path | None = None

@@ -90,7 +90,7 @@ if TYPE_CHECKING:
         show_default=False,
     ),
     template=flags.template,
-    setup=flags.setup.without("answer_logprobs"),
+    setup=flags.setup.without("answer_logprobs", "prompt_cache"),
     output=flags.loudness,
 )
 def batch(

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.cli.output import Output
@@ -32,12 +33,19 @@ class Setup:
     drafting: DraftOptions
     machine: Contexts
     learn: bool = False
+    prompt_cache: Path | None = None
 
     def find(self, output: Output) -> tuple[Sources, SessionOptions]:
         """Return the files of the models, fetched if necessary, and the options to load them with."""
         sources = find_models(self.models, quiet=output.quiet)
         options = session_options(
-            sources, self.sampling, self.drafting, self.answer, self.machine, learn=self.learn
+            sources,
+            self.sampling,
+            self.drafting,
+            self.answer,
+            self.machine,
+            learn=self.learn,
+            prompt_cache=self.prompt_cache,
         )
         return sources, options
 

@@ -37,7 +37,7 @@ _N_PARALLEL = 4
     ),
     server=flags.server,
     limits=flags.limits,
-    setup=flags.setup.without("answer_logprobs"),
+    setup=flags.setup.without("answer_logprobs", "prompt_cache"),
     output=flags.loudness,
 )
 def serve(

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specgen.decoding.backend import Batch, Rollback
 from specgen.errors import BackendError, ModelFileError, WorkerLostError
@@ -266,6 +267,22 @@ class LlamaBackend:
         if self._rewinder is not None:
             return self._rewinder.text(sequence)
         return self._texts[sequence]
+
+    def saved_text(self, sequence: int) -> NDArray[np.uint8]:
+        """Return the state of a sequence's text in llama.cpp's form, for `restore_text`: uint8[n_bytes]. Raise
+        `BackendError`."""
+        return self._cache.saved(sequence)
+
+    def restore_text(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:
+        """Let a sequence hold a text whose state another context saved. Return whether llama.cpp took it; the
+        sequence is empty if not. Only for models without a recurrent state."""
+        self.remove(sequence)
+        is_taken = self._cache.restore(sequence, state, len(tokens))
+        if is_taken:
+            self._texts[sequence] = list(tokens)
+        else:
+            self.remove(sequence)
+        return is_taken
 
     def checkpoint(self, sequence: int) -> None:
         if self._rewinder is not None:
