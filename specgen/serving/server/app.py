@@ -24,7 +24,8 @@ from specgen import __version__
 from specgen.engine.prompts import template_of
 from specgen.errors import SpecgenError, UsageError
 from specgen.serving.messages_format.writer import PING
-from specgen.serving.openai_format.request import BodyError, read_request, with_call_form
+from specgen.serving.openai_format.body import BodyError, boolean_of, text_of
+from specgen.serving.openai_format.request import read_request, with_call_form
 from specgen.serving.server.access import AccessCheck
 from specgen.serving.server.errors import RequestError
 from specgen.serving.server.http import EventStream, read_json, while_connected
@@ -260,15 +261,15 @@ class Server:
     async def _tokenize(
         self, model: ServedModel, request: Request, body: Mapping[str, Any]
     ) -> Response:
-        content = _field(body, "content", str)
-        add_special = _field(body, "add_special", bool, default=False)
-        parse_special = _field(body, "parse_special", bool, default=True)
-        with_pieces = _field(body, "with_pieces", bool, default=False)
+        content = text_of("content", body.get("content"))
+        add_special = boolean_of("add_special", body.get("add_special"))
+        with_pieces = boolean_of("with_pieces", body.get("with_pieces"))
+        parse_special = boolean_of("parse_special", body.get("parse_special"), default=True)
         vocabulary = model.loaded.target.vocabulary
 
         def tokens() -> list[Any]:
             found = vocabulary.tokenize(
-                _utf8(content), add_special=add_special, parse_special=parse_special
+                content, add_special=add_special, parse_special=parse_special
             )
             if not with_pieces:
                 return list(found)
@@ -281,8 +282,8 @@ class Server:
     async def _detokenize(
         self, model: ServedModel, request: Request, body: Mapping[str, Any]
     ) -> Response:
-        tokens = _field(body, "tokens", list)
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+        tokens = body.get("tokens")
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise BodyError("tokens", "it is no list of whole numbers")
         if not tokens:
             return JSONResponse({"content": ""})
@@ -461,24 +462,6 @@ def _has_grammar(body: Mapping[str, Any]) -> bool:
     """Return whether a grammar has to be built for an answer, which may take seconds."""
     must_call = body.get("tool_choice") not in (None, "auto", "none")
     return must_call or any(body.get(name) is not None for name in _GRAMMAR_FIELDS)
-
-
-def _field(body: Mapping[str, Any], name: str, kind: type, *, default: Any = None) -> Any:
-    value = body.get(name)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, kind):
-        words = {str: "a text", bool: "true or false", list: "a list"}
-        raise BodyError(name, f"it is not {words[kind]}")
-    return value
-
-
-def _utf8(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BodyError("content", f"half a surrogate pair at character {error.start}") from None
-    return text
 
 
 def _piece(data: bytes) -> str | list[int]:
