@@ -74,7 +74,14 @@ _STATUS_CLIENT_GONE = 499
 #: `_SHORT_BYTES`, and those that need a grammar.
 _N_PREPARING, _N_PREPARING_LONG = 4, 2
 _SHORT_BYTES = 256 * 1024
-_GRAMMAR_FIELDS = ("grammar", "json_schema", "response_format", "text", "output_config")
+_GRAMMAR_FIELDS = (
+    "grammar",
+    "json_schema",
+    "response_format",
+    "text",
+    "output_config",
+    "output_format",
+)
 _log = logging.getLogger("specgen.serving.server")
 
 

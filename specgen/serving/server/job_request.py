@@ -140,9 +140,11 @@ def _read(
     if not isinstance(usage, dict | None):
         raise BodyError("stream_options", "it is no object")
     alone = boolean_of("stream_options.include_usage", (usage or {}).get("include_usage"))
-    n = _whole("n", fields.pop("n", None), 1) or 1
+    is_infill = endpoint == "infill"  # which has one answer, whose last chunk has the usage
+    alone = alone and not is_infill
+    n = 1 if is_infill else _whole("n", fields.pop("n", None), 1) or 1
     gap = None
-    if endpoint == "infill":
+    if is_infill:
         gap = _gap(fields)
     elif endpoint == "completion":
         suffix = fields.pop("suffix", None)
