@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 #: The default number of answers at once, if the memory has room for as many.
 _N_PARALLEL = 4
+#: Options of the machine that all models share.
+_OF_ALL = {"kernels", "packed-cache"}
 #: The default of --memory, as a share of the machine's memory.
 MEMORY_SHARE = 0.8
 
@@ -245,7 +247,7 @@ def _entry(
 def _given(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return the options in a table of a file. Its keys are the long names of options; paths are relative to
     the file's folder. Raise `UsageError`, `COMMAND_LINE_ERROR`."""
-    known = {name[2:] for name in model_setup.spellings() if name.startswith("--")} - {"kernels", "packed-cache"}
+    known = {name[2:] for name in model_setup.spellings() if name.startswith("--")} - _OF_ALL
     arguments: list[str] = []
     for key, value in values.items():
         if key not in known:
