@@ -98,11 +98,10 @@ class ModelLoader:
         if not alone:
             check_file(sources.target)
             drafts = [choice.draft for choice in sources.drafts]
-            while True:
-                n_bytes = needed_bytes(options, drafts, n_parallel)
-                if n_bytes <= memory_bytes or is_fixed or n_parallel == 1:
-                    break
+            n_bytes = needed_bytes(options, drafts, n_parallel)
+            while n_bytes > memory_bytes and n_parallel > 1 and not is_fixed:
                 n_parallel //= 2
+                n_bytes = needed_bytes(options, drafts, n_parallel)
             if n_bytes > memory_bytes:
                 raise MemoryLimitError(
                     f"{name} needs about {human_bytes(n_bytes)}, but --memory allows "

@@ -150,7 +150,11 @@ class Server:
         return Starlette(
             routes=routes,
             middleware=middleware,
-            exception_handlers={HTTPException: _no_such_path, Exception: _failed},
+            exception_handlers={
+                HTTPException: _no_such_path,
+                **dict.fromkeys((RequestError, SpecgenError, ClientDisconnect), _refused),
+                Exception: _failed,
+            },
         )
 
     def _post(
@@ -162,22 +166,15 @@ class Server:
         stays loaded until its answers are submitted, and then until they are generated."""
 
         async def respond(request: Request) -> Response:
+            body = await read_json(request, self._limits)
+            name = self._pool.find(body.get("model"))
+            model = self._pool.lease_if_ready(name)
+            if model is None:
+                model = await while_connected(request, self._pool.lease(name))
             try:
-                body = await read_json(request, self._limits)
-                name = self._pool.find(body.get("model"))
-                model = self._pool.lease_if_ready(name)
-                if model is None:
-                    model = await while_connected(request, self._pool.lease(name))
-                try:
-                    return await answer(model, request, body)
-                finally:
-                    self._pool.release(name)
-            except RequestError as error:
-                return error.response(path)
-            except SpecgenError as error:
-                return RequestError.of(error).response(path)
-            except ClientDisconnect:
-                return Response(status_code=_STATUS_CLIENT_GONE)
+                return await answer(model, request, body)
+            finally:
+                self._pool.release(name)
 
         return Route(path, respond, methods=["POST"])
 
@@ -335,8 +332,7 @@ class Server:
         if asked is None:
             return JSONResponse({"object": "list", "data": [*map(self._about, self._pool.names)]})
         if asked not in self._pool.names:
-            error = RequestError(404, f"there is no model {asked!r}", code="model_not_found")
-            return error.response()
+            raise RequestError(404, f"there is no model {asked!r}", code="model_not_found")
         return JSONResponse(self._about(asked))
 
     def _about(self, name: str) -> dict[str, Any]:
@@ -362,10 +358,7 @@ class Server:
         return Response(self._pool.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _props(self, request: Request) -> Response:
-        try:
-            name = self._pool.find(request.query_params.get("model"))
-        except RequestError as error:
-            return error.response()
+        name = self._pool.find(request.query_params.get("model"))
         model = self._pool.served(name)
         about = {"model_alias": name, "build_info": f"specgen {__version__}"}
         if model is None:
@@ -416,7 +409,7 @@ class Server:
         name = request.path_params["name"]
         known = {file.name: file for file in _PAGE.iterdir() if file.is_file()}
         if name not in known:
-            return RequestError(404, "there is no such file", code="not_found").response()
+            raise RequestError(404, "there is no such file", code="not_found")
         return _page_response(known[name])
 
 
@@ -450,6 +443,15 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
         paths = [route.path for route in request.app.routes if isinstance(route, Route)]
         what = f"there is no such path; there are {', '.join(paths)}"
     refusal = RequestError(error.status_code, f"{asked}: {what}", headers=error.headers)
+    return refusal.response(request.url.path)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Respond to a request that cannot be answered; without an error if its client has gone."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=_STATUS_CLIENT_GONE)
+    refusal = RequestError.of(error) if isinstance(error, SpecgenError) else error
+    assert isinstance(refusal, RequestError)
     return refusal.response(request.url.path)
 
 
