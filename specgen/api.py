@@ -22,7 +22,7 @@ from specgen.engine.request import Request
 from specgen.errors import UsageError
 from specgen.events import CommittedEvent, Event
 from specgen.llama.file_check import remember_checks
-from specgen.llama.kernel_checks import choose_kernels
+from specgen.llama.kernel_checks import choose_kernels, note_about
 from specgen.measure.selection.model_choice import staged
 from specgen.measure.selection.session_opening import SessionOpener, find_models, session_options
 from specgen.models import cache_folder
@@ -101,8 +101,8 @@ def load(
     sources = find_models(staged(str(target), [str(each) for each in drafts], None), quiet=True)
     remember_checks(cache_folder())
     status = choose_kernels(kernels, cache_folder())
-    if kernels == "auto" and status.reason and status.path is not None:
-        note(f"not using specgen's kernels: {status.reason}")
+    if text := note_about(status, kernels, cache_folder()):
+        note(text)
     options = session_options(
         sources,
         sampling or SamplerOptions(),
