@@ -93,13 +93,27 @@ bool find(void *library, const char *name, Function &function) {
     return function != nullptr;
 }
 
+// The library of the CPU backend in use, which has one of several names where ggml chose it for this
+// processor (GGML_BACKEND_DL); null if ggml has none. Any of its functions says where it is.
+void *cpu_library(void *registry) {
+    const auto by_name = reinterpret_cast<ggml_backend_reg *(*)(const char *)>(
+        dlsym(registry, "ggml_backend_reg_by_name"));
+    ggml_backend_reg *cpu = by_name ? by_name("CPU") : nullptr;
+    Dl_info about = {};
+    if (cpu == nullptr || !dladdr(reinterpret_cast<void *>(cpu->iface.get_name), &about)) {
+        return nullptr;
+    }
+    return dlopen(about.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+}
+
 // Find the functions of the ggml that is loaded, if it is the version whose structures are declared.
 bool find_functions() {
     void *base = dlopen("libggml-base.so.0", RTLD_NOW | RTLD_NOLOAD);
-    void *cpu = dlopen("libggml-cpu.so.0", RTLD_NOW | RTLD_NOLOAD);
+    void *registry = dlopen("libggml.so.0", RTLD_NOW | RTLD_NOLOAD);
+    void *cpu = registry ? cpu_library(registry) : nullptr;
     if (base == nullptr || cpu == nullptr) {
         problem = std::string("they are for ggml ") + built_for_ggml +
-                  ", and its libraries (libggml-base.so.0, libggml-cpu.so.0) are not loaded";
+                  ", and its libraries (libggml-base.so.0, libggml.so.0, the CPU's) are not loaded";
         return false;
     }
     if (!find(base, "ggml_version", ggml_api.version)) return false;
