@@ -108,13 +108,13 @@ def cli_page() -> str:
     """Every command with its options in tables, from what the commands declare."""
     from typer.main import get_command
 
-    from specgen.cli import app
+    from specgen.cli import make_app
 
     introduction = (
         "`--help` (`-h`) after a command shows this text on the terminal. `specgen "
         "--install-completion` lets your shell complete commands and options."
     )
-    sections = command_sections(get_command(app), "specgen")
+    sections = command_sections(get_command(make_app()), "specgen")
     return page("The command line", "specgen/cli", introduction, *sections)
 
 

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
 
 from specgen import __version__
-from specgen.cli import draft, models
-from specgen.cli.batch import batch
-from specgen.cli.bench import bench
-from specgen.cli.chat import chat
-from specgen.cli.doctor import doctor
-from specgen.cli.fim import fim
 from specgen.cli.process import end_process, flush_or_abandon_stdout, output_errors
-from specgen.cli.run import run
-from specgen.cli.serve import serve
-from specgen.cli.tune import tune
-from specgen.cli.verify import verify
-from specgen.cli.worker import worker
 from specgen.errors import EXIT_INTERRUPTED, MemoryLimitError, OutputError, SpecgenError
 
 
@@ -47,26 +38,75 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(
-    name="specgen",
-    cls=_Group,
-    help="Make a local GGUF model generate faster without changing what it says.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(run)
-app.command()(chat)
-app.command()(fim)
-app.command()(batch)
-app.command()(serve)
-app.command()(verify)
-app.command()(tune)
-app.command()(bench)
-app.add_typer(models.app, name="models")
-app.add_typer(draft.app, name="draft")
-app.command()(worker)
-app.command()(doctor)
+#: By its name: where a command is, and what the help says of it, so that the modules of the other commands are
+#: not imported (a third of the time until `specgen run` loads its model). Modules stand for groups.
+COMMANDS = {
+    "run": ("specgen.cli.run", "Generate an answer to a prompt, faster and unchanged."),
+    "chat": ("specgen.cli.chat", "Talk with a model, at a terminal or in a pipe."),
+    "fim": ("specgen.cli.fim", "Fill a gap in a file, or between two texts, and print the middle."),
+    "batch": (
+        "specgen.cli.batch",
+        "Answer each line of a file, many at once; run it again to resume.",
+    ),
+    "serve": (
+        "specgen.cli.serve",
+        "Serve OpenAI's API and llama.cpp's over HTTP, several answers at once.",
+    ),
+    "verify": ("specgen.cli.verify", "Check that drafting does not change what your model says."),
+    "tune": (
+        "specgen.cli.tune",
+        "Measure what drafting is worth for your models on this machine, and say why.",
+    ),
+    "bench": (
+        "specgen.cli.bench",
+        "Measure what drafting gains over plain decoding, on your own prompts.",
+    ),
+    "worker": (
+        "specgen.cli.worker",
+        "Offer this machine's devices to specgen on other machines (`--rpc`), by llama.cpp's RPC.",
+    ),
+    "doctor": (
+        "specgen.cli.doctor",
+        "Show what this machine and this build of llama.cpp can do, and check that it decodes.",
+    ),
+    "models": ("specgen.cli.models", "List, show and download models."),
+    "draft": ("specgen.cli.draft", "Find, make or train the best draft for a target."),
+}
+
+
+def make_app(wanted: Collection[str] = COMMANDS.keys()) -> typer.Typer:
+    """Return the command line with the commands of these names. The others are in its help only."""
+    app = typer.Typer(
+        name="specgen",
+        cls=_Group,
+        help="Make a local GGUF model generate faster without changing what it says.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_specgen)
+    for name, (module, text) in COMMANDS.items():
+        if name not in wanted:
+            app.command(name, help=text)(_not_imported)
+        elif isinstance(
+            group := getattr(importlib.import_module(module), "app", None), typer.Typer
+        ):
+            app.add_typer(group, name=name)
+        else:
+            app.command(name)(getattr(importlib.import_module(module), name))
+    return app
+
+
+def _not_imported() -> None:
+    raise NotImplementedError
+
+
+def _commands_in(arguments: Sequence[str]) -> Collection[str]:
+    """Return the command that is called; all, if a shell asks how an argument could go on."""
+    if "_SPECGEN_COMPLETE" in os.environ:
+        return COMMANDS
+    return [word for word in arguments if not word.startswith("-")][:1]
+
 
 #: Typer's base of errors in the use of the command line; it has no public name.
 _CommandLineError: type[Exception] = next(
@@ -77,7 +117,6 @@ _CommandLineError: type[Exception] = next(
 _NO_ROOM = "failed to map segment"
 
 
-@app.callback()
 def _specgen(
     version: Annotated[
         bool,
@@ -98,7 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # File names need not be UTF-8. They are shown with escapes, as on standard error.
         sys.stdout.reconfigure(errors="backslashreplace")
+    if arguments is None:
+        arguments = sys.argv[1:]
     try:
+        app = make_app(_commands_in(arguments))
         code = app(arguments, prog_name="specgen", standalone_mode=False)
     except SpecgenError as error:
         if isinstance(error, OutputError):

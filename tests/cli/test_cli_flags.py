@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import typer
 from typer import Option
 from typer.testing import CliRunner
 
-from specgen.cli import flags
+from specgen.cli import COMMANDS, flags, make_app
 from specgen.cli.flags import sampling, takes_options
 from specgen.cli.model_loading import Setup
 from specgen.options import GenerationOptions, SamplerOptions
@@ -75,3 +77,29 @@ def test_a_group_may_have_groups() -> None:
     assert setup.answer == GenerationOptions(max_tokens=5)
     assert setup.sampling == SamplerOptions(top_k=3)
     assert setup.learn
+
+
+# --- the commands ---------------------------------------------------------------------------
+
+
+def test_what_the_help_says_of_a_command_is_what_the_command_says() -> None:
+    own = typer.main.get_command(make_app()).commands  # type: ignore[attr-defined]
+    listed = typer.main.get_command(make_app(())).commands  # type: ignore[attr-defined]
+    assert list(own) == list(listed) == list(COMMANDS)
+    for name, command in own.items():
+        first, _, _ = command.help.partition("\n\n")
+        assert listed[name].help == " ".join(first.split())
+
+
+@pytest.mark.parametrize(("arguments", "imported"), [("run --help", True), ("--help", False)])
+def test_only_the_command_that_is_called_is_imported(arguments: str, imported: bool) -> None:
+    program = (
+        "import sys\nfrom specgen.cli import main\n"
+        f"try: main({arguments.split()!r})\n"
+        "except SystemExit: pass\n"
+        "print([name in sys.modules for name in ('specgen.cli.run', 'specgen.cli.bench')])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.splitlines()[-1] == str([imported, False])

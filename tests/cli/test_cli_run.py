@@ -614,7 +614,7 @@ def start(
 _EACH_OPTION = """
 import sys, typer, specgen.cli
 bad, *own = sys.argv[1:]
-run = typer.main.get_command(specgen.cli.app).commands["run"]
+run = typer.main.get_command(specgen.cli.make_app()).commands["run"]
 for option in run.params:
     if option.param_type_name == "option" and not option.is_flag:
         try:
