@@ -44,7 +44,7 @@ KERNELS := hatch_build.py scripts/build_kernels.py $(wildcard kernels/*.cpp kern
 
 export PROMPT
 
-.PHONY: help run peers rpc test architectures quick pythons check lint format format-check types fuzz soak docs docs-check install clean FORCE
+.PHONY: help run peers rpc test architectures quick pythons dist check lint format format-check types fuzz soak docs docs-check install clean FORCE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -80,6 +80,12 @@ pythons: $(VENV)/.installed-dev ## Run a part of the tests in other Pythons, wit
 		LLAMA_CPP_LIB_PATH=$$native $$environment/bin/python -m pytest $(WORKERS) $(PYTEST_ARGS) $(PORTABLE) \
 			|| exit 1; \
 	done
+
+# Ten minutes, most of it for CPU backends. What was compiled is kept in build/wheel. The tests of the wheel run then.
+dist: $(VENV)/.installed-dev ## Build the wheel for x86-64 Linux, which carries llama.cpp, and test it
+	@$(PIP) install --quiet auditwheel cmake ninja 'ziglang~=0.17.0' >&2
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m scripts.build_wheel
+	$(BIN)/python -m pytest -n 0 $(PYTEST_ARGS) tests/project/test_wheel.py
 
 check: lint format-check types docs-check ## What CI runs: lint, format, types, docs, the tests, some architectures
 	@$(MAKE) --no-print-directory test
