@@ -108,13 +108,14 @@ def cli_page() -> str:
     """Every command with its options in tables, from what the commands declare."""
     from typer.main import get_command
 
-    from specgen.cli import make_app
+    from specgen.cli import app
 
     introduction = (
-        "`--help` (`-h`) after a command shows this text on the terminal. `specgen "
-        "--install-completion` lets your shell complete commands and options."
+        "`--help` after a command shows this text on the terminal, `-h` the usual options and three "
+        "examples. `specgen --install-completion` lets your shell complete commands, options and names of "
+        "models. [Your own defaults](using.md#your-defaults) can stand in a file."
     )
-    sections = command_sections(get_command(make_app()), "specgen")
+    sections = command_sections(get_command(app), "specgen")
     return page("The command line", "specgen/cli", introduction, *sections)
 
 
@@ -216,7 +217,9 @@ def option_row(parameter: Any, declared: inspect.Parameter) -> OptionRow:
     return OptionRow(
         is_argument=is_argument,
         names=" / ".join(", ".join(f"`{name}`" for name in names) for names in spellings if names),
-        value="" if is_argument or parameter.is_flag else value_in_words(parameter, declared),
+        value=""
+        if is_argument or parameter.is_flag or parameter.count
+        else value_in_words(parameter, declared),
         description=description,
         default=default_in_words(parameter, declared),
     )

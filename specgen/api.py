@@ -87,8 +87,8 @@ def load(
 ) -> Model:
     """Load a target and its draft. Close the result, or use it as a context manager.
 
-    `target` is a GGUF file or a name from `specgen models list`; the model is downloaded if it is not on
-    this disk. `draft` is also a file or a name, or ``ngram``, or ``none``. In a list, each draft drafts for
+    `target` is a GGUF file, a name from `specgen models list`, or ``hf:USER/REPO:QUANT`` on the Hugging
+    Face hub; the model is downloaded if it is not on this disk. `draft` is also a file or a name, or ``ngram``, or ``none``. In a list, each draft drafts for
     the one before it. None chooses a draft as `specgen run` does. Up to `n_parallel` answers are generated
     at once, each in a context of `n_ctx` tokens (by default 4096, or the context that the target was
     trained with if that is smaller). `note` receives the messages that the command line would print, for

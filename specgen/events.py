@@ -287,6 +287,10 @@ class FinishedEvent:
     n_cached_tokens: int = 0
     #: Why rounds drafted nothing, the most frequent reason first.
     undrafted: tuple[ReasonCount, ...] = ()
+    #: Whether the answer ended where its grammar allowed the end.
+    ends_grammar: bool = False
+    #: The share of all cores' time that other programs took during the answer; null if it was not measured.
+    others_share: float | None = None
 
 
 Event: TypeAlias = (

@@ -92,8 +92,8 @@ def answer_on_ray(
     results: Results,
     settings: Mapping[str, Any],
     output: Output,
-) -> tuple[int, int]:
-    """Get the lines answered; return the exit code, and the number of errors in results."""
+) -> int:
+    """Get the lines answered; return the exit code."""
     from specgen.render.progress_bars import batch_progress, batch_summary
     from specgen.render.text import counted
     from specgen.serving.batch.line_worker import WorkerJob
@@ -115,10 +115,10 @@ def answer_on_ray(
         results,
         files=_files(options, drafts),
         note=output.note,
-        verbose=output.verbose,
+        verbose=output.verbose > 0,
     )
     started = time.perf_counter()
-    is_silent = output.quiet or output.verbose
+    is_silent = output.quiet or output.verbose > 0
     with batch, Interrupt() as stop, batch_progress(sys.stderr, quiet=is_silent) as report:
         try:
             batch.run(lines, stop, report)
@@ -127,7 +127,7 @@ def answer_on_ray(
                 seconds = time.perf_counter() - started
                 where = counted(batch.n_actors, "Ray actor")
                 output.note(batch_summary(batch.tally, seconds, where))
-    return stop.exit_code, batch.tally.n_errors
+    return stop.exit_code
 
 
 def _absolute(options: SessionOptions) -> SessionOptions:

@@ -29,11 +29,13 @@ DoctorSection: TypeAlias = tuple[str, list[tuple[str, str]]]
 
 
 @flags.takes_options(
-    model=Option(
-        "--model",
-        "-m",
-        metavar="FILE|NAME",
-        help="Also decode with this model: a GGUF file, or the name of a model on this disk.",
+    model=flags.named(
+        Option(
+            "--model",
+            "-m",
+            metavar="FILE|NAME",
+            help="Also decode with this model: a GGUF file, or the name of a model on this disk.",
+        ),
     ),
     rpc=Option(
         "--rpc",
@@ -68,12 +70,16 @@ def doctor(*, model: str | None = None, rpc: str | None = None, as_json: bool = 
 def _model_file(name: str) -> Path:
     """Return a model's file; raise `SpecgenError` for names that are unknown or whose file is not here."""
     from specgen.measure.selection import resolve
-    from specgen.models import load_registry, locate
+    from specgen.models import is_reference, load_registry, locate, parse_reference
+    from specgen.models.hub_cache import find_in_cache
 
     registry = load_registry()
 
     def find(name: str) -> Path:
-        path = locate(registry.model(name))
+        if is_reference(name):
+            path = find_in_cache(parse_reference(name))
+        else:
+            path = locate(registry.model(name))
         if path is None:
             raise ModelFileError(
                 f"{name} is not on this disk", hint=f"fetch it: specgen models pull {name}"

@@ -15,6 +15,7 @@ import typer
 from typer import Option
 
 from specgen.cli import flags
+from specgen.cli.command import Command
 from specgen.cli.draft_find import find
 from specgen.cli.draft_make import data, make
 from specgen.cli.model_loading import use_kernels
@@ -30,21 +31,24 @@ app = typer.Typer(
     name="draft", help="Find, make or train the best draft for a target.", no_args_is_help=True
 )
 for command in (find, make, data):
-    app.command()(command)
+    app.command(cls=Command)(command)
 
 
-@app.command()
+@app.command(cls=Command)
 @flags.takes_options(
     target=flags.target(
         help="The target whose answers were kept: a GGUF file, or a name.",
     ),
-    draft=Option(
-        "--draft",
-        "--model-draft",
-        "-md",
-        metavar="FILE|NAME",
-        help="The draft model that learns.",
-        show_default="the one that `specgen run` takes for this target",
+    draft=flags.named(
+        Option(
+            "--draft",
+            "--model-draft",
+            "-md",
+            metavar="FILE|NAME",
+            help="The draft model that learns.",
+            show_default="the one that `specgen run` takes for this target",
+        ),
+        flags.HUB_DRAFT,
     ),
     minutes=Option("--minutes", min=0.1, help="How long it may train at most."),
     as_json=flags.JSON_REPORT,
@@ -86,9 +90,11 @@ def learn(
     return 0
 
 
-@app.command()
+@app.command(cls=Command)
 @flags.takes_options(
-    target=flags.target(help="The target whose answers are forgotten.", show_default="all"),
+    target=flags.target(
+        required=False, help="The target whose answers are forgotten.", show_default="all"
+    ),
     output=flags.loudness.without("verbose"),
 )
 def forget(*, target: str | None = None, output: Output) -> int:

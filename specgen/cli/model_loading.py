@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +18,19 @@ from specgen.measure.selection.session_opening import SessionOpener, find_models
 from specgen.options import Contexts, DraftOptions, GenerationOptions, KernelChoice, SamplerOptions
 
 if TYPE_CHECKING:
+    from specgen.engine.calibration.memory import Memory
     from specgen.engine.loaded_models import Models
     from specgen.measure.selection.resolve import Sources
     from specgen.options import SessionOptions
+
+#: Lines of llama.cpp's log that matter to users: models, memory, contexts, and what went wrong.
+_MATTERS = re.compile(
+    r"^print_info: (arch|file type|file size|model params|n_ctx_train)\b"
+    r"|^load_tensors: .*(buffer size|offloaded)"
+    r"|^llama_context: (n_ctx|flash_attn)  "
+    r"|^llama_kv_cache: size|^llama_memory_recurrent: size|^sched_reserve: .*compute buffer size"
+    r"|\b([Ee]rror|[Ff]ailed|[Ww]arning)\b"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +96,40 @@ def use_kernels(wanted: KernelChoice, output: Output) -> None:
 
 @contextlib.contextmanager
 def log_shown(output: Output) -> Iterator[None]:
-    """Show llama.cpp's log on standard error, if the output is verbose."""
+    """Show llama.cpp's log on standard error, if the output is verbose: what matters of it, or with -vv all."""
     if not output.verbose:
         yield
         return
     from specgen.llama import logging_to
 
-    with logging_to(lambda text: print(text, end="", file=sys.stderr, flush=True)):
+    def show(text: str) -> None:
+        print(text, end="", file=sys.stderr, flush=True)
+
+    with logging_to(show if output.verbose > 1 else what_matters(show)):
         yield
 
 
+def what_matters(show: Callable[[str], None]) -> Callable[[str], None]:
+    """Return a function that takes a log in pieces, and shows the lines of it that matter to users, each once."""
+    rest, shown = "", set[str]()
+
+    def take(text: str) -> None:
+        nonlocal rest
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            if _MATTERS.search(line) and line not in shown:
+                shown.add(line)
+                show(f"{line}\n")
+
+    return take
+
+
 def make_opener(
-    drafts: Sequence[DraftChoice], output: Output, *, drafts_later: bool = False
+    drafts: Sequence[DraftChoice],
+    output: Output,
+    *,
+    drafts_later: bool = False,
+    memory: Memory | None = None,
 ) -> SessionOpener:
     """Return a `SessionOpener`; on a terminal, it shows that models are loading. Notes go to standard
     error."""
@@ -115,7 +148,8 @@ def make_opener(
         drafts,
         clock=time.perf_counter,
         note=output.note,
-        details=output.verbose,
+        details=output.verbose > 0,
         drafts_later=drafts_later,
         loading=loading,
+        memory=memory,
     )

@@ -3,31 +3,61 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+import typer
 from typer import Option
 
 from specgen.cli import flags
-from specgen.cli.model_loading import Setup, opened
+from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
+from specgen.cli.served_models import (
+    MEMORY_SHARE,
+    ModelLoader,
+    ModelSetup,
+    model_setup,
+    read_models,
+)
 from specgen.errors import UsageError
 from specgen.serving.server.options import Limits, ServerOptions
 
-#: The default number of answers at once, if the memory has room for as many.
-_N_PARALLEL = 4
+_UNITS = {"": 2**20, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def _memory_size(text: str) -> int:
+    """Parse a size, in bytes: 24GB, 24GiB, or a number of MiB."""
+    number = text.strip().lower().removesuffix("b")
+    unit = number.lstrip("0123456789.")
+    try:
+        n_bytes = float(number.removesuffix(unit)) * {**_UNITS, **_BINARY_UNITS}[unit.strip()]
+    except (ValueError, KeyError):
+        n_bytes = 0.0
+    if not 1 <= n_bytes < 2**63:
+        raise typer.BadParameter(f"{text!r} is no size like 24GB, 24GiB or 24000 (MiB)")
+    return int(n_bytes)
 
 
 @flags.takes_options(
     flags.panel(
         "Server",
-        parallel=Option(
-            "--parallel",
-            "-np",
-            min=1,
-            metavar="N",
-            help="How many answers to generate at once; each has a context of its own.",
-            show_default=f"{_N_PARALLEL}, or fewer if they do not fit into memory",
+        models=Option(
+            "--models",
+            metavar="FILE|FOLDER",
+            help="Serve several models, each loaded when a request names it: those of a TOML file, with a "
+            "table of long options for each, or all models in a folder.",
+            show_default="one model",
+        ),
+        memory=Option(
+            "--memory",
+            metavar="SIZE",
+            parser=_memory_size,
+            help="With --models: how much memory loaded models may take, for example 24GB or 24GiB. Idle ones "
+            "that were not used for longest are unloaded.",
+            show_default=f"{MEMORY_SHARE:.0%} of the machine's memory",
         ),
         learn_across=Option(
             "--learn-across-requests",
@@ -37,13 +67,14 @@ _N_PARALLEL = 4
     ),
     server=flags.server,
     limits=flags.limits,
-    setup=flags.setup.without("answer_logprobs"),
+    model=model_setup.later(),
     output=flags.loudness,
 )
 def serve(
     *,
-    setup: Setup,
-    parallel: int | None = None,
+    model: Callable[..., ModelSetup],
+    models: Path | None = None,
+    memory: int | None = None,
     learn_across: bool = False,
     server: ServerOptions,
     limits: Limits,
@@ -56,50 +87,45 @@ def serve(
     soon as the current answers are finished.
     """
     _check_installed()
-    if setup.learn and not learn_across:
-        raise UsageError(
-            "--learn uses one user's texts to draft for the others",
-            hint="if that is acceptable, add --learn-across-requests",
-        )
-    server = replace(server, limits=limits)
-    sources, options = setup.find(output)
+    server, stop = replace(server, limits=limits), Interrupt()
+    loader = ModelLoader(output, learn_across, stop)
+    if memory is not None and models is None:
+        raise UsageError("--memory needs --models: a single model stays loaded")
+    if server.alias is not None and models is not None:
+        raise UsageError("--alias names a single model; with --models, each has a name")
+    wanted = model()
     with contextlib.ExitStack() as stack:
-        from specgen.engine.engine import Engine
         from specgen.serving.server.addresses import bound_socket, url_of
+        from specgen.serving.server.model_pool import ModelPool
         from specgen.serving.server.run import serve as answer_requests
-        from specgen.training.learner import Learner
+        from specgen.system.machine import look_at_machine
 
         bound = stack.enter_context(bound_socket(server.host, server.port, limits.client_s))
-        loaded = stack.enter_context(opened(options, setup.machine.kernels, output, sources.drafts))
-        stack.callback(loaded.memory.save)
-        with Interrupt() as stop:
-            engine = Engine.largest(
-                loaded,
-                parallel or _N_PARALLEL,
-                None,
-                is_fixed=parallel is not None,
-                interrupted=stop,
-                learn_alone=not learn_across,
-            )
-        stack.enter_context(engine)
-        if stop():
-            return stop.exit_code
-        output.note(
-            f"{engine.n_parallel} answers at once, contexts of {engine.n_ctx} tokens; "
-            f"draft: {loaded.drafts.name}"
-        )
-        for notice in engine.take_notices():
-            output.note(notice)
-        learner = stack.enter_context(Learner(loaded, engine, output.note))
+        stack.enter_context(log_shown(output))
+        if models is None:
+            memory_bytes = 0.0
+            entries = [loader.entry(server.alias or "", wanted, alone=True, memory_bytes=0.0)]
+            use_kernels(wanted.setup.machine.kernels, output)
+        else:
+            memory_bytes = memory or MEMORY_SHARE * look_at_machine().memory_bytes
+            use_kernels(wanted.setup.machine.kernels, output)
+            entries = read_models(models, model, loader, memory_bytes)
+        pool = stack.enter_context(ModelPool(entries, limits, memory_bytes, output.note))
+        if models is None:
+            with stop:
+                pool.load(entries[0].name)
+            if stop():
+                return stop.exit_code
+        else:
+            names = ", ".join(entry.name for entry in entries)
+            output.note(f"serving {names}")
         answer_requests(
-            loaded,
-            engine,
+            pool,
             server,
             bound,
-            is_verbose=output.verbose,
+            is_verbose=output.verbose > 0,
             ready=lambda: print(f"listening on {url_of(bound)}", flush=True),
             note=output.note,
-            between_answers=lambda begins: learner.between_answers(begins=begins),
         )
     return 0
 

@@ -101,7 +101,7 @@ def worker(
         say(f"offering {device.name}: {device.description}, {free}{by}")
     endpoint = f"{host}:{port}"
     with Interrupt() as stop:
-        out = _native_stdout(shows=output.verbose)
+        out = _native_stdout(shows=output.verbose > 0)
         leave_running("the worker")
         serving = threading.Thread(
             target=serve_devices,

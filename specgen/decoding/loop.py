@@ -36,6 +36,7 @@ from specgen.errors import BackendError, SpecgenError
 from specgen.events import (
     DraftedEvent,
     Event,
+    FinishedEvent,
     NoticeEvent,
     Piece,
     ReadingEvent,
@@ -259,7 +260,7 @@ class Loop:
             sequence.tally.wall_s += wall_s / len(active)
         return events
 
-    def finish(self, sequence: Sequence, *, estimate_gain: bool) -> list[Event]:
+    def finish(self, sequence: Sequence, *, estimate_gain: bool) -> list[FinishedEvent]:
         """Return the summary of a finished sequence. With `estimate_gain`, a sequence that had drafts
         is compared with plain decoding, which may take a few more decodes. A short answer is not: the
         decodes would take a part of its time, and their noise would decide."""
@@ -371,7 +372,9 @@ class Loop:
             for sequence, drafted in zip(active, drafting, strict=True)
             if drafted.drafters is not None
         ]
-        proposals = propose_together([proposed for _, _, proposed in planned], self._clock)
+        proposals = propose_together(
+            [proposed for _, _, proposed in planned], self._clock, self._interrupted
+        )
         for (sequence, drafted, _), proposal in zip(planned, proposals, strict=True):
             started = self._clock()
             plan = drafted.plan

@@ -33,6 +33,7 @@ from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama import LlamaBackend
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.system.json_values import as_json
+from specgen.system.machine import LoadOfOthers
 
 #: Waiting requests that are looked at for one that need not wait for another prompt.
 _N_LOOKED_AT = 16
@@ -119,8 +120,7 @@ class Engine:
         if self.measured_s:
             self._notices.append(
                 f"measured the costs of drafting and the expected acceptance in {self.measured_s:.1f} s"
-                + ("; the machine was busy, so they are measured again the next time")
-                * models.costs.was_busy
+                + ("; the machine was busy, so they will be measured again") * models.costs.was_busy
             )
 
     @classmethod
@@ -465,6 +465,7 @@ class Engine:
 
     def _begin(self, request: Request, slot: Slot) -> list[Event]:
         slot.request, slot.used_last = request, request.index
+        request.load = LoadOfOthers() if self._estimates_gain else None
         try:
             # The state behind a prefix may be forgotten, and the first row of the draft reads it.
             n_again = 1 if self._models.drafts.from_states is not None else 0
@@ -531,7 +532,11 @@ class Engine:
         except OutputError as error:  # the answer itself has not failed
             message = f"the answer is not kept for the draft to learn from: {error.message}"
             notices.append(NoticeEvent(request.index, self._loop.now_s, message))
-        events = notices + self._loop.finish(sequence, estimate_gain=self._estimates_gain)
+        others_share = None if request.load is None else request.load.share
+        events = notices + [
+            replace(event, others_share=others_share)
+            for event in self._loop.finish(sequence, estimate_gain=self._estimates_gain)
+        ]
         request.events.extend(events)
         (request.finished,) = [event for event in events if isinstance(event, FinishedEvent)]
         slot.free()

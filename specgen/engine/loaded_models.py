@@ -41,6 +41,14 @@ CONTEXT_STEP = 256
 _ROOM = 4096
 
 
+def usual_n_ctx(wanted: int | None, n_train: int) -> int:
+    """Return the default size, in tokens, of a context for a prompt and its answer: the options' size (0: the
+    target's training context), or else 4096, or the training context if that is less."""
+    if wanted is not None:
+        return wanted or n_train or _ROOM
+    return min(_ROOM, n_train) if n_train > 0 else _ROOM
+
+
 class ModelCosts:
     """The cost tables of a target and its draft models in `memory`, for contexts with these options. A
     draft model is named by its file, the target's MTP layers by "mtp"; None stands for the target."""
@@ -80,7 +88,7 @@ class ModelCosts:
 
     def do_not_keep(self, draft: Drafting | None) -> None:
         """Do not keep the present costs of the target and a draft model: they are measured again the next
-        time."""
+        time, or after some runs if the machine was busy the last times too."""
         for model in (None,) if draft is None else (None, draft):
             context, file = self.context_options(model), self._file(model)
             self._memory.keep_no_costs(file, context, default_threads())
@@ -247,12 +255,8 @@ class Models:
 
     @property
     def usual_n_ctx(self) -> int:
-        """The default size, in tokens, of a context for a prompt and its answer: the options' size (0: the
-        target's training context), or else 4096, or the training context if that is less."""
-        n_train, wanted = self.target.n_ctx_train, self.options.target_context.n_ctx
-        if wanted is not None:
-            return wanted or n_train or _ROOM
-        return min(_ROOM, n_train) if n_train > 0 else _ROOM
+        """The default size, in tokens, of a context for a prompt and its answer: see `usual_n_ctx`."""
+        return usual_n_ctx(self.options.target_context.n_ctx, self.target.n_ctx_train)
 
     def context_size(self, n_prompt: int, max_tokens: int | None = None) -> int:
         """Return the size of the target's context, in tokens, for an answer of `max_tokens` (None: those of
@@ -431,4 +435,4 @@ class Models:
             )
 
 
-__all__ = ["CONTEXT_STEP", "LONGEST_GUESS", "MAX_SEQUENCES", "ModelCosts", "Models"]
+__all__ = ["CONTEXT_STEP", "LONGEST_GUESS", "MAX_SEQUENCES", "ModelCosts", "Models", "usual_n_ctx"]

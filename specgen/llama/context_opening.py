@@ -16,7 +16,7 @@ from specgen.options import ContextOptions
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 #: The memory that a context needs beside its cache: graph, scratch, one batch of activations.
-_CONTEXT_OVERHEAD_BYTES = 100 * 2**20
+CONTEXT_OVERHEAD_BYTES = 100 * 2**20
 #: Architectures with snapshots whose graphs have no room for any number of them.
 _SMALL_GRAPHS = frozenset({"lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
 
@@ -174,8 +174,8 @@ def _needed_bytes(
     """Estimate the size of a context with `n_states` recurrent states."""
     cells = model.cache_bytes(size.n_ctx, options.cache_type_k, options.cache_type_v)
     if size.is_mtp:
-        return cells // max(1, model.n_layer) + _CONTEXT_OVERHEAD_BYTES
-    return cells + n_states * model.state_bytes() + _CONTEXT_OVERHEAD_BYTES
+        return cells // max(1, model.n_layer) + CONTEXT_OVERHEAD_BYTES
+    return cells + n_states * model.state_bytes() + CONTEXT_OVERHEAD_BYTES
 
 
 def _available_bytes(model: LlamaModel, options: ContextOptions) -> float:
@@ -192,6 +192,7 @@ def _available_bytes(model: LlamaModel, options: ContextOptions) -> float:
 
 
 __all__ = [
+    "CONTEXT_OVERHEAD_BYTES",
     "ContextSize",
     "OpenContext",
     "default_threads",

@@ -16,6 +16,7 @@ from specgen.models.folders import (
     saved_drafts_file,
     user_registry_file,
 )
+from specgen.models.hub_reference import HubReference, is_reference, parse_reference
 from specgen.models.progress import (
     DownloadProgress,
     LineProgress,
@@ -38,6 +39,7 @@ __all__ = [
     "CatalogueModel",
     "DownloadProgress",
     "FileIdentity",
+    "HubReference",
     "HubSource",
     "LineProgress",
     "Pair",
@@ -52,10 +54,12 @@ __all__ = [
     "fetch",
     "human_bytes",
     "identify",
+    "is_reference",
     "load_registry",
     "locate",
     "memory_file",
     "models_folder",
+    "parse_reference",
     "save_draft",
     "saved_draft",
     "saved_drafts_file",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import string
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from specgen.errors import UnknownModelError, UsageError
 from specgen.models.files import FileIdentity
 from specgen.models.folders import user_registry_file
+from specgen.system.toml_file import correct, read_toml
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -166,12 +166,11 @@ def load_registry(user_file: Path | None = None) -> Registry:
     `user_file` defaults to models.toml in the configuration folder and need not exist. Raise
     UsageError if either file cannot be read or is invalid.
     """
-    builtin_file = _builtin_file()
-    builtin = parse_registry_file(_read(builtin_file), builtin_file)
+    builtin = parse_registry_file(_builtin_file())
     user_path = user_registry_file() if user_file is None else user_file
     if not user_path.exists():
         return _merge([builtin])
-    return _merge([builtin, parse_registry_file(_read(user_path), user_path)])
+    return _merge([builtin, parse_registry_file(user_path)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,20 +184,9 @@ class RegistryFile:
     general_draft: str | None = None
 
 
-def parse_registry_file(text: str, file: Path) -> RegistryFile:
-    """Read one models.toml; `file` is named in errors. Raise UsageError."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{file} is not TOML: {error}", _correct(file)) from error
-    except RecursionError as error:
-        raise UsageError(f"{file} is nested too deeply", _correct(file)) from error
-    top = _Table(document, str(file), "")
+def parse_registry_file(file: Path) -> RegistryFile:
+    """Read one models.toml. Raise UsageError."""
+    top = _Table(read_toml(file), str(file), "")
     parsed = RegistryFile(
         file=str(file),
         models=_unique([_model(table) for table in top.tables("models")], top, "models"),
@@ -217,19 +205,6 @@ def _builtin_file() -> Path:
     return packaged if packaged.is_file() else package.parent / "models.toml"
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not UTF-8: {error}", _correct(file)) from error
-
-
-def _correct(file: object) -> str:
-    return f"correct {file}, or move it away"
-
-
 def _merge(parsed_files: Sequence[RegistryFile]) -> Registry:
     """Join the files, later ones winning, and check what refers from one name to another."""
     models: dict[str, CatalogueModel] = {}
@@ -243,17 +218,17 @@ def _merge(parsed_files: Sequence[RegistryFile]) -> Registry:
         pair_files.update({pair.name: parsed.file for pair in parsed.pairs})
         default_pair = parsed.default_pair or default_pair
         if default_pair is None:
-            raise UsageError(f"{parsed.file}: default_pair: is missing", _correct(parsed.file))
+            raise UsageError(f"{parsed.file}: default_pair: is missing", correct(parsed.file))
         if default_pair not in pairs:
             raise UsageError(
                 f'{parsed.file}: default_pair: there is no pair "{default_pair}"',
-                _correct(parsed.file),
+                correct(parsed.file),
             )
         general_draft = parsed.general_draft or general_draft
         if general_draft is not None and general_draft not in models:
             raise UsageError(
                 f'{parsed.file}: general_draft: there is no model "{general_draft}"',
-                _correct(parsed.file),
+                correct(parsed.file),
             )
         _check_references(models, pairs, pair_files, parsed.file)
     assert default_pair is not None
@@ -272,11 +247,11 @@ def _check_references(
             if name not in models and not (key == "draft" and name == NGRAM):
                 raise UsageError(
                     f'{file}: pairs "{pair.name}": {key}: there is no model "{name}"',
-                    _correct(file),
+                    correct(file),
                 )
     for name in models.keys() & pairs.keys():
         raise UsageError(
-            f'{newest_file}: "{name}" is the name of a model and of a pair', _correct(newest_file)
+            f'{newest_file}: "{name}" is the name of a model and of a pair', correct(newest_file)
         )
 
 
@@ -387,7 +362,7 @@ class _Table:
 
     def error(self, key: str, problem: str) -> UsageError:
         path = f"{self.where}: {key}" if self.where else key
-        return UsageError(f"{self._file}: {path}: {problem}", _correct(self._file))
+        return UsageError(f"{self._file}: {path}: {problem}", correct(self._file))
 
     def text(self, key: str) -> str:
         value = self.optional_text(key)

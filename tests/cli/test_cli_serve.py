@@ -15,7 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from specgen.errors import MemoryLimitError, ModelFileError
 from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny.eagle import TinyEagle, write_tiny_eagle
 from tests.helpers.cli import complaint, in_process
 from tests.helpers.server import PATIENCE_S, wait_until
 
@@ -31,11 +33,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def started(models: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def started(
+    models: Path, *arguments: str
+) -> contextlib.AbstractContextManager[tuple[subprocess.Popen[str], str]]:
     """A server's process, and its address."""
-    command = [sys.executable, "-m", "specgen", "serve", "-m", str(models / "target.gguf")]
-    command += ["-md", str(models / "draft.gguf"), "--port", "0", *arguments]
+    names = ("-m", str(models / "target.gguf"), "-md", str(models / "draft.gguf"))
+    return listening(*names, *arguments)
+
+
+@contextlib.contextmanager
+def listening(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "specgen", "serve", "--port", "0", *arguments]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
     )
@@ -176,3 +184,132 @@ def test_without_the_extra(
     message = complaint(result, 2)
     assert "starlette" in message
     assert "specgen-gguf[server]" in result.err
+
+
+# --- several models -------------------------------------------------------------------------------
+
+
+def test_models_of_a_file_answer_as_alone(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Paths are relative to the file, and an entry's options come before those of the command line."""
+    file = models / "served.toml"
+    file.write_text(
+        """
+        [pair]
+        target = "target.gguf"
+        draft = "draft.gguf"
+        stop = ["zebra", "quagga"]
+
+        ["the/other"]
+        model = "draft.gguf"
+        draft = "none"
+        max-tokens = 7
+        ignore-eos = true
+        parallel = 1
+        """
+    )
+    run = in_process(capsys)
+    target, draft = models / "target.gguf", models / "draft.gguf"
+    expected = {
+        "pair": run("run", PROMPT, "-m", target, "-md", draft, "-q", "-n", "24").out,
+        "the/other": run(
+            "run", PROMPT, "-m", draft, "-md", "none", "-q", "-n", "7", "--ignore-eos"
+        ).out,
+    }
+    # One of them fits.
+    with listening("--models", str(file), "--memory", "240MiB", "-n", "24") as (process, url):
+        for name in ("pair", "the/other", "pair"):
+            body = {"model": name, "prompt": PROMPT}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).json()
+            assert answer["choices"][0]["text"] == expected[name]
+        assert httpx.get(f"{url}/props?model=pair").json()["draft"] == "draft.gguf"
+        assert "total_slots" not in httpx.get(f"{url}/props?model=the/other").json()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert said.count("note: unloaded pair") == 1
+    assert "note: the/other: 1 answers at once" in said
+
+
+def test_models_in_a_folder(models: Path, tmp_path: Path) -> None:
+    """Each that can be a target, without those that no model can be made of."""
+    (tmp_path / "deeper").mkdir()
+    for name in ("target.gguf", "deeper/target.gguf", "deeper/draft.gguf"):
+        (tmp_path / name).symlink_to(models / Path(name).name)
+    config = TinyConfig()
+    write_tiny_eagle(tmp_path / "eagle.gguf", config, TinyEagle())
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    (tmp_path / "part-00002-of-00002.gguf").write_bytes(b"GGUF")
+    with listening("--models", str(tmp_path), "-n", "5") as (process, url):
+        served = httpx.get(f"{url}/v1/models").json()["data"]
+        assert [each["id"] for each in served] == ["target", "draft", "deeper/target"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+        assert process.stderr is not None
+        left_out = [line for line in process.stderr if line.startswith("note: not served: ")]
+    assert [("eagle.gguf" in line, "other.gguf" in line) for line in left_out] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[a]\ntarget =", "is not TOML"),
+        ("", "has no models"),
+        ("a = 3", "[a]: it is no table"),
+        ("[a]\nparallel = 2", "[a]: target is missing"),
+        (
+            "[a]\ntarget = 'target.gguf'\nctx_size = 3",
+            "ctx_size: a model has no such option (did you mean ctx-size?)",
+        ),
+        ("[a]\ntarget = 'target.gguf'\nport = 3", "[a]: port: a model has no such option"),
+        (
+            "[a]\ntarget = 'target.gguf'\nkernels = 'auto'",
+            "[a]: kernels: a model has no such option",
+        ),
+        ("[a]\ntarget = 'target.gguf'\nctx-size = 'long'", "[a]: Invalid value for '--ctx-size'"),
+        ("[a]\ntarget = 'target.gguf'\nctx-size = {}", "[a]: ctx-size: {} is no text, number"),
+        ("[a]\ntarget = 'target.gguf'\nignore-eos = false", "[a]: ignore-eos: leave it out"),
+        ("[a]\ntarget = 'target.gguf'\nlearn = true", "[a]: --learn uses one user's texts"),
+    ],
+)
+def test_a_wrong_file_of_models(
+    models: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    file = models / "wrong.toml"
+    file.write_text(text)
+    message = complaint(in_process(capsys)("serve", "--models", file), 2)
+    assert str(file) in message
+    assert said in message
+
+
+def test_a_model_that_can_never_be_loaded(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = models / "large.toml"
+    file.write_text("[a]\ntarget = 'target.gguf'\ndraft = 'none'")
+    result = in_process(capsys)("serve", "--models", file, "--memory", "90MiB")
+    assert f"{file}: [a]: a needs about 10" in complaint(result, MemoryLimitError.exit_code)
+    file.write_text("[a]\ntarget = 'missing.gguf'")
+    result = in_process(capsys)("serve", "--models", file)
+    assert f"{file}: [a]: " in complaint(result, ModelFileError.exit_code)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("-m", "a.gguf"), "--target"),
+        (("--alias", "a"), "--alias"),
+        (("--memory", "much"), "'much' is no size"),
+    ],
+)
+def test_options_that_do_not_go_with_models(
+    models: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    result = in_process(capsys)("serve", "--models", models, *arguments)
+    assert said in complaint(result, 2)
+
+
+def test_memory_is_for_several_models(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = in_process(capsys)("serve", "-m", models / "target.gguf", "--memory", "2GB")
+    assert "--memory needs --models" in complaint(result, 2)

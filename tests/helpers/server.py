@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.serving.server.addresses import bound_socket, url_of
+from specgen.serving.server.model_pool import ModelEntry, ModelPool, OpenedModel
 from specgen.serving.server.options import ServerOptions
 from specgen.serving.server.run import DrainingServer, http_server
 from tests.helpers.common import EXACT
@@ -55,9 +57,10 @@ class Running:
         return self.http.post(path, json=body)
 
     def metric(self, name: str) -> float:
-        """The value of one of the figures at /metrics, with its labels if it has some."""
+        """The value of one of the figures at /metrics, with its labels if it has others than the model."""
         for line in self.http.get("/metrics").text.splitlines():
-            if line.startswith(f"specgen:{name} "):
+            without = re.sub(r'\{model="[^"]*"\}|model="[^"]*",|,model="[^"]*"', "", line)
+            if without.startswith(f"specgen:{name} "):
                 return float(line.split()[-1])
         raise AssertionError(f"there is no {name}")
 
@@ -116,9 +119,12 @@ def running(
         bound = stack.enter_context(
             bound_socket(options.host, options.port, options.limits.client_s)
         )
-        server = stack.enter_context(
-            http_server(loaded, engine, options, between_answers=between_answers)
-        )
+        opened = OpenedModel(loaded, engine, between_answers=between_answers)
+        name = options.alias or loaded.target.name.removesuffix(".gguf")
+        entry = ModelEntry(name, lambda _turns, _interrupted: opened)
+        pool = stack.enter_context(ModelPool([entry], options.limits))
+        pool.load(name)
+        server = stack.enter_context(http_server(pool, options))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         try:

@@ -19,7 +19,7 @@ import jsonschema
 import typer
 from typer.core import TyperOption as Option
 
-from specgen.cli import make_app
+from specgen.cli import app
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import INFILL_TOKENS
 from tests.long_runs.forked import run_forked
@@ -529,7 +529,7 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 
 @functools.cache
 def _options(command: str) -> list[Option]:
-    group = typer.main.get_command(make_app())
+    group = typer.main.get_command(app)
     assert isinstance(group, typer.core.TyperGroup)
     found = group.commands[command]
     return [

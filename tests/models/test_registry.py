@@ -172,8 +172,9 @@ def test_general_draft_is_ours_unless_the_user_says_otherwise(user_file: Path) -
     assert load_registry().default_pair == "qwen2.5-coder-smollm2"
 
 
-def test_general_draft_may_be_missing() -> None:
-    parsed = parse_registry_file('default_pair = "x"', Path("models.toml"))
+def test_general_draft_may_be_missing(user_file: Path) -> None:
+    user_file.write_text('default_pair = "x"')
+    parsed = parse_registry_file(user_file)
     assert parsed.general_draft is None
 
 
@@ -278,8 +279,9 @@ def test_file_that_cannot_be_read_is_named(user_file: Path) -> None:
         load_registry()
 
 
-def test_pair_without_a_draft_model_needs_the_target_only() -> None:
-    parsed = parse_registry_file(changed(PAIR, "draft", '"ngram"'), Path("models.toml"))
+def test_pair_without_a_draft_model_needs_the_target_only(user_file: Path) -> None:
+    user_file.write_text(changed(PAIR, "draft", '"ngram"'))
+    parsed = parse_registry_file(user_file)
     assert parsed.pairs[0].model_names == ("mine",)
 
 

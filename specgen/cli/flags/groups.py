@@ -19,6 +19,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -26,6 +27,12 @@ import typer
 Command: TypeAlias = Callable[..., int]
 #: By the name of a parameter: what `typer.Option` or `typer.Argument` returns.
 Table: TypeAlias = Mapping[str, Any]
+
+
+#: Typer's base of errors in the use of the command line; it has no public name.
+COMMAND_LINE_ERROR: type[Exception] = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,6 +68,36 @@ class Group:
             each.replace(default=defaults.get(each.name, each.default)) for each in self.parameters
         )
         return dataclasses.replace(self, parameters=changed)
+
+    def later(self) -> Group:
+        """Return the group with a function as its value. The function makes the group's value; its keywords,
+        from `parse`, replace options of the command line."""
+        return Group(lambda **values: functools.partial(self, **values), self.parameters)
+
+    def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """Return the options that a command line names, for `later`. Raise `COMMAND_LINE_ERROR`."""
+        given: dict[str, Any] = {}
+
+        def take(context: typer.Context, **values: Any) -> None:
+            for name, value in values.items():
+                source = context.get_parameter_source(name)
+                if source is not None and source.name == "COMMANDLINE":
+                    given[name] = value
+
+        context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = [context.replace(annotation=typer.Context), *self.parameters]
+        take.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        take.__annotations__ = {each.name: each.annotation for each in parameters}
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app.command()(take)
+        app(arguments, standalone_mode=False)
+        return given
+
+    def spellings(self) -> list[str]:
+        """Return all spellings of all options, ``--on/--off`` as two."""
+        options = [parameter.annotation.__metadata__[0] for parameter in self.parameters]
+        names = [name for each in options for name in (each.default, *(each.param_decls or ()))]
+        return [part for name in names if isinstance(name, str) for part in name.split("/")]
 
     def spelling(self, name: str) -> str:
         """Return the first spelling of an option."""
@@ -132,12 +169,23 @@ def _group(
 
 
 def _parameter(name: str, kind: Any, default: Any, option: Any) -> inspect.Parameter:
+    option.metavar = option.metavar or _metavar(kind)
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
         default=default,
         annotation=Annotated[kind, option],
     )
+
+
+def _metavar(kind: Any) -> str | None:
+    """Return what the help shows as the value of an option: FILE, or the choices; None for other types."""
+    inner = [each for each in typing.get_args(kind) if each is not type(None)]
+    if typing.get_origin(kind) is typing.Literal:
+        return "|".join(map(str, inner))
+    if inner:
+        return _metavar(inner[0])
+    return "FILE" if kind is Path else None
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
@@ -156,9 +204,8 @@ def _fields(dataclass: type[Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def _check_spellings(command: str, parameters: Sequence[inspect.Parameter]) -> None:
-    options = [parameter.annotation.__metadata__[0] for parameter in parameters]
-    spellings = [name for each in options for name in (each.default, *(each.param_decls or ()))]
-    twice = {name for name in spellings if isinstance(name, str) and spellings.count(name) > 1}
+    spellings = Group(dict, tuple(parameters)).spellings()
+    twice = {name for name in spellings if spellings.count(name) > 1}
     if twice:
         raise TypeError(f"{command} has two options named {', '.join(sorted(twice))}")
 

@@ -22,7 +22,7 @@ _MACHINE = panel(
         "-c",
         min=0,
         help="Context size in tokens; 0 is the size that the model was trained with.",
-        show_default="what prompt and answer need; 4096 at most in chat and fim",
+        show_default="what prompt and answer need; 4096 at most in chat, and in fim what is read in 5 s",
     ),
     n_batch=Option("--batch-size", "-b", min=1, max=8192, help="Prompt tokens to decode at once."),
     n_threads=Option(

@@ -21,9 +21,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specgen import __version__
-from specgen.engine.loaded_models import Models
 from specgen.engine.prompts import template_of
-from specgen.errors import SpecgenError
+from specgen.errors import SpecgenError, UsageError
+from specgen.serving.messages_format.writer import PING
 from specgen.serving.openai_format.request import BodyError, read_request, with_call_form
 from specgen.serving.server.access import AccessCheck
 from specgen.serving.server.errors import RequestError
@@ -32,12 +32,17 @@ from specgen.serving.server.job_request import (
     Endpoint,
     ServerRequest,
     answer_requests,
+    n_prompt_tokens,
     read_server_request,
-    with_model_template,
 )
-from specgen.serving.server.job_response import InfillResponseBuilder, ResponseBuilder
-from specgen.serving.server.jobs import EngineThread, Job, QueueFullError
-from specgen.serving.server.metrics import Metrics
+from specgen.serving.server.job_response import (
+    InfillResponseBuilder,
+    ResponseBuilder,
+    TranslatedResponseBuilder,
+)
+from specgen.serving.server.jobs import Job, QueueFullError
+from specgen.serving.server.metrics import ServerMetrics
+from specgen.serving.server.model_pool import ModelPool, ServedModel
 from specgen.serving.server.options import ServerOptions
 from specgen.system.json_values import as_json
 
@@ -56,25 +61,35 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
+_STATUS_WRONG_METHOD = 405
+#: Headers that Anthropic's clients send from web pages.
+_CLIENT_HEADERS = (
+    "Anthropic-Beta",
+    "Anthropic-Dangerous-Direct-Browser-Access",
+    "Anthropic-Version",
+)
 _STATUS_CLIENT_GONE = 499
+#: The threads that prepare answers, and how many of them may prepare long ones: bodies of more bytes than
+#: `_SHORT_BYTES`, and those that need a grammar.
+_N_PREPARING, _N_PREPARING_LONG = 4, 2
+_SHORT_BYTES = 256 * 1024
+_GRAMMAR_FIELDS = ("grammar", "json_schema", "response_format", "text", "output_config")
 _log = logging.getLogger("specgen.serving.server")
 
 
 class Server:
-    """Answers requests with a session's engine, which `thread` steps. Use it as a context manager."""
+    """Answers requests with the models of a pool. Use it as a context manager."""
 
-    def __init__(
-        self, loaded: Models, thread: EngineThread, metrics: Metrics, options: ServerOptions
-    ) -> None:
-        self._loaded = loaded
-        self._thread = thread
-        self._metrics = metrics
+    def __init__(self, pool: ModelPool, options: ServerOptions) -> None:
+        self._pool = pool
         self._options = options
         self._limits = options.limits
-        self._model = options.alias or loaded.target.name.removesuffix(".gguf")
         self._started = int(time.time())
-        #: The thread that builds and tokenizes prompts, one after the other, while the event loop goes on.
-        self._preparing = ThreadPoolExecutor(1, thread_name_prefix="specgen-prompts")
+        #: The threads that build and tokenize prompts, and build grammars, while the event loop goes on.
+        self._preparing = ThreadPoolExecutor(_N_PREPARING, thread_name_prefix="specgen-prompts")
+        #: What may take long leaves threads to the rest.
+        self._long_turns = asyncio.Semaphore(_N_PREPARING_LONG)
+        self._n_preparing = 0
 
     def __enter__(self) -> Server:
         return self
@@ -96,20 +111,24 @@ class Server:
             Route("/slots", self._slots),
             self._post("/v1/chat/completions", functools.partial(self._complete, "chat")),
             self._post("/v1/completions", functools.partial(self._complete, "completion")),
+            self._post("/v1/responses", functools.partial(self._complete, "responses")),
+            self._post("/v1/embeddings", self._embed),
+            self._post("/v1/messages", functools.partial(self._complete, "messages")),
+            self._post("/v1/messages/count_tokens", self._count_tokens),
             self._post("/infill", functools.partial(self._complete, "infill")),
             self._post("/tokenize", self._tokenize),
             self._post("/detokenize", self._detokenize),
             self._post("/apply-template", self._apply_template),
         ]
         options = self._options
-        middleware = [Middleware(_Counted, metrics=self._metrics)]
+        middleware = [Middleware(_Counted, metrics=self._pool.metrics)]
         if options.cors_origins:
             middleware.append(
                 Middleware(
                     CORSMiddleware,
                     allow_origins=options.cors_origins,
                     allow_methods=["GET", "POST"],
-                    allow_headers=["Authorization", "Content-Type"],
+                    allow_headers=["Authorization", "Content-Type", "X-Api-Key", *_CLIENT_HEADERS],
                 )
             )
         middleware.append(
@@ -127,74 +146,125 @@ class Server:
         )
 
     def _post(
-        self, path: str, answer: Callable[[Request, Mapping[str, Any]], Awaitable[Response]]
+        self,
+        path: str,
+        answer: Callable[[ServedModel, Request, Mapping[str, Any]], Awaitable[Response]],
     ) -> Route:
-        """Return a route whose requests have a JSON object as their body."""
+        """Return a route whose requests have a JSON object as their body, which names a model. The model
+        stays loaded until its answers are submitted, and then until they are generated."""
 
         async def respond(request: Request) -> Response:
             try:
-                return await answer(request, await read_json(request, self._limits))
+                body = await read_json(request, self._limits)
+                name = self._pool.find(body.get("model"))
+                model = self._pool.lease_if_ready(name)
+                if model is None:
+                    model = await while_connected(request, self._pool.lease(name))
+                try:
+                    return await answer(model, request, body)
+                finally:
+                    self._pool.release(name)
             except RequestError as error:
-                return error.response()
+                return error.response(path)
             except SpecgenError as error:
-                return RequestError.of(error).response()
+                return RequestError.of(error).response(path)
             except ClientDisconnect:
                 return Response(status_code=_STATUS_CLIENT_GONE)
 
         return Route(path, respond, methods=["POST"])
 
-    async def _in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._preparing, work, *arguments)
+    async def _in_thread(
+        self, model: ServedModel, request: Request, body: Mapping[str, Any], work: Callable[[], _T]
+    ) -> _T:
+        """Prepare an answer in a thread. Short bodies do not wait for long ones, or for grammars. Raise
+        `ClientDisconnect` if the client disconnects before its turn comes, and `RequestError` if too many
+        wait for theirs."""
+        loop = asyncio.get_running_loop()
+        if self._n_preparing >= model.thread.engine.n_parallel + self._limits.n_waiting:
+            raise _queue_full(QueueFullError(1))
+        self._n_preparing += 1
+        try:
+            if request.state.n_bytes <= _SHORT_BYTES and not _has_grammar(body):
+                return await loop.run_in_executor(self._preparing, work)
+            async with self._long_turns:
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+                return await loop.run_in_executor(self._preparing, work)
+        finally:
+            self._n_preparing -= 1
 
     # --- answers -----------------------------------------------------------------------------
 
     async def _complete(
-        self, endpoint: Endpoint, request: Request, body: Mapping[str, Any]
+        self, endpoint: Endpoint, model: ServedModel, request: Request, body: Mapping[str, Any]
     ) -> Response:
         loop = asyncio.get_running_loop()
-        asked, job = await self._in_thread(self._submit, endpoint, body, loop)
-        make = InfillResponseBuilder if endpoint == "infill" else ResponseBuilder
-        answering = make(
+        submit = functools.partial(self._submit, model, endpoint, body, loop)
+        asked, job = await self._in_thread(model, request, body, submit)
+        is_translated = asked.translation is not None
+        make = TranslatedResponseBuilder if is_translated else ResponseBuilder
+        answering = (InfillResponseBuilder if endpoint == "infill" else make)(
             asked,
             job,
-            self._thread,
-            model=self._model,
+            model.thread,
+            model=model.name,
             created=int(time.time()),
             limit_s=self._limits.request_s,
         )
         if asked.streams:
-            return EventStream(answering.chunks(), answering.end, self._limits.client_s)
+            return EventStream(
+                answering.chunks(),
+                answering.end,
+                self._limits.client_s,
+                named=is_translated,
+                alive=PING if endpoint == "messages" else None,
+            )
         return JSONResponse(await while_connected(request, answering.body()))
 
     def _submit(
-        self, endpoint: Endpoint, body: Mapping[str, Any], loop: asyncio.AbstractEventLoop
+        self,
+        model: ServedModel,
+        endpoint: Endpoint,
+        body: Mapping[str, Any],
+        loop: asyncio.AbstractEventLoop,
     ) -> tuple[ServerRequest, Job]:
         """Read a body and submit its answers to the engine. Raise `RequestError`, `SpecgenError`."""
-        options = self._loaded.options
-        asked = read_server_request(
-            endpoint, body, options.sampler, options.generation, self._limits
-        )
-        asked = with_model_template(asked, self._loaded)
-        engine = self._thread.engine
+        asked = read_server_request(endpoint, body, model.loaded, self._limits)
+        engine = model.thread.engine
         n_most = engine.n_parallel + self._limits.n_waiting
         if asked.n_answers > n_most:
             raise BodyError("n", f"{asked.n_answers} answers; there is room for at most {n_most}")
         try:
-            self._thread.check_room(asked.n_answers)
-            asks = answer_requests(asked, self._loaded, engine.n_ctx, self._limits)
-            return asked, self._thread.submit(asks, loop)
+            model.thread.check_room(asked.n_answers)
+            asks = answer_requests(asked, model.loaded, engine.n_ctx, self._limits)
+            return asked, model.thread.submit(asks, loop)
         except QueueFullError as error:
-            headers = {"Retry-After": str(error.retry_s)}
-            raise RequestError(429, str(error), code="queue_full", headers=headers) from None
+            raise _queue_full(error) from None
+        except UsageError as error:
+            field = next((name for name in _GRAMMAR_FIELDS if body.get(name) is not None), None)
+            if field is None or "grammar" not in error.message or isinstance(error, BodyError):
+                raise
+            raise BodyError(field, error.message) from None
 
     # --- texts and tokens --------------------------------------------------------------------
 
-    async def _tokenize(self, _request: Request, body: Mapping[str, Any]) -> Response:
+    async def _count_tokens(
+        self, model: ServedModel, request: Request, body: Mapping[str, Any]
+    ) -> Response:
+        def count() -> int:
+            asked = read_server_request("messages", body, model.loaded, self._limits)
+            return n_prompt_tokens(asked, model.loaded, model.thread.engine.n_ctx)
+
+        return JSONResponse({"input_tokens": await self._in_thread(model, request, body, count)})
+
+    async def _tokenize(
+        self, model: ServedModel, request: Request, body: Mapping[str, Any]
+    ) -> Response:
         content = _field(body, "content", str)
         add_special = _field(body, "add_special", bool, default=False)
         parse_special = _field(body, "parse_special", bool, default=True)
         with_pieces = _field(body, "with_pieces", bool, default=False)
-        vocabulary = self._loaded.target.vocabulary
+        vocabulary = model.loaded.target.vocabulary
 
         def tokens() -> list[Any]:
             found = vocabulary.tokenize(
@@ -206,59 +276,97 @@ class Server:
                 {"id": token, "piece": _piece(vocabulary.token_bytes(token))} for token in found
             ]
 
-        return JSONResponse({"tokens": await self._in_thread(tokens)})
+        return JSONResponse({"tokens": await self._in_thread(model, request, body, tokens)})
 
-    async def _detokenize(self, _request: Request, body: Mapping[str, Any]) -> Response:
+    async def _detokenize(
+        self, model: ServedModel, request: Request, body: Mapping[str, Any]
+    ) -> Response:
         tokens = _field(body, "tokens", list)
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
             raise BodyError("tokens", "it is no list of whole numbers")
         if not tokens:
             return JSONResponse({"content": ""})
-        prompt = await self._in_thread(self._loaded.prompts.of_tokens, tokens)
+        decoded = functools.partial(model.loaded.prompts.of_tokens, tokens)
+        prompt = await self._in_thread(model, request, body, decoded)
         return JSONResponse({"content": prompt.text})
 
-    async def _apply_template(self, _request: Request, body: Mapping[str, Any]) -> Response:
-        options = self._loaded.options
-        asked = read_request("chat", body, options.sampler, options.generation)
-        template = template_of(self._loaded.target, has_tools=True)
-        asked = with_call_form(asked, template)
-        conversation = functools.partial(
-            self._loaded.prompts.of_messages, asked.messages, tools=asked.tool_definitions
-        )
-        prompt = await self._in_thread(conversation)
-        return JSONResponse({"prompt": prompt.text})
+    async def _embed(
+        self, model: ServedModel, _request: Request, _body: Mapping[str, Any]
+    ) -> Response:
+        what = f"specgen generates text and has no embeddings: {model.name} cannot answer this"
+        raise RequestError(400, f"{what}; ask llama.cpp's server", code="unsupported")
+
+    async def _apply_template(
+        self, model: ServedModel, request: Request, body: Mapping[str, Any]
+    ) -> Response:
+        options = model.loaded.options
+        template = template_of(model.loaded.target, has_tools=True)
+
+        def conversation() -> str:
+            asked = read_request("chat", body, options.sampler, options.generation)
+            asked = with_call_form(asked, template)
+            prompt = model.loaded.prompts.of_messages(
+                asked.messages,
+                tools=asked.tool_definitions,
+                variables=asked.template_variables,
+            )
+            return prompt.text
+
+        return JSONResponse({"prompt": await self._in_thread(model, request, body, conversation)})
 
     # --- the server itself -------------------------------------------------------------------
 
     async def _health(self, _request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        about: dict[str, Any] = {"status": "ok"}
+        if len(self._pool.names) > 1 and not self._options.api_keys:  # the path needs no key
+            about["models"] = {name: self._pool.status(name) for name in self._pool.names}
+        return JSONResponse(about)
 
     async def _models(self, request: Request) -> Response:
-        model = self._loaded.target
-        own = {
-            "id": self._model,
+        asked = request.path_params.get("model")
+        if asked is None:
+            return JSONResponse({"object": "list", "data": [*map(self._about, self._pool.names)]})
+        if asked not in self._pool.names:
+            error = RequestError(404, f"there is no model {asked!r}", code="model_not_found")
+            return error.response()
+        return JSONResponse(self._about(asked))
+
+    def _about(self, name: str) -> dict[str, Any]:
+        """Return what a list of models says of one. `status` has the form of llama.cpp's server with several
+        models."""
+        about = {
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "specgen",
-            "meta": {"n_vocab": model.vocabulary.n_tokens, "n_ctx_train": model.n_ctx_train},
+            "status": {"value": self._pool.status(name), "failed": self._pool.has_failed(name)},
         }
-        asked = request.path_params.get("model")
-        if asked is None:
-            return JSONResponse({"object": "list", "data": [own]})
-        if asked != self._model:
-            error = RequestError(404, f"there is no model {asked!r}", code="model_not_found")
-            return error.response()
-        return JSONResponse(own)
+        model = self._pool.served(name)
+        if model is not None:
+            target = model.loaded.target
+            about["meta"] = {
+                "n_vocab": target.vocabulary.n_tokens,
+                "n_ctx_train": target.n_ctx_train,
+            }
+        return about
 
     async def _show_metrics(self, _request: Request) -> Response:
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(self._pool.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def _props(self, _request: Request) -> Response:
-        loaded, engine = self._loaded, self._thread.engine
+    async def _props(self, request: Request) -> Response:
+        try:
+            name = self._pool.find(request.query_params.get("model"))
+        except RequestError as error:
+            return error.response()
+        model = self._pool.served(name)
+        about = {"model_alias": name, "build_info": f"specgen {__version__}"}
+        if model is None:
+            return JSONResponse(about)
+        loaded, engine = model.loaded, model.thread.engine
         template = loaded.target.chat_template()
         return JSONResponse(
             {
-                "model_alias": self._model,
+                **about,
                 "total_slots": engine.n_parallel,
                 "default_generation_settings": {
                     "n_ctx": engine.n_ctx,
@@ -271,23 +379,25 @@ class Server:
                 "kernels": loaded.target.kernels,
                 "chat_template": template or "",
                 "has_chat_template": template is not None,
-                "build_info": f"specgen {__version__}",
             }
         )
 
-    async def _slots(self, _request: Request) -> Response:
-        n_ctx = self._thread.engine.n_ctx
+    async def _slots(self, request: Request) -> Response:
+        asked = request.query_params.get("model")
         return JSONResponse(
             [
                 {
                     "id": slot.number,
-                    "n_ctx": n_ctx,
+                    "model": model.name,
+                    "n_ctx": model.thread.engine.n_ctx,
                     "is_processing": slot.request is not None,
                     "n_prompt_tokens": slot.n_prompt,
                     "n_prompt_tokens_processed": slot.n_read,
                     "n_decoded": slot.n_answer,
                 }
-                for slot in self._thread.engine.slots
+                for model in self._pool.loaded
+                if asked in (None, model.name)
+                for slot in model.thread.engine.slots
             ]
         )
 
@@ -309,7 +419,7 @@ def _page_response(file: Path) -> Response:
 class _Counted:
     """Counts responses by their status."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self._app = app
         self._metrics = metrics
 
@@ -322,16 +432,35 @@ class _Counted:
         await self._app(scope, receive, counting)
 
 
-async def _no_such_path(_request: Request, error: Exception) -> Response:
+async def _no_such_path(request: Request, error: Exception) -> Response:
     """Respond to Starlette's own refusals: an unknown path, or a method that a path does not support."""
     assert isinstance(error, HTTPException)
-    return RequestError(error.status_code, error.detail, headers=error.headers).response()
+    asked = f"{request.method} {request.url.path}"
+    if error.status_code == _STATUS_WRONG_METHOD:
+        what = f"this path takes {(error.headers or {}).get('Allow')}"
+    else:
+        paths = [route.path for route in request.app.routes if isinstance(route, Route)]
+        what = f"there is no such path; there are {', '.join(paths)}"
+    refusal = RequestError(error.status_code, f"{asked}: {what}", headers=error.headers)
+    return refusal.response(request.url.path)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Respond to a bug; its traceback goes to the server's log."""
     _log.error("%s failed", request.url.path, exc_info=error)
-    return RequestError(500, "the server failed; its log says how", code="bug").response()
+    bug = RequestError(500, "the server failed; its log says how", code="bug")
+    return bug.response(request.url.path)
+
+
+def _queue_full(error: QueueFullError) -> RequestError:
+    headers = {"Retry-After": str(error.retry_s)}
+    return RequestError(429, str(error), code="queue_full", headers=headers)
+
+
+def _has_grammar(body: Mapping[str, Any]) -> bool:
+    """Return whether a grammar has to be built for an answer, which may take seconds."""
+    must_call = body.get("tool_choice") not in (None, "auto", "none")
+    return must_call or any(body.get(name) is not None for name in _GRAMMAR_FIELDS)
 
 
 def _field(body: Mapping[str, Any], name: str, kind: type, *, default: Any = None) -> Any:

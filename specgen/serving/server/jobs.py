@@ -29,6 +29,26 @@ _BROKEN = "the engine has failed, and the server ends"
 _log = logging.getLogger("specgen.serving.server")
 
 
+class Turns:
+    """A lock that threads get in the order in which they ask for it, so that none takes it twice while
+    another one waits."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._n_asked, self._n_done = 0, 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            turn = self._n_asked
+            self._n_asked += 1
+            self._changed.wait_for(lambda: self._n_done == turn)
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._n_done += 1
+            self._changed.notify_all()
+
+
 class QueueFullError(Exception):
     """Too many answers are waiting; in about `retry_s` seconds there may be room for more."""
 
@@ -106,7 +126,8 @@ class EngineThread:
     """Steps an engine in a separate thread while there are jobs. Use it as a context manager; its exit closes
     the engine.
 
-    `n_waiting` answers may wait for a free slot. That thread calls `between_answers` while no answer is
+    `n_waiting` answers may wait for a free slot. `turns` is held for each step: engines that share it decode in
+    turns, each with all cores. That thread calls `between_answers` while no answer is
     generated: with True before one begins, with False after the last one. `failure` is the exception that
     ended the thread, a bug or a lost worker; all answers have failed then.
     """
@@ -117,8 +138,10 @@ class EngineThread:
         metrics: Metrics,
         n_waiting: int,
         between_answers: Callable[[bool], None] = lambda _begins: None,
+        turns: Turns | None = None,
     ) -> None:
         self.engine = engine
+        self._turns = turns or Turns()
         self._between_answers = between_answers
         self._metrics = metrics
         self._n_waiting = n_waiting
@@ -215,12 +238,14 @@ class EngineThread:
                     if self._is_closing:
                         return
                     jobs = list(self._jobs)
-                if not self.engine.n_busy:
-                    self._between_answers(True)
-                self._step()
+                with self._turns:
+                    if not self.engine.n_busy:
+                        self._between_answers(True)
+                    self._step()
                 self._pass_on(jobs)
                 if not self.engine.n_busy:
-                    self._between_answers(False)
+                    with self._turns:
+                        self._between_answers(False)
         except BaseException as error:  # noqa: BLE001 - nobody may wait for a thread that has ended
             with self._changed:
                 self.failure = error
@@ -239,10 +264,10 @@ class EngineThread:
         except WorkerLostError:  # nothing more can be decoded: the server ends
             raise
         except BackendError as error:  # all answers of the round have failed
-            _log.error("%s", error.message)
+            _log.error("%s: %s", self._metrics.model, error.message)
             return
         except Exception:  # noqa: BLE001 - a bug: the answers of the round have failed, others go on
-            _log.exception("a round failed")
+            _log.exception("%s: a round failed", self._metrics.model)
             return
         seconds = time.perf_counter() - started
         self._metrics.count_events(events)
@@ -270,4 +295,4 @@ class EngineThread:
         self._metrics.show_load(min(self._n_open, n_parallel), max(0, self._n_open - n_parallel))
 
 
-__all__ = ["AnswerRequest", "EngineThread", "Job", "JobEvent", "QueueFullError"]
+__all__ = ["AnswerRequest", "EngineThread", "Job", "JobEvent", "QueueFullError", "Turns"]

@@ -12,11 +12,9 @@ from types import FrameType
 
 import uvicorn
 
-from specgen.engine.engine import Engine
-from specgen.engine.loaded_models import Models
 from specgen.serving.server.app import Server
-from specgen.serving.server.jobs import EngineThread
-from specgen.serving.server.metrics import Metrics
+from specgen.serving.server.connections import BACKLOG, LimitedProtocol, most_connections
+from specgen.serving.server.model_pool import ModelPool
 from specgen.serving.server.options import ServerOptions
 
 #: Seconds for sending the ends of answers that were cut short.
@@ -24,33 +22,22 @@ _FLUSH_S = 5.0
 
 
 def serve(
-    loaded: Models,
-    engine: Engine,
+    pool: ModelPool,
     options: ServerOptions,
     bound: socket.socket,
     *,
     is_verbose: bool = False,
     ready: Callable[[], None] = lambda: None,
     note: Callable[[str], None] = lambda _text: None,
-    between_answers: Callable[[bool], None] = lambda _begins: None,
 ) -> None:
     """Answer requests on a socket until SIGTERM or Ctrl-C. Unfinished answers then have `drain_s` seconds to
-    end; a second signal ends them at once. Closes the engine.
+    end; a second signal ends them at once.
 
-    `ready` is called when requests are accepted. `note` gets a sentence when the server starts to end. The
-    engine's thread calls `between_answers` while no answer is generated. Raise the exception that ended
-    that thread, if one did: a bug or a lost worker."""
+    `ready` is called when requests are accepted. `note` gets a sentence when the server starts to end. Raise
+    the exception that ended the thread of an engine, if one did: a bug or a lost worker."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("specgen.serving.server").setLevel(logging.INFO)
-    with http_server(
-        loaded,
-        engine,
-        options,
-        is_verbose=is_verbose,
-        ready=ready,
-        note=note,
-        between_answers=between_answers,
-    ) as server:
+    with http_server(pool, options, is_verbose=is_verbose, ready=ready, note=note) as server:
         server.run(sockets=[bound])
     if server.failure is not None:
         raise server.failure
@@ -58,23 +45,23 @@ def serve(
 
 @contextlib.contextmanager
 def http_server(
-    loaded: Models,
-    engine: Engine,
+    pool: ModelPool,
     options: ServerOptions,
     *,
     is_verbose: bool = False,
     ready: Callable[[], None] = lambda: None,
     note: Callable[[str], None] = lambda _text: None,
-    between_answers: Callable[[bool], None] = lambda _begins: None,
 ) -> Iterator[DrainingServer]:
-    """Open a server to `run`, with a thread that steps the engine; the exit closes the engine."""
-    metrics = Metrics(engine.n_parallel)
-    with (
-        EngineThread(engine, metrics, options.limits.n_waiting, between_answers) as thread,
-        Server(loaded, thread, metrics, options) as server,
-    ):
+    """Open a server to `run`, which answers with the models of a pool."""
+    n_connections = most_connections(options.limits.n_connections)
+    with Server(pool, options) as server:
         config = uvicorn.Config(
             server.app(),
+            http=LimitedProtocol.of(n_connections, options.limits.client_s),
+            ws="none",
+            backlog=BACKLOG,
+            # One more may come, and closes another one, or gets status 503.
+            limit_concurrency=n_connections + 1,
             log_config=None,
             # specgen's own log has the errors; a client that does not read its answer is none.
             log_level="info" if is_verbose else "critical",
@@ -84,7 +71,7 @@ def http_server(
             proxy_headers=False,
             timeout_graceful_shutdown=int(options.drain_s + _FLUSH_S),
         )
-        yield DrainingServer(config, thread, options.drain_s, ready, note)
+        yield DrainingServer(config, pool, options.drain_s, ready, note)
 
 
 class DrainingServer(uvicorn.Server):
@@ -93,21 +80,21 @@ class DrainingServer(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        thread: EngineThread,
+        pool: ModelPool,
         drain_s: float,
         ready: Callable[[], None],
         note: Callable[[str], None],
     ) -> None:
         super().__init__(config)
-        self._thread = thread
+        self._pool = pool
         self._drain_s = drain_s
         self._ready = ready
         self._note = note
 
     @property
     def failure(self) -> BaseException | None:
-        """The exception that ended the engine's thread, if one did."""
-        return self._thread.failure
+        """The exception that ended the thread of an engine, if one did."""
+        return self._pool.failure
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -121,10 +108,10 @@ class DrainingServer(uvicorn.Server):
         # Unlike uvicorn's own method, this does not raise the signal again at the end: being told to
         # end is no failure.
         if self.should_exit:
-            self._thread.cancel_all()
+            self._pool.cancel_all()
             return
         self.should_exit = True
-        n_open = self._thread.n_open
+        n_open = self._pool.n_open
         if n_open:
             again = "again to end them now" if sig == signal.SIGINT else f"{self._drain_s:g} s"
             answers = "1 answer" if n_open == 1 else f"{n_open} answers"
@@ -132,12 +119,12 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
-        cut = loop.call_later(self._drain_s, self._thread.cancel_all)
+        cut = loop.call_later(self._drain_s, self._pool.cancel_all)
         try:
             await super().shutdown(sockets)
         finally:
             cut.cancel()
-            self._thread.cancel_all()
+            self._pool.cancel_all()
 
 
 __all__ = ["DrainingServer", "http_server", "serve"]

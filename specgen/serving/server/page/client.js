@@ -19,11 +19,15 @@ export class Client {
     this.askForKey = askForKey;
   }
 
-  // The name of the model, and what /props tells.
-  async about() {
+  // The names of all models.
+  async models() {
     const models = await (await this.request("v1/models")).json();
-    const props = await (await this.request("props")).json();
-    return { ...props, model: models.data[0].id };
+    return models.data.map((model) => model.id);
+  }
+
+  // What /props tells of a model; its name only, if it is not loaded.
+  async about(model) {
+    return (await this.request(`props?model=${encodeURIComponent(model)}`)).json();
   }
 
   // The chunks of an answer as they arrive. Raises ServerError, and AbortError when `signal`

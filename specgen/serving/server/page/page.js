@@ -12,6 +12,7 @@ const question = part("question");
 const LONGEST_MS = 20; // without a pause
 
 let turns = [];
+let isUnknown = false; // whether the model is not loaded yet
 let running = null; // the AbortController of the answer that is coming
 
 part("composer").addEventListener("submit", (event) => {
@@ -47,18 +48,36 @@ part("colours").addEventListener("change", (event) => {
 });
 
 fillLegend(document.querySelector(".legend"));
-introduce();
+part("model").addEventListener("change", () => introduce());
+chooseModel();
 
-// Say which model answers.
-async function introduce() {
+// Offer the models, if there are several.
+async function chooseModel() {
   try {
-    const { model, draft, has_chat_template } = await client.about();
-    const drafts = { none: "no drafts", ngram: "drafts from n-grams" }[draft]
+    const models = await client.models();
+    part("model").replaceChildren(...models.map((model) => new Option(model)));
+    part("model").hidden = models.length === 1;
+    await introduce();
+  } catch (error) {
+    notice(sentence(error));
+  }
+}
+
+// Say which model answers. One that is not loaded tells nothing of itself.
+async function introduce() {
+  const model = part("model").value;
+  notice("");
+  try {
+    const { draft = null, has_chat_template = true } = await client.about(model);
+    const drafts = { null: "loaded when it is asked", none: "no drafts", ngram: "drafts from n-grams" }[draft]
       ?? `drafts from ${draft.replace(/\.gguf$/, "")}`;
-    part("about").textContent = `${model} · ${drafts}`;
+    part("about").textContent = part("model").hidden ? `${model} · ${drafts}` : drafts;
     document.title = `${model} – specgen`;
+    isUnknown = draft === null;
+    if (part("draft").disabled || draft === "none") {
+      part("draft").checked = draft !== "none";
+    }
     part("draft").disabled = draft === "none";
-    part("draft").checked = draft !== "none";
     if (!has_chat_template) {
       notice("This model has no chat template: it continues texts, but cannot chat.");
     }
@@ -104,6 +123,9 @@ async function ask(text) {
       }
     }
     following(() => turn.end());
+    if (isUnknown) {
+      introduce();
+    }
   } catch (error) {
     following(() => (controller.signal.aborted ? turn.stop() : turn.fail(sentence(error))));
   } finally {
@@ -135,7 +157,7 @@ function takeBack(turn) {
 }
 
 function settings() {
-  const given = { speculative: { draft: part("draft").checked, pieces: true } };
+  const given = { model: part("model").value, speculative: { draft: part("draft").checked, pieces: true } };
   const temperature = part("temperature").valueAsNumber;
   const maxTokens = part("max-tokens").valueAsNumber;
   if (!Number.isNaN(temperature)) {

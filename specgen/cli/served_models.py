@@ -1,0 +1,309 @@
+"""The models of `specgen serve`: the one of the command line, those of a file, or those in a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from typer import Option
+
+from specgen.cli import flags
+from specgen.cli.flags.groups import COMMAND_LINE_ERROR
+from specgen.cli.model_loading import Setup, make_opener
+from specgen.cli.output import Output
+from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
+from specgen.measure.selection.session_opening import open_memory
+from specgen.models import human_bytes
+from specgen.system.toml_file import correct, read_toml
+
+if TYPE_CHECKING:
+    from specgen.engine.calibration.memory import Memory
+    from specgen.measure.selection.resolve import Sources
+    from specgen.options import SessionOptions
+    from specgen.serving.server.jobs import Turns
+    from specgen.serving.server.model_pool import ModelEntry, OpenedModel
+
+#: The default number of answers at once, if the memory has room for as many.
+_N_PARALLEL = 4
+#: The default of --memory, as a share of the machine's memory.
+MEMORY_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSetup:
+    """The options of one of a server's models."""
+
+    setup: Setup
+    parallel: int | None = None
+
+
+#: The options that an entry of a file may have, and that the command line sets for all.
+model_setup = flags.group(
+    ModelSetup,
+    {"setup": flags.setup.without("answer_logprobs")},
+    flags.panel(
+        "Server",
+        parallel=Option(
+            "--parallel",
+            "-np",
+            min=1,
+            metavar="N",
+            help="How many answers to generate at once; each has a context of its own.",
+            show_default=f"{_N_PARALLEL}, or fewer if they do not fit into memory",
+        ),
+    ),
+)(ModelSetup)
+
+
+@dataclass(frozen=True)
+class ModelLoader:
+    """Loads models for a server. `stop` tells that a signal came."""
+
+    output: Output
+    learns_across: bool
+    stop: Callable[[], bool]
+
+    @cached_property
+    def _memory(self) -> Memory:
+        """What was learnt about this machine. All models share it: costs that were measured while other
+        programs slowed the machine down are not kept in the file, but a second load uses them."""
+        return open_memory()
+
+    def entry(
+        self, name: str, wanted: ModelSetup, *, alone: bool, memory_bytes: float
+    ) -> ModelEntry:
+        """Return a model of the server's pool. Files that are missing are fetched. Unless it is `alone`, it
+        must fit into `memory_bytes`, if necessary with fewer answers at once. Raise `UsageError`,
+        `ModelFileError`, `MemoryLimitError` or `FetchError`."""
+        from specgen.engine.memory_estimate import needed_bytes
+        from specgen.llama.file_check import check_file
+        from specgen.serving.server.model_pool import ModelEntry
+
+        if wanted.setup.learn and not self.learns_across:
+            raise UsageError(
+                "--learn uses one user's texts to draft for the others",
+                hint="if that is acceptable, add --learn-across-requests",
+            )
+        sources, options = wanted.setup.find(self.output)
+        name = name or sources.target.name.removesuffix(".gguf")
+        n_parallel, is_fixed = wanted.parallel or _N_PARALLEL, wanted.parallel is not None
+        n_bytes = 0
+        if not alone:
+            check_file(sources.target)
+            drafts = [choice.draft for choice in sources.drafts]
+            while True:
+                n_bytes = needed_bytes(options, drafts, n_parallel)
+                if n_bytes <= memory_bytes or is_fixed or n_parallel == 1:
+                    break
+                n_parallel //= 2
+            if n_bytes > memory_bytes:
+                raise MemoryLimitError(
+                    f"{name} needs about {human_bytes(n_bytes)}, but --memory allows "
+                    f"{human_bytes(int(memory_bytes))}",
+                    hint="give more --memory, or the model a smaller --ctx-size",
+                )
+
+        def opened(turns: Turns, interrupted: Callable[[], bool]) -> OpenedModel:
+            output = self.output if alone else _Named(**asdict(self.output), name=name)
+            return self._open(sources, options, (n_parallel, is_fixed), output, turns, interrupted)
+
+        return ModelEntry(name, opened, n_bytes)
+
+    def _open(
+        self,
+        sources: Sources,
+        options: SessionOptions,
+        parallel: tuple[int, bool],
+        output: Output,
+        turns: Turns,
+        interrupted: Callable[[], bool],
+    ) -> OpenedModel:
+        from specgen.engine.engine import Engine
+        from specgen.serving.server.model_pool import OpenedModel
+        from specgen.training.learner import Learner
+
+        with contextlib.ExitStack() as stack:
+            with _weights(options), turns:
+                opener = make_opener(sources.drafts, output, memory=self._memory)
+                loaded = stack.enter_context(opener.open(options))
+                stack.callback(self._save, turns)
+                n_parallel, is_fixed = parallel
+                engine = Engine.largest(
+                    loaded,
+                    n_parallel,
+                    None,
+                    is_fixed=is_fixed,
+                    interrupted=lambda: self.stop() or interrupted(),
+                    learn_alone=not self.learns_across,
+                )
+            stack.callback(engine.close)
+            output.note(
+                f"{engine.n_parallel} answers at once, contexts of {engine.n_ctx} tokens; "
+                f"draft: {loaded.drafts.name}"
+            )
+            for notice in engine.take_notices():
+                output.note(notice)
+            learner = stack.enter_context(Learner(loaded, engine, output.note))
+            return OpenedModel(
+                loaded,
+                engine,
+                stack.pop_all(),
+                lambda begins: learner.between_answers(begins=begins),
+            )
+
+    def _save(self, turns: Turns) -> None:
+        """Save what was learnt, while nothing learns."""
+        with turns:
+            self._memory.save()
+
+
+@contextlib.contextmanager
+def _weights(options: SessionOptions) -> Iterator[None]:
+    """Load the weights of a target, which takes longest, while other models decode. (If kernels cannot
+    compute it, they are switched while it loads, so that it is loaded later, when nothing decodes.)"""
+    from specgen.llama import LlamaModel
+    from specgen.llama.kernels import support_for
+
+    if support_for(options.target).problem:
+        yield
+        return
+    context = options.target_context
+    model = LlamaModel(
+        options.target, n_gpu_layers=context.n_gpu_layers, workers=context.workers, mtp=True
+    )
+    try:
+        yield
+    finally:
+        model.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Named(Output):
+    """An output whose notes begin with the name of a model."""
+
+    name: str = ""
+
+    def note(self, text: str) -> None:
+        Output.note(self, f"{self.name}: {text}")
+
+
+# --- several models -------------------------------------------------------------------------------
+
+
+def read_models(
+    path: Path, setup: Callable[..., ModelSetup], loader: ModelLoader, memory_bytes: float
+) -> list[ModelEntry]:
+    """Return the models of a file, or those in a folder. `setup` makes the options of one from those that
+    differ from the command line. Raise `UsageError`, `ModelFileError`, `MemoryLimitError` or `FetchError`;
+    files of a folder that cannot be served are left out, with a note."""
+    models = setup().setup.models
+    if models.target or models.draft or models.pair:
+        raise UsageError(
+            "--models names the models, so --target, --draft and --pair do not go with it"
+        )
+    if path.is_dir():
+        return _in_folder(path, setup, loader, memory_bytes)
+    entries = [
+        _entry(path, name, values, setup, loader, memory_bytes)
+        for name, values in read_toml(path).items()
+    ]
+    if not entries:
+        hint = "give each a table: a line [NAME], then target = ..."
+        raise UsageError(f"{path} has no models", hint)
+    return entries
+
+
+def _entry(
+    path: Path,
+    name: str,
+    values: object,
+    setup: Callable[..., ModelSetup],
+    loader: ModelLoader,
+    memory_bytes: float,
+) -> ModelEntry:
+    """Return the model of a table in a file. Errors name both."""
+    where = f"{path}: [{name}]"
+    try:
+        if not isinstance(values, dict):
+            raise UsageError(f'it is no table: begin each model with a line ["{name}"]')
+        wanted = setup(**_given(values, path.parent))
+        if wanted.setup.models.target is None and wanted.setup.models.pair is None:
+            raise UsageError('target is missing: give a file or a name, or pair = "NAME"')
+        return loader.entry(name, wanted, alone=False, memory_bytes=memory_bytes)
+    except COMMAND_LINE_ERROR as error:
+        message: str = error.format_message()  # type: ignore[attr-defined]
+        raise UsageError(f"{where}: {' '.join(message.split())}", correct(path)) from error
+    except SpecgenError as error:
+        raise type(error)(f"{where}: {error.message}", error.hint or correct(path)) from error
+
+
+def _given(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the options in a table of a file. Its keys are the long names of options; paths are relative to
+    the file's folder. Raise `UsageError`, `COMMAND_LINE_ERROR`."""
+    known = {name[2:] for name in model_setup.spellings() if name.startswith("--")} - {"kernels"}
+    arguments: list[str] = []
+    for key, value in values.items():
+        if key not in known:
+            close = difflib.get_close_matches(key.replace("_", "-"), known, n=1, cutoff=0.5)
+            question = f" (did you mean {close[0]}?)" if close else ""
+            raise UsageError(f"{key}: a model has no such option{question}")
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, bool):
+                if not each and f"no-{key}" not in known:
+                    raise UsageError(f"{key}: leave it out instead of false")
+                arguments.append(f"--{key}" if each else f"--no-{key}")
+            elif isinstance(each, str | int | float):
+                is_file = key in ("target", "model", "draft", "model-draft") and _is_file(
+                    folder, each
+                )
+                arguments.append(f"--{key}={folder / str(each) if is_file else each}")
+            else:
+                raise UsageError(f"{key}: {each!r} is no text, number, true or false")
+    given = model_setup.parse(arguments)
+    for name, value in given.items():
+        if isinstance(value, Path):
+            given[name] = folder / value
+        elif isinstance(value, list):
+            given[name] = [folder / each if isinstance(each, Path) else each for each in value]
+    return given
+
+
+def _is_file(folder: Path, value: object) -> bool:
+    try:
+        return (folder / str(value)).is_file()
+    except OSError:  # for example if the name is too long
+        return False
+
+
+def _in_folder(
+    folder: Path, setup: Callable[..., ModelSetup], loader: ModelLoader, memory_bytes: float
+) -> list[ModelEntry]:
+    from specgen.llama import LlamaModel
+    from specgen.models.files import model_stem, shard_number
+
+    entries: dict[str, ModelEntry] = {}
+    for path in sorted(folder.rglob("*.gguf"), key=lambda each: (len(each.parts), each)):
+        if shard_number(path) not in (None, 1):
+            continue
+        name = model_stem(path)
+        if name in entries:  # a file of this name is in a folder above
+            name = path.relative_to(folder).with_name(name).as_posix()
+        wanted = setup()
+        models = replace(wanted.setup.models, target=str(path))
+        wanted = replace(wanted, setup=replace(wanted.setup, models=models))
+        try:
+            LlamaModel(path, vocabulary_only=True).close()
+            entries[name] = loader.entry(name, wanted, alone=False, memory_bytes=memory_bytes)
+        except (ModelFileError, MemoryLimitError) as error:
+            loader.output.note(f"not served: {error.message}")
+    if not entries:
+        raise UsageError(f"{folder}: no file in this folder can be served")
+    return list(entries.values())
+
+
+__all__ = ["MEMORY_SHARE", "ModelLoader", "ModelSetup", "model_setup", "read_models"]
