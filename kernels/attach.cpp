@@ -21,6 +21,7 @@
 
 #include "ggml_internals.h"
 #include "instruction_set.h"
+#include "packed_file.h"
 #include "operators.h"
 #include "weights.h"
 #include "worker_weights.h"
@@ -273,3 +274,31 @@ EXPORTED void specgen_kernels_serve() {
 EXPORTED void specgen_kernels_enable(int products, int attention) {
     enable_operators(products != 0, attention != 0);
 }
+
+// The rows of an output matrix that a draft needs, see operators.h.
+EXPORTED void *specgen_kernels_new_row_limit(int64_t n_rows, const int32_t *rows, int64_t n) {
+    return new_row_limit(n_rows, rows, n);
+}
+EXPORTED void specgen_kernels_delete_row_limit(void *limit) {
+    delete_row_limit(static_cast<RowLimit *>(limit));
+}
+EXPORTED void specgen_kernels_set_row_limit(void *limit) {
+    set_row_limit(static_cast<RowLimit *>(limit));
+}
+
+// Packed weights in a file, see packed_file.h. From now on the calling thread loads models with `file`, or
+// without one (null).
+EXPORTED void *specgen_kernels_open_packed(const char *path) { return new PackedFile(path); }
+EXPORTED void specgen_kernels_load_packed(void *file) {
+    packed_file = static_cast<PackedFile *>(file);
+}
+EXPORTED int specgen_kernels_used_packed(const void *file) {
+    return static_cast<const PackedFile *>(file)->was_used();
+}
+EXPORTED uint64_t specgen_kernels_packed_file_bytes(const void *file) {
+    return static_cast<const PackedFile *>(file)->bytes();
+}
+EXPORTED int specgen_kernels_write_packed(const void *file, const char *path) {
+    return static_cast<const PackedFile *>(file)->write(path);
+}
+EXPORTED void specgen_kernels_close_packed(void *file) { delete static_cast<PackedFile *>(file); }

@@ -23,9 +23,10 @@ from specgen.errors import UsageError
 from specgen.events import CommittedEvent, Event
 from specgen.llama.file_check import remember_checks
 from specgen.llama.kernel_checks import choose_kernels, note_about
+from specgen.llama.packed_weights import keep_packed_weights
 from specgen.measure.selection.model_choice import staged
 from specgen.measure.selection.session_opening import SessionOpener, find_models, session_options
-from specgen.models import cache_folder
+from specgen.models import cache_folder, packed_folder
 from specgen.options import (
     ContextOptions,
     Contexts,
@@ -33,6 +34,7 @@ from specgen.options import (
     GenerationOptions,
     Grammar,
     KernelChoice,
+    KernelOptions,
     SamplerOptions,
 )
 
@@ -101,6 +103,7 @@ def load(
     sources = find_models(staged(str(target), [str(each) for each in drafts], None), quiet=True)
     remember_checks(cache_folder())
     status = choose_kernels(kernels, cache_folder())
+    keep_packed_weights(packed_folder())
     if text := note_about(status, kernels, cache_folder()):
         note(text)
     options = session_options(
@@ -108,7 +111,9 @@ def load(
         sampling or SamplerOptions(),
         drafting or DraftOptions(),
         generation or GenerationOptions(),
-        Contexts(context or ContextOptions(), draft_context or ContextOptions(), kernels),
+        Contexts(
+            context or ContextOptions(), draft_context or ContextOptions(), KernelOptions(kernels)
+        ),
     )
     with contextlib.ExitStack() as on_error:
         loaded = SessionOpener(sources.drafts, clock=time.perf_counter, note=note).open(options)

@@ -93,7 +93,7 @@ _N_NAMED = 10
         show_default=False,
     ),
     template=flags.template,
-    setup=flags.setup.without("answer_logprobs"),
+    setup=flags.setup.without("answer_logprobs", "prompt_cache"),
     output=flags.loudness,
 )
 def batch(

@@ -16,7 +16,7 @@ from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import UsageError
 from specgen.measure.selection.default_draft import DraftChoice
-from specgen.options import Contexts, DraftSource, KernelChoice, SessionOptions
+from specgen.options import Contexts, DraftSource, KernelOptions, SessionOptions
 
 if TYPE_CHECKING:
     from specgen.engine.loaded_models import Models
@@ -37,7 +37,7 @@ class BatchWork:
 
     options: SessionOptions
     drafts: Sequence[DraftChoice]
-    kernels: KernelChoice
+    kernels: KernelOptions
     chat: bool | None
     system: str | None
     parallel: int | None
@@ -74,7 +74,7 @@ def ray_cluster(
 
 
 def open_on_node(
-    options: SessionOptions, drafts: Sequence[DraftChoice], kernels: KernelChoice
+    options: SessionOptions, drafts: Sequence[DraftChoice], kernels: KernelOptions
 ) -> Models:
     """Load the models in an actor. Files that are made, and what is learnt, stay on the node."""
     from specgen.cli.model_loading import make_opener, use_kernels

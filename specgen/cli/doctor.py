@@ -147,7 +147,8 @@ def kernels_line(status: KernelStatus) -> str:
 
 
 def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
-    from specgen.models import human_bytes
+    from specgen.llama.packed_weights import kept_bytes
+    from specgen.models import human_bytes, packed_folder
 
     machine, build = report.machine, report.build
     cores = f"{machine.n_physical_cores or '?'} cores, {machine.n_logical_cores or '?'} threads"
@@ -177,6 +178,7 @@ def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
         "Files",
         [
             ("cache", str(report.cache_folder)),
+            ("packed weights", f"{human_bytes(kept_bytes(packed_folder()))}, {packed_folder()}"),
             ("configuration", str(report.config_folder)),
             ("data", str(report.data_folder)),
             *((name, str(path)) for name, path in report.models.items()),

@@ -24,7 +24,7 @@ from specgen.errors import OutputError, UsageError
 from specgen.measure.selection.model_choice import ModelChoice
 from specgen.measure.selection.session_opening import find_models, find_target, open_memory
 from specgen.models import cache_folder, data_folder, human_bytes
-from specgen.options import ContextOptions
+from specgen.options import ContextOptions, KernelOptions
 from specgen.training.draft_files import identity_of, learning_folder
 
 app = typer.Typer(
@@ -76,7 +76,7 @@ def learn(
     target_path = find_target(target, quiet=output.quiet)
     draft_path = _draft_model(target, draft, output)
     folder = learning_folder(data_folder(), identity_of(target_path))
-    use_kernels(wanted_in(os.environ), output)
+    use_kernels(KernelOptions(wanted_in(os.environ)), output)
     copies = Copies(cache_folder() / "drafts", open_memory(), time.perf_counter)
     with output.measuring() as (progress, stop):
         base = copies.of(draft_path, ContextOptions()) or draft_path

@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.cli.output import Output
 from specgen.measure.selection.default_draft import DraftChoice
 from specgen.measure.selection.model_choice import ModelChoice
 from specgen.measure.selection.session_opening import SessionOpener, find_models, session_options
-from specgen.options import Contexts, DraftOptions, GenerationOptions, KernelChoice, SamplerOptions
+from specgen.options import Contexts, DraftOptions, GenerationOptions, KernelOptions, SamplerOptions
 
 if TYPE_CHECKING:
     from specgen.engine.calibration.memory import Memory
@@ -43,12 +44,19 @@ class Setup:
     drafting: DraftOptions
     machine: Contexts
     learn: bool = False
+    prompt_cache: Path | None = None
 
     def find(self, output: Output) -> tuple[Sources, SessionOptions]:
         """Return the files of the models, fetched if necessary, and the options to load them with."""
         sources = find_models(self.models, quiet=output.quiet)
         options = session_options(
-            sources, self.sampling, self.drafting, self.answer, self.machine, learn=self.learn
+            sources,
+            self.sampling,
+            self.drafting,
+            self.answer,
+            self.machine,
+            learn=self.learn,
+            prompt_cache=self.prompt_cache,
         )
         return sources, options
 
@@ -63,7 +71,7 @@ class Setup:
 @contextlib.contextmanager
 def opened(
     options: SessionOptions,
-    kernels: KernelChoice,
+    kernels: KernelOptions,
     output: Output,
     drafts: Sequence[DraftChoice] = (),
     *,
@@ -77,19 +85,21 @@ def opened(
         yield loaded
 
 
-def use_kernels(wanted: KernelChoice, output: Output) -> None:
+def use_kernels(wanted: KernelOptions, output: Output) -> None:
     """Choose what computes on the CPU, before the first model is loaded; print a note if the kernels are
     missing or cannot be used. From then on, a crash in native code is reported in a line. Raise `UsageError`
     if kernels that were asked for cannot be used."""
     from specgen.llama.file_check import remember_checks
     from specgen.llama.kernel_checks import choose_kernels, note_about
     from specgen.llama.library import end_with_a_line
-    from specgen.models import cache_folder
+    from specgen.llama.packed_weights import keep_packed_weights
+    from specgen.models import cache_folder, packed_folder
 
     end_with_a_line(sys.stdout.flush)
     remember_checks(cache_folder())
-    status = choose_kernels(wanted, cache_folder())
-    if note := note_about(status, wanted, cache_folder()):
+    status = choose_kernels(wanted.choice, cache_folder())
+    keep_packed_weights(None if wanted.packed_cache == "off" else packed_folder())
+    if note := note_about(status, wanted.choice, cache_folder()):
         hint = f"\nhint: {status.hint}" if status.hint else ""
         output.note(f"{note}{hint}")
 

@@ -342,7 +342,7 @@ class Models:
             n_outputs = max(1, self.options.drafting.n_max)
         elif draft.branches:
             n_outputs, n_branches = min(self.n_rows_max, _WIDEST), self.n_rows_max + 1
-        return LlamaBackend(
+        context = LlamaBackend(
             draft.model,
             self.costs.context_options(draft.model.path),
             n_ctx=n_ctx * n_slots,
@@ -352,6 +352,8 @@ class Models:
             n_rollback=n_outputs - 1,
             n_branches=n_branches,
         )
+        context.compute_frequent_tokens()
+        return context
 
     @property
     def _n_states_branches(self) -> int:

@@ -13,6 +13,7 @@ from specgen.models.folders import (
     data_folder,
     memory_file,
     models_folder,
+    packed_folder,
     saved_drafts_file,
     user_registry_file,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "locate",
     "memory_file",
     "models_folder",
+    "packed_folder",
     "parse_reference",
     "save_draft",
     "saved_draft",

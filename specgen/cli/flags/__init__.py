@@ -334,6 +334,15 @@ LEARN = Option(
     rich_help_panel="Learning",
 )
 
+PROMPT_CACHE = Option(
+    "--prompt-cache",
+    metavar="FILE",
+    help="Keep what was read in this file, and what was computed of it; a prompt that begins with the same text is "
+    "then not read again. The file is made if it does not exist.",
+    show_default="not kept",
+    rich_help_panel="Prompt",
+)
+
 #: The options of commands that load models and answer with them.
 setup = group(
     Setup,
@@ -344,6 +353,7 @@ setup = group(
         "drafting": drafting,
         "machine": machine,
         "learn": LEARN,
+        "prompt_cache": PROMPT_CACHE,
     },
 )(Setup)
 

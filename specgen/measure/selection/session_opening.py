@@ -81,6 +81,7 @@ def session_options(
     contexts: Contexts,
     *,
     learn: bool = False,
+    prompt_cache: Path | None = None,
 ) -> SessionOptions:
     """Return the options of a session. With `learn`, answers are kept: drafts learn from them, and n-grams
     are looked up in them."""
@@ -102,6 +103,7 @@ def session_options(
         helpers=sources.helpers,
         cache=cache_folder(),
         learning=learning,
+        prompt_cache=prompt_cache,
     )
 
 

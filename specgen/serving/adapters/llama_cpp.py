@@ -27,6 +27,7 @@ from specgen.options import (
     DraftOptions,
     GenerationOptions,
     KernelChoice,
+    KernelOptions,
     SamplerOptions,
     TreeShape,
 )
@@ -97,7 +98,11 @@ class SpecgenDraft(LlamaDraftModel):
             SamplerOptions(),
             replace(drafting, tree=TreeShape("off")),
             GenerationOptions(),
-            Contexts(context or ContextOptions(), draft_context or ContextOptions(), kernels),
+            Contexts(
+                context or ContextOptions(),
+                draft_context or ContextOptions(),
+                KernelOptions(kernels),
+            ),
         )
         self.rounds = DraftRounds(
             options, open_memory(), n_ctx=n_ctx, clock=time.perf_counter, note=note
