@@ -531,7 +531,10 @@ class Engine:
         except OutputError as error:  # the answer itself has not failed
             message = f"the answer is not kept for the draft to learn from: {error.message}"
             notices.append(NoticeEvent(request.index, self._loop.now_s, message))
-        events = notices + self._loop.finish(sequence, estimate_gain=self._estimates_gain)
+        costs = self._models.costs.table(n_past=sequence.n_prompt)
+        events = notices + self._loop.finish(
+            sequence, estimate_gain=self._estimates_gain, costs=costs
+        )
         request.events.extend(events)
         (request.finished,) = [event for event in events if isinstance(event, FinishedEvent)]
         slot.free()
