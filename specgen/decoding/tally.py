@@ -113,15 +113,18 @@ class Tally:
         return statistics.median(samples) if len(samples) >= _MIN_PLAIN_SAMPLES else None
 
     def priced_token_s(self, costs: CostTable) -> float | None:
-        """Return the mean time of a token if no sequence had drafted, by the costs of the target's batches.
-        Sequences that share a round have equal parts of its time. None if nothing was measured."""
+        """Return the mean time of a token if no sequence had drafted, by the costs of the target's batches at
+        the speed that the machine had during this answer. Sequences that share a round have equal parts of
+        its time. None if nothing was measured."""
         if not costs or not self.n_round_tokens:
             return None
+        expected_s = sum(len(each) * costs.seconds(n) for n, each in self.target_s_by_rows.items())
+        observed_s = sum(map(sum, self.target_s_by_rows.values()))
         seconds = sum(
             n_tokens * costs.seconds(n_sequences) / n_sequences
             for n_sequences, n_tokens in self.n_tokens_by_sequences.items()
         )
-        return seconds / self.n_round_tokens
+        return observed_s / expected_s * seconds / self.n_round_tokens
 
 
 def _count(counts: list[int], indices: Sequence[int]) -> None:
