@@ -3,12 +3,23 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <limits>
+#include <vector>
 
 #include "column_tiles.h"
 #include "plain_operators.h"
 #include "stacked_columns.h"
 
+// The groups of rows that products with a matrix of `n_rows` rows compute; their other outputs are
+// -infinity. Of the thread that computes a graph; the other threads of its pool learn it from that one.
+struct RowLimit {
+    int64_t n_rows = 0;
+    std::vector<int32_t> groups;
+};
+
 namespace {
+
+thread_local RowLimit *row_limit = nullptr;
 
 std::atomic<bool> products_enabled{true}, attention_enabled{true};
 std::atomic<uint64_t> n_products{0}, n_attentions{0}, n_other_attentions{0};
@@ -38,7 +49,8 @@ struct Product {
           group_bytes(kernels->group_bytes(type, n_inputs)),
           n_groups((n_rows + kernels->rows_per_group - 1) / kernels->rows_per_group) {}
 
-    size_t work_bytes() const { return column_bytes * n_columns + 64; }
+    // In front of the prepared columns is the address of the limit.
+    size_t work_bytes() const { return column_bytes * n_columns + 2 * 64; }
 
     const float *column(int64_t c) const {
         const int64_t i1 = c % inputs->ne[1], rest = c / inputs->ne[1];
@@ -64,11 +76,20 @@ struct Product {
         }
     }
 
-    void multiply(const char *prepared, int64_t first_group, int64_t end_group, int64_t first_tile,
-                  int64_t end_tile) const {
+    // A thread's share of the outputs that no group writes.
+    void fill(int thread, int n_threads) const {
+        auto *out = static_cast<float *>(outputs->data);
+        const int64_t n = n_rows * n_columns;
+        std::fill(out + n * thread / n_threads, out + n * (thread + 1) / n_threads,
+                  -std::numeric_limits<float>::infinity());
+    }
+
+    void multiply(const char *prepared, const int32_t *groups, int64_t first_group,
+                  int64_t end_group, int64_t first_tile, int64_t end_tile) const {
         const char *matrix = packed(weights);
         auto *out = static_cast<float *>(outputs->data);
-        for (int64_t g = first_group; g < end_group; g++) {
+        for (int64_t i = first_group; i < end_group; i++) {
+            const int64_t g = groups == nullptr ? i : groups[i];
             const int64_t row = g * kernels->rows_per_group;
             const int rows = static_cast<int>(
                 std::min<int64_t>(kernels->rows_per_group, n_rows - row));
@@ -96,23 +117,34 @@ struct ProductTraits : ggml::cpu::tensor_traits {
 
     bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override {
         const Product product(op);
-        char *prepared = aligned(params->wdata);
+        char *work = aligned(params->wdata), *prepared = work + 64;
+        auto &limit = *reinterpret_cast<const RowLimit **>(work);
         if (params->ith == 0) {
             n_products++;
             ggml_api.chunk_set(params->threadpool, params->nth);
+            const bool is_limited = row_limit != nullptr && row_limit->n_rows == product.n_rows;
+            limit = is_limited ? row_limit : nullptr;
         }
         product.prepare(prepared, params->ith, params->nth);
         ggml_api.barrier(params->threadpool);
+        const int32_t *listed = nullptr;
+        int64_t n_groups = product.n_groups;
+        if (limit != nullptr) {
+            listed = limit->groups.data();
+            n_groups = static_cast<int64_t>(limit->groups.size());
+            product.fill(params->ith, params->nth);
+            ggml_api.barrier(params->threadpool);
+        }
 
         const int64_t panel_tiles = std::max<int64_t>(
             1, panel_bytes / (product.column_bytes * product.tiles.most + 1));
         const int64_t n_panels = (product.tiles.count + panel_tiles - 1) / panel_tiles;
-        const int64_t groups = groups_of_chunk(product.n_groups, product.group_bytes, params->nth);
-        const int64_t n_chunks = (product.n_groups + groups - 1) / groups;
+        const int64_t groups = groups_of_chunk(n_groups, product.group_bytes, params->nth);
+        const int64_t n_chunks = (n_groups + groups - 1) / groups;
         for (int64_t i = params->ith; i < n_chunks * n_panels;
              i = ggml_api.chunk_add(params->threadpool, 1)) {
             const int64_t group = i % n_chunks * groups, tile = i / n_chunks * panel_tiles;
-            product.multiply(prepared, group, std::min(product.n_groups, group + groups), tile,
+            product.multiply(prepared, listed, group, std::min(n_groups, group + groups), tile,
                              std::min(product.tiles.count, tile + panel_tiles));
         }
         kernels->finish();
@@ -487,5 +519,18 @@ void enable_operators(bool products, bool attention) {
     products_enabled = products;
     attention_enabled = attention;
 }
+
+RowLimit *new_row_limit(int64_t n_rows, const int32_t *rows, int64_t n) {
+    auto *limit = new RowLimit{n_rows, {}};
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t group = rows[i] / kernels->rows_per_group;
+        if (limit->groups.empty() || limit->groups.back() != group) limit->groups.push_back(group);
+    }
+    return limit;
+}
+
+void delete_row_limit(RowLimit *limit) { delete limit; }
+
+void set_row_limit(RowLimit *limit) { row_limit = limit; }
 
 OperatorCounts operator_counts() { return {n_products, n_attentions, n_other_attentions}; }

@@ -1,5 +1,7 @@
 #include "weights.h"
 
+#include "packed_file.h"
+
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -78,7 +80,17 @@ void set_tensor(ggml_backend_buffer *, ggml_tensor *tensor, const void *data, si
                 size_t size) {
     const size_t bytes = ggml_api.nbytes(tensor);
     if (offset == 0 && size == bytes) {
-        pack(tensor, static_cast<const char *>(data), static_cast<char *>(tensor->data));
+        const auto *rows = static_cast<const char *>(data);
+        const size_t packed_bytes = matrix_bytes(tensor) * tensor->ne[2];
+        if (packed_file == nullptr) {
+            pack(tensor, rows, static_cast<char *>(tensor->data));
+            return;
+        }
+        if (!packed_file->has(tensor, rows, packed_bytes)) {
+            pack(tensor, rows, static_cast<char *>(tensor->data));
+            packed_file->packed(tensor, rows, packed_bytes);
+        }
+        packed_file->drop(rows, size);
         return;
     }
     const std::lock_guard<std::mutex> lock(pieces_mutex);
@@ -97,11 +109,15 @@ void clear(ggml_backend_buffer *buffer, uint8_t value) {
 }
 
 ggml_backend_buffer *alloc_buffer(ggml_backend_buffer_type *type, size_t size) {
-    void *memory = mmap(nullptr, std::max<size_t>(size, 1), PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) return nullptr;
-    // Weights are read from end to end for each token: with pages of 2 MB that takes 5 % less.
-    madvise(memory, size, MADV_HUGEPAGE);
+    void *memory = packed_file != nullptr ? packed_file->take_memory(size) : nullptr;
+    if (memory == nullptr) {
+        memory = mmap(nullptr, std::max<size_t>(size, 1), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (memory == MAP_FAILED) return nullptr;
+        // Weights are read from end to end for each token: with pages of 2 MB that takes 5 % less.
+        madvise(memory, size, MADV_HUGEPAGE);
+        if (packed_file != nullptr) packed_file->remember(memory, size);
+    }
     ggml_backend_buffer_i functions = {};
     functions.free_buffer = free_buffer;
     functions.get_base = get_base;

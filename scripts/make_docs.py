@@ -111,8 +111,9 @@ def cli_page() -> str:
     from specgen.cli import app
 
     introduction = (
-        "`--help` (`-h`) after a command shows this text on the terminal. `specgen "
-        "--install-completion` lets your shell complete commands and options."
+        "`--help` after a command shows this text on the terminal, `-h` the usual options and three "
+        "examples. `specgen --install-completion` lets your shell complete commands, options and names of "
+        "models. [Your own defaults](using.md#your-defaults) can stand in a file."
     )
     sections = command_sections(get_command(app), "specgen")
     return page("The command line", "specgen/cli", introduction, *sections)
@@ -216,7 +217,9 @@ def option_row(parameter: Any, declared: inspect.Parameter) -> OptionRow:
     return OptionRow(
         is_argument=is_argument,
         names=" / ".join(", ".join(f"`{name}`" for name in names) for names in spellings if names),
-        value="" if is_argument or parameter.is_flag else value_in_words(parameter, declared),
+        value=""
+        if is_argument or parameter.is_flag or parameter.count
+        else value_in_words(parameter, declared),
         description=description,
         default=default_in_words(parameter, declared),
     )
@@ -246,7 +249,7 @@ def type_and_option(annotation: Any) -> tuple[Any, Any]:
     """The type of one value, out of `Annotated`, unions with None and lists, and typer's option
     or argument that stands beside it."""
     option = None
-    while not isinstance(annotation, type) and typing.get_origin(annotation) is not Literal:
+    while typing.get_args(annotation) and typing.get_origin(annotation) is not Literal:
         if hasattr(annotation, "__metadata__"):
             option = annotation.__metadata__[0]
         annotation = next(each for each in typing.get_args(annotation) if each is not type(None))

@@ -22,10 +22,11 @@ from specgen.engine.request import Request
 from specgen.errors import UsageError
 from specgen.events import CommittedEvent, Event
 from specgen.llama.file_check import remember_checks
-from specgen.llama.kernel_checks import choose_kernels
+from specgen.llama.kernel_checks import choose_kernels, note_about
+from specgen.llama.packed_weights import keep_packed_weights
 from specgen.measure.selection.model_choice import staged
 from specgen.measure.selection.session_opening import SessionOpener, find_models, session_options
-from specgen.models import cache_folder
+from specgen.models import cache_folder, packed_folder
 from specgen.options import (
     ContextOptions,
     Contexts,
@@ -33,6 +34,7 @@ from specgen.options import (
     GenerationOptions,
     Grammar,
     KernelChoice,
+    KernelOptions,
     SamplerOptions,
 )
 
@@ -87,8 +89,8 @@ def load(
 ) -> Model:
     """Load a target and its draft. Close the result, or use it as a context manager.
 
-    `target` is a GGUF file or a name from `specgen models list`; the model is downloaded if it is not on
-    this disk. `draft` is also a file or a name, or ``ngram``, or ``none``. In a list, each draft drafts for
+    `target` is a GGUF file, a name from `specgen models list`, or ``hf:USER/REPO:QUANT`` on the Hugging
+    Face hub; the model is downloaded if it is not on this disk. `draft` is also a file or a name, or ``ngram``, or ``none``. In a list, each draft drafts for
     the one before it. None chooses a draft as `specgen run` does. Up to `n_parallel` answers are generated
     at once, each in a context of `n_ctx` tokens (by default 4096, or the context that the target was
     trained with if that is smaller). `note` receives the messages that the command line would print, for
@@ -101,14 +103,17 @@ def load(
     sources = find_models(staged(str(target), [str(each) for each in drafts], None), quiet=True)
     remember_checks(cache_folder())
     status = choose_kernels(kernels, cache_folder())
-    if kernels == "auto" and status.reason and status.path is not None:
-        note(f"not using specgen's kernels: {status.reason}")
+    keep_packed_weights(packed_folder())
+    if text := note_about(status, kernels, cache_folder()):
+        note(text)
     options = session_options(
         sources,
         sampling or SamplerOptions(),
         drafting or DraftOptions(),
         generation or GenerationOptions(),
-        Contexts(context or ContextOptions(), draft_context or ContextOptions(), kernels),
+        Contexts(
+            context or ContextOptions(), draft_context or ContextOptions(), KernelOptions(kernels)
+        ),
     )
     with contextlib.ExitStack() as on_error:
         loaded = SessionOpener(sources.drafts, clock=time.perf_counter, note=note).open(options)

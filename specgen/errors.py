@@ -5,9 +5,10 @@ The tree::
     SpecgenError                 1   (never raised itself)
     ├── UsageError               2   an option's value, or options that exclude each other
     ├── PromptError              3   empty, not UTF-8, unreadable, longer than the context
+    │   └── PromptLengthError    3   certainly longer than the context, found before it is tokenized
     ├── ModelFileError           4   missing, truncated, not GGUF, of a kind that cannot generate
     ├── PairError                5   the draft does not fit the target
-    ├── UnknownModelError        6   no model or pair of that name
+    ├── UnknownModelError        6   no model, pair or repository of that name
     ├── FetchError               7   a download failed, or gave another file
     ├── MemoryLimitError         8   the context does not fit
     ├── BackendError             9   llama.cpp is missing, broken, or refused to decode
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-#: Ctrl-C; the text so far was shown (128 + SIGINT, as a shell reports it). 143 for SIGTERM.
+#: Ctrl-C; the text so far was shown, and the next run resumes a download (128 + SIGINT, as a shell reports it). 143 for SIGTERM.
 EXIT_INTERRUPTED = 130
 #: The reader of stdout has closed the pipe (128 + SIGPIPE, as a shell reports it).
 EXIT_BROKEN_PIPE = 141
@@ -57,6 +58,10 @@ class PromptError(SpecgenError):
     exit_code = 3
 
 
+class PromptLengthError(PromptError):
+    """The prompt has so many bytes that its tokens cannot fit into the context."""
+
+
 class ModelFileError(SpecgenError):
     """A model file is missing, truncated, not GGUF, or cannot generate text."""
 
@@ -71,7 +76,7 @@ class PairError(SpecgenError):
 
 
 class UnknownModelError(SpecgenError):
-    """No model or pair goes by that name."""
+    """No model, pair or repository of the hub has that name."""
 
     exit_code = 6
 

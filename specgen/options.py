@@ -395,12 +395,20 @@ class ContextOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelOptions:
+    """Who computes on the CPU, and whether weights packed for specgen's kernels are kept on the disk."""
+
+    choice: KernelChoice = "auto"
+    packed_cache: Literal["auto", "off"] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class Contexts:
     """The contexts of the two models, and who computes on the CPU for both."""
 
     target: ContextOptions
     draft: ContextOptions
-    kernels: KernelChoice = "auto"
+    kernels: KernelOptions = KernelOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,3 +456,5 @@ class SessionOptions:
     cache: Path | None = None
     #: Where the target's answers are kept, and what drafts learnt from them; None keeps none.
     learning: Path | None = None
+    #: Where the text that was read is kept, so that the next session need not read it again; None keeps none.
+    prompt_cache: Path | None = None

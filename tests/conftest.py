@@ -133,7 +133,7 @@ def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     # Nor does it depend on the machine what is said of copies.
     monkeypatch.setenv("SPECGEN_DRAFT_WEIGHTS", "own")
     # Nor does it depend on what else runs here whether measurements are kept.
-    monkeypatch.setattr("specgen.engine.measurements.core_time", lambda: None)
+    monkeypatch.setattr("specgen.system.machine.core_time", lambda: None)
     # Nor does it depend on how quick it is what is told of progress.
     monkeypatch.setattr("specgen.system.progress.INTERVAL_S", math.inf)
     # Several workers share the cores: more threads than one are asked for by name.

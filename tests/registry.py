@@ -241,8 +241,7 @@ DRAFTERS: dict[str, DrafterCase] = {
         TranslatedDrafter, translated("tokens"), "respelled", translated="tokens", draws=True
     ),
     "heads": DrafterCase(HeadsDrafter, None, "heads", draws=True, heads=True),
-    # These need targets and drafts of their own: tests/engine/test_mtp.py, tests/llama/test_eagle.py and
-    # tests/llama/test_dflash.py compare their answers with plain decoding's and draw from them.
+    # These need targets of their own, which test_lossless.py has.
     "MTP layers": DrafterCase(MtpDrafter, None, draws=True, heads=True),
     "EAGLE-3": DrafterCase(EagleDrafter, None, draws=True, heads=True),
     "DFlash": DrafterCase(DflashDrafter, None, draws=True, heads=True),

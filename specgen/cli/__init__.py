@@ -16,6 +16,9 @@ from specgen.cli import draft, models
 from specgen.cli.batch import batch
 from specgen.cli.bench import bench
 from specgen.cli.chat import chat
+from specgen.cli.command import Command, without_flag_types
+from specgen.cli.config import ConfigCommand, config
+from specgen.cli.defaults import in_words
 from specgen.cli.doctor import doctor
 from specgen.cli.fim import fim
 from specgen.cli.flags.groups import COMMAND_LINE_ERROR
@@ -30,6 +33,9 @@ from specgen.errors import EXIT_INTERRUPTED, MemoryLimitError, OutputError, Spec
 
 class _Group(typer.core.TyperGroup):
     """The group of commands. It handles errors of standard output for every command."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return without_flag_types(super().get_params(ctx))
 
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
         with output_errors():  # --version and --help write here
@@ -56,18 +62,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(run)
-app.command()(chat)
-app.command()(fim)
-app.command()(batch)
-app.command()(serve)
-app.command()(verify)
-app.command()(tune)
-app.command()(bench)
+for each in (run, chat, fim, batch, serve, verify, tune, bench):
+    app.command(cls=Command)(each)
 app.add_typer(models.app, name="models")
 app.add_typer(draft.app, name="draft")
-app.command()(worker)
-app.command()(doctor)
+app.command(cls=ConfigCommand)(config)
+for each in (worker, doctor):
+    app.command(cls=Command)(each)
 
 #: What the dynamic loader says if there is no memory for a library.
 _NO_ROOM = "failed to map segment"
@@ -114,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _complain_of_usage(error: Exception) -> int:
-    message: str = error.format_message()  # type: ignore[attr-defined]
+    message = in_words(error.format_message())  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
     if context is not None and type(error).__name__ == "NoArgsIsHelpError":
         print(message, file=sys.stderr)

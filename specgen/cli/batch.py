@@ -8,7 +8,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from specgen.cli.inputs import STDIO, read_bytes
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
-from specgen.errors import BatchError, OutputError, UsageError
+from specgen.errors import BatchError, OutputError, PromptError, UsageError
 from specgen.options import SessionOptions
 from specgen.system.json_values import as_json
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from specgen.serving.batch.lines import Line
     from specgen.serving.batch.results import Earlier, Results
     from specgen.serving.batch.runner import Batch
+
+#: The most lines that the last message names.
+_N_NAMED = 10
 
 
 @flags.takes_options(
@@ -62,7 +65,7 @@ if TYPE_CHECKING:
             metavar="ADDRESS",
             help="Let a Ray cluster answer the lines, with an actor on each node: HOST:PORT, auto (the "
             "cluster of this machine, or of RAY_ADDRESS), or local (this machine alone). Each node needs "
-            "specgen, and the model files at the same paths. Needs `pip install 'specgen[ray]'`.",
+            "specgen, and the model files at the same paths. Needs `pip install 'specgen-gguf[ray]'`.",
         ),
         cpus_per_worker=Option(
             "--cpus-per-worker",
@@ -90,7 +93,7 @@ if TYPE_CHECKING:
         show_default=False,
     ),
     template=flags.template,
-    setup=flags.setup.without("answer_logprobs"),
+    setup=flags.setup.without("answer_logprobs", "prompt_cache"),
     output=flags.loudness,
 )
 def batch(
@@ -114,9 +117,10 @@ def batch(
     plain text. The options set what a line leaves out. Each result is a line of JSON, written as soon
     as it is finished. Started again, the command answers only what is missing.
     """
-    if destination == STDIO and (retry_errors or allow_mixed):
+    is_stream = destination == STDIO or destination.is_fifo()
+    if is_stream and (retry_errors or allow_mixed):
         raise UsageError("--retry-errors and --allow-mixed need a file as OUT")
-    _check_folder(destination)
+    _check_files(source, destination)
     from specgen.serving.batch.lines import read_lines
 
     name = "standard input" if source == STDIO else str(source)
@@ -130,7 +134,7 @@ def batch(
         options, sources.drafts, setup.machine.kernels, template.chat, template.system, parallel
     )
 
-    def answer_lines(todo: Sequence[Line], results: Results) -> tuple[int, int]:
+    def answer_lines(todo: Sequence[Line], results: Results) -> int:
         if cluster is None:
             return _answer_here(work, todo, results, settings, output)
         return answer_on_ray(cluster, work, todo, results, settings, output)
@@ -139,13 +143,18 @@ def batch(
         from specgen.render.text import counted
         from specgen.serving.batch.results import ResultsFile, ResultsStream, missing
 
-        results: Results = ResultsStream(sys.stdout.buffer)
-        n_errors, todo = 0, lines
-        if destination != STDIO:
+        todo, failed = lines, set[str]()
+        results: Results
+        if is_stream:
+            results = ResultsStream(sys.stdout.buffer)
+            if destination != STDIO:
+                pipe = stack.enter_context(destination.open("wb"))
+                results = ResultsStream(pipe, str(destination))
+        else:
             stack.enter_context(_alone(destination))
             earlier = _take_up(destination, output, retry_errors=retry_errors)
             todo = missing(lines, earlier, settings, str(destination), allow_mixed=allow_mixed)
-            n_errors = len(earlier.errors)
+            failed |= earlier.errors
             if earlier.digests:
                 n_known = len(lines) - len(todo)
                 output.note(
@@ -154,21 +163,47 @@ def batch(
             results = stack.enter_context(ResultsFile.opened(destination, earlier))
         code = 0
         if todo:
-            code, n_failed = with_workers(
+            watched = _Watched(results, failed)
+            code = with_workers(
                 setup.machine.target.workers,
-                lambda: answer_lines(todo, results),
+                lambda: answer_lines(todo, watched),
                 n_missing=len(todo),
-                can_restart=STDIO not in (source, destination),
+                can_restart=source != STDIO and not is_stream,
                 patience_s=host_timeout,
                 note=output.note,
             )
-            n_errors += n_failed
-    if n_errors and not code:
+    if failed and not code:
         raise BatchError(
-            f"{counted(n_errors, 'line')} of {len(lines)} could not be answered; the results say why",
-            hint="--retry-errors answers them again",
+            f"{counted(len(failed), 'line')} of {len(lines)} could not be answered"
+            f"{_named(lines, failed)}; the results say why",
+            hint=None if is_stream else "--retry-errors answers them again",
         )
     return code
+
+
+class _Watched:
+    """Passes results on, and adds the custom_ids of errors to `failed`."""
+
+    def __init__(self, results: Results, failed: set[str]) -> None:
+        self._results = results
+        self._failed = failed
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write a result. Raise `OutputError`."""
+        self._results.write(record)
+        if record["error"] is not None:
+            self._failed.add(record["custom_id"])
+
+
+def _named(lines: Sequence[Line], failed: Container[str]) -> str:
+    """Return the first lines that failed, after a colon; empty if none of them is there any more."""
+    shown = [
+        f"{line.number}{'' if line.custom_id == str(line.number) else f' ({line.custom_id:.40})'}"
+        for line in lines
+        if line.custom_id in failed
+    ]
+    more = f" and {len(shown) - _N_NAMED} more" if len(shown) > _N_NAMED else ""
+    return f": {', '.join(shown[:_N_NAMED])}{more}" if shown else ""
 
 
 def _answer_here(
@@ -177,15 +212,14 @@ def _answer_here(
     results: Results,
     settings: Mapping[str, Any],
     output: Output,
-) -> tuple[int, int]:
-    """Get the lines answered on this machine; return the exit code, and the number of errors in results."""
+) -> int:
+    """Get the lines answered on this machine; return the exit code."""
     from specgen.serving.batch.runner import Batch, Prompting
 
     with opened(work.options, work.kernels, output, work.drafts) as loaded:
         prompting = Prompting(work.chat, work.system, datetime.datetime.now().astimezone())
         job = Batch(loaded, prompting, results, settings, wall_clock=time.time, note=output.note)
-        code = _answer(loaded, job, lines, work.parallel, output)
-        return code, job.tally.n_errors
+        return _answer(loaded, job, lines, work.parallel, output)
 
 
 def _answer(
@@ -196,7 +230,7 @@ def _answer(
     from specgen.engine.measurements import fastest_parallel
     from specgen.render.progress_bars import batch_progress, batch_summary
 
-    is_silent = output.quiet or output.verbose
+    is_silent = output.quiet or output.verbose > 0
     with Interrupt() as stop, batch_progress(sys.stderr, quiet=is_silent) as report:
         tasks = job.prepare(lines, stop)
         if tasks and not stop():
@@ -217,14 +251,28 @@ def _answer(
     return stop.exit_code
 
 
-def _check_folder(destination: Path) -> None:
-    """Check that results can be written, before models are loaded."""
-    if destination == STDIO:
+def _check_files(source: Path, destination: Path) -> None:
+    """Check that lines can be read and results written, before models are loaded. A device may have no end."""
+    if source.is_block_device() or (source.is_char_device() and not _is_terminal(source)):
+        raise PromptError(f"{source}: a device, not a file with lines", "- is standard input")
+    if destination == STDIO or destination.is_fifo():
         return
     if destination.is_dir():
         raise OutputError(f"{destination}: a folder, not a file for results")
+    if destination.exists() and not destination.is_file():
+        raise OutputError(
+            f"{destination}: a device, not a file for results", "- is standard output"
+        )
     if not destination.parent.is_dir():
         raise OutputError(f"{destination}: there is no folder {destination.parent}")
+
+
+def _is_terminal(device: Path) -> bool:
+    try:
+        with device.open("rb", buffering=0) as opened_device:
+            return opened_device.isatty()
+    except OSError:  # reading it says why
+        return True
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import UsageError
 from specgen.measure.selection.default_draft import DraftChoice
-from specgen.options import Contexts, DraftSource, KernelChoice, SessionOptions
+from specgen.options import Contexts, DraftSource, KernelOptions, SessionOptions
 
 if TYPE_CHECKING:
     from specgen.engine.loaded_models import Models
@@ -37,7 +37,7 @@ class BatchWork:
 
     options: SessionOptions
     drafts: Sequence[DraftChoice]
-    kernels: KernelChoice
+    kernels: KernelOptions
     chat: bool | None
     system: str | None
     parallel: int | None
@@ -60,7 +60,7 @@ def ray_cluster(
         raise UsageError("--ray and --rpc exclude each other")
     if importlib.util.find_spec("ray") is None:
         raise UsageError(
-            "--ray needs ray, which is not installed", hint="pip install 'specgen[ray]'"
+            "--ray needs ray, which is not installed", hint="pip install 'specgen-gguf[ray]'"
         )
     host, _, port = address.rpartition(":")
     if address not in {"local", "auto"} and not (host and "/" not in host and port.isdigit()):
@@ -74,7 +74,7 @@ def ray_cluster(
 
 
 def open_on_node(
-    options: SessionOptions, drafts: Sequence[DraftChoice], kernels: KernelChoice
+    options: SessionOptions, drafts: Sequence[DraftChoice], kernels: KernelOptions
 ) -> Models:
     """Load the models in an actor. Files that are made, and what is learnt, stay on the node."""
     from specgen.cli.model_loading import make_opener, use_kernels
@@ -92,8 +92,8 @@ def answer_on_ray(
     results: Results,
     settings: Mapping[str, Any],
     output: Output,
-) -> tuple[int, int]:
-    """Get the lines answered; return the exit code, and the number of errors in results."""
+) -> int:
+    """Get the lines answered; return the exit code."""
     from specgen.render.progress_bars import batch_progress, batch_summary
     from specgen.render.text import counted
     from specgen.serving.batch.line_worker import WorkerJob
@@ -115,10 +115,10 @@ def answer_on_ray(
         results,
         files=_files(options, drafts),
         note=output.note,
-        verbose=output.verbose,
+        verbose=output.verbose > 0,
     )
     started = time.perf_counter()
-    is_silent = output.quiet or output.verbose
+    is_silent = output.quiet or output.verbose > 0
     with batch, Interrupt() as stop, batch_progress(sys.stderr, quiet=is_silent) as report:
         try:
             batch.run(lines, stop, report)
@@ -127,7 +127,7 @@ def answer_on_ray(
                 seconds = time.perf_counter() - started
                 where = counted(batch.n_actors, "Ray actor")
                 output.note(batch_summary(batch.tally, seconds, where))
-    return stop.exit_code, batch.tally.n_errors
+    return stop.exit_code
 
 
 def _absolute(options: SessionOptions) -> SessionOptions:

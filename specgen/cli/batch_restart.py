@@ -29,14 +29,14 @@ _PROBE_S = 5.0
 
 def with_workers(
     workers: Workers | None,
-    answer: Callable[[], tuple[int, int]],
+    answer: Callable[[], int],
     *,
     n_missing: int,
     can_restart: bool,
     patience_s: float,
     note: Callable[[str], None],
-) -> tuple[int, int]:
-    """Return what `answer` returns: the exit code and the number of errors.
+) -> int:
+    """Return what `answer` returns, the exit code.
 
     If it loses a worker and `can_restart` is set, a new process replaces this one. The new one waits for
     all workers, at most `patience_s` seconds, and generates the missing answers, now at most `n_missing`.
@@ -44,7 +44,7 @@ def with_workers(
     if workers is None:
         return answer()
     if code := _wait(workers, patience_s if _VARIABLE in os.environ else 0.0, note):
-        return code, 0
+        return code
     try:
         return answer()
     except WorkerLostError as error:

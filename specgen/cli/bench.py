@@ -6,10 +6,11 @@ import json
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from typer import Option
+from typer import Argument, Option
 
 from specgen.cli import flags
 from specgen.cli.inputs import STDIO
@@ -19,6 +20,7 @@ from specgen.errors import OutputError, UsageError
 from specgen.measure.bench.plan import Plan, find_fields
 from specgen.measure.selection.session_opening import open_memory
 from specgen.options import Contexts, DraftOptions, GenerationOptions, PolicyName, SamplerOptions
+from specgen.system.machine import LoadOfOthers, busy_text, is_busy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +32,7 @@ _POLICIES: tuple[PolicyName, ...] = ("cost", "threshold", "fixed")
 
 _MODELS = flags.panel(
     "Models",
-    targets=flags.target(
+    targets=flags.target_option(
         help="A target: a GGUF file, or a name from `specgen models list`; may be given several times.",
         show_default="the default pair's",
     ),
@@ -39,6 +41,7 @@ _MODELS = flags.panel(
         "--model-draft",
         "-md",
         metavar="FILE|NAME|ngram|none",
+        autocompletion=flags.draft_names,
         help="What drafts, for every target; may be given several times. In large.gguf+small.gguf the "
         "small one drafts for the large one.",
         show_default="the pair's; with -m alone the one that `specgen run` would use, and ngram",
@@ -46,6 +49,7 @@ _MODELS = flags.panel(
     pairs=Option(
         "--pair",
         metavar="NAME",
+        autocompletion=flags.pair_names,
         help="A target and its draft, by a name from `specgen models list`; may be given several times.",
     ),
 )
@@ -118,6 +122,8 @@ _FILES = flags.panel(
 
 @flags.takes_options(
     _MODELS,
+    flags.HUB,
+    flags.HUB_DRAFT,
     _CONTEST,
     _FILES,
     chat=flags.CHAT,
@@ -125,12 +131,22 @@ _FILES = flags.panel(
     sampling=flags.sampling.without("temperature"),
     machine=flags.machine,
     output=flags.loudness,
+    texts=Argument(
+        metavar="PROMPTS",
+        help="Prompts to answer, instead of a file of them.",
+        show_default=False,
+    ),
 )
 def bench(
     *,
+    texts: list[str] | None = None,
     targets: list[str] | None = None,
     drafts: list[str] | None = None,
     pairs: list[str] | None = None,
+    hf_repo: list[str] | None = None,
+    hf_repo_draft: list[str] | None = None,
+    hf_file: str | None = None,
+    hf_token: str | None = None,
     policies: list[str] | None = None,
     trees: list[str] | None = None,
     temperatures: list[float] | None = None,
@@ -158,15 +174,24 @@ def bench(
     category. The columns, separated by tabs: target; temperature; contender;
     category, or "overall"; number of answers; speed-up over plain decoding
     (geometric mean); its first and third quartile, and the worst; tokens per
-    second (median); acceptance rate; tokens per round; time to the first
+    second (median); acceptance rate; tokens per pass of the target; time to the first
     token relative to plain decoding; answers whose text differs from plain
     decoding's; the speed-up of whole answers, prompts included.
     """
     from specgen.measure.bench.job import Job
-    from specgen.measure.bench.prompts import first_of_each, own_prompts, read_bench_prompts
+    from specgen.measure.bench.prompts import (
+        first_of_each,
+        given_prompts,
+        own_prompts,
+        read_bench_prompts,
+    )
 
     if against and machine.target.workers is not None:
         raise UsageError("--against starts programs without workers: leave out --rpc")
+    if texts and prompts is not None:
+        raise UsageError(
+            "the prompts are given twice: as texts and as --prompts", hint="use one of them"
+        )
     use_kernels(machine.kernels, output)
     plan = Plan(
         policies=parse_policies(policies),
@@ -186,14 +211,20 @@ def bench(
     _check_folder(html_file, "--html")
     if json_file != STDIO:
         _check_folder(json_file, "--json")
-    texts = own_prompts() if prompts is None else read_bench_prompts(prompts)
-    texts = texts if n_prompts is None else first_of_each(texts, n_prompts)
-    fields = find_fields(targets or [], pairs or [], drafts or [], quiet=output.quiet)
+    if texts:
+        asked = given_prompts(texts)
+    else:
+        asked = own_prompts() if prompts is None else read_bench_prompts(prompts)
+    asked = asked if n_prompts is None else first_of_each(asked, n_prompts)
+    targets = [*(targets or ()), *flags.hub_names(hf_repo, hf_file, hf_token)]
+    drafts = [*(drafts or ()), *flags.hub_names(hf_repo_draft)]
+    fields = find_fields(targets, pairs or [], drafts, quiet=output.quiet)
+    load = LoadOfOthers()
     with log_shown(output), output.measuring() as (progress, stop):
-        job = Job(plan, texts, n_rounds, progress, stop, shlex.join(["specgen", *sys.argv[1:]]))
+        job = Job(plan, asked, n_rounds, progress, stop, _command(hf_token))
         for field in fields:
             job.measure(field)
-    report = job.report(fields)
+    report = replace(job.report(fields), others_share=load.share)
     _write(report, json_file, html_file)
     for note in dict.fromkeys(_notes(report)):
         output.note(note)
@@ -277,6 +308,23 @@ def _notes(report: BenchReport) -> list[str]:
     notes += [f"prompt {skip.prompt} was left out: {skip.reason}" for skip in runs.skipped]
     for result in runs.results:
         notes += [f"{result.contender}: {notice}" for notice in result.outcome.notices]
+    if report.others_share is not None and is_busy(report.others_share):
+        notes.append(
+            f"{busy_text(report.others_share)}: these figures are those of a busy machine; run it again "
+            "when it is idle"
+        )
+    notes += [
+        f"{each.contender}: x{each.speedup:.2f} is more than {each.mean_accepted_length:.2f} tokens per "
+        "pass of the target allow: the machine's speed changed meanwhile"
+        for each in report.figures
+        if each.is_impossible
+    ]
     if report.is_interrupted:
         notes.append("interrupted: not everything was measured")
     return notes
+
+
+def _command(token: str | None) -> str:
+    """Return the command line for the report, without the token."""
+    arguments = [each.replace(token, "TOKEN") if token else each for each in sys.argv[1:]]
+    return shlex.join(["specgen", *arguments])

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         help="Print a summary on standard error after each answer.",
         rich_help_panel="Output",
     ),
-    output=flags.output.without("stats"),
+    output=flags.output.without("stats", "newline"),
 )
 def chat(
     *,
@@ -72,7 +72,7 @@ def chat(
     standard output. The message /help lists the commands, such as /undo and /save.
     """
     output.check(setup.answer)
-    output = replace(output, stats=stats)
+    output = replace(output, stats=stats, newline=False)  # each answer ends its line
     path = None if name is None else _session_file(name)
     text = "".join(map(_file_text, files or ()))
     sources, options = setup.find(output)
@@ -99,6 +99,13 @@ def chat(
 # --- the conversation -----------------------------------------------------------------------
 
 
+#: By the reason for which an answer ended: what to say if it was cut off.
+_CUT = {
+    "length": "the answer was cut off after {} tokens (-n allows more)",
+    "context": "the answer was cut off after {} tokens: the context is full (-c allows more)",
+}
+
+
 class _View:
     """Shows answers, and stops them."""
 
@@ -113,10 +120,10 @@ class _View:
     def answer(self, events: Generator[Event, None, None]) -> int:
         """Show an answer; return the exit code of the signal that ended it, or 0."""
         from specgen.cli.chat_input import without_echo
-        from specgen.events import CommittedEvent
+        from specgen.events import CommittedEvent, FinishedEvent
 
         renderer = self._output.renderer(folds=True)
-        text, is_whole = "", False
+        text, is_whole, cut = "", False, ""
         try:
             with (
                 contextlib.closing(events),
@@ -128,6 +135,8 @@ class _View:
                     renderer.handle(event)
                     if isinstance(event, CommittedEvent):
                         text += event.text
+                    elif isinstance(event, FinishedEvent):
+                        cut = _CUT.get(event.finish_reason, "").format(event.n_tokens)
             is_whole = True
         finally:
             code, self._stop = self._stop.exit_code if self._stop is not None else 0, None
@@ -135,6 +144,8 @@ class _View:
             if has_line and not self._output.json and not sys.stdout.isatty():
                 sys.stdout.write("\n")
                 sys.stdout.flush()
+            if cut and not self._output.json:
+                self._output.note(cut)
         return code
 
 
@@ -191,9 +202,9 @@ def _talk(talk: Chat, view: _View, learner: Learner) -> int:
 def _typed() -> Iterable[str]:
     from specgen.cli.chat_input import TypedMessages
     from specgen.models import data_folder
-    from specgen.serving.chat.commands import COMMANDS
+    from specgen.serving.chat.commands import ALIASES, COMMANDS
 
-    names = tuple(f"/{command.name}" for command in COMMANDS)
+    names = tuple(f"/{name}" for name in (*(command.name for command in COMMANDS), *ALIASES))
     return TypedMessages(data_folder() / "chat-history", names)
 
 
@@ -254,9 +265,9 @@ def _help() -> str:
 
 def _show_thought(talk: Chat) -> None:
     """Print the thinking block of the last answer, dim on a terminal. Raise `UsageError` if there is none."""
+    from specgen.engine.thoughts import thought_of
     from specgen.render.select import make_console
     from specgen.render.text import clean
-    from specgen.render.thoughts import thought_of
 
     thought = ""
     if talk.prompt is not None and talk.finished is not None:

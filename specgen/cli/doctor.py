@@ -29,11 +29,13 @@ DoctorSection: TypeAlias = tuple[str, list[tuple[str, str]]]
 
 
 @flags.takes_options(
-    model=Option(
-        "--model",
-        "-m",
-        metavar="FILE|NAME",
-        help="Also decode with this model: a GGUF file, or the name of a model on this disk.",
+    model=flags.named(
+        Option(
+            "--model",
+            "-m",
+            metavar="FILE|NAME",
+            help="Also decode with this model: a GGUF file, or the name of a model on this disk.",
+        ),
     ),
     rpc=Option(
         "--rpc",
@@ -68,12 +70,16 @@ def doctor(*, model: str | None = None, rpc: str | None = None, as_json: bool = 
 def _model_file(name: str) -> Path:
     """Return a model's file; raise `SpecgenError` for names that are unknown or whose file is not here."""
     from specgen.measure.selection import resolve
-    from specgen.models import load_registry, locate
+    from specgen.models import is_reference, load_registry, locate, parse_reference
+    from specgen.models.hub_cache import find_in_cache
 
     registry = load_registry()
 
     def find(name: str) -> Path:
-        path = locate(registry.model(name))
+        if is_reference(name):
+            path = find_in_cache(parse_reference(name))
+        else:
+            path = locate(registry.model(name))
         if path is None:
             raise ModelFileError(
                 f"{name} is not on this disk", hint=f"fetch it: specgen models pull {name}"
@@ -141,7 +147,8 @@ def kernels_line(status: KernelStatus) -> str:
 
 
 def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
-    from specgen.models import human_bytes
+    from specgen.llama.packed_weights import kept_bytes
+    from specgen.models import human_bytes, packed_folder
 
     machine, build = report.machine, report.build
     cores = f"{machine.n_physical_cores or '?'} cores, {machine.n_logical_cores or '?'} threads"
@@ -171,6 +178,7 @@ def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
         "Files",
         [
             ("cache", str(report.cache_folder)),
+            ("packed weights", f"{human_bytes(kept_bytes(packed_folder()))}, {packed_folder()}"),
             ("configuration", str(report.config_folder)),
             ("data", str(report.data_folder)),
             *((name, str(path)) for name, path in report.models.items()),

@@ -15,6 +15,7 @@ import typer
 from typer import Option
 
 from specgen.cli import flags
+from specgen.cli.command import Command
 from specgen.cli.draft_find import find
 from specgen.cli.draft_make import data, make
 from specgen.cli.model_loading import use_kernels
@@ -23,28 +24,31 @@ from specgen.errors import OutputError, UsageError
 from specgen.measure.selection.model_choice import ModelChoice
 from specgen.measure.selection.session_opening import find_models, find_target, open_memory
 from specgen.models import cache_folder, data_folder, human_bytes
-from specgen.options import ContextOptions
+from specgen.options import ContextOptions, KernelOptions
 from specgen.training.draft_files import identity_of, learning_folder
 
 app = typer.Typer(
     name="draft", help="Find, make or train the best draft for a target.", no_args_is_help=True
 )
 for command in (find, make, data):
-    app.command()(command)
+    app.command(cls=Command)(command)
 
 
-@app.command()
+@app.command(cls=Command)
 @flags.takes_options(
     target=flags.target(
         help="The target whose answers were kept: a GGUF file, or a name.",
     ),
-    draft=Option(
-        "--draft",
-        "--model-draft",
-        "-md",
-        metavar="FILE|NAME",
-        help="The draft model that learns.",
-        show_default="the one that `specgen run` takes for this target",
+    draft=flags.named(
+        Option(
+            "--draft",
+            "--model-draft",
+            "-md",
+            metavar="FILE|NAME",
+            help="The draft model that learns.",
+            show_default="the one that `specgen run` takes for this target",
+        ),
+        flags.HUB_DRAFT,
     ),
     minutes=Option("--minutes", min=0.1, help="How long it may train at most."),
     as_json=flags.JSON_REPORT,
@@ -72,7 +76,7 @@ def learn(
     target_path = find_target(target, quiet=output.quiet)
     draft_path = _draft_model(target, draft, output)
     folder = learning_folder(data_folder(), identity_of(target_path))
-    use_kernels(wanted_in(os.environ), output)
+    use_kernels(KernelOptions(wanted_in(os.environ)), output)
     copies = Copies(cache_folder() / "drafts", open_memory(), time.perf_counter)
     with output.measuring() as (progress, stop):
         base = copies.of(draft_path, ContextOptions()) or draft_path
@@ -86,9 +90,11 @@ def learn(
     return 0
 
 
-@app.command()
+@app.command(cls=Command)
 @flags.takes_options(
-    target=flags.target(help="The target whose answers are forgotten.", show_default="all"),
+    target=flags.target(
+        required=False, help="The target whose answers are forgotten.", show_default="all"
+    ),
     output=flags.loudness.without("verbose"),
 )
 def forget(*, target: str | None = None, output: Output) -> int:

@@ -19,12 +19,14 @@ from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairE
 from specgen.measure.selection.default_draft import name_of
 from specgen.measure.selection.session_opening import find_target
 from specgen.options import Contexts, DraftOptions, GenerationOptions
+from specgen.system.machine import LoadOfOthers, busy_text, is_busy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from specgen.cli.process import Interrupt
     from specgen.engine.loaded_models import Models
+    from specgen.measure.selection.candidates import Refused
     from specgen.measure.selection.draft_search import Search
     from specgen.options import DraftSource, SessionOptions
     from specgen.system.progress import Progress
@@ -70,7 +72,7 @@ def find(
     In a pipe, it prints one line for each draft, the best first. The
     columns, separated by tabs: the file, "mtp", "ngram" or "none"; the expected
     speed-up over plain decoding, and that of the worst prompt; tokens per
-    second; acceptance rate; tokens per round; milliseconds to draft a token,
+    second; acceptance rate; tokens per pass of the target; milliseconds to draft a token,
     and to begin.
     """
     from specgen.models import identify, saved_draft
@@ -110,6 +112,16 @@ def trial_options(
     )
 
 
+def known_candidates(named: Sequence[Path], target: Path) -> tuple[list[Path], list[Refused]]:
+    """Return the files to try as drafts for a target, those that specgen has on this disk among them, and
+    the named files that are refused."""
+    from specgen.measure.selection.candidates import find_candidates
+    from specgen.models import load_registry, locate
+
+    known = [path for path in map(locate, load_registry().models.values()) if path is not None]
+    return find_candidates(named, known, target)
+
+
 def search_drafts(
     loaded: Models,
     named: Sequence[Path],
@@ -120,14 +132,13 @@ def search_drafts(
 ) -> Search | None:
     """Try all drafts; return None if interrupted before there was a result."""
     from specgen.llama.decoder_heads import is_heads_file
-    from specgen.measure.selection.candidates import Refused, find_candidates
+    from specgen.measure.selection.candidates import Refused
     from specgen.measure.selection.draft_search import Search, Tried, by_speedup
     from specgen.measure.selection.trial import measure_target, plain_figures, try_draft
-    from specgen.models import load_registry, locate
 
     target = loaded.options.target
-    known = [path for path in map(locate, load_registry().models.values()) if path is not None]
-    candidates, refused = find_candidates(named, known, target)
+    candidates, refused = known_candidates(named, target)
+    load = LoadOfOthers()
     baseline = measure_target(
         loaded,
         texts,
@@ -157,7 +168,14 @@ def search_drafts(
         if figures is None:
             break
         tried.append(Tried(draft, figures))
-    return Search(target, baseline, by_speedup(tried), tuple(refused), is_interrupted=stop())
+    return Search(
+        target,
+        baseline,
+        by_speedup(tried),
+        tuple(refused),
+        is_interrupted=stop(),
+        others_share=load.share,
+    )
 
 
 def show_search(
@@ -220,6 +238,16 @@ def _print_search(search: Search, *, as_json: bool) -> None:
 def _notes(search: Search | None, *, save: bool) -> list[str]:
     """Return remarks about the ranking."""
     notes = []
+    if search is not None and search.ties:
+        names = ", ".join(
+            f"{name_of(one.draft)} (x{one.figures.speedup:.2f})" for one in search.ties
+        )
+        notes.append(f"a tie, since they differ by no more than the noise: {names}")
+    if search is not None and search.others_share is not None and is_busy(search.others_share):
+        notes.append(
+            f"{busy_text(search.others_share)}: these figures are those of a busy machine; run it again "
+            "when it is idle"
+        )
     if search is not None:
         notes += [f"{refused.file}: {refused.reason}" for refused in search.refused]
         notes += [

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from typer import Option
 
 from specgen.cli import flags
-from specgen.cli.draft_find import search_drafts, show_search, trial_options
+from specgen.cli.draft_find import known_candidates, search_drafts, show_search, trial_options
 from specgen.cli.model_loading import log_shown, make_opener, opened, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import UsageError
@@ -19,13 +19,17 @@ from specgen.measure.selection.session_opening import find_target
 from specgen.models import cache_folder
 from specgen.options import Contexts, DraftOptions, GenerationOptions
 from specgen.training.draft_builder import (
+    JUDGED_TOKENS,
     N_ANSWER_TOKENS,
+    N_JUDGED,
     N_PARALLEL,
     N_TOKENS,
     DraftBuilder,
     Kind,
     TextOptions,
+    TimePlan,
     own_prompts,
+    plan_time,
 )
 
 if TYPE_CHECKING:
@@ -33,10 +37,6 @@ if TYPE_CHECKING:
     from specgen.engine.loaded_models import Models
     from specgen.measure.selection.draft_search import Search
     from specgen.system.progress import Progress
-
-#: The number of prompts that compare drafts, and of tokens of their answers.
-_N_JUDGED = 8
-_JUDGED_TOKENS = 96
 
 _TEXT = {
     "prompts": Option(
@@ -95,13 +95,16 @@ def data(
 @flags.takes_options(
     _TEXT,
     target=flags.target(),
-    draft=Option(
-        "--draft",
-        "--model-draft",
-        "-md",
-        metavar="FILE|NAME",
-        help="The small model that is fitted to the target.",
-        show_default="the general draft, if it is on this disk",
+    draft=flags.named(
+        Option(
+            "--draft",
+            "--model-draft",
+            "-md",
+            metavar="FILE|NAME",
+            help="The small model that is fitted to the target.",
+            show_default="the general draft, if it is on this disk",
+        ),
+        flags.HUB_DRAFT,
     ),
     kind=Option(
         "--kind",
@@ -109,7 +112,9 @@ def data(
         "of its layers.",
         show_default="heads; a fitted model too, where JAX is installed and there is a small one",
     ),
-    minutes=Option("--minutes", min=0.1, help="About how long it may take."),
+    minutes=Option(
+        "--minutes", min=0.1, help="About how long it may take, comparing drafts included."
+    ),
     n_tokens=Option("--tokens", min=1, help="Tokens of the target's text to learn from."),
     save=Option(
         "--save/--no-save",
@@ -143,11 +148,12 @@ def make(
 
     Decoder heads read the target's hidden state and predict the tokens after the next one: they need no
     model of their own, and about a millisecond per draft. A small model that is fitted to the target (needs
-    `pip install 'specgen[train]'`) is as fast as before, and agrees with the target more often. The target
+    `pip install 'specgen-gguf[train]'`) is as fast as before, and agrees with the target more often. The target
     without some of its layers can only draft for large targets: small ones need all their layers.
 
     It prints the ranking as `specgen draft find` does.
     """
+    from specgen.engine.measurements import target_costs
     from specgen.measure.proof import evenly_chosen
     from specgen.training.target_text import is_held_back
 
@@ -158,18 +164,23 @@ def make(
     use_kernels(machine.kernels, output)
     own = trial_options(path, DraftOptions(), GenerationOptions(max_tokens=max_tokens), machine)
     text = TextOptions(_prompts(prompts), n_tokens, max_tokens, parallel)
+    ends_s = time.monotonic() + 60.0 * minutes
+    n_drafts = 1 + len(kinds) + len(known_candidates([], path)[0])
     with log_shown(output), output.measuring() as (progress, stop):
         opener = make_opener((), output)
         with opener.open(own) as loaded:
+            costs = target_costs(loaded, stop)
+            plan = plan_time(ends_s - time.monotonic(), costs, n_drafts, parallel)
+            output.note(_plan_text(plan, minutes, n_tokens))
             builder = _builder(loaded, text, progress, stop, output)
-            made = builder.make(kinds, small, minutes)
+            made = builder.make(kinds, small, (plan.text_s + plan.training_s) / 60.0)
         if made is None:
             output.note("interrupted: run it again to resume")
             return stop.exit_code
         held_back = [prompt for index, prompt in enumerate(text.prompts) if is_held_back(index)]
-        judged = replace(own, generation=GenerationOptions(max_tokens=_JUDGED_TOKENS))
+        judged = replace(own, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
         with opener.open(judged) as loaded:
-            texts = evenly_chosen(held_back, _N_JUDGED)
+            texts = evenly_chosen(held_back, plan.n_judged)
             search = search_drafts(loaded, made, texts, None, progress, stop)
     show_search(
         search,
@@ -179,6 +190,22 @@ def make(
         on_saved=lambda search: _delete_others(made, search, kind, output),
     )
     return stop.exit_code
+
+
+def _plan_text(plan: TimePlan, minutes: float, n_tokens: int) -> str:
+    """Return what the time is spent on, and what does not fit into it."""
+    text_s, training_s, judging_s = (
+        f"{seconds / 60.0:.1f}" for seconds in (plan.text_s, plan.training_s, plan.judging_s)
+    )
+    few = f", about {plan.n_tokens} of {n_tokens} tokens" if plan.n_tokens < n_tokens else ""
+    fewer = f" on {plan.n_judged} of {N_JUDGED} prompts" if plan.n_judged < N_JUDGED else ""
+    more = ""
+    if plan.judging_s > 60.0 * minutes:
+        more = ": that alone takes longer than --minutes"
+    return (
+        f"of {minutes:g} minutes, {text_s} are for the target's text{few}, {training_s} for training, and "
+        f"{judging_s} for comparing drafts{fewer}{more}"
+    )
 
 
 def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Output) -> Path | None:

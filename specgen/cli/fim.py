@@ -13,16 +13,21 @@ from specgen.cli import flags
 from specgen.cli.inputs import STDIO, decoded, decoded_with_mark, read_bytes
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output, show_answer
+from specgen.cli.process import Interrupt
 from specgen.errors import OutputError, PromptError, UsageError
 
 if TYPE_CHECKING:
     from specgen.engine.infill import Gap
     from specgen.engine.loaded_models import Models
+    from specgen.engine.prompts import Prompt
     from specgen.events import FinishedEvent
 
 #: FILE:LINE or FILE:LINE:COLUMN; a file's name may have colons too.
 LOCATION = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))?", re.DOTALL)
 _BOM = "\ufeff"
+#: How long a prompt may take to read by default, in seconds; and the tokens that are read in any case, of
+#: which the prompt's default length is a multiple.
+_READING_S, _LEAST_READ = 5.0, 256
 
 
 @flags.takes_options(
@@ -48,7 +53,7 @@ _BOM = "\ufeff"
         show_default=False,
     ),
     setup=flags.setup.but(answer_max_tokens=256),
-    output=flags.output,
+    output=flags.output.but(newline=False),
 )
 def fim(
     *,
@@ -66,22 +71,16 @@ def fim(
     Repetitions of the text around the gap, and of other files of the project, draft too.
     """
     output.check(setup.answer)
-    from specgen.engine.infill import infill_prompt
-
     found = _find_gap(place, prefix_file, suffix_file, in_place=in_place)
     context = [(str(path), decoded(read_bytes(path), str(path))) for path in context_files or ()]
     if not found.prefix and not found.suffix and not context:
         raise PromptError("there is no text before or after the gap", hint="give some text")
     finished: list[FinishedEvent] = []
     with setup.opened(output) as loaded:
-        infill = infill_prompt(
-            loaded.target, loaded.drafts.own_vocabulary, _gap(found, context), _room(loaded)
-        )
-        if infill.left_out:
-            output.note(
-                f"not read, since the context is too small (raise -c): {', '.join(infill.left_out)}"
-            )
-        code = show_answer(loaded, infill.prompt, output, finished.append)
+        prompt, left_out = _prompt(loaded, _gap(found, context))
+        if left_out:
+            output.note(left_out)
+        code = show_answer(loaded, prompt, output, finished.append)
     if in_place and not code:
         found.write(finished[0].text)
         if finished[0].finish_reason != "stop":
@@ -184,6 +183,33 @@ def _gap(found: _FileGap, context: list[tuple[str, str]]) -> Gap:
         context=tuple(ContextFile(name, text.replace("\r\n", "\n")) for name, text in context),
         repository=Path.cwd().name or "repository",
     )
+
+
+def _prompt(loaded: Models, gap: Gap) -> tuple[Prompt, str]:
+    """Return the prompt for a gap, and a sentence about what is not read; empty if all of it is.
+
+    Unless the user gave the size of the context, the prompt is as long as this machine reads in a few
+    seconds: on a CPU, a context full of text takes half a minute.
+    """
+    from specgen.engine.infill import infill_prompt
+    from specgen.engine.measurements import tokens_read_in
+
+    n_room = _room(loaded)
+    infill = infill_prompt(loaded.target, loaded.drafts.own_vocabulary, gap, n_room)
+    why = f"the context has room for {n_room} tokens of text (raise -c)"
+    n_all = len(infill.prompt.tokens)
+    if loaded.options.target_context.n_ctx is None and n_all > _LEAST_READ:
+        with Interrupt() as stop:
+            n_fast = tokens_read_in(loaded, _READING_S, stop)
+        n_fast = max(_LEAST_READ, n_fast // _LEAST_READ * _LEAST_READ)
+        if n_fast < n_all:
+            infill = infill_prompt(loaded.target, loaded.drafts.own_vocabulary, gap, n_fast)
+            why = (
+                f"this machine reads {n_fast} tokens in about {_READING_S:.0f} s "
+                f"(-c {loaded.usual_n_ctx} reads more)"
+            )
+    left_out = f"{why}; not read: {', '.join(infill.left_out)}" if infill.left_out else ""
+    return infill.prompt, left_out
 
 
 def _room(loaded: Models) -> int:

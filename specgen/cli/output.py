@@ -32,7 +32,10 @@ class Output:
     #: Whether events are printed instead of the answer.
     json: bool = False
     quiet: bool = False
-    verbose: bool = False
+    #: 1 prints what matters of llama.cpp's log, 2 all of it.
+    verbose: int = 0
+    #: Whether an answer in a pipe ends with a line break.
+    newline: bool = True
 
     @property
     def has_summary(self) -> bool:
@@ -60,8 +63,9 @@ class Output:
             show=self.show,
             stats=self.has_summary,
             quiet=self.quiet,
-            verbose=self.verbose,
+            verbose=self.verbose > 0,
             folds=folds,
+            newline=self.newline,
         )
 
     @contextlib.contextmanager
@@ -69,7 +73,7 @@ class Output:
         """Yield what shows the progress of a measurement, and what ends it at a signal."""
         from specgen.render.progress_bars import progress_bar
 
-        with progress_bar(quiet=self.quiet or self.verbose) as progress, Interrupt() as stop:
+        with progress_bar(quiet=self.quiet or self.verbose > 0) as progress, Interrupt() as stop:
             yield progress, stop
 
 

@@ -123,7 +123,7 @@ def serve(
             pool,
             server,
             bound,
-            is_verbose=output.verbose,
+            is_verbose=output.verbose > 0,
             ready=lambda: print(f"listening on {url_of(bound)}", flush=True),
             note=output.note,
         )
@@ -138,5 +138,5 @@ def _check_installed() -> None:
     except ModuleNotFoundError as error:
         raise UsageError(
             f"specgen serve needs {error.name}, which is not installed",
-            hint="pip install 'specgen[server]'",
+            hint="pip install 'specgen-gguf[server]'",
         ) from error

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,12 @@ from specgen.cli.flags.groups import COMMAND_LINE_ERROR
 from specgen.cli.model_loading import Setup, make_opener
 from specgen.cli.output import Output
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
+from specgen.measure.selection.session_opening import open_memory
 from specgen.models import human_bytes
 from specgen.system.toml_file import correct, read_toml
 
 if TYPE_CHECKING:
+    from specgen.engine.calibration.memory import Memory
     from specgen.measure.selection.resolve import Sources
     from specgen.options import SessionOptions
     from specgen.serving.server.jobs import Turns
@@ -42,7 +45,7 @@ class ModelSetup:
 #: The options that an entry of a file may have, and that the command line sets for all.
 model_setup = flags.group(
     ModelSetup,
-    {"setup": flags.setup.without("answer_logprobs")},
+    {"setup": flags.setup.without("answer_logprobs", "prompt_cache")},
     flags.panel(
         "Server",
         parallel=Option(
@@ -57,13 +60,19 @@ model_setup = flags.group(
 )(ModelSetup)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelLoader:
     """Loads models for a server. `stop` tells that a signal came."""
 
     output: Output
     learns_across: bool
     stop: Callable[[], bool]
+
+    @cached_property
+    def _memory(self) -> Memory:
+        """What was learnt about this machine. All models share it: costs that were measured while other
+        programs slowed the machine down are not kept in the file, but a second load uses them."""
+        return open_memory()
 
     def entry(
         self, name: str, wanted: ModelSetup, *, alone: bool, memory_bytes: float
@@ -120,8 +129,9 @@ class ModelLoader:
 
         with contextlib.ExitStack() as stack:
             with _weights(options), turns:
-                loaded = stack.enter_context(make_opener(sources.drafts, output).open(options))
-                stack.callback(loaded.memory.save)
+                opener = make_opener(sources.drafts, output, memory=self._memory)
+                loaded = stack.enter_context(opener.open(options))
+                stack.callback(self._save, turns)
                 n_parallel, is_fixed = parallel
                 engine = Engine.largest(
                     loaded,
@@ -145,6 +155,11 @@ class ModelLoader:
                 stack.pop_all(),
                 lambda begins: learner.between_answers(begins=begins),
             )
+
+    def _save(self, turns: Turns) -> None:
+        """Save what was learnt, while nothing learns."""
+        with turns:
+            self._memory.save()
 
 
 @contextlib.contextmanager
@@ -230,7 +245,10 @@ def _entry(
 def _given(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return the options in a table of a file. Its keys are the long names of options; paths are relative to
     the file's folder. Raise `UsageError`, `COMMAND_LINE_ERROR`."""
-    known = {name[2:] for name in model_setup.spellings() if name.startswith("--")} - {"kernels"}
+    known = {name[2:] for name in model_setup.spellings() if name.startswith("--")} - {
+        "kernels",
+        "packed-cache",
+    }
     arguments: list[str] = []
     for key, value in values.items():
         if key not in known:

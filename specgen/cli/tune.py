@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.cli import flags
+from specgen.cli.draft_find import known_candidates
 from specgen.cli.model_loading import opened
 from specgen.cli.output import Output
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError, UsageError
 from specgen.measure.selection.model_choice import ModelChoice
 from specgen.measure.selection.session_opening import find_models, session_options
 from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
-from specgen.system.machine import core_time, share_of_others
+from specgen.system.machine import LoadOfOthers, busy_text, is_busy
 
 if TYPE_CHECKING:
     from specgen.engine.loaded_models import Models
@@ -49,8 +50,8 @@ def tune(
     draft agrees with the target, and the expected speed-up: of the draft
     alone and with n-grams, of n-grams alone, and of other drafts on this
     disk. It takes a few minutes. The results are kept, and `specgen run`
-    with the same models and options uses them. Tune again if the machine
-    was busy. Ctrl-C shows the results so far and keeps nothing (exit code
+    with the same models and options uses them. If the machine was busy,
+    nothing is kept: tune again when it is idle. Ctrl-C shows the results so far and keeps nothing (exit code
     130).
     """
     if drafting.n_max == 0:
@@ -70,12 +71,13 @@ def tune(
         from specgen.measure.selection.tuning import Tuner
 
         draft, notes = _draft(loaded, sources)
-        before = core_time()
+        load = LoadOfOthers()
         tuner = Tuner(loaded, interrupted=stop, progress=progress)
         tuning = tuner.run(draft, _others(draft, loaded.options.target), texts, chat=chat)
+        if tuning is not None:
+            tuning = replace(tuning, others_share=load.share)
         kept = _keep(loaded, tuning)
     if tuning is not None:
-        tuning = replace(tuning, others_share=share_of_others(before, core_time()))
         _show(tuning, as_json=as_json)
     copied = [each.note for each in loaded.drafts.copied]
     for note in (*notes, *copied, *_notes(tuning), kept):
@@ -102,20 +104,19 @@ def _draft(loaded: Models, sources: Sources) -> tuple[Path | None, list[str]]:
 
 def _others(draft: Path | None, target: Path) -> list[Path]:
     """Return models on this disk, other than this draft, that may draft for a target."""
-    from specgen.measure.selection.candidates import find_candidates
-    from specgen.models import load_registry, locate
-
-    known = [path for path in map(locate, load_registry().models.values()) if path is not None]
     named = [] if draft is None else [draft]
-    return [path for path in find_candidates(named, known, target)[0] if path != draft]
+    return [path for path in known_candidates(named, target)[0] if path != draft]
 
 
 def _keep(loaded: Models, tuning: Tuning | None) -> str:
-    """Save what was learnt if the tuning is complete; return a sentence that says so."""
+    """Save what was learnt if the tuning is complete and the machine was not busy; return a sentence that
+    says so."""
     from specgen.models import memory_file
 
     if tuning is None or tuning.is_interrupted:
         return "interrupted: not everything was measured, nothing was kept"
+    if (share := tuning.others_share) is not None and is_busy(share):
+        return f"{busy_text(share)}: nothing was kept; tune again when the machine is idle"
     try:
         loaded.memory.write()
     except OSError as error:

@@ -14,7 +14,7 @@ from specgen.cli.model_loading import use_kernels
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import BackendError, UsageError, WorkerLostError
-from specgen.options import KernelChoice
+from specgen.options import KernelChoice, KernelOptions
 from specgen.serving.server.addresses import is_loopback
 from specgen.system.process_end import leave_running
 
@@ -74,7 +74,7 @@ def worker(
     from specgen.llama.rpc import load_rpc, offered_devices, serve_devices
     from specgen.models import cache_folder
 
-    use_kernels(kernels, output)
+    use_kernels(KernelOptions(kernels), output)
     load_rpc()
     _check_free(host, port)
     folder = None
@@ -101,7 +101,7 @@ def worker(
         say(f"offering {device.name}: {device.description}, {free}{by}")
     endpoint = f"{host}:{port}"
     with Interrupt() as stop:
-        out = _native_stdout(shows=output.verbose)
+        out = _native_stdout(shows=output.verbose > 0)
         leave_running("the worker")
         serving = threading.Thread(
             target=serve_devices,

@@ -36,6 +36,7 @@ from specgen.errors import BackendError, SpecgenError
 from specgen.events import (
     DraftedEvent,
     Event,
+    FinishedEvent,
     NoticeEvent,
     Piece,
     ReadingEvent,
@@ -261,7 +262,7 @@ class Loop:
 
     def finish(
         self, sequence: Sequence, *, estimate_gain: bool, costs: CostTable | None = None
-    ) -> list[Event]:
+    ) -> list[FinishedEvent]:
         """Return the summary of a finished sequence. A sequence that had drafts is compared with plain
         decoding: with `estimate_gain` by its own decodes, which may take a few more, otherwise by the
         `costs` of the target's batches. A short answer is not: the decodes would take a part of its time,
@@ -378,7 +379,9 @@ class Loop:
             for sequence, drafted in zip(active, drafting, strict=True)
             if drafted.drafters is not None
         ]
-        proposals = propose_together([proposed for _, _, proposed in planned], self._clock)
+        proposals = propose_together(
+            [proposed for _, _, proposed in planned], self._clock, self._interrupted
+        )
         for (sequence, drafted, _), proposal in zip(planned, proposals, strict=True):
             started = self._clock()
             plan = drafted.plan

@@ -197,6 +197,7 @@ class Sequence:
             loop_s=tally.loop_s,
             wall_s=tally.wall_s,
             undrafted=tally.reasons,
+            ends_grammar=self._has_end_token and self.state.has_grammar,
             plain_tokens_per_s=plain_tokens_per_s,
             estimated_speedup=speedup,
             estimated_whole_speedup=tally.whole_speedup(

@@ -18,6 +18,7 @@ from specgen.engine.kept_answers import KeptAnswer, KeptAnswers
 from specgen.engine.loaded_models import MAX_SEQUENCES, Models
 from specgen.engine.measurements import measure_if_costs_decide
 from specgen.engine.prefix_cache import PrefixCache, Slot, n_common
+from specgen.engine.prompt_cache import PromptCache, why_no_prompt_cache
 from specgen.engine.prompts import Prompt
 from specgen.engine.request import Request
 from specgen.errors import (
@@ -33,6 +34,7 @@ from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama import LlamaBackend
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.system.json_values import as_json
+from specgen.system.machine import LoadOfOthers
 
 #: Waiting requests that are looked at for one that need not wait for another prompt.
 _N_LOOKED_AT = 16
@@ -99,6 +101,7 @@ class Engine:
         self._prepare = prepare
         learning = models.options.learning
         self._kept = KeptAnswers(learning) if learning is not None else None
+        self._prompt_cache: PromptCache | None = None
         self._resources = contextlib.ExitStack()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
@@ -116,11 +119,11 @@ class Engine:
             self.measured_s = measure_if_costs_decide(models, target, draft, interrupted)
             on_error.pop_all()
         self._notices = deque(models.notices(self.n_ctx))
+        self._prompt_cache = self._opened_prompt_cache()
         if self.measured_s:
             self._notices.append(
                 f"measured the costs of drafting and the expected acceptance in {self.measured_s:.1f} s"
-                + ("; the machine was busy, so they are measured again the next time")
-                * models.costs.was_busy
+                + ("; the machine was busy, so they will be measured again") * models.costs.was_busy
             )
 
     @classmethod
@@ -168,6 +171,8 @@ class Engine:
     def close(self) -> None:
         """Free the contexts. Answers that are not done fail. May be called twice."""
         with self.stepping:
+            if self._prompt_cache is not None:
+                self._save_prompt_cache(self._prompt_cache)
             self._resources.close()
             with self._lock:
                 self._is_closed = True
@@ -247,6 +252,28 @@ class Engine:
             self.n_ctx, target=self.target, n_slots=len(self.slots)
         )
         return self._draft_contexts.enter_context(contexts)
+
+    def _opened_prompt_cache(self) -> PromptCache | None:
+        """Let the contexts hold the text of the prompt cache, if one was asked for."""
+        options = self._models.options
+        if options.prompt_cache is None:
+            return None
+        if why := why_no_prompt_cache(self.target):
+            self.tell(f"--prompt-cache has no effect: {self._models.target.name} {why}")
+            return None
+        backends, contexts = [self.target], [options.target_context]
+        if self._models.drafts.from_states is None:
+            own = [draft for draft in self.drafts if draft.rollback == "cells"]
+            backends += own
+            contexts += [options.draft_context] * len(own)
+        found = PromptCache(options.prompt_cache, backends, contexts)
+        if problem := found.restore():
+            self.tell(problem)
+        return found
+
+    def _save_prompt_cache(self, cache: PromptCache) -> None:
+        self._prompt_cache = None
+        cache.save()
 
     def take_notices(self) -> list[str]:
         """Return the messages that wait for the next answer. That answer no longer gets them."""
@@ -465,6 +492,7 @@ class Engine:
 
     def _begin(self, request: Request, slot: Slot) -> list[Event]:
         slot.request, slot.used_last = request, request.index
+        request.load = LoadOfOthers() if self._estimates_gain else None
         try:
             # The state behind a prefix may be forgotten, and the first row of the draft reads it.
             n_again = 1 if self._models.drafts.from_states is not None else 0
@@ -531,10 +559,14 @@ class Engine:
         except OutputError as error:  # the answer itself has not failed
             message = f"the answer is not kept for the draft to learn from: {error.message}"
             notices.append(NoticeEvent(request.index, self._loop.now_s, message))
+        others_share = None if request.load is None else request.load.share
         costs = self._models.costs.table(n_past=sequence.n_prompt)
-        events = notices + self._loop.finish(
-            sequence, estimate_gain=self._estimates_gain, costs=costs
-        )
+        events = notices + [
+            replace(event, others_share=others_share)
+            for event in self._loop.finish(
+                sequence, estimate_gain=self._estimates_gain, costs=costs
+            )
+        ]
         request.events.extend(events)
         (request.finished,) = [event for event in events if isinstance(event, FinishedEvent)]
         slot.free()

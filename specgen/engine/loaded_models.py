@@ -88,7 +88,7 @@ class ModelCosts:
 
     def do_not_keep(self, draft: Drafting | None) -> None:
         """Do not keep the present costs of the target and a draft model: they are measured again the next
-        time."""
+        time, or after some runs if the machine was busy the last times too."""
         for model in (None,) if draft is None else (None, draft):
             context, file = self.context_options(model), self._file(model)
             self._memory.keep_no_costs(file, context, default_threads())
@@ -342,7 +342,7 @@ class Models:
             n_outputs = max(1, self.options.drafting.n_max)
         elif draft.branches:
             n_outputs, n_branches = min(self.n_rows_max, _WIDEST), self.n_rows_max + 1
-        return LlamaBackend(
+        context = LlamaBackend(
             draft.model,
             self.costs.context_options(draft.model.path),
             n_ctx=n_ctx * n_slots,
@@ -352,6 +352,8 @@ class Models:
             n_rollback=n_outputs - 1,
             n_branches=n_branches,
         )
+        context.compute_frequent_tokens()
+        return context
 
     @property
     def _n_states_branches(self) -> int:

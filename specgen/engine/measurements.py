@@ -8,6 +8,7 @@ from typing import Literal
 
 from specgen.decoding.backend import Backend, HiddenBackend
 from specgen.decoding.hidden_trail import ReadsStates
+from specgen.decoding.policy.cost_table import CostTable
 from specgen.decoding.text_state import TextState
 from specgen.engine.agreement import N_KNOWN, N_TOKENS, TEXT, Walk, read_states, sample_agreement
 from specgen.engine.calibration.gain import Costs, expected_gain
@@ -15,7 +16,7 @@ from specgen.engine.calibration.timing import MIN_SIZES, complete, is_measured, 
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.loaded_models import MAX_SEQUENCES, Models
 from specgen.engine.prompts import Prompt, tokenize
-from specgen.system.machine import BUSY_SHARE, core_time, share_of_others
+from specgen.system.machine import LoadOfOthers, is_busy
 
 #: Batch sizes to time for a draft model: drafted tokens, the tokens of the last round, a prompt.
 _DRAFT_SIZES = (1, 2, 3, 4, 8, 16, 64)
@@ -88,18 +89,18 @@ def measure_if_new(
     Return the seconds that this took; 0 if everything was known.
 
     If other programs slowed the measurement down (`ModelCosts.was_busy`), its costs are used now but not
-    kept: by the table of a busy machine perhaps no draft pays, and then no decode would correct it. Raise
+    kept: by the table of a busy machine perhaps no draft pays, and then no decode would correct it. If the
+    machine is busy each time, they are kept for a few runs, so that not each run measures. Raise
     `KeyboardInterrupt` if `interrupted` returns True between decodes; that measurement is not kept."""
     started, timed, costs = models.clock(), models.drafts.timed, models.costs
     is_known = is_pair_measured(models, timed)
     if not is_known:
-        before = core_time()
+        load = LoadOfOthers()
         sizes = timed_batch_sizes(max(MIN_SIZES, models.n_rows_max))
         complete(costs.table(), target, sizes, models.n_rows_max, interrupted)
         if draft is not None and timed is not None:
             complete(costs.table(timed), draft, _DRAFT_SIZES, interrupted=interrupted)
-        share = share_of_others(before, core_time())
-        costs.was_busy = share is not None and share > BUSY_SHARE
+        costs.was_busy = is_busy(load.share)
         if costs.was_busy:
             costs.do_not_keep(timed)
     is_sampled = draft is not None and _sample_agreement(models, target, draft, interrupted)
@@ -123,6 +124,25 @@ def fastest_parallel(
         if n <= n_most and is_faster:
             best = n
     return best
+
+
+def target_costs(models: Models, interrupted: Callable[[], bool] = lambda: False) -> CostTable:
+    """Return the costs of the target. If they are not known, they are measured now. Raise
+    `MemoryLimitError`, and `KeyboardInterrupt` if interrupted."""
+    if not is_measured(models.costs.table()):
+        with models.contexts(short_context(models)) as (target, draft):
+            measure_if_new(models, target, draft, interrupted)
+    return models.costs.table()
+
+
+def tokens_read_in(
+    models: Models, seconds: float, interrupted: Callable[[], bool] = lambda: False
+) -> int:
+    """Return how many tokens of a prompt the target reads in `seconds`, by its costs. Raise what
+    `target_costs` raises."""
+    table = target_costs(models, interrupted)
+    n_rows = max(table.known)
+    return int(seconds * n_rows / table.seconds(n_rows))
 
 
 def agreement_walk(models: Models, prompt: Prompt, draft: Backend) -> Walk:

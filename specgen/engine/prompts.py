@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from specgen.engine import chat_template as chat
-from specgen.errors import PromptError, UsageError
+from specgen.engine.content_marks import unmarked
+from specgen.engine.special_tokens import control_names, tokenize_marked
+from specgen.errors import PromptError, PromptLengthError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
 
@@ -39,11 +41,14 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Prompts:
     """Makes the prompts of a target and of `own_draft`, a draft model with another vocabulary, if there is
-    one. Names of control tokens in texts become these tokens, as in llama.cpp. `now` is the date that some
-    templates write, by default the present one."""
+    one. In a conversation, only the template's own text names control tokens: their names in messages and in
+    descriptions of tools are plain text. In a text that is continued as it is, they become these tokens, as in
+    llama.cpp. `now` is the date that some templates write, by default the present one."""
 
     target: LlamaModel
     own_draft: LlamaModel | None = None
+    #: The size of the context, if a prompt that is certainly longer is to be refused before it is tokenized.
+    n_ctx: int | None = None
 
     def of_text(
         self,
@@ -72,7 +77,8 @@ class Prompts:
                 f"{wanted} needs a chat template, and {self.target.name} has none",
                 hint=f"leave {wanted} out: the prompt is then continued as it is",
             )
-        return _tokenized(self.target, text)
+        _check_length(self.target.vocabulary, text, self.n_ctx)
+        return _prompt(text, tokenize(self.target.vocabulary, text, parse_special=True))
 
     def of_messages(
         self,
@@ -80,24 +86,26 @@ class Prompts:
         *,
         now: datetime.datetime | None = None,
         tools: ToolDefinitions = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Return the prompt of a conversation's next turn, in the target's own template, and in that of
-        `own_draft`. Templates for tools get `tools`. Raise `UsageError` if there is no template, and
-        `PromptError` if it does not accept the messages."""
+        `own_draft`. Templates for tools get `tools`; all get the `variables` of `chat_template.render`.
+        Raise `UsageError` if there is no template, and `PromptError` if it does not accept the messages."""
         now = now or datetime.datetime.now().astimezone()
-        text = chat_text(self.target, messages, now, tools)
-        if text is None:
+        found = chat_tokens(self.target, messages, now, tools, variables, n_ctx=self.n_ctx)
+        if found is None:
             raise UsageError(
                 f"a conversation needs a chat template, and {self.target.name} has none"
             )
-        prompt = _tokenized(self.target, text)
+        text, tokens = found
+        prompt = _prompt(text, tokens)
         # Templates may describe the tools before the first message, and the draft needs that description.
         head = range(0)
         if not tools:
             head = head_of(self.target.vocabulary, text, prompt.tokens, messages)
         draft_tokens = None
         if self.own_draft is not None:
-            draft_tokens = draft_chat_tokens(self.own_draft, messages, now, tools)
+            draft_tokens = draft_chat_tokens(self.own_draft, messages, now, tools, variables)
         return replace(prompt, head=head, draft_tokens=draft_tokens)
 
     def of_tokens(self, tokens: Sequence[int]) -> Prompt:
@@ -115,11 +123,21 @@ class Prompts:
         return Prompt(text, tuple(tokens))
 
 
-def _tokenized(model: LlamaModel, text: str) -> Prompt:
-    tokens = tokenize(model.vocabulary, text, parse_special=True)
+def _prompt(text: str, tokens: Sequence[int]) -> Prompt:
     if not tokens:
         raise PromptError("the prompt is empty", hint="give some text to continue")
     return Prompt(text, tuple(tokens))
+
+
+def _check_length(vocabulary: LlamaVocabulary, text: str, n_ctx: int | None) -> None:
+    """Raise `PromptLengthError` if a text has certainly more than `n_ctx` tokens."""
+    if n_ctx is None or len(text) <= n_ctx:
+        return
+    n_least = vocabulary.fewest_tokens(text)
+    if n_least > n_ctx:
+        raise PromptLengthError(
+            f"the prompt has at least {n_least} tokens, but the context has {n_ctx}"
+        )
 
 
 def messages_of(text: str, system: str | None) -> list[chat.Message]:
@@ -134,14 +152,52 @@ def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
     return named or model.chat_template()
 
 
-def chat_text(
+def chat_tokens(
     model: LlamaModel,
     messages: Sequence[chat.Message],
     now: datetime.datetime,
     tools: ToolDefinitions = (),
+    variables: Mapping[str, Any] | None = None,
+    *,
+    n_ctx: int | None = None,
+) -> tuple[str, list[int]] | None:
+    """Return a conversation in the model's own template, and its tokens; None if it has no template. Raise
+    `PromptError` if the template does not accept the conversation, `PromptLengthError` if it has certainly
+    more than `n_ctx` tokens.
+
+    Names of control tokens become these tokens only where the template writes all of the name.
+    """
+    vocabulary = model.vocabulary
+    text = _chat_text(model, messages, now, tools, variables)
+    if text is None:
+        return None
+    _check_length(vocabulary, text, n_ctx)
+    tokens = tokenize(vocabulary, text, parse_special=True)
+    names = control_names(vocabulary, tokens)
+    try:
+        marked_text = _chat_text(model, messages, now, tools, variables, marks_contents=True) or ""
+    except PromptError:
+        # Marks do not survive what this template does, and nothing else tells who wrote a name.
+        contents = repr((messages, tools, variables))
+        if any(name in contents for name in names):
+            raise
+        return text, tokens
+    if all(text.count(name) == marked_text.count(name) for name in names):
+        return text, tokens
+    bos = vocabulary.control_text(vocabulary.special_tokens()["bos"])
+    add_special = not (bos and marked_text.startswith(bos))
+    return unmarked(marked_text), tokenize_marked(vocabulary, marked_text, add_special=add_special)
+
+
+def _chat_text(
+    model: LlamaModel,
+    messages: Sequence[chat.Message],
+    now: datetime.datetime,
+    tools: ToolDefinitions,
+    variables: Mapping[str, Any] | None,
+    *,
+    marks_contents: bool = False,
 ) -> str | None:
-    """Return a conversation in the model's own template; None if it has no template. Raise `PromptError` if
-    the template does not accept the conversation."""
     has_tools = bool(tools) or any(message.role == "tool" for message in messages)
     template = template_of(model, has_tools=has_tools)
     if template is None:
@@ -154,6 +210,8 @@ def chat_text(
         eos_token=model.vocabulary.control_text(special["eos"]),
         now=now,
         tools=tools,
+        variables=variables,
+        marks_contents=marks_contents,
     )
 
 
@@ -190,6 +248,7 @@ def draft_chat_tokens(
     messages: Sequence[chat.Message],
     now: datetime.datetime,
     tools: ToolDefinitions = (),
+    variables: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
     """Return a conversation for a draft model with another vocabulary, in its own template and tokens. The
     tokens of `head_of` are left out unless there are tools.
@@ -199,11 +258,11 @@ def draft_chat_tokens(
     """
     for attempt in (messages, _without_system(messages)):
         try:
-            text = chat_text(model, attempt, now, tools)
+            found = chat_tokens(model, attempt, now, tools, variables)
         except PromptError:
             continue
-        if text is not None:
-            tokens = tokenize(model.vocabulary, text, parse_special=True)
+        if found is not None:
+            text, tokens = found
             head = range(0) if tools else head_of(model.vocabulary, text, tokens, attempt)
             return _without(tokens, head)
     paragraphs = "".join(f"{message.content}\n\n" for message in messages)

@@ -14,6 +14,7 @@ from specgen.errors import SpecgenError, UsageError
 from specgen.events import Event, FinishedEvent
 from specgen.llama import LlamaGrammar, LlamaModel
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
+from specgen.system.machine import LoadOfOthers
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,8 @@ class Request:
     #: The error that ended it early.
     failure: SpecgenError | None = None
     is_cancelled: bool = False
+    #: What other programs take of the machine since it began; None if that is not measured.
+    load: LoadOfOthers | None = None
     #: Events that `Engine.stream` has not yielded yet.
     events: deque[Event] = field(default_factory=deque)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import re
+import types
 from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any
 
+import jinja2
 import jinja2.nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -91,11 +93,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _check_growth(method.__name__, text, (*arguments, *named.values()))
         return super().call(context, function, *arguments, **named)
 
-    def rendered(self, template: str, variables: dict[str, Any]) -> str:
-        """Return the output of a template. Raise whatever its expressions raise."""
+    def rendered(self, code: types.CodeType, variables: dict[str, Any]) -> str:
+        """Return the output of a template that `compile` has compiled. Raise whatever its expressions raise."""
+        template = jinja2.Template.from_code(self, code, self.make_globals(None))
         parts: list[str] = []
         n = 0
-        for part in self.from_string(template).generate(variables):
+        for part in template.generate(variables):
             n += len(part)
             _check_size(n)
             parts.append(part)

@@ -6,6 +6,9 @@ import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specgen.errors import BackendError, RollbackError
 from specgen.llama.library import forget_log, last_error, llama_cpp
 
@@ -65,6 +68,41 @@ class Cache:
                     f"{self.name}: the cache cannot drop sequence {sequence} from position {start} on"
                 )
 
+    def saved(self, sequence: int) -> NDArray[np.uint8]:
+        """Return the whole state of a sequence: uint8[n_bytes]. Raise `BackendError`."""
+        n_bytes = int(self.call(llama_cpp.llama_state_seq_get_size, self.context, sequence))
+        state = np.empty(n_bytes, np.uint8)
+        forget_log()
+        n = int(
+            self.call(
+                llama_cpp.llama_state_seq_get_data,
+                self.context,
+                _pointer(state),
+                n_bytes,
+                sequence,
+            )
+        )
+        if n == 0:
+            raise BackendError(
+                f"{self.name}: the state of sequence {sequence} could not be saved: {last_error()}"
+            )
+        return state[:n]
+
+    def restore(self, sequence: int, state: NDArray[np.uint8], n_tokens: int) -> bool:
+        """Let a sequence have a state that `saved` returned, of `n_tokens` tokens; return whether it could."""
+        self.drop_guard(sequence)
+        n = self.call(
+            llama_cpp.llama_state_seq_set_data,
+            self.context,
+            _pointer(state),
+            len(state),
+            sequence,
+        )
+        if int(n) != len(state) or self.length(sequence) != n_tokens:
+            return False
+        self.renew_guard(sequence)
+        return True
+
     def drop_guard(self, sequence: int) -> None:
         """Let a sequence have no guard, until `renew_guard`."""
         if sequence in self._guards:
@@ -96,6 +134,10 @@ class Cache:
                 f"{self.name}: sequence {sequence} was rolled back to position {expected}, "
                 f"its cache ends at {found}"
             )
+
+
+def _pointer(state: NDArray[np.uint8]) -> Any:
+    return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
 class StateCopies(Protocol):

@@ -10,11 +10,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specgen.decoding.backend import Batch, Rollback
 from specgen.errors import BackendError, ModelFileError, WorkerLostError
 from specgen.llama.cache import Cache, SavedStates, SharedStates, StateCopies
 from specgen.llama.context_opening import ContextSize, open_context
+from specgen.llama.frequent_rows import FrequentRows, can_limit
+from specgen.llama.kernels import attached
 from specgen.llama.library import last_error, layer_input, llama_cpp, llama_cpp_ext, set_layer_input
 from specgen.llama.model import LlamaModel
 from specgen.llama.recurrent_rollback import Rewinder
@@ -80,6 +83,7 @@ class LlamaBackend:
         self.handle, self._n_snapshots = context.handle, context.n_snapshots
         model.hold()
         self._decode_native = partial(model.call, _decode) if model.is_remote else _decode
+        self._frequent: FrequentRows | None = None
         self._cache = Cache(model.name, self.handle, model.n_window, model.call, context.guards)
         if not self._cache:
             self.close()
@@ -169,6 +173,13 @@ class LlamaBackend:
             set_layer_input(self.handle, layer, True)
         self._layers = tuple(layers)
 
+    def compute_frequent_tokens(self) -> None:
+        """Compute the logits of frequent tokens only from now on, where specgen's kernels can; the others are
+        -infinity. For a draft with a large vocabulary; see `specgen.llama.frequent_rows`."""
+        kernels = attached()
+        if kernels is not None and kernels.computes_products and can_limit(self.vocabulary):
+            self._frequent = FrequentRows(self.vocabulary, kernels)
+
     def _decode_all_rows(self, batch: Batch) -> tuple[Logits, Hidden]:
         if self._layers:
             logits, n_embd = self.decode(batch), self.model.n_embd
@@ -202,7 +213,12 @@ class LlamaBackend:
             self.model.check_open()
         n_wanted = self._rows.fill(batch)
         started = self._clock()
-        status: int = self._decode_native(self.handle, self._rows.native)
+        with (
+            contextlib.nullcontext()
+            if self._frequent is None
+            else self._frequent.limit(batch.tokens)
+        ):
+            status: int = self._decode_native(self.handle, self._rows.native)
         self.decode_s += self._clock() - started
         if status != 0:
             raise BackendError(
@@ -252,6 +268,22 @@ class LlamaBackend:
             return self._rewinder.text(sequence)
         return self._texts[sequence]
 
+    def saved_text(self, sequence: int) -> NDArray[np.uint8]:
+        """Return the state of a sequence's text in llama.cpp's form, for `restore_text`: uint8[n_bytes]. Raise
+        `BackendError`."""
+        return self._cache.saved(sequence)
+
+    def restore_text(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:
+        """Let a sequence hold a text whose state another context saved. Return whether llama.cpp took it; the
+        sequence is empty if not. Only for models without a recurrent state."""
+        self.remove(sequence)
+        is_taken = self._cache.restore(sequence, state, len(tokens))
+        if is_taken:
+            self._texts[sequence] = list(tokens)
+        else:
+            self.remove(sequence)
+        return is_taken
+
     def checkpoint(self, sequence: int) -> None:
         if self._rewinder is not None:
             self._rewinder.checkpoint(sequence)
@@ -279,6 +311,8 @@ class LlamaBackend:
         del self._texts[sequence][start:]
 
     def close(self) -> None:
+        if self._frequent is not None:
+            self._frequent.close()
         if self.handle:
             with contextlib.suppress(WorkerLostError):  # a lost worker's memory stays
                 self.model.call(llama_cpp.llama_free, self.handle)

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specgen.errors import BackendError
 from specgen.llama.library import forget_log, ggml, last_error
 from specgen.system.llama_build import REBUILD
@@ -57,6 +60,65 @@ class KernelSupport:
     usable: bool = True
 
 
+class RowLimit:
+    """Which rows of a matrix with `n_rows` rows are computed; the other outputs are -infinity.
+
+    `rows` is int32 and increases. Rows are computed in groups, so a few others are too. Used as a context manager,
+    it applies to what the calling thread decodes."""
+
+    def __init__(self, library: Any, n_rows: int, rows: NDArray[np.int32]) -> None:
+        self._library = library
+        pointer = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        self._handle = library.specgen_kernels_new_row_limit(n_rows, pointer, len(rows))
+
+    def __enter__(self) -> None:
+        self._library.specgen_kernels_set_row_limit(self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        self._library.specgen_kernels_set_row_limit(None)
+
+    def close(self) -> None:
+        if self._handle:
+            self._library.specgen_kernels_delete_row_limit(self._handle)
+            self._handle = None
+
+
+class PackedFile:
+    """A file of packed weights. Used as a context manager, models that the calling thread loads take their packed
+    weights from it or, if it does not exist, can be written to it."""
+
+    def __init__(self, library: Any, path: Path) -> None:
+        self._library = library
+        self._handle = library.specgen_kernels_open_packed(os.fsencode(path))
+
+    def __enter__(self) -> None:
+        self._library.specgen_kernels_load_packed(self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        self._library.specgen_kernels_load_packed(None)
+
+    @property
+    def was_used(self) -> bool:
+        """Whether the model's packed weights are those of the file."""
+        return bool(self._library.specgen_kernels_used_packed(self._handle))
+
+    @property
+    def n_bytes(self) -> int:
+        """The number of bytes that `write` writes; 0 if there is nothing to write."""
+        return int(self._library.specgen_kernels_packed_file_bytes(self._handle))
+
+    def write(self, path: Path) -> None:
+        """Write the weights, which must still be loaded, to a file. Raise `OSError`."""
+        problem = self._library.specgen_kernels_write_packed(self._handle, os.fsencode(path))
+        if problem:
+            raise OSError(problem, os.strerror(problem), str(path))
+
+    def close(self) -> None:
+        if self._handle:
+            self._library.specgen_kernels_close_packed(self._handle)
+            self._handle = None
+
+
 class Kernels:
     """The library of kernels that this process attached to GGML; see `attach`."""
 
@@ -90,6 +152,14 @@ class Kernels:
         """Pack, from now on, the quantised weights that other machines send to this process's CPU through
         llama.cpp's RPC."""
         self._library.specgen_kernels_serve()
+
+    def row_limit(self, n_rows: int, rows: NDArray[np.int32]) -> RowLimit:
+        """Return a limit to some rows of the matrices that have `n_rows` rows."""
+        return RowLimit(self._library, n_rows, rows)
+
+    def packed_file(self, path: Path) -> PackedFile:
+        """Open a file of packed weights, which need not exist."""
+        return PackedFile(self._library, path)
 
     def counts(self) -> KernelCounts:
         numbers = (ctypes.c_uint64 * 4)()
@@ -197,6 +267,25 @@ def _declare(library: Any) -> None:
     library.specgen_kernels_counts.argtypes = (ctypes.POINTER(ctypes.c_uint64),)
     library.specgen_kernels_enable.restype = None
     library.specgen_kernels_enable.argtypes = (ctypes.c_int, ctypes.c_int)
+    library.specgen_kernels_new_row_limit.restype = ctypes.c_void_p
+    library.specgen_kernels_new_row_limit.argtypes = (
+        ctypes.c_int64,
+        ctypes.POINTER(ctypes.c_int32),
+        ctypes.c_int64,
+    )
+    for name in ("delete", "set"):
+        function = getattr(library, f"specgen_kernels_{name}_row_limit")
+        function.restype, function.argtypes = None, (ctypes.c_void_p,)
+    for name, result, arguments in (
+        ("open_packed", ctypes.c_void_p, (ctypes.c_char_p,)),
+        ("load_packed", None, (ctypes.c_void_p,)),
+        ("used_packed", ctypes.c_int, (ctypes.c_void_p,)),
+        ("packed_file_bytes", ctypes.c_uint64, (ctypes.c_void_p,)),
+        ("write_packed", ctypes.c_int, (ctypes.c_void_p, ctypes.c_char_p)),
+        ("close_packed", None, (ctypes.c_void_p,)),
+    ):
+        function = getattr(library, f"specgen_kernels_{name}")
+        function.restype, function.argtypes = result, arguments
     library.specgen_kernels_serve.restype = None
     library.specgen_kernels_serve.argtypes = ()
 
@@ -211,6 +300,8 @@ __all__ = [
     "KernelCounts",
     "KernelSupport",
     "Kernels",
+    "PackedFile",
+    "RowLimit",
     "ask_before_loading",
     "attach",
     "attached",

@@ -54,6 +54,7 @@ class MtpContext(LlamaBackend):
         memory = (ctypes.c_float * (n_rows * n_values))()
         self._rows.native.embd = memory
         self._inputs = np.ctypeslib.as_array(memory).reshape(n_rows, n_values)
+        self.compute_frequent_tokens()
         self._wanted_rows_only = model.metadata("general.architecture") in WANTED_ROWS_ONLY
         llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, self._wanted_rows_only)
         self._states: dict[int, Hidden] = {}

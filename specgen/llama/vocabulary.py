@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from specgen.errors import BackendError
@@ -14,8 +15,26 @@ from specgen.llama.library import llama_cpp
 _PIECE_BYTES = 64
 #: The number of entries that `digest` reads, about.
 _N_SAMPLED = 2048
+#: llama.cpp's attributes of control tokens that take the white space beside them.
+_STRIPPING = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP | llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP
+#: The attributes of tokens whose names are parsed only on request, and of all that are found by name.
+_CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+_NAMED = _CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
 #: A marker before text that continues other text; no vocabulary has a token that joins it to the text.
 _MARKER = "☺"
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialToken:
+    """A token that llama.cpp finds in texts by its name. A name of a control token is plain text unless
+    `parse_special`; other names, of "user-defined" tokens, are always parsed. `strips_before` and
+    `strips_after` tell whether white space beside the name is dropped."""
+
+    token: int
+    name: str
+    is_control: bool
+    strips_before: bool
+    strips_after: bool
 
 
 class LlamaVocabulary:
@@ -30,7 +49,11 @@ class LlamaVocabulary:
         self._pieces: dict[int, bytes] = dict(texts or {})
         self._is_end: dict[int, bool] = {}
         self._ends: list[int] | None = None
+        self._named: list[SpecialToken] | None = None
         self._views: dict[frozenset[int], LlamaVocabulary] = {}
+        #: The bytes of the longest entry, and whether tokens take white space beside them; None: not counted.
+        self._longest: int | None = None
+        self._strips = False
 
     @property
     def add_bos(self) -> bool:
@@ -74,6 +97,23 @@ class LlamaVocabulary:
             if -n <= capacity:
                 raise BackendError(f"llama.cpp could not tokenize {len(data)} bytes of text")
             capacity = -n
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens that a text has at least, without tokenizing it: that of its bytes by those
+        of the longest token. 0 if the vocabulary drops bytes."""
+        if self.kind not in (llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE):
+            return 0
+        data = text.encode()
+        if self._longest is None:
+            tokens = range(self.n_tokens)
+            # Control tokens are read by their names, and add nothing to a text.
+            self._longest = max(
+                len(self.token_bytes(token) or self.token_entry(token)) for token in tokens
+            )
+            self._strips = any(self.token_attributes(token) & _STRIPPING for token in tokens)
+        if self._strips:
+            data = data.translate(None, b" \t\n\v\f\r")
+        return len(data) // max(1, self._longest)
 
     def tokenize_inside(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Tokenize text that continues other text, without the space that SentencePiece adds at a
@@ -128,6 +168,31 @@ class LlamaVocabulary:
     def token_attributes(self, token_id: int) -> int:
         """Return llama.cpp's attribute bits: unknown, unused, normal, control, ..."""
         return int(llama_cpp.llama_vocab_get_attr(self.handle, token_id))
+
+    def is_control(self, token_id: int) -> bool:
+        """Return whether a text has the token's name as plain text unless `parse_special`."""
+        return bool(self.token_attributes(token_id) & _CONTROL)
+
+    def named_tokens(self) -> Sequence[SpecialToken]:
+        """Return the tokens that llama.cpp finds by name, in the order in which it looks for them."""
+        if self._named is None:  # llama.cpp has no list of them, so all tokens are checked
+            found = [
+                self._special_token(token_id, attributes)
+                for token_id in range(self.n_tokens)
+                if (attributes := self.token_attributes(token_id)) & _NAMED
+            ]
+            found.sort(key=lambda special: -len(special.name.encode()))
+            self._named = [special for special in found if special.name]
+        return self._named
+
+    def _special_token(self, token_id: int, attributes: int) -> SpecialToken:
+        return SpecialToken(
+            token_id,
+            self.token_text(token_id),
+            bool(attributes & _CONTROL),
+            bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP),
+            bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP),
+        )
 
     def is_end(self, token_id: int) -> bool:
         is_end = self._is_end.get(token_id)

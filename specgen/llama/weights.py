@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -17,6 +18,7 @@ from typing import Any, TypeAlias
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, WorkerLostError
 from specgen.llama.kernels import LLAMA_CPP, KernelSupport, computing, loading_with, support_for
 from specgen.llama.library import forget_log, last_error, llama_cpp
+from specgen.llama.packed_weights import PackedWeights, packed_weights_of
 from specgen.llama.remote_calls import RemoteCalls
 from specgen.llama.rpc import remote_devices, spread
 from specgen.llama.vocabulary import LlamaVocabulary
@@ -38,9 +40,15 @@ class LoadedWeights:
     last one releases it."""
 
     def __init__(
-        self, key: _Key, handle: Any, kernel_problem: str, remote: RemoteCalls | None = None
+        self,
+        key: _Key,
+        handle: Any,
+        kernel_problem: str,
+        remote: RemoteCalls | None = None,
+        packed: PackedWeights | None = None,
     ) -> None:
         self._key = key
+        self._packed = packed
         self._n_users = 1
         #: Why specgen's kernels do not compute this model although they compute others; empty if they do.
         self.kernel_problem = kernel_problem
@@ -68,6 +76,8 @@ class LoadedWeights:
         self._n_users -= 1
         if self._n_users == 0:
             _loaded.pop(self._key, None)
+            if self._packed is not None:
+                self._packed.close()
             with contextlib.suppress(WorkerLostError):  # a lost worker's memory stays
                 self.call(llama_cpp.llama_model_free, self.handle)
             self.handle = None
@@ -120,8 +130,15 @@ def lease_weights(
     params.load_mtp = mtp
     forget_log()
     remote: RemoteCalls | None = None
+    packed: PackedWeights | None = None
     if workers is None or vocabulary_only:
-        with loading_with(support), _interrupt_between_tensors(params):
+        with ExitStack() as loading:
+            loading.enter_context(loading_with(support))
+            if not vocabulary_only:
+                packed = packed_weights_of(file, n_gpu_layers=n_gpu_layers, mtp=mtp)
+            if packed is not None:
+                loading.enter_context(packed.loading())
+            loading.enter_context(_interrupt_between_tensors(params))
             handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
     else:
         _check_workers(workers, file, about.st_size)
@@ -142,7 +159,7 @@ def lease_weights(
             hint="if the download was cut short, fetch the file again; if the model is "
             "newer than this llama.cpp, upgrade specgen",
         )
-    weights = _loaded[key] = LoadedWeights(key, handle, support.problem, remote)
+    weights = _loaded[key] = LoadedWeights(key, handle, support.problem, remote, packed)
     return weights
 
 

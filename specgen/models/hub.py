@@ -14,25 +14,36 @@ import warnings
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import TYPE_CHECKING
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, TypeVar
 
-from specgen.errors import FetchError
+from specgen.errors import FetchError, UnknownModelError
+from specgen.models.download_lock import locked
 from specgen.models.fetch_errors import check_room, disk_errors_named, host_of, reason
-from specgen.models.files import file_sha256, has_size
-from specgen.models.progress import shown
+from specgen.models.files import file_sha256, has_size, human_bytes
+from specgen.models.hub_cache import cache_of_hub, cached_models, find_in_cache, storage_of
+from specgen.models.hub_reference import choose, models_among, reference_of, usual
+from specgen.models.progress import SilentProgress, shown
+from specgen.models.registry import HubSource
+from specgen.models.transfer import Transfer, size_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from huggingface_hub import HfFileMetadata
-    from typing_extensions import Self
+    from huggingface_hub.errors import HfHubHTTPError
 
+    from specgen.models.hub_reference import HubReference
     from specgen.models.progress import DownloadProgress
-    from specgen.models.registry import CatalogueModel, HubSource
+    from specgen.models.registry import CatalogueModel
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_ETAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+#: Moves the hub's cache.
+_CACHE_VARIABLE = "HF_HOME"
 _HINT = "check the network, and HTTPS_PROXY and HF_ENDPOINT if they are set; then try again"
+
+_T = TypeVar("_T")
 
 
 def find_cached(source: HubSource, model: CatalogueModel) -> Path | None:
@@ -53,23 +64,114 @@ def find_cached(source: HubSource, model: CatalogueModel) -> Path | None:
 
 
 def fetch_from_hub(source: HubSource, model: CatalogueModel, progress: DownloadProgress) -> Path:
-    """Download the model into the hub's cache and return its path. Raise FetchError.
+    """Download the model into the hub's cache and return its path. Raise FetchError or UnknownModelError.
 
     The hub is first asked once for the metadata of the file. So a hub that does not respond within
     seconds, or a file that differs from ours, is noticed then, and not after minutes of retries.
     """
-    from huggingface_hub import constants
+    with _hub_in_use() as cache:
+        metadata = _metadata(source)
+        _check_same_file(metadata, model)
+        left_bytes = _left_bytes(_blobs(source.repo), metadata, model.size_bytes)
+        check_room(model.name, cache, left_bytes, _CACHE_VARIABLE)
+        return _fetch(source, metadata, model.name, model.sha256, progress)
 
-    host = host_of(constants.ENDPOINT)
-    cache = Path(constants.HF_HUB_CACHE)
-    with _hub_held_back(), disk_errors_named(cache):
-        _check_same_file(_ask(source, host, constants.HF_HUB_ETAG_TIMEOUT), model, host)
-        check_room(model.name, cache, model.size_bytes)
-        with shown(progress, model.name, model.size_bytes):
-            path = _download(source, host, progress)
-        with shown(progress, f"{model.name}: checking", model.size_bytes):
-            _check_content(path, model, progress)
-    return path
+
+def fetch_reference(
+    reference: HubReference, *, progress: DownloadProgress | None = None, newest: bool = False
+) -> Path:
+    """Return the first file of a model that is named by its repository, downloading it if need be.
+
+    A model in the cache is used as it is, without asking the hub, unless the `newest` is wanted. A
+    reference that names no quantisation may need the hub for the choice; if that cannot be reached,
+    the cache decides. Raise FetchError, or UnknownModelError if there is no such repository or model.
+    """
+    watcher = SilentProgress() if progress is None else progress
+    if not newest and (path := find_in_cache(usual(reference))) is not None:
+        return path
+    with _hub_in_use() as cache:
+        try:
+            sizes, licence = _listing(reference.repo)
+        except FetchError as error:
+            if newest:
+                raise
+            path = find_in_cache(reference)
+            if path is None:
+                raise _with_cached(error, reference) from error
+            watcher.note(f"{error.message}; using {path.name} from the hub's cache")
+            return path
+        names = choose(sizes, reference)
+        if names is None:
+            raise _unknown(reference, sizes)
+        files = {HubSource(reference.repo, name): sizes[name] for name in names}
+        return _fetch_all(files, licence, cache, watcher)
+
+
+def _fetch_all(
+    files: Mapping[HubSource, int], licence: str, cache: Path, progress: DownloadProgress
+) -> Path:
+    """Return the path of the first of a model's files, which have these sizes."""
+    first = next(iter(files))
+    blobs = _blobs(first.repo)
+    wanted = {source: _metadata(source) for source in files}
+    left_bytes = sum(_left_bytes(blobs, wanted[source], size) for source, size in files.items())
+    if left_bytes:
+        whole_bytes = sum(files.values())
+        resumed = f"{human_bytes(left_bytes)} left of " if left_bytes < whole_bytes else ""
+        size_text = ", ".join(filter(None, (f"{resumed}{human_bytes(whole_bytes)}", licence)))
+        progress.note(f"downloading {first.repo}/{first.file} ({size_text})")
+        check_room(first.file, cache, left_bytes, _CACHE_VARIABLE)
+    paths = []
+    for source, metadata in wanted.items():
+        digest = metadata.etag if _SHA256.fullmatch(metadata.etag or "") else None
+        label = PurePosixPath(source.file).name
+        paths.append(_fetch(source, metadata, label, digest, progress))
+    if len({path.parent for path in paths}) > 1:
+        raise FetchError(f"{first.repo} changed during the download", "run it again")
+    return paths[0]
+
+
+@contextmanager
+def _hub_in_use() -> Iterator[Path]:
+    """Give the folder of the hub's cache; the block may use huggingface_hub and write there."""
+    cache = cache_of_hub()
+    with _hub_held_back(), disk_errors_named(cache, _CACHE_VARIABLE):
+        yield cache
+
+
+def _listing(repo: str) -> tuple[dict[str, int], str]:
+    """Return the size in bytes of each file of a repository, and its licence."""
+    from huggingface_hub import HfApi
+
+    info = _ask(lambda: HfApi().model_info(repo, files_metadata=True), repo)
+    licences = [tag[len("license:") :] for tag in info.tags or () if tag.startswith("license:")]
+    return {file.rfilename: file.size or 0 for file in info.siblings or ()}, ", ".join(licences)
+
+
+def _left_bytes(blobs: Path, metadata: HfFileMetadata, size_bytes: int) -> int:
+    """Return how much of a file is still to be downloaded."""
+    assert metadata.etag is not None
+    if (blobs / metadata.etag).exists():
+        return 0
+    return max(1, size_bytes - size_of(_partial(blobs, metadata.etag)))
+
+
+def _with_cached(error: FetchError, reference: HubReference) -> FetchError:
+    """Return the error, with what the cache has of the repository."""
+    cached = ", ".join(str(model.reference) for model in cached_models(reference.repo))
+    has = f"it has {cached}" if cached else "nothing of this repository is there"
+    message = f"{reference} is not in the hub's cache, and {error.message} ({has})"
+    return FetchError(message, error.hint)
+
+
+def _unknown(reference: HubReference, names: Iterable[str]) -> UnknownModelError:
+    known = [str(reference_of(reference.repo, files, names)) for files in models_among(names)]
+    if not known:
+        return UnknownModelError(
+            f"{reference.repo} has no GGUF model",
+            "look for a repository whose name ends in GGUF; llama.cpp's convert_hf_to_gguf.py converts others",
+        )
+    return UnknownModelError(f"there is no {reference}", f"there are {', '.join(known)}")
 
 
 def _is_model(path: Path, model: CatalogueModel) -> bool:
@@ -89,20 +191,39 @@ def _blob_of(path: Path) -> Path:
     return path.parent / path.readlink() if path.is_symlink() else path
 
 
-def _ask(source: HubSource, host: str, timeout_s: float) -> HfFileMetadata:
-    """Return the hub's metadata of the file, within `timeout_s` altogether.
+def _metadata(source: HubSource) -> HfFileMetadata:
+    """Return the hub's metadata of a file."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    url = hf_hub_url(source.repo, source.file, revision=source.revision)
+    metadata = _ask(lambda: get_hf_file_metadata(url), source.repo)
+    # The ETag becomes the name of a file.
+    if metadata.commit_hash is None or not _ETAG.fullmatch(metadata.etag or ""):
+        raise _no_hub()
+    return metadata
+
+
+def _no_hub() -> FetchError:
+    return FetchError(
+        f"{_host()} does not answer like the Hugging Face hub",
+        "the network may require you to sign in first, or HF_ENDPOINT may be wrong",
+    )
+
+
+def _ask(request: Callable[[], _T], repo: str) -> _T:
+    """Return the hub's answer, within the time limit that is set for it.
 
     The client's own limit holds for each address of the hub in turn, and behind a firewall
     that drops packets those add up; so it is asked in a thread that can be left behind.
     """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import constants
 
-    url = hf_hub_url(source.repo, source.file, revision=source.revision)
-    answer: Future[HfFileMetadata] = Future()
+    timeout_s = constants.HF_HUB_ETAG_TIMEOUT
+    answer: Future[_T] = Future()
 
     def ask() -> None:
         try:
-            answer.set_result(get_hf_file_metadata(url, timeout=timeout_s))
+            answer.set_result(request())
         except Exception as error:  # noqa: BLE001 (raised again where the result is taken)
             answer.set_exception(error)
 
@@ -111,20 +232,23 @@ def _ask(source: HubSource, host: str, timeout_s: float) -> HfFileMetadata:
         return answer.result(timeout=timeout_s)
     except FutureTimeoutError as error:
         raise FetchError(
-            f"{host} did not answer within {timeout_s:g} s",
+            f"{_host()} did not answer within {timeout_s:g} s",
             f"{_HINT}; HF_HUB_ETAG_TIMEOUT sets how long to wait",
         ) from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _no_hub() from error
     except Exception as error:
-        raise _translated(error, f"{host} cannot be reached", host) from error
+        raise _translated(error, f"{_host()} cannot be reached", repo) from error
 
 
-def _check_same_file(metadata: HfFileMetadata, model: CatalogueModel, host: str) -> None:
+def _host() -> str:
+    from huggingface_hub import constants
+
+    return host_of(constants.ENDPOINT)
+
+
+def _check_same_file(metadata: HfFileMetadata, model: CatalogueModel) -> None:
     """Compare the hub's metadata with models.toml, before a gigabyte is downloaded."""
-    if metadata.commit_hash is None:
-        raise FetchError(
-            f"{host} does not answer like the Hugging Face hub",
-            "the network may require you to sign in first, or HF_ENDPOINT may be wrong",
-        )
     etag = metadata.etag or ""
     other_digest = _SHA256.fullmatch(etag) and etag != model.sha256
     if other_digest or metadata.size not in {None, model.size_bytes}:
@@ -135,34 +259,84 @@ def _check_same_file(metadata: HfFileMetadata, model: CatalogueModel, host: str)
         )
 
 
-def _download(source: HubSource, host: str, progress: DownloadProgress) -> Path:
-    from huggingface_hub import hf_hub_download
+def _fetch(
+    source: HubSource,
+    metadata: HfFileMetadata,
+    label: str,
+    sha256: str | None,
+    progress: DownloadProgress,
+) -> Path:
+    """Return a file's path in the cache, downloading it if need be.
 
-    class Bar(TransferBar):
-        """The class of huggingface_hub's bar; only a class can be passed, so this one holds `progress`."""
+    huggingface_hub drops what an interrupted download got. So the blob is downloaded here, which
+    resumes, and huggingface_hub then finds it in its place and does the rest. It downloads by itself
+    what the hub serves over its own protocol only.
+    """
+    from huggingface_hub import constants, hf_hub_download
 
-        watcher = progress
-
+    assert metadata.etag is not None
+    blobs = _blobs(source.repo)
+    blob = blobs / metadata.etag
+    if (metadata.size or 0) <= constants.MAX_HTTP_DOWNLOAD_SIZE and not blob.exists():
+        # The lock that huggingface_hub takes too.
+        lock = cache_of_hub() / ".locks" / blobs.parent.name / f"{blob.name}.lock"
+        with locked(lock, label, progress):
+            if not blob.exists():
+                blobs.mkdir(parents=True, exist_ok=True)
+                partial = _partial(blobs, metadata.etag)
+                _download(source, partial, metadata.size or 0, label, sha256, progress)
+                partial.replace(blob)
     try:
-        path = hf_hub_download(source.repo, source.file, revision=source.revision, tqdm_class=Bar)
+        path = Path(hf_hub_download(source.repo, source.file, revision=source.revision))
     except Exception as error:
         if _is_of_the_disk(error):
             raise
-        raise _translated(error, f"the download from {host} failed", host) from error
-    return Path(path)
+        raise _translated(error, f"the download from {_host()} failed", source.repo) from error
+    if not path.is_symlink():  # a system without links: the file was copied
+        blob.unlink(missing_ok=True)
+    return path
 
 
-def _check_content(path: Path, model: CatalogueModel, progress: DownloadProgress) -> None:
-    """Compare the file with its SHA-256; a wrong one leaves the cache, where it would be found."""
-    digest = file_sha256(path, progress.update)
-    if digest == model.sha256:
-        return
-    _blob_of(path).unlink(missing_ok=True)
-    path.unlink(missing_ok=True)
-    raise FetchError(
-        f"the hub sent {model.name} with the SHA-256 {digest}, not {model.sha256}",
-        "the file was deleted; try again",
-    )
+def _download(
+    source: HubSource,
+    partial: Path,
+    size_bytes: int,
+    label: str,
+    sha256: str | None,
+    progress: DownloadProgress,
+) -> None:
+    """Download a file, or the rest of it, and check it."""
+    import requests
+    from huggingface_hub import get_token, hf_hub_url
+
+    def digest(path: Path) -> str:
+        progress.finish()
+        progress.start(f"{label}: checking", size_bytes)
+        return file_sha256(path, progress.update)
+
+    url = hf_hub_url(source.repo, source.file, revision=source.revision)
+    with (
+        requests.Session() as session,
+        shown(progress, label, size_bytes, size_of(partial)),
+    ):
+        if token := get_token():  # requests sends it to no other host
+            session.headers["Authorization"] = f"Bearer {token}"
+        Transfer(session, progress).download(
+            url,
+            partial,
+            sha256=sha256,
+            report=lambda done_bytes, _total_bytes: progress.update(done_bytes),
+            digest=digest,
+        )
+
+
+def _blobs(repo: str) -> Path:
+    """Return the folder of a repository's files in the cache, where each is named after its ETag."""
+    return storage_of(repo) / "blobs"
+
+
+def _partial(blobs: Path, etag: str) -> Path:
+    return blobs / f"{etag}.incomplete"
 
 
 def _is_of_the_disk(error: Exception) -> bool:
@@ -171,21 +345,42 @@ def _is_of_the_disk(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno is not None and not isinstance(error, network)
 
 
-def _translated(error: Exception, failure: str, host: str) -> FetchError:
-    """Return the FetchError for an error out of huggingface_hub.
+def _translated(error: Exception, failure: str, repo: str) -> FetchError | UnknownModelError:
+    """Return our error for one out of huggingface_hub.
 
     Over its versions these come from several HTTP clients, besides its own and those of the
     Xet storage, which have no common base.
     """
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub import constants, errors
 
+    page = f"{constants.ENDPOINT}/{repo}"
     for cause in _chain(error):
-        if isinstance(cause, OfflineModeIsEnabled):
+        if isinstance(cause, errors.OfflineModeIsEnabled):
             return FetchError("HF_HUB_OFFLINE is set", "unset it to download from the hub")
-        if isinstance(cause, HfHubHTTPError):
-            answer = f"{host} answered with status {cause.response.status_code}"
-            return FetchError(answer, _HINT)
+        if isinstance(cause, errors.GatedRepoError):
+            return FetchError(
+                f"{repo} is gated: its authors give access to those who ask",
+                f"ask for access on {page}, then set HF_TOKEN (or --hf-token) to a token of yours",
+            )
+        if isinstance(cause, errors.HfHubHTTPError) and _has_no_repository(cause):
+            return UnknownModelError(
+                f"{_host()} has no repository {repo}, or it is private",
+                f"check the name on {page}; for a private one, set HF_TOKEN (or --hf-token)",
+            )
+        if isinstance(cause, errors.HfHubHTTPError):
+            status = cause.response.status_code
+            hint = f"check HF_TOKEN, and {page}" if status in {401, 403} else _HINT
+            return FetchError(f"{_host()} answered with status {status}", hint)
     return FetchError(f"{failure}: {reason(error)}", _HINT)
+
+
+def _has_no_repository(error: HfHubHTTPError) -> bool:
+    """Return whether the hub has no such repository. Mirrors of the hub may answer with the status alone."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    is_listing = "/api/models/" in str(error.response.url)
+    is_missing = is_listing and error.response.status_code == 404
+    return is_missing or isinstance(error, RepositoryNotFoundError)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -211,56 +406,3 @@ def _hub_held_back() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-class TransferBar:
-    """Passes what huggingface_hub would draw with tqdm to a `DownloadProgress`.
-
-    With Xet storage bytes are reported twice, as received and as written; `update_transfer`
-    tells huggingface_hub that one bar takes both.
-    """
-
-    watcher: DownloadProgress
-
-    def __init__(
-        self, *_: object, initial: float = 0, total: float | None = None, **__: object
-    ) -> None:
-        self.n = initial
-        self.total = total
-        self._received = initial
-        self._report()
-
-    def update(self, n: float | None = 1) -> None:
-        self.n += n or 0
-        self._report()
-
-    def update_transfer(self, n: float | None = 1) -> None:
-        self._received += n or 0
-        self._report()
-
-    def _report(self) -> None:
-        # Received bytes may be fewer than those written, as what is known is not sent again,
-        # but not more than the file has.
-        received = self._received if self.total is None else min(self._received, self.total)
-        self.watcher.update(int(max(self.n, received)))
-
-    def set_description(self, *_: object, **__: object) -> None:
-        pass
-
-    def set_postfix_str(self, *_: object, **__: object) -> None:
-        pass
-
-    def set_transfer_postfix_str(self, *_: object, **__: object) -> None:
-        pass
-
-    def refresh(self, *_: object, **__: object) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -117,24 +117,25 @@ class Transfer:
         *,
         sha256: str | None,
         report: Callable[[int, int | None], None],
+        digest: Callable[[Path], str] = file_sha256,
     ) -> None:
         """Download `url` to `path`, and resume an earlier download.
 
         `report` receives the bytes so far and, if known, the total. Raise FetchError if the file cannot be
-        downloaded, or if its digest is not `sha256`; an OSError of the disk passes through.
+        downloaded, or if its `digest` is not `sha256`; an OSError of the disk passes through.
         """
         resumed = size_of(path) > 0
         self._until_done(lambda: self._attempt(url, path, report), size=lambda: size_of(path))
-        if sha256 is None or file_sha256(path) == sha256:
+        if sha256 is None or digest(path) == sha256:
             return
         path.unlink()
         if not resumed:
             raise FetchError(
-                f"{shown_url(url)} does not have the SHA-256 that the index gives",
+                f"{shown_url(url)} does not have the SHA-256 that its server gives",
                 "something on the network changes files; try another network",
             )
         self._progress.note("the earlier part of the download was damaged; starting again")
-        self.download(url, path, sha256=sha256, report=report)
+        self.download(url, path, sha256=sha256, report=report, digest=digest)
 
     def _attempt(self, url: str, path: Path, report: Callable[[int, int | None], None]) -> None:
         """Ask for what is missing and write what arrives; return when nothing is missing."""

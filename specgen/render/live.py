@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from specgen.engine.thoughts import is_thinking
 from specgen.events import (
     CommittedEvent,
     DraftedEvent,
@@ -22,7 +23,7 @@ from specgen.render.base import Notes, Renderer, output_errors, reading
 from specgen.render.marks import LEGEND, Round, RoundReader, Run, coded, pens
 from specgen.render.rows import Cell, Flow, Row, append_cells, row_codes, wrap
 from specgen.render.text import can_encode, clean_line
-from specgen.render.thoughts import FoldedThought, is_thinking
+from specgen.render.thoughts import FoldedThought
 
 _HIDE_CURSOR = "\x1b[?25l"
 _SHOW_CURSOR = "\x1b[?25h"
@@ -100,8 +101,8 @@ def _settled_codes(lines: Sequence[Line]) -> Iterator[str]:
 
 
 #: The rows of the unfinished line that are repainted in each round, and laid out again when the window
-#: changes; earlier rows belong to the terminal. There may be this many more if the line is broken inside
-#: words, so that it can be copied in one piece.
+#: changes; earlier rows belong to the terminal. There may be this many if rows of one line are to be copied in one
+#: piece.
 _MOVING_ROWS = 3
 _MOST_MOVING_ROWS = 12
 

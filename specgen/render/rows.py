@@ -5,8 +5,9 @@ with the number of columns it may take. Terminals disagree about the width of em
 takes two columns in one and six in another. A cell's width is the largest that is usual, so that a row never runs
 over the edge, whichever terminal shows it.
 
-Lines break at spaces and beside ideographs; a word longer than a row is cut. A row never depends on anything
-after the first cell of the next row, so all rows of a growing text (`Flow`) except the last are settled.
+Lines are broken where the terminal itself would break them, so that it joins their rows when text is copied. A row
+never depends on anything after the first cell of the next row, so all rows of a growing text (`Flow`) except the
+last are settled.
 """
 
 from __future__ import annotations
@@ -51,11 +52,6 @@ class Cell(NamedTuple):
     @property
     def is_space(self) -> bool:
         return self.text == " "
-
-    @property
-    def is_ideograph(self) -> bool:
-        """Return whether it is so wide that a row may end before or after it without a space."""
-        return self.width > 1
 
 
 def append_cells(cells: list[Cell], text: str, mark: str, *, join: bool = True) -> None:
@@ -164,22 +160,13 @@ def _belongs(character: str, text: str, last: int) -> bool:
 
 # --- rows
 
-#: Characters that must not begin a row, and characters that must not end one.
-_CLOSING = frozenset(
-    "、。，．：；？！）］｝」』】〉》〕ゝゞーァィゥェォッャュョぁぃぅぇぉっゃゅょ々"
-)
-_OPENING = frozenset("（［｛「『【〈《〔")
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row of the screen."""
 
-    #: All cells of the row, including the spaces that hang over its end.
     cells: tuple[Cell, ...]
-    #: How many of the cells are painted.
-    n_painted: int
-    #: Columns of the painted cells, at most.
+    #: Columns of the cells, at most.
     width: int
     #: The next row goes on without a line feed: the terminal itself breaks the line there,
     #: and text copied from it comes out in one piece.
@@ -187,7 +174,7 @@ class Row:
 
     @property
     def text(self) -> str:
-        return "".join(cell.text for cell in self.cells[: self.n_painted])
+        return "".join(cell.text for cell in self.cells)
 
     def runs(self) -> Iterator[tuple[str, str]]:
         """Yield (text, mark) for neighbouring cells that look the same.
@@ -196,7 +183,7 @@ class Row:
         its mark, so that it is struck through.
         """
         text, mark = "", ""
-        for cell in self.cells[: self.n_painted]:
+        for cell in self.cells:
             cell_mark = "" if cell.is_space and cell.mark != "rejected" else cell.mark
             if cell_mark != mark:
                 if text:
@@ -207,7 +194,7 @@ class Row:
             yield text, mark
 
 
-EMPTY_ROW = Row((), 0, 0)
+EMPTY_ROW = Row((), 0)
 
 
 def wrap(cells: Sequence[Cell], columns: int, first_columns: int | None = None) -> list[Row]:
@@ -216,7 +203,7 @@ def wrap(cells: Sequence[Cell], columns: int, first_columns: int | None = None) 
     Args:
         cells: the line, without its line feed.
         columns: width of the screen, at least 2.
-        first_columns: room in the first row, if that is less; nothing is cut to fit there.
+        first_columns: room in the first row, if that is less; it may take nothing.
 
     Returns:
         At least one row; joined, their cells are `cells`. A row is as wide as the screen
@@ -225,60 +212,27 @@ def wrap(cells: Sequence[Cell], columns: int, first_columns: int | None = None) 
     rows: list[Row] = []
     start = 0
     while True:
-        partial = first_columns is not None and not rows
         room = first_columns if first_columns is not None and not rows else columns
-        end = _row_end(cells, start, room, cut=not partial)
-        row = _row(cells[start:end], room)
+        end = _row_end(cells, start, room, n_least=0 if room < columns else 1)
+        width = sum(cell.width for cell in cells[start:end])
         if end == len(cells):
-            rows.append(row)
+            rows.append(Row(tuple(cells[start:end]), width))
             return rows
-        if row.n_painted == len(row.cells) and row.width == columns:
-            row = Row(row.cells, row.n_painted, row.width, joined=True)
-        rows.append(row)
+        rows.append(Row(tuple(cells[start:end]), width, joined=width == columns))
         start = end
 
 
-def _row_end(cells: Sequence[Cell], start: int, room: int, *, cut: bool) -> int:
-    """Return the index after the last cell of the row that begins at `start`.
-
-    The row may take nothing when a word may not be cut (`cut`) and does not fit.
-    """
+def _row_end(cells: Sequence[Cell], start: int, room: int, *, n_least: int) -> int:
+    """Return the index after the last cell of the row that begins at `start`, which takes at least
+    `n_least` cells: a cell wider than the screen has its own row."""
     width = 0
     exact = True
-    break_at = start
     for index in range(start, len(cells)):
-        cell = cells[index]
-        if cell.is_space:  # spaces hang over the end
-            width += 1
-            continue
-        if index > start and _may_break(cells[index - 1], cell):
-            break_at = index
-        width += cell.width
-        exact = exact and cell.exact
+        width += cells[index].width
+        exact = exact and cells[index].exact
         if width > (room if exact else room - 1):
-            if break_at > start or not cut:
-                return break_at
-            return max(index, start + 1)  # a cell wider than the screen has its own row
+            return max(index, start + n_least)
     return len(cells)
-
-
-def _may_break(before: Cell, after: Cell) -> bool:
-    if before.is_space:
-        return True
-    if before.is_ideograph or after.is_ideograph:
-        return before.text[0] not in _OPENING and after.text[0] not in _CLOSING
-    return False
-
-
-def _row(cells: Sequence[Cell], room: int) -> Row:
-    n_painted = len(cells)
-    width = sum(cell.width for cell in cells)
-    if not all(cell.exact for cell in cells):
-        room -= 1
-    while width > room and n_painted and cells[n_painted - 1].is_space:
-        n_painted -= 1
-        width -= 1
-    return Row(tuple(cells), n_painted, width)
 
 
 def row_codes(row: Row, codes: Pens) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Mapping
 from typing import BinaryIO, TextIO
 
@@ -54,6 +56,7 @@ def make_renderer(
     quiet: bool = False,
     verbose: bool = False,
     folds: bool = False,
+    newline: bool = False,
 ) -> Renderer:
     """Return the renderer of one generation.
 
@@ -71,6 +74,7 @@ def make_renderer(
         quiet: nothing on stderr.
         verbose: notices with their details.
         folds: on a terminal, put a line in the place of a thinking block.
+        newline: end the last line in a pipe, and in a file that standard error shares; on a terminal it always ends.
     """
     error_console = make_console(stderr, environ)
     if json:
@@ -79,7 +83,15 @@ def make_renderer(
     else:
         notes = None if quiet else Notes(error_console, verbose=verbose)
         console = make_console(stdout, environ)
-        answer, coloured = _answer_renderer(stdout, console, environ, show, notes, folds=folds)
+        answer, coloured = _answer_renderer(
+            stdout,
+            console,
+            environ,
+            show,
+            notes,
+            folds=folds,
+            ends_line=newline and _wants_line_end(stdout, stderr),
+        )
         if not quiet and not isinstance(answer, LiveRenderer):  # which has a status line for it
             answer = Tee((ReadingNotes(error_console), answer))
     if not stats:
@@ -96,6 +108,7 @@ def _answer_renderer(
     notes: Notes | None,
     *,
     folds: bool,
+    ends_line: bool,
 ) -> tuple[Renderer, bool]:
     """Return the renderer of the answer, and whether it marks tokens."""
     marked = show != "none"
@@ -104,10 +117,23 @@ def _answer_renderer(
     if terminal and not dumb:
         return LiveRenderer(console, show, notes, folds=folds), marked
     if marked and environ.get("FORCE_COLOR") and not environ.get("NO_COLOR"):
-        return ColourStreamRenderer(_binary(stdout), pens(console, forced=True), show, notes), True
+        colours = pens(console, forced=True)
+        stream = _binary(stdout)
+        return ColourStreamRenderer(stream, colours, show, notes, ends_line=ends_line), True
     if terminal:
         return DumbTerminalRenderer(_binary(stdout), notes, console.encoding), False
-    return PlainRenderer(_binary(stdout), notes), False
+    return PlainRenderer(_binary(stdout), notes, ends_line=ends_line), False
+
+
+def _wants_line_end(stdout: TextIO, stderr: TextIO) -> bool:
+    """Return whether standard output is a pipe or a socket, or goes where standard error goes."""
+    try:
+        own = os.fstat(stdout.fileno())
+        if stat.S_ISFIFO(own.st_mode) or stat.S_ISSOCK(own.st_mode):
+            return True
+        return os.path.samestat(own, os.fstat(stderr.fileno()))
+    except (OSError, ValueError):
+        return False
 
 
 def _binary(stream: TextIO) -> BinaryIO:

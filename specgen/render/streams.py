@@ -29,10 +29,19 @@ class _StreamRenderer(Renderer):
     """Writes text to a binary stream with each round."""
 
     def __init__(
-        self, stream: BinaryIO, notes: Notes | None = None, encoding: str = "utf-8"
+        self,
+        stream: BinaryIO,
+        notes: Notes | None = None,
+        encoding: str = "utf-8",
+        *,
+        ends_line: bool = False,
     ) -> None:
         self._stream = stream
         self._notes = notes
+        #: Whether the last line is ended.
+        self._ends_line = ends_line
+        #: Whether the cursor is inside a line.
+        self._in_line = False
         self._encoding = encoding
         self._cleaner = Cleaner(encoding)
 
@@ -55,19 +64,22 @@ class _StreamRenderer(Renderer):
 
     def _put(self, text: str) -> None:
         if text:
+            self._in_line = not text.endswith("\n")
             with output_errors():
                 self._stream.write(text.encode(self._encoding, "replace"))
                 self._stream.flush()
 
     def _finish(self) -> None:
         self._put(self._cleaner.finish())
+        if self._ends_line and self._in_line:
+            self._put("\n")
         with output_errors():
             self._stream.flush()
 
 
 class PlainRenderer(_StreamRenderer):
-    """Writes the answer and nothing else: its characters in UTF-8, whatever the locale, with no line feed added or
-    changed. For pipes and files."""
+    """Writes the answer and nothing else: its characters in UTF-8, whatever the locale, with no line feed changed,
+    and one added only at the end with `ends_line`. For pipes and files."""
 
     def _text(self, event: Event) -> str:
         return event.text if isinstance(event, CommittedEvent) else ""
@@ -79,7 +91,10 @@ class DumbTerminalRenderer(_StreamRenderer):
     Control characters are replaced by their signs, and the last line is ended.
     """
 
-    _in_line = False
+    def __init__(
+        self, stream: BinaryIO, notes: Notes | None = None, encoding: str = "utf-8"
+    ) -> None:
+        super().__init__(stream, notes, encoding, ends_line=True)
 
     def _text(self, event: Event) -> str:
         return self._cleaner.feed(event.text) if isinstance(event, CommittedEvent) else ""
@@ -87,15 +102,6 @@ class DumbTerminalRenderer(_StreamRenderer):
     def _make_room(self) -> None:
         if self._in_line:
             self._put("\n")
-
-    def _put(self, text: str) -> None:
-        if text:
-            self._in_line = not text.endswith("\n")
-        super()._put(text)
-
-    def _finish(self) -> None:
-        super()._finish()
-        self._make_room()
 
 
 class ColourStreamRenderer(_StreamRenderer):
@@ -107,9 +113,15 @@ class ColourStreamRenderer(_StreamRenderer):
     """
 
     def __init__(
-        self, stream: BinaryIO, pens: Pens, show: Show = "accepted", notes: Notes | None = None
+        self,
+        stream: BinaryIO,
+        pens: Pens,
+        show: Show = "accepted",
+        notes: Notes | None = None,
+        *,
+        ends_line: bool = False,
     ) -> None:
-        super().__init__(stream, notes)
+        super().__init__(stream, notes, ends_line=ends_line)
         self._pens = pens
         self._show = show
         self._rounds = RoundReader()

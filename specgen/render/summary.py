@@ -8,18 +8,20 @@ from itertools import zip_longest
 from rich.console import Console
 from rich.text import Text
 
+from specgen.engine.calibration.gain import is_impossible
 from specgen.events import Event, FinishedEvent, PromptEvent, undrafted_text
 from specgen.render.base import Renderer, say
 from specgen.render.marks import FAINT, legend
 from specgen.render.text import can_encode, clean_line, counted
+from specgen.system.machine import busy_text, is_busy
 
 _BARS = "▁▂▃▄▅▆▇█"
 #: Below this width labels are above their texts.
 _NARROW_COLUMNS = 40
 #: Above this share of rounds that drafted nothing, the summary says why.
-_LITTLE = 0.5
-#: Speeds that differ by at most this share count as equal.
-_NOISE = 0.03
+_LITTLE = 0.25
+#: Speeds that differ by at most this share count as equal; in answers of fewer than `_N_SURE` tokens by `_ROUGH`.
+_NOISE, _ROUGH, _N_SURE = 0.03, 0.05, 100
 
 
 class SummaryRenderer(Renderer):
@@ -179,19 +181,29 @@ def _gain(finished: FinishedEvent, draft: str | None) -> Text:
     if finished.estimate:
         details.append(f"estimated {finished.estimate}")
     about = f" ({', '.join(details)})" if details else ""
-    if speedup > 1 + _NOISE:
-        return Text(f"{speedup:.2f} times as fast as plain decoding{about}")
-    if speedup >= 1 - _NOISE:
-        return Text(f"about as fast as plain decoding: {speedup:.2f} times{about}")
+    if is_impossible(finished.estimated_speedup or 0.0, finished.mean_accepted_length):
+        length = f"{finished.mean_accepted_length:.2f} tokens per pass"
+        about += f"; {length} allow no more: the machine's speed changed meanwhile"
+    if finished.others_share is not None and is_busy(finished.others_share):
+        about += f"; the machine was busy: {busy_text(finished.others_share)}"
+    # Few tokens say no more than this.
+    is_rough = finished.n_tokens < _N_SURE
+    times = f"about {speedup:.1f}" if is_rough else f"{speedup:.2f}"
+    if speedup > 1 + (_ROUGH if is_rough else _NOISE):
+        return Text(f"{times} times as fast as plain decoding{about}")
+    if speedup >= 1 - (_ROUGH if is_rough else _NOISE):
+        return Text(f"about as fast as plain decoding: {times.removeprefix('about ')} times{about}")
     advice = ["`--draft none`", "`--draft ngram`", "a smaller `--draft-max`"]
     if draft == "ngram":
         del advice[1]
-    slower = f"drafting made this slower: {speedup:.2f} times the speed of plain decoding"
+    slower = f"drafting made this slower: {times} times the speed of plain decoding"
     return Text.assemble((slower, "bold"), f"{about}; try {_either(advice)}")
 
 
 def _end(finished: FinishedEvent, encoding: str) -> str:
     if finished.finish_reason == "stop":
+        if finished.ends_grammar:
+            return "end of the grammar"
         if finished.stopped_by is None:
             return "the model ended the text"
         return f"stopped at {clean_line(finished.stopped_by, encoding)!r}"

@@ -37,7 +37,7 @@ _HEADINGS = (
     "worst",
     "tokens/s",
     "accepted",
-    "length",
+    "per-pass",
     "first",
     "whole",
     "other",
@@ -105,7 +105,7 @@ def _main_table(every: Sequence[ContenderFigures]) -> Table:
         spread, worst = each.speedups, each.worst
         cells = [
             each.contender,
-            _number(each.speedup, "-"),
+            _number(each.speedup, "-") + ("!" if each.is_impossible else ""),
             "-" if spread is None else f"{spread.quartile:.2f}-{spread.third_quartile:.2f}",
             _number(worst.speedup if worst else None, "-"),
             _number(each.tokens_per_s.median if each.tokens_per_s else None, "-"),
@@ -142,9 +142,11 @@ def _explanation(report: BenchReport) -> str:
         f"From {counted(n_prompts, 'prompt')}, each answered by all in turn: the speed-up over "
         "plain decoding of the same prompt (geometric means), its quartiles over the answers, and "
         "that of the worst prompt; tokens a second after the first (median); the share of drafted "
-        "tokens that the target accepts; tokens a round; the time to the first token relative to "
+        "tokens that the target accepts; tokens per pass of the target; the time to the first token relative to "
         "plain decoding; the speed-up of the whole answer, including reading the prompt; answers "
         "whose text differs from plain decoding's."
+        + " (! is more than the tokens per pass allow: the machine's speed changed.)"
+        * any(each.is_impossible for each in report.figures)
     )
 
 
@@ -162,7 +164,7 @@ def draft_lines(tried: Sequence[Tried]) -> list[str]:
 
 def print_draft_table(search: Search, console: Console) -> None:
     """Print the drafts as a table, and an explanation of the figures."""
-    headings = ("speed-up", "worst", "tokens/s", "accepted", "length", "ms", "start")
+    headings = ("speed-up", "worst", "tokens/s", "accepted", "per-pass", "ms", "start")
     table = _empty(headings, "draft")
     for number, one in enumerate(search.tried):
         style = "bold" if number == 0 else ""
@@ -173,7 +175,7 @@ def print_draft_table(search: Search, console: Console) -> None:
         f"Expected for {search.target.name} at temperature 0, from "
         f"{counted(len(search.baseline.answers), 'prompt')}: the speed-up over plain decoding, "
         "and that of the worst prompt; tokens a second; the share of drafted tokens that the "
-        "target accepts; tokens a round; milliseconds to draft a token, and to begin, since a "
+        "target accepts; tokens per pass of the target; milliseconds to draft a token, and to begin, since a "
         "draft model reads the prompt too (that is not in the speed-up)."
     )
     console.print(Text(explanation, style="dim"))

@@ -65,8 +65,8 @@ def cpu_name() -> str:
 _IDLE = ("idle", "iowait")
 #: Counts that are a part of another one: of `user` and `nice` on Linux, of `system` on Windows.
 _COUNTED_TWICE = ("guest", "guest_nice", "interrupt", "dpc")
-#: If other programs take more than this share of the cores, measurements are too slow.
-BUSY_SHARE = 0.25
+#: If other programs take more than this share of the cores, the machine is busy: measurements are too slow.
+_BUSY_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +102,25 @@ def share_of_others(before: CoreTime | None, after: CoreTime | None) -> float | 
         return None
     others_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
     return min(1.0, max(0.0, others_s / (after.total_s - before.total_s)))
+
+
+class LoadOfOthers:
+    """Measures which share of all cores' time other programs take, from now on."""
+
+    def __init__(self) -> None:
+        self._before = core_time()
+
+    @property
+    def share(self) -> float | None:
+        """The share so far, in [0, 1]; None if it is unknown."""
+        return share_of_others(self._before, core_time())
+
+
+def is_busy(others_share: float | None) -> bool:
+    """Return whether a machine is too busy to measure speeds, by the share of its cores that others take."""
+    return others_share is not None and others_share > _BUSY_SHARE
+
+
+def busy_text(others_share: float) -> str:
+    """Return a clause that says how busy the machine was."""
+    return f"other programs took {100 * others_share:.0f} % of the machine's cores meanwhile"

@@ -1,6 +1,8 @@
-"""Record whether the process must end at once, because native code still runs in another thread."""
+"""How the process ends: at once, because native code still runs in another thread, or by an exception."""
 
 from __future__ import annotations
+
+import sys
 
 _running: list[str] = []
 
@@ -16,4 +18,9 @@ def has_left_running() -> bool:
     return bool(_running)
 
 
-__all__ = ["has_left_running", "leave_running"]
+def is_failing() -> bool:
+    """Return whether an exception, such as Ctrl-C, is being handled, or ends what closes its resources now."""
+    return sys.exc_info()[0] is not None
+
+
+__all__ = ["has_left_running", "is_failing", "leave_running"]

@@ -26,6 +26,7 @@ from specgen.training.draft_files import (
 )
 
 if TYPE_CHECKING:
+    from specgen.decoding.policy.cost_table import CostTable
     from specgen.engine.loaded_models import Models
     from specgen.training.target_text import TargetText
     from specgen.training.training_loop import Budget
@@ -37,8 +38,13 @@ N_TOKENS = 40_000
 #: The most tokens of an answer, and the number of answers that are generated at once.
 N_ANSWER_TOKENS = 256
 N_PARALLEL = 16
-#: The largest share of the time that is spent on the text.
+#: The largest share of the time that is spent on the text, once drafts are compared.
 _SHARE_OF_TEXT = 0.6
+#: The number of prompts on which drafts are compared, and of tokens of their answers.
+N_JUDGED, _LEAST_JUDGED, JUDGED_TOKENS = 8, 2, 96
+#: The share of the time for which drafts are compared. About how long it takes to open a draft and time its
+#: decodes, in seconds, and to replay an answer with it, as a share of the target's time.
+_SHARE_OF_JUDGING, _OPENING_S, _TRIAL_SHARE = 0.4, 3.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,33 @@ class TextOptions:
     n_tokens: int = N_TOKENS
     max_tokens: int = N_ANSWER_TOKENS
     n_parallel: int = N_PARALLEL
+
+
+@dataclass(frozen=True, slots=True)
+class TimePlan:
+    """How the time for making drafts is divided, in seconds, and what fits into it: tokens of the target's
+    text, and prompts on which the drafts are compared."""
+
+    text_s: float
+    training_s: float
+    judging_s: float
+    n_tokens: int
+    n_judged: int
+
+
+def plan_time(
+    left_s: float, costs: CostTable, n_drafts: int, n_parallel: int, *, n_most: int = N_JUDGED
+) -> TimePlan:
+    """Divide the time by the target's costs. `n_drafts` are compared, on at most `n_most` prompts."""
+    prompt_s = JUDGED_TOKENS * costs.seconds(1) * (1.0 + _TRIAL_SHARE * n_drafts)
+    opening_s = _OPENING_S * n_drafts
+    n_judged = int((_SHARE_OF_JUDGING * left_s - opening_s) / prompt_s)
+    n_judged = max(_LEAST_JUDGED, min(n_most, n_judged))
+    judging_s = opening_s + n_judged * prompt_s
+    making_s = max(0.0, left_s - judging_s)
+    text_s = _SHARE_OF_TEXT * making_s
+    n_tokens = int(text_s * n_parallel / costs.seconds(n_parallel))
+    return TimePlan(text_s, making_s - text_s, judging_s, n_tokens, n_judged)
 
 
 def own_prompts() -> list[str]:

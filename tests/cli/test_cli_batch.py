@@ -11,11 +11,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specgen.serving.batch import lines as batch_lines
+from specgen.serving.batch.runner import Prompting
+from specgen.serving.openai_format import request
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import CHATML_TEMPLATE
 from tests.helpers.cli import Result, in_process
@@ -259,6 +263,116 @@ def test_lines_that_fail(specgen: Batch, tmp_path: Path) -> None:
     assert text_of(records(out)["2"])
 
 
+def test_lines_that_nothing_can_hold_end_only_themselves(
+    specgen: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = request.read_request
+
+    def fails_for_a_seed(kind: request.Kind, body: dict[str, Any], *defaults: Any) -> Any:
+        if "seed" in body:
+            raise ZeroDivisionError("a bug")
+        return read(kind, body, *defaults)
+
+    rows: list[str | dict[str, Any]] = [
+        PROMPTS[0],
+        r'{"prompt": "x", "\ud800": 1}',
+        r'{"prompt": "x", "dry_multiplier": 1, "dry_breakers": ["\ud800"]}',
+        {"prompt": "x", "logit_bias": {"1" * 5000: 1}},
+        '{"prompt": "x", "stop": ' + "[" * 900 + "]" * 900 + "}",
+        {"promt": "x"},
+        {"prompt": "x", "seed": 3},
+    ]
+    monkeypatch.setattr(batch_lines, "read_request", fails_for_a_seed)
+    out = tmp_path / "out.jsonl"
+    done = specgen("batch", write(tmp_path / "in.jsonl", *rows), out, "-np", "2")
+    assert done.code == 12
+    assert "6 lines of 7 could not be answered: 2, 3, 4, 5, 6, 7; " in done.err
+    found = records(out)
+    assert text_of(found["1"])
+    messages = {name: each["error"]["message"] for name, each in found.items() if each["error"]}
+    assert messages["2"].startswith("\\ud800: there is no such field")
+    assert messages["3"].startswith("dry_breakers: half a surrogate pair")
+    assert messages["4"].startswith("logit_bias: ")
+    assert messages["6"] == "promt: there is no such field; did you mean prompt?"
+    assert messages["7"] == "specgen failed: ZeroDivisionError: a bug"
+    assert found["7"]["error"]["code"] == "bug"
+
+
+def test_an_unexpected_failure_while_a_prompt_is_made_ends_its_line(
+    specgen: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Prompting.prompt
+
+    def prompt(self: Prompting, loaded: Any, asked: request.Request) -> Any:
+        if asked.text == "a dog":
+            raise ZeroDivisionError("a bug")
+        return made(self, loaded, asked)
+
+    monkeypatch.setattr(Prompting, "prompt", prompt)
+    out = tmp_path / "out.jsonl"
+    source = write(tmp_path / "in.jsonl", "a dog", {"custom_id": "kept", "prompt": "x"})
+    done = specgen("batch", source, out)
+    assert done.code == 12
+    assert "1 line of 2 could not be answered: 1; " in done.err
+    assert "ZeroDivisionError" in records(out)["1"]["error"]["message"]
+    assert text_of(records(out)["kept"])
+
+
+def test_the_first_lines_that_failed_are_named(specgen: Batch, tmp_path: Path) -> None:
+    bad = [{"custom_id": f"c{n}", "promt": "x"} for n in range(1, 13)]
+    source, out = write(tmp_path / "in.jsonl", *bad), tmp_path / "out.jsonl"
+    done = specgen("batch", source, out)
+    assert "answered: 1 (c1), 2 (c2), " in done.err
+    assert ", 10 (c10) and 2 more; " in done.err
+    assert "11 (c11)" not in done.err
+    # A later run says the same.
+    assert "answered: 1 (c1), 2 (c2), " in specgen("batch", source, out).err
+
+
+def test_numbers_as_ids_do_not_collide_and_equal_requests_have_ids_of_their_own(
+    specgen: Batch, tmp_path: Path
+) -> None:
+    same = {"prompt": PROMPTS[0]}
+    rows: list[str | dict[str, Any]] = [
+        {"custom_id": 3, **same},
+        {"custom_id": "line 3", **same},
+        same,
+        same,
+    ]
+    source, out = write(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+    assert specgen("batch", source, out).code == 0
+    found = records(out)
+    assert sorted(found) == ["3", "4", "line 3", "line line 3"]
+    assert len({each["id"] for each in found.values()}) == 4
+    assert len({each["response"]["request_id"] for each in found.values()}) == 4
+    assert len({each["response"]["body"]["id"] for each in found.values()}) == 4
+    assert len(set(texts(out).values())) == 1
+
+
+def test_a_mended_line_is_answered_with_retry_errors(specgen: Batch, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", {"promt": "x"}, PROMPTS[1]), tmp_path / "out.jsonl"
+    assert specgen("batch", source, out).code == 12
+    write(source, {"prompt": "x"}, PROMPTS[1])
+    refused = specgen("batch", source, out)
+    assert refused.code == 2
+    assert "--retry-errors" in refused.err
+    assert "--allow-mixed" not in refused.err
+    assert specgen("batch", source, out, "--retry-errors").code == 0
+    assert text_of(records(out)["1"])
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
+def test_results_go_through_a_pipe_with_a_name(specgen: Batch, tmp_path: Path) -> None:
+    pipe, source = tmp_path / "pipe", write(tmp_path / "in.jsonl", *PROMPTS[:2])
+    os.mkfifo(pipe)
+    assert specgen("batch", source, pipe, "--retry-errors").code == 2
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit(pipe.read_bytes)
+        assert specgen("batch", source, pipe).code == 0
+        found = [json.loads(line) for line in read.result().splitlines()]
+    assert sorted(each["custom_id"] for each in found) == ["1", "2"]
+
+
 def test_a_model_without_a_template(specgen: Batch, tmp_path: Path) -> None:
     turns = {"messages": [{"role": "user", "content": "hi"}]}
     source, out = write(tmp_path / "in.jsonl", turns, PROMPTS[0]), tmp_path / "out.jsonl"
@@ -290,6 +404,9 @@ def test_from_standard_input_to_standard_output(
         ("good.jsonl", "missing/out.jsonl", 10, "there is no folder"),
         ("good.jsonl", "", 10, "a folder, not a file"),
         ("good.jsonl", "good.jsonl", 10, "line 1 is not a result"),
+        ("good.jsonl", "/dev/full", 10, "/dev/full: a device, not a file"),
+        ("good.jsonl", "/dev/zero", 10, "/dev/zero: a device, not a file"),
+        ("/dev/zero", "out.jsonl", 3, "/dev/zero: a device, not a file"),
     ],
 )
 def test_bad_files(

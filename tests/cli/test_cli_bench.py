@@ -136,7 +136,7 @@ def test_json_has_everything_raw(bench: Specgen, tmp_path: Path) -> None:
         file.read_text(encoding="utf-8"), parse_constant=pytest.fail
     )
     keys = (
-        "specgen date command machine llama_cpp kernels files settings n_rounds is_interrupted prompts "
+        "specgen date command machine llama_cpp kernels files settings n_rounds is_interrupted others_share prompts "
         "contenders figures failures skipped_prompts results"
     )
     assert " ".join(document) == keys
@@ -234,6 +234,13 @@ def test_what_cannot_be_is_told_before_anything_is_loaded(bench: Specgen, tmp_pa
         assert message in outcome.err
     outcome = bench("--temp", "-1")
     assert outcome.code == 2
+
+
+def test_prompts_may_be_given_as_texts(bench: Specgen) -> None:
+    outcome = bench("--draft", "none", "one prompt", "another", prompts=None)
+    assert (outcome.code, outcome.out.split("\t")[4]) == (0, "2")
+    assert "given twice" in bench("one prompt").err
+    assert "a prompt is empty" in bench("a", " ", prompts=None).err
 
 
 def test_a_bad_prompt_is_named_by_its_line(bench: Specgen, prompts: Path) -> None:

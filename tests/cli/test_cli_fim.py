@@ -200,13 +200,28 @@ def test_a_file_that_somebody_else_changed_is_left_alone(
     assert Path("a.txt").read_text(encoding="utf-8") == "changed"
 
 
+def test_a_long_text_is_read_as_far_as_a_few_seconds_suffice(
+    fim: Fim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.engine.measurements.tokens_read_in", lambda *_: 300)
+    write("a.txt", TEXT * 40)
+    found = fim("a.txt:80", "--json")
+    assert events_of(found)[0]["n_prompt_tokens"] == 256
+    assert "reads 256 tokens in about 5 s (-c 4096 reads more); not read: " in found.err
+    whole = fim("a.txt:80", "--json", "-c", "4096")
+    assert events_of(whole)[0]["n_prompt_tokens"] > 256
+    assert "not read" not in whole.err
+
+
 def test_what_the_context_has_no_room_for(fim: Fim) -> None:
     write("a.txt", TEXT * 30)
     write("b.txt", "a house")
     found = fim("a.txt:60", "-c", "200", "--context-file", "b.txt")
     assert found.code == 0
     (note,) = found.err.splitlines()
-    assert note.startswith("note: not read, since the context is too small (raise -c): the first ")
+    assert note.startswith(
+        "note: the context has room for 188 tokens of text (raise -c); not read: the "
+    )
     assert note.endswith("tokens behind the gap, b.txt")
     assert fim("a.txt:60", "-c", "200", "-q").err == ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import typer
 from typer import Option
 from typer.testing import CliRunner
 
+import specgen.cli
 from specgen.cli import flags
 from specgen.cli.flags import sampling, takes_options
 from specgen.cli.model_loading import Setup
+from specgen.errors import UsageError
 from specgen.options import GenerationOptions, SamplerOptions
 
 
@@ -75,3 +78,85 @@ def test_a_group_may_have_groups() -> None:
     assert setup.answer == GenerationOptions(max_tokens=5)
     assert setup.sampling == SamplerOptions(top_k=3)
     assert setup.learn
+
+
+DRAFTING = [
+    "run",
+    "chat",
+    "fim",
+    "batch",
+    "serve",
+    "verify",
+    "tune",
+    "bench",
+    "draft make",
+    "draft learn",
+]
+ALONE = ["doctor", "draft find", "draft data", "draft forget"]
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        *((command, option) for command in [*DRAFTING, *ALONE] for option in ("-hf", "--hf-repo")),
+        *((command, option) for command in DRAFTING for option in ("-hfd", "--hf-repo-draft")),
+    ],
+)
+def test_every_command_takes_its_models_from_the_hub(command: str, option: str) -> None:
+    arguments = [*command.split(), option, "nonsense"]
+    arguments += ["-m", "target.gguf"] if option in {"-hfd", "--hf-repo-draft"} else []
+    arguments += {"fim": ["a.py:1:1"], "batch": ["-", "-"]}.get(command, [])
+    result = CliRunner().invoke(specgen.cli.app, arguments)
+    assert isinstance(result.exception, UsageError), result.output
+    assert result.exception.message.startswith('"nonsense" does not name a model')
+
+
+def test_models_on_the_hub_are_named_as_in_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "")
+    seen: list[Setup] = []
+
+    @takes_options(setup=flags.setup)
+    def command(*, setup: Setup) -> int:
+        seen.append(setup)
+        return 0
+
+    given_to(command, "-hf", "a/b:Q8_0", "-hfd", "c/d", "-hft", "hf_secret")
+    given_to(
+        command,
+        "--hf-repo",
+        "a/b:Q8_0",
+        "--hf-file",
+        "x/y.gguf",
+        "-md",
+        "small.gguf",
+        "-hfd",
+        "c/d",
+    )
+    first, second = (setup.models for setup in seen)
+    assert (first.target, first.draft) == ("hf:a/b:Q8_0", "hf:c/d")
+    assert os.environ["HF_TOKEN"] == "hf_secret"
+    assert second.target == "hf:a/b/x/y.gguf"
+    assert (second.draft, second.helpers) == ("small.gguf", ("hf:c/d",))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-hf", "a/b", "-m", "c.gguf"], "c.gguf and -hf a/b exclude each other"),
+        (["-hff", "c.gguf"], "--hf-file needs one --hf-repo"),
+        (["-hf", "a/b", "-hff", "c.bin"], '"a/b/c.bin" does not name a model'),
+    ],
+)
+def test_what_names_no_model_on_the_hub_is_an_error_in_use(
+    arguments: list[str], message: str
+) -> None:
+    result = CliRunner().invoke(specgen.cli.app, ["run", *arguments, "prompt"])
+    assert isinstance(result.exception, UsageError)
+    assert result.exception.message.startswith(message)
+
+
+@pytest.mark.parametrize("command", ["find", "data", "make", "learn"])
+def test_a_target_that_must_be_named_is_missed(command: str) -> None:
+    result = CliRunner().invoke(specgen.cli.app, ["draft", command])
+    assert isinstance(result.exception, UsageError)
+    assert result.exception.message == "no target is given"

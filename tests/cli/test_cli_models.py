@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,20 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from specgen.cli import models as cli
-from specgen.errors import FetchError, ModelFileError, UnknownModelError
-from specgen.models import CatalogueModel, fetch, load_registry
+from specgen.errors import FetchError, ModelFileError, UnknownModelError, UsageError
+from specgen.models import CatalogueModel, HubSource, fetch, load_registry
+from specgen.models.hub_cache import cached_models
 from tests.helpers.fetch import (
     WebServer,
-    environment,
     publish,
+    publish_on_hub,
+    publish_repository,
     python,
     random_bytes,
     registry_text,
+    sha256,
     small_model,
+    use_hub,
     web_server,
 )
 
@@ -38,10 +43,7 @@ def server() -> Iterator[WebServer]:
 
 @pytest.fixture(autouse=True)
 def isolated(tmp_path: Path, server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment(tmp_path, server).items():
-        monkeypatch.setenv(name, value)
-    # huggingface_hub has read its variables if another test has imported it.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub" / "hub"))
+    use_hub(monkeypatch, tmp_path, server)
 
 
 @pytest.fixture
@@ -105,7 +107,7 @@ def test_tables_hold_every_name_unshortened_on_eighty_columns(tiny: CatalogueMod
     stream = io.StringIO()
     console = Console(file=stream, width=80, force_terminal=True, color_system=None)
     found = [(model, None) for model in registry.models.values()]
-    cli.print_model_tables(console, registry, [*found[:-1], (tiny, Path("tiny.gguf"))])
+    cli.print_model_tables(console, registry, [*found[:-1], (tiny, Path("tiny.gguf"))], [])
     shown = stream.getvalue()
     for name in (*registry.models, *registry.pairs):
         assert f" {name} " in shown
@@ -208,3 +210,104 @@ def test_whole_command_pulls_into_a_pipe(
     assert code == 0
     assert Path(stdout.strip()).read_bytes() == CONTENT
     assert "\x1b" not in stderr
+
+
+# The hub's cache
+
+REPO = "me/Tiny-GGUF"
+OTHER = random_bytes(50_000, seed=1)
+
+
+@pytest.fixture
+def cached(server: WebServer) -> dict[str, Path]:
+    """Models in the hub's cache, by their names."""
+    files = {"tiny-Q4_K_M.gguf": CONTENT, "tiny-Q8_0.gguf": OTHER, "tiny-Q5_0.gguf": OTHER}
+    publish_repository(server, REPO, files)
+    publish_repository(server, "you/Tiny-GGUF", {"tiny-it.gguf": CONTENT})
+    names = [f"{REPO}:Q4_K_M", f"hf:{REPO}:q8_0", f"{REPO}:Q5_0", "you/Tiny-GGUF"]
+    return {name: Path(run("pull", "--quiet", name).stdout.strip()) for name in names}
+
+
+def test_list_and_path_know_the_cache_of_the_hub(cached: dict[str, Path]) -> None:
+    lines = lines_of(run("list"))
+    assert lines[f"hf:{REPO}:Q4_K_M"] == ["yes", "100000", "", ""]
+    assert lines["hf:you/Tiny-GGUF/tiny-it.gguf"] == ["yes", "100000", "", ""]
+    document = json.loads(run("list", "--json").stdout)
+    assert [model["quantisation"] for model in document["hub_cache"]] == [
+        "Q4_K_M",
+        "Q5_0",
+        "Q8_0",
+        None,
+    ]
+    assert {model["path"] for model in document["hub_cache"]} == set(map(str, cached.values()))
+    for name, path in cached.items():
+        assert run("path", name).stdout == f"{path}\n"
+        assert path.is_file()
+    assert isinstance(run("path", f"{REPO}:Q2_K").exception, ModelFileError)
+
+
+def test_the_table_of_the_cache_names_repository_quantisation_and_size(
+    cached: dict[str, Path],
+) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=100, color_system=None)
+    cli.print_model_tables(console, load_registry(), [], cached_models())
+    rows = [line.split() for line in stream.getvalue().splitlines() if "Tiny-GGUF" in line]
+    assert [f"{REPO}:Q4_K_M", "Q4_K_M", "100", "kB"] in rows
+    assert ["you/Tiny-GGUF/tiny-it.gguf", "-", "100", "kB"] in rows
+
+
+def test_rm_removes_one_model_and_keeps_what_others_share(cached: dict[str, Path]) -> None:
+    blobs = cached[f"{REPO}:Q5_0"].resolve().parent
+    result = run("rm", "--yes", f"{REPO}:q8_0")
+    assert result.stdout == f"removed hf:{REPO}:Q8_0: 0 B freed\n"  # of Q5_0 it is the same content
+    assert run("rm", "--yes", f"{REPO}:Q5_0").stdout == f"removed hf:{REPO}:Q5_0: 50.0 kB freed\n"
+    assert sorted(path.name for path in blobs.iterdir()) == [sha256(CONTENT)]
+    assert cached[f"{REPO}:Q4_K_M"].read_bytes() == CONTENT
+    assert isinstance(run("rm", "--yes", f"{REPO}:Q5_0").exception, ModelFileError)
+
+
+def test_rm_of_a_repository_removes_its_models_and_partial_downloads(
+    cached: dict[str, Path],
+) -> None:
+    path = cached[f"{REPO}:Q4_K_M"]
+    path.resolve().with_name("0.incomplete").write_bytes(bytes(1000))
+    result = run("rm", "--yes", REPO)
+    assert result.stdout.endswith(": 151 kB freed\n")
+    assert not path.parents[2].exists()
+    assert cached["you/Tiny-GGUF"].is_file()
+
+
+def test_rm_asks_first_and_without_a_terminal_it_needs_yes(
+    cached: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run("rm", REPO)
+    assert isinstance(result.exception, UsageError)
+    assert "--yes" in (result.exception.hint or "")
+    monkeypatch.setattr("specgen.cli.models.is_terminal", lambda: True)
+    result = CliRunner().invoke(cli.app, ["rm", REPO], input="n\n")
+    assert result.exit_code == 0
+    assert "removed" not in result.stdout
+    assert "(200 kB)?" in result.stderr
+    assert all(path.exists() for path in cached.values())
+    assert CliRunner().invoke(cli.app, ["rm", REPO], input="y\n").exit_code == 0
+    assert not cached[f"{REPO}:Q5_0"].exists()
+
+
+def test_rm_removes_a_model_of_the_registry(
+    tiny: CatalogueModel, server: WebServer, tmp_path: Path
+) -> None:
+    path = fetch(tiny)
+    assert run("rm", "--yes", "tiny").stdout == "removed tiny: 100 kB freed\n"
+    assert not path.exists()
+    # One that came from the hub is in the hub's cache.
+    model = replace(tiny, hub=HubSource(REPO, "tiny.gguf"))
+    (tmp_path / "config" / "models.toml").write_text(registry_text(model), encoding="utf-8")
+    publish_on_hub(server, HubSource(REPO, "tiny.gguf"), CONTENT)
+    path = fetch(model)
+    assert path.is_relative_to(tmp_path / "hub")
+    assert f"hf:{REPO}/tiny.gguf" not in lines_of(run("list")), "it is listed once, by its name"
+    assert run("rm", "--yes", "tiny").stdout == "removed tiny: 100 kB freed\n"
+    assert not path.exists()
+    assert isinstance(run("rm", "--yes", "tiny").exception, ModelFileError)
+    assert isinstance(run("rm", "--yes", "tiny-pair").exception, UnknownModelError)

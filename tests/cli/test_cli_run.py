@@ -89,7 +89,14 @@ def test_stop_strings_and_limits(cli: Cli) -> None:
 def test_quiet_and_no_stats_keep_stderr_empty(cli: Cli) -> None:
     assert cli.run(PROMPT, "--quiet").err == ""
     assert cli.run(PROMPT, "--no-stats").err == ""
-    assert "llama_model_loader" in cli.run(PROMPT, "--verbose").err
+    assert "llama_model_loader" in cli.run(PROMPT, "-vv").err
+    log = [
+        line
+        for line in cli.run(PROMPT, "--verbose").err.splitlines()
+        if not line.startswith("note:")
+    ]
+    assert any(line.startswith("print_info: file size") for line in log)
+    assert len(log) <= 30  # a summary of ten lines among them
 
 
 def test_without_a_draft_n_grams_draft(cli: Cli) -> None:
@@ -616,7 +623,9 @@ import sys, typer, specgen.cli
 bad, *own = sys.argv[1:]
 run = typer.main.get_command(specgen.cli.app).commands["run"]
 for option in run.params:
-    if option.param_type_name == "option" and not option.is_flag:
+    # A file that is made may have any name.
+    is_made = option.opts[0] == "--prompt-cache"
+    if option.param_type_name == "option" and not option.is_flag and not is_made:
         try:
             specgen.cli.main(["run", *own, option.opts[0], bad, "Hi"])
         except SystemExit as end:
@@ -715,9 +724,23 @@ def test_ctrl_c_keeps_the_text_and_prints_the_summary(tiny_models: Path) -> None
     assert b"tokens/s" in err
     assert b"Traceback" not in err
     whole, _ = start(command(tiny_models, "--ignore-eos", n=3900)).communicate(timeout=120)
-    # A character that was cut in the middle shows as U+FFFD.
-    assert whole.startswith((first + rest).removesuffix("\ufffd".encode()))
+    # A line break ends the answer, and a character that was cut in the middle shows as U+FFFD.
+    assert rest.endswith(b"\n")
+    assert whole.startswith((first + rest).removesuffix(b"\n").removesuffix("\ufffd".encode()))
     assert len(first + rest) < len(whole)
+
+
+def test_a_line_break_ends_the_answer_in_a_pipe(tiny_models: Path, tmp_path: Path) -> None:
+    def said(*more: str) -> bytes:
+        out, _ = start(command(tiny_models, *more)).communicate(timeout=120)
+        return bytes(out)
+
+    exact = said("--no-newline")
+    assert exact
+    assert said() == exact.removesuffix(b"\n") + b"\n"
+    with (tmp_path / "answer.txt").open("wb") as file:
+        subprocess.run([*command(tiny_models)], stdout=file, stdin=subprocess.DEVNULL, check=True)
+    assert (tmp_path / "answer.txt").read_bytes() == exact
 
 
 @posix

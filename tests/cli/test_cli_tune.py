@@ -289,6 +289,19 @@ def test_run_measures_nothing_that_was_tuned(
     assert "measured the costs of drafting" in other.out
 
 
+def test_nothing_is_kept_from_a_busy_machine(
+    tune: Specgen, specgen: Specgen, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("specgen.system.machine.share_of_others", lambda *_: 0.5)
+        result = tune("--draft", "draft")
+    assert result.code == 0
+    assert notes(result)[-1].startswith(
+        "other programs took 50 % of the machine's cores meanwhile: nothing "
+    )
+    assert "measured the costs of drafting" in run_with_costs(specgen, tiny_models, "-t", "1").out
+
+
 def test_run_takes_the_threads_that_were_chosen(
     tune: Specgen, specgen: Specgen, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

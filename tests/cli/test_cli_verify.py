@@ -85,7 +85,7 @@ def test_an_operator_that_was_not_known_is_named(
 
 
 def test_verbose_shows_llama_cpps_log(verify: Verify) -> None:
-    result = verify("--verbose", "--check", "greedy", "-N", "1")
+    result = verify("-vv", "--check", "greedy", "-N", "1")
     assert result.code == 0
     assert "llama_model_loader" in result.err
     assert "llama_model_loader" not in result.out

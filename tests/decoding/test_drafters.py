@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from specgen.decoding.draft import NO_DRAFT, ROOT, Draft
 from specgen.decoding.drafters import ModelDrafter, draft_alone
-from specgen.decoding.policy import FixedPolicy, Offer
+from specgen.decoding.drafters.base import propose_together
+from specgen.decoding.policy import FixedPolicy, Offer, draft_up_to
 from specgen.decoding.sampling import distribution
 from specgen.options import DraftOptions, SamplerOptions
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
-from tests.helpers.fake_generations import N_VOCAB, model_drafter
+from tests.helpers.fake_generations import N_VOCAB, Clock, model_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=2)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -35,6 +36,17 @@ def propose(drafter: ModelDrafter, context: Sequence[int], n_max: int, by: Fixed
 
 
 # --- a draft model
+
+
+def test_an_interruption_ends_the_reading_of_a_long_text() -> None:
+    drafter, backend = model_drafter(LANGUAGE, LETTERS, n_batch=8)
+    context = [n % N_VOCAB for n in range(100)]
+    asked = iter(range(100))
+    (proposal,) = propose_together(
+        [drafter.propose(context, draft_up_to(4))], Clock(), lambda: next(asked) >= 2
+    )
+    assert backend.length(0) == 16  # two pieces of 8
+    assert (len(proposal.draft), proposal.error) == (0, None)
 
 
 def test_a_greedy_draft_is_what_the_model_would_say() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import time
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 from specgen.decoding.grammar.base import GrammarState
-from specgen.decoding.grammar.json_schema import schema_grammar
+from specgen.decoding.grammar.json_schema import lenient_schema_grammar, schema_grammar
 from specgen.decoding.grammar.llguidance_grammar import LlguidanceGrammar
 from specgen.engine.engine import generate
 from specgen.engine.loaded_models import Models
@@ -167,8 +168,16 @@ def test_objects_that_hold_together_stay_open() -> None:
         ('{"maximum": NaN}', "NaN"),
         ("[1]", "not an object"),
         ("true", "not an object"),
-        ('{"a":' * 5000 + "1" + "}" * 5000, "deep"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "deep"),
         ('{"items":' * 500 + "{}" + "}" * 500, "recursion"),
+        ('{"type": "string", "pattern": "^((((a{100}){100}){100}){100})$"}', "too large"),
+        ('{"type": "string", "pattern": "(a|bc){99999999999}"}', "too large"),
+        ('{"patternProperties": {"(a{200}){200}": {}}}', "too large"),
+        ('{"type": "integer", "multipleOf": 100000007}', "too large"),
+        (json.dumps({"multipleOf": 10**400}), "too large"),
+        ('{"allOf": [{"multipleOf": 101}, {"multipleOf": 103}, {"multipleOf": 107}]}', "too large"),
+        (json.dumps({"enum": [*range(10_001)]}), "too large"),
+        ('{"properties": {"a": {}}, "required": [{}]}', "cannot be enforced"),
         ('{"type": "foo"}', "foo"),
         ('{"type": "string", "minLength": 5, "maxLength": 2}', "minLength"),
         ('{"allOf": [{"type": "string"}, {"type": "integer"}]}', "incompatible"),
@@ -198,6 +207,36 @@ def test_what_cannot_be_honoured_is_refused_by_name(schema: str, named: str) -> 
     assert named in caught.value.message
     assert "\n" not in caught.value.message
     assert len(caught.value.message) < 500
+
+
+@pytest.mark.parametrize(
+    ("odd", "left_out"),
+    [
+        ({"type": "integer"}, ()),
+        ({"type": "object", "propertyNames": {"pattern": "^a"}}, ("propertyNames",)),
+        ({"not": {"type": "string"}, "contains": {}, "type": "array"}, ("contains", "not")),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ("oneOf",)),
+        ({"type": "string", "format": "nonsense"}, ("format nonsense",)),
+        ({"type": "string", "pattern": "^(?=a)b$", "maxLength": 3}, ("pattern",)),
+        ({"type": "object", "patternProperties": {"^(?!a)": {}}}, ("patternProperties",)),
+        ({"$ref": "https://example.com/x.json"}, ("$ref https://example.com/x.json",)),
+    ],
+)
+def test_a_lenient_grammar_enforces_the_rest(
+    vocabulary: LlamaVocabulary, odd: dict[str, Any], left_out: tuple[str, ...]
+) -> None:
+    rest = {"type": "object", "properties": {"n": {"enum": [3, 4]}}, "required": ["n"]}
+    schema = {**rest, "properties": {**rest["properties"], "odd": odd}}  # type: ignore[dict-item]
+    grammar, found = lenient_schema_grammar(json.dumps(schema))
+    assert found == left_out
+    for seed in range(4):
+        jsonschema.validate(json.loads(followed(vocabulary, grammar, seed)), rest)
+
+
+@pytest.mark.parametrize("schema", ["[1]", '{"type": "foo"}', '{"enum": []}', '{"$ref": "#/a"}'])
+def test_a_lenient_grammar_needs_a_schema_too(schema: str) -> None:
+    with pytest.raises(UsageError):
+        lenient_schema_grammar(schema)
 
 
 def test_huge_schemas_end(vocabulary: LlamaVocabulary) -> None:
@@ -301,9 +340,13 @@ def test_a_closed_model_is_freed(tmp_path: Path) -> None:
 def test_what_can_be_followed_no_further_is_an_error(
     vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    n_good = 1
+
     class Broken:
         def __init__(self, *_: object, **__: object) -> None:
             self.is_broken = False
+            self.n_masks = 0
+            self.n_good = n_good
 
         @staticmethod
         def grammar_from_json_schema(*_: object, **__: object) -> str:
@@ -312,8 +355,13 @@ def test_what_can_be_followed_no_further_is_an_error(
         def deep_copy(self) -> Broken:
             return self
 
-        def unsafe_compute_mask_ptr(self, *_: int) -> None:
-            self.is_broken = True
+        def unsafe_compute_mask_ptr(self, pointer: int, n_bytes: int) -> None:
+            ctypes.memset(pointer, 255, n_bytes)  # every token is allowed
+            self.is_broken = self.n_masks >= self.n_good
+            self.n_masks += 1
+
+        def consume_token(self, _token: int) -> bool:
+            return True
 
         def is_error(self) -> bool:
             return self.is_broken
@@ -323,9 +371,13 @@ def test_what_can_be_followed_no_further_is_an_error(
 
     grammar = schema_grammar("{}")
     monkeypatch.setattr("llguidance.LLMatcher", Broken)
-    state = LlguidanceGrammar(vocabulary, grammar).start
+    state = LlguidanceGrammar(vocabulary, grammar).start.after(1)
     with pytest.raises(BackendError, match="too complex$"):
         state.allows(np.array([1]))
+    # At the start of a text, the grammar is refused.
+    n_good = 0
+    with pytest.raises(UsageError, match="too complex$"):
+        LlguidanceGrammar(vocabulary, grammar)
 
 
 # --- answers ------------------------------------------------------------------------------------

@@ -6,6 +6,9 @@ is drawn with all drafters, verifiers and samplers on one cache; on each of the 
 drafters and samplers, and with the verifiers in turn, so that each meets every cache and sampler.
 `auto` is one of the other verifiers for each kind of draft, and a test shows which.
 
+Drafts from the target's hidden states (MTP layers, EAGLE-3, DFlash) need targets of their own. They take part with
+every verifier, and with every sampler and the verifiers in turn.
+
 Drafts in another vocabulary are translated before any verifier sees them. They take part in what
 they could break: greedy text on every cache; sampled text with every sampler and, where drafts
 carry distributions, every verifier on one cache; and once on each of the others.
@@ -54,7 +57,9 @@ from specgen.options import (
     VerifierName,
 )
 from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny.eagle import TinyDflash, TinyEagle, write_tiny_dflash, write_tiny_eagle
 from tests.helpers.heads import make_heads
+from tests.helpers.mtp import MtpArchitecture, write_mtp_model
 from tests.helpers.tiny import write_respelled_model
 from tests.registry import ARCHITECTURES, CACHES, DRAFTERS, JUDGES, ON_TINY
 
@@ -150,7 +155,15 @@ TRANSLATED_SAMPLED = [
 ]
 #: What judges a draft that learnt, and the samplers.
 LEARNT_SAMPLED = [(verifier, "top-k") for verifier in VERIFIERS] + [("block", "grammar")]
-N_TESTS = (len(CASES) + len(TRANSLATED_SAMPLED) + len(LEARNT_SAMPLED)) * DEPTH
+#: What drafts from hidden states, and for which targets; the second word is the target's architecture.
+FROM_STATES = ("mtp glm4moe", "mtp qwen35", "eagle llama", "dflash llama")
+STATES_SAMPLED = [
+    (drafter, VERIFIERS[(number + shift) % len(VERIFIERS)], samplers)
+    for shift, drafter in enumerate(FROM_STATES)
+    for number, samplers in enumerate(SAMPLED)
+]
+N_SAMPLED = len(CASES) + len(TRANSLATED_SAMPLED) + len(LEARNT_SAMPLED) + len(STATES_SAMPLED)
+N_TESTS = N_SAMPLED * DEPTH
 LEVEL = split_level(OVERALL_LEVEL, N_TESTS)
 
 
@@ -189,7 +202,7 @@ def loaded(
     translate: TranslateMode = "off",
 ) -> Models:
     has_learnt = drafter == "learnt"
-    words: dict[str, DraftSource] = {"ngram": "ngram", "none": "none"}
+    words: dict[str, DraftSource] = {"ngram": "ngram", "none": "none", "mtp": "mtp"}
     # A parallel draft is the same file, read with a mask token.
     name = "draft" if has_learnt or drafter == "parallel" else drafter
     draft = words.get(drafter, models / f"{cache} {name}.gguf")
@@ -403,3 +416,59 @@ def test_a_draft_that_learns_between_answers_keeps_a_seeds_text(
             found.append(answer.finished)
     assert [each.token_ids for each in found] == [plain.token_ids] * 3
     assert len({each.n_accepted for each in found}) > 1
+
+
+# --- drafts from the target's hidden states
+
+
+@pytest.fixture(scope="module")
+def state_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Targets by architecture, and the drafts that belong to them."""
+    folder = tmp_path_factory.mktemp("states")
+    architectures: tuple[MtpArchitecture, ...] = ("glm4moe", "qwen35")
+    for architecture in architectures:
+        write_mtp_model(
+            folder / f"{architecture}.gguf", architecture, of_state=0.3, logit_scale=3.0
+        )
+    config = TinyConfig(n_layer=4, logit_scale=2.0, unprintable_scale=0.0)
+    write_tiny_model(folder / "llama.gguf", config)
+    write_tiny_eagle(folder / "llama eagle.gguf", config, TinyEagle())
+    write_tiny_dflash(folder / "llama dflash.gguf", config, TinyDflash())
+    return folder
+
+
+@pytest.mark.parametrize("case", FROM_STATES)
+@with_every_verifier
+@pytest.mark.parametrize("samplers", GREEDY)
+def test_greedy_text_drafted_from_states_is_that_of_plain_decoding(
+    state_models: Path, case: str, verifier: VerifierName, samplers: str
+) -> None:
+    drafter, target = case.split()
+    with loaded(state_models, target, drafter, verifier, samplers) as opened:
+        assert opened.drafts.from_states is not None
+        (result,) = check_greedy(opened, [opened.prompts.of_text(PROMPT, chat=False)])
+    assert result.difference is None
+    assert result.n_drafted > 0
+
+
+@pytest.mark.parametrize(("case", "verifier", "samplers"), STATES_SAMPLED)
+def test_sampled_text_drafted_from_states_fits_the_targets_distribution(
+    state_models: Path, case: str, verifier: VerifierName, samplers: str
+) -> None:
+    drafter, target = case.split()
+    with loaded(state_models, target, drafter, verifier, samplers) as opened:
+        check_draws(opened)
+
+
+@pytest.mark.parametrize("case", FROM_STATES)
+@pytest.mark.parametrize("samplers", SAMPLED)
+def test_matching_what_states_drafted_keeps_a_seeds_text(
+    state_models: Path, case: str, samplers: str
+) -> None:
+    drafter, target = case.split()
+    with loaded(state_models, target, drafter, "match", samplers, 1) as opened:
+        fast = said(opened)
+        opened.change_draft("none")
+        plain = said(opened)
+    assert fast.n_drafted > 0
+    assert fast.token_ids == plain.token_ids

@@ -23,6 +23,7 @@ from specgen.engine.calibration.threads import (
     thread_counts,
     with_threads,
 )
+from specgen.engine.calibration.timing import is_measured
 from specgen.engine.loaded_models import Models
 from specgen.engine.measurements import is_pair_measured, measure_if_new
 from specgen.llama import LlamaBackend, LlamaModel
@@ -252,7 +253,7 @@ def test_what_a_busy_machine_costs_holds_for_now_and_is_not_kept(
 ) -> None:
     file, draft = tmp_path / "learnt.json", tiny_models / "draft.gguf"
     times = iter([CoreTime(10.0, 4.0, 3.0), CoreTime(20.0, 6.0 + 10.0 * share_of_others, 5.0)])
-    monkeypatch.setattr("specgen.engine.measurements.core_time", lambda: next(times))
+    monkeypatch.setattr("specgen.system.machine.core_time", lambda: next(times))
     options = SessionOptions(tiny_models / "target.gguf", draft)
     memory = Memory(file)
     with Models(options, time.perf_counter, memory) as loaded, loaded.contexts(64) as contexts:
@@ -263,6 +264,31 @@ def test_what_a_busy_machine_costs_holds_for_now_and_is_not_kept(
     memory.save()
     with Models(options, time.perf_counter, Memory(file)) as loaded:
         assert is_pair_measured(loaded, draft) == (share_of_others <= 0.25)
+
+
+def test_on_a_machine_that_is_always_busy_fewer_and_fewer_runs_measure(
+    tmp_path: Path, tiny_models: Path
+) -> None:
+    file, target = tmp_path / "learnt.json", tiny_models / "target.gguf"
+
+    def run(*, is_busy: bool = True) -> bool:
+        """Use the costs as a process does; return whether it measured them."""
+        memory = Memory(file)
+        table = memory.costs(target, ContextOptions(), 0, 1)
+        is_new = not is_measured(table)
+        if is_new:
+            for n_rows in range(1, 5):
+                table.start(n_rows, 0.5)
+            if is_busy:
+                memory.keep_no_costs(target, ContextOptions(), 1)
+        memory.save()
+        return is_new
+
+    measured = [run() for _ in range(16)]
+    assert [n for n, is_new in enumerate(measured) if is_new] == [0, 1, 3, 7, 15]
+    while not run(is_busy=False):
+        pass
+    assert not any(run() for _ in range(20))
 
 
 def test_threads_are_kept_by_model_and_machine(tmp_path: Path, tiny_models: Path) -> None:

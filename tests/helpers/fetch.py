@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
+
 from specgen.models import CatalogueModel, HubSource, PypiSource
 from tests.helpers.common import ROOT
 
@@ -31,6 +33,7 @@ class Asked:
     method: str
     path: str
     start: int | None
+    authorization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,10 @@ class Resource:
     content: bytes
     content_type: str = "application/octet-stream"
     headers: Mapping[str, str] = field(default_factory=dict)
+    #: If it is set, only who has this token gets the resource.
+    token: str | None = None
+    #: If it is set, the answer sends the client there.
+    location: str | None = None
 
 
 class WebServer:
@@ -85,10 +92,13 @@ class WebServer:
             self.asked.append(asked)
             self._changed.notify_all()
 
-    def wait_until_asked(self, path: str) -> None:
+    def wait_until_asked(self, path: str, method: str | None = None) -> None:
         with self._changed:
             assert self._changed.wait_for(
-                lambda: any(asked.path == path for asked in self.asked), timeout=60
+                lambda: any(
+                    asked.path == path and method in {None, asked.method} for asked in self.asked
+                ),
+                timeout=60,
             )
 
     def starts(self, path: str) -> list[int | None]:
@@ -124,8 +134,18 @@ def _serve(web: WebServer, handler: BaseHTTPRequestHandler, *, body: bool) -> No
     start = int(match.group(1)) if match else None
     faults = web.faults.get(path, [])
     fault = faults.pop(0) if faults and body else Fault()
-    web.note(Asked(handler.command, path, start))
+    authorization = handler.headers.get("Authorization")
+    web.note(Asked(handler.command, path, start, authorization))
     resource = web.resources.get(path)
+    token = None if resource is None else resource.token
+    if token is not None and authorization != f"Bearer {token}":
+        headers = {"X-Error-Code": "GatedRepo", "Content-Length": "0"}
+        _send_head(handler, 401 if authorization is None else 403, headers)
+        return
+    if resource is not None and resource.location is not None:
+        headers = {**resource.headers, "Location": resource.location, "Content-Length": "0"}
+        _send_head(handler, 302, headers)
+        return
     if fault.status is not None or resource is None:
         _send_head(handler, fault.status or 404, {**fault.headers, "Content-Length": "0"})
         return
@@ -306,6 +326,50 @@ def publish_on_hub(
     headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{digest or sha256(content)}"'}
     server.resources[path] = Resource(content, headers=headers)
     return path
+
+
+def publish_repository(
+    server: WebServer,
+    repo: str,
+    files: Mapping[str, bytes],
+    *,
+    commit: str = COMMIT,
+    token: str | None = None,
+    storage: WebServer | None = None,
+) -> None:
+    """Put a repository on the hub. A `token` makes it gated; a `storage` is another host that has the files."""
+    siblings = []
+    for name, content in files.items():
+        digest, size = sha256(content), len(content)
+        lfs = {"sha256": digest, "size": size, "pointerSize": 130}
+        siblings.append({"rfilename": name, "size": size, "blobId": digest[:40], "lfs": lfs})
+        resource = Resource(content, headers={"X-Repo-Commit": commit, "ETag": f'"{digest}"'})
+        resource.token = token
+        if storage is not None:
+            storage.resources[f"/blobs/{digest}"] = Resource(content)
+            linked = {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(size)}
+            resource.headers = {**resource.headers, **linked}
+            resource.location = f"{storage.url}/blobs/{digest}?signature=1"
+        server.resources[f"/{repo}/resolve/main/{name}"] = resource
+    info = {"id": repo, "sha": commit, "tags": ["gguf", "license:mit"], "siblings": siblings}
+    server.resources[f"/api/models/{repo}"] = Resource(
+        json.dumps(info).encode(), "application/json"
+    )
+
+
+def use_hub(patch: pytest.MonkeyPatch, folder: Path, server: WebServer) -> None:
+    """Let this process use the hub of `server`, with a cache below `folder`: huggingface_hub has read its
+    variables if another test has imported it."""
+    for name, value in environment(folder, server).items():
+        patch.setenv(name, value)
+    patch.delenv("HF_TOKEN", raising=False)
+    for name, value in {
+        "HF_HUB_CACHE": str(folder / "hub" / "hub"),
+        "HF_TOKEN_PATH": str(folder / "hub" / "token"),
+        "ENDPOINT": server.url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+    }.items():
+        patch.setattr(f"huggingface_hub.constants.{name}", value)
 
 
 def environment(folder: Path, server: WebServer) -> dict[str, str]:

@@ -53,6 +53,15 @@ EXPORT void specgen_kernels_counts(uint64_t counts[4]) {
 }
 #ifndef INCOMPLETE
 EXPORT void specgen_kernels_serve(void) {}
+EXPORT void *specgen_kernels_new_row_limit(int64_t, const int32_t *, int64_t) { return nullptr; }
+EXPORT void specgen_kernels_delete_row_limit(void *) {}
+EXPORT void specgen_kernels_set_row_limit(void *) {}
+EXPORT void *specgen_kernels_open_packed(const char *) { return nullptr; }
+EXPORT void specgen_kernels_load_packed(void *) {}
+EXPORT int specgen_kernels_used_packed(const void *) { return 0; }
+EXPORT uint64_t specgen_kernels_packed_file_bytes(const void *) { return 0; }
+EXPORT int specgen_kernels_write_packed(const void *, const char *) { return 0; }
+EXPORT void specgen_kernels_close_packed(void *) {}
 EXPORT void specgen_kernels_enable(int products, int attention) {
 #ifdef PRODUCTS_DIE
     if (products) abort();

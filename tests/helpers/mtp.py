@@ -25,6 +25,7 @@ def write_mtp_model(
     *,
     seed: int = 0,
     of_state: float = 0.05,
+    logit_scale: float = 6.0,
     keep_layer: bool = True,
     chat_template: str | None = None,
 ) -> Path:
@@ -37,7 +38,7 @@ def write_mtp_model(
     config = TinyConfig(
         architecture=_BASES[architecture],
         n_layer=n_layer,
-        logit_scale=6.0,
+        logit_scale=logit_scale,
         seed=seed,
         n_ctx_train=1024,
         chat_template=chat_template,

@@ -38,6 +38,8 @@ _ODD: tuple[Any, ...] = (
     {"type": ["string"]},
     {"$ref": "#"},
 )
+#: Names that nothing can hold, or that programs forget to expect.
+_ODD_NAMES = ("\ud800", "1" * 5000, "", "a.b", "é" * 300)
 _DEEPEST = 2000
 
 
@@ -60,6 +62,8 @@ def _change(changed: dict[str, Any], body: dict[str, Any], chance: random.Random
         _, other = chance.choice(list(_places(body)))
         if isinstance(holder, dict):
             name = str(other) + chance.choice(["", "s", "_x"])
+            if chance.random() < 0.3:
+                name = chance.choice(_ODD_NAMES)
             holder[name] = copy.deepcopy(chance.choice(_ODD))
     elif kind < 0.8:
         holder[key] = _deep(chance)

@@ -31,6 +31,8 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.helpers.messages import AGENT
+from tests.helpers.responses import AGENT_BODY
 from tests.long_runs.mutated_json import mutated
 
 _SYSTEM = "You are a helpful assistant that answers in one or two short sentences. " * 4
@@ -50,6 +52,51 @@ _SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
     "required": ["name", "age"],
     "additionalProperties": False,
+}
+#: A request as agents send it.
+_AGENT: dict[str, Any] = {
+    "model": "any",
+    "messages": [
+        {"role": "developer", "content": [{"type": "text", "text": "You edit files."}]},
+        {"role": "user", "content": "Read a.py.", "name": "eva"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "read", "arguments": '{"path": "a.py"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "print(1)"},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": "Do it.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"path": {"type": "string", "pattern": "^[a-z.]{1,8}$"}},
+                    "required": ["path"],
+                },
+            },
+        }
+        for name in ("read", "write")
+    ],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "logit_bias": {"5": -1},
+    "stop": ["END"],
+    "temperature": 0.7,
+    "seed": 1,
+    "max_completion_tokens": 3,
+    "speculative": {"draft": True, "max": 4},
+    "metadata": {"a": "b"},
+    "user": "eva",
 }
 _OK = 200
 _TOO_MANY = 429
@@ -215,7 +262,9 @@ class Soak:
     def _ask_wrongly(self, client: httpx.Client, chance: random.Random) -> str:
         path, body = self._request(chance)
         kind = chance.random()
-        if kind < 0.15:
+        if chance.random() < 0.4:
+            path, body = "/v1/chat/completions", _AGENT
+        elif kind < 0.15:
             path, body = "/infill", {"input_prefix": "a", "input_suffix": "b", "max_tokens": 3}
         elif kind < 0.25:
             path, body = "/tokenize", {"content": "a b", "with_pieces": True}
@@ -223,6 +272,17 @@ class Soak:
             path, body = "/detokenize", {"tokens": [1, 2, 3]}
         elif kind < 0.45:
             path, body = "/apply-template", {"messages": [{"role": "user", "content": "x"}]}
+        elif kind < 0.6:
+            path = chance.choice(["/v1/messages", "/v1/messages/count_tokens"])
+            body = {**AGENT, "stream": chance.random() < 0.5}
+            if chance.random() < 0.5:  # most templates of tests take no tools
+                del body["tools"], body["tool_choice"]
+                body["messages"] = AGENT["messages"][:2]
+        elif kind < 0.75:
+            path, body = "/v1/responses", {**AGENT_BODY, "stream": chance.random() < 0.5}
+            if chance.random() < 0.5:  # most templates of tests take no tools
+                del body["tools"], body["tool_choice"]
+                body["input"] = [item for item in body["input"] if "call_id" not in item]
         body = {**body, "max_tokens": 4} if "max_tokens" in body else body
         data = mutated(body, chance)
         headers = {"Content-Type": "application/json"}

@@ -23,7 +23,7 @@ from specgen.measure.selection.advice import (
     threads_text,
     to_json_object,
 )
-from specgen.measure.selection.trial import Baseline, DraftFigures, TargetAnswer
+from specgen.measure.selection.trial import Baseline, DraftFigures, TargetAnswer, is_tie
 from specgen.measure.selection.tuning import DraftFindings, TriedDraft, Tuning
 from specgen.options import DraftSource
 from specgen.render.tables import print_advice
@@ -210,6 +210,10 @@ def test_where_a_draft_does_not_pay_the_policy_says_why() -> None:
     )
     told = "no earlier text continues from here (20); a row costs 0.7 of a token (14)"
     assert said(tuning(ways=all_ways), WHY)[4:] == [
+        (
+            "so about x1.44 was to be expected, but draft.gguf alone gave x1.02: while it drafted, decodes took "
+            "longer than when they were timed alone"
+        ),
         f"draft.gguf alone: 34 of 52 rounds drafted nothing: {told}",
         f"n-grams alone: 34 of 34 rounds drafted nothing: {told}",
     ]
@@ -333,6 +337,28 @@ def test_a_busy_machine_is_told_of() -> None:
     (both,) = said(tuning(baseline=uneven, others_share=0.4), SURE)
     assert "40 % of the machine's cores meanwhile, and a token took 90.0 ms" in both
     assert "tune again" in both
+
+
+def test_a_busy_machine_gives_results_and_no_conclusions() -> None:
+    headings = [section.heading for section in advice(tuning(others_share=0.4))]
+    assert headings == ["What drafting is worth here", "Expected speed-ups", SURE]
+
+
+@pytest.mark.parametrize(
+    ("other", "tied"),
+    [
+        ((1.5, 1.5, 1.5, 1.5), True),
+        ((1.48, 1.48, 1.48, 1.48), True),
+        ((1.4, 1.4, 1.4, 1.4), False),
+        ((1.0, 1.9, 1.2, 1.6), True),  # less, but not each time
+    ],
+)
+def test_speed_ups_that_differ_within_the_noise_are_a_tie(
+    other: tuple[float, ...], tied: bool
+) -> None:
+    best = replace(figures(1.5), speedups=(1.5,) * 4)
+    against = replace(figures(sum(other) / 4), speedups=other)
+    assert is_tie(best, against) == tied
 
 
 def test_few_tokens_are_told_of() -> None:

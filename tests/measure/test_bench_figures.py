@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from specgen.measure.bench.figures import (
     ContenderFigures,
@@ -15,7 +18,8 @@ from specgen.measure.bench.figures import (
     spread,
 )
 from specgen.measure.bench.runs import Result
-from tests.helpers.bench import outcome, result
+from specgen.render.tables import print_bench_tables
+from tests.helpers.bench import outcome, report_of, result
 
 SPEEDS = st.floats(0.1, 1000.0)
 
@@ -207,3 +211,21 @@ def test_of_no_values_there_is_nothing_to_tell() -> None:
     assert spread([]) is None
     assert geometric_mean([]) is None
     assert figures_of([]) == ()
+
+
+def test_a_speed_up_beyond_the_tokens_per_pass_is_marked() -> None:
+    own = {
+        "n_rounds": 5,
+        "mean_accepted_length": 2.0,
+        "target_s": 1.0,
+        "draft_s": 0.1,
+        "own_s": 0.1,
+    }
+    for tokens_per_s, is_marked in ((19.0, False), (23.0, True)):
+        fast = result("ngram", 1, tokens_per_s, outcome=outcome(tokens_per_s, **own))
+        _, found = figures_of([result("plain", 1, 10.0), fast])
+        assert found.is_impossible == is_marked
+        report = report_of([result("plain", 1, 10.0), fast])
+        console = Console(file=io.StringIO(), width=120)
+        print_bench_tables(report, console)
+        assert ("2.30!" in console.file.getvalue()) == is_marked  # type: ignore[attr-defined]

@@ -401,7 +401,7 @@ def test_the_real_programs_read_prompts_as_specgen_does(
         prompt = loaded.prompts.of_text("say 'a\\nb' and  the sum is the sum\n", chat=chat)
         *_, finished = generate(loaded, prompt)
         task = PeerJob(path, peer_prompt(loaded, prompt), 24, 1, path, target_context=context)
-    for setting in (PLAIN, *SETTINGS):
+    for setting in (PLAIN, *(each for each in SETTINGS if not each.needs_mtp)):
         result = run_peer(find_program(setting.program), setting, task)
         assert result is not None, setting.name
         assert result.text is not None, setting.name

@@ -331,7 +331,7 @@ def test_later_sessions_have_the_draft_of_the_first_and_are_not_checked_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     measured.costs = {"draft.gguf": SLOW_DRAFT}
-    opener = make_opener(choices, Output(verbose=True))
+    opener = make_opener(choices, Output(verbose=1))
     for _ in range(2):
         with opener.open(options(tiny_models)) as loaded:
             assert loaded.drafts.name == "bad.gguf"

@@ -182,7 +182,7 @@ def test_the_status_line_stays_in_place_when_rejected_text_needs_a_second_row() 
     terminal = Terminal(12)
     script = Script().prompt().plain("0123456789").round([" draft"], 0, ".")
     renderer = play(terminal, script.events)
-    assert terminal.visible == ["0123456789.", "draft", "2 tokens"]
+    assert terminal.visible == ["0123456789.", " draft", "2 tokens"]
     renderer.handle(script.plain("!").events[-1])
     assert terminal.visible == ["0123456789.!", "", "3 tokens"]
 
@@ -191,7 +191,7 @@ def test_rejected_text_that_needs_more_rows_is_cut() -> None:
     terminal = Terminal(10)
     script = Script().prompt().plain("0123456").round([" abcde fghij klmno"], 0, ".")
     play(terminal, script.events)
-    assert terminal.visible == ["0123456.", "abcde …", "2 tokens"]
+    assert terminal.visible == ["0123456.", "abcde fg…", "2 tokens"]
 
 
 def test_rejected_text_shows_line_feeds_as_signs() -> None:
@@ -260,19 +260,14 @@ def test_closing_twice_writes_once() -> None:
     assert terminal.written == written
 
 
-def test_words_wrap_and_long_words_are_split() -> None:
+def test_long_lines_are_wrapped_by_the_terminal_and_copied_in_one_piece() -> None:
     terminal = Terminal(20)
-    text = "some words that wrap and averyveryverylongwordthatdoesnot fit"
+    code = "    if some_name and another_name or a_third_one: return"
     script = Script().prompt()
-    for word in text.split(" "):
-        script.plain(word + " ")
-    play(terminal, script.finish().events)
-    assert terminal.visible == [
-        "some words that wrap",
-        "and",
-        "averyveryverylongwor",
-        "dthatdoesnot fit",
-    ]
+    for start in range(0, len(code), 5):
+        script.plain(code[start : start + 5])
+    play(terminal, script.plain("\nnext").finish().events)
+    assert terminal.lines == [code, "next"]
 
 
 def test_words_that_the_window_splits_are_copied_in_one_piece() -> None:
@@ -283,7 +278,7 @@ def test_words_that_the_window_splits_are_copied_in_one_piece() -> None:
         script.plain(address[start : start + 7])
     script.plain(" there.\n").plain("漢字" * 40).finish()
     play(terminal, script.events)
-    assert terminal.lines == ["See", address + " there.", "漢字" * 40]
+    assert terminal.lines == [f"See {address} there.", "漢字" * 40]
 
 
 def test_long_answers_scroll_away_whole() -> None:

@@ -53,7 +53,7 @@ def test_why_little_was_drafted() -> None:
     assert items(event)["reasons"] == (
         "34 of 52 rounds drafted nothing: nothing found (20); a row costs 0.7 of a token (14)"
     )
-    assert "reasons" not in items(dataclasses.replace(event, n_rounds=68))
+    assert "reasons" not in items(dataclasses.replace(event, n_rounds=136))
 
 
 def test_an_empty_answer() -> None:
@@ -102,9 +102,18 @@ def test_why_it_ended(reason: str, stopped_by: str | None, words: str) -> None:
     assert items(finished(finish_reason=reason, stopped_by=stopped_by))["end"] == words
 
 
+def test_the_end_of_a_grammar_is_called_so() -> None:
+    event = finished(finish_reason="stop", stopped_by="</s>", ends_grammar=True)
+    assert items(event)["end"] == "end of the grammar"
+
+
 def test_the_gain_and_how_it_is_known() -> None:
     event = finished(
-        estimated_speedup=1.519, plain_tokens_per_s=8.1, estimate="from 3 decodes at the end"
+        n_tokens=100,
+        mean_accepted_length=2.0,
+        estimated_speedup=1.519,
+        plain_tokens_per_s=8.1,
+        estimate="from 3 decodes at the end",
     )
     assert items(event)["gain"] == (
         "1.52 times as fast as plain decoding (8.10 tokens/s plain, estimated from 3 decodes at the end)"
@@ -119,8 +128,22 @@ def test_the_gain_and_how_it_is_known() -> None:
     assert items(event)["gain"].startswith("1.52 times as fast as plain decoding (8.10")
 
 
+def test_a_gain_of_few_tokens_or_of_a_busy_machine_says_so() -> None:
+    event = finished(n_tokens=99, mean_accepted_length=2.0, estimated_speedup=1.519)
+    assert items(event)["gain"] == "about 1.5 times as fast as plain decoding"
+    event = dataclasses.replace(event, estimated_speedup=1.04)
+    assert items(event)["gain"] == "about as fast as plain decoding: 1.0 times"
+    event = dataclasses.replace(event, n_tokens=100, estimated_speedup=1.5, others_share=0.4)
+    assert items(event)["gain"] == (
+        "1.50 times as fast as plain decoding; the machine was busy: other programs took 40 % of the machine's "
+        "cores meanwhile"
+    )
+    event = dataclasses.replace(event, estimated_speedup=2.5, others_share=0.1)
+    assert "2.00 tokens per pass allow no more" in items(event)["gain"]
+
+
 def test_a_loss_is_called_one_and_there_is_advice() -> None:
-    event = finished(estimated_speedup=0.8)
+    event = finished(n_tokens=100, estimated_speedup=0.8)
     assert items(event)["gain"] == (
         "drafting made this slower: 0.80 times the speed of plain decoding; "
         "try `--draft none`, `--draft ngram` or a smaller `--draft-max`"
@@ -130,7 +153,7 @@ def test_a_loss_is_called_one_and_there_is_advice() -> None:
 
 @pytest.mark.parametrize("speedup", [0.996, 1.004])
 def test_a_difference_within_the_noise_is_none(speedup: float) -> None:
-    gain = items(finished(estimated_speedup=speedup))["gain"]
+    gain = items(finished(n_tokens=100, estimated_speedup=speedup))["gain"]
     assert gain == "about as fast as plain decoding: 1.00 times"
 
 

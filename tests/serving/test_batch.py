@@ -119,7 +119,7 @@ class TestLines:
 
     def test_two_lines_with_one_id(self) -> None:
         with pytest.raises(PromptError, match="'2' is on lines 1 and 2"):
-            lines_of({"custom_id": "2", "prompt": "a"}, "b")
+            lines_of({"custom_id": "2", "prompt": "a"}, {"custom_id": 2, "prompt": "b"})
 
     @pytest.mark.parametrize("data", [b"", b"\n \n", b"\xef\xbb\xbf"])
     def test_no_line(self, data: bytes) -> None:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from specgen.engine.chat_template import Message
 from specgen.engine.engine import Engine
 from specgen.engine.loaded_models import Models
+from specgen.engine.thoughts import ThoughtReader, is_thinking, thought_of
 from specgen.errors import OutputError, PromptError, UsageError
 from specgen.options import DraftOptions, GenerationOptions, SessionOptions
-from specgen.render.thoughts import ThoughtReader, is_thinking, thought_of
 from specgen.serving.chat import log
 from specgen.serving.chat.chat import Chat
 from specgen.serving.chat.commands import COMMANDS, Command, parse
@@ -110,6 +110,10 @@ class TestCommands:
             ("/system", Command("system")),
             ("/draft off", Command("draft", "off")),
             ("/save a b.jsonl", Command("save", "a b.jsonl")),
+            ("/?", Command("help")),
+            ("/clear", Command("reset")),
+            ("/bye", Command("quit")),
+            ("/exit", Command("quit")),
             ("hello", None),
             (" /help", None),
             ("/etc/passwd is a file", None),

@@ -17,6 +17,7 @@ from specgen.serving.openai_format.request import (
     BodyError,
     Kind,
     Request,
+    check_tokens,
     read_request,
     with_call_form,
 )
@@ -159,6 +160,11 @@ def test_forms_of_answers() -> None:
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": [1]}, "logit_bias"),
         ({"logit_bias": {"1": "a"}}, "logit_bias.1"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
+        ({"dry_breakers": ["\ud800"]}, "dry_breakers"),
+        ({"\ud800": 1}, "\\ud800"),
+        ({"messages": [{"role": "user", "content": "x", "\ud800": 1}]}, "messages[0].\\ud800"),
+        ({"json_schema": {"pattern": "^((((a{100}){100}){100}){100})$"}}, "json_schema"),
         ({"max_tokens": -2}, "max_tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"stop": [""]}, "stop"),
@@ -182,6 +188,12 @@ def test_forms_of_answers() -> None:
         ({"tools": [tool("a")], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [tool("a")], "tool_choice": tool("b")}, "tool_choice"),
         ({"tools": [tool("a")], "parallel_tool_calls": 1}, "parallel_tool_calls"),
+        ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"x": "\ud800"}}, "chat_template_kwargs"),
+        ({"reasoning_effort": 1}, "reasoning_effort"),
+        ({"reasoning_format": "all"}, "reasoning_format"),
+        ({"tools": [tool("a")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
@@ -218,6 +230,39 @@ def test_what_cannot_be_honoured_is_refused(body: dict[str, Any], field: str) ->
     assert error.value.message.startswith(f"{field}: ")
     assert "\n" not in error.value.message
     error.value.message.encode()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "nearest"),
+    [
+        ("prompt", "promt", "prompt"),
+        ("completion", "max_token", "max_tokens"),
+        ("prompt", "mesages", "messages"),
+        ("chat", "n_predicts", "n_predict"),
+    ],
+)
+def test_an_unknown_field_is_named_with_the_nearest_known_one(
+    kind: Kind, given: str, nearest: str
+) -> None:
+    with pytest.raises(BodyError, match=f"did you mean {nearest}") as error:
+        read(kind, **{given: "x"})
+    assert error.value.field == given
+
+
+def test_tokens_that_the_model_lacks_are_refused_by_the_name_of_the_field() -> None:
+    for request, field in (
+        (chat(logit_bias={"99": 1}), "logit_bias"),
+        (read("completion", prompt=[1, 99]), "prompt"),
+    ):
+        check_tokens(request, 100)
+        with pytest.raises(BodyError, match="there is no token 99") as error:
+            check_tokens(request, 99)
+        assert error.value.field == field
+
+
+def test_whole_numbers_written_as_floats_are_tokens() -> None:
+    tokens = read("completion", prompt=[1.0, 2]).tokens
+    assert repr(tokens) == "(1, 2)"
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_k", "presence_penalty", "max_tokens"])
@@ -297,6 +342,7 @@ def test_the_body_of_a_chat() -> None:
         "completion_tokens": 2,
         "total_tokens": 14,
         "prompt_tokens_details": {"cached_tokens": 8},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert made["speculative"]["acceptance_rate"] == 0.25
     assert made["timings"]["prompt_n"] == 4
@@ -435,6 +481,11 @@ def test_a_grammar_keeps_what_has_to_be_a_call() -> None:
     assert either is not None
     assert '"no"' in either.text
     assert "tool_call" in either.text
+    odd = tool("a")
+    odd["function"]["parameters"] = {"type": "object", "propertyNames": {"pattern": "^x"}}
+    asked = with_call_form(chat(tools=[odd], tool_choice="required"), HERMES_TEMPLATE)
+    (warning,) = asked.warnings
+    assert warning == "tools[0].function.parameters: no grammar can enforce propertyNames"
     with pytest.raises(BodyError, match="excludes tools"):
         grammar(grammar='root ::= "no"')
     with pytest.raises(BodyError, match="ignore_eos"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ import httpx
 import openai
 import pytest
 
+from specgen.llama import LlamaVocabulary
 from specgen.serving.server.metrics import Metrics
 from specgen.serving.server.options import Limits, ServerOptions
 from specgen.testing.tiny import TinyConfig, write_tiny_model
@@ -252,3 +255,128 @@ def test_a_bug_in_the_engines_thread_ends_the_server(
         assert found.status_code == 500
         wait_until(lambda: isinstance(server.server.failure, ZeroDivisionError), "the failure")
         wait_until(lambda: not server.thread.is_alive(), "the end")
+
+
+# --- connections and preparations
+
+
+def test_a_head_that_does_not_come(server: Running) -> None:
+    """Neither a silent connection nor one that sends a head byte by byte is kept."""
+    for pieces in ([], [b"GET /health HTTP/1.1\r\n"], [b"GET / HTTP/1.1\r\n", *[b"A: b\r\n"] * 40]):
+        with _connected(server) as slow:
+            for piece in pieces:
+                try:
+                    slow.sendall(piece)
+                except OSError:  # it is closed already
+                    break
+                time.sleep(0.05)
+            assert _is_closed(slow)
+
+
+def test_a_kept_connection_has_the_time_for_a_head_again(server: Running) -> None:
+    with _connected(server) as kept:
+        for _ in range(2):
+            kept.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            data = b""
+            while not data.endswith(b"}"):  # the body may come apart from the head
+                data += kept.recv(1000) or pytest.fail("closed")
+            assert b" 200 " in data
+        kept.sendall(b"GET /health HTTP/1.1\r\n")
+        assert _is_closed(kept)
+
+
+def test_connections_without_requests_lock_nobody_out(model: Path) -> None:
+    limits = Limits(n_connections=8)
+    with (
+        running(session_of(model), ServerOptions(port=0, limits=limits)) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        idle = [stack.enter_context(_connected(server)) for _ in range(30)]
+        for number, each in enumerate(idle[8:]):
+            if number % 2:
+                with contextlib.suppress(OSError):
+                    each.sendall(
+                        b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n"
+                    )
+        assert server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 200
+        assert len(server.server.server_state.connections) <= limits.n_connections + 1
+        assert _is_closed(idle[0])
+
+
+def test_a_request_is_refused_if_all_connections_are_being_answered(model: Path) -> None:
+    limits = Limits(n_connections=2, n_waiting=8)
+    with (
+        running(session_of(model), ServerOptions(port=0, limits=limits)) as server,
+        contextlib.ExitStack() as stack,
+        server.standing_still(),
+    ):
+        server.http.close()
+        for _ in range(2):
+            _ask(stack.enter_context(_connected(server)), prompt="x", max_tokens=2)
+        wait_until(lambda: len(server.server.server_state.tasks) == 2, "the requests")
+        late = stack.enter_context(_connected(server))
+        _ask(late, prompt="x", max_tokens=2)
+        assert b" 503 " in late.recv(100)
+
+
+def test_a_prompt_with_too_many_bytes_is_not_tokenized(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenized: list[int] = []
+    tokenize = LlamaVocabulary.tokenize
+
+    def watched(self: LlamaVocabulary, text: str, **how: bool) -> list[int]:
+        tokenized.append(len(text))
+        return tokenize(self, text, **how)
+
+    with running(session_of(model)) as server:
+        monkeypatch.setattr(LlamaVocabulary, "tokenize", watched)
+        message = [{"role": "user", "content": "x" * 100_000}]
+        for found in (
+            server.post("/v1/completions", prompt="x" * 100_000),
+            server.post("/v1/chat/completions", messages=message),
+        ):
+            assert found.status_code == 400
+            assert found.json()["error"]["code"] == "context_length_exceeded"
+        assert max(tokenized, default=0) < 1000
+
+
+@pytest.mark.parametrize(
+    "long", [{"content": "x" * 300_000}, {"content": "x", "grammar": "", "with_pieces": True}]
+)
+def test_long_preparations_hold_up_no_short_one(
+    model: Path, monkeypatch: pytest.MonkeyPatch, long: dict[str, Any]
+) -> None:
+    begun, go_on = threading.Semaphore(0), threading.Event()
+    tokenize = LlamaVocabulary.tokenize
+
+    def slow(self: LlamaVocabulary, text: str, **how: bool) -> list[int]:
+        if text == long["content"]:
+            begun.release()
+            go_on.wait()
+        return tokenize(self, text, **how)
+
+    with running(session_of(model)) as server, ThreadPoolExecutor(8) as pool:
+        monkeypatch.setattr(LlamaVocabulary, "tokenize", slow)
+        try:
+            waiting = [pool.submit(server.post, "/tokenize", **long) for _ in range(8)]
+            assert begun.acquire(timeout=60)
+            assert begun.acquire(timeout=60)
+            found = server.post("/v1/completions", prompt="the cat", max_tokens=2)
+            assert found.status_code == 200
+            assert not any(each.done() for each in waiting)
+        finally:
+            go_on.set()
+        assert [each.result().status_code for each in waiting] == [200] * 8
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Wait until the server has closed a connection, and drop what comes before."""
+    try:
+        while connection.recv(1000):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True

@@ -52,6 +52,7 @@ def test_they_are_the_sums_of_all_answers(server: Running) -> None:
     assert server.metric("draft_seconds_total") > 0
     assert server.metric("time_to_first_token_seconds_count") == len(PROMPTS)
     assert server.metric("answer_seconds_count") == len(PROMPTS)
+    assert "_created" not in server.http.get("/metrics").text
 
 
 def test_slots_tell_what_they_do(server: Running) -> None:

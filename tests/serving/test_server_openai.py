@@ -13,6 +13,8 @@ import pytest
 from llm.default_plugins.openai_models import Chat
 
 from specgen.engine.engine import generate
+from specgen.errors import PromptError
+from specgen.serving.server.errors import RequestError
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import CHATML_TEMPLATE, INFILL_TOKENS
 from tests.helpers.server import Running, running, session_of, wait_until
@@ -267,6 +269,8 @@ def test_a_bias_keeps_a_token_out(server: Running, client: openai.OpenAI) -> Non
         ({"stream": "yes"}, "stream"),
         ({"stream_options": 1}, "stream_options"),
         ({"cache_prompt": False}, "cache_prompt"),
+        ({"logit_bias": {"1000000": 1}}, "logit_bias"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
     ],
 )
 def test_what_is_wrong_is_named(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
@@ -277,11 +281,44 @@ def test_what_is_wrong_is_named(client: openai.OpenAI, fields: dict[str, Any], p
     assert param in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (b'"\\ud800": 1', "\\ud800"),
+        (b'"messages": [{"role": "user", "content": "x", "\\ud800": 1}]', "messages[0].\\ud800"),
+        (b'"speculative": {"\\ud800": 1}', "speculative.\\ud800"),
+        (b'"dry_multiplier": 1, "dry_breakers": ["\\ud800"]', "dry_breakers"),
+    ],
+)
+def test_half_a_surrogate_pair_anywhere_is_refused(
+    server: Running, fields: bytes, param: str
+) -> None:
+    body = b'{"messages": [{"role": "user", "content": "x"}], %s}' % fields
+    found = server.http.post("/v1/chat/completions", content=body)
+    assert found.status_code == 400
+    assert found.json()["error"]["param"] == param
+
+
+def test_a_schema_that_cannot_be_followed_is_refused(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {f"v{n}": {"type": "string"} for n in range(501)}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model="any", messages=MESSAGES, extra_body={"json_schema": schema}
+        )
+    assert caught.value.param == "json_schema"
+
+
 def test_a_grammar_that_is_none(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="grammar, line 1"):
+    with pytest.raises(openai.BadRequestError, match="grammar, line 1") as caught:
         client.chat.completions.create(
             model="any", messages=MESSAGES, extra_body={"grammar": "root ::= ("}
         )
+    assert caught.value.param == "grammar"
+
+
+def test_an_error_names_no_option_of_the_command_line() -> None:
+    refused = RequestError.of(PromptError("the template failed", hint="leave out --system"))
+    assert (refused.status, refused.message) == (400, "the template failed")
 
 
 def test_a_prompt_without_room(client: openai.OpenAI) -> None:
@@ -295,6 +332,41 @@ def test_paths_that_there_are_not(server: Running) -> None:
     assert server.http.get("/v1/chat/completions").status_code == 405
     error = server.http.get("/v2/models").json()["error"]
     assert error["type"] == "not_found_error"
+    assert error["message"].startswith("GET /v2/models: ")
+    assert "/v1/responses" in error["message"]
+    wrong = server.http.get("/v1/chat/completions").json()["error"]
+    assert wrong["message"] == "GET /v1/chat/completions: this path takes POST"
+
+
+def test_embeddings_are_refused_once(server: Running) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=2)
+    with client, pytest.raises(openai.BadRequestError, match="has no embeddings"):
+        client.embeddings.create(model="any", input="x")
+
+
+def test_variables_and_earlier_reasoning_reach_the_template(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    template = """{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}|{% endfor %}{{ mood }}"""
+    config = TinyConfig(chat_template=template)
+    target = write_tiny_model(tmp_path_factory.mktemp("variables") / "target.gguf", config)
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "why"},
+        {"role": "user", "content": "c"},
+    ]
+    with running(session_of(target, max_tokens=2)) as server:
+        body = {
+            "messages": turns,
+            "chat_template_kwargs": {"mood": "glad", "enable_thinking": True},
+        }
+        prompt = server.post("/apply-template", **body).json()["prompt"]
+        assert prompt == "|a|why|b||c|glad"
+        answer = server.post("/v1/chat/completions", **body, prompt_cache_retention="24h").json()
+        (warning,) = answer["warnings"]
+        assert warning.startswith("chat_template_kwargs.enable_thinking: ")
+        tokens = server.post("/tokenize", content=prompt, add_special=True).json()["tokens"]
+        assert answer["usage"]["prompt_tokens"] == len(tokens)
 
 
 @pytest.mark.parametrize(

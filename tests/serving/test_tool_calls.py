@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from specgen.serving.openai_format.tool_calls import ToolCallParser, message_of
+from specgen.serving.openai_format.answer_parser import AnswerParser, message_of
+from specgen.serving.openai_format.tool_calls import ToolCallParser
 from specgen.serving.openai_format.tool_forms import (
     GRANITE,
     HERMES,
@@ -21,6 +22,7 @@ NAMES = ("weather", "add")
 CALL = '{"name": "weather", "arguments": {"city": "K\\u00f6ln } </tool_call>"}}'
 ADD = '{"name": "add", "arguments": {"numbers": [1, 2.5, {"a": null}]}}'
 WEATHER = ("weather", {"city": "Köln } </tool_call>"})
+CUT_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "K'
 SUM = ("add", {"numbers": [1, 2.5, {"a": None}]})
 
 #: Answers, what is content in them, and their calls.
@@ -78,12 +80,29 @@ TEXTS = [
 ]
 
 
+#: Answers that are cut, with their content and calls: no part of an unfinished call is content.
+CUT: dict[str, tuple[CallForm, str, str, list[tuple[str, Any]]]] = {
+    "in the arguments": (HERMES, CUT_CALL, "", []),
+    "behind text": (HERMES, f"Let me see.\n\n{CUT_CALL}", "Let me see.", []),
+    "in the second": (HERMES, f"<tool_call>{ADD}</tool_call>\n{CUT_CALL}", "", [SUM]),
+    "in the closing mark": (HERMES, f"<tool_call>\n{ADD}\n</tool_c", "", [SUM]),
+    "in the next mark": (HERMES, f"<tool_call>\n{ADD}\n</tool_call>\n<tool_", "", [SUM]),
+    "behind the mark": (HERMES, "Well <tool_call>\n", "Well", []),
+    "in a bare call": (HERMES, '{"name": "add", "arguments": {"numbers": [1', "", []),
+    "in a fence": (HERMES, '```json\n{"name": "add", "ar', "", []),
+    "in a list": (MISTRAL, f"[TOOL_CALLS] [{ADD}, ", "", []),
+    "broken before a call": (HERMES, f'<tool_call>{{"n", <tool_call>{ADD}</tool_call>', '<tool_call>{"n",', [SUM]),
+    "an object": (HERMES, '{"name": "Ann", "age": ', '{"name": "Ann", "age": ', []),
+    "a text": (HERMES, "a < b, <tool", "a < b, <tool", []),
+}  # fmt: skip
+
+
 def parsed(
-    form: CallForm, pieces: list[str], *, one_only: bool = False
+    form: CallForm, pieces: list[str], *, one_only: bool = False, **how: bool
 ) -> tuple[str, list[tuple[str, Any]], list[str]]:
     """The content, the calls and the ids of an answer that comes in pieces."""
     parser = ToolCallParser(form, NAMES, one_only=one_only)
-    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish(**how)
     content = "".join(delta.get("content", "") for delta in deltas)
     told = [call for delta in deltas for call in delta.get("tool_calls", [])]
     assert [call["index"] for call in told] == list(range(parser.n_calls))
@@ -113,6 +132,21 @@ def test_nothing_is_lost_of_a_text_without_calls(text: str) -> None:
         assert parsed(HERMES, pieces) == (text, [], []), pieces[:2]
 
 
+@pytest.mark.parametrize("name", CUT)
+def test_what_there_is_of_a_call_is_no_content(name: str) -> None:
+    form, text, content, calls = CUT[name]
+    for pieces in cuts(text):
+        assert parsed(form, pieces, is_cut=True)[:2] == (content, calls), pieces
+
+
+@pytest.mark.parametrize("text", ["{", '{"na', "<tool", CUT_CALL])
+def test_an_answer_of_calls_only_has_no_content_if_it_is_cut(text: str) -> None:
+    for pieces in cuts(text):
+        parser = ToolCallParser(HERMES, NAMES, calls_only=True)
+        assert [delta for piece in pieces for delta in parser.feed(piece)] == []
+        assert parser.finish(is_cut=True) == []
+
+
 def test_text_is_told_as_soon_as_it_cannot_become_a_call() -> None:
     parser = ToolCallParser(HERMES, NAMES)
     assert parser.feed("Hi you ") == [{"content": "Hi you"}]
@@ -138,12 +172,14 @@ def test_the_first_call_may_end_the_answer() -> None:
 
 
 def test_a_message_has_calls_or_content() -> None:
-    message = message_of(ToolCallParser(HERMES, NAMES), f"<tool_call>{CALL}</tool_call>")
+    message = message_of(
+        AnswerParser(None, ToolCallParser(HERMES, NAMES)), f"<tool_call>{CALL}</tool_call>"
+    )
     (call,) = message["tool_calls"]
     assert message["content"] is None
     assert call.keys() == {"id", "type", "function"}
     assert json.loads(call["function"]["arguments"]) == WEATHER[1]
-    plain = message_of(ToolCallParser(HERMES, NAMES), "Hello.")
+    plain = message_of(AnswerParser(None, ToolCallParser(HERMES, NAMES)), "Hello.")
     assert plain == {"role": "assistant", "content": "Hello."}
 
 

@@ -14,8 +14,8 @@ from specgen.engine.engine import generate
 from specgen.engine.loaded_models import Models
 from specgen.events import FinishedEvent
 from specgen.options import GenerationOptions, SamplerOptions, SessionOptions
+from specgen.serving.openai_format.answer_parser import message_of
 from specgen.serving.openai_format.request import Request, read_request, with_call_form
-from specgen.serving.openai_format.tool_calls import message_of
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 
 #: Templates by the marks of their calls, which are control tokens of the model.

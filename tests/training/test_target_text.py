@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from specgen.decoding.backend import Batch
+from specgen.decoding.policy.cost_table import CostTable
 from specgen.engine.engine import generate
 from specgen.engine.loaded_models import Models
 from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.system.json_lines import locked
 from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.training.draft_builder import plan_time
 from specgen.training.gguf_weights import ModelRows
 from specgen.training.target_text import N_TOP, TargetText, bytes_of, is_held_back
 from tests.helpers.heads import N_ANSWER, N_EMBD, opened, prompts, trained, written
@@ -180,3 +182,12 @@ def test_the_packages_prompts_are_many_and_different() -> None:
     texts = [line["prompt"] for line in lines]
     assert len(set(texts)) == len(texts) >= 200
     assert len({line["kind"] for line in lines}) >= 10
+
+
+@pytest.mark.parametrize(("minutes", "n_judged"), [(1.0, 2), (3.0, 4), (30.0, 8)])
+def test_the_minutes_include_the_comparison_of_drafts(minutes: float, n_judged: int) -> None:
+    costs = CostTable({1: 0.05, 16: 0.1})
+    plan = plan_time(60.0 * minutes, costs, 4, 16)
+    assert plan.n_judged == n_judged
+    assert plan.text_s + plan.training_s + plan.judging_s == pytest.approx(60.0 * minutes)
+    assert plan.n_tokens == int(plan.text_s * 160)

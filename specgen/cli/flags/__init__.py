@@ -13,7 +13,8 @@ from typing import Any
 from typer import Option
 
 from specgen.cli.flags.drafting import drafting, tree_shape
-from specgen.cli.flags.groups import group, panel, takes_options, utf8
+from specgen.cli.flags.groups import Group, group, panel, takes_options, utf8
+from specgen.cli.flags.hub import HUB, HUB_DRAFT, hub_names, named, one_name
 from specgen.cli.flags.machine import KERNELS, machine
 from specgen.cli.flags.sampling import sampling
 from specgen.cli.flags.server import limits, server
@@ -25,6 +26,8 @@ from specgen.options import GenerationOptions, Grammar
 
 __all__ = [
     "CHAT",
+    "HUB",
+    "HUB_DRAFT",
     "JSON_REPORT",
     "KERNELS",
     "LEARN",
@@ -34,10 +37,12 @@ __all__ = [
     "constraint",
     "drafting",
     "group",
+    "hub_names",
     "limits",
     "loudness",
     "machine",
     "models",
+    "named",
     "output",
     "panel",
     "sampling",
@@ -45,6 +50,7 @@ __all__ = [
     "setup",
     "takes_options",
     "target",
+    "target_option",
     "template",
     "tree_shape",
     "trials",
@@ -54,20 +60,50 @@ __all__ = [
 # --- models
 
 
-def target(**settings: Any) -> Any:
+def model_names(incomplete: str) -> list[str]:
+    """Return the models whose names begin so."""
+    from specgen.models import load_registry
+
+    return [name for name in load_registry().models if name.startswith(incomplete)]
+
+
+def pair_names(incomplete: str) -> list[str]:
+    """Return the pairs whose names begin so."""
+    from specgen.models import load_registry
+
+    return [name for name in load_registry().pairs if name.startswith(incomplete)]
+
+
+def draft_names(incomplete: str) -> list[str]:
+    """Return what drafts and begins so."""
+    kinds = [name for name in ("mtp", "ngram", "heads", "none") if name.startswith(incomplete)]
+    return kinds + model_names(incomplete)
+
+
+def target_option(**settings: Any) -> Any:
     """Return the option that names a target."""
-    usual = {"help": "The target: a GGUF file, or a name from `specgen models list`."}
+    usual: dict[str, Any] = {
+        "help": "The target: a GGUF file, or a name from `specgen models list`.",
+        "autocompletion": model_names,
+    }
     return Option("--target", "--model", "-m", metavar="FILE|NAME", **(usual | settings))
+
+
+def target(*, required: bool = True, **settings: Any) -> Group:
+    """Return the options that name a target, one of which must be given if it is `required`."""
+    settings = {"show_default": "required" if required else False} | settings
+    return named(target_option(**settings), required=required)
 
 
 _MODELS = panel(
     "Models",
-    target=target(show_default="the default pair's"),
+    target=target_option(show_default="the default pair's"),
     draft=Option(
         "--draft",
         "--model-draft",
         "-md",
         metavar="FILE|NAME|mtp|ngram|none",
+        autocompletion=draft_names,
         help="What drafts: a GGUF file or a name; `mtp` (the target's own MTP layers); `ngram` (repetitions "
         "of the text so far); `heads` (made by `specgen draft make`); or `none` (plain decoding). A second --draft drafts for the first: a "
         "smaller model or `ngram`.",
@@ -77,25 +113,35 @@ _MODELS = panel(
     pair=Option(
         "--pair",
         metavar="NAME",
+        autocompletion=pair_names,
         help="A target and its draft, by a name from `specgen models list`; fetched on first use.",
         show_default="the default pair, if no target is given",
     ),
 )
 
 
-@group(ModelChoice, _MODELS)
+@group(ModelChoice, _MODELS, HUB, HUB_DRAFT)
 def models(
-    *, target: str | None = None, draft: list[str] | None = None, pair: str | None = None
+    *,
+    target: str | None = None,
+    draft: list[str] | None = None,
+    pair: str | None = None,
+    hf_repo: str | None = None,
+    hf_repo_draft: str | None = None,
+    hf_file: str | None = None,
+    hf_token: str | None = None,
 ) -> ModelChoice:
-    """Return the models as the user named them."""
-    return staged(target, draft or [], pair)
+    """Return the models as the user named them. Raise `UsageError`."""
+    target = one_name(target, hub_names(hf_repo, hf_file, hf_token))
+    return staged(target, [*(draft or ()), *hub_names(hf_repo_draft)], pair)
 
 
 # --- prompts
 
 CHAT = Option(
     "--chat/--raw",
-    help="Put the prompt into the model's chat template, or continue it as it is.",
+    help="Put the prompt into the model's chat template, or continue it as it is. In a raw prompt, names of "
+    "control tokens (<|im_end|>, ...) become these tokens.",
     show_default="chat, if the model has a template",
     rich_help_panel="Prompt",
 )
@@ -288,6 +334,15 @@ LEARN = Option(
     rich_help_panel="Learning",
 )
 
+PROMPT_CACHE = Option(
+    "--prompt-cache",
+    metavar="FILE",
+    help="Keep what was read in this file, and what was computed of it; a prompt that begins with the same text is "
+    "then not read again. The file is made if it does not exist.",
+    show_default="not kept",
+    rich_help_panel="Prompt",
+)
+
 #: The options of commands that load models and answer with them.
 setup = group(
     Setup,
@@ -298,6 +353,7 @@ setup = group(
         "drafting": drafting,
         "machine": machine,
         "learn": LEARN,
+        "prompt_cache": PROMPT_CACHE,
     },
 )(Setup)
 
@@ -325,11 +381,19 @@ JSON_REPORT = Option("--json", help="Print a JSON object.")
             "--json",
             help="Print events instead of the answer, as one JSON object on each line.",
         ),
+        newline=Option(
+            "--newline/--no-newline",
+            help="In a pipe, end the answer with a line break. (A file gets the answer as it is.)",
+            show_default="newline; in fim no-newline",
+        ),
         quiet=Option("--quiet", "-q", help="Print only errors on standard error."),
         verbose=Option(
             "--verbose",
             "-v",
-            help="Print llama.cpp's own log and more detail on standard error.",
+            count=True,
+            show_default=False,
+            help="Print more detail on standard error: models, memory, contexts, warnings. Twice (-vv), all of "
+            "llama.cpp's own log.",
         ),
     ),
 )
@@ -344,4 +408,4 @@ def output(**given: Any) -> Output:
 #: The grammar of an answer alone.
 constraint = answer.without("max_tokens", "stop", "ignore_eos", "logprobs")
 #: The output of commands that show no answers: --quiet and --verbose.
-loudness = output.without("show", "stats", "json")
+loudness = output.without("show", "stats", "json", "newline")

@@ -19,6 +19,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -168,12 +169,23 @@ def _group(
 
 
 def _parameter(name: str, kind: Any, default: Any, option: Any) -> inspect.Parameter:
+    option.metavar = option.metavar or _metavar(kind)
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
         default=default,
         annotation=Annotated[kind, option],
     )
+
+
+def _metavar(kind: Any) -> str | None:
+    """Return what the help shows as the value of an option: FILE, or the choices; None for other types."""
+    inner = [each for each in typing.get_args(kind) if each is not type(None)]
+    if typing.get_origin(kind) is typing.Literal:
+        return "|".join(map(str, inner))
+    if inner:
+        return _metavar(inner[0])
+    return "FILE" if kind is Path else None
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:

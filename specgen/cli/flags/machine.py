@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from typer import Option
 
 from specgen.cli.flags.groups import group, panel
 from specgen.errors import UsageError
-from specgen.options import ContextOptions, Contexts, KernelChoice, Workers
+from specgen.options import ContextOptions, Contexts, KernelChoice, KernelOptions, Workers
 
 #: llama.cpp's own limit.
 _MOST_WORKERS = 16
@@ -22,7 +22,7 @@ _MACHINE = panel(
         "-c",
         min=0,
         help="Context size in tokens; 0 is the size that the model was trained with.",
-        show_default="what prompt and answer need; 4096 at most in chat and fim",
+        show_default="what prompt and answer need; 4096 at most in chat, and in fim what is read in 5 s",
     ),
     n_batch=Option("--batch-size", "-b", min=1, max=8192, help="Prompt tokens to decode at once."),
     n_threads=Option(
@@ -46,6 +46,12 @@ _MACHINE = panel(
         envvar="SPECGEN_KERNELS",
         help="Whose code computes on the CPU: specgen (its own kernels, which make the rows of a batch "
         "cheap), llama.cpp, or auto (specgen's kernels, if they were built and pass their test).",
+    ),
+    packed_cache=Option(
+        "--packed-cache",
+        envvar="SPECGEN_PACKED_CACHE",
+        help="Keep the weights on the disk as specgen's kernels read them, so that the next command starts at "
+        "once: auto (if the disk has room), or off.",
     ),
     n_gpu_layers=Option(
         "--gpu-layers",
@@ -95,6 +101,7 @@ KERNELS = _MACHINE["kernels"]
 def machine(
     *,
     kernels: KernelChoice = "auto",
+    packed_cache: Literal["auto", "off"] = "auto",
     n_gpu_layers: int = ContextOptions().n_gpu_layers,
     n_gpu_layers_draft: int = ContextOptions().n_gpu_layers,
     rpc: str | None = None,
@@ -107,7 +114,7 @@ def machine(
     workers = workers_of(rpc, tensor_split, output_here=output_here, timeout_s=rpc_timeout)
     target = ContextOptions(n_gpu_layers=n_gpu_layers, workers=workers, **others)
     draft = replace(target, n_gpu_layers=n_gpu_layers_draft, workers=None)
-    return Contexts(target, draft, kernels)
+    return Contexts(target, draft, KernelOptions(kernels, packed_cache))
 
 
 def workers_of(

@@ -95,8 +95,16 @@ _LIMITS = panel(
         "--limit-client",
         min=0.0,
         metavar="SECONDS",
-        help="How long a client may take to send its body, or to receive a piece of the answer; 0 is no "
-        "limit.",
+        help="How long a client may take to send the head of a request, or its body, or to receive a piece "
+        "of the answer; 0 is no limit.",
+    ),
+    n_connections=Option(
+        "--limit-connections",
+        min=1,
+        metavar="N",
+        help="Open connections. If there are more, the one that has been silent for longest is closed, or "
+        "the newest gets status 503 if all are being answered.",
+        show_default="1000, or fewer if the system's limit of descriptors is lower",
     ),
 )
 

@@ -153,17 +153,27 @@ class Proposal:
     ask: Ask | None = None
 
 
-def propose_together(draftings: Sequence[Drafting], clock: Callable[[], float]) -> list[Proposal]:
+def propose_together(
+    draftings: Sequence[Drafting],
+    clock: Callable[[], float],
+    interrupted: Callable[[], bool] = lambda: False,
+) -> list[Proposal]:
     """Make drafts side by side. In each step, the decodes that they need in one cache become one batch.
 
     `clock` returns seconds. A drafting that raises gets an `error`, and the others go on. The error of a
-    decode is raised in all draftings that asked for it.
+    decode is raised in all draftings that asked for it. Once `interrupted` returns True between decodes,
+    the draftings that are not done have no draft: a draft model may have a long prompt to read.
     """
     proposals = [Proposal(drafting) for drafting in draftings]
     for proposal in proposals:
         _resume(proposal, None, clock)
     most: dict[int, int] = {}
     while waiting := [proposal for proposal in proposals if proposal.ask is not None]:
+        if interrupted():
+            for proposal in waiting:
+                proposal.drafting.close()
+                proposal.ask = None
+            break
         asked = _first_batch(waiting)
         backend = id(asked[0][1].backend)
         # The largest number of the round: most of its decodes serve that many sequences.

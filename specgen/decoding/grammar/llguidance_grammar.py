@@ -68,11 +68,15 @@ class LlguidanceGrammar:
         #: int64[n]: the end-of-text tokens.
         self.ends: TokenArray = np.array(vocabulary.end_tokens(), np.int64)
         self._matcher = matcher
+        try:  # here, where the one who asked waits, and not in a round that others share
+            self._first = _State(self, matcher).mask()
+        except BackendError as error:
+            raise UsageError(error.message) from error
 
     @property
     def start(self) -> GrammarState:
         """The state at the start of a text. It is new each time, since a state keeps all that follow it."""
-        return _State(self, self._matcher.deep_copy())
+        return _State(self, self._matcher.deep_copy(), self._first)
 
 
 class _State(CachedState):
@@ -80,21 +84,23 @@ class _State(CachedState):
 
     __slots__ = ("_allowed", "_grammar", "_matcher")
 
-    def __init__(self, grammar: LlguidanceGrammar, matcher: LLMatcher) -> None:
+    def __init__(
+        self, grammar: LlguidanceGrammar, matcher: LLMatcher, allowed: BoolArray | None = None
+    ) -> None:
         super().__init__(grammar.n_tokens)
         self._grammar = grammar
         self._matcher = matcher
-        self._allowed: BoolArray | None = None
+        self._allowed = allowed
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
         token_ids = np.asarray(token_ids, np.int64)
         if len(token_ids):
             self._check_exist(token_ids)
-        found: BoolArray = self._mask()[token_ids]
+        found: BoolArray = self.mask()[token_ids]
         return found
 
     def _find_forced(self) -> int | None:
-        allowed, ends = self._mask(), self._grammar.ends
+        allowed, ends = self.mask(), self._grammar.ends
         n_allowed = int(np.count_nonzero(allowed))
         if n_allowed == 1:
             return int(allowed.argmax())
@@ -111,7 +117,7 @@ class _State(CachedState):
             raise _failure(matcher)
         return _State(self._grammar, matcher)
 
-    def _mask(self) -> BoolArray:
+    def mask(self) -> BoolArray:
         """Return the allowed tokens: bool[n_tokens]."""
         if self._allowed is None:
             n_tokens = self._grammar.n_tokens
@@ -129,14 +135,20 @@ class _State(CachedState):
 
 def problem_of(grammar: Grammar) -> str | None:
     """Return llguidance's objection to a grammar; None if there is none."""
+    is_wrong, messages = objections_to(grammar)
+    return "; ".join(messages) if is_wrong else None
+
+
+def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:
+    """Return whether llguidance refuses a grammar, and its messages. Those about a grammar that it does not
+    refuse say what it ignores."""
     from llguidance import LLMatcher
 
     try:
         with _panics():
-            is_wrong, messages = LLMatcher.validate_grammar_with_warnings(_compiled(grammar))
+            return LLMatcher.validate_grammar_with_warnings(_compiled(grammar))
     except (ValueError, _PanicError) as error:
-        return str(error)
-    return "; ".join(messages) if is_wrong else None
+        return True, [str(error)]
 
 
 def _compiled(grammar: Grammar) -> str:
@@ -228,4 +240,4 @@ class _Tokens:
         return vocabulary.tokenize_inside(text, parse_special=False)
 
 
-__all__ = ["JSON_FORM", "LlguidanceGrammar", "problem_of"]
+__all__ = ["JSON_FORM", "LlguidanceGrammar", "objections_to", "problem_of"]

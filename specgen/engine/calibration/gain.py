@@ -18,6 +18,8 @@ ACCEPTANCE = 0.7
 #: The least expected speed-up with which a draft is used. The margin pays for the draft's decode of the
 #: prompt, and for prompts that suit it less.
 WORTH = 1.1
+#: A speed-up may exceed the tokens per pass by this factor before it counts as impossible.
+_LEEWAY = 1.05
 #: The precision of `break_even`.
 _PRECISION = 0.005
 
@@ -88,6 +90,12 @@ class Gain:
         """Whether the target's batches are so slow that even a draft model that takes no time would not
         pay."""
         return self.free_speedup < WORTH
+
+
+def is_impossible(found: float, tokens_per_pass: float | None) -> bool:
+    """Return whether a speed-up is larger than drafting can give: a pass of the target takes at least as long
+    as in plain decoding. The machine was then less busy than when plain decoding was measured."""
+    return tokens_per_pass is not None and found > _LEEWAY * tokens_per_pass
 
 
 def speedup(n_tokens: float, seconds: float, token_s: float) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from specgen.decoding.policy.acceptance import (
 )
 from specgen.decoding.policy.cost_table import CostTable
 from specgen.engine.calibration.threads import Threads
+from specgen.engine.calibration.timing import MIN_SIZES
 from specgen.options import ContextOptions, WeightType
 from specgen.system.arrays import ProbArray
 from specgen.system.atomic_files import replace_text
@@ -43,6 +45,11 @@ _AT_ONCE = tuple(str(2**n) for n in range(1, 9))
 _MAX_THREADS = 512
 
 _COSTS, _CHANCES, _THREADS, _WEIGHTS = "costs", "chances", "threads", "weights"
+#: By the first key of a model's tables: how often in succession its costs were measured on a busy
+#: machine (`n`), and how many further processes use the last of these costs (`left`).
+_BUSY = "busy"
+#: The most processes that use costs of a busy machine before they are measured again.
+_MOST_REUSED = 63
 #: The types of weights that may be stored for a model.
 _WEIGHT_TYPES = (*get_args(WeightType), "own")
 
@@ -65,8 +72,12 @@ class Memory:
         self._weights: dict[str, str | None] = {}
         #: Keys of tables that are to be removed from the file.
         self._forgotten: set[str] = set()
-        #: Keys of tables that are used now, but not kept.
-        self._passing: set[str] = set()
+        #: By the first of them, the keys of tables that were measured on a busy machine.
+        self._passing: dict[str, list[str]] = {}
+        #: First keys of tables in use that an earlier process measured on a busy machine.
+        self._reused: set[str] = set()
+        #: The counts of `_BUSY` that this process changed.
+        self._counted: dict[str, tuple[int, int]] = {}
 
     def costs(self, model: Path, context: ContextOptions, n_past: int, n_threads: int) -> CostTable:
         """Return the cost table of a model's decodes in contexts with these options and about `n_past`
@@ -74,6 +85,11 @@ class Memory:
         threads if the options name none."""
         depth = _depth(n_past)
         keys = self._cost_keys(model, context, n_threads)
+        if keys[0] in self._known[_BUSY] and keys[0] not in self._reused:
+            self._reused.add(keys[0])
+            if _busy_counts(self._known[_BUSY][keys[0]])[1] == 0:  # measure again
+                for key in keys:
+                    self._known[_COSTS].pop(key, None)
         if keys[depth] not in self._tables:
             self._tables[keys[depth]] = CostTable(self._kept_seconds(keys, depth))
         table = self._tables[keys[depth]]
@@ -88,12 +104,14 @@ class Memory:
             self._tables.pop(key, None)
             self._known[_COSTS].pop(key, None)
             self._forgotten.add(key)
-            self._passing.discard(key)
+            self._passing.pop(key, None)
 
     def keep_no_costs(self, model: Path, context: ContextOptions, n_threads: int) -> None:
         """Do not keep the present costs of a model's decodes in such contexts, so that the next process
-        measures them again: the machine had other work to do."""
-        self._passing.update(self._cost_keys(model, context, n_threads))
+        measures them again: the machine had other work to do. If it had so the last n times too, the next
+        2^n - 1 processes use these costs: on a machine that is always busy, few processes measure."""
+        keys = self._cost_keys(model, context, n_threads)
+        self._passing[keys[0]] = keys
 
     def threads(self, model: Path, context: ContextOptions) -> Threads | None:
         """Return the numbers of threads with which a model is fastest; None if they were not
@@ -140,10 +158,11 @@ class Memory:
         if self._file is None:
             return
         document = _read(self._file)
-        for key in self._forgotten | self._passing:
+        passing = self._count_busy(document[_BUSY])
+        for key in self._forgotten | passing:
             document[_COSTS].pop(key, None)
         for key, table in self._tables.items():
-            if table and key not in self._passing:
+            if table and key not in passing:
                 document[_COSTS].pop(key, None)
                 document[_COSTS][key] = {str(n): round(s, 7) for n, s in table.known.items()}
         for key, by_origin in self._acceptance.items():
@@ -162,6 +181,25 @@ class Memory:
             document[kind] = dict(list(entries.items())[-_N_KEPT:])
         self._file.parent.mkdir(parents=True, exist_ok=True)
         replace_text(self._file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+    def _count_busy(self, counts: dict[str, Any]) -> set[str]:
+        """Count this process's measurements on a busy machine in `counts`, and its use of earlier ones, each
+        once; return the keys of the tables that are not kept."""
+        for first in (self._passing.keys() | self._reused) - self._counted.keys():
+            n, left = _busy_counts(counts.get(first))
+            if first in self._passing:
+                left, n = min(2**n - 1, _MOST_REUSED), min(n + 1, _MOST_REUSED)
+            elif left and first not in self._forgotten:
+                left -= 1
+            elif len(self._tables.get(first, CostTable()).known) >= MIN_SIZES:
+                n = left = 0  # measured anew, on an idle machine
+            self._counted[first] = n, left
+        for first, (n, left) in self._counted.items():
+            counts.pop(first, None)
+            if n:
+                counts[first] = {"n": n, "left": left}
+        once = (keys for first, keys in self._passing.items() if self._counted[first] == (1, 0))
+        return set(itertools.chain.from_iterable(once))
 
     def _kept_seconds(self, keys: Sequence[str], depth: int) -> dict[int, float]:
         """Return the seconds that are kept for a depth, or for the nearest depth with a table."""
@@ -266,7 +304,7 @@ def _read(file: Path | None) -> dict[str, dict[str, Any]]:
         with contextlib.suppress(OSError, ValueError, RecursionError):
             document = json.loads(file.read_text(encoding="utf-8"), parse_int=_whole)
     found = document if isinstance(document, dict) else {}
-    kinds = {kind: found.get(kind) for kind in (_COSTS, _CHANCES, _THREADS, _WEIGHTS)}
+    kinds = {kind: found.get(kind) for kind in (_COSTS, _CHANCES, _THREADS, _WEIGHTS, _BUSY)}
     return {kind: dict(value) if isinstance(value, dict) else {} for kind, value in kinds.items()}
 
 
@@ -293,6 +331,14 @@ def _seconds(entry: object) -> dict[int, float]:
             return {}
         found[int(size)] = float(seconds)
     return found
+
+
+def _busy_counts(entry: object) -> tuple[int, int]:
+    """Return how often costs were measured on a busy machine, and how many processes may still use them;
+    zeros if these counts make no sense."""
+    counts = [entry.get(name) for name in ("n", "left")] if isinstance(entry, dict) else []
+    sound = [n for n in counts if type(n) is int and 0 <= n <= _MOST_REUSED]
+    return (sound[0], sound[1]) if len(sound) == 2 else (0, 0)
 
 
 def _kept_threads(entry: object) -> Threads | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from specgen.events import CommittedEvent, FinishedEvent, NoticeEvent
 from specgen.llama import default_threads
+from specgen.llama.mtp_layers import why_no_mtp
 from specgen.measure.bench.peers import (
     SETTINGS,
     PeerJob,
@@ -36,6 +37,8 @@ _USUAL = (
     "ngram-simple 4/8, draft 3",
     "ngram-simple 4/8",
     "lookup 8",
+    "mtp 1",
+    "mtp 3",
 )
 #: Tokens of an answer that only warms up.
 _N_WARM_UP = 8
@@ -241,8 +244,10 @@ def peers_of(
     """Return the contenders of a name, one for each draft model if a setting needs one. Raises `PeerError` if
     a program is missing."""
     found: list[PeerContender] = []
+    has_mtp = not why_no_mtp(loaded.options.target)
     for setting in SETTINGS:
-        if against == "llama.cpp" and setting.name not in _USUAL:
+        is_left_out = against == "llama.cpp" and setting.name not in _USUAL
+        if is_left_out or (setting.needs_mtp and not has_mtp):
             continue
         program = find_program(setting.program, folder)
         with_drafts: dict[str, Path | None] = {"": None}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from specgen.engine.calibration.gain import is_impossible
 from specgen.measure.bench.runs import Result
 
 #: At a draft position with fewer drafted tokens than this, an acceptance rate means nothing.
@@ -92,6 +93,13 @@ class ContenderFigures:
     first_token: float | None
     n_different: int | None
     categories: tuple[CategoryFigures, ...]
+
+    @property
+    def is_impossible(self) -> bool:
+        """Whether the speed-up is larger than the tokens per pass of the target allow. (Another program may
+        be faster for other reasons.)"""
+        drafts = self.shares is not None and self.speedup is not None
+        return drafts and is_impossible(self.speedup or 0.0, self.mean_accepted_length)
 
 
 def figures_of(results: Iterable[Result]) -> tuple[ContenderFigures, ...]:

@@ -72,10 +72,16 @@ class PeerSetting:
     arguments: tuple[str, ...]
     program: str = SIMPLE
     needs_draft: bool = False
+    needs_mtp: bool = False
 
 
 def _draft(name: str, *arguments: str) -> PeerSetting:
     return PeerSetting(name, ("--spec-type", "draft-simple", *arguments), needs_draft=True)
+
+
+def _mtp(n_max: int) -> PeerSetting:
+    arguments = ("--spec-type", "draft-mtp", "--spec-draft-n-max", str(n_max))
+    return PeerSetting(f"mtp {n_max}", arguments, needs_mtp=True)
 
 
 def _ngram(kind: str, sizes: tuple[int, int] | None = None) -> tuple[str, ...]:
@@ -106,6 +112,7 @@ SETTINGS = (
     PeerSetting("ngram-mod", _ngram("ngram-mod")),
     PeerSetting("ngram-cache", _ngram("ngram-cache")),
     PeerSetting("lookup 8", ("--spec-draft-n-max", "8"), program=LOOKUP),
+    *map(_mtp, (1, 2, 3, 5)),
 )
 
 

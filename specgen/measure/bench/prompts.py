@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,13 @@ def own_prompts() -> list[BenchPrompt]:
         for category, text in zip(_OWN_PROMPTS, texts, strict=True):
             prompts.append(BenchPrompt(len(prompts) + 1, category, text))
     return prompts
+
+
+def given_prompts(texts: Sequence[str]) -> list[BenchPrompt]:
+    """Return texts as prompts. Raise `PromptError` for an empty one."""
+    if not all(text.strip() for text in texts):
+        raise PromptError("a prompt is empty", hint="give some text")
+    return [BenchPrompt(number, ALL, text) for number, text in enumerate(texts, start=1)]
 
 
 def read_bench_prompts(path: Path) -> list[BenchPrompt]:

@@ -32,6 +32,8 @@ class BenchReport:
     runs: Runs
     figures: Sequence[ContenderFigures]
     is_interrupted: bool = False
+    #: The share of all cores' time that other programs took meanwhile; None if it is unknown.
+    others_share: float | None = None
 
     @property
     def lineups(self) -> list[tuple[str, float]]:
@@ -58,6 +60,7 @@ def to_json_object(report: BenchReport) -> dict[str, Any]:
         **report.about,
         "n_rounds": report.n_rounds,
         "is_interrupted": report.is_interrupted,
+        "others_share": report.others_share,
         "prompts": [dataclasses.asdict(prompt) for prompt in report.prompts],
         "contenders": [dict(contender) for contender in report.contenders],
         "figures": [dataclasses.asdict(each) for each in report.figures],

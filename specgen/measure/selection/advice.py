@@ -15,6 +15,7 @@ from specgen.engine.calibration.weight_copies import COPY_TYPE
 from specgen.events import undrafted_text
 from specgen.measure.selection.default_draft import name_of
 from specgen.measure.selection.tuning import DraftFindings, TriedDraft, Tuning
+from specgen.system.machine import busy_text, is_busy
 
 if TYPE_CHECKING:
     from specgen.engine.calibration.weight_copies import Comparison
@@ -30,8 +31,6 @@ _N_ROWS = 4
 _CHEAP_BATCH = 1.3
 #: Repeated measurements of a token's time that differ by less than this factor are steady.
 _STEADY = 1.4
-#: If other programs take more than this share of the cores, measurements are too slow.
-_IDLE_SHARE = 0.1
 #: With fewer tokens of answers, the figures depend much on chance.
 _N_SURE = 100
 
@@ -45,19 +44,21 @@ class Section:
 
 
 def advice(tuning: Tuning) -> list[Section]:
-    """Return all sections that have sentences, the most important first. An interrupted tuning gets only
-    the results: conclusions would rest on half of the measurements."""
+    """Return all sections that have sentences, the most important first. An interrupted tuning, or
+    that of a busy machine, gets only the results: conclusions would rest on half of the measurements, or on
+    times that contradict one another."""
     sections = [
         Section("What drafting is worth here", tuple(_worth(tuning))),
         Section("Expected speed-ups", tuple(_ways(tuning))),
     ]
-    if not tuning.is_interrupted:
+    if not tuning.is_interrupted and not is_busy(tuning.others_share):
         sections += [
             Section("Why", tuple(_reasons(tuning))),
             Section("What would help", tuple(_wishes(tuning))),
             Section("Settings chosen", tuple(_settings(tuning))),
-            Section("How sure this is", tuple(_doubts(tuning))),
         ]
+    if not tuning.is_interrupted:
+        sections.append(Section("How sure this is", tuple(_doubts(tuning))))
     return [section for section in sections if section.sentences]
 
 
@@ -153,6 +154,14 @@ def _costs_and_agreement(tuning: Tuning) -> Iterator[str]:
     yield f"it drafts a token in {_ms(token_s)}, {token_s / plain_s:.2f} of the target's time"
     yield _batch_text(draft.costs)
     yield f"{_bound_text(draft.costs, 'it')}; it agrees at {_percent(rate)}"
+    alone, expected = tuning.way(draft.draft), draft.expected
+    if alone is not None and expected is not None:
+        measured = alone.figures.speedup
+        if expected.is_worth_it and measured < _LEAST_GAIN:
+            yield (
+                f"so about x{expected.speedup:.2f} was to be expected, but {name} alone gave x{measured:.2f}: "
+                "while it drafted, decodes took longer than when they were timed alone"
+            )
 
 
 def _batch_text(costs: Costs) -> str:
@@ -307,8 +316,8 @@ def _chosen(chosen: int, default: int, seconds: dict[int, float]) -> str:
 def _doubts(tuning: Tuning) -> Iterator[str]:
     """Yield reasons to doubt the figures: a busy machine, or too few tokens."""
     busy = []
-    if (share := tuning.others_share) is not None and share > _IDLE_SHARE:
-        busy.append(f"other programs took {_percent(share)} of the machine's cores meanwhile")
+    if (share := tuning.others_share) is not None and is_busy(share):
+        busy.append(busy_text(share))
     times = _token_times(tuning)
     if times and max(times) > _STEADY * min(times):
         busy.append(f"a token took {_ms(min(times))} at one time and {_ms(max(times))} at another")

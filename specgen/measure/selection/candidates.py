@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from specgen.models import FileIdentity, human_bytes, identify, shard_number
 
+#: Two files of one size are the same if they are equal at these places, as shares of the size.
+_PROBES, _PROBE_BYTES = (0.0, 0.25, 0.5, 0.75, 1.0), 1 << 20
 #: Where a file comes from: the user named it or its folder, or specgen knows it.
 _Origin: TypeAlias = Literal["named", "folder", "known"]
 
@@ -33,13 +36,13 @@ def find_candidates(
     candidates: list[Path] = []
     refused: list[Refused] = []
     target_identity = identify(target)
-    seen: set[FileIdentity] = set()
+    seen: list[tuple[Path, FileIdentity]] = []
     for path, origin in _files(named, known):
         identity = identify(path)
-        if identity is not None and identity in seen:
-            continue
         if identity is not None:
-            seen.add(identity)
+            if any(_is_same(path, identity, *other) for other in seen):
+                continue
+            seen.append((path, identity))
         reason = _reason(path, identity, target, target_identity, is_named=origin == "named")
         if reason is None:
             candidates.append(path)
@@ -80,7 +83,7 @@ def _reason(
         return "it is a projector of images or sound (mmproj), no language model"
     if target is None:
         return None
-    if identity == target or _is_same(path, target_path):
+    if _is_same(path, identity, target_path, target):
         return "it is the target itself"
     if identity.size_bytes > target.size_bytes and not is_named:
         return (
@@ -90,9 +93,25 @@ def _reason(
     return None
 
 
-def _is_same(path: Path, target: Path) -> bool:
-    """Return whether two paths name the same file, for example through a link."""
+def _is_same(path: Path, identity: FileIdentity, other: Path, of_other: FileIdentity) -> bool:
+    """Return whether two paths name the same model: the same file, perhaps through a link, or a copy of it."""
+    if identity == of_other:
+        return True
+    if identity.size_bytes != of_other.size_bytes:
+        return False
     try:
-        return path.samefile(target)
+        return path.samefile(other) or all(map(_equal_at, _PROBES, repeat(path), repeat(other)))
     except OSError:
         return False
+
+
+def _equal_at(share: float, path: Path, other: Path) -> bool:
+    """Return whether two files of one size have the same bytes at a place. The first bytes of a model have
+    its name and vocabulary."""
+    start = int(share * max(0, path.stat().st_size - _PROBE_BYTES))
+    pieces = []
+    for each in (path, other):
+        with each.open("rb") as file:
+            file.seek(start)
+            pieces.append(file.read(_PROBE_BYTES))
+    return pieces[0] == pieces[1]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.measure.selection.candidates import Refused
+from specgen.measure.selection.trial import is_tie
 
 if TYPE_CHECKING:
     from specgen.measure.selection.trial import Baseline, DraftFigures
@@ -38,6 +39,15 @@ class Search:
     refused: tuple[Refused, ...]
     saved: DraftSource | None = None
     is_interrupted: bool = False
+    #: The share of all cores' time that other programs took meanwhile; None if it is unknown.
+    others_share: float | None = None
+
+    @property
+    def ties(self) -> tuple[Tried, ...]:
+        """The drafts that are as fast as the best one within the noise; empty if it is clearly the best."""
+        best = self.tried[0].figures
+        found = tuple(one for one in self.tried if is_tie(best, one.figures))
+        return found if len(found) > 1 else ()
 
 
 def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
@@ -66,6 +76,8 @@ def to_json_object(search: Search) -> dict[str, object]:
         "refused": [
             {"file": str(refused.file), "reason": refused.reason} for refused in search.refused
         ],
+        "ties": [str(one.draft) for one in search.ties],
+        "others_share": search.others_share,
         "saved": None if search.saved is None else str(search.saved),
         "is_interrupted": search.is_interrupted,
     }

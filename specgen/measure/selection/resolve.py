@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from specgen.errors import UsageError
 from specgen.measure.selection.default_draft import DraftChoice, choose_drafts
+from specgen.models.hub_reference import is_reference
 
 if TYPE_CHECKING:
     from specgen.models import CatalogueModel, FileIdentity, Registry, SavedDraft
     from specgen.options import DraftSource
 
-#: Fetches the model with a name in the registry, and returns its path.
+#: Fetches the model with a name in the registry or on the hub, and returns its path.
 Fetch = Callable[[str], Path]
 
 
@@ -114,11 +115,13 @@ def _exists(path: Path) -> bool:
 
 
 def find_model(name: str, registry: Registry, fetch: Fetch) -> Path:
-    """Return the file of a model. `name` is a path if it exists or looks like one, else a model's name in
-    the registry.
+    """Return the file of a model. `name` is a model on the hub if it begins with ``hf:``, a path if it
+    exists or looks like one, else a model's name in the registry.
 
     Raise `UnknownModelError` or `FetchError`.
     """
+    if is_reference(name):
+        return fetch(name)
     path = Path(name).expanduser()
     separators = [os.sep, os.altsep or os.sep]
     looks_like_path = name.endswith(".gguf") or any(separator in name for separator in separators)

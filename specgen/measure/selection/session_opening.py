@@ -60,10 +60,14 @@ def find_target(name: str, *, quiet: bool) -> Path:
 
 
 def _fetch(registry: Registry, *, quiet: bool) -> Fetch:
-    from specgen.models import SilentProgress, fetch, stderr_progress
+    from specgen.models import fetch, is_reference, parse_reference, stderr_progress
 
     def get(name: str) -> Path:
-        progress = SilentProgress() if quiet else stderr_progress()
+        progress = stderr_progress(quiet=quiet)
+        if is_reference(name):
+            from specgen.models.hub import fetch_reference
+
+            return fetch_reference(parse_reference(name), progress=progress)
         return fetch(registry.model(name), progress=progress)
 
     return get
@@ -77,6 +81,7 @@ def session_options(
     contexts: Contexts,
     *,
     learn: bool = False,
+    prompt_cache: Path | None = None,
 ) -> SessionOptions:
     """Return the options of a session. With `learn`, answers are kept: drafts learn from them, and n-grams
     are looked up in them."""
@@ -98,6 +103,7 @@ def session_options(
         helpers=sources.helpers,
         cache=cache_folder(),
         learning=learning,
+        prompt_cache=prompt_cache,
     )
 
 
@@ -108,7 +114,8 @@ class SessionOpener:
     draft of the options. `note` is called with the reason and, with `details`, with the measured costs. Only
     a draft that the user named can raise an error: in place of a draft that specgen chose, the next one is
     used. Later sessions use the draft of the first one, without a note. With `drafts_later`, the caller loads
-    drafts itself. `clock` returns seconds; `loading` shows the progress.
+    drafts itself. `clock` returns seconds; `loading` shows the progress. `memory` is what was learnt about
+    this machine, by default `open_memory`.
     """
 
     def __init__(
@@ -120,6 +127,7 @@ class SessionOpener:
         details: bool = False,
         drafts_later: bool = False,
         loading: Loading = lambda _name: contextlib.nullcontext(lambda _what: None),
+        memory: Memory | None = None,
     ) -> None:
         self._drafts = list(drafts)
         self._clock = clock
@@ -127,7 +135,7 @@ class SessionOpener:
         self._details = details
         self._drafts_later = drafts_later
         self._loading = loading
-        self._memory = open_memory()
+        self._memory = memory if memory is not None else open_memory()
         self._noted: set[Path] = set()
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import statistics
 from collections import abc, defaultdict
 from collections.abc import Callable, Iterator
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 #: row, which the answer itself times; the larger sizes are timed once.
 _N_REPEATS = 3
 _N_OFTEN = 6
+#: Speed-ups that differ by a smaller share are a tie; those that differ by a larger share are none.
+_LEAST_NOISE, _MOST_NOISE = 0.03, 0.2
 #: The date that templates get: the present one must not change the answers.
 _NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
 
@@ -140,6 +143,19 @@ class DraftFigures:
     #: All rounds, and why some of them drafted nothing, the most frequent reason first.
     n_rounds: int = 0
     undrafted: tuple[ReasonCount, ...] = ()
+    #: The speed-up of each answer.
+    speedups: tuple[float, ...] = ()
+
+
+def is_tie(one: DraftFigures, other: DraftFigures) -> bool:
+    """Return whether two drafts are equally fast within the noise: twice the standard error of the difference
+    over the answers, and at least 3 %."""
+    noise = _LEAST_NOISE
+    if len(one.speedups) == len(other.speedups) > 1:
+        ratios = [math.log(a / b) for a, b in zip(one.speedups, other.speedups, strict=True)]
+        spread = 2.0 * statistics.stdev(ratios) / math.sqrt(len(ratios))
+        noise = max(noise, min(_MOST_NOISE, spread))
+    return abs(math.log(one.speedup / other.speedup)) <= noise
 
 
 def measure_target(
@@ -332,12 +348,16 @@ def summarise(replays: abc.Sequence[Replay], plain_token_s: float) -> DraftFigur
         draft_share=n_drafts / n_rounds,
         n_rounds=n_rounds,
         undrafted=tally.reasons,
+        speedups=tuple(replay.speedup for replay in told),
     )
 
 
 def plain_figures(baseline: Baseline) -> DraftFigures:
     """Return the figures of plain decoding."""
-    return DraftFigures(1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
+    n_answers = sum(len(answer.tokens) > 1 for answer in baseline.answers)
+    return DraftFigures(
+        1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0, speedups=(1.0,) * n_answers
+    )
 
 
 def agreeing_path(draft: Draft, tokens: abc.Sequence[int]) -> tuple[int, ...]:

@@ -27,10 +27,12 @@ from specgen.options import (
     DraftOptions,
     GenerationOptions,
     KernelChoice,
+    KernelOptions,
     SamplerOptions,
     TreeShape,
 )
 from specgen.serving.adapters.draft_rounds import DraftRounds
+from specgen.system.llama_build import REBUILD, REQUIRED_VERSION, uses_bundle
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -69,6 +71,13 @@ class SpecgenDraft(LlamaDraftModel):
         kernels: KernelChoice = "auto",
         note: Callable[[str], None] = _warn,
     ) -> None:
+        if (
+            uses_bundle()
+        ):  # with two copies of GGML in a process, one's code would read the other's structures
+            raise UsageError(
+                f"specgen.serving.adapters.llama_cpp needs llama-cpp-python {REQUIRED_VERSION}",
+                hint=REBUILD,
+            )
         drafting = drafting or DraftOptions()
         if drafting.tree.is_fixed:
             raise UsageError(
@@ -89,7 +98,11 @@ class SpecgenDraft(LlamaDraftModel):
             SamplerOptions(),
             replace(drafting, tree=TreeShape("off")),
             GenerationOptions(),
-            Contexts(context or ContextOptions(), draft_context or ContextOptions(), kernels),
+            Contexts(
+                context or ContextOptions(),
+                draft_context or ContextOptions(),
+                KernelOptions(kernels),
+            ),
         )
         self.rounds = DraftRounds(
             options, open_memory(), n_ctx=n_ctx, clock=time.perf_counter, note=note

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specgen.errors import PromptError
@@ -15,6 +16,7 @@ from specgen.serving.openai_format.request import BodyError, Kind, Request, read
 _URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 #: The fields of a line in OpenAI's form; only such lines have a `body`.
 _ENVELOPE = frozenset(["custom_id", "method", "url", "body"])
+_log = logging.getLogger("specgen.serving.batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,11 @@ class Line:
     #: The fields of the request as the line has them.
     fields: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def identity(self) -> str:
+        """The id of the line's result: lines that ask for the same have different ones."""
+        return _hash(f"{self.custom_id}\0{self.digest}".encode())
+
 
 def read_lines(
     data: bytes, name: str, sampling: SamplerOptions, generation: GenerationOptions
@@ -61,15 +68,40 @@ def read_lines(
                 f"{number}",
                 hint="give each line its own custom_id, or none: then it is the line's number",
             )
-        numbers[line.custom_id] = number
+        if line.custom_id:
+            numbers[line.custom_id] = number
         lines.append(line)
     if not lines:
         raise PromptError(f"{name} has no lines", hint="write a request or a prompt on each line")
-    return lines
+    return [line if line.custom_id else _numbered(line, numbers) for line in lines]
+
+
+def _numbered(line: Line, taken: Container[str]) -> Line:
+    """Return a line with its number as its custom_id, in words if another line has that number."""
+    custom_id = str(line.number)
+    while custom_id in taken:
+        custom_id = f"line {custom_id}"
+    return replace(line, custom_id=custom_id)
 
 
 def _read(number: int, raw: bytes, sampling: SamplerOptions, generation: GenerationOptions) -> Line:
-    custom_id, digest = str(number), hashlib.sha256(raw).hexdigest()[:16]
+    """Read a line; its custom_id is empty if it has none. Whatever goes wrong is the line's error."""
+    try:
+        return _read_fields(number, raw, sampling, generation)
+    except Exception as error:  # noqa: BLE001 - it ends this line, not the batch
+        return Line(number, "", _hash(raw), unexpected(error, number))
+
+
+def unexpected(error: Exception, number: int) -> LineError:
+    """Return the error of a line that a bug of specgen ended, whose traceback goes to the log."""
+    _log.error("line %d failed", number, exc_info=error)
+    return LineError("bug", f"specgen failed: {type(error).__name__}: {error}")
+
+
+def _read_fields(
+    number: int, raw: bytes, sampling: SamplerOptions, generation: GenerationOptions
+) -> Line:
+    custom_id, digest = "", _hash(raw)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -84,19 +116,26 @@ def _read(number: int, raw: bytes, sampling: SamplerOptions, generation: Generat
             what = f"the line is not JSON: {error}"
             return Line(number, custom_id, digest, LineError("invalid_json", what))
     try:
-        custom_id = _custom_id(body, custom_id)
+        custom_id = _custom_id(body)
         digest = _digest(body)
         kind, fields = _asked(body)
         request = read_request(kind, fields, sampling, generation)
     except BodyError as error:
         return Line(number, custom_id, digest, LineError("invalid_request", error.message))
+    except RecursionError:
+        what = "the line is nested too deeply"
+        return Line(number, custom_id, digest, LineError("invalid_json", what))
     return Line(number, custom_id, digest, request, fields)
 
 
-def _custom_id(body: Mapping[str, Any], default: str) -> str:
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _custom_id(body: Mapping[str, Any]) -> str:
     value = body.get("custom_id")
     if value is None:
-        return default
+        return ""
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise BodyError("custom_id", "it is not a text")
     try:
@@ -108,7 +147,7 @@ def _custom_id(body: Mapping[str, Any], default: str) -> str:
 def _digest(body: Mapping[str, Any]) -> str:
     """Return a digest that ignores the order of fields, and white space between them."""
     asked = {name: value for name, value in body.items() if name != "custom_id"}
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    return _hash(json.dumps(asked, sort_keys=True).encode())
 
 
 def _asked(body: Mapping[str, Any]) -> tuple[Kind, dict[str, Any]]:
@@ -129,4 +168,4 @@ def _asked(body: Mapping[str, Any]) -> tuple[Kind, dict[str, Any]]:
     return _URLS[url], body["body"]
 
 
-__all__ = ["Line", "LineError", "read_lines"]
+__all__ = ["Line", "LineError", "read_lines", "unexpected"]

@@ -29,7 +29,7 @@ def result_of(
 ) -> dict[str, Any]:
     """Return the result of a line, with a response or an error."""
     return {
-        "id": f"batch_req_{line.digest}",
+        "id": f"batch_req_{line.identity}",
         "custom_id": line.custom_id,
         "response": response,
         "error": None if error is None else {"code": error.code, "message": error.message},
@@ -142,10 +142,11 @@ def _check_same(
         if line is None:
             raise UsageError(f"{name} has a result for {custom_id!r}, which nothing asks for", hint)
         if line.digest != digest:
+            is_error = custom_id in earlier.errors
             raise UsageError(
-                f"{name} has a result for {custom_id!r}, which asked something else than line "
-                f"{line.number} does now",
-                hint,
+                f"{name} has {'an error' if is_error else 'a result'} for {custom_id!r}, which asked "
+                f"something else than line {line.number} does now",
+                "--retry-errors answers it again" if is_error else hint,
             )
 
 
@@ -188,11 +189,12 @@ def without_errors(path: Path, earlier: Earlier) -> Earlier:
 class ResultsStream:
     """Writes results to a stream, which a restart cannot continue."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: BinaryIO, name: str = "standard output") -> None:
         self._stream = stream
+        self._name = name
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write a result and flush. Raise `OutputError`, and `BrokenPipeError` if nobody reads."""
-        with write_errors(Path("standard output")):
+        with write_errors(Path(self._name)):
             self._stream.write(to_line(record))
             self._stream.flush()

@@ -16,12 +16,12 @@ from specgen.engine.loaded_models import Models
 from specgen.engine.prompts import Prompt, template_of
 from specgen.engine.request import Request as EngineRequest
 from specgen.errors import PromptError, SpecgenError, UsageError
-from specgen.events import CommittedEvent, Event, NoticeEvent, Piece
+from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, Piece
 from specgen.options import GenerationOptions
-from specgen.serving.batch.lines import Line, LineError
+from specgen.serving.batch.lines import Line, LineError, unexpected
 from specgen.serving.batch.order import order_by_prefix
 from specgen.serving.batch.results import Results, result_of
-from specgen.serving.openai_format.request import Request, with_call_form
+from specgen.serving.openai_format.request import Request, check_tokens, with_call_form
 from specgen.serving.openai_format.response import completion_body
 
 
@@ -38,7 +38,10 @@ class Prompting:
         """Return the prompt of a request. Raise `UsageError`, `PromptError`."""
         if request.kind == "chat":
             return loaded.prompts.of_messages(
-                request.messages, now=self.now, tools=request.tool_definitions
+                request.messages,
+                now=self.now,
+                tools=request.tool_definitions,
+                variables=request.template_variables,
             )
         if request.tokens is not None:
             return loaded.prompts.of_tokens(request.tokens)
@@ -135,10 +138,15 @@ class Batch:
         try:
             template = template_of(loaded.target, has_tools=True)
             request = with_call_form(request, template)
+            check_tokens(request, loaded.target.vocabulary.n_tokens)
             prompt = self._prompting.prompt(loaded, request)
             n_ctx = loaded.context_size(len(prompt.tokens), request.generation.max_tokens)
         except (PromptError, UsageError) as error:
             return _line_error(error)
+        except SpecgenError:
+            raise
+        except Exception as error:  # noqa: BLE001 - it ends this line, not the batch
+            return unexpected(error, line.number)
         return Task(line, request, np.array(prompt.tokens, np.int32), n_ctx)
 
     def run(
@@ -170,6 +178,10 @@ class Batch:
             answer = engine.insert(prompt, sampling=task.request.sampling, generation=generation)
         except (PromptError, UsageError) as error:
             self._fail(task.line, _line_error(error))
+        except SpecgenError:
+            raise
+        except Exception as error:  # noqa: BLE001 - it ends this line, not the batch
+            self._fail(task.line, unexpected(error, task.line.number))
         else:
             self._in_making[answer.index] = (task, answer, [])
 
@@ -193,25 +205,36 @@ class Batch:
             if answer.failure is not None:
                 self._fail(task.line, _line_error(answer.failure))
             elif finished is not None and finished.finish_reason != "interrupted":
+                try:
+                    response = self._response(task, answer, finished, pieces)
+                except Exception as error:  # noqa: BLE001 - it ends this line, not the batch
+                    self._fail(task.line, unexpected(error, task.line.number))
+                    continue
                 tally = self.tally
                 tally.n_answers += 1
                 tally.n_prompt_tokens += finished.n_prompt_tokens
                 tally.n_cached_tokens += finished.n_cached_tokens
                 tally.n_drafted += finished.n_drafted
                 tally.n_accepted += finished.n_accepted
-                digest = task.line.digest
-                body = completion_body(
-                    task.request.kind,
-                    finished,
-                    pieces,
-                    identity=digest,
-                    created=int(self._wall_clock()),
-                    model=self._loaded.target.name,
-                    has_logprobs=task.request.generation.logprobs is not None,
-                    parser=task.request.parser(),
-                )
-                response = {"status_code": 200, "request_id": f"req-{digest}", "body": body}
                 self._results.write(result_of(task.line, self._settings, response, None))
+
+    def _response(
+        self, task: Task, answer: EngineRequest, finished: FinishedEvent, pieces: list[Piece]
+    ) -> dict[str, Any]:
+        identity = task.line.identity
+        body = completion_body(
+            task.request.kind,
+            finished,
+            pieces,
+            identity=identity,
+            created=int(self._wall_clock()),
+            model=self._loaded.target.name,
+            has_logprobs=task.request.generation.logprobs is not None,
+            parser=task.request.parser(answer.prompt.text),
+            warnings=task.request.warnings,
+            stop_string=task.request.stop_string(finished),
+        )
+        return {"status_code": 200, "request_id": f"req-{identity}", "body": body}
 
     def _fail(self, line: Line, error: LineError) -> None:
         self.tally.n_errors += 1
@@ -228,7 +251,8 @@ def _ending_within(generation: GenerationOptions, n_ctx: int, n_prompt: int) -> 
 
 
 def _line_error(error: SpecgenError) -> LineError:
-    code = {PromptError: "invalid_prompt", UsageError: "invalid_request"}.get(type(error), "failed")
+    code = "invalid_request" if isinstance(error, UsageError) else "failed"
+    code = "invalid_prompt" if isinstance(error, PromptError) else code
     return LineError(
         code, error.message if error.hint is None else f"{error.message}; {error.hint}"
     )

@@ -35,10 +35,10 @@ class CommandHelp:
 
 
 COMMANDS: tuple[CommandHelp, ...] = (
-    CommandHelp("/help", "show the commands"),
+    CommandHelp("/help", "show the commands (also /?)"),
     CommandHelp("/regen", "answer the last question again"),
-    CommandHelp("/undo", "take the last question and its answer back"),
-    CommandHelp("/reset", "take all turns back; the system message and files stay"),
+    CommandHelp("/undo", "remove the last question and its answer"),
+    CommandHelp("/reset", "remove all turns; the system message and files stay (also /clear)"),
     CommandHelp(
         "/system TEXT", "change the system message; without TEXT there is none", "anything"
     ),
@@ -47,8 +47,10 @@ COMMANDS: tuple[CommandHelp, ...] = (
     CommandHelp("/draft on|off", "let later answers be drafted for, or not", "on or off"),
     CommandHelp("/think", "show what the model thought before its last answer"),
     CommandHelp("/stats", "show figures of the last answer and the conversation"),
-    CommandHelp("/quit", "end the conversation"),
+    CommandHelp("/quit", "end the conversation (also /bye, /exit)"),
 )
+#: Names that other programs have for these commands.
+ALIASES = {"?": "help", "clear": "reset", "bye": "quit", "exit": "quit"}
 _BY_NAME = {command.name: command for command in COMMANDS}
 
 
@@ -59,6 +61,7 @@ def parse(line: str) -> Command | None:
     if found is None:
         return None
     name, argument = found[1].lower(), (found[2] or "").strip()
+    name = ALIASES.get(name, name)
     command = _BY_NAME.get(name)
     if command is None:
         raise UsageError(

@@ -7,13 +7,22 @@ from typing import Any
 
 from specgen.errors import UsageError
 
+#: The most characters of a field's name that an error repeats.
+_LONGEST_NAME = 100
+
 
 class BodyError(UsageError):
-    """A field of a request that cannot be honoured; `field` is its name."""
+    """A field of a request that cannot be honoured: `field` is its name, `what` the reason."""
 
     def __init__(self, field: str, what: str) -> None:
-        super().__init__(f"{field}: {what}")
-        self.field = field
+        self.field = sendable(field)[:_LONGEST_NAME]
+        self.what = sendable(what)
+        super().__init__(f"{self.field}: {self.what}")
+
+
+def sendable(text: str) -> str:
+    """Return a text in which a half of a surrogate pair, which UTF-8 cannot express, is an escape."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def utf8(name: str, text: str) -> str:
@@ -32,4 +41,4 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-__all__ = ["BodyError", "shown", "utf8"]
+__all__ = ["BodyError", "sendable", "shown", "utf8"]

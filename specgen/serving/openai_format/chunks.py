@@ -74,10 +74,14 @@ class ChunkWriter:
         return chunks
 
     def last(
-        self, number: int, finish_reason: str, more: Mapping[str, Any], delta: Mapping[str, Any]
+        self, number: int, finish_reason: str, stop_string: str | None, more: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the last chunk of an answer: the rest, the finish reason, and `more` beside the choice."""
-        return {**self._chunk(number, delta, finish_reason), **more}
+        """Return the last chunk of an answer: the finish reason, the stop string that ended the answer, and
+        `more` beside the choice."""
+        chunk = self._chunk(number, {}, finish_reason)
+        if stop_string is not None:
+            chunk["choices"][0]["stop_reason"] = stop_string
+        return {**chunk, **more}
 
     def without_choice(self, more: Mapping[str, Any]) -> dict[str, Any]:
         """Return a chunk about all answers."""

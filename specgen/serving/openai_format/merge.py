@@ -18,13 +18,14 @@ def merged_bodies(bodies: Sequence[dict[str, Any]], n_for_each_prompt: int) -> d
 
 
 def merged_figures(bodies: Sequence[dict[str, Any]], n_for_each_prompt: int) -> dict[str, Any]:
-    """Return the common `usage`, `speculative` and `timings` of all bodies."""
+    """Return the common `usage`, `speculative`, `timings` and `warnings` of all bodies."""
     own_prompts = bodies[::n_for_each_prompt]
     usage = {
         "prompt_tokens": sum(body["usage"]["prompt_tokens"] for body in own_prompts),
         "completion_tokens": sum(body["usage"]["completion_tokens"] for body in bodies),
     }
     cached = [body["usage"]["prompt_tokens_details"]["cached_tokens"] for body in own_prompts]
+    reasoning = [body["usage"]["completion_tokens_details"]["reasoning_tokens"] for body in bodies]
     usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
     timings = _sums([{**body["timings"], "undrafted": []} for body in bodies])
     timings["undrafted"] = _sums_of_reasons([body["timings"]["undrafted"] for body in bodies])
@@ -41,9 +42,14 @@ def merged_figures(bodies: Sequence[dict[str, Any]], n_for_each_prompt: int) -> 
     n_told = sum(n * (length or 0.0) for n, length in zip(rounds, lengths, strict=True))
     drafts["mean_accepted_length"] = n_told / n_rounds if n_rounds else None
     return {
-        "usage": {**usage, "prompt_tokens_details": {"cached_tokens": sum(cached)}},
+        "usage": {
+            **usage,
+            "prompt_tokens_details": {"cached_tokens": sum(cached)},
+            "completion_tokens_details": {"reasoning_tokens": sum(reasoning)},
+        },
         "speculative": drafts,
         "timings": timings,
+        **({"warnings": bodies[0]["warnings"]} if "warnings" in bodies[0] else {}),
     }
 
 

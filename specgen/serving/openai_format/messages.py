@@ -19,7 +19,7 @@ _ROLES: dict[str, Role] = {
 #: Fields that messages of every role may have. A user's name is not passed to the model.
 _FIELDS = frozenset(["role", "content", "name"])
 _MORE_FIELDS: dict[Role, frozenset[str]] = {
-    "assistant": frozenset(["tool_calls"]),
+    "assistant": frozenset(["tool_calls", "reasoning_content"]),
     "tool": frozenset(["tool_call_id"]),
 }
 
@@ -54,7 +54,10 @@ def _message(where: str, value: Any, called: Mapping[str, str]) -> Message:
     # A turn with calls only has no text. Templates read an empty text as none.
     text = "" if content is None and calls else _content(f"{where}.content", content)
     if role != "tool":
-        return Message(role, text, calls)
+        reasoning = value.get("reasoning_content")
+        if reasoning is not None:
+            reasoning = _content(f"{where}.reasoning_content", reasoning)
+        return Message(role, text, calls, reasoning=reasoning)
     identity = value.get("tool_call_id")
     if not isinstance(identity, str) or identity not in called:
         where = f"{where}.tool_call_id"

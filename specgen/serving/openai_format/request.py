@@ -2,21 +2,27 @@
 
 The fields and their meaning are OpenAI's; samplers that its API lacks have llama.cpp's names. The command
 line gives the defaults. A field that specgen does not know, or a value that it cannot honour, is refused: an
-answer to another question than the one that was asked is worse than none.
+answer to another question than the one that was asked is worse than none. A field that only asks for
+something beside the answer's meaning that specgen lacks is ignored, with a warning.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from specgen.decoding.grammar.json_schema import schema_grammar
-from specgen.engine.chat_template import Message
+from specgen.engine.chat_template import OWN_VARIABLES, Message
+from specgen.engine.thoughts import ThoughtReader, is_thinking
 from specgen.errors import UsageError
+from specgen.events import FinishedEvent
 from specgen.options import GenerationOptions, Grammar, SamplerOptions
+from specgen.serving.openai_format.answer_parser import AnswerParser
 from specgen.serving.openai_format.body import BodyError, shown, utf8
 from specgen.serving.openai_format.messages import read_messages
 from specgen.serving.openai_format.tool_calls import ToolCallParser
@@ -34,13 +40,19 @@ _SILENT = frozenset(
         "metadata",
         "model",
         "prompt_cache_key",
+        "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
-        "store",
         "stream_options",
         "user",
     ]
 )
+#: Fields that are ignored, with a warning: the values that ask for nothing, and what is lacking.
+_LACKING: dict[str, tuple[tuple[Any, ...], str]] = {
+    "prediction": ((None,), "n-grams of the conversation draft instead"),
+    "store": ((None, False), "answers are not kept"),
+    "verbosity": ((None, "medium"), "the model has no such setting"),
+}
 #: Fields of which only these values are accepted, since they ask for nothing.
 _ONLY_NOTHING: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
@@ -51,17 +63,15 @@ _ONLY_NOTHING: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "n": (None, 1),
     "parallel_tool_calls": (None, True, False),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
     "stream": (None, False),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
-    "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
 #: Fields that only a chat may have.
 _OF_CHATS = frozenset(["parallel_tool_calls", "tool_choice", "tools"])
+_REASONING_FORMATS = ("none", "auto", "deepseek")
 #: Other names of fields: OpenAI's newer one, and those of llama.cpp's server.
 _ALIASES = {
     "dry_penalty_last_n": "dry_last_n",
@@ -70,8 +80,19 @@ _ALIASES = {
     "n_predict": "max_tokens",
 }
 _MOST_LOGPROBS = 100
+#: Longer names of fields resemble no known one.
+_LONGEST_FIELD = 40
 #: The largest integer: later layers have 64 bits or fewer.
 _LARGEST = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateVariable:
+    """A variable for the chat template, and the `field` of the request that sets it."""
+
+    field: str
+    name: str
+    value: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +111,45 @@ class Request:
     tools: Tools | None = None
     #: How the model writes calls; known after `with_call_form`.
     call_form: CallForm | None = None
+    variables: tuple[TemplateVariable, ...] = ()
+    #: Whether a thinking block becomes `reasoning_content`, apart from the answer.
+    splits_reasoning: bool = False
+    #: What was ignored.
+    warnings: tuple[str, ...] = ()
 
     @property
     def tool_definitions(self) -> tuple[dict[str, Any], ...]:
         """The definitions of tools for the template."""
         return self.tools.definitions if self.tools is not None else ()
 
-    def parser(self) -> ToolCallParser | None:
-        """Return a parser for one answer; None if the answer can have no calls."""
-        if self.tools is None or self.call_form is None:
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """More variables for the template."""
+        return {variable.name: variable.value for variable in self.variables}
+
+    def thought_reader(self, prompt: str) -> ThoughtReader | None:
+        """Return a reader for the thinking block of one answer to a rendered prompt; None if it is not
+        split off. An answer that follows a grammar has none."""
+        if not self.splits_reasoning or self.generation.grammar is not None:
             return None
-        names = [function.name for function in self.tools.callable]
-        return ToolCallParser(self.call_form, names, one_only=not self.tools.is_parallel)
+        return ThoughtReader(is_begun=is_thinking(prompt))
+
+    def parser(self, prompt: str = "") -> AnswerParser | None:
+        """Return a parser for one answer to a rendered prompt; None if the answer is only text."""
+        thoughts, calls = self.thought_reader(prompt), None
+        if self.tools is not None and self.call_form is not None:
+            names = [function.name for function in self.tools.callable]
+            calls = ToolCallParser(
+                self.call_form,
+                names,
+                one_only=not self.tools.is_parallel,
+                calls_only=self.tools.must_call,
+            )
+        return AnswerParser(thoughts, calls) if thoughts or calls else None
+
+    def stop_string(self, finished: FinishedEvent) -> str | None:
+        """Return the stop string that ended an answer; None if something else did."""
+        return finished.stopped_by if finished.stopped_by in self.generation.stop else None
 
 
 def read_request(
@@ -112,6 +160,9 @@ def read_request(
 ) -> Request:
     """Read a body; `sampling` and `generation` give the defaults of its fields. Raise `BodyError`."""
     fields = _with_one_name_each(body)
+    for name in fields:
+        if name not in KNOWN_FIELDS[kind]:
+            raise BodyError(name, f"there is no such field{_nearest(name)}")
     asked = _what(kind, fields)
     for name, value in fields.items():
         if name in _OF_CHATS and kind == "chat":
@@ -121,16 +172,23 @@ def read_request(
     for name, read in _SAMPLING.items():
         if fields.get(name) is not None:
             sampling = replace(sampling, **{name: read(name, fields[name])})
-    for name in fields:
-        if name not in KNOWN_FIELDS[kind]:
-            raise BodyError(name, "there is no such field")
-    return replace(asked, sampling=sampling, generation=_generation(kind, fields, generation))
+    return replace(
+        asked,
+        sampling=sampling,
+        generation=_generation(kind, fields, generation),
+        warnings=tuple(
+            f"{name}: ignored, since {what}"
+            for name, (nothing, what) in _LACKING.items()
+            if fields.get(name) not in nothing
+        ),
+    )
 
 
 def with_call_form(request: Request, template: str | None) -> Request:
-    """Return the request for a model with this chat template: with the form of its calls, and a grammar if
-    one is needed. Raise `BodyError` if the request has tools, but the template writes no calls that specgen
-    can read."""
+    """Return the request for a model with this chat template: with the form of its calls, a grammar if one
+    is needed, and the variables that the template reads. Raise `BodyError` if the request has tools, but the
+    template writes no calls that specgen can read."""
+    request = _with_read_variables(request, template or "")
     form = form_of(template or "")
     has_calls = any(message.role == "tool" or message.tool_calls for message in request.messages)
     if form is None and (request.tools is not None or has_calls):
@@ -146,10 +204,41 @@ def with_call_form(request: Request, template: str | None) -> Request:
         if generation.ignore_eos:
             raise BodyError("ignore_eos", "a text that follows a grammar has an end")
         other = None if tools.must_call else generation.grammar
-        grammar = calls_grammar(form, tools.callable, is_parallel=tools.is_parallel, other=other)
+        grammar, warnings = calls_grammar(
+            form, tools.callable, is_parallel=tools.is_parallel, other=other
+        )
         generation = replace(generation, grammar=grammar)
+        request = replace(request, warnings=(*request.warnings, *warnings))
     generation = replace(generation, shown_controls=form.controls)
     return replace(request, generation=generation, call_form=form)
+
+
+def check_tokens(request: Request, n_tokens: int) -> None:
+    """Raise `BodyError` if a bias or the prompt names a token that a vocabulary of `n_tokens` lacks."""
+    biased = [("logit_bias", token) for token, _ in request.sampling.logit_bias]
+    for name, token in [*biased, *(("prompt", token) for token in request.tokens or ())]:
+        if not 0 <= token < n_tokens:
+            raise BodyError(name, f"there is no token {token}: the model has {n_tokens} tokens")
+
+
+def _nearest(name: str) -> str:
+    """Return a question for the known field that an unknown one resembles most; empty if none does."""
+    known = sorted(frozenset().union(*KNOWN_FIELDS.values()) | _ALIASES.keys())
+    close = difflib.get_close_matches(name[:_LONGEST_FIELD], known, 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _with_read_variables(request: Request, template: str) -> Request:
+    """Return the request with the variables that the template reads, and warnings of fields that set none."""
+    read = tuple(
+        variable
+        for variable in request.variables
+        if re.search(rf"\b{re.escape(variable.name)}\b", template)
+    )
+    fields = dict.fromkeys(variable.field for variable in request.variables)
+    unread = [field for field in fields if all(field != each.field for each in read)]
+    told = [f"{field}: ignored, since the chat template does not read it" for field in unread]
+    return replace(request, variables=read, warnings=(*request.warnings, *told))
 
 
 def field_name(given: str) -> str:
@@ -173,13 +262,17 @@ def _what(kind: Kind, fields: Mapping[str, Any]) -> Request:
     empty = Request(kind, SamplerOptions(), GenerationOptions())
     if kind == "chat":
         return replace(
-            empty, messages=read_messages(fields.get("messages")), tools=read_tools(fields)
+            empty,
+            messages=read_messages(fields.get("messages")),
+            tools=read_tools(fields),
+            variables=_variables(fields),
+            splits_reasoning=_splits_reasoning(fields.get("reasoning_format")),
         )
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         (prompt,) = prompt
     if isinstance(prompt, list) and prompt and all(_is_integer(token) for token in prompt):
-        return replace(empty, tokens=tuple(prompt))
+        return replace(empty, tokens=tuple(map(int, prompt)))
     if isinstance(prompt, list):
         raise BodyError("prompt", "several prompts in one request are not supported")
     if not isinstance(prompt, str) or not prompt:
@@ -191,6 +284,36 @@ def _what(kind: Kind, fields: Mapping[str, Any]) -> Request:
         raise BodyError("system", f"{shown(system)} is not a text")
     turns = (Message("system", utf8("system", system)), Message("user", utf8("prompt", prompt)))
     return replace(empty, kind="chat", messages=turns)
+
+
+def _variables(fields: Mapping[str, Any]) -> tuple[TemplateVariable, ...]:
+    """Return the variables for the template that a chat sets."""
+    name, given = "chat_template_kwargs", fields.get("chat_template_kwargs")
+    if not isinstance(given, dict | None):
+        raise BodyError(name, f"{shown(given)} is not an object")
+    found: dict[str, TemplateVariable] = {}
+    effort = fields.get("reasoning_effort")
+    if effort is not None:
+        if not isinstance(effort, str):
+            raise BodyError("reasoning_effort", f"{shown(effort)} is not a text")
+        utf8("reasoning_effort", effort)
+        found["reasoning_effort"] = TemplateVariable("reasoning_effort", "reasoning_effort", effort)
+        if effort == "none":
+            off = TemplateVariable("reasoning_effort", "enable_thinking", value=False)
+            found["enable_thinking"] = off
+    for key, value in (given or {}).items():
+        if key in OWN_VARIABLES:
+            raise BodyError(f"{name}.{key}", "specgen sets this variable")
+        utf8(name, json.dumps({key: value}, ensure_ascii=False))
+        found[key] = TemplateVariable(f"{name}.{key}", key, value)
+    return tuple(found.values())
+
+
+def _splits_reasoning(value: Any) -> bool:
+    if value not in (None, *_REASONING_FORMATS):
+        known = ", ".join(_REASONING_FORMATS)
+        raise BodyError("reasoning_format", f"{shown(value)} is none of {known}")
+    return value not in (None, "none")
 
 
 def _generation(
@@ -312,16 +435,21 @@ def _boolean(name: str, value: Any) -> bool:
 
 def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     """Return token ids and the biases of their logits, from an object in OpenAI's form."""
-    if not isinstance(value, dict) or not all(token.isdecimal() for token in value):
+    if not isinstance(value, dict) or not all(map(_is_token, value)):
         raise BodyError(name, f"{shown(value)} does not map token ids to numbers")
     read = _number()
     return tuple((int(token), read(f"{name}.{token}", bias)) for token, bias in value.items())
 
 
+def _is_token(key: str) -> bool:
+    """Return whether a key is the id of a token: Python does not read numbers of any length."""
+    return key.isdecimal() and len(key) <= len(str(_LARGEST))
+
+
 def _texts(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise BodyError(name, f"{shown(value)} is not a list of texts")
-    return tuple(value)
+    return tuple(utf8(name, text) for text in value)
 
 
 def _range_text(least: float, most: float) -> str:
@@ -357,15 +485,18 @@ _SAMPLING: Mapping[str, _Read] = {
 _COMMON = {
     *_SAMPLING,
     *_SILENT,
+    *_LACKING,
     *_ONLY_NOTHING,
     *("max_tokens", "stop", "ignore_eos", "logprobs", "top_logprobs"),
     *("grammar", "json_schema", "response_format"),
 }
 #: The fields of each kind of request.
 KNOWN_FIELDS: Mapping[Kind, frozenset[str]] = {
-    "chat": frozenset({*_COMMON, "messages"}),
+    "chat": frozenset(
+        {*_COMMON, "messages", "chat_template_kwargs", "reasoning_effort", "reasoning_format"}
+    ),
     "completion": frozenset({*_COMMON, "prompt"}),
     "prompt": frozenset({*_COMMON, "prompt", "system"}),
 }
 
-__all__ = ["BodyError", "Kind", "Request", "read_request", "with_call_form"]
+__all__ = ["BodyError", "Kind", "Request", "check_tokens", "read_request", "with_call_form"]

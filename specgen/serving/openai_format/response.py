@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from specgen.events import FinishedEvent, Piece
+from specgen.serving.openai_format.answer_parser import AnswerParser, message_of
 from specgen.serving.openai_format.request import Kind
-from specgen.serving.openai_format.tool_calls import ToolCallParser, message_of
 
 
 def completion_body(
@@ -20,18 +20,22 @@ def completion_body(
     created: int,
     model: str,
     has_logprobs: bool,
-    parser: ToolCallParser | None = None,
+    parser: AnswerParser | None = None,
+    n_reasoning_tokens: int = 0,
+    warnings: Sequence[str] = (),
+    stop_string: str | None = None,
 ) -> dict[str, Any]:
     """Return the body for a finished answer: a chat completion, or a text completion.
 
     `identity` makes its id, and `created` is in seconds since 1970. `pieces` are the answer's tokens, used
-    only for their log-probabilities. A new `parser` finds tool calls."""
+    only for their log-probabilities. A new `parser` finds reasoning and tool calls. `warnings` say what of
+    the request was ignored. `stop_string` is the one that ended the answer."""
     is_text = kind == "completion"
     choice: dict[str, Any] = {"index": 0}
     if is_text:
         choice["text"] = finished.text
     elif parser is not None:
-        choice["message"] = message_of(parser, finished.text)
+        choice["message"] = message_of(parser, finished.text, is_cut=is_cut(finished, stop_string))
     else:
         choice["message"] = {"role": "assistant", "content": finished.text}
     logprobs = None
@@ -39,29 +43,39 @@ def completion_body(
         logprobs = text_logprobs(pieces) if is_text else chat_logprobs(pieces)
     choice["logprobs"] = logprobs
     choice["finish_reason"] = finish_reason(finished, parser)
+    if stop_string is not None:
+        choice["stop_reason"] = stop_string
     return {
         "id": f"{'cmpl' if is_text else 'chatcmpl'}-{identity}",
         "object": "text_completion" if is_text else "chat.completion",
         "created": created,
         "model": model,
         "choices": [choice],
-        "usage": usage(finished.n_prompt_tokens, finished.n_tokens, finished.n_cached_tokens),
+        "usage": usage(finished, n_reasoning_tokens),
         "speculative": speculative_figures(finished),
         "timings": timings(finished),
+        **({"warnings": list(warnings)} if warnings else {}),
     }
 
 
-def usage(n_prompt: int, n_answer: int, n_cached: int) -> dict[str, Any]:
-    """Return the numbers of tokens that were read, of those that were in the cache, and of those written."""
+def usage(finished: FinishedEvent, n_reasoning: int) -> dict[str, Any]:
+    """Return the numbers of tokens: read, of these cached, written, and of these reasoning."""
+    n_prompt, n_answer = finished.n_prompt_tokens, finished.n_tokens
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_answer,
         "total_tokens": n_prompt + n_answer,
-        "prompt_tokens_details": {"cached_tokens": n_cached},
+        "prompt_tokens_details": {"cached_tokens": finished.n_cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": n_reasoning},
     }
 
 
-def finish_reason(finished: FinishedEvent, parser: ToolCallParser | None = None) -> str:
+def is_cut(finished: FinishedEvent, stop_string: str | None) -> bool:
+    """Return whether an answer ended before the model ended it."""
+    return finished.finish_reason != "stop" or stop_string is not None
+
+
+def finish_reason(finished: FinishedEvent, parser: AnswerParser | None = None) -> str:
     """Return the reason why an answer ended, in OpenAI's words. `parser` has read the whole answer."""
     if finished.finish_reason != "stop":
         return "length"
@@ -141,6 +155,7 @@ __all__ = [
     "chat_logprobs",
     "completion_body",
     "finish_reason",
+    "is_cut",
     "speculative_figures",
     "text_logprobs",
     "timings",

@@ -17,6 +17,8 @@ Delta: TypeAlias = dict[str, Any]
 _BARE = re.compile(r"\s*(?:```(?:json)?\s*)?(?=\{)")
 _BARE_BEGUN = re.compile(r"\s*(?:`{0,2}|```(?:j|js|jso|(?:json)?\s*))")
 _FENCE = "```"
+#: The beginning of an object that names a function.
+_NAMED = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"]*)"')
 
 
 class ToolCallParser:
@@ -26,13 +28,22 @@ class ToolCallParser:
     with a bare object, perhaps in a code fence: small models write calls so, whatever their template says. A
     broken call, or a call of an unknown function, is content, but may be held back until the end of the
     answer. The result does not depend on how the text is cut into pieces. White space around calls is left
-    out. With `one_only`, everything after the first call is left out too.
+    out. With `one_only`, everything after the first call is left out too. With `calls_only`, a grammar makes
+    sure that the answer is nothing but calls.
     """
 
-    def __init__(self, form: CallForm, names: Collection[str], *, one_only: bool = False) -> None:
+    def __init__(
+        self,
+        form: CallForm,
+        names: Collection[str],
+        *,
+        one_only: bool = False,
+        calls_only: bool = False,
+    ) -> None:
         self._form = form
         self._names = frozenset(names)
         self._one_only = one_only
+        self._calls_only = calls_only
         #: The number of reported calls.
         self.n_calls = 0
         #: Text that is neither content nor a call yet.
@@ -50,13 +61,16 @@ class ToolCallParser:
             return []
         return self._read(is_last=False)
 
-    def finish(self) -> list[Delta]:
-        """Return the rest, at the end of the answer."""
-        return self._read(is_last=True)
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """Return the rest, at the end of the answer. What there is of a call is left out if the answer
+        `is_cut`: it is no content, and no client can use it."""
+        return self._read(is_last=True, is_cut=is_cut)
 
-    def _read(self, *, is_last: bool) -> list[Delta]:
+    def _read(self, *, is_last: bool, is_cut: bool = False) -> list[Delta]:
         deltas: list[Delta] = []
         content = ""
+        #: Where in the content a call begins that has no end.
+        begun: int | None = None
         while True:
             if self._one_only and self.n_calls:
                 self._rest = ""
@@ -75,6 +89,8 @@ class ToolCallParser:
             if self._is_incomplete:
                 break
             if not calls:
+                if end < 0 and begun is None and self._is_call_begun(begin):
+                    begun = len(content)
                 # Not all of it: behind a broken call there may be another one.
                 n_text = max(1, begin)
                 content += self._rest[:n_text]
@@ -83,22 +99,40 @@ class ToolCallParser:
                 if self._one_only:
                     calls = calls[:1]
                 deltas += _content(content) + [self._delta(*call) for call in calls]
-                content = ""
+                content, begun = "", None
                 is_fenced = self._rest.lstrip().startswith(_FENCE)
                 self._closing = _FENCE if is_fenced else self._form.closing
                 self._rest = self._rest[end:]
             self._is_beginning = False
+        if is_cut:
+            content = self._without_call(content, begun)
         if is_last and self.n_calls:
             content = content.rstrip()
         return deltas + _content(content)
+
+    def _is_call_begun(self, begin: int) -> bool:
+        """Return whether the rest begins as a call: with the mark, or as an object that names a function."""
+        if self._form.opening in self._rest[:begin]:
+            return True
+        named = _NAMED.match(self._rest, begin)
+        return named is not None and named[1] in self._names
+
+    def _without_call(self, content: str, begun: int | None) -> str:
+        """Return the content of an answer that was cut, without what there is of a call at its end."""
+        if self._calls_only:
+            return ""
+        content = content[:begun]
+        return content[: len(content) - self._n_begun(content)] if self.n_calls else content
 
     def _skip_closing(self, is_last: bool) -> bool:
         """Skip the closing text of a call; return False if only more text can show whether it is there."""
         if not self._closing:
             return True
         text = self._rest.lstrip()
-        if not is_last and len(text) < len(self._closing) and self._closing.startswith(text):
-            return False
+        if len(text) < len(self._closing) and self._closing.startswith(text):
+            if is_last:
+                self._rest = ""
+            return is_last
         if text.startswith(self._closing):
             self._rest = text[len(self._closing) :]
         self._closing = ""
@@ -150,11 +184,15 @@ class ToolCallParser:
         """Return how many characters of the rest are content, whatever follows."""
         if self._is_beginning and _BARE_BEGUN.fullmatch(self._rest):
             return 0
-        text, opening = self._rest, self._form.opening
-        n_begun = next((n for n in range(len(opening) - 1, 0, -1) if text.endswith(opening[:n])), 0)
-        n_certain = len(text[: len(text) - n_begun].rstrip())
+        text = self._rest
+        n_certain = len(text[: len(text) - self._n_begun(text)].rstrip())
         self._is_beginning = self._is_beginning and n_certain == 0
         return n_certain
+
+    def _n_begun(self, text: str) -> int:
+        """Return how many characters at the end of a text may be the beginning of the opening mark."""
+        opening = self._form.opening
+        return next((n for n in range(len(opening) - 1, 0, -1) if text.endswith(opening[:n])), 0)
 
     def _delta(self, name: str, arguments: str) -> Delta:
         index = self.n_calls
@@ -171,21 +209,6 @@ class ToolCallParser:
         }
 
 
-def message_of(parser: ToolCallParser, text: str) -> dict[str, Any]:
-    """Return the message of a whole answer, read by a new `parser`."""
-    deltas = parser.feed(text) + parser.finish()
-    content = "".join(delta.get("content", "") for delta in deltas)
-    calls = [
-        {name: value for name, value in call.items() if name != "index"}
-        for delta in deltas
-        for call in delta.get("tool_calls", [])
-    ]
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if calls:
-        message |= {"content": content or None, "tool_calls": calls}
-    return message
-
-
 def _content(text: str) -> list[Delta]:
     return [{"content": text}] if text else []
 
@@ -197,4 +220,4 @@ def _refuse(constant: str) -> NoReturn:
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
-__all__ = ["Delta", "ToolCallParser", "message_of"]
+__all__ = ["Delta", "ToolCallParser"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from specgen.decoding.grammar.json_schema import schema_grammar
+from specgen.decoding.grammar.json_schema import lenient_schema_grammar
 from specgen.decoding.grammar.llguidance_grammar import JSON_FORM
 from specgen.errors import UsageError
 from specgen.options import Grammar
@@ -20,20 +20,25 @@ def calls_grammar(
     *,
     is_parallel: bool,
     other: Grammar | None = None,
-) -> Grammar:
+) -> tuple[Grammar, list[str]]:
     """Return a grammar for a call of one of `functions` in the model's form, for several if `is_parallel`,
-    or else for text that conforms to the JSON schema `other`. Raise `BodyError` if the parameters of a
-    function cannot be honoured."""
+    or else for text that conforms to the JSON schema `other`; and warnings that name what it cannot enforce
+    of the parameters' schemas. Raise `BodyError` if no arguments conform to a function's parameters."""
+    warnings: list[str] = []
     rules = [f"start: calls{' | other' if other is not None else ''}"]
     rules.append(f"calls: {_whole(form, is_parallel)}")
     rules.append("call: " + " | ".join(f"call_{n}" for n in range(len(functions))))
     for number, function in enumerate(functions):
         before = f'{{"name": "{function.name}", "{form.arguments}": '
         rules.append(f'call_{number}: {_literal(before)} arguments_{number} "}}"')
-        rules.append(f"arguments_{number}: {_json(_parameters(function))}")
+        schema, left_out = _parameters(function)
+        rules.append(f"arguments_{number}: {_json(schema)}")
+        if left_out:
+            names = ", ".join(left_out)
+            warnings.append(f"{function.field}.parameters: no grammar can enforce {names}")
     if other is not None:
         rules.append(f"other: {_json(other)}")
-    return Grammar("lark", "\n".join(rules))
+    return Grammar("lark", "\n".join(rules)), warnings
 
 
 def _whole(form: CallForm, is_parallel: bool) -> str:
@@ -54,12 +59,14 @@ def _literal(text: str) -> str:
 
 def _json(schema: Grammar) -> str:
     """Return a JSON schema in Lark's form."""
-    return f"%json {json.dumps({**json.loads(schema.text), 'x-guidance': JSON_FORM})}"
+    parsed = json.loads(schema.text)
+    form = {**JSON_FORM, "lenient": parsed.get("x-guidance") == {"lenient": True}}
+    return f"%json {json.dumps({**parsed, 'x-guidance': form})}"
 
 
-def _parameters(function: Function) -> Grammar:
+def _parameters(function: Function) -> tuple[Grammar, tuple[str, ...]]:
     try:
-        return schema_grammar(json.dumps(function.parameters))
+        return lenient_schema_grammar(json.dumps(function.parameters))
     except UsageError as error:
         raise BodyError(f"{function.field}.parameters", error.message) from None
 

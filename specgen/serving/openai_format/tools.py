@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,13 +66,26 @@ def read_tools(fields: Mapping[str, Any]) -> Tools | None:
         raise BodyError("tool_choice", f"{shown(choice)} needs tools")
     if not functions or choice == "none":
         return None
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools")
+        mode = allowed.get("mode") if isinstance(allowed, dict) else None
+        names = allowed.get("tools") if isinstance(allowed, dict) else None
+        if mode not in ("auto", "required") or not isinstance(names, list) or not names:
+            raise BodyError("tool_choice", f"{shown(choice)} has no mode, or allows no tools")
+        chosen = tuple(_chosen(functions, name) for name in dict.fromkeys(map(_named, names)))
+        return Tools(functions, chosen, mode == "required", is_parallel is not False)
     named = _named(choice)
     if named is None:
         return Tools(functions, functions, choice == "required", is_parallel is not False)
-    chosen = tuple(function for function in functions if function.name == named)
-    if not chosen:
-        raise BodyError("tool_choice", f"there is no function {shown(named)} among tools")
-    return Tools(functions, chosen, must_call=True, is_parallel=False)
+    return Tools(functions, (_chosen(functions, named),), must_call=True, is_parallel=False)
+
+
+def _chosen(functions: Sequence[Function], name: str | None) -> Function:
+    """Return the function with a name that the request chooses."""
+    for function in functions:
+        if function.name == name:
+            return function
+    raise BodyError("tool_choice", f"there is no function {shown(name)} among tools")
 
 
 def _named(choice: Any) -> str | None:

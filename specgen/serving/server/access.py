@@ -39,7 +39,7 @@ class AccessCheck:
             await self._app(scope, receive, send)
             return
         error = self._check(scope["method"], scope["path"], Headers(scope=scope))
-        app: ASGIApp = self._app if error is None else error.response()
+        app: ASGIApp = self._app if error is None else error.response(scope["path"])
         await app(scope, receive, send)
 
     def _check(self, method: str, path: str, headers: Headers) -> RequestError | None:
@@ -51,10 +51,10 @@ class AccessCheck:
             )
         if self._keys:
             is_open = path in _OPEN or path.startswith(_OPEN_FOLDERS) or method == "OPTIONS"
-            if not is_open and not self._knows(headers.get("authorization", "")):
+            if not is_open and not self._knows(_keys_in(headers)):
                 return RequestError(
                     401,
-                    "no key, or a wrong one: send it as 'Authorization: Bearer KEY'",
+                    "no key, or a wrong one: send it as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'",
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
@@ -64,13 +64,19 @@ class AccessCheck:
             )
         return None
 
-    def _knows(self, authorization: str) -> bool:
-        """Return whether a header has one of the keys. Every key is compared, in constant time, so that the
-        time reveals nothing about them."""
-        scheme, _, given = authorization.partition(" ")
-        data = given.strip().encode("utf-8", "surrogateescape")
-        found = [hmac.compare_digest(data, key) for key in self._keys]
-        return scheme.lower() == "bearer" and any(found)
+    def _knows(self, given: Sequence[bytes]) -> bool:
+        """Return whether one of the given keys is known. Every key is compared, in constant time, so that
+        the time reveals nothing about them."""
+        found = [hmac.compare_digest(data, key) for data in given for key in self._keys]
+        return any(found)
+
+
+def _keys_in(headers: Headers) -> list[bytes]:
+    """Return the keys that a request has: a client of OpenAI's API sends one header, one of Anthropic's the
+    other."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    keys = [given if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+    return [key.strip().encode("utf-8", "surrogateescape") for key in keys]
 
 
 def _site(origin: str) -> str | None:

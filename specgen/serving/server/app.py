@@ -22,7 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specgen import __version__
 from specgen.engine.prompts import template_of
-from specgen.errors import SpecgenError
+from specgen.errors import SpecgenError, UsageError
+from specgen.serving.messages_format.writer import PING
 from specgen.serving.openai_format.request import BodyError, read_request, with_call_form
 from specgen.serving.server.access import AccessCheck
 from specgen.serving.server.errors import RequestError
@@ -31,10 +32,14 @@ from specgen.serving.server.job_request import (
     Endpoint,
     ServerRequest,
     answer_requests,
+    n_prompt_tokens,
     read_server_request,
-    with_model_template,
 )
-from specgen.serving.server.job_response import InfillResponseBuilder, ResponseBuilder
+from specgen.serving.server.job_response import (
+    InfillResponseBuilder,
+    ResponseBuilder,
+    TranslatedResponseBuilder,
+)
 from specgen.serving.server.jobs import Job, QueueFullError
 from specgen.serving.server.metrics import ServerMetrics
 from specgen.serving.server.model_pool import ModelPool, ServedModel
@@ -60,7 +65,19 @@ _PAGE_HEADERS = {
     "X-DNS-Prefetch-Control": "off",
     "Cache-Control": "no-cache",
 }
+_STATUS_WRONG_METHOD = 405
+#: Headers that Anthropic's clients send from web pages.
+_CLIENT_HEADERS = (
+    "Anthropic-Beta",
+    "Anthropic-Dangerous-Direct-Browser-Access",
+    "Anthropic-Version",
+)
 _STATUS_CLIENT_GONE = 499
+#: The threads that prepare answers, and how many of them may prepare long ones: bodies of more bytes than
+#: `_SHORT_BYTES`, and those that need a grammar.
+_N_PREPARING, _N_PREPARING_LONG = 4, 2
+_SHORT_BYTES = 256 * 1024
+_GRAMMAR_FIELDS = ("grammar", "json_schema", "response_format", "text", "output_config")
 _log = logging.getLogger("specgen.serving.server")
 
 
@@ -72,8 +89,11 @@ class Server:
         self._options = options
         self._limits = options.limits
         self._started = int(time.time())
-        #: The thread that builds and tokenizes prompts, one after the other, while the event loop goes on.
-        self._preparing = ThreadPoolExecutor(1, thread_name_prefix="specgen-prompts")
+        #: The threads that build and tokenize prompts, and build grammars, while the event loop goes on.
+        self._preparing = ThreadPoolExecutor(_N_PREPARING, thread_name_prefix="specgen-prompts")
+        #: What may take long leaves threads to the rest.
+        self._long_turns = asyncio.Semaphore(_N_PREPARING_LONG)
+        self._n_preparing = 0
 
     def __enter__(self) -> Server:
         return self
@@ -95,6 +115,10 @@ class Server:
             Route("/slots", self._slots),
             self._post("/v1/chat/completions", functools.partial(self._complete, "chat")),
             self._post("/v1/completions", functools.partial(self._complete, "completion")),
+            self._post("/v1/responses", functools.partial(self._complete, "responses")),
+            self._post("/v1/embeddings", self._embed),
+            self._post("/v1/messages", functools.partial(self._complete, "messages")),
+            self._post("/v1/messages/count_tokens", self._count_tokens),
             self._post("/infill", functools.partial(self._complete, "infill")),
             self._post("/tokenize", self._tokenize),
             self._post("/detokenize", self._detokenize),
@@ -108,7 +132,7 @@ class Server:
                     CORSMiddleware,
                     allow_origins=options.cors_origins,
                     allow_methods=["GET", "POST"],
-                    allow_headers=["Authorization", "Content-Type"],
+                    allow_headers=["Authorization", "Content-Type", "X-Api-Key", *_CLIENT_HEADERS],
                 )
             )
         middleware.append(
@@ -145,16 +169,33 @@ class Server:
                 finally:
                     self._pool.release(name)
             except RequestError as error:
-                return error.response()
+                return error.response(path)
             except SpecgenError as error:
-                return RequestError.of(error).response()
+                return RequestError.of(error).response(path)
             except ClientDisconnect:
                 return Response(status_code=_STATUS_CLIENT_GONE)
 
         return Route(path, respond, methods=["POST"])
 
-    async def _in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._preparing, work, *arguments)
+    async def _in_thread(
+        self, model: ServedModel, request: Request, body: Mapping[str, Any], work: Callable[[], _T]
+    ) -> _T:
+        """Prepare an answer in a thread. Short bodies do not wait for long ones, or for grammars. Raise
+        `ClientDisconnect` if the client disconnects before its turn comes, and `RequestError` if too many
+        wait for theirs."""
+        loop = asyncio.get_running_loop()
+        if self._n_preparing >= model.thread.engine.n_parallel + self._limits.n_waiting:
+            raise _queue_full(QueueFullError(1))
+        self._n_preparing += 1
+        try:
+            if request.state.n_bytes <= _SHORT_BYTES and not _has_grammar(body):
+                return await loop.run_in_executor(self._preparing, work)
+            async with self._long_turns:
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+                return await loop.run_in_executor(self._preparing, work)
+        finally:
+            self._n_preparing -= 1
 
     # --- answers -----------------------------------------------------------------------------
 
@@ -162,9 +203,11 @@ class Server:
         self, endpoint: Endpoint, model: ServedModel, request: Request, body: Mapping[str, Any]
     ) -> Response:
         loop = asyncio.get_running_loop()
-        asked, job = await self._in_thread(self._submit, model, endpoint, body, loop)
-        make = InfillResponseBuilder if endpoint == "infill" else ResponseBuilder
-        answering = make(
+        submit = functools.partial(self._submit, model, endpoint, body, loop)
+        asked, job = await self._in_thread(model, request, body, submit)
+        is_translated = asked.translation is not None
+        make = TranslatedResponseBuilder if is_translated else ResponseBuilder
+        answering = (InfillResponseBuilder if endpoint == "infill" else make)(
             asked,
             job,
             model.thread,
@@ -173,7 +216,13 @@ class Server:
             limit_s=self._limits.request_s,
         )
         if asked.streams:
-            return EventStream(answering.chunks(), answering.end, self._limits.client_s)
+            return EventStream(
+                answering.chunks(),
+                answering.end,
+                self._limits.client_s,
+                named=is_translated,
+                alive=PING if endpoint == "messages" else None,
+            )
         return JSONResponse(await while_connected(request, answering.body()))
 
     def _submit(
@@ -184,11 +233,7 @@ class Server:
         loop: asyncio.AbstractEventLoop,
     ) -> tuple[ServerRequest, Job]:
         """Read a body and submit its answers to the engine. Raise `RequestError`, `SpecgenError`."""
-        options = model.loaded.options
-        asked = read_server_request(
-            endpoint, body, options.sampler, options.generation, self._limits
-        )
-        asked = with_model_template(asked, model.loaded)
+        asked = read_server_request(endpoint, body, model.loaded, self._limits)
         engine = model.thread.engine
         n_most = engine.n_parallel + self._limits.n_waiting
         if asked.n_answers > n_most:
@@ -198,13 +243,26 @@ class Server:
             asks = answer_requests(asked, model.loaded, engine.n_ctx, self._limits)
             return asked, model.thread.submit(asks, loop)
         except QueueFullError as error:
-            headers = {"Retry-After": str(error.retry_s)}
-            raise RequestError(429, str(error), code="queue_full", headers=headers) from None
+            raise _queue_full(error) from None
+        except UsageError as error:
+            field = next((name for name in _GRAMMAR_FIELDS if body.get(name) is not None), None)
+            if field is None or "grammar" not in error.message or isinstance(error, BodyError):
+                raise
+            raise BodyError(field, error.message) from None
 
     # --- texts and tokens --------------------------------------------------------------------
 
+    async def _count_tokens(
+        self, model: ServedModel, request: Request, body: Mapping[str, Any]
+    ) -> Response:
+        def count() -> int:
+            asked = read_server_request("messages", body, model.loaded, self._limits)
+            return n_prompt_tokens(asked, model.loaded, model.thread.engine.n_ctx)
+
+        return JSONResponse({"input_tokens": await self._in_thread(model, request, body, count)})
+
     async def _tokenize(
-        self, model: ServedModel, _request: Request, body: Mapping[str, Any]
+        self, model: ServedModel, request: Request, body: Mapping[str, Any]
     ) -> Response:
         content = _field(body, "content", str)
         add_special = _field(body, "add_special", bool, default=False)
@@ -222,31 +280,43 @@ class Server:
                 {"id": token, "piece": _piece(vocabulary.token_bytes(token))} for token in found
             ]
 
-        return JSONResponse({"tokens": await self._in_thread(tokens)})
+        return JSONResponse({"tokens": await self._in_thread(model, request, body, tokens)})
 
     async def _detokenize(
-        self, model: ServedModel, _request: Request, body: Mapping[str, Any]
+        self, model: ServedModel, request: Request, body: Mapping[str, Any]
     ) -> Response:
         tokens = _field(body, "tokens", list)
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
             raise BodyError("tokens", "it is no list of whole numbers")
         if not tokens:
             return JSONResponse({"content": ""})
-        prompt = await self._in_thread(model.loaded.prompts.of_tokens, tokens)
+        decoded = functools.partial(model.loaded.prompts.of_tokens, tokens)
+        prompt = await self._in_thread(model, request, body, decoded)
         return JSONResponse({"content": prompt.text})
 
+    async def _embed(
+        self, model: ServedModel, _request: Request, _body: Mapping[str, Any]
+    ) -> Response:
+        what = f"specgen generates text and has no embeddings: {model.name} cannot answer this"
+        raise RequestError(400, f"{what}; ask llama.cpp's server", code="unsupported")
+
     async def _apply_template(
-        self, model: ServedModel, _request: Request, body: Mapping[str, Any]
+        self, model: ServedModel, request: Request, body: Mapping[str, Any]
     ) -> Response:
         options = model.loaded.options
-        asked = read_request("chat", body, options.sampler, options.generation)
         template = template_of(model.loaded.target, has_tools=True)
-        asked = with_call_form(asked, template)
-        conversation = functools.partial(
-            model.loaded.prompts.of_messages, asked.messages, tools=asked.tool_definitions
-        )
-        prompt = await self._in_thread(conversation)
-        return JSONResponse({"prompt": prompt.text})
+
+        def conversation() -> str:
+            asked = read_request("chat", body, options.sampler, options.generation)
+            asked = with_call_form(asked, template)
+            prompt = model.loaded.prompts.of_messages(
+                asked.messages,
+                tools=asked.tool_definitions,
+                variables=asked.template_variables,
+            )
+            return prompt.text
+
+        return JSONResponse({"prompt": await self._in_thread(model, request, body, conversation)})
 
     # --- the server itself -------------------------------------------------------------------
 
@@ -367,16 +437,35 @@ class _Counted:
         await self._app(scope, receive, counting)
 
 
-async def _no_such_path(_request: Request, error: Exception) -> Response:
+async def _no_such_path(request: Request, error: Exception) -> Response:
     """Respond to Starlette's own refusals: an unknown path, or a method that a path does not support."""
     assert isinstance(error, HTTPException)
-    return RequestError(error.status_code, error.detail, headers=error.headers).response()
+    asked = f"{request.method} {request.url.path}"
+    if error.status_code == _STATUS_WRONG_METHOD:
+        what = f"this path takes {(error.headers or {}).get('Allow')}"
+    else:
+        paths = [route.path for route in request.app.routes if isinstance(route, Route)]
+        what = f"there is no such path; there are {', '.join(paths)}"
+    refusal = RequestError(error.status_code, f"{asked}: {what}", headers=error.headers)
+    return refusal.response(request.url.path)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Respond to a bug; its traceback goes to the server's log."""
     _log.error("%s failed", request.url.path, exc_info=error)
-    return RequestError(500, "the server failed; its log says how", code="bug").response()
+    bug = RequestError(500, "the server failed; its log says how", code="bug")
+    return bug.response(request.url.path)
+
+
+def _queue_full(error: QueueFullError) -> RequestError:
+    headers = {"Retry-After": str(error.retry_s)}
+    return RequestError(429, str(error), code="queue_full", headers=headers)
+
+
+def _has_grammar(body: Mapping[str, Any]) -> bool:
+    """Return whether a grammar has to be built for an answer, which may take seconds."""
+    must_call = body.get("tool_choice") not in (None, "auto", "none")
+    return must_call or any(body.get(name) is not None for name in _GRAMMAR_FIELDS)
 
 
 def _field(body: Mapping[str, Any], name: str, kind: type, *, default: Any = None) -> Any:

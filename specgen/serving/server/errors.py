@@ -1,4 +1,4 @@
-"""Errors of a request in the form of OpenAI's API."""
+"""Errors of a request in the form of OpenAI's API, or of Anthropic's for its paths."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from specgen.errors import BackendError, PromptError, SpecgenError, UsageError
-from specgen.serving.openai_format.request import BodyError
+from specgen.errors import (
+    BackendError,
+    PromptError,
+    PromptLengthError,
+    SpecgenError,
+    UsageError,
+)
+from specgen.serving.messages_format.writer import error_body
+from specgen.serving.openai_format.body import BodyError, sendable
 
 #: The types of errors by their status, where OpenAI has one.
 _TYPES = {
@@ -37,17 +44,20 @@ class RequestError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = sendable(message)
         self.code = code
         self.param = param
         self.headers = headers
 
     @staticmethod
     def of(error: SpecgenError) -> RequestError:
-        """Return the error for a client: 400 if the request is wrong, 500 if the model failed."""
-        message = error.message if error.hint is None else f"{error.message}; {error.hint}"
+        """Return the error for a client: 400 if the request is wrong, 500 if the model failed. Hints are left
+        out, since they name options of the command line."""
+        message = error.message
         if isinstance(error, BodyError):
             return RequestError(400, message, code="invalid_value", param=error.field)
+        if isinstance(error, PromptLengthError):
+            return RequestError(400, message, code="context_length_exceeded")
         if isinstance(error, PromptError | UsageError):
             return RequestError(400, message, code="invalid_request")
         if isinstance(error, BackendError):
@@ -65,9 +75,10 @@ class RequestError(Exception):
             }
         }
 
-    def response(self) -> JSONResponse:
-        """Return the response."""
-        return JSONResponse(self.body(), self.status, headers=self.headers)
+    def response(self, path: str = "") -> JSONResponse:
+        """Return the response to a request for a path."""
+        body = error_body(self.body()) if path.startswith("/v1/messages") else self.body()
+        return JSONResponse(body, self.status, headers=self.headers)
 
 
 __all__ = ["RequestError"]

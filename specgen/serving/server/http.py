@@ -22,7 +22,8 @@ _COMMENT = b": waiting\n\n"
 
 
 async def read_json(request: Request, limits: Limits) -> Mapping[str, Any]:
-    """Return the JSON object in a request's body. Raise `RequestError`."""
+    """Return the JSON object in a request's body, and keep its size as `request.state.n_bytes`. Raise
+    `RequestError`."""
     try:
         data = await asyncio.wait_for(_read(request, limits.body_bytes), limits.client_s or None)
     except asyncio.TimeoutError:
@@ -38,6 +39,7 @@ async def read_json(request: Request, limits: Limits) -> Mapping[str, Any]:
         raise RequestError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise RequestError(400, "the body is not a JSON object", code="invalid_json")
+    request.state.n_bytes = len(data)
     return body
 
 
@@ -83,9 +85,10 @@ async def _until_gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A stream of server-sent events: JSON values, and `data: [DONE]` after the last one.
+    """A stream of server-sent events: JSON values, and `data: [DONE]` after the last one. If events are
+    `named`, the name of each is its `type`, and the last one ends the stream.
 
-    `on_end` is called once, whatever ends the stream: everything is sent, the client disconnects, or it
+    While there is no value, an `alive` event, or a comment, keeps the stream open. `on_end` is called once, whatever ends the stream: everything is sent, the client disconnects, or it
     accepts no data for `client_s` seconds.
     """
 
@@ -96,6 +99,9 @@ class EventStream(Response):
         values: AsyncIterator[Mapping[str, Any]],
         on_end: Callable[[], None],
         client_s: float,
+        *,
+        named: bool = False,
+        alive: Mapping[str, Any] | None = None,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -103,6 +109,8 @@ class EventStream(Response):
         self._values = values
         self._on_end = on_end
         self._client_s = client_s or None
+        self._named = named
+        self._alive = _COMMENT if alive is None else self._encoded(alive)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send_all(send))
@@ -133,14 +141,18 @@ class EventStream(Response):
             following = asyncio.ensure_future(anext(self._values, nothing))
             try:
                 while not (await asyncio.wait((following,), timeout=_KEEP_ALIVE_S))[0]:
-                    await self._send_bytes(send, _COMMENT)
+                    await self._send_bytes(send, self._alive)
                 value = following.result()
             finally:
                 following.cancel()
             if value is nothing:
                 break
-            await self._send_bytes(send, f"data: {json.dumps(value)}\n\n".encode())
-        await self._send_bytes(send, b"data: [DONE]\n\n", more=False)
+            await self._send_bytes(send, self._encoded(value))
+        await self._send_bytes(send, b"" if self._named else b"data: [DONE]\n\n", more=False)
+
+    def _encoded(self, value: Mapping[str, Any]) -> bytes:
+        name = f"event: {value['type']}\n" if self._named else ""
+        return f"{name}data: {json.dumps(value)}\n\n".encode()
 
     async def _send_bytes(self, send: Send, data: bytes, *, more: bool = True) -> None:
         await self._send(send, {"type": "http.response.body", "body": data, "more_body": more})

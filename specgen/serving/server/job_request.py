@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -11,13 +11,28 @@ from specgen.engine.infill import ContextFile, Gap, infill_prompt
 from specgen.engine.loaded_models import Models
 from specgen.engine.prompts import Prompt, template_of
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
-from specgen.serving.openai_format.request import BodyError, Request, read_request, with_call_form
+from specgen.serving.messages_format.request import translated_messages_request
+from specgen.serving.openai_format.request import (
+    BodyError,
+    Request,
+    check_tokens,
+    read_request,
+    with_call_form,
+)
+from specgen.serving.openai_format.translation import Translation
+from specgen.serving.responses_format.request import translated_response_request
 from specgen.serving.server.errors import RequestError
 from specgen.serving.server.jobs import AnswerRequest
 from specgen.serving.server.options import Limits
 
-#: ``chat`` and ``completion`` are OpenAI's; ``infill`` is llama.cpp's, for a text with a gap.
-Endpoint: TypeAlias = Literal["chat", "completion", "infill"]
+#: ``chat``, ``completion`` and ``responses`` are OpenAI's; ``messages`` is Anthropic's; ``infill`` is
+#: llama.cpp's, for a text with a gap.
+Endpoint: TypeAlias = Literal["chat", "completion", "infill", "messages", "responses"]
+#: The endpoints whose requests become those of a chat.
+_TRANSLATE: Mapping[Endpoint, Callable[[Mapping[str, Any]], Translation]] = {
+    "messages": translated_messages_request,
+    "responses": translated_response_request,
+}
 #: Fields of llama.cpp's server whose accepted values change nothing, since specgen always acts so.
 _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {"cache_prompt": (True,), "id_slot": (-1,)}
 
@@ -72,6 +87,8 @@ class ServerRequest:
     streams: bool = False
     has_usage_alone: bool = False
     wish: DraftSettings = DraftSettings()
+    #: How the request was translated, and the answer will be, if the endpoint has another API's form.
+    translation: Translation | None = None
 
     @property
     def n_answers(self) -> int:
@@ -80,13 +97,38 @@ class ServerRequest:
 
 
 def read_server_request(
+    endpoint: Endpoint, body: Mapping[str, Any], loaded: Models, limits: Limits
+) -> ServerRequest:
+    """Read a body; the options of the command line give the defaults of its fields, and the target's chat
+    template the form of tool calls. Raise `BodyError`."""
+    options, template = loaded.options, template_of(loaded.target, has_tools=True)
+
+    def read(endpoint: Endpoint, body: Mapping[str, Any]) -> ServerRequest:
+        asked = _read(endpoint, body, options.sampler, options.generation, limits)
+        requests = tuple(with_call_form(request, template) for request in asked.requests)
+        return replace(asked, requests=requests)
+
+    if endpoint not in _TRANSLATE:
+        return read(endpoint, body)
+    translation = _TRANSLATE[endpoint](body)
+    try:
+        asked = read("chat", translation.chat)
+    except BodyError as error:
+        raise translation.refusal(error) from None
+    requests = tuple(
+        replace(request, warnings=translation.warnings_of(request.warnings))
+        for request in asked.requests
+    )
+    return replace(asked, endpoint=endpoint, requests=requests, translation=translation)
+
+
+def _read(
     endpoint: Endpoint,
     body: Mapping[str, Any],
     sampling: SamplerOptions,
     generation: GenerationOptions,
     limits: Limits,
 ) -> ServerRequest:
-    """Read a body; `sampling` and `generation` give the defaults of its fields. Raise `BodyError`."""
     fields = dict(body)
     for name, allowed in _DONE_ANYWAY.items():
         value = fields.pop(name, None)
@@ -125,14 +167,6 @@ def read_server_request(
     return ServerRequest(endpoint, tuple(requests), n, gap, streams, alone, wish)
 
 
-def with_model_template(asked: ServerRequest, loaded: Models) -> ServerRequest:
-    """Return the same with the form of tool calls of the target, from its chat template. Raise
-    `BodyError`."""
-    template = template_of(loaded.target, has_tools=True)
-    requests = tuple(with_call_form(request, template) for request in asked.requests)
-    return replace(asked, requests=requests)
-
-
 def _is_several(prompt: Any) -> bool:
     """Return whether a prompt is a list of prompts: texts, or lists of tokens."""
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
@@ -168,6 +202,7 @@ def answer_requests(
     asks: list[AnswerRequest] = []
     wish = asked.wish
     for request in asked.requests:
+        check_tokens(request, loaded.target.vocabulary.n_tokens)
         generation = _within(request.generation, limits.answer_tokens)
         prompt = _prompt(asked, request, loaded, n_ctx, generation)
         _check_length(len(prompt.tokens), n_ctx, limits.prompt_tokens)
@@ -179,6 +214,12 @@ def answer_requests(
                 AnswerRequest(prompt, sampling, generation, wish.draft, wish.max, wish.verifier)
             )
     return asks
+
+
+def n_prompt_tokens(asked: ServerRequest, loaded: Models, n_ctx: int) -> int:
+    """Return the number of tokens of a request's first prompt. Raise `UsageError`, `PromptError`."""
+    (request, *_) = asked.requests
+    return len(_prompt(asked, request, loaded, n_ctx, request.generation).tokens)
 
 
 def _prompt(
@@ -193,13 +234,17 @@ def _prompt(
         n_answer = generation.max_tokens if generation.max_tokens >= 0 else n_ctx // 4
         n_room = max(n_ctx // 4, n_ctx - n_answer)
         return infill_prompt(loaded.target, loaded.drafts.own_vocabulary, asked.gap, n_room).prompt
+    prompts = replace(loaded.prompts, n_ctx=n_ctx)
     if request.kind == "chat":
-        return loaded.prompts.of_messages(
-            request.messages, now=_now(), tools=request.tool_definitions
+        return prompts.of_messages(
+            request.messages,
+            now=_now(),
+            tools=request.tool_definitions,
+            variables=request.template_variables,
         )
     if request.tokens is not None:
-        return loaded.prompts.of_tokens(request.tokens)
-    return loaded.prompts.of_text(request.text, chat=False)
+        return prompts.of_tokens(request.tokens)
+    return prompts.of_text(request.text, chat=False)
 
 
 def _check_length(n_tokens: int, n_ctx: int, n_most: int) -> None:
@@ -259,6 +304,6 @@ __all__ = [
     "Endpoint",
     "ServerRequest",
     "answer_requests",
+    "n_prompt_tokens",
     "read_server_request",
-    "with_model_template",
 ]

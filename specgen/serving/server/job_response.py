@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from specgen.engine.thoughts import ThoughtReader
 from specgen.errors import SpecgenError
 from specgen.events import CommittedEvent, Event, FinishedEvent, Piece
+from specgen.serving.openai_format.answer_parser import AnswerParser
 from specgen.serving.openai_format.chunks import ChunkWriter
 from specgen.serving.openai_format.merge import merged_bodies, merged_figures
-from specgen.serving.openai_format.response import completion_body, finish_reason
-from specgen.serving.openai_format.tool_calls import ToolCallParser
+from specgen.serving.openai_format.request import Request
+from specgen.serving.openai_format.response import completion_body, finish_reason, is_cut
+from specgen.serving.openai_format.translation import AnswerWriter
 from specgen.serving.server.errors import RequestError
 from specgen.serving.server.job_request import ServerRequest
 from specgen.serving.server.jobs import EngineThread, Job
@@ -23,8 +26,24 @@ from specgen.serving.server.jobs import EngineThread, Job
 class _AnswerEvents:
     """The events of one answer that the response needs."""
 
+    thoughts: ThoughtReader | None
     pieces: list[Piece] = field(default_factory=list)
     finished: FinishedEvent | None = None
+    n_reasoning_tokens: int = 0
+
+    def count_reasoning(self, pieces: tuple[Piece, ...]) -> None:
+        """Count the tokens of the thinking block."""
+        thoughts = self.thoughts
+        if thoughts is None:
+            return
+        for piece in pieces:
+            was_past, was_open = thoughts.is_past, thoughts.is_open
+            if was_past:
+                return
+            thoughts.feed(piece.text)
+            self.n_reasoning_tokens += 1
+            if thoughts.is_past and not was_open:  # there was none
+                self.n_reasoning_tokens = 0
 
 
 class ResponseBuilder:
@@ -51,7 +70,10 @@ class ResponseBuilder:
         self._identity = uuid.uuid4().hex
         self._kind = asked.requests[0].kind
         self._has_logprobs = asked.requests[0].generation.logprobs is not None
-        self._collected = [_AnswerEvents() for _ in job.answers]
+        self._collected = [
+            _AnswerEvents(self._request(number).thought_reader(answer.prompt.text))
+            for number, answer in enumerate(job.answers)
+        ]
 
     def end(self) -> None:
         """End the unfinished answers, since nobody waits for them."""
@@ -91,10 +113,12 @@ class ResponseBuilder:
                         yield chunk
                 elif isinstance(event, FinishedEvent):
                     n_open -= 1
-                    for delta in parser.finish() if parser is not None else ():
-                        yield writer.delta(number, delta)
+                    stop_string = self._request(number).stop_string(event)
+                    if parser is not None:
+                        for delta in parser.finish(is_cut=is_cut(event, stop_string)):
+                            yield writer.delta(number, delta)
                     more = {} if n_open or self._asked.has_usage_alone else self._figures()
-                    yield writer.last(number, finish_reason(event, parser), more, {})
+                    yield writer.last(number, finish_reason(event, parser), stop_string, more)
         except RequestError as error:
             yield error.body()
             return
@@ -113,8 +137,10 @@ class ResponseBuilder:
                 if isinstance(event, SpecgenError):
                     raise RequestError.of(event)
                 collected = self._collected[number]
-                if isinstance(event, CommittedEvent) and self._has_logprobs:
-                    collected.pieces += event.pieces
+                if isinstance(event, CommittedEvent):
+                    collected.count_reasoning(event.pieces)
+                    if self._has_logprobs:
+                        collected.pieces += event.pieces
                 elif isinstance(event, FinishedEvent):
                     collected.finished = event
                 yield number, event
@@ -122,9 +148,13 @@ class ResponseBuilder:
             if limit is not None:
                 limit.cancel()
 
-    def _parser(self, number: int) -> ToolCallParser | None:
-        """Return a new parser for the tool calls of an answer."""
-        return self._asked.requests[number // self._asked.n].parser()
+    def _request(self, number: int) -> Request:
+        """Return the request of an answer."""
+        return self._asked.requests[number // self._asked.n]
+
+    def _parser(self, number: int) -> AnswerParser | None:
+        """Return a new parser for an answer."""
+        return self._request(number).parser(self._job.answers[number].prompt.text)
 
     def _bodies(self) -> list[dict[str, Any]]:
         """Return a body for each answer, as if it were the only one."""
@@ -138,6 +168,9 @@ class ResponseBuilder:
                 model=self._model,
                 has_logprobs=self._has_logprobs,
                 parser=self._parser(number),
+                n_reasoning_tokens=collected.n_reasoning_tokens,
+                warnings=self._request(number).warnings,
+                stop_string=self._request(number).stop_string(collected.finished),
             )
             for number, collected in enumerate(self._collected)
             if collected.finished is not None
@@ -152,6 +185,27 @@ class ResponseBuilder:
         wish = self._asked.wish
         echo = {"draft": wish.draft, "max": wish.max, "verifier": wish.verifier}
         return {**body, "speculative": {**echo, **body["speculative"]}}
+
+
+class TranslatedResponseBuilder(ResponseBuilder):
+    """Makes the response in the form of another API: the chat's, translated."""
+
+    async def body(self) -> dict[str, Any]:
+        """Return the whole response. Raise `RequestError` if an answer failed."""
+        return self._writer().whole(await super().body())
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the events of the response."""
+        writer = self._writer()
+        for event in writer.begin(len(self._job.answers[0].prompt.tokens)):
+            yield event
+        async for chunk in super().chunks():
+            for event in writer.feed(chunk):
+                yield event
+
+    def _writer(self) -> AnswerWriter:
+        assert self._asked.translation is not None
+        return self._asked.translation.writer(self._identity, self._created, self._model)
 
 
 class InfillResponseBuilder(ResponseBuilder):
@@ -193,4 +247,4 @@ def _as_llama_cpp(body: dict[str, Any], content: str, *, is_end: bool) -> dict[s
     return found
 
 
-__all__ = ["InfillResponseBuilder", "ResponseBuilder"]
+__all__ = ["InfillResponseBuilder", "ResponseBuilder", "TranslatedResponseBuilder"]

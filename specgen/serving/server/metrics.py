@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from specgen.errors import SpecgenError
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, VerifiedEvent
@@ -21,6 +28,8 @@ class ServerMetrics:
     """The figures of a server: its responses, and the `Metrics` of each model."""
 
     def __init__(self) -> None:
+        # A series more for each counter, which nobody asks for.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._families: dict[str, Any] = {}
         self._responses = self.family(Counter, "responses", "Responses by their status.", "status")

@@ -20,8 +20,10 @@ class Limits:
     n_waiting: int = 64
     #: Seconds from a request to the end of its answers, which are cut then.
     request_s: float = 0.0
-    #: Seconds in which a client has to send its body, and to accept data.
+    #: Seconds in which a client has to send the head of a request, and its body, and to accept data.
     client_s: float = 60.0
+    #: Open connections, as far as the system's limit of descriptors has room for them.
+    n_connections: int = 1000
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from types import FrameType
 import uvicorn
 
 from specgen.serving.server.app import Server
+from specgen.serving.server.connections import BACKLOG, LimitedProtocol, most_connections
 from specgen.serving.server.model_pool import ModelPool
 from specgen.serving.server.options import ServerOptions
 
@@ -52,9 +53,15 @@ def http_server(
     note: Callable[[str], None] = lambda _text: None,
 ) -> Iterator[DrainingServer]:
     """Open a server to `run`, which answers with the models of a pool."""
+    n_connections = most_connections(options.limits.n_connections)
     with Server(pool, options) as server:
         config = uvicorn.Config(
             server.app(),
+            http=LimitedProtocol.of(n_connections, options.limits.client_s),
+            ws="none",
+            backlog=BACKLOG,
+            # One more may come, and closes another one, or gets status 503.
+            limit_concurrency=n_connections + 1,
             log_config=None,
             # specgen's own log has the errors; a client that does not read its answer is none.
             log_level="info" if is_verbose else "critical",

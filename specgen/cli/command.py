@@ -1,0 +1,49 @@
+"""What all commands have in common: the user's defaults, and two kinds of help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer.core
+
+from specgen.cli.defaults import defaults_for
+
+
+def without_flag_types(parameters: Any) -> Any:
+    """Return options; the help shows no type of flags."""
+    for each in parameters:
+        if getattr(each, "is_flag", False) or getattr(each, "count", False):
+            each.metavar = ""
+    return parameters
+
+
+class Command(typer.core.TyperCommand):
+    """A command whose options have the user's defaults."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        #: Whether the short help was asked for.
+        self._is_short = False
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:
+            self._is_short = "-h" in args and "--help" not in args
+            given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+            if not _asks_for_help(self, ctx, given):
+                ctx.default_map = defaults_for(ctx, given)
+        return super().parse_args(ctx, args)
+
+    def get_params(self, ctx: Any) -> Any:
+        return without_flag_types(super().get_params(ctx))
+
+    def get_help(self, ctx: Any) -> str:
+        if not self._is_short:
+            return super().get_help(ctx)
+        from specgen.cli.short_help import short_help
+
+        return short_help(self, ctx)
+
+
+def _asks_for_help(command: Command, ctx: Any, given: dict[str, Any]) -> bool:
+    eager = [each.name for each in command.get_params(ctx) if each.is_eager]
+    return any(given.get(name) for name in eager)

@@ -1,0 +1,134 @@
+"""A prompt cache file: the text that the contexts held when a process ended, with what they had computed of it.
+
+The next process that is asked about the same text does not read it again (llama.cpp's `--prompt-cache`). The file has a
+line of JSON and, for the target and each draft model, the tokens and llama.cpp's own form of a sequence's state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specgen.errors import UsageError
+from specgen.llama import LlamaBackend
+from specgen.options import ContextOptions
+from specgen.system.atomic_files import new_beside
+from specgen.system.json_lines import write_errors
+
+_MAGIC = "specgen prompt cache 1"
+_LONGEST_HEADER = 1 << 20
+
+
+class PromptCache:
+    """The prompt cache file of contexts with one slot, whose first sequence holds the text.
+
+    `backends` are the target's context and those of the draft models, `options` the options of each. Raises
+    `UsageError` if the file is of another kind, or cannot be read.
+    """
+
+    def __init__(
+        self, path: Path, backends: Sequence[LlamaBackend], options: Sequence[ContextOptions]
+    ) -> None:
+        self._path = path
+        self._backends = backends
+        self._identities = [_identity(*each) for each in zip(backends, options, strict=True)]
+        self._restored: list[list[int]] = []
+        self._header, self._start = _read_header(path)
+
+    def restore(self) -> str:
+        """Let the contexts hold the file's text. Return why they cannot, as a sentence; empty if they can, or if
+        there is no file yet."""
+        if self._header is None:
+            return ""
+        parts = self._header["parts"]
+        if [part["identity"] for part in parts[:1]] != self._identities[:1]:
+            return f"{self._path} was made with another model or other settings: it is made anew"
+        offset = self._start
+        for backend, part, identity in zip(self._backends, parts, self._identities, strict=False):
+            with self._path.open("rb") as file:
+                file.seek(offset)
+                data = np.frombuffer(file.read(part["n_bytes"]), np.uint8)
+            offset += part["n_bytes"]
+            if len(data) < part["n_bytes"] or zlib.crc32(data.data) != part["crc32"]:
+                return f"{self._path} is damaged: it is made anew"
+            if part["identity"] != identity or part["n_tokens"] > backend.n_ctx:
+                continue  # a draft model that changed reads the prompt again; so does too small a context
+            n_token_bytes = 4 * part["n_tokens"]
+            tokens = data[:n_token_bytes].view("<i4").tolist()
+            if not backend.restore_text(0, tokens, data[n_token_bytes:]):
+                return f"{self._path}: llama.cpp does not take its state: the prompt is read again"
+        self._restored = self._texts()
+        return ""
+
+    def save(self) -> None:
+        """Write the file, if the texts changed. Raise `OutputError`."""
+        texts = self._texts()
+        if not texts[0] or texts == self._restored:
+            return
+        parts: list[dict[str, Any]] = []
+        blobs: list[NDArray[np.uint8]] = []
+        for backend, text, identity in zip(self._backends, texts, self._identities, strict=True):
+            tokens = np.array(text, "<i4").view(np.uint8)
+            blob = np.concatenate([tokens, backend.saved_text(0)])
+            blobs.append(blob)
+            part = {"identity": identity, "n_tokens": len(text), "n_bytes": len(blob)}
+            parts.append({**part, "crc32": zlib.crc32(blob.data)})
+        header = json.dumps({"format": _MAGIC, "parts": parts}).encode() + b"\n"
+        with write_errors(self._path), new_beside(self._path) as new:
+            with new.open("wb") as file:
+                file.write(header)
+                for blob in blobs:
+                    file.write(blob.data)
+            new.replace(self._path)
+
+    def _texts(self) -> list[list[int]]:
+        return [list(backend.text(0)) for backend in self._backends]
+
+
+def _identity(backend: LlamaBackend, options: ContextOptions) -> list[Any]:
+    """Return what the state of a text depends on, as JSON reads it back."""
+    about = backend.model.path.stat()
+    types = [options.cache_type_k, options.cache_type_v, options.flash_attention]
+    file = [backend.model.name, about.st_size, about.st_mtime_ns]
+    return [*file, backend.model.kernels, options.n_gpu_layers, *types]
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any] | None, int]:
+    """Return the first line of a prompt cache and where the next one begins; None if there is no file. Raise
+    `UsageError`."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline(_LONGEST_HEADER)
+    except FileNotFoundError:
+        if path.parent.is_dir():
+            return None, 0
+        raise UsageError(f"--prompt-cache {path}: there is no such folder") from None
+    except OSError as error:
+        raise UsageError(f"--prompt-cache {path}: {error.strerror}") from error
+    if not line:
+        return None, 0
+    header: object = None
+    with contextlib.suppress(ValueError, RecursionError):
+        header = json.loads(line)
+    if not isinstance(header, dict) or header.get("format") != _MAGIC:
+        raise UsageError(
+            f"--prompt-cache {path}: this file is no prompt cache",
+            hint="name another file; this one is not overwritten",
+        )
+    return header, len(line)
+
+
+def why_no_prompt_cache(target: LlamaBackend) -> str:
+    """Return why a target's texts cannot be kept in a file; empty if they can."""
+    if target.rollback != "cells":
+        return "has a recurrent state, which cannot go back to the end of a prompt"
+    if target.model.is_remote:
+        return "is on other machines"
+    return ""

@@ -1,0 +1,61 @@
+"""The part of a draft's output matrix that is computed: the rows of frequent tokens.
+
+The output matrix has a row for each token of the vocabulary. In a small draft with a large vocabulary, and above all
+in an MTP layer, reading it is most of a token's cost. Most of the vocabulary hardly occurs in a text, and a draft need
+not guess what hardly occurs: the target checks it anyway. (A draft model with a shortened output matrix: FR-Spec,
+Zhao et al., arXiv:2502.14856. Here nothing is written; the kernels leave rows out.)
+
+The logits of the tokens left out are -infinity, so that they are never drafted, and the draft's distribution is that
+over the others. Which tokens are computed never changes what the target says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from specgen.llama.kernels import Kernels, RowLimit
+from specgen.llama.vocabulary import LlamaVocabulary
+
+#: Tokenizers give low ids to frequent tokens. (In answers of Qwen2.5-Coder to prompts in English, half of them about
+#: code, 0.94 of the tokens are among the first 32,768.)
+N_FREQUENT = 32_768
+#: The most other tokens that are computed because they occurred; with more, the oldest are forgotten.
+MOST_SEEN = 4096
+
+
+class FrequentRows:
+    """The rows of the first `N_FREQUENT` tokens, of those that end a text, and of those that occurred."""
+
+    def __init__(self, vocabulary: LlamaVocabulary, kernels: Kernels) -> None:
+        self._n_vocab = vocabulary.n_tokens
+        self._kernels = kernels
+        self._ends = [token for token in vocabulary.end_tokens() if token >= N_FREQUENT]
+        #: In the order in which they occurred.
+        self._seen: dict[int, None] = {}
+        self._limit: RowLimit | None = None
+
+    def limit(self, tokens: Collection[int]) -> RowLimit:
+        """Return the limit for a decode of `tokens`, which count as occurred. It is valid until the next call."""
+        rare = [token for token in tokens if token >= N_FREQUENT and token not in self._seen]
+        if rare:
+            self._seen.update(dict.fromkeys(rare))
+            for token in list(self._seen)[: max(0, len(self._seen) - MOST_SEEN)]:
+                del self._seen[token]
+        if rare or self._limit is None:
+            others = sorted({*self._ends, *self._seen})
+            rows = np.concatenate([np.arange(N_FREQUENT), others]).astype(np.int32)
+            self.close()
+            self._limit = self._kernels.row_limit(self._n_vocab, rows)
+        return self._limit
+
+    def close(self) -> None:
+        if self._limit is not None:
+            self._limit.close()
+            self._limit = None
+
+
+def can_limit(vocabulary: LlamaVocabulary) -> bool:
+    """Return whether a draft's vocabulary is so large that leaving out rows saves much."""
+    return vocabulary.n_tokens >= 2 * N_FREQUENT

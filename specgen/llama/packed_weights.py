@@ -1,0 +1,131 @@
+"""Packed weights that are kept in the cache folder, so that the next process maps them instead of packing them.
+
+The kernels read weights in a layout of their own (docs/kernels.md). Packing takes as long as reading the file several
+times, and memory that no other process shares. So the packed weights of a model are written to a file when the
+process ends, if the disk has room. The next process that loads the same model maps the file: it starts at once,
+and processes share the pages.
+
+A file is used only for the model file it was made from (name, size and time, and the first and last page of each
+tensor), with the same kernels and the same layers on this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from specgen.llama.gguf_metadata import parts_of
+from specgen.llama.kernels import Kernels, PackedFile, attached, ggml_version
+from specgen.system.atomic_files import NEW, new_beside
+from specgen.system.process_end import is_failing
+
+_SUFFIX = ".packed"
+#: Smaller models are packed in a moment.
+LEAST_BYTES = 32 << 20
+#: The largest share of the disk that the files may fill, and the share that must stay free.
+MOST_SHARE = 0.1
+FREE_SHARE = 0.1
+
+_log = logging.getLogger("specgen.llama.packed_weights")
+_folder: Path | None = None
+
+
+def keep_packed_weights(folder: Path | None) -> None:
+    """Keep the packed weights of models that are loaded from now on in a folder; None: keep none."""
+    global _folder  # noqa: PLW0603 - like the attached kernels, it holds for the process
+    _folder = folder
+
+
+def kept_bytes(folder: Path) -> int:
+    """Return the size of all packed weights in a folder."""
+    return sum(path.stat().st_size for path in _files(folder))
+
+
+class PackedWeights:
+    """The file of packed weights of a model that is being loaded, or that may be written."""
+
+    def __init__(self, path: Path, kernels: Kernels) -> None:
+        self._path = path
+        self._native: PackedFile = kernels.packed_file(path)
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Load the model within this context, in one thread."""
+        with self._native:
+            yield
+        with contextlib.suppress(OSError):
+            if self._native.was_used:
+                os.utime(self._path)  # the least recently used goes first
+            else:
+                self._path.unlink()  # damaged, or of other weights
+
+    def close(self) -> None:
+        """Write the file, if there is none and the disk has room. The model's weights must still be loaded.
+        Nothing is written while an exception, such as Ctrl-C, ends the process."""
+        n_bytes = self._native.n_bytes
+        try:
+            if n_bytes >= LEAST_BYTES and not is_failing() and not self._path.exists():
+                self._write(n_bytes)
+        except OSError as error:
+            _log.info("packed weights are not kept: %s: %s", self._path, error.strerror)
+        finally:
+            self._native.close()
+
+    def _write(self, n_bytes: int) -> None:
+        folder = self._path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        if not _make_room(folder, n_bytes):
+            _log.info("packed weights (%.1f GB) are not kept: too little room", n_bytes / 1e9)
+            return
+        with new_beside(self._path) as new:
+            self._native.write(new)
+            new.replace(self._path)
+        _log.info("kept packed weights (%.1f GB): %s", n_bytes / 1e9, self._path)
+
+
+def packed_weights_of(file: Path, **loaded: Any) -> PackedWeights | None:
+    """Return the packed weights of a model file; None if they are not kept. `loaded` says what decides which
+    tensors are packed."""
+    kernels = attached()
+    if _folder is None or kernels is None or not kernels.computes_products:
+        return None
+    parts = [(part.name, part.stat().st_size, part.stat().st_mtime_ns) for part in parts_of(file)]
+    library = kernels.path.stat()
+    identity = {
+        "parts": parts,
+        "kernels": [kernels.instructions, library.st_size, library.st_mtime_ns, ggml_version()],
+        **loaded,
+    }
+    digest = hashlib.sha256(json.dumps(identity).encode("utf-8", "surrogateescape")).hexdigest()
+    return PackedWeights(_folder / f"{file.stem[:60]}-{digest[:16]}{_SUFFIX}", kernels)
+
+
+def _files(folder: Path) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return [path for path in folder.iterdir() if path.suffix in (_SUFFIX, NEW)]
+    return []
+
+
+def _make_room(folder: Path, n_bytes: int) -> bool:
+    """Delete the least recently used files until one more of `n_bytes` has room. Return whether it has."""
+    disk = shutil.disk_usage(folder)
+    files = sorted(_files(folder), key=lambda path: path.stat().st_mtime)
+    most = int(MOST_SHARE * disk.total)
+    if n_bytes > most:
+        return False
+    kept = sum(path.stat().st_size for path in files)
+    free = disk.free
+    for path in files:
+        if kept + n_bytes <= most and free - n_bytes >= FREE_SHARE * disk.total:
+            break
+        size = path.stat().st_size
+        path.unlink(missing_ok=True)
+        kept, free = kept - size, free + size
+    return free - n_bytes >= FREE_SHARE * disk.total

@@ -1,0 +1,57 @@
+"""A request of another API as the body of a chat completion, and the answer back in that API's form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from specgen.serving.openai_format.body import BodyError
+
+
+class AnswerWriter(Protocol):
+    """Writes one answer in the form of its API, whole or as events. An event's name is its `type`."""
+
+    def begin(self, n_prompt_tokens: int) -> list[dict[str, Any]]:
+        """Return the events before the answer to a prompt of so many tokens."""
+
+    def feed(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the events for a chunk of a chat completion, or for the body of an error. The chunk with the
+        finish reason has the figures and is the last one."""
+
+    def whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the whole answer, from the body of a chat completion."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A translated request: the body `chat` of a chat completion with one answer, and a maker of the
+    `writer` for its answer, from the answer's identity, its time in seconds since 1970 and the model's name.
+    """
+
+    chat: dict[str, Any]
+    writer: Callable[[str, int, str], AnswerWriter]
+    #: What was ignored.
+    warnings: tuple[str, ...] = ()
+    #: Names of the chat's fields, with those that the request has for them.
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def refusal(self, error: BodyError) -> BodyError:
+        """Return an error about the chat's body with the name of the field in the request."""
+        return BodyError(self.field_of(error.field), error.what)
+
+    def warnings_of(self, warnings: tuple[str, ...]) -> tuple[str, ...]:
+        """Return all warnings, those about the chat's body too, with the names of the request's fields."""
+        told = (warning.partition(":") for warning in warnings)
+        return (*self.warnings, *(f"{self.field_of(name)}:{rest}" for name, _, rest in told))
+
+    def field_of(self, name: str) -> str:
+        """Return the field of the request that a field of the chat's body stands for."""
+        for known in sorted(self.names, key=len, reverse=True):
+            rest = name.removeprefix(known)
+            if name.startswith(known) and (not rest or rest[0] in ".["):
+                return self.names[known] + rest
+        return name
+
+
+__all__ = ["AnswerWriter", "Translation"]

@@ -1,0 +1,67 @@
+"""The two kinds of help, and what the shell completes."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from specgen.cli import app, flags
+from specgen.cli.short_help import EXAMPLES, USUAL
+from tests.helpers.cli import in_process
+
+
+def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    root: Any = group or get_command(app)
+    for name, each in root.commands.items():
+        if hasattr(each, "commands"):
+            yield from commands(each, (*path, name))
+        else:
+            yield " ".join((*path, name)), each
+
+
+COMMANDS = dict(commands())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_short_help_fits_a_screen_and_has_three_examples(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = in_process(capsys)
+    short, full = run(*name.split(), "-h"), run(*name.split(), "--help")
+    assert short.code == full.code == 0
+    lines = short.out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    for example in EXAMPLES[name]:
+        assert f"  {example}" in lines
+    assert len(full.out.splitlines()) > len(lines)
+    assert "<bool>" not in full.out
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_are_commands(name: str) -> None:
+    for example in EXAMPLES[name]:
+        words = shlex.split(example.split("specgen ", 1)[1].partition(" >")[0].rstrip(")"))
+        path = next(path for path in COMMANDS if words[: len(path.split())] == path.split())
+        command = COMMANDS[path]
+        context = command.context_class(command, info_name=path)
+        command.make_parser(context).parse_args(args=words[len(path.split()) :])
+
+
+def test_the_usual_options_exist() -> None:
+    known = {name for each in COMMANDS.values() for option in each.params for name in option.opts}
+    assert {*USUAL} - known == {"--help"}
+
+
+def test_names_of_models_and_pairs_are_completed() -> None:
+    assert "qwen2.5-coder-1.5b" in flags.model_names("qwen2.5-coder-1")
+    assert all(name.startswith("qwen") for name in flags.pair_names("qwen"))
+    assert flags.draft_names("ngr") == ["ngram"]
+    for name in ("run", "chat", "bench"):
+        options = {option.opts[0]: option for option in COMMANDS[name].params}
+        for key in ("--target", "--draft", "--pair"):
+            assert options[key]._custom_shell_complete is not None

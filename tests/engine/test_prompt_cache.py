@@ -1,0 +1,173 @@
+"""A prompt that one process read is not read again by the next, and the text is the same."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen.engine.engine import Engine
+from specgen.engine.loaded_models import Models
+from specgen.errors import UsageError
+from specgen.events import FinishedEvent, NoticeEvent
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    DraftSource,
+    GenerationOptions,
+    SamplerOptions,
+    SessionOptions,
+)
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.cli import Specgen
+from tests.helpers.mtp import write_mtp_model
+from tests.registry import CACHES
+
+PROMPT = "the cat is in the else for with that it be not self " * 4
+# f32 and no flash attention: rows are then equal in batches of every shape.
+CONTEXT = ContextOptions(
+    n_threads=1, n_ctx=512, flash_attention="off", cache_type_k="f32", cache_type_v="f32"
+)
+OTHER = "made with another model or other settings: it is made anew"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prompts")
+    for name, architecture in CACHES.items():
+        config = TinyConfig(architecture=architecture, n_ctx_train=1024)
+        write_tiny_model(folder / f"{name}.gguf", config)
+        write_tiny_model(folder / f"{name} draft.gguf", config.draft(0.1))
+    write_mtp_model(folder / "mtp.gguf", "glm4moe")
+    return folder
+
+
+def answered(
+    target: Path,
+    cache: Path | None,
+    prompt: str = PROMPT,
+    *,
+    draft: DraftSource = "none",
+    context: ContextOptions = CONTEXT,
+    sampler: SamplerOptions | None = None,
+) -> tuple[FinishedEvent, list[str]]:
+    """The answer of a session of its own, and its notices."""
+    options = SessionOptions(
+        target=target,
+        draft=draft,
+        sampler=sampler or SamplerOptions(),
+        drafting=DraftOptions(policy="fixed", max_tokens=3, p_min=0.0, ngrams=False),
+        generation=GenerationOptions(max_tokens=20, ignore_eos=True),
+        target_context=context,
+        draft_context=context,
+        prompt_cache=cache,
+    )
+    with Models(options, time.perf_counter) as models, Engine(models) as engine:
+        request = engine.insert(models.prompts.of_text(prompt, chat=False))
+        events = list(engine.stream(request))
+    finished = request.finished
+    assert finished is not None
+    return finished, [event.message for event in events if isinstance(event, NoticeEvent)]
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_same_text_comes_of_a_prompt_that_is_not_read_again(
+    folder: Path, tmp_path: Path, cache: str, temperature: float, drafted: bool
+) -> None:
+    target, file = folder / f"{cache}.gguf", tmp_path / "kept"
+    choices: dict[str, Any] = {
+        "draft": folder / f"{cache} draft.gguf" if drafted else "none",
+        "sampler": SamplerOptions(temperature=temperature, seed=3),
+    }
+    expected = answered(target, None, **choices)[0]
+    first, notices = answered(target, file, **choices)
+    second = answered(target, file, **choices)[0]
+    assert expected.token_ids == first.token_ids == second.token_ids
+    if notices:
+        assert "recurrent state" in notices[0]
+        assert not file.exists()
+    else:
+        assert first.n_cached_tokens == 0
+        assert second.n_cached_tokens == second.n_prompt_tokens - 1
+
+
+def test_a_prompt_that_goes_on_reads_only_the_rest(folder: Path, tmp_path: Path) -> None:
+    target, file = folder / "attention.gguf", tmp_path / "kept"
+    n_first = answered(target, file)[0].n_prompt_tokens
+    longer = PROMPT + "and more"
+    second = answered(target, file, longer)[0]
+    assert n_first - 2 <= second.n_cached_tokens < second.n_prompt_tokens - 1
+    assert second.token_ids == answered(target, None, longer)[0].token_ids
+
+
+def test_mtp_layers_draft_behind_a_prompt_that_is_not_read_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    target, file = folder / "mtp.gguf", tmp_path / "kept"
+    first = answered(target, file, draft="mtp")[0]
+    second = answered(target, file, draft="mtp")[0]
+    assert second.n_cached_tokens > second.n_prompt_tokens - 4
+    assert second.n_accepted > 0
+    assert second.token_ids == first.token_ids
+
+
+@pytest.mark.parametrize("change", ["model", "settings", "damage", "cut"])
+def test_what_does_not_fit_is_made_anew(folder: Path, tmp_path: Path, change: str) -> None:
+    target, file = folder / "attention.gguf", tmp_path / "kept"
+    context = CONTEXT
+    answered(target, file)
+    if change == "model":
+        target = folder / "attention draft.gguf"
+    elif change == "settings":
+        context = replace(CONTEXT, cache_type_k="f16")
+    elif change == "damage":
+        data = bytearray(file.read_bytes())
+        data[-100] ^= 1
+        file.write_bytes(data)
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+    finished, notices = answered(target, file, context=context)
+    assert finished.n_cached_tokens == 0
+    assert finished.token_ids == answered(target, None, context=context)[0].token_ids
+    is_other = change in ("model", "settings")
+    assert notices == [f"{file} {'was ' + OTHER if is_other else 'is damaged: it is made anew'}"]
+    assert answered(target, file, context=context)[0].n_cached_tokens > 0
+
+
+def test_a_text_that_does_not_fit_the_context_is_read_again(folder: Path, tmp_path: Path) -> None:
+    target, file = folder / "attention.gguf", tmp_path / "kept"
+    answered(target, file)
+    small = replace(CONTEXT, n_ctx=64)
+    finished, notices = answered(target, file, "the cat", context=small)
+    assert finished.n_cached_tokens == 0
+    assert not notices
+
+
+@pytest.mark.parametrize("content", [b"a text\n", b'{"format": "another"}\n', b"\xff\xfe"])
+def test_a_file_of_another_kind_is_refused_and_stays(
+    folder: Path, tmp_path: Path, content: bytes
+) -> None:
+    file = tmp_path / "mine"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match="this file is no prompt cache"):
+        answered(folder / "attention.gguf", file)
+    assert file.read_bytes() == content
+
+
+def test_the_command_line_keeps_a_prompt(folder: Path, tmp_path: Path, specgen: Specgen) -> None:
+    file, target = tmp_path / "kept", folder / "attention.gguf"
+    command = ("run", "-m", target, "--draft", "none", "--raw", "-n", "8", "--prompt-cache", file)
+    first = specgen(*command, "--json", PROMPT)
+    second = specgen(*command, "--json", PROMPT)
+    assert first.code == second.code == 0
+    assert '"n_cached_tokens": 0' in first.out
+    assert '"n_cached_tokens": 0' not in second.out
+    missing = tmp_path / "no folder" / "kept"
+    refused = specgen(*command[:-1], missing, PROMPT)
+    assert refused.out == ""
+    assert "there is no such folder" in refused.err

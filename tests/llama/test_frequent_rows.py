@@ -1,0 +1,162 @@
+"""Drafts compute the logits of frequent tokens only; what they compute is what they computed before."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specgen.decoding.backend import Batch
+from specgen.engine.engine import generate
+from specgen.engine.loaded_models import Models
+from specgen.events import FinishedEvent
+from specgen.llama import LlamaBackend, LlamaModel, frequent_rows
+from specgen.llama.kernels import Kernels
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+    SessionOptions,
+)
+from specgen.system.arrays import Logits
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+
+N_FREQUENT = 64
+#: Rows of a matrix are computed in groups of 8 or 16.
+LARGEST_GROUP = 16
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("frequent")
+    return write_tiny_model(
+        folder / "tiny.gguf", TinyConfig(n_embd=64, n_layer=2, tensor_type="q8_0")
+    )
+
+
+@pytest.fixture
+def few_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frequent_rows, "N_FREQUENT", N_FREQUENT)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[LlamaBackend]:
+    with contextlib.closing(LlamaModel(path)) as model:
+        options = ContextOptions(n_threads=2)
+        backend = LlamaBackend(model, options, n_ctx=128, clock=time.perf_counter, n_outputs=64)
+        with contextlib.closing(backend):
+            yield backend
+
+
+def decoded(backend: LlamaBackend, tokens: list[int]) -> Logits:
+    """The logits of a new text's tokens, all in one batch."""
+    backend.remove(0)
+    batch = Batch()
+    for position, token in enumerate(tokens):
+        batch.add(token, position, (0,), True)
+    return backend.decode(batch).copy()
+
+
+@pytest.mark.parametrize("n_tokens", [1, 3, 40])
+@pytest.mark.parametrize("rows", [[0], [5, 17, 200], list(range(0, 250, 7))])
+def test_only_the_groups_of_the_rows_are_computed(
+    kernels: Kernels, model_file: Path, n_tokens: int, rows: list[int]
+) -> None:
+    tokens = np.random.default_rng(n_tokens).integers(3, 250, n_tokens).tolist()
+    with opened(model_file) as backend:
+        whole = decoded(backend, tokens)
+        limit = kernels.row_limit(backend.n_vocab, np.array(rows, np.int32))
+        with limit:
+            limited = decoded(backend, tokens)
+        limit.close()
+        after = decoded(backend, tokens)
+    is_there = np.isfinite(limited)
+    assert is_there[:, rows].all()
+    np.testing.assert_array_equal(limited[is_there], whole[is_there])
+    assert (limited[~is_there] == -np.inf).all()
+    assert is_there.sum(axis=1).max() <= LARGEST_GROUP * len(rows)
+    np.testing.assert_array_equal(after, whole)
+
+
+def test_a_limit_is_for_matrices_of_its_size(kernels: Kernels, model_file: Path) -> None:
+    with opened(model_file) as backend:
+        whole = decoded(backend, [5, 6, 7])
+        limit = kernels.row_limit(backend.n_vocab + 1, np.array([0], np.int32))
+        with limit:
+            np.testing.assert_array_equal(decoded(backend, [5, 6, 7]), whole)
+        limit.close()
+
+
+@pytest.mark.usefixtures("kernels", "few_frequent")
+def test_a_token_that_occurred_is_computed_from_then_on(model_file: Path) -> None:
+    rare = 200
+    with opened(model_file) as backend:
+        backend.compute_frequent_tokens()
+        before = decoded(backend, [5])
+        with_it = decoded(backend, [5, rare])
+        after = decoded(backend, [5])
+        ends = list(backend.vocabulary.end_tokens())
+    assert np.isfinite(before[:, :N_FREQUENT]).all()
+    assert np.isfinite(before[:, ends]).all()
+    assert before[0, rare] == -np.inf
+    assert np.isfinite(with_it[:, rare]).all()
+    assert np.isfinite(after[0, rare])
+
+
+@pytest.mark.usefixtures("kernels", "few_frequent")
+def test_what_occurred_long_ago_is_forgotten(
+    model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frequent_rows, "MOST_SEEN", 2)
+    with opened(model_file) as backend:
+        backend.compute_frequent_tokens()
+        decoded(backend, [120, 160, 200])
+        row = decoded(backend, [5])[0]
+    assert np.isfinite(row[[160, 200]]).all()
+    assert row[120] == -np.inf
+
+
+def test_a_small_vocabulary_is_computed_whole(kernels: Kernels, model_file: Path) -> None:
+    with opened(model_file) as backend:
+        backend.compute_frequent_tokens()
+        assert np.isfinite(decoded(backend, [5])).all()
+
+
+def test_without_kernels_all_rows_are_computed(
+    kernels: Kernels, few_frequent: None, model_file: Path
+) -> None:
+    kernels.enable(products=False, attention=False)
+    with opened(model_file) as backend:
+        backend.compute_frequent_tokens()
+        assert np.isfinite(decoded(backend, [5])).all()
+
+
+@pytest.mark.usefixtures("kernels", "few_frequent")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_never_says_what_it_does_not_compute(model_file: Path, temperature: float) -> None:
+    """The target, which is the same model, says rare tokens too; the texts at temperature 0 are the same."""
+    texts = {}
+    for draft in ("none", model_file):
+        options = SessionOptions(
+            target=model_file,
+            draft=draft,
+            sampler=SamplerOptions(temperature=temperature, seed=3),
+            drafting=DraftOptions(policy="fixed", max_tokens=3, p_min=0.0, ngrams=False),
+            generation=GenerationOptions(max_tokens=60, ignore_eos=True),
+            target_context=ContextOptions(n_threads=2),
+        )
+        with Models(options, time.perf_counter) as models:
+            prompt = models.prompts.of_text("a prompt", chat=False)
+            finished = list(generate(models, prompt))[-1]
+        assert isinstance(finished, FinishedEvent)
+        texts[draft] = finished.token_ids
+        if draft != "none":
+            assert 0 < finished.n_accepted < finished.n_drafted
+    assert max(texts["none"]) >= N_FREQUENT
+    if temperature == 0.0:
+        assert len(set(texts.values())) == 1

@@ -1,0 +1,197 @@
+"""Packed weights are kept on the disk, and used again only where they are what would be packed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from specgen.decoding.backend import Batch
+from specgen.llama import LlamaBackend, LlamaModel, packed_weights
+from specgen.llama.packed_weights import keep_packed_weights
+from specgen.options import ContextOptions
+from specgen.system.arrays import Logits
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.cli import Cli
+
+CONFIG = TinyConfig(n_embd=64, n_layer=2, tensor_type="q8_0")
+#: Disks of these tests are as large as a file may say.
+LARGE = 10**12
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+class Disk(NamedTuple):
+    total: int = LARGE
+    used: int = 0
+    free: int = LARGE
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "tiny.gguf", CONFIG)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where weights are kept, of models of any size."""
+    monkeypatch.setattr(packed_weights, "LEAST_BYTES", 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk())
+    keep_packed_weights(tmp_path / "packed")
+    yield tmp_path / "packed"
+    keep_packed_weights(None)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.exists() else []
+
+
+def decoded(path: Path) -> Logits:
+    with contextlib.closing(LlamaModel(path)) as model:
+        backend = LlamaBackend(
+            model, ContextOptions(n_threads=1), n_ctx=64, clock=time.perf_counter, n_outputs=4
+        )
+        with contextlib.closing(backend):
+            batch = Batch()
+            for position, token in enumerate((5, 6, 7, 200)):
+                batch.add(token, position, (0,), True)
+            return backend.decode(batch).copy()
+
+
+def marked(path: Path) -> os.stat_result:
+    """Give a file a time of use long ago."""
+    os.utime(path, (1, 1))
+    return path.stat()
+
+
+def test_the_next_process_uses_what_one_packed(folder: Path, model_file: Path) -> None:
+    first = decoded(model_file)
+    (kept,) = files(folder)
+    assert kept.name.startswith("tiny-")
+    before = marked(kept)
+    np.testing.assert_array_equal(decoded(model_file), first)
+    assert files(folder) == [kept]
+    assert kept.stat().st_ino == before.st_ino
+    assert kept.stat().st_mtime > before.st_mtime  # it was used
+
+
+def cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def scrawl(offset_from_end: int) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[-offset_from_end] ^= 0xFF
+        path.write_bytes(data)
+
+    return change
+
+
+def other_format(path: Path) -> None:
+    path.write_bytes(b"x" * path.stat().st_size)
+
+
+@pytest.mark.parametrize("damage", [cut, empty, scrawl(64), scrawl(1), other_format])
+def test_a_damaged_file_is_packed_anew(
+    folder: Path, model_file: Path, damage: Callable[[Path], None]
+) -> None:
+    whole = decoded(model_file)
+    (kept,) = files(folder)
+    data = kept.read_bytes()
+    damage(kept)
+    np.testing.assert_array_equal(decoded(model_file), whole)
+    decoded(model_file)  # weights that were mapped in part are written by the next process
+    (again,) = files(folder)
+    assert again.read_bytes() == data
+
+
+def test_another_model_in_the_same_place_is_packed_anew(folder: Path, model_file: Path) -> None:
+    """Even where name, size and time are the same."""
+    decoded(model_file)
+    about = model_file.stat()
+    other = write_tiny_model(model_file.with_name("other.gguf"), CONFIG.draft(0.3))
+    with contextlib.closing(LlamaModel(other)):
+        pass
+    keep_packed_weights(None)
+    expected = decoded(other)
+    assert other.stat().st_size == about.st_size
+    other.replace(model_file)
+    os.utime(model_file, ns=(about.st_atime_ns, about.st_mtime_ns))
+    keep_packed_weights(folder)
+    np.testing.assert_array_equal(decoded(model_file), expected)
+
+
+def test_the_least_recently_used_makes_room(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [write_tiny_model(tmp_path / f"{name}.gguf", CONFIG) for name in "abc"]
+    for model in models[:2]:
+        decoded(model)
+    a, b = files(folder)
+    size = a.stat().st_size
+    os.utime(a, (2, 2))
+    os.utime(b, (1, 1))
+    most = int(2.5 * size / packed_weights.MOST_SHARE)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk(total=most, free=most))
+    decoded(models[2])
+    assert [path.name[0] for path in files(folder)] == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    "disk", [Disk(total=1000), Disk(free=1000)], ids=["small disk", "full disk"]
+)
+def test_without_room_nothing_is_kept(
+    folder: Path, model_file: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
+    decoded(model_file)
+    assert files(folder) == []
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(
+    tmp_path: Path, model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_weights, "LEAST_BYTES", 1)
+    (tmp_path / "file").touch()
+    keep_packed_weights(tmp_path / "file")
+    try:
+        decoded(model_file)
+    finally:
+        keep_packed_weights(None)
+
+
+def test_an_interrupted_process_keeps_nothing(folder: Path, model_file: Path) -> None:
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(LlamaModel(model_file)):
+        raise KeyboardInterrupt
+    assert files(folder) == []
+
+
+def test_small_models_are_not_kept(
+    folder: Path, model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_weights, "LEAST_BYTES", 1 << 30)
+    decoded(model_file)
+    assert files(folder) == []
+
+
+@pytest.mark.parametrize("choice", ["auto", "off"])
+def test_the_command_line_chooses(
+    folder: Path, tmp_path: Path, model_file: Path, cli: Cli, choice: str
+) -> None:
+    place = Path(os.environ["SPECGEN_CACHE"]) / "packed"
+    options = ("--packed-cache", choice, "--draft", "none", "-n", "4", "--raw")
+    assert cli("run", "-m", str(model_file), *options).code == 0
+    assert bool(files(place)) == (choice == "auto")

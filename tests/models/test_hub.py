@@ -1,0 +1,431 @@
+"""Models by their repository on the hub: which files are chosen, how they arrive, and what the cache is for."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specgen.errors import FetchError, UnknownModelError, UsageError
+from specgen.measure.selection.model_choice import ModelChoice
+from specgen.measure.selection.session_opening import find_models
+from specgen.models import HubReference, parse_reference
+from specgen.models.hub import fetch_reference
+from specgen.models.hub_cache import cached_models
+from specgen.models.hub_reference import choose, models_among, quant_of, reference_of
+from tests.helpers.fetch import (
+    Fault,
+    RecordedProgress,
+    Resource,
+    WebServer,
+    publish_repository,
+    python,
+    random_bytes,
+    registry_text,
+    sha256,
+    small_model,
+    use_hub,
+    web_server,
+)
+
+REPO = "me/Tiny-GGUF"
+CONTENT = random_bytes(600_000)
+OTHER = random_bytes(200_000, seed=1)
+USUAL = "tiny-q4_k_m.gguf"
+ON_HUB = f"/{REPO}/resolve/main/{USUAL}"
+NEW_COMMIT = "89abcdef" * 5
+MAIN = "import sys; sys.argv[0] = 'specgen'; from specgen.cli import main; main()"
+NAMES = [
+    "README.md",
+    "Q6_K/tiny-Q6_K-00001-of-00002.gguf",
+    "Q6_K/tiny-Q6_K-00002-of-00002.gguf",
+    "mmproj-tiny-Q4_K_M.gguf",
+    "mtp-tiny-Q8_0.gguf",
+    "tiny-BF16.gguf",
+    "tiny-F16.gguf",
+    "tiny-IQ4_XS.gguf",
+    "tiny-Q2_K-00002-of-00002.gguf",
+    "tiny-Q8_0.gguf",
+    "tiny-UD-Q4_K_XL.gguf",
+    "tiny-it.gguf",
+    "tiny.q4_k_m.gguf",
+]
+
+
+@pytest.fixture
+def server() -> Iterator[WebServer]:
+    with web_server() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def isolated(tmp_path: Path, server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_hub(monkeypatch, tmp_path, server)
+
+
+def blob(folder: Path, content: bytes = CONTENT) -> Path:
+    """The place of a file's content in the cache."""
+    return folder / "hub" / "hub" / "models--me--Tiny-GGUF" / "blobs" / sha256(content)
+
+
+def partial(folder: Path, content: bytes = CONTENT) -> Path:
+    return blob(folder, content).with_name(f"{sha256(content)}.incomplete")
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("text", "reference"),
+    [
+        ("hf:a/b", HubReference("a/b")),
+        ("a/b-GGUF:q4_k_m", HubReference("a/b-GGUF", quant="q4_k_m")),
+        ("hf:a/b.1_c:UD-Q4_K_XL", HubReference("a/b.1_c", quant="UD-Q4_K_XL")),
+        ("a/b/c/d e.gguf", HubReference("a/b", file="c/d e.gguf")),
+    ],
+)
+def test_a_reference_is_read_and_written(text: str, reference: HubReference) -> None:
+    assert parse_reference(text) == reference
+    assert parse_reference(str(reference)) == reference
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "a/", "/b", "a/b:", "a/b/c", "a/b:c:d", "a/b--c", "a/b..c", "a b/c"]
+)
+def test_what_names_no_repository_is_an_error_in_use(text: str) -> None:
+    with pytest.raises(UsageError, match="does not name a model on the Hugging Face hub"):
+        parse_reference(text)
+
+
+@pytest.mark.parametrize(
+    ("reference", "chosen"),
+    [
+        ("a/b", ["tiny.q4_k_m.gguf"]),
+        ("a/b:Q4_K_M", ["tiny.q4_k_m.gguf"]),
+        ("a/b:iq4_xs", ["tiny-IQ4_XS.gguf"]),
+        ("a/b:Q4_XS", None),
+        ("a/b:F16", ["tiny-F16.gguf"]),
+        ("a/b:Q4_K_XL", ["tiny-UD-Q4_K_XL.gguf"]),
+        ("a/b:Q6_K", NAMES[1:3]),
+        ("a/b:Q2_K", None),  # a shard is missing
+        ("a/b:Q5_0", None),
+        ("a/b/TINY-it.gguf", ["tiny-it.gguf"]),
+        ("a/b/Q6_K/tiny-Q6_K-00002-of-00002.gguf", NAMES[1:3]),
+        ("a/b/mmproj-tiny-Q4_K_M.gguf", None),
+    ],
+)
+def test_a_reference_names_the_files_of_one_model(reference: str, chosen: list[str] | None) -> None:
+    assert choose(NAMES, parse_reference(reference)) == chosen
+    assert choose(reversed(NAMES), parse_reference(reference)) == chosen
+
+
+def test_without_a_quantisation_the_usual_ones_come_first() -> None:
+    names = [name for name in NAMES if "q4_k_m" not in name]
+    assert choose(names, HubReference("a/b")) == ["tiny-Q8_0.gguf"]
+    names.remove("tiny-Q8_0.gguf")
+    assert choose(names, HubReference("a/b")) == NAMES[1:3]
+    assert choose(["README.md"], HubReference("a/b")) is None
+
+
+def test_the_reference_that_is_shown_names_the_model_it_stands_for() -> None:
+    names = [*NAMES, "old/tiny-Q8_0.gguf"]
+    for model in models_among(names):
+        assert choose(names, reference_of("a/b", model, names)) == model
+
+
+@pytest.mark.parametrize(
+    ("name", "quant"),
+    [
+        ("Q8_0/qwen2.5-1.5b-instruct-q4_k_m-00001-of-00002.gguf", "Q4_K_M"),
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", "Q4_1"),
+        ("gemma-UD-IQ2_XXS.gguf", "UD-IQ2_XXS"),
+        ("gpt-oss-20b-mxfp4.gguf", "MXFP4"),
+        ("bitnet-TQ2_0.gguf", "TQ2_0"),
+        ("model-BF16.gguf", "BF16"),
+        ("qwen2.5-coder.gguf", None),
+    ],
+)
+def test_a_quantisation_is_read_from_a_name(name: str, quant: str | None) -> None:
+    assert quant_of(name) == quant
+
+
+# Downloads
+
+
+def test_a_model_is_downloaded_once_and_then_the_hub_is_not_asked(server: WebServer) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT, "tiny-q8_0.gguf": OTHER, "README.md": b"x"})
+    progress = RecordedProgress()
+    path = fetch_reference(HubReference(REPO), progress=progress)
+    assert path.name == USUAL
+    assert path.read_bytes() == CONTENT
+    assert server.starts(f"/{REPO}/resolve/main/tiny-q8_0.gguf") == []
+    assert progress.notes == [f"downloading {REPO}/{USUAL} (600 kB, mit)"]
+    assert progress.labels == [USUAL, f"{USUAL}: checking"]
+    assert progress.n_open == 0
+    server.asked.clear()
+    for reference in (HubReference(REPO), HubReference(REPO, quant="Q4_K_M")):
+        assert fetch_reference(reference) == path
+    assert server.asked == []
+
+
+def test_the_newest_version_is_downloaded_only_if_it_is_asked_for(server: WebServer) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT})
+    old = fetch_reference(HubReference(REPO))
+    assert fetch_reference(HubReference(REPO), newest=True) == old
+    assert server.starts(ON_HUB) == [None]
+    publish_repository(server, REPO, {USUAL: OTHER}, commit=NEW_COMMIT)
+    assert fetch_reference(HubReference(REPO)) == old
+    new = fetch_reference(HubReference(REPO), newest=True)
+    assert new.read_bytes() == OTHER
+    assert fetch_reference(HubReference(REPO)) == new
+
+
+def test_all_shards_of_a_model_are_downloaded(server: WebServer) -> None:
+    shards = {
+        f"Q6_K/tiny-Q6_K-0000{n}-of-00003.gguf": random_bytes(9_000, seed=n) for n in (1, 2, 3)
+    }
+    publish_repository(server, REPO, {USUAL: CONTENT, **shards})
+    path = fetch_reference(HubReference(REPO, quant="q6_k"))
+    assert path.name == "tiny-Q6_K-00001-of-00003.gguf"
+    assert sorted(each.read_bytes() for each in path.parent.iterdir()) == sorted(shards.values())
+    assert server.starts(ON_HUB) == []
+    (cached,) = cached_models(REPO)
+    assert cached.size_bytes == 27_000
+    # A model that lacks a shard is not in the cache, and only the shard is downloaded again.
+    server.asked.clear()
+    (path.parent / "tiny-Q6_K-00002-of-00003.gguf").resolve().unlink()
+    assert cached_models(REPO) == []
+    assert fetch_reference(HubReference(REPO, quant="q6_k")) == path
+    assert [asked.path[-8:] for asked in server.asked if asked.method == "GET"][1:] == ["003.gguf"]
+
+
+def test_a_token_goes_to_the_hub_and_not_to_the_host_of_the_files(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with web_server() as storage:
+        publish_repository(server, REPO, {USUAL: CONTENT}, token="hf_secret", storage=storage)
+        storage.faults[f"/blobs/{sha256(CONTENT)}"] = [Fault(cut_after=300_000)]
+        assert fetch_reference(HubReference(REPO)).read_bytes() == CONTENT
+        assert len(storage.asked) == 2
+        assert {asked.authorization for asked in storage.asked} == {None}
+    # Each part is asked for at the hub, since addresses of the files expire.
+    assert len(server.starts(ON_HUB)) == 2
+    assert {asked.authorization for asked in server.asked} == {"Bearer hf_secret"}
+
+
+@pytest.mark.parametrize("token", [None, "hf_of_a_stranger"])
+def test_a_gated_repository_is_named_with_its_page_and_the_variable(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch, token: str | None
+) -> None:
+    if token is not None:
+        monkeypatch.setenv("HF_TOKEN", token)
+    publish_repository(server, REPO, {USUAL: CONTENT}, token="hf_secret")
+    progress = RecordedProgress()
+    with pytest.raises(FetchError, match=f"^{REPO} is gated") as caught:
+        fetch_reference(HubReference(REPO), progress=progress)
+    assert progress.notes == []
+    assert caught.value.hint is not None
+    assert f"{server.url}/{REPO}" in caught.value.hint
+    assert "HF_TOKEN" in caught.value.hint
+    assert "\n" not in caught.value.message + caught.value.hint
+
+
+def test_a_model_that_is_not_there_is_named_with_those_that_are(server: WebServer) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT, "tiny-it.gguf": OTHER})
+    with pytest.raises(UnknownModelError, match=f"^there is no hf:{REPO}:Q5_0$") as caught:
+        fetch_reference(HubReference(REPO, quant="Q5_0"))
+    assert caught.value.hint == f"there are hf:{REPO}/tiny-it.gguf, hf:{REPO}:Q4_K_M"
+    publish_repository(server, "me/weights", {"model.safetensors": CONTENT})
+    with pytest.raises(UnknownModelError, match="^me/weights has no GGUF model$"):
+        fetch_reference(HubReference("me/weights"))
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [(401, {"X-Error-Code": "RepoNotFound"}), (404, {"X-Error-Code": "RepoNotFound"}), (404, {})],
+)
+def test_a_repository_that_is_not_there_is_named(
+    server: WebServer, status: int, headers: dict[str, str]
+) -> None:
+    server.faults["/api/models/me/none"] = [Fault(status=status, headers=headers)]
+    with pytest.raises(
+        UnknownModelError, match="has no repository me/none, or it is private"
+    ) as caught:
+        fetch_reference(HubReference("me/none"))
+    assert caught.value.hint is not None
+    assert f"{server.url}/me/none" in caught.value.hint
+
+
+def test_a_torn_download_is_resumed(server: WebServer, tmp_path: Path) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT})
+    partial(tmp_path).parent.mkdir(parents=True)
+    partial(tmp_path).write_bytes(CONTENT[:100_000])
+    server.faults[ON_HUB] = [Fault(cut_after=300_000)]
+    progress = RecordedProgress()
+    assert fetch_reference(HubReference(REPO), progress=progress).read_bytes() == CONTENT
+    assert progress.notes[0] == f"downloading {REPO}/{USUAL} (500 kB left of 600 kB, mit)"
+    assert progress.positions[0] == 100_000
+    first, second = server.starts(ON_HUB)
+    assert first == 100_000
+    assert second is not None
+    assert 400_000 - 65_536 < second <= 400_000
+    assert not partial(tmp_path).exists()
+
+
+def test_a_file_that_changes_in_the_middle_is_not_taken_for_what_was_promised(
+    server: WebServer, tmp_path: Path
+) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT})
+    partial(tmp_path).parent.mkdir(parents=True)
+    partial(tmp_path).write_bytes(CONTENT[:100_000])
+    changed = random_bytes(len(CONTENT), seed=2)
+    server.resources[ON_HUB].content = changed
+    with pytest.raises(FetchError, match="does not have the SHA-256 that its server gives"):
+        fetch_reference(HubReference(REPO))
+    assert server.starts(ON_HUB) == [100_000, None]
+    assert not partial(tmp_path).exists()
+    assert cached_models(REPO) == []
+    # Under its own ETag it is another file.
+    partial(tmp_path).write_bytes(CONTENT[:100_000])
+    publish_repository(server, REPO, {USUAL: changed}, commit=NEW_COMMIT)
+    server.asked.clear()
+    assert fetch_reference(HubReference(REPO)).read_bytes() == changed
+    assert server.starts(ON_HUB) == [None]
+
+
+def test_a_commit_between_two_shards_is_noticed(server: WebServer) -> None:
+    shards = {f"tiny-Q6_K-0000{n}-of-00002.gguf": random_bytes(9_000, seed=n) for n in (1, 2)}
+    publish_repository(server, REPO, shards)
+    path = fetch_reference(HubReference(REPO))
+    later = server.resources[f"/{REPO}/resolve/main/tiny-Q6_K-00002-of-00002.gguf"]
+    later.headers = {**later.headers, "X-Repo-Commit": NEW_COMMIT}
+    with pytest.raises(FetchError, match=f"^{REPO} changed during the download$"):
+        fetch_reference(HubReference(REPO), newest=True)
+    assert fetch_reference(HubReference(REPO, quant="Q6_K")) == path
+
+
+def test_without_the_hub_the_cache_decides(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_repository(server, REPO, {"tiny-it.gguf": CONTENT})
+    path = fetch_reference(HubReference(REPO))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    progress = RecordedProgress()
+    assert fetch_reference(HubReference(REPO), progress=progress) == path
+    (note,) = progress.notes
+    assert note.startswith("127.0.0.1:1 cannot be reached: ")
+    assert note.endswith("; using tiny-it.gguf from the hub's cache")
+    with pytest.raises(FetchError, match=r"^127\.0\.0\.1:1 cannot be reached"):
+        fetch_reference(HubReference(REPO), newest=True)
+    with pytest.raises(FetchError, match=r"and 127\.0\.0\.1:1 cannot be reached") as caught:
+        fetch_reference(HubReference(REPO, quant="Q8_0"))
+    assert f"(it has hf:{REPO}/tiny-it.gguf)" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "headers"),
+    [
+        (f"/api/models/{REPO}", b"<html>please sign in", {}),
+        (f"/api/models/{REPO}", b"[]", {}),
+        (ON_HUB, CONTENT, {}),
+        (ON_HUB, CONTENT, {"X-Repo-Commit": NEW_COMMIT, "ETag": '"../../../evil"'}),
+    ],
+)
+def test_a_host_that_is_no_hub_is_named_as_one(
+    server: WebServer, path: str, content: bytes, headers: dict[str, str]
+) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT})
+    server.resources[path] = Resource(content, headers=headers)
+    with pytest.raises(FetchError, match="does not answer like the Hugging Face hub"):
+        fetch_reference(HubReference(REPO))
+    assert server.starts(ON_HUB) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_named(server: WebServer, tmp_path: Path) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT})
+    partial(tmp_path).parent.mkdir(parents=True)
+    partial(tmp_path).symlink_to("/dev/full")
+    with pytest.raises(FetchError, match=r"^the disk that holds .*hub is full$") as caught:
+        fetch_reference(HubReference(REPO))
+    assert caught.value.hint is not None
+    assert "HF_HOME" in caught.value.hint
+
+
+def test_a_disk_without_room_is_named_before_the_download(server: WebServer) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT})
+    info = server.resources[f"/api/models/{REPO}"]
+    info.content = info.content.replace(b"600000", b"6" * 18)
+    with pytest.raises(FetchError, match=r"needs 667 PB in .*, but only .* are free$") as caught:
+        fetch_reference(HubReference(REPO))
+    assert caught.value.hint is not None
+    assert "HF_HOME" in caught.value.hint
+    assert server.starts(ON_HUB) == []
+
+
+def test_the_draft_for_a_target_on_the_hub_is_found_as_for_a_file(
+    server: WebServer, tmp_path: Path
+) -> None:
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "models.toml").write_text(registry_text(small_model(CONTENT)), encoding="utf-8")
+    publish_repository(server, REPO, {"tiny.gguf": CONTENT, "draft-Q8_0.gguf": OTHER})
+    target = f"hf:{REPO}/tiny.gguf"
+    sources = find_models(ModelChoice(target, None, None), quiet=True)
+    assert sources.target.read_bytes() == CONTENT
+    assert "the partner of tiny in the pair tiny-pair" in sources.drafts[0].why
+    sources = find_models(ModelChoice(target, f"hf:{REPO}:q8_0", None), quiet=True)
+    assert isinstance(sources.draft, Path)
+    assert sources.draft.read_bytes() == OTHER
+
+
+# In processes of their own, as a user would
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Ctrl-C is another thing there")
+def test_ctrl_c_ends_with_its_code_and_the_next_run_resumes(
+    server: WebServer, tmp_path: Path
+) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT})
+    stall = Fault(stall_after=400_000)
+    server.faults[ON_HUB] = [stall]
+    process = python(tmp_path, server, MAIN, "models", "pull", REPO)
+    try:
+        server.wait_until_asked(ON_HUB, method="GET")
+        while not partial(tmp_path).exists() or partial(tmp_path).stat().st_size < 300_000:
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        stall.released.set()
+    assert (process.returncode, stdout) == (130, "")
+    assert "Traceback" not in stderr
+    kept_bytes = partial(tmp_path).stat().st_size
+    process = python(tmp_path, server, MAIN, "models", "pull", REPO)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert Path(stdout.strip()).read_bytes() == CONTENT
+    assert server.starts(ON_HUB) == [None, kept_bytes]
+
+
+def test_offline_what_is_in_the_cache_works(server: WebServer, tmp_path: Path) -> None:
+    publish_repository(server, REPO, {"tiny-Q5_0.gguf": CONTENT})
+    path = fetch_reference(HubReference(REPO))
+    script = f"""
+from specgen.measure.selection.session_opening import find_target
+print(find_target("hf:{REPO}", quiet=False))
+find_target("hf:{REPO}:Q8_0", quiet=False)
+"""
+    server.asked.clear()
+    process = python(tmp_path, server, script, HF_HUB_OFFLINE="1")
+    stdout, stderr = process.communicate(timeout=60)
+    assert stdout.strip() == str(path)
+    assert "HF_HUB_OFFLINE is set; using tiny-Q5_0.gguf from the hub's cache\n" in stderr
+    assert f"hf:{REPO}:Q8_0 is not in the hub's cache, and HF_HUB_OFFLINE is set" in stderr
+    assert f"(it has hf:{REPO}:Q5_0)" in stderr
+    assert server.asked == []
