@@ -10,6 +10,7 @@ import threading
 from collections import abc, deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from specgen.decoding.loop import Loop, ReadBeside
 from specgen.decoding.sequence import Sequence
@@ -18,7 +19,7 @@ from specgen.engine.kept_answers import KeptAnswer, KeptAnswers
 from specgen.engine.loaded_models import MAX_SEQUENCES, Models
 from specgen.engine.measurements import measure_if_costs_decide
 from specgen.engine.prefix_cache import PrefixCache, Slot, n_common
-from specgen.engine.prompt_cache import PromptCache, why_no_prompt_cache
+from specgen.engine.prompt_cache import CachedContext, PromptCache, why_no_prompt_cache
 from specgen.engine.prompts import Prompt
 from specgen.engine.request import Request
 from specgen.errors import (
@@ -101,7 +102,7 @@ class Engine:
         self._prepare = prepare
         learning = models.options.learning
         self._kept = KeptAnswers(learning) if learning is not None else None
-        self._prompt_cache: PromptCache | None = None
+        self._notices: deque[str] = deque()
         self._resources = contextlib.ExitStack()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
@@ -117,11 +118,12 @@ class Engine:
             draft = self.drafts[0] if self.drafts else None
             #: Seconds that the measurement of drafting costs took; 0 if they were known.
             self.measured_s = measure_if_costs_decide(models, target, draft, interrupted)
+            self._notices.extend(models.notices(self.n_ctx))
+            if models.options.prompt_cache is not None:
+                self._use_prompt_cache(models.options.prompt_cache)
             on_error.pop_all()
-        self._notices = deque(models.notices(self.n_ctx))
-        self._prompt_cache = self._opened_prompt_cache()
         if self.measured_s:
-            self._notices.append(
+            self.tell(
                 f"measured the costs of drafting and the expected acceptance in {self.measured_s:.1f} s"
                 + ("; the machine was busy, so they will be measured again") * models.costs.was_busy
             )
@@ -171,18 +173,21 @@ class Engine:
     def close(self) -> None:
         """Free the contexts. Answers that are not done fail. May be called twice."""
         with self.stepping:
-            if self._prompt_cache is not None:
-                self._save_prompt_cache(self._prompt_cache)
-            self._resources.close()
-            with self._lock:
-                self._is_closed = True
-                waiting, self._waiting = list(self._waiting), deque()
-            error = BackendError("the engine is closed")
-            for request in (*waiting, *(slot.request for slot in self.slots)):
-                if request is not None and not request.is_done:
-                    request.failure = error
-            for slot in self.slots:
-                slot.free()
+            try:
+                self._resources.close()
+            finally:
+                self._fail_all(BackendError("the engine is closed"))
+
+    def _fail_all(self, error: SpecgenError) -> None:
+        """End the answers that are not done with an error, and take no more."""
+        with self._lock:
+            self._is_closed = True
+            waiting, self._waiting = list(self._waiting), deque()
+        for request in (*waiting, *(slot.request for slot in self.slots)):
+            if request is not None and not request.is_done:
+                request.failure = error
+        for slot in self.slots:
+            slot.free()
 
     @property
     def n_parallel(self) -> int:
@@ -253,27 +258,25 @@ class Engine:
         )
         return self._draft_contexts.enter_context(contexts)
 
-    def _opened_prompt_cache(self) -> PromptCache | None:
-        """Let the contexts hold the text of the prompt cache, if one was asked for."""
-        options = self._models.options
-        if options.prompt_cache is None:
-            return None
+    def _use_prompt_cache(self, file: Path) -> None:
+        """Let the contexts hold the text of a prompt cache, and write theirs to it before they are closed."""
         if why := why_no_prompt_cache(self.target):
             self.tell(f"--prompt-cache has no effect: {self._models.target.name} {why}")
-            return None
-        backends, contexts = [self.target], [options.target_context]
-        if self._models.drafts.from_states is None:
-            own = [draft for draft in self.drafts if draft.rollback == "cells"]
-            backends += own
-            contexts += [options.draft_context] * len(own)
-        found = PromptCache(options.prompt_cache, backends, contexts)
-        if problem := found.restore():
+            return
+        cache = PromptCache(file)
+        if problem := cache.restore(self._cached_contexts()):
             self.tell(problem)
-        return found
+        # Draft contexts may be opened again until then.
+        self._resources.callback(lambda: cache.save(self._cached_contexts()))
 
-    def _save_prompt_cache(self, cache: PromptCache) -> None:
-        self._prompt_cache = None
-        cache.save()
+    def _cached_contexts(self) -> list[CachedContext]:
+        """Return the contexts whose texts a prompt cache keeps."""
+        options = self._models.options
+        found = [CachedContext(self.target, options.target_context)]
+        if self._models.drafts.from_states is None:
+            own = (draft for draft in self.drafts if draft.rollback == "cells")
+            found += (CachedContext(draft, options.draft_context) for draft in own)
+        return found
 
     def take_notices(self) -> list[str]:
         """Return the messages that wait for the next answer. That answer no longer gets them."""

@@ -10,6 +10,7 @@ import contextlib
 import json
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,59 +27,73 @@ _MAGIC = "specgen prompt cache 1"
 _LONGEST_HEADER = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class CachedContext:
+    """A context of the target or of a draft model, whose first sequence holds the text, and its options."""
+
+    backend: LlamaBackend
+    options: ContextOptions
+
+    @property
+    def text(self) -> list[int]:
+        """The tokens of the text."""
+        return list(self.backend.text(0))
+
+    def identity(self) -> list[Any]:
+        """Return what the state of a text depends on, as JSON reads it back."""
+        options, model = self.options, self.backend.model
+        about = model.path.stat()
+        types = [options.cache_type_k, options.cache_type_v, options.flash_attention]
+        file = [model.name, about.st_size, about.st_mtime_ns]
+        return [*file, model.kernels, options.n_gpu_layers, *types]
+
+
 class PromptCache:
-    """The prompt cache file of contexts with one slot, whose first sequence holds the text.
+    """A prompt cache file. Raises `UsageError` if the file is of another kind, or cannot be read."""
 
-    `backends` are the target's context and those of the draft models, `options` the options of each. Raises
-    `UsageError` if the file is of another kind, or cannot be read.
-    """
-
-    def __init__(
-        self, path: Path, backends: Sequence[LlamaBackend], options: Sequence[ContextOptions]
-    ) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._backends = backends
-        self._identities = [_identity(*each) for each in zip(backends, options, strict=True)]
         self._restored: list[list[int]] = []
         self._header, self._start = _read_header(path)
 
-    def restore(self) -> str:
-        """Let the contexts hold the file's text. Return why they cannot, as a sentence; empty if they can, or if
-        there is no file yet."""
+    def restore(self, contexts: Sequence[CachedContext]) -> str:
+        """Let the contexts, the target's first, hold the file's text. Return why they cannot, as a sentence; empty
+        if they can, or if there is no file yet."""
         if self._header is None:
             return ""
         parts = self._header["parts"]
-        if [part["identity"] for part in parts[:1]] != self._identities[:1]:
+        if [part["identity"] for part in parts[:1]] != [contexts[0].identity()]:
             return f"{self._path} was made with another model or other settings: it is made anew"
         offset = self._start
-        for backend, part, identity in zip(self._backends, parts, self._identities, strict=False):
+        for context, part in zip(contexts, parts, strict=False):
             with self._path.open("rb") as file:
                 file.seek(offset)
                 data = np.frombuffer(file.read(part["n_bytes"]), np.uint8)
             offset += part["n_bytes"]
             if len(data) < part["n_bytes"] or zlib.crc32(data.data) != part["crc32"]:
                 return f"{self._path} is damaged: it is made anew"
-            if part["identity"] != identity or part["n_tokens"] > backend.n_ctx:
+            backend = context.backend
+            if part["identity"] != context.identity() or part["n_tokens"] > backend.n_ctx:
                 continue  # a draft model that changed reads the prompt again; so does too small a context
             n_token_bytes = 4 * part["n_tokens"]
             tokens = data[:n_token_bytes].view("<i4").tolist()
             if not backend.restore_text(0, tokens, data[n_token_bytes:]):
                 return f"{self._path}: llama.cpp does not take its state: the prompt is read again"
-        self._restored = self._texts()
+        self._restored = [context.text for context in contexts]
         return ""
 
-    def save(self) -> None:
+    def save(self, contexts: Sequence[CachedContext]) -> None:
         """Write the file, if the texts changed. Raise `OutputError`."""
-        texts = self._texts()
+        texts = [context.text for context in contexts]
         if not texts[0] or texts == self._restored:
             return
         parts: list[dict[str, Any]] = []
         blobs: list[NDArray[np.uint8]] = []
-        for backend, text, identity in zip(self._backends, texts, self._identities, strict=True):
+        for context, text in zip(contexts, texts, strict=True):
             tokens = np.array(text, "<i4").view(np.uint8)
-            blob = np.concatenate([tokens, backend.saved_text(0)])
+            blob = np.concatenate([tokens, context.backend.saved_text(0)])
             blobs.append(blob)
-            part = {"identity": identity, "n_tokens": len(text), "n_bytes": len(blob)}
+            part = {"identity": context.identity(), "n_tokens": len(text), "n_bytes": len(blob)}
             parts.append({**part, "crc32": zlib.crc32(blob.data)})
         header = json.dumps({"format": _MAGIC, "parts": parts}).encode() + b"\n"
         with write_errors(self._path), new_beside(self._path) as new:
@@ -87,17 +102,6 @@ class PromptCache:
                 for blob in blobs:
                     file.write(blob.data)
             new.replace(self._path)
-
-    def _texts(self) -> list[list[int]]:
-        return [list(backend.text(0)) for backend in self._backends]
-
-
-def _identity(backend: LlamaBackend, options: ContextOptions) -> list[Any]:
-    """Return what the state of a text depends on, as JSON reads it back."""
-    about = backend.model.path.stat()
-    types = [options.cache_type_k, options.cache_type_v, options.flash_attention]
-    file = [backend.model.name, about.st_size, about.st_mtime_ns]
-    return [*file, backend.model.kernels, options.n_gpu_layers, *types]
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any] | None, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 
 from specgen.engine.engine import Engine
+from specgen.engine.kept_answers import Learnt, write_learnt
 from specgen.engine.loaded_models import Models
-from specgen.errors import UsageError
+from specgen.errors import OutputError, UsageError
 from specgen.events import FinishedEvent, NoticeEvent
+from specgen.llama import LlamaBackend
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -45,6 +48,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def options_of(
+    target: Path, cache: Path | None, context: ContextOptions = CONTEXT
+) -> SessionOptions:
+    """The options of a session without drafts."""
+    return SessionOptions(
+        target=target,
+        draft="none",
+        drafting=DraftOptions(policy="fixed", max_tokens=3, p_min=0.0, ngrams=False),
+        generation=GenerationOptions(max_tokens=20, ignore_eos=True),
+        target_context=context,
+        draft_context=context,
+        prompt_cache=cache,
+    )
+
+
 def answered(
     target: Path,
     cache: Path | None,
@@ -55,15 +73,8 @@ def answered(
     sampler: SamplerOptions | None = None,
 ) -> tuple[FinishedEvent, list[str]]:
     """The answer of a session of its own, and its notices."""
-    options = SessionOptions(
-        target=target,
-        draft=draft,
-        sampler=sampler or SamplerOptions(),
-        drafting=DraftOptions(policy="fixed", max_tokens=3, p_min=0.0, ngrams=False),
-        generation=GenerationOptions(max_tokens=20, ignore_eos=True),
-        target_context=context,
-        draft_context=context,
-        prompt_cache=cache,
+    options = replace(
+        options_of(target, cache, context), draft=draft, sampler=sampler or SamplerOptions()
     )
     with Models(options, time.perf_counter) as models, Engine(models) as engine:
         request = engine.insert(models.prompts.of_text(prompt, chat=False))
@@ -171,3 +182,72 @@ def test_the_command_line_keeps_a_prompt(folder: Path, tmp_path: Path, specgen: 
     refused = specgen(*command[:-1], missing, PROMPT)
     assert refused.out == ""
     assert "there is no such folder" in refused.err
+
+
+def test_draft_contexts_may_be_opened_again(folder: Path, tmp_path: Path) -> None:
+    """As a draft does that learnt: what is kept at the end is what the new context has read."""
+    target, file = folder / "attention.gguf", tmp_path / "kept"
+    learning = tmp_path / "learning"
+    learning.mkdir()
+    config = TinyConfig(architecture=CACHES["attention"], n_ctx_train=1024)
+    options = replace(
+        options_of(target, file), draft=folder / "attention draft.gguf", learning=learning
+    )
+    with Models(options, time.perf_counter) as models, Engine(models) as engine:
+        prompt = models.prompts.of_text(PROMPT, chat=False)
+        texts = []
+        for noise in (0.05, 0.3):
+            write_tiny_model(learning / "w.gguf", config.draft(noise))
+            write_learnt(learning, folder / "attention draft.gguf", Learnt("w.gguf"))
+            assert engine.reload_draft()
+            request = engine.insert(prompt)
+            list(engine.stream(request))
+            assert request.finished is not None
+            texts.append(request.finished.token_ids)
+    assert texts[0] == texts[1]
+    header = json.loads(file.read_bytes().partition(b"\n")[0])
+    assert [part["n_tokens"] > 0 for part in header["parts"]] == [True, True]
+    assert answered(target, file)[0].n_cached_tokens > 0
+
+
+def test_an_engine_whose_file_cannot_be_written_is_closed_all_the_same(
+    folder: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "gone"
+    place.mkdir()
+    options = options_of(folder / "attention.gguf", place / "kept")
+    with Models(options, time.perf_counter) as models:
+        engine = Engine(models)
+        request = engine.insert(models.prompts.of_text(PROMPT, chat=False))
+        list(engine.stream(request))
+        waiting = engine.insert(models.prompts.of_text(PROMPT, chat=False))
+        place.rmdir()
+        with pytest.raises(OutputError):
+            engine.close()
+        assert waiting.failure is not None
+        assert engine.target.handle is None
+
+
+def test_an_engine_that_refuses_its_file_frees_its_contexts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: set[LlamaBackend] = set()
+    start, close = LlamaBackend.__init__, LlamaBackend.close
+
+    def starts(backend: LlamaBackend, *arguments: Any, **settings: Any) -> None:
+        start(backend, *arguments, **settings)
+        alive.add(backend)
+
+    def closes(backend: LlamaBackend) -> None:
+        close(backend)
+        alive.discard(backend)
+
+    monkeypatch.setattr(LlamaBackend, "__init__", starts)
+    monkeypatch.setattr(LlamaBackend, "close", closes)
+    (tmp_path / "mine").write_bytes(b"a text\n")
+    with Models(
+        options_of(folder / "attention.gguf", tmp_path / "mine"), time.perf_counter
+    ) as models:
+        with pytest.raises(UsageError):
+            Engine(models)
+        assert not alive
