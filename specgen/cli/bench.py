@@ -20,7 +20,7 @@ from specgen.errors import OutputError, UsageError
 from specgen.measure.bench.plan import Plan, find_fields
 from specgen.measure.selection.session_opening import open_memory
 from specgen.options import Contexts, DraftOptions, GenerationOptions, PolicyName, SamplerOptions
-from specgen.system.machine import LoadOfOthers, busy_text, is_busy
+from specgen.system.machine import LoadOfOthers, notes_on_figures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -308,11 +308,7 @@ def _notes(report: BenchReport) -> list[str]:
     notes += [f"prompt {skip.prompt} was left out: {skip.reason}" for skip in runs.skipped]
     for result in runs.results:
         notes += [f"{result.contender}: {notice}" for notice in result.outcome.notices]
-    if report.others_share is not None and is_busy(report.others_share):
-        notes.append(
-            f"{busy_text(report.others_share)}: these figures are those of a busy machine; run it again "
-            "when it is idle"
-        )
+    notes += notes_on_figures(report.others_share)
     notes += [
         f"{each.contender}: x{each.speedup:.2f} is more than {each.mean_accepted_length:.2f} tokens per "
         "pass of the target allow: the machine's speed changed meanwhile"

@@ -39,16 +39,9 @@ for command in (find, make, data):
     target=flags.target(
         help="The target whose answers were kept: a GGUF file, or a name.",
     ),
-    draft=flags.named(
-        Option(
-            "--draft",
-            "--model-draft",
-            "-md",
-            metavar="FILE|NAME",
-            help="The draft model that learns.",
-            show_default="the one that `specgen run` takes for this target",
-        ),
-        flags.HUB_DRAFT,
+    draft=flags.draft_model(
+        help="The draft model that learns.",
+        show_default="the one that `specgen run` takes for this target",
     ),
     minutes=Option("--minutes", min=0.1, help="How long it may train at most."),
     as_json=flags.JSON_REPORT,

@@ -19,7 +19,7 @@ from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairE
 from specgen.measure.selection.default_draft import name_of
 from specgen.measure.selection.session_opening import find_target
 from specgen.options import Contexts, DraftOptions, GenerationOptions
-from specgen.system.machine import LoadOfOthers, busy_text, is_busy
+from specgen.system.machine import LoadOfOthers, notes_on_figures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -238,17 +238,13 @@ def _print_search(search: Search, *, as_json: bool) -> None:
 def _notes(search: Search | None, *, save: bool) -> list[str]:
     """Return remarks about the ranking."""
     notes = []
-    if search is not None and search.ties:
-        names = ", ".join(
-            f"{name_of(one.draft)} (x{one.figures.speedup:.2f})" for one in search.ties
-        )
-        notes.append(f"a tie, since they differ by no more than the noise: {names}")
-    if search is not None and search.others_share is not None and is_busy(search.others_share):
-        notes.append(
-            f"{busy_text(search.others_share)}: these figures are those of a busy machine; run it again "
-            "when it is idle"
-        )
     if search is not None:
+        if search.ties:
+            names = ", ".join(
+                f"{name_of(one.draft)} (x{one.figures.speedup:.2f})" for one in search.ties
+            )
+            notes.append(f"a tie, since they differ by no more than the noise: {names}")
+        notes += notes_on_figures(search.others_share)
         notes += [f"{refused.file}: {refused.reason}" for refused in search.refused]
         notes += [
             f"prompt {number} was left out: the context has no room for it"

@@ -95,16 +95,9 @@ def data(
 @flags.takes_options(
     _TEXT,
     target=flags.target(),
-    draft=flags.named(
-        Option(
-            "--draft",
-            "--model-draft",
-            "-md",
-            metavar="FILE|NAME",
-            help="The small model that is fitted to the target.",
-            show_default="the general draft, if it is on this disk",
-        ),
-        flags.HUB_DRAFT,
+    draft=flags.draft_model(
+        help="The small model that is fitted to the target.",
+        show_default="the general draft, if it is on this disk",
     ),
     kind=Option(
         "--kind",

@@ -124,3 +124,12 @@ def is_busy(others_share: float | None) -> bool:
 def busy_text(others_share: float) -> str:
     """Return a clause that says how busy the machine was."""
     return f"other programs took {100 * others_share:.0f} % of the machine's cores meanwhile"
+
+
+def notes_on_figures(others_share: float | None) -> list[str]:
+    """Return a note on figures that were measured while the machine was busy; none if it was not."""
+    if others_share is None or not is_busy(others_share):
+        return []
+    return [
+        f"{busy_text(others_share)}: these figures are those of a busy machine; run it again when it is idle"
+    ]

@@ -35,6 +35,7 @@ __all__ = [
     "Trials",
     "answer",
     "constraint",
+    "draft_model",
     "drafting",
     "group",
     "hub_names",
@@ -93,6 +94,12 @@ def target(*, required: bool = True, **settings: Any) -> Group:
     """Return the options that name a target, one of which must be given if it is `required`."""
     settings = {"show_default": "required" if required else False} | settings
     return named(target_option(**settings), required=required)
+
+
+def draft_model(**settings: Any) -> Group:
+    """Return the options that name a small model."""
+    option = Option("--draft", "--model-draft", "-md", metavar="FILE|NAME", **settings)
+    return named(option, HUB_DRAFT)
 
 
 _MODELS = panel(
