@@ -21,12 +21,13 @@ from specgen.engine.prompts import Prompt
 from specgen.engine.request import Request
 from specgen.errors import UsageError
 from specgen.events import CommittedEvent, Event
-from specgen.llama.file_check import remember_checks
-from specgen.llama.kernel_checks import choose_kernels, note_about
-from specgen.llama.packed_weights import keep_packed_weights
 from specgen.measure.selection.model_choice import staged
-from specgen.measure.selection.session_opening import SessionOpener, find_models, session_options
-from specgen.models import cache_folder, packed_folder
+from specgen.measure.selection.session_opening import (
+    SessionOpener,
+    find_models,
+    session_options,
+    start_kernels,
+)
 from specgen.options import (
     ContextOptions,
     Contexts,
@@ -101,19 +102,15 @@ def load(
     """
     drafts = [draft] if isinstance(draft, (str, Path)) else list(draft or ())
     sources = find_models(staged(str(target), [str(each) for each in drafts], None), quiet=True)
-    remember_checks(cache_folder())
-    status = choose_kernels(kernels, cache_folder())
-    keep_packed_weights(packed_folder())
-    if text := note_about(status, kernels, cache_folder()):
+    own_kernels = KernelOptions(kernels)
+    if text := start_kernels(own_kernels)[1]:
         note(text)
     options = session_options(
         sources,
         sampling or SamplerOptions(),
         drafting or DraftOptions(),
         generation or GenerationOptions(),
-        Contexts(
-            context or ContextOptions(), draft_context or ContextOptions(), KernelOptions(kernels)
-        ),
+        Contexts(context or ContextOptions(), draft_context or ContextOptions(), own_kernels),
     )
     with contextlib.ExitStack() as on_error:
         loaded = SessionOpener(sources.drafts, clock=time.perf_counter, note=note).open(options)

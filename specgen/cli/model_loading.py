@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING
 from specgen.cli.output import Output
 from specgen.measure.selection.default_draft import DraftChoice
 from specgen.measure.selection.model_choice import ModelChoice
-from specgen.measure.selection.session_opening import SessionOpener, find_models, session_options
+from specgen.measure.selection.session_opening import (
+    SessionOpener,
+    find_models,
+    session_options,
+    start_kernels,
+)
 from specgen.options import Contexts, DraftOptions, GenerationOptions, KernelOptions, SamplerOptions
 
 if TYPE_CHECKING:
@@ -89,17 +94,11 @@ def use_kernels(wanted: KernelOptions, output: Output) -> None:
     """Choose what computes on the CPU, before the first model is loaded; print a note if the kernels are
     missing or cannot be used. From then on, a crash in native code is reported in a line. Raise `UsageError`
     if kernels that were asked for cannot be used."""
-    from specgen.llama.file_check import remember_checks
-    from specgen.llama.kernel_checks import choose_kernels, note_about
     from specgen.llama.library import end_with_a_line
-    from specgen.llama.packed_weights import keep_packed_weights
-    from specgen.models import cache_folder, packed_folder
 
     end_with_a_line(sys.stdout.flush)
-    remember_checks(cache_folder())
-    status = choose_kernels(wanted.choice, cache_folder())
-    keep_packed_weights(None if wanted.packed_cache == "off" else packed_folder())
-    if note := note_about(status, wanted.choice, cache_folder()):
+    status, note = start_kernels(wanted)
+    if note:
         hint = f"\nhint: {status.hint}" if status.hint else ""
         output.note(f"{note}{hint}")
 

@@ -19,6 +19,7 @@ from specgen.options import (
     Contexts,
     DraftOptions,
     GenerationOptions,
+    KernelOptions,
     SamplerOptions,
     SessionOptions,
 )
@@ -26,6 +27,7 @@ from specgen.options import (
 if TYPE_CHECKING:
     from specgen.engine.calibration.memory import Memory
     from specgen.engine.loaded_models import Models
+    from specgen.llama.kernel_checks import KernelStatus
     from specgen.measure.selection.resolve import Fetch
     from specgen.models import Registry
     from specgen.options import DraftSource
@@ -71,6 +73,21 @@ def _fetch(registry: Registry, *, quiet: bool) -> Fetch:
         return fetch(registry.model(name), progress=progress)
 
     return get
+
+
+def start_kernels(wanted: KernelOptions) -> tuple[KernelStatus, str | None]:
+    """Choose what computes on the CPU, and whether packed weights are kept, before the first model is loaded.
+    Return what was chosen, and a note if kernels are missing or cannot be used. Raise `UsageError` if kernels
+    that were asked for cannot be used."""
+    from specgen.llama.file_check import remember_checks
+    from specgen.llama.kernel_checks import choose_kernels, note_about
+    from specgen.llama.packed_weights import keep_packed_weights
+    from specgen.models import cache_folder, packed_folder
+
+    remember_checks(cache_folder())
+    status = choose_kernels(wanted.choice, cache_folder())
+    keep_packed_weights(None if wanted.packed_cache == "off" else packed_folder())
+    return status, note_about(status, wanted.choice, cache_folder())
 
 
 def session_options(
