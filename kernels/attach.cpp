@@ -135,20 +135,26 @@ void *cpu_library(void *registry) {
     return dlopen(about.dli_fname, RTLD_NOW | RTLD_NOLOAD);
 }
 
-// Find the functions of the ggml that is loaded, if it is the version whose structures are declared.
+// Find the functions of the ggml that is loaded, if it is the version whose structures are declared: no other's
+// are read.
 bool find_functions() {
+    const std::string built_for = std::string("they are for ggml ") + built_for_ggml;
+    const std::string not_loaded =
+        built_for + ", and its libraries (libggml-base.so.0, libggml.so.0, the CPU's) are not loaded";
     void *base = dlopen("libggml-base.so.0", RTLD_NOW | RTLD_NOLOAD);
-    void *registry = dlopen("libggml.so.0", RTLD_NOW | RTLD_NOLOAD);
-    void *cpu = registry ? cpu_library(registry) : nullptr;
-    if (base == nullptr || cpu == nullptr) {
-        problem = std::string("they are for ggml ") + built_for_ggml +
-                  ", and its libraries (libggml-base.so.0, libggml.so.0, the CPU's) are not loaded";
+    if (base == nullptr) {
+        problem = not_loaded;
         return false;
     }
     if (!find(base, "ggml_version", ggml_api.version)) return false;
     if (std::strcmp(ggml_api.version(), built_for_ggml) != 0) {
-        problem = std::string("they are for ggml ") + built_for_ggml + ", and llama.cpp has ggml " +
-                  ggml_api.version();
+        problem = built_for + ", and llama.cpp has ggml " + ggml_api.version();
+        return false;
+    }
+    void *registry = dlopen("libggml.so.0", RTLD_NOW | RTLD_NOLOAD);
+    void *cpu = registry ? cpu_library(registry) : nullptr;
+    if (cpu == nullptr) {
+        problem = not_loaded;
         return false;
     }
     return find(base, "ggml_op_name", ggml_api.op_name) &&
