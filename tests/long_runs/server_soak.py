@@ -2,7 +2,8 @@
 
     python -m tests.long_runs.server_soak --minutes 60 -- -m target.gguf -md draft.gguf
 
-starts `specgen serve` with the options behind ``--``, and looks for
+starts `specgen serve` with the options behind ``--``, also with ``--models`` (the first model gets most requests,
+embedding models get theirs), and looks for
 
 - texts that differ from what the server said to the same request before, with or without drafts, alone
   or beside others. Rows have to be exact: use the kernels, or CPU caches in F32 without flash attention,
@@ -98,6 +99,10 @@ _AGENT: dict[str, Any] = {
     "metadata": {"a": "b"},
     "user": "eva",
 }
+#: How agents' requests are asked so that the same one has the same answer.
+_GREEDY = {"temperature": 0, "top_k": 1}
+#: How much more often the first model is asked than each other one.
+_N_FIRST = 12
 _OK = 200
 _TOO_MANY = 429
 #: Statuses that are right for a request that was mutated.
@@ -125,6 +130,11 @@ class Soak:
         self.counts: collections.Counter[str] = collections.Counter()
         self.findings: list[str] = []
         self.samples: list[dict[str, float]] = []
+        models = httpx.get(f"{url}/v1/models", timeout=_PATIENCE_S).json()["data"]
+        self._texts, self._embeddings = (
+            [model["id"] for model in models if model["type"] == kind]
+            for kind in ("llm", "embeddings")
+        )
 
     # --- users ---------------------------------------------------------------------------------
 
@@ -136,6 +146,8 @@ class Soak:
             (5, self._ask_in_a_stream),
             (4, self._go_away),
             (1, self._read_slowly),
+            (4, self._ask_as_agent),
+            (3 if self._embeddings else 0, self._embed),
             (10, self._ask_wrongly),
             (2, self._look),
         ]
@@ -164,6 +176,7 @@ class Soak:
         if chance.random() < 0.1:
             prompt = _LONG[: chance.randrange(len(_LONG))]
         body: dict[str, Any] = {"max_tokens": chance.choice([1, 2, 8, 24, 64])}
+        body["model"] = self._model(chance)
         kind = chance.random()
         path = "/v1/chat/completions"
         if kind < 0.6:
@@ -188,6 +201,11 @@ class Soak:
             body["n"] = 2
         return path, body
 
+    def _model(self, chance: random.Random) -> str:
+        """The name of a model: mostly the first one, so that others are loaded and unloaded now and then."""
+        name: str = chance.choice([*self._texts[:1] * _N_FIRST, *self._texts[1:]])
+        return name
+
     def _with_wish(self, body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
         """The same with other wishes of drafts, which change nothing in the text."""
         wish = dict(body.get("speculative", {}))
@@ -209,6 +227,54 @@ class Soak:
 
     def _ask_in_a_stream(self, client: httpx.Client, chance: random.Random) -> str:
         return self._stream(client, chance, None)
+
+    def _ask_as_agent(self, client: httpx.Client, chance: random.Random) -> str:
+        """Ask as agents do, whole or in a stream, which may be cut in the middle."""
+        path = chance.choice(["/v1/messages", "/v1/responses"])
+        body = {**(AGENT if path == "/v1/messages" else AGENT_BODY), **_GREEDY}
+        body |= {"model": self._model(chance), "stream": chance.random() < 0.6}
+        turn = "messages" if path == "/v1/messages" else "input"
+        body["max_tokens" if turn == "messages" else "max_output_tokens"] = chance.choice([4, 24])
+        if chance.random() < 0.5:  # some templates take no tools
+            del body["tools"], body["tool_choice"]
+            body[turn] = [{"role": "user", "content": chance.choice(_PROMPTS)}]
+        n_lines = chance.choice([None, None, chance.randrange(20)])
+        text = ""
+        with client.stream("POST", path, json=body) as response:
+            if response.status_code != _OK:
+                said = response.read().decode()
+                if response.status_code != _TOO_MANY and "template" not in said:
+                    self._find(f"{path} {json.dumps(body)}: {response.status_code} {said[:300]}")
+                return "refused"
+            if not body["stream"]:
+                found = json.loads(response.read())
+                text = _without_ids(found["content" if turn == "messages" else "output"])
+            else:
+                for number, line in enumerate(response.iter_lines()):
+                    if n_lines is not None and number >= n_lines:
+                        return "gone"
+                    if line.startswith("data: "):
+                        event = json.loads(line[6:])
+                        if "error" in event["type"] or "failed" in event["type"]:
+                            self._find(f"{path} {json.dumps(body)}: {line}")
+                        text += _delta_of(event)
+        self._compare(path, body, 0, text)
+        return "answered"
+
+    def _embed(self, client: httpx.Client, chance: random.Random) -> str:
+        texts = [chance.choice([*_PROMPTS, _LONG[:1500]]) for _ in range(chance.choice([1, 1, 8]))]
+        body = {"model": chance.choice(self._embeddings), "input": texts}
+        response = client.post("/v1/embeddings", json=body)
+        if response.status_code != _OK:
+            if response.status_code == _TOO_MANY:
+                return "too many"
+            self._find(f"embeddings of {texts}: {response.status_code} {response.text[:200]}")
+            return "refused"
+        for text, each in zip(texts, response.json()["data"], strict=True):
+            self._compare(
+                "embedding", {"model": body["model"], "text": text}, 0, str(each["embedding"])
+            )
+        return "answered"
 
     def _go_away(self, client: httpx.Client, chance: random.Random) -> str:
         return self._stream(client, chance, chance.randrange(8))
@@ -259,7 +325,8 @@ class Soak:
             time.sleep(chance.choice([1.0, 5.0, 10.0]))
         return "let go"
 
-    def _ask_wrongly(self, client: httpx.Client, chance: random.Random) -> str:
+    def _any_request(self, chance: random.Random) -> tuple[str, dict[str, Any]]:
+        """A path, and a right body, of all that there are."""
         path, body = self._request(chance)
         kind = chance.random()
         if chance.random() < 0.4:
@@ -283,7 +350,15 @@ class Soak:
             if chance.random() < 0.5:  # most templates of tests take no tools
                 del body["tools"], body["tool_choice"]
                 body["input"] = [item for item in body["input"] if "call_id" not in item]
+        elif self._embeddings and kind < 0.85:
+            path = "/v1/embeddings"
+            body = {"input": ["a", [1, 2]], "encoding_format": "float", "dimensions": 3}
         body = {**body, "max_tokens": 4} if "max_tokens" in body else body
+        names = self._embeddings if path == "/v1/embeddings" else [self._model(chance)]
+        return path, {**body, "model": chance.choice(names)}
+
+    def _ask_wrongly(self, client: httpx.Client, chance: random.Random) -> str:
+        path, body = self._any_request(chance)
         data = mutated(body, chance)
         headers = {"Content-Type": "application/json"}
         response = client.post(path, content=data, headers=headers)
@@ -298,6 +373,7 @@ class Soak:
         path = chance.choice(
             ["/", "/page/page.js", "/health", "/props", "/slots", "/metrics", "/v1/models"]
         )
+        path += f"?model={self._model(chance)}" if path == "/props" else ""
         response = client.get(path)
         if response.status_code != _OK:
             self._find(f"{path}: {response.status_code} {response.text[:200]}")
@@ -334,7 +410,7 @@ class Soak:
         self.samples.append(found)
         return found
 
-    def check_rest(self, after_warm_up: dict[str, float]) -> None:
+    def check_rest(self) -> None:
         """With all users gone: everything is given back."""
         deadline = time.monotonic() + _PATIENCE_S
         with httpx.Client(base_url=self._url, timeout=_PATIENCE_S) as client:
@@ -344,13 +420,40 @@ class Soak:
                     return
                 time.sleep(0.2)
             for name in ("requests_processing", "requests_deferred"):
-                if not re.search(rf"specgen:{name}{{.*}} 0\.0", client.get("/metrics").text):
+                values = re.findall(rf"specgen:{name}{{.*}} (.*)", client.get("/metrics").text)
+                if set(values) != {"0.0"}:
                     self._find(f"{name} is not 0")
-        last = self.sample()
-        if last["n_files"] > after_warm_up["n_files"] + _SLACK_FILES:
-            self._find(f"descriptors: {after_warm_up['n_files']} became {last['n_files']}")
-        if last["memory_mb"] > after_warm_up["memory_mb"] + _SLACK_MB:
-            self._find(f"MB of memory: {after_warm_up['memory_mb']} became {last['memory_mb']}")
+        self.sample()
+        quarter = len(self.samples) // 4 or 1
+        for name, slack in (("n_files", _SLACK_FILES), ("memory_mb", _SLACK_MB)):
+            # The least of a time: the models that are loaded differ.
+            before, after = (
+                min(sample[name] for sample in samples)
+                for samples in (self.samples[quarter : 2 * quarter + 1], self.samples[-quarter:])
+            )
+            if after > before + slack:
+                self._find(f"{name}: {before} became {after}")
+
+
+def _delta_of(event: dict[str, Any]) -> str:
+    """What an event of an agent's stream adds to the answer."""
+    delta = event.get("delta") if "delta" in event["type"] else None
+    if isinstance(delta, dict):
+        return "".join(str(delta.get(name, "")) for name in ("text", "thinking", "partial_json"))
+    return delta or ""
+
+
+def _without_ids(value: Any) -> str:
+    """An answer as JSON, without what is random in it."""
+
+    def cleared(each: Any) -> Any:
+        if isinstance(each, list):
+            return [cleared(item) for item in each]
+        if not isinstance(each, dict):
+            return each
+        return {name: cleared(item) for name, item in each.items() if name not in ("id", "call_id")}
+
+    return json.dumps(cleared(value))
 
 
 def main() -> int:
@@ -393,7 +496,7 @@ def main() -> int:
         for user in users:
             user.join()
         if process.poll() is None:
-            soak.check_rest(soak.samples[len(soak.samples) // 4])
+            soak.check_rest()
             process.send_signal(signal.SIGTERM)
             code = process.wait(_PATIENCE_S)
             if code:
