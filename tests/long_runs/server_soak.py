@@ -174,7 +174,7 @@ class Soak:
         """A path, and a right body."""
         prompt = chance.choice(_PROMPTS)
         if chance.random() < 0.1:
-            prompt = _LONG[: chance.randrange(len(_LONG))]
+            prompt = _LONG[: chance.randrange(1, len(_LONG))]
         body: dict[str, Any] = {"max_tokens": chance.choice([1, 2, 8, 24, 64])}
         body["model"] = self._model(chance)
         kind = chance.random()
