@@ -65,6 +65,7 @@ class LlamaGrammar:
         found = self._states.get(key)
         if found is None:
             found = self._states[key] = _LlamaState(self, key)
+            self.stacks.allow_for_token()
             if len(self._states) > MOST_STATES:
                 with contextlib.suppress(KeyError):  # another thread was here before
                     del self._states[next(iter(self._states))]

@@ -28,9 +28,10 @@ _EMPTY = -1
 #: The number of the state without stacks, and a successor that is not known yet.
 DEAD = 0
 _UNKNOWN = -1
-#: The most stacks that are followed for one question, about half a second, and for all questions.
+#: The most stacks that are followed for one question, about half a second; for all questions, and more for each
+#: token of a text.
 _MOST_WORK = 200_000
-_MOST_WORK_IN_ALL = 2_000_000
+_MOST_WORK_IN_ALL, _WORK_OF_A_TOKEN = 2_000_000, 5_000
 #: The most numbers that are kept of states and their successors.
 _MOST_KEPT = 8_000_000
 
@@ -71,12 +72,16 @@ class GbnfStates:
         self._number_of_stack: dict[_Stack, int] = {}
         self._classes: dict[Characters, list[int]] = {}
         self._lock = threading.RLock()
-        self._work = self._work_in_all = 0
+        self._work, self._work_left = 0, float(_MOST_WORK_IN_ALL)
         self._forget()
         root = grammar.root
         todo = [(root, number, 0, _EMPTY) for number in range(len(self._rules[root]))]
         #: The state before a text.
         self.start: Stacks = self._expanded(todo)
+
+    def allow_for_token(self) -> None:
+        """Allow the work for another token of a text."""
+        self._work_left += _WORK_OF_A_TOKEN
 
     @staticmethod
     def may_end(state: Stacks) -> bool:
@@ -124,7 +129,7 @@ class GbnfStates:
 
     def _begin(self, state: Stacks) -> int:
         """Begin a question about a state, and return its number."""
-        if self._work_in_all > _MOST_WORK_IN_ALL:
+        if self._work_left < 0:
             raise TooManyWaysError
         if self._n_kept > _MOST_KEPT:
             self._forget()
@@ -208,9 +213,9 @@ class GbnfStates:
 
     def _count(self, n: int) -> None:
         self._work += n
-        self._work_in_all += n
+        self._work_left -= n
         if self._work > _MOST_WORK:
-            self._work_in_all = _MOST_WORK_IN_ALL + 1  # so that later questions are not asked
+            self._work_left = float("-inf")  # so that later questions are not asked
             raise TooManyWaysError
 
     def _stack(self, stack: _Stack) -> int:
