@@ -129,7 +129,7 @@ class Soak:
         self._known: dict[str, str] = {}
         self.counts: collections.Counter[str] = collections.Counter()
         self.findings: list[str] = []
-        self.samples: list[dict[str, float]] = []
+        self.samples: list[dict[str, Any]] = []
         models = httpx.get(f"{url}/v1/models", timeout=_PATIENCE_S).json()["data"]
         self._texts, self._embeddings = (
             [model["id"] for model in models if model["type"] == kind]
@@ -398,11 +398,13 @@ class Soak:
         with self._lock:
             self.counts[what] += 1
 
-    def sample(self) -> dict[str, float]:
+    def sample(self) -> dict[str, Any]:
         """What the server holds now: megabytes of memory of its own, descriptors, threads."""
         memory = self._process.memory_full_info()
+        models = httpx.get(f"{self._url}/v1/models", timeout=_PATIENCE_S).json()["data"]
         found = {
             "minute": round((time.monotonic() - self._until) / 60, 2),
+            "loaded": ", ".join(m["id"] for m in models if m["status"]["value"] == "loaded"),
             "memory_mb": round(memory.uss / 2**20, 1),
             "n_files": self._process.num_fds(),
             "n_threads": self._process.num_threads(),
@@ -425,14 +427,16 @@ class Soak:
                     self._find(f"{name} is not 0")
         self.sample()
         quarter = len(self.samples) // 4 or 1
+        early, late = self.samples[quarter : 2 * quarter + 1], self.samples[-quarter:]
         for name, slack in (("n_files", _SLACK_FILES), ("memory_mb", _SLACK_MB)):
-            # The least of a time: the models that are loaded differ.
-            before, after = (
-                min(sample[name] for sample in samples)
-                for samples in (self.samples[quarter : 2 * quarter + 1], self.samples[-quarter:])
-            )
-            if after > before + slack:
-                self._find(f"{name}: {before} became {after}")
+            # The most that the same models took: models that are being unloaded leave their memory bit by bit.
+            for loaded in {sample["loaded"] for sample in early} & {s["loaded"] for s in late}:
+                before, after = (
+                    max(sample[name] for sample in samples if sample["loaded"] == loaded)
+                    for samples in (early, late)
+                )
+                if after > before + slack:
+                    self._find(f"{name} with {loaded}: {before} became {after}")
 
 
 def _delta_of(event: dict[str, Any]) -> str:
