@@ -111,6 +111,8 @@ _SERVER_ERROR = 500
 #: Megabytes and descriptors that may come and go.
 _SLACK_MB = 64
 _SLACK_FILES = 8
+#: The fewest samples of a quarter of the time that are compared.
+_N_SAMPLES = 3
 _PATIENCE_S = 180.0
 
 
@@ -432,11 +434,12 @@ class Soak:
             # The most that the same models took: models that are being unloaded leave their memory bit by bit.
             for loaded in {sample["loaded"] for sample in early} & {s["loaded"] for s in late}:
                 before, after = (
-                    max(sample[name] for sample in samples if sample["loaded"] == loaded)
+                    [sample[name] for sample in samples if sample["loaded"] == loaded]
                     for samples in (early, late)
                 )
-                if after > before + slack:
-                    self._find(f"{name} with {loaded}: {before} became {after}")
+                is_enough = min(len(before), len(after)) >= _N_SAMPLES
+                if is_enough and max(after) > max(before) + slack:
+                    self._find(f"{name} with {loaded}: {max(before)} became {max(after)}")
 
 
 def _delta_of(event: dict[str, Any]) -> str:

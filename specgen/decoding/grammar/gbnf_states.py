@@ -80,7 +80,7 @@ class GbnfStates:
         self.start: Stacks = self._expanded(todo)
 
     def allow_for_token(self) -> None:
-        """Allow the work for another token of a text."""
+        """Add the work for another token of a text to what is allowed."""
         self._work_left += _WORK_OF_A_TOKEN
 
     @staticmethod
