@@ -20,6 +20,7 @@ from specgen.decoding.drafters import (
     Guesses,
     HeadsDrafter,
     ModelDrafter,
+    MtpChainDrafter,
     MtpDrafter,
     ParallelDrafter,
     PromptHeadSkipper,
@@ -242,7 +243,8 @@ DRAFTERS: dict[str, DrafterCase] = {
     ),
     "heads": DrafterCase(HeadsDrafter, None, "heads", draws=True, heads=True),
     # These need targets of their own, which test_lossless.py has.
-    "MTP layers": DrafterCase(MtpDrafter, None, draws=True, heads=True),
+    "an MTP layer": DrafterCase(MtpDrafter, None, draws=True, heads=True),
+    "several MTP layers": DrafterCase(MtpChainDrafter, None, draws=True, heads=True),
     "EAGLE-3": DrafterCase(EagleDrafter, None, draws=True, heads=True),
     "DFlash": DrafterCase(DflashDrafter, None, draws=True, heads=True),
     # Drafters that only tests need: trees of any form, and nothing at all.

@@ -219,6 +219,7 @@ class MtpDraft(StatesDraft):
                 f"--draft mtp: {target.name}: {target.why_no_mtp}",
                 hint="use a file with its MTP (NextN) layers, or another draft",
             )
+        self.branches = self.branches and target.n_mtp_layers == 1
 
 
 class EagleDraft(StatesDraft):
@@ -400,6 +401,8 @@ class DraftModels:
             return f"{target.name} has a recurrent state, which branches cannot share"
         if self.eagle is not None and not self.eagle.is_tree_draft:
             return f"{self.eagle.model.name} predicts a chain in one decode"
+        if self.mtp is not None and target.n_mtp_layers > 1:
+            return f"each of the {target.n_mtp_layers} MTP layers of {target.name} drafts one token"
         if draft is None or draft.branches:
             return None
         if draft.model.has_recurrent_state:

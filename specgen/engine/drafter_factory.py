@@ -22,6 +22,7 @@ from specgen.decoding.drafters import (
     Guesses,
     HeadsDrafter,
     ModelDrafter,
+    MtpChainDrafter,
     MtpDrafter,
     ParallelDrafter,
     PromptHeadSkipper,
@@ -375,6 +376,9 @@ class _RequestDrafters:
                 n_most=backend.draft.n_most,
                 predicts_from_last=backend.draft.predicts_from_last,
             )
+        if isinstance(backend, MtpContext) and len(backend.layers) > 1:
+            others = [(each, slot.share_prefix(each, tokens)) for each in backend.layers[1:]]
+            make = partial(MtpChainDrafter, others=others)
         made = make(
             backend,
             trail,

@@ -95,6 +95,13 @@ class LlamaModel:
         return self.path.name
 
     @property
+    def n_mtp_layers(self) -> int:
+        """The number of MTP layers that can draft."""
+        architecture = self.metadata("general.architecture")
+        n_layers = self.metadata(f"{architecture}.nextn_predict_layers")
+        return 0 if self.why_no_mtp else int(n_layers or 0)
+
+    @property
     def has_equal_rows(self) -> bool:
         """Whether the model is batch-invariant, also after a prompt that was decoded in any pieces:
         specgen's kernels compute on the CPU, and the model is no `row_exception`."""

@@ -15,6 +15,7 @@ from specgen.decoding.drafters.eagle import EagleDrafter
 from specgen.decoding.drafters.heads import HeadsDrafter
 from specgen.decoding.drafters.model import ModelDrafter
 from specgen.decoding.drafters.mtp import MtpDrafter
+from specgen.decoding.drafters.mtp_chain import MtpChainDrafter
 from specgen.decoding.drafters.ngram import SuffixDrafter
 from specgen.decoding.drafters.parallel import ParallelDrafter
 from specgen.decoding.drafters.staged import Guesses
@@ -31,6 +32,7 @@ __all__ = [
     "Guesses",
     "HeadsDrafter",
     "ModelDrafter",
+    "MtpChainDrafter",
     "MtpDrafter",
     "ParallelDrafter",
     "PromptHeadSkipper",
