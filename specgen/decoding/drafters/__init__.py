@@ -1,5 +1,6 @@
 """Drafters: n-grams, models, heads, and combinations of them."""
 
+from specgen.decoding.drafters.assistant import AssistantDrafter
 from specgen.decoding.drafters.base import (
     Ask,
     Drafter,
@@ -24,6 +25,7 @@ from specgen.decoding.drafters.tree import TreeModelDrafter
 
 __all__ = [
     "Ask",
+    "AssistantDrafter",
     "DflashDrafter",
     "Drafter",
     "Drafters",

@@ -29,7 +29,7 @@ from specgen.system.arrays import Logits
 
 #: The most tokens behind those that the target has read: its own next token, and tokens that a
 #: grammar or another drafter added. Each but the first takes a decode of its own.
-_MOST_UNREAD = 16
+MOST_UNREAD = 16
 #: The most rows that count as those of the last round, and not as a prefill.
 N_USUAL = 8
 #: The most nodes that are looked beyond at once.
@@ -102,7 +102,7 @@ class MtpDrafter:
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         n_read = self._n_read(len(context))
-        if len(context) - 1 - n_read > _MOST_UNREAD or not self._cache.find_start(n_read):
+        if len(context) - 1 - n_read > MOST_UNREAD or not self._cache.find_start(n_read):
             return NO_DRAFT
         # The last drafted token is not decoded, so n tokens need n - 1 cells behind the text.
         n_max = min(plan.n_max, self._n_ctx - (len(context) - self._cache.n_skipped) + 1)
