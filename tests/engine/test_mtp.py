@@ -47,6 +47,7 @@ FIXED = DraftOptions(
 )
 
 with_every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
+with_one_and_several_layers = pytest.mark.parametrize("architecture", ["glm4moe", "mimo2"])
 
 
 @pytest.fixture(scope="session")
@@ -237,20 +238,24 @@ def test_the_text_is_that_of_plain_decoding(
         assert fast.token_ids == plain(models).token_ids
 
 
+@with_one_and_several_layers
 @pytest.mark.parametrize("tree", ["off", "auto"])
-def test_costs_and_n_grams_change_no_text(files: Path, tree: str) -> None:
+def test_costs_and_n_grams_change_no_text(
+    files: Path, architecture: MtpArchitecture, tree: str
+) -> None:
     policies: tuple[PolicyName, ...] = ("cost", "threshold")
     for policy in policies:
         drafting = DraftOptions(policy=policy, tree=parse_tree(tree), ngrams=True)
-        with loaded(files / "glm4moe.gguf", drafting) as models:
+        with loaded(files / f"{architecture}.gguf", drafting) as models:
             events = list(generate(models, models.prompts.of_text(PROMPT * 3)))
             assert isinstance(events[-1], FinishedEvent)
             assert events[-1].token_ids == plain(models, PROMPT * 3).token_ids
 
 
-def test_a_grammar_holds(files: Path) -> None:
+@with_one_and_several_layers
+def test_a_grammar_holds(files: Path, architecture: MtpArchitecture) -> None:
     grammar = Grammar("gbnf", 'root ::= ("ab" [c-h] "---" [a-h]){12}')
-    with loaded(files / "glm4moe.gguf", grammar=grammar, ignore_eos=False) as models:
+    with loaded(files / f"{architecture}.gguf", grammar=grammar, ignore_eos=False) as models:
         fast = answer(models)
         assert fast.n_forced > 0
         assert fast.n_drafted > 0
@@ -298,8 +303,11 @@ def test_greedy_check_passes(files: Path) -> None:
     assert result.difference is None
 
 
-def test_trials_replay_what_a_real_answer_drafts(files: Path) -> None:
-    with loaded(files / "glm4moe.gguf") as models:
+@with_one_and_several_layers
+def test_trials_replay_what_a_real_answer_drafts(
+    files: Path, architecture: MtpArchitecture
+) -> None:
+    with loaded(files / f"{architecture}.gguf") as models:
         real = answer(models)
         models.change_draft("none")
         baseline = measure_target(models, [PROMPT])
