@@ -178,7 +178,7 @@ def _needed_bytes(
     """Estimate the size of a context with `n_states` recurrent states."""
     cells = model.cache_bytes(size.n_ctx, options.cache_type_k, options.cache_type_v)
     if size.is_mtp:
-        return cells // max(1, model.n_layer) + CONTEXT_OVERHEAD_BYTES
+        return cells * model.n_mtp_layers // max(1, model.n_layer) + CONTEXT_OVERHEAD_BYTES
     # llama.cpp has room for the logits of all outputs, also of encoders, which have none.
     outputs = 0 if size.pooling is None else 4 * size.n_outputs * model.vocabulary.n_tokens
     return cells + n_states * model.state_bytes() + outputs + CONTEXT_OVERHEAD_BYTES
