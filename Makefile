@@ -44,7 +44,7 @@ KERNELS := hatch_build.py scripts/build_kernels.py $(wildcard kernels/*.cpp kern
 
 export PROMPT
 
-.PHONY: help run peers rpc arm test architectures quick pythons dist check lint format format-check types fuzz soak docs docs-check install clean FORCE
+.PHONY: help run peers rpc arm gpu-test test architectures quick pythons dist check lint format format-check types fuzz soak docs docs-check install clean FORCE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -134,6 +134,12 @@ rpc: $(VENV)/.installed ## Build llama.cpp's RPC, for specgen worker and --rpc
 # Skipped, with the reason, where there is no compiler for ARM or no emulator.
 arm: $(VENV)/.installed-dev ## Build the kernels for ARM, and compare them with AVX2 in an emulator (qemu), in some minutes
 	@$(BIN)/python -m scripts.arm_kernels
+
+# A real GPU that llama.cpp was built for takes part in `make test`.
+gpu-test: $(VENV)/.installed-dev ## Test layers on a GPU, which is the processor: Mesa's lavapipe, and llama.cpp's Vulkan backend, built in some minutes
+	@library=$$($(BIN)/python -m scripts.build_vulkan) && \
+		GGML_BACKEND_PATH=$$library GGML_VK_VISIBLE_DEVICES=$${GGML_VK_VISIBLE_DEVICES:-0} \
+		$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS) tests/gpu
 
 clean: ## Remove everything that make made, llama.cpp's build (minutes) too
 	rm -rf $(VENV) build dist specgen/llama/*.so specgen/llama/*.json \
