@@ -11,6 +11,8 @@ PYTEST_ARGS ?=
 WORKERS = --numprocesses auto --maxprocesses 8 --dist worksteal
 # How often `make fuzz` runs the tests with Hypothesis, with other examples each time.
 SEARCHES = 10
+# The processors that `make dist` builds wheels for.
+MACHINES = x86_64
 # What `make quick` leaves out, four fifths of the time: real models, draws by the thousand, simulated
 # worlds, child processes, commands as a whole, and comparisons with llama.cpp case by case. (Files, or
 # the beginnings of tests' names, below tests/.)
@@ -81,10 +83,13 @@ pythons: $(VENV)/.installed-dev ## Run a part of the tests in other Pythons, wit
 			|| exit 1; \
 	done
 
-# Ten minutes, most of it for CPU backends. What was compiled is kept in build/wheel. The tests of the wheel run then.
-dist: $(VENV)/.installed-dev ## Build the wheel for x86-64 Linux, which carries llama.cpp, and test it
+# Ten minutes for each, most of it for CPU backends. What was compiled is kept in build/wheel. The tests of the wheel
+# for this machine run then, and those of the other one where there is an emulator (tests/project/test_wheel.py).
+dist: $(VENV)/.installed-dev ## Build the wheels for Linux, which carry llama.cpp, and test them (MACHINES="x86_64 aarch64")
 	@$(PIP) install --quiet auditwheel cmake ninja 'ziglang~=0.17.0' >&2
-	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m scripts.build_wheel
+	@for machine in $(MACHINES); do \
+		PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m scripts.build_wheel --machine $$machine || exit 1; \
+	done
 	$(BIN)/python -m pytest -n 0 $(PYTEST_ARGS) tests/project/test_wheel.py
 
 check: lint format-check types docs-check ## What CI runs: lint, format, types, docs, the tests, some architectures
