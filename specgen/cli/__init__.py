@@ -30,11 +30,11 @@ COMMANDS = {
     "verify": "Check that drafting does not change what your model says.",
     "tune": "Measure what drafting is worth for your models on this machine, and say why.",
     "bench": "Measure what drafting gains over plain decoding, on your own prompts.",
-    "models": "List, show, download and remove models.",
-    "draft": "Find, make or train the best draft for a target.",
     "config": "Show the defaults of options, and where each comes from.",
     "worker": "Offer this machine's devices to specgen on other machines (`--rpc`), by llama.cpp's RPC.",
     "doctor": "Show what this machine and this build of llama.cpp can do, and check that it decodes.",
+    "models": "List, show, download and remove models.",
+    "draft": "Find, make or train the best draft for a target.",
 }
 
 
@@ -76,7 +76,7 @@ def _imported(name: str) -> Any:
 
 def command_line() -> _Group:
     """Return the command line with all commands imported."""
-    group = typer.main.get_group(app)
+    group = typer.main.get_command(app)
     assert isinstance(group, _Group)
     group.load(*COMMANDS)
     return group
