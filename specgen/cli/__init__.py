@@ -50,7 +50,7 @@ class _Group(typer.core.TyperGroup):
 
     def load(self, *names: str) -> None:
         """Import commands, which take the place of the lines that stand for them."""
-        self.commands |= {name: _imported(name) for name in names}
+        self.commands.update({name: _imported(name) for name in names})
 
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
         with output_errors():  # --version and --help write here

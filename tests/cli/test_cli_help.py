@@ -54,7 +54,8 @@ def test_the_examples_are_commands(name: str) -> None:
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_the_list_of_commands_says_what_each_command_says(name: str) -> None:
-    assert cli.COMMANDS[name] == command_line().commands[name].help.partition("\n")[0]
+    text = command_line().commands[name].help or ""
+    assert cli.COMMANDS[name] == text.partition("\n")[0]
 
 
 def test_the_usual_options_exist() -> None:

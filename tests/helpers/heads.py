@@ -27,7 +27,7 @@ def prompts(n: int = 80) -> list[str]:
 
 def opened(target: Path) -> Models:
     """A target without a draft."""
-    context = ContextOptions(n_threads=1)
+    context = ContextOptions(n_threads=1, n_gpu_layers=0)  # quicker for tiny models
     options = SessionOptions(
         target=target,
         draft="none",
