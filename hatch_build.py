@@ -18,6 +18,8 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 #: platform that they were compiled for.
 BUNDLE = "SPECGEN_BUNDLE"
 PLATFORM = "SPECGEN_BUNDLE_PLATFORM"
+#: What Linux calls the processors that there are such wheels for.
+MACHINES = ("x86_64", "aarch64")
 #: Set by a release: the repository's address, for the links on the package's page.
 REPOSITORY = "SPECGEN_REPOSITORY"
 #: A link of README.md to a file of the repository, an image or not.
@@ -47,8 +49,8 @@ class KernelsBuildHook(BuildHookInterface[Any]):
 class MetadataHook(MetadataHookInterface):
     """Gives the package its dependencies, its links and its readme.
 
-    The wheel that carries llama.cpp does without llama-cpp-python on the platform that it is for; the marker
-    tells those who resolve for several platforms at once. The readme's links to files become links to the files
+    The wheels that carry llama.cpp do without llama-cpp-python on the platforms that there are such wheels for;
+    the marker tells those who read one wheel's metadata and resolve for several platforms. The readme's links to files become links to the files
     of this version, if the repository is known.
     """
 
@@ -58,8 +60,8 @@ class MetadataHook(MetadataHookInterface):
         """Called when the metadata are read."""
         elsewhere = ""
         if os.environ.get(BUNDLE):
-            machine = os.environ[PLATFORM].split("_", 3)[3]  # of manylinux_2_28_x86_64
-            elsewhere = f"; sys_platform != 'linux' or platform_machine != '{machine}'"
+            others = " and ".join(f"platform_machine != '{machine}'" for machine in MACHINES)
+            elsewhere = f"; sys_platform != 'linux' or ({others})"
         metadata["dependencies"] = [
             f"{each}{elsewhere}" if each.startswith("llama-cpp-python") else each
             for each in self.config["dependencies"]
