@@ -39,18 +39,10 @@ COMMANDS = {
 
 
 class _Group(typer.core.TyperGroup):
-    """The group of commands. It handles errors of standard output for every command."""
+    """A group of commands. It handles errors of standard output for every command."""
 
     def get_params(self, ctx: Any) -> Any:
         return without_flag_types(super().get_params(ctx))
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        self.load(*COMMANDS.keys() & args[:1])
-        return super().resolve_command(ctx, args)
-
-    def load(self, *names: str) -> None:
-        """Import commands, which take the place of the lines that stand for them."""
-        self.commands.update({name: _imported(name) for name in names})
 
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
         with output_errors():  # --version and --help write here
@@ -63,21 +55,33 @@ class _Group(typer.core.TyperGroup):
             return result
 
 
+class _CommandLine(_Group):
+    """All commands. Each is imported when it is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        self.load(*COMMANDS.keys() & args[:1])
+        return super().resolve_command(ctx, args)
+
+    def load(self, *names: str) -> None:
+        """Import commands, which take the place of the lines that stand for them."""
+        self.commands.update({name: _imported(name) for name in names})
+
+
 def _imported(name: str) -> Any:
     """Return a command or a group of commands, from the module of its name."""
     module = importlib.import_module(f"specgen.cli.{name}")
     alone = typer.Typer(add_completion=False)
     if isinstance(app := getattr(module, "app", None), typer.Typer):
-        alone.add_typer(app, name=name)
+        alone.add_typer(app, name=name, cls=_Group)
         return typer.main.get_group(alone).commands[name]
     alone.command(name, cls=getattr(module, "COMMAND_CLASS", Command))(getattr(module, name))
     return typer.main.get_command(alone)
 
 
-def command_line() -> _Group:
+def command_line() -> _CommandLine:
     """Return the command line with all commands imported."""
     group = typer.main.get_command(app)
-    assert isinstance(group, _Group)
+    assert isinstance(group, _CommandLine)
     group.load(*COMMANDS)
     return group
 
@@ -90,7 +94,7 @@ def _show_version(wanted: bool) -> None:
 
 app = typer.Typer(
     name="specgen",
-    cls=_Group,
+    cls=_CommandLine,
     help="Make a local GGUF model generate faster without changing what it says.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
