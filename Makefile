@@ -143,7 +143,7 @@ arm: $(VENV)/.installed-dev ## Build the kernels for ARM, and compare them with 
 # A real GPU that llama.cpp was built for takes part in `make test`.
 gpu-test: $(VENV)/.installed-dev ## Test layers on a GPU, which is the processor: Mesa's lavapipe, and llama.cpp's Vulkan backend, built in some minutes
 	@library=$$($(BIN)/python -m scripts.build_vulkan) && \
-		GGML_BACKEND_PATH=$$library GGML_VK_VISIBLE_DEVICES=0 GGML_VK_DISABLE_FUSION=1 \
+		GGML_BACKEND_PATH=$$library GGML_VK_VISIBLE_DEVICES=0 \
 		$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS) tests/gpu
 
 clean: ## Remove everything that make made, llama.cpp's build (minutes) too
