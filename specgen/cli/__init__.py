@@ -63,7 +63,7 @@ class _CommandLine(_Group):
         return super().resolve_command(ctx, args)
 
     def load(self, *names: str) -> None:
-        """Import commands, which take the place of the lines that stand for them."""
+        """Put commands, which are imported, in place of the lines that stand for them."""
         self.commands.update({name: _imported(name) for name in names})
 
 
