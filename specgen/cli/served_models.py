@@ -245,7 +245,10 @@ def _entry(
 def _given(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return the options in a table of a file. Its keys are the long names of options; paths are relative to
     the file's folder. Raise `UsageError`, `COMMAND_LINE_ERROR`."""
-    known = {name[2:] for name in model_setup.spellings() if name.startswith("--")} - {"kernels", "packed-cache"}
+    known = {name[2:] for name in model_setup.spellings() if name.startswith("--")} - {
+        "kernels",
+        "packed-cache",
+    }
     arguments: list[str] = []
     for key, value in values.items():
         if key not in known:
