@@ -28,6 +28,14 @@ SLOW = cli/test_cli_batch.py cli/test_cli_bench.py cli/test_cli_chat.py cli/test
 	measure/test_doctor.py measure/test_proof.py measure/test_proof_statistics.py models/test_downloads.py \
 	project/test_architectures.py::test_a_tiny project/test_long_runs.py render/test_render_live.py
 
+# What `make pythons` runs in other versions of Python, and which: what differs between them is how
+# signatures are read (the options of commands), JSON, tarfile, temporary folders, recursion and messages.
+PYTHONS = 3.10 3.12 3.13
+PORTABLE = tests/cli/test_cli_flags.py tests/cli/test_cli_streams.py tests/decoding/test_json_schema.py \
+	tests/engine/test_template_sandbox.py tests/llama/test_llama_backend.py tests/llama/test_native_end.py \
+	tests/measure/test_proof_statistics.py tests/models tests/project/test_api.py tests/project/test_packaging.py \
+	tests/render tests/serving/test_openai_format.py tests/serving/test_server_openai.py
+
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 # The requirement as pyproject.toml has it, so that it stands in one place.
@@ -36,7 +44,7 @@ KERNELS := hatch_build.py scripts/build_kernels.py $(wildcard kernels/*.cpp kern
 
 export PROMPT
 
-.PHONY: help run peers rpc test architectures quick check lint format format-check types fuzz soak docs docs-check install clean FORCE
+.PHONY: help run peers rpc test architectures quick pythons dist check lint format format-check types fuzz soak docs docs-check install clean FORCE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -58,6 +66,26 @@ architectures: $(VENV)/.installed-dev ## Check models of all architectures that 
 
 quick: lint types ## Lint, types, and the tests that find most mistakes, in about a minute
 	$(BIN)/python -m pytest $(WORKERS) $(SLOW:%=--deselect tests/%) $(PYTEST_ARGS)
+
+# They share the build of llama.cpp in VENV: no compiler runs.
+pythons: $(VENV)/.installed-dev ## Run a part of the tests in other Pythons, with uv (PYTHONS="3.10 3.12 3.13")
+	@command -v uv > /dev/null || { echo 'make pythons needs uv: pip install uv' >&2; exit 1; }
+	@native=$$($(BIN)/python -c 'from scripts.build_rpc import native_folder; print(native_folder())') && \
+	for version in $(PYTHONS); do \
+		environment=$(VENV)/pythons/$$version; \
+		uv venv --quiet --allow-existing --python $$version $$environment && \
+		SKBUILD_WHEEL_CMAKE=false SPECGEN_KERNELS_BUILD=off \
+			uv pip install --quiet --python $$environment/bin/python --editable '.[dev]' && \
+		echo "Python $$version" && \
+		LLAMA_CPP_LIB_PATH=$$native $$environment/bin/python -m pytest $(WORKERS) $(PYTEST_ARGS) $(PORTABLE) \
+			|| exit 1; \
+	done
+
+# Ten minutes, most of it for CPU backends. What was compiled is kept in build/wheel. The tests of the wheel run then.
+dist: $(VENV)/.installed-dev ## Build the wheel for x86-64 Linux, which carries llama.cpp, and test it
+	@$(PIP) install --quiet auditwheel cmake ninja 'ziglang~=0.17.0' >&2
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m scripts.build_wheel
+	$(BIN)/python -m pytest -n 0 $(PYTEST_ARGS) tests/project/test_wheel.py
 
 check: lint format-check types docs-check ## What CI runs: lint, format, types, docs, the tests, some architectures
 	@$(MAKE) --no-print-directory test

@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <string>
 
 #include "ggml_internals.h"
@@ -31,32 +32,44 @@ namespace {
 
 std::string problem = "it was not loaded by ggml_backend_load";
 
+// One leaf of CPUID. (`__builtin_cpu_supports` answers no to everything where the compiler's runtime library is
+// zig's, and GCC 12 has no name for AVX-VNNI.)
+struct CpuId {
+    uint32_t a, b, c, d;
+    explicit CpuId(uint32_t leaf, uint32_t page = 0) {
+        __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(leaf), "c"(page));
+    }
+};
+
+bool all_of(uint32_t word, std::initializer_list<int> bits) {
+    return std::all_of(bits.begin(), bits.end(), [&](int bit) { return word >> bit & 1; });
+}
+
+// The registers that the system saves for every process, as bits: 1 and 2 for AVX, 5 to 7 for AVX-512.
+uint32_t saved_registers() {
+    if (!all_of(CpuId(1).c, {27})) return 0;  // OSXSAVE
+    uint32_t low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return low;
+}
+
 // Whether the CPU has AMX, and the system lets this process use its registers (8 KB a thread that
 // are only saved for those who ask).
 bool may_use_tiles() {
-    uint32_t a, b, c, d;
-    __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
-    constexpr uint32_t amx_tile = 1U << 24, amx_int8 = 1U << 25;
-    if ((d & amx_tile) == 0 || (d & amx_int8) == 0) return false;
+    if (!all_of(CpuId(7).d, {24, 25})) return false;  // AMX-TILE, AMX-INT8
     constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM
     return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
 
 bool cpu_has(const char *instructions) {
     const std::string name = instructions;
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return false;
-    uint32_t a, b, c, d;
-    if (name == "avx-vnni") {  // leaf 7, second page: GCC 12 has no name for it
-        __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
-        if (a < 1) return false;
-        __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(1));
-        return a >> 4 & 1;
-    }
+    if (CpuId(0).a < 7 || !all_of(saved_registers(), {1, 2})) return false;
+    if (!all_of(CpuId(1).c, {12, 29}) || !all_of(CpuId(7).b, {5})) return false;  // FMA, F16C; AVX2
+    if (name == "avx-vnni") return CpuId(7).a >= 1 && all_of(CpuId(7, 1).a, {4});
     if (name == "amx-int8") return cpu_has("avx512-vnni") && may_use_tiles();
     if (name == "avx512-vnni") {
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("avx512vnni");
+        return all_of(saved_registers(), {5, 6, 7}) && all_of(CpuId(7).b, {16, 17, 30, 31}) &&
+               all_of(CpuId(7).c, {11});  // F, DQ, BW, VL; VNNI
     }
     return true;
 }
@@ -94,13 +107,27 @@ bool find(void *library, const char *name, Function &function) {
     return function != nullptr;
 }
 
+// The library of the CPU backend in use, which has one of several names where ggml chose it for this
+// processor (GGML_BACKEND_DL); null if ggml has none. Any of its functions says where it is.
+void *cpu_library(void *registry) {
+    const auto by_name = reinterpret_cast<ggml_backend_reg *(*)(const char *)>(
+        dlsym(registry, "ggml_backend_reg_by_name"));
+    ggml_backend_reg *cpu = by_name ? by_name("CPU") : nullptr;
+    Dl_info about = {};
+    if (cpu == nullptr || !dladdr(reinterpret_cast<void *>(cpu->iface.get_name), &about)) {
+        return nullptr;
+    }
+    return dlopen(about.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+}
+
 // Find the functions of the ggml that is loaded, if it is the version whose structures are declared.
 bool find_functions() {
     void *base = dlopen("libggml-base.so.0", RTLD_NOW | RTLD_NOLOAD);
-    void *cpu = dlopen("libggml-cpu.so.0", RTLD_NOW | RTLD_NOLOAD);
+    void *registry = dlopen("libggml.so.0", RTLD_NOW | RTLD_NOLOAD);
+    void *cpu = registry ? cpu_library(registry) : nullptr;
     if (base == nullptr || cpu == nullptr) {
         problem = std::string("they are for ggml ") + built_for_ggml +
-                  ", and its libraries (libggml-base.so.0, libggml-cpu.so.0) are not loaded";
+                  ", and its libraries (libggml-base.so.0, libggml.so.0, the CPU's) are not loaded";
         return false;
     }
     if (!find(base, "ggml_version", ggml_api.version)) return false;

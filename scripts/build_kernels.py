@@ -194,11 +194,14 @@ def plan(command: Sequence[str], sources: Sequence[Path]) -> list[Step]:
 
 def knows(command: Sequence[str], flags: Sequence[str]) -> bool:
     """Whether a compiler takes these flags."""
-    probe = [*command, *flags, "-x", "c++", "-fsyntax-only", "-"]
-    try:
-        run(probe)
-    except BuildError:
-        return False
+    with tempfile.TemporaryDirectory() as work:
+        # Not -fsyntax-only: zig fails where nothing is written.
+        nothing, made = Path(work) / "nothing.cpp", Path(work) / "nothing.o"
+        nothing.touch()
+        try:
+            run([*command, *flags, "-c", os.fspath(nothing), "-o", os.fspath(made)])
+        except BuildError:
+            return False
     return True
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from scripts import build_kernels, build_peers, ggml_source
 from specgen.errors import FetchError
-from specgen.system.llama_build import LIBRARY, STAMP, version_of
+from specgen.system.llama_build import LIBRARY, STAMP, protocol_in, version_of
 
 FOLDER = Path(__file__).resolve().parent.parent / "specgen" / "llama"
 #: Below the folder of GGML.
@@ -79,12 +79,16 @@ def build(folder: Path, source: Path | None = None, *, force: bool = False) -> P
         build_kernels.say(f"building llama.cpp's RPC backend with {shlex.join(command)}")
         build_kernels.run(compile_command(command, root / ggml_source.GGML, native, linked))
         linked.replace(library)
-    (folder / STAMP).write_text(json.dumps({"version": version}) + "\n", encoding="utf-8")
+    protocol = protocol_in(root / ggml_source.GGML / "include" / "ggml-rpc.h")
+    stamp = {"version": version, "protocol": protocol}
+    (folder / STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
     return library
 
 
 def native_folder() -> Path:
-    """Where the installed llama-cpp-python keeps its libraries. Raises `BuildError`."""
+    """Where the installed llama-cpp-python finds its libraries. Raises `BuildError`."""
+    if elsewhere := os.environ.get("LLAMA_CPP_LIB_PATH"):
+        return Path(elsewhere)
     found = importlib.util.find_spec("llama_cpp")
     if found is None or found.origin is None:
         raise build_kernels.BuildError("llama-cpp-python is not installed: make install")

@@ -249,7 +249,7 @@ def type_and_option(annotation: Any) -> tuple[Any, Any]:
     """The type of one value, out of `Annotated`, unions with None and lists, and typer's option
     or argument that stands beside it."""
     option = None
-    while not isinstance(annotation, type) and typing.get_origin(annotation) is not Literal:
+    while typing.get_args(annotation) and typing.get_origin(annotation) is not Literal:
         if hasattr(annotation, "__metadata__"):
             option = annotation.__metadata__[0]
         annotation = next(each for each in typing.get_args(annotation) if each is not type(None))

@@ -22,7 +22,7 @@ from specgen.engine.request import Request
 from specgen.errors import UsageError
 from specgen.events import CommittedEvent, Event
 from specgen.llama.file_check import remember_checks
-from specgen.llama.kernel_checks import choose_kernels
+from specgen.llama.kernel_checks import choose_kernels, note_about
 from specgen.llama.packed_weights import keep_packed_weights
 from specgen.measure.selection.model_choice import staged
 from specgen.measure.selection.session_opening import SessionOpener, find_models, session_options
@@ -104,8 +104,8 @@ def load(
     remember_checks(cache_folder())
     status = choose_kernels(kernels, cache_folder())
     keep_packed_weights(packed_folder())
-    if kernels == "auto" and status.reason and status.path is not None:
-        note(f"not using specgen's kernels: {status.reason}")
+    if text := note_about(status, kernels, cache_folder()):
+        note(text)
     options = session_options(
         sources,
         sampling or SamplerOptions(),

@@ -52,8 +52,9 @@ class PromptEvent:
     #: The type of the copy from which the draft model drafts, ``q4_0``; null if it drafts from its
     #: own file.
     draft_weights: str | None
-    #: Whose code computes on the CPU: ``specgen`` and the instruction set that its kernels use
-    #: (``specgen avx512-vnni``), or ``llama.cpp``.
+    #: Whose code computes: ``specgen`` and the instruction set of its kernels (``specgen avx512-vnni``),
+    #: ``llama.cpp``, ``workers``, or, with layers on a GPU, what computes where (``llama.cpp on the GPU
+    #: (12 of 29 layers), specgen avx512-vnni on the CPU``).
     kernels: str
     #: Size of the target's context, in tokens.
     n_ctx: int

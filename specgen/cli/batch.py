@@ -65,7 +65,7 @@ _N_NAMED = 10
             metavar="ADDRESS",
             help="Let a Ray cluster answer the lines, with an actor on each node: HOST:PORT, auto (the "
             "cluster of this machine, or of RAY_ADDRESS), or local (this machine alone). Each node needs "
-            "specgen, and the model files at the same paths. Needs `pip install 'specgen[ray]'`.",
+            "specgen, and the model files at the same paths. Needs `pip install 'specgen-gguf[ray]'`.",
         ),
         cpus_per_worker=Option(
             "--cpus-per-worker",

@@ -60,7 +60,7 @@ def ray_cluster(
         raise UsageError("--ray and --rpc exclude each other")
     if importlib.util.find_spec("ray") is None:
         raise UsageError(
-            "--ray needs ray, which is not installed", hint="pip install 'specgen[ray]'"
+            "--ray needs ray, which is not installed", hint="pip install 'specgen-gguf[ray]'"
         )
     host, _, port = address.rpartition(":")
     if address not in {"local", "auto"} and not (host and "/" not in host and port.isdigit()):

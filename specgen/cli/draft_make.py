@@ -153,7 +153,7 @@ def make(
 
     Decoder heads read the target's hidden state and predict the tokens after the next one: they need no
     model of their own, and about a millisecond per draft. A small model that is fitted to the target (needs
-    `pip install 'specgen[train]'`) is as fast as before, and agrees with the target more often. The target
+    `pip install 'specgen-gguf[train]'`) is as fast as before, and agrees with the target more often. The target
     without some of its layers can only draft for large targets: small ones need all their layers.
 
     It prints the ranking as `specgen draft find` does.

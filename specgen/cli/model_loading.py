@@ -87,10 +87,10 @@ def opened(
 
 def use_kernels(wanted: KernelOptions, output: Output) -> None:
     """Choose what computes on the CPU, before the first model is loaded; print a note if the kernels are
-    there but cannot be used. From then on, a crash in native code is reported in a line. Raise `UsageError`
+    missing or cannot be used. From then on, a crash in native code is reported in a line. Raise `UsageError`
     if kernels that were asked for cannot be used."""
     from specgen.llama.file_check import remember_checks
-    from specgen.llama.kernel_checks import choose_kernels
+    from specgen.llama.kernel_checks import choose_kernels, note_about
     from specgen.llama.library import end_with_a_line
     from specgen.llama.packed_weights import keep_packed_weights
     from specgen.models import cache_folder, packed_folder
@@ -99,9 +99,9 @@ def use_kernels(wanted: KernelOptions, output: Output) -> None:
     remember_checks(cache_folder())
     status = choose_kernels(wanted.choice, cache_folder())
     keep_packed_weights(None if wanted.packed_cache == "off" else packed_folder())
-    if wanted.choice == "auto" and status.reason and status.path is not None:
+    if note := note_about(status, wanted.choice, cache_folder()):
         hint = f"\nhint: {status.hint}" if status.hint else ""
-        output.note(f"not using specgen's kernels: {status.reason}{hint}")
+        output.note(f"{note}{hint}")
 
 
 @contextlib.contextmanager

@@ -138,5 +138,5 @@ def _check_installed() -> None:
     except ModuleNotFoundError as error:
         raise UsageError(
             f"specgen serve needs {error.name}, which is not installed",
-            hint="pip install 'specgen[server]'",
+            hint="pip install 'specgen-gguf[server]'",
         ) from error

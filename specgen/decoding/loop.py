@@ -19,7 +19,7 @@ from specgen.decoding.draft import NO_DRAFT, ROOT, Draft
 from specgen.decoding.drafters import Drafters
 from specgen.decoding.drafters.base import propose_together, refuse_nonsense
 from specgen.decoding.policy import Reason, ReasonName, RoundPlan, RoundResult
-from specgen.decoding.policy.cost_table import Others
+from specgen.decoding.policy.cost_table import CostTable, Others
 from specgen.decoding.round_events import (
     committed,
     draft_nodes,
@@ -251,7 +251,7 @@ class Loop:
             sequence.policy.observe(result)
             self._notify_drafters(sequence, result, events)
             n_committed = len(sequence.tokens) - tally.n_forced - n_before
-            tally.add_decode(n_committed, n_rows, target_s)
+            tally.add_decode(n_committed, n_rows, target_s, len(active))
             # The sequences in a batch share its time equally.
             tally.target_s += target_s / len(active)
             tally.draft_s += drafted.model_s
@@ -260,13 +260,20 @@ class Loop:
             sequence.tally.wall_s += wall_s / len(active)
         return events
 
-    def finish(self, sequence: Sequence, *, estimate_gain: bool) -> list[FinishedEvent]:
-        """Return the summary of a finished sequence. With `estimate_gain`, a sequence that had drafts
-        is compared with plain decoding, which may take a few more decodes. A short answer is not: the
-        decodes would take a part of its time, and their noise would decide."""
+    def finish(
+        self, sequence: Sequence, *, estimate_gain: bool, costs: CostTable | None = None
+    ) -> list[FinishedEvent]:
+        """Return the summary of a finished sequence. A sequence that had drafts is compared with plain
+        decoding: with `estimate_gain` by its own decodes, which may take a few more, otherwise by the
+        `costs` of the target's batches. A short answer is not: the decodes would take a part of its time,
+        and their noise would decide."""
         sequence.policy.finish()
         token_s, how = None, ""
-        if estimate_gain and sequence.tally.n_drafted and sequence.n_answer >= _SHORTEST_COMPARED:
+        is_compared = sequence.tally.n_drafted and sequence.n_answer >= _SHORTEST_COMPARED
+        if is_compared and not estimate_gain and costs is not None:
+            token_s = sequence.tally.priced_token_s(costs)
+            how = "from the measured costs of the target's batches"
+        elif is_compared and estimate_gain:
             token_s = sequence.tally.plain_token_s()
             n_plain = len(sequence.tally.target_s_by_rows[1])
             how = f"from the {n_plain} rounds of this answer that had no draft"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specgen.decoding.draft import Draft
+from specgen.decoding.policy.cost_table import CostTable
 from specgen.events import ReasonCount
 
 #: Fewer single-token rounds than this say too little about plain decoding.
@@ -22,6 +23,8 @@ class Tally:
     n_rounds: int = 0
     #: Tokens committed in these rounds.
     n_round_tokens: int = 0
+    #: The same by the number of sequences that shared the round.
+    n_tokens_by_sequences: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     #: Tokens that the grammar forced, including the end of the text.
     n_forced: int = 0
     n_drafted: int = 0
@@ -49,9 +52,13 @@ class Tally:
         default_factory=lambda: defaultdict(list)
     )
 
-    def add_decode(self, n_committed: int, n_rows: int, target_s: float) -> None:
-        """Add a decode of the target after the prompt's, which committed `n_committed` tokens."""
+    def add_decode(
+        self, n_committed: int, n_rows: int, target_s: float, n_sequences: int = 1
+    ) -> None:
+        """Add a decode of the target after the prompt's, which committed `n_committed` tokens of this one of
+        its `n_sequences` sequences."""
         self.n_round_tokens += n_committed
+        self.n_tokens_by_sequences[n_sequences] += n_committed
         self.target_s_by_rows[n_rows].append(target_s)
 
     def add_undrafted(self, reason: str, text: str, n_rounds: int = 1) -> None:
@@ -104,6 +111,20 @@ class Tally:
         """Return the median time of the target's single-row decodes; None if there were too few."""
         samples = self.target_s_by_rows.get(1, [])
         return statistics.median(samples) if len(samples) >= _MIN_PLAIN_SAMPLES else None
+
+    def priced_token_s(self, costs: CostTable) -> float | None:
+        """Return the mean time of a token if no sequence had drafted, by the costs of the target's batches at
+        the speed that the machine had during this answer. Sequences that share a round have equal parts of
+        its time. None if nothing was measured."""
+        if not costs or not self.n_round_tokens:
+            return None
+        expected_s = sum(len(each) * costs.seconds(n) for n, each in self.target_s_by_rows.items())
+        observed_s = sum(map(sum, self.target_s_by_rows.values()))
+        seconds = sum(
+            n_tokens * costs.seconds(n_sequences) / n_sequences
+            for n_sequences, n_tokens in self.n_tokens_by_sequences.items()
+        )
+        return observed_s / expected_s * seconds / self.n_round_tokens
 
 
 def _count(counts: list[int], indices: Sequence[int]) -> None:

@@ -560,9 +560,12 @@ class Engine:
             message = f"the answer is not kept for the draft to learn from: {error.message}"
             notices.append(NoticeEvent(request.index, self._loop.now_s, message))
         others_share = None if request.load is None else request.load.share
+        costs = self._models.costs.table(n_past=sequence.n_prompt)
         events = notices + [
             replace(event, others_share=others_share)
-            for event in self._loop.finish(sequence, estimate_gain=self._estimates_gain)
+            for event in self._loop.finish(
+                sequence, estimate_gain=self._estimates_gain, costs=costs
+            )
         ]
         request.events.extend(events)
         (request.finished,) = [event for event in events if isinstance(event, FinishedEvent)]

@@ -109,12 +109,13 @@ def compute(
         allocate(resources, context, find_buffer_type(CPU_BUFFER))
         for tensor, data in inputs:
             write_tensor(tensor, data)
-        backend = ggml("ggml_backend_cpu_init", ctypes.c_void_p)()
+        start = ggml("ggml_backend_dev_init", *2 * (ctypes.c_void_p,), ctypes.c_char_p)
+        backend = start(cpu_device(), None)
         if not backend:
             raise BackendError("GGML could not start its CPU backend")
         resources.callback(ggml("ggml_backend_free", None, ctypes.c_void_p), backend)
-        set_threads = ggml("ggml_backend_cpu_set_n_threads", None, ctypes.c_void_p, ctypes.c_int)
-        set_threads(backend, n_threads)
+        if set_threads := _procedure_of_cpu(b"ggml_backend_set_n_threads"):
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)(set_threads)(backend, n_threads)
         compute = ggml("ggml_backend_graph_compute", ctypes.c_int, *2 * (ctypes.c_void_p,))
         status = compute(backend, graph)
         if status:
@@ -143,16 +144,11 @@ def find_buffer_type(name: str) -> Any:
 def extra_buffer_types() -> dict[str, Any]:
     """Return the buffer types with special layouts, by name. They may change when a library is loaded, so
     the result is not cached."""
-    device = cpu_device()
-    registry = ggml("ggml_backend_dev_backend_reg", ctypes.c_void_p, ctypes.c_void_p)(device)
-    find = ggml(
-        "ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
-    )
-    address = find(registry, b"ggml_backend_dev_get_extra_bufts")
+    address = _procedure_of_cpu(b"ggml_backend_dev_get_extra_bufts")
     if not address:
         return {}
     pointers = ctypes.POINTER(ctypes.c_void_p)
-    listed = ctypes.CFUNCTYPE(pointers, ctypes.c_void_p)(address)(device)
+    listed = ctypes.CFUNCTYPE(pointers, ctypes.c_void_p)(address)(cpu_device())
     name_of = ggml("ggml_backend_buft_name", ctypes.c_char_p, ctypes.c_void_p)
     found: dict[str, Any] = {}
     index = 0
@@ -160,6 +156,16 @@ def extra_buffer_types() -> dict[str, Any]:
         found[name_of(listed[index]).decode("utf-8", "replace")] = listed[index]
         index += 1
     return found
+
+
+def _procedure_of_cpu(name: bytes) -> Any:
+    """Return the address of a function of the CPU backend, which may be in a library of its own; None if it
+    has none of that name."""
+    registry = ggml("ggml_backend_dev_backend_reg", ctypes.c_void_p, ctypes.c_void_p)(cpu_device())
+    find = ggml(
+        "ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
+    )
+    return find(registry, name)
 
 
 def cpu_device() -> Any:

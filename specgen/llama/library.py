@@ -1,6 +1,7 @@
 """Load the native library, keep its log for error messages, describe its build, and report its end.
 
-The rest of the package imports llama_cpp from here. A library that cannot be loaded therefore raises
+The rest of the package imports llama_cpp from here: llama-cpp-python, or the part of it that the wheel
+carries. A library that cannot be loaded therefore raises
 the same `BackendError` wherever it is first needed.
 """
 
@@ -10,22 +11,27 @@ import collections
 import contextlib
 import ctypes
 import functools
+import importlib
 import os
 import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from specgen.errors import BackendError, MemoryLimitError, SpecgenError
-from specgen.system.llama_build import REBUILD, Build, Device
+from specgen.system.llama_build import BUNDLE, REBUILD, Build, Device, uses_bundle
 
 # An assertion that fails in llama.cpp would call a debugger, which writes into the answer.
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 try:
-    import llama_cpp
-    from llama_cpp import llama_cpp_ext
+    if TYPE_CHECKING or not uses_bundle():
+        import llama_cpp
+        from llama_cpp import llama_cpp_ext
+    else:
+        llama_cpp = importlib.import_module(BUNDLE)
+        llama_cpp_ext = importlib.import_module(f"{BUNDLE}.llama_cpp_ext")
 except (ImportError, OSError, RuntimeError) as error:
     raise BackendError(
         f"llama-cpp-python cannot be loaded: {error}",
@@ -49,7 +55,6 @@ def _on_log(_level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
 # The module keeps the callback alive: llama.cpp would call freed memory otherwise.
 _log_callback = llama_cpp.llama_log_callback(_on_log)
 llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
-llama_cpp.llama_backend_init()
 
 
 @contextlib.contextmanager
@@ -123,13 +128,29 @@ def _extension(verb: str, result: Any, types: str, *arguments: Any) -> Any:
 def _ggml_libraries() -> Iterator[Any]:
     """Yield llama.cpp's library, which also finds the symbols of the libraries that it is linked to.
     Then yield the GGML libraries by name, for systems where it does not."""
-    from llama_cpp import _ctypes_extensions
-
     yield llama_cpp.llama_cpp._lib  # noqa: SLF001
-    folder = Path(llama_cpp.__file__).parent / "lib"
+    extensions = importlib.import_module(f"{llama_cpp.__name__}._ctypes_extensions")
     for name in ("ggml", "ggml-base", "ggml-cpu"):
         with contextlib.suppress(OSError, RuntimeError):
-            yield _ctypes_extensions.load_shared_library(name, folder)
+            yield extensions.load_shared_library(name, native_folder())
+
+
+def native_folder() -> Path:
+    """Return the folder of the native libraries, as llama-cpp-python finds it."""
+    return Path(llama_cpp.llama_cpp._base_path)  # noqa: SLF001
+
+
+def _load_backends() -> None:
+    """Load the backends that are libraries of their own (GGML_BACKEND_DL), among them the CPU's for this
+    processor. Other builds are linked to theirs."""
+    if not ggml("ggml_backend_reg_count", ctypes.c_size_t)():
+        load = ggml("ggml_backend_load_all_from_path", None, ctypes.c_char_p)
+        load(os.fsencode(native_folder()))
+
+
+with contextlib.suppress(BackendError):  # an older GGML
+    _load_backends()
+llama_cpp.llama_backend_init()
 
 
 # --- the build and its devices --------------------------------------------------------------------
@@ -261,5 +282,6 @@ __all__ = [
     "llama_cpp",
     "llama_cpp_ext",
     "logging_to",
+    "native_folder",
     "set_layer_input",
 ]

@@ -13,7 +13,7 @@ from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.llama.file_check import check_file
 from specgen.llama.gguf_metadata import GgufMetadata, parts_of
 from specgen.llama.kernels import LLAMA_CPP, WORKERS, lacks_attention
-from specgen.llama.library import llama_cpp
+from specgen.llama.library import has_gpu, llama_cpp
 from specgen.llama.mtp_layers import why_no_mtp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.llama.weights import lease_weights
@@ -79,8 +79,11 @@ class LlamaModel:
             workers=workers,
             mtp=not self.why_no_mtp,
         )
-        #: The kernels that compute on the CPU, as `computing` names them; `WORKERS` if workers compute.
-        self.kernels = self._weights.kernels if workers is None else WORKERS
+        #: What computes: `WORKERS`, or the kernels on the CPU as `computing` names them, with llama.cpp for the
+        #: layers on a GPU.
+        self.kernels = WORKERS
+        if workers is None:
+            self.kernels = self._computing_with(0 if vocabulary_only else n_gpu_layers)
         try:
             self._check_usable()
         except ModelFileError:
@@ -99,8 +102,19 @@ class LlamaModel:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether specgen's kernels compute on this machine's CPU."""
-        return self.kernels not in (LLAMA_CPP, WORKERS) and not lacks_attention()
+        """Whether specgen's kernels compute all layers."""
+        computed_by_others = LLAMA_CPP in self.kernels or self.kernels == WORKERS
+        return not computed_by_others and not lacks_attention()
+
+    def _computing_with(self, n_gpu_layers: int) -> str:
+        """Return what computes, if so many layers (negative: all) are to be kept on a GPU."""
+        on_cpu = self._weights.kernels
+        if n_gpu_layers == 0 or not has_gpu():
+            return on_cpu
+        n_layers = self.n_layer + 1  # llama.cpp counts the output layer too
+        if not 0 < n_gpu_layers < n_layers:
+            return f"{LLAMA_CPP} on the GPU"
+        return f"{LLAMA_CPP} on the GPU ({n_gpu_layers} of {n_layers} layers), {on_cpu} on the CPU"
 
     @property
     def kernel_problem(self) -> str:

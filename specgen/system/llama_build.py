@@ -6,9 +6,12 @@ is not, or cannot be, loaded.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 #: The version of llama-cpp-python that specgen needs, as pyproject.toml has it.
 REQUIRED_VERSION = "0.3.36"
@@ -70,6 +73,21 @@ class Build:
         return parts
 
 
+#: The module with the llama.cpp that the wheel carries (scripts/build_wheel.py); a checkout has none.
+BUNDLE = "specgen.llama.bundled"
+
+
+def uses_bundle() -> bool:
+    """Return whether the wheel's llama.cpp computes: it is there, and no llama-cpp-python of the same version,
+    which somebody may have built for a GPU."""
+    if not (Path(__file__).parents[1] / "llama" / "bundled").is_dir():
+        return False
+    try:
+        return importlib.metadata.version("llama-cpp-python").partition("+")[0] != REQUIRED_VERSION
+    except importlib.metadata.PackageNotFoundError:
+        return True
+
+
 # --- the RPC backend ------------------------------------------------------------------------------
 
 #: The library in `specgen/llama/`, and the file beside it that says what it was built for.
@@ -79,15 +97,36 @@ STAMP = "libspecgen-rpc.json"
 
 def version_of(library: Path) -> str | None:
     """Return the version of llama-cpp-python that the library was built for; None if unknown."""
-    try:
-        stamp = json.loads(library.with_name(STAMP).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    version = stamp.get("version") if isinstance(stamp, dict) else None
+    version = _stamp_of(library).get("version")
     return version if isinstance(version, str) else None
 
 
+def protocol_of(library: Path) -> str | None:
+    """Return the version of the RPC protocol that is noted beside the library; None if none is."""
+    found = _stamp_of(library).get("protocol")
+    return found if isinstance(found, str) else None
+
+
+def protocol_in(header: Path) -> str | None:
+    """Return the version of the RPC protocol that `ggml-rpc.h` defines; None if there is no such file."""
+    try:
+        text = header.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    numbers = re.findall(r"#define RPC_PROTO_(?:MAJOR|MINOR|PATCH)_VERSION\s+(\d+)", text)
+    return ".".join(numbers) if len(numbers) == 3 else None
+
+
+def _stamp_of(library: Path) -> dict[str, Any]:
+    try:
+        stamp = json.loads(library.with_name(STAMP).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) else {}
+
+
 __all__ = [
+    "BUNDLE",
     "LIBRARY",
     "REBUILD",
     "REINSTALL",
@@ -95,5 +134,8 @@ __all__ = [
     "STAMP",
     "Build",
     "Device",
+    "protocol_in",
+    "protocol_of",
+    "uses_bundle",
     "version_of",
 ]

@@ -8,7 +8,6 @@ serves one connection at a time: while a program uses it, other programs connect
 from __future__ import annotations
 
 import importlib.util
-import re
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from specgen.errors import BackendError, UsageError, WorkerLostError
+from specgen.system.llama_build import LIBRARY, protocol_in, protocol_of
 
 #: The commands, and the size in bytes of the capabilities that HELLO carries: what the transports of
 #: one end can do.
@@ -178,18 +178,13 @@ def check_protocol(worker: WorkerInfo) -> None:
 
 
 def own_protocol() -> str | None:
-    """Return the protocol version of the installed llama-cpp-python; None if its headers are not
-    installed."""
+    """Return the protocol version of the llama.cpp in use; None if nothing beside it says so."""
     found = importlib.util.find_spec("llama_cpp")
-    if found is None or found.origin is None:
-        return None
-    header = Path(found.origin).parent.parent / "include" / "ggml-rpc.h"
-    try:
-        text = header.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    numbers = re.findall(r"#define RPC_PROTO_(?:MAJOR|MINOR|PATCH)_VERSION\s+(\d+)", text)
-    return ".".join(numbers) if len(numbers) == 3 else None
+    if found is not None and found.origin is not None:
+        header = Path(found.origin).parent.parent / "include" / "ggml-rpc.h"
+        if protocol := protocol_in(header):
+            return protocol
+    return protocol_of(Path(__file__).parents[1] / "llama" / LIBRARY)
 
 
 __all__ = [

@@ -184,7 +184,7 @@ def check_library() -> None:
         if importlib.util.find_spec(name) is None:
             raise UsageError(
                 f"training a draft needs {name}, which is not installed",
-                hint="pip install 'specgen[train]'",
+                hint="pip install 'specgen-gguf[train]'",
             )
 
 

@@ -183,7 +183,7 @@ def test_without_the_extra(
     result = in_process(capsys)("serve", "-m", models / "target.gguf")
     message = complaint(result, 2)
     assert "starlette" in message
-    assert "specgen[server]" in result.err
+    assert "specgen-gguf[server]" in result.err
 
 
 # --- several models -------------------------------------------------------------------------------

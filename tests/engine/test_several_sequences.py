@@ -124,7 +124,7 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
     the batch of all, it would seem to lose by drafting, and put its drafter aside."""
     table = {n: 0.85 + 0.15 * n for n in range(1, 60)}
 
-    def seconds(drafters: Drafters | None) -> tuple[float, list[Sequence]]:
+    def seconds(drafters: Drafters | None) -> tuple[float, list[Sequence], list[float | None]]:
         setup = Setup(
             drafter=drafters,
             policy=lambda options: CostAwarePolicy(options, CostTable(table)),
@@ -137,14 +137,24 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
         generations = started(loop, [setup] * n_sequences)
         before_s = target.decode_s
         finish(loop, generations)
-        return target.decode_s - before_s, generations
+        after_s = target.decode_s
+        ends = [
+            loop.finish(generation, estimate_gain=False, costs=target.costs)[-1]
+            for generation in generations
+        ]
+        assert target.decode_s == after_s
+        gains = [end.estimated_speedup for end in ends]
+        return after_s - before_s, generations, gains
 
-    plain_s, plain = seconds(None)
-    drafted_s, drafted = seconds(Drafters(AlwaysRight()))
+    plain_s, plain, no_gains = seconds(None)
+    drafted_s, drafted, gains = seconds(Drafters(AlwaysRight()))
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
     for generation in drafted:
         assert generation.tally.n_accepted > 60
     assert drafted_s < 0.8 * plain_s
+    # The estimated gain is that of drafting, not that of sharing batches.
+    assert gains == [pytest.approx(plain_s / drafted_s, rel=0.01)] * n_sequences
+    assert no_gains == [None] * n_sequences
 
 
 def test_the_more_sequences_the_less_is_worth_drafting() -> None:

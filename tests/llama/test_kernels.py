@@ -379,16 +379,25 @@ def refused(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECGEN_KERNELS", "auto")
 
 
-def test_a_run_without_kernels_says_nothing_of_them(
+def test_kernels_that_were_not_built_are_noted_once(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "library_path", lambda: None)
-    for wanted in ("auto", "llama.cpp"):
+    for wanted, times in (("llama.cpp", 0), ("auto", 1), ("auto", 0)):
         result = cli.run(PROMPT, "--kernels", wanted)
         assert result.code == 0
-        assert "kernels" not in result.err
+        assert result.err.count("not using specgen's kernels: they were not built") == times
+        assert result.err.count("SPECGEN_KERNELS_BUILD=required") == times
     told = events_of(cli.run(PROMPT, "--json"))[0]
     assert told["kernels"] == "llama.cpp"
+
+
+def test_a_platform_that_has_no_kernels_is_not_noted(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "library_path", lambda: None)
+    monkeypatch.setattr(choice, "PLATFORM", "another")
+    assert "kernels" not in cli.run(PROMPT, "--kernels", "auto").err
 
 
 @pytest.mark.usefixtures("refused")

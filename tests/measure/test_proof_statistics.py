@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
+from scipy import special, stats
 
+from specgen.measure.proof import chi_square
 from specgen.measure.proof.statistics import (
     MIN_EXPECTED,
     Cells,
@@ -117,6 +118,23 @@ def test_the_statistic_is_scipys(probs: ProbArray, n: int, seed: int) -> None:
     p_value = stats.chi2.sf(tested.statistic / correction, len(probs) - 1)
     assert tested.p_value == pytest.approx(p_value, rel=1e-9, abs=1e-300)
     assert tested.n_pooled == 0
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 30, 301, 2000])
+def test_the_chi_square_distribution_is_scipys(degrees: int) -> None:
+    for x in (0.0, 1e-6, 1.0, 0.5 * degrees, degrees, 1.2 * degrees, degrees + 300.0):
+        assert chi_square.tail(x, degrees) == pytest.approx(
+            stats.chi2.sf(x, degrees), rel=1e-10, abs=1e-290
+        )
+    for level in (1e-2, 1e-9):
+        critical = chi_square.critical_value(level, degrees)
+        assert critical == pytest.approx(stats.chi2.isf(level, degrees), rel=1e-12)
+        for power in (0.5, 0.999):
+            found = chi_square.noncentrality(critical, degrees, power)
+            assert found == pytest.approx(
+                special.chndtrinc(critical, degrees, 1.0 - power), rel=1e-9
+            )
+        assert chi_square.noncentrality(critical, degrees, level / 2) == 0.0
 
 
 @given(probabilities, st.integers(1, 100_000), st.integers(0, 2**32 - 1))

@@ -19,7 +19,9 @@ from specgen import __version__
 from specgen.system.llama_build import REQUIRED_VERSION
 from tests.helpers.common import ROOT
 
-KERNELS = "specgen/llama/kernel_checks/libspecgen-kernels.so"
+#: The name on the package index, where `specgen` belongs to somebody else.
+DISTRIBUTION = "specgen-gguf"
+KERNELS = "specgen/llama/libspecgen-kernels.so"
 posix = pytest.mark.skipif(os.name != "posix", reason="the Makefile is for POSIX systems")
 
 
@@ -181,6 +183,28 @@ def test_what_quick_leaves_out_is_there() -> None:
 # --- the packages ---------------------------------------------------------------------------
 
 
+def test_what_is_printed_to_install_is_this_project() -> None:
+    assert f'name = "{DISTRIBUTION}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    other = re.compile(
+        r"(?:install|==|[\s'\"`])specgen(?:\[|==)|(?:pip|uv tool|pipx) install '?specgen(?![-_])"
+    )
+    kinds = ("*.py", "*.md", "*.toml", "Makefile", "Dockerfile")
+    folders = ("specgen", "docs", "scripts", "tests", "benchmarks")
+    files = {
+        *(path for kind in kinds for path in ROOT.glob(kind)),
+        *(path for kind in kinds for folder in folders for path in (ROOT / folder).rglob(kind)),
+    }
+    assert ROOT / "specgen" / "cli" / "serve.py" in files
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for path in sorted(files - {Path(__file__).resolve()})
+        for match in other.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert not found
+    assert other.search("pip install 'specgen[train]'")
+    assert other.search("pip install specgen")
+
+
 @pytest.fixture
 def _no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling them takes a while, and is tested with compilers that are quicker."""
@@ -194,15 +218,20 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     (built,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     with zipfile.ZipFile(built) as wheel:
         names = set(wheel.namelist())
-        about = f"specgen-{__version__}.dist-info"
+        about = f"specgen_gguf-{__version__}.dist-info"
         metadata = wheel.read(f"{about}/METADATA").decode()
         entry_points = wheel.read(f"{about}/entry_points.txt").decode()
         assert wheel.read("specgen/models.toml") == (ROOT / "models.toml").read_bytes()
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "specgen").rglob("*.py")}
     assert sources <= names
     assert {"specgen/py.typed", "specgen/measure/bench/page.html.jinja"} <= names
-    assert "specgen/serving/server/page/index.html" in names
-    assert f"{about}/licenses/LICENSE" in names
+    page = (ROOT / "specgen/serving/server/page").rglob("*")
+    page_files = {file.relative_to(ROOT).as_posix() for file in page if file.is_file()}
+    assert len(page_files) > 12
+    assert page_files <= names
+    vendor = "specgen/serving/server/page/vendor"
+    for licence in ("LICENSE", f"{vendor}/LICENSE-marked", f"{vendor}/LICENSE-dompurify"):
+        assert f"{about}/licenses/{licence}" in names
     assert "specgen = specgen.__main__:main" in entry_points
     assert "\nRequires-Python: >=3.10\n" in metadata
     assert {name.split("/")[0] for name in names} == {"specgen", about}
@@ -238,7 +267,7 @@ def test_a_wheel_can_be_built_from_the_source_distribution(tmp_path: Path) -> No
     assert sources <= names
     assert KERNELS not in names
     assert not any(name.startswith((".ci", ".git")) and name != ".gitignore" for name in names)
-    unpacked = tmp_path / "unpacked" / f"specgen-{__version__}"
+    unpacked = tmp_path / "unpacked" / f"specgen_gguf-{__version__}"
     (built,) = WheelBuilder(str(unpacked)).build(directory=str(tmp_path), versions=["standard"])
     with zipfile.ZipFile(built) as wheel:
         assert "specgen/models.toml" in wheel.namelist()

@@ -381,7 +381,7 @@ def test_without_ray_the_extra_is_named(
     result = specgen("batch", tmp_path / "in", "-", "-m", target, "--ray", "local")
     assert (result.code, result.out) == (2, "")
     assert result.err == (
-        "error: --ray needs ray, which is not installed\nhint: pip install 'specgen[ray]'\n"
+        "error: --ray needs ray, which is not installed\nhint: pip install 'specgen-gguf[ray]'\n"
     )
 
 
@@ -389,7 +389,7 @@ def test_without_ray_the_extra_is_named(
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None or os.name == "nt",
-    reason="specgen[ray] is not installed",
+    reason="specgen-gguf[ray] is not installed",
 )
 
 #: A head without CPUs and two nodes with one CPU each; says its address, and the raylets' process ids.

@@ -375,6 +375,19 @@ def test_the_counts_of_several_choices_add_up_by_reason() -> None:
     assert one["timings"]["undrafted"][0]["n_rounds"] == 3  # the parts stay
 
 
+@pytest.mark.parametrize(
+    ("speedups", "expected"), [((2.0, 1.0), 1.75), ((None, 1.5), 1.5), ((None, None), None)]
+)
+def test_the_gain_of_several_choices_is_that_of_their_common_time(
+    speedups: tuple[float | None, ...], expected: float | None
+) -> None:
+    bodies = [body("chat"), body("chat")]
+    for part, speedup, milliseconds in zip(bodies, speedups, (300.0, 100.0), strict=True):
+        part["speculative"]["estimated_speedup"] = speedup
+        part["timings"]["predicted_ms"] = milliseconds
+    assert merged_bodies(bodies, 2)["speculative"]["estimated_speedup"] == expected
+
+
 def test_the_body_of_a_text() -> None:
     made = body("completion")
     assert made["object"] == "text_completion"

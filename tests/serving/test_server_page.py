@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +16,8 @@ from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Route, e
 from specgen.serving.server.options import ServerOptions
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.browser import browser, contrast, luminance
-from tests.helpers.server import PATIENCE_S, Running, running, session_of, wait_until
+from tests.helpers.common import ROOT
+from tests.helpers.server import N_CTX, PATIENCE_S, Running, running, session_of, wait_until
 
 __all__ = ["browser"]
 
@@ -55,17 +58,34 @@ def endless(models: tuple[Path, Path]) -> Iterator[Running]:
 
 
 @contextlib.contextmanager
-def opened(browser: Browser, url: str) -> Iterator[Page]:
-    """The page in a window of its own."""
+def opened(browser: Browser, url: str, *, colours: bool = True) -> Iterator[Page]:
+    """The page in a window of its own, which shows tokens (`colours`) or Markdown."""
     with browser.new_context() as context:
         page = context.new_page()
         page.goto(url)
+        box = page.locator("#colours")
+        expect(box).not_to_be_checked()
+        if colours:
+            box.evaluate("box => box.click()")  # a user cannot, where a dialog asks for the key
         yield page
 
 
 @pytest.fixture
 def page(browser: Browser, server: Running) -> Iterator[Page]:
-    """The page. At the end it has asked nobody else, and its console shows no error."""
+    """The page that shows tokens. At the end it has asked nobody else, and its console shows no error."""
+    with watched(browser, server, colours=True) as page:
+        yield page
+
+
+@pytest.fixture
+def markdown(browser: Browser, server: Running) -> Iterator[Page]:
+    """The same, showing Markdown."""
+    with watched(browser, server, colours=False) as page:
+        yield page
+
+
+@contextlib.contextmanager
+def watched(browser: Browser, server: Running, *, colours: bool) -> Iterator[Page]:
     faults: list[str] = []
     addresses: list[str] = []
 
@@ -74,7 +94,7 @@ def page(browser: Browser, server: Running) -> Iterator[Page]:
         if message.type == "error" and "Failed to load resource" not in message.text:
             faults.append(message.text)
 
-    with opened(browser, server.url) as page:
+    with opened(browser, server.url, colours=colours) as page:
         page.on("console", note)
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("request", lambda request: addresses.append(request.url))
@@ -112,6 +132,14 @@ def reply(route: Route, *chunks: dict[str, Any], end: str = "data: [DONE]\n\n") 
     """Answer in the place of the server."""
     text = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
     route.fulfill(content_type="text/event-stream", body=text + end)
+
+
+def reply_with(page: Page, text: str, **last: Any) -> None:
+    """Let each answer be this text, in pieces of a few characters."""
+    pieces = [
+        with_pieces({"text": each, "kind": "accepted"}) for each in re.findall("(?s).{1,7}", text)
+    ]
+    page.route(API, lambda route: reply(route, *pieces, last))
 
 
 def with_pieces(*pieces: dict[str, Any]) -> dict[str, Any]:
@@ -172,7 +200,9 @@ def test_marks_differ_as_the_legend_explains(page: Page) -> None:
     assert legend.all_text_contents() == list(KINDS)
     assert legend.evaluate_all(look) == marks
     page.get_by_role("checkbox", name="Colours").uncheck()
-    assert len(set(turn(page).locator(".answer span").evaluate_all(look))) == 1
+    assert turn(page).locator(".answer span").count() == 0
+    page.get_by_role("checkbox", name="Colours").check()
+    assert turn(page).locator(".answer span").evaluate_all(look) == marks
 
 
 def test_what_a_model_says_is_no_markup(page: Page) -> None:
@@ -300,7 +330,8 @@ def test_escape_stops_an_answer_that_comes_sooner_than_it_is_shown(page: Page) -
 def test_an_error_is_one_line_and_the_next_question_works(page: Page) -> None:
     send(page, "the cat " * 500)
     error = turn(page).get_by_role("alert")
-    expect(error).to_contain_text("tokens")
+    expect(error).to_contain_text("tokens, but the context has")
+    expect(error).to_contain_text("a larger context (-c)")
     assert "\n" not in (error.text_content() or "")
     body = send(page)
     assert answer(page)
@@ -367,7 +398,7 @@ def test_the_key_is_asked_for_and_kept_in_the_tab(
         expect(dialog).to_be_hidden()
         send(page)
         assert answer(page)
-        assert page.evaluate("localStorage.length") == 0
+        assert "right" not in page.evaluate("JSON.stringify(localStorage)")
     with running(session_of(*models), options) as server, opened(browser, server.url) as page:
         page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
         expect(page.get_by_role("alert")).to_have_text("The server wants an API key.")
@@ -427,3 +458,285 @@ def test_the_end_of_a_long_answer_stays_in_view(page: Page) -> None:
     send(page)
     answer(page)
     expect(page.get_by_role("button", name="Try again")).to_be_in_viewport(ratio=1)
+
+
+# --- Markdown --------------------------------------------------------------------------------
+
+TEXT = """# Title
+
+- one
+- two_of_them with `code`
+
+```python
+def f(a_b):
+    return 1
+```
+
+| a | b |
+| --- | --: |
+| 1 | 2 |
+
+See [there](https://example.org/page).
+"""
+
+
+def test_markdown_is_shown_while_it_comes_and_at_the_end(markdown: Page) -> None:
+    reply_with(markdown, TEXT)
+    send(markdown)
+    answer(markdown)
+    shown = turn(markdown).locator(".answer")
+    expect(shown.get_by_role("heading")).to_have_text("Title")
+    assert shown.get_by_role("listitem").all_text_contents() == ["one", "two_of_them with code"]
+    assert shown.get_by_role("cell").all_text_contents() == ["1", "2"]
+    code = shown.locator("pre code")
+    assert code.text_content() == "def f(a_b):\n    return 1\n"
+    assert "mono" in code.evaluate("element => getComputedStyle(element).fontFamily")
+    link = shown.get_by_role("link")
+    assert link.evaluate("link => [link.href, link.target, link.rel]") == [
+        "https://example.org/page",
+        "_blank",
+        "noopener noreferrer",
+    ]
+    markdown.get_by_role("checkbox", name="Colours").check()
+    assert shown.text_content() == TEXT
+
+
+def test_blocks_that_are_whole_stay_as_an_answer_grows(markdown: Page) -> None:
+    """So a selection in them stays too."""
+    assert markdown.evaluate(
+        """async () => {
+            const { showMarkdown } = await import("/page/markdown.js");
+            const element = document.createElement("div");
+            showMarkdown(element, "first\\n\\nsec");
+            const [first, , second] = element.childNodes;
+            showMarkdown(element, "first\\n\\nsecond");
+            return [first.parentNode === element, second.parentNode === null,
+                    element.textContent];
+        }"""
+    ) == [True, True, "first\nsecond\n"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "<script>window.attacked = 1</script>",
+        "text <script>window.attacked = 1</script> text",
+        '<img src="https://example.org/x.png" onerror="window.attacked = 1">',
+        '<img src="/health">',
+        "![x](https://example.org/x.png)",
+        "[![x](https://example.org/x.png)](https://example.org/)",
+        '![x](x "y" onerror=window.attacked=1)',
+        "[x](javascript:window.attacked=1)",
+        "[x](JaVaScRiPt:window.attacked=1)",
+        "[x](&#106;avascript:window.attacked=1)",
+        "[x](data:text/html,<script>window.attacked=1</script>)",
+        "<javascript:window.attacked=1>",
+        '[x](https://example.org "" onmouseover=window.attacked=1 x="")',
+        "<a href=javascript:window.attacked=1>x</a>",
+        "<svg onload=window.attacked=1><style>@import '//example.org/x.css'</style></svg>",
+        "<iframe srcdoc='<script>parent.attacked = 1</script>'></iframe>",
+        "<form action=https://example.org><input autofocus onfocus=window.attacked=1></form>",
+        "<base href=https://example.org><link rel=stylesheet href=//example.org/x.css>",
+        "<math><mtext><table><mglyph><style><img src=x onerror=window.attacked=1>",
+        "```html\n<script>window.attacked = 1</script>\n```",
+        '```"onload=window.attacked=1\ncode\n```',
+        "a <details open ontoggle=window.attacked=1>b</details>",
+        "<meta http-equiv=refresh content='0;url=https://example.org'>",
+    ],
+)
+def test_what_a_model_says_neither_runs_nor_loads(markdown: Page, said: str) -> None:
+    """The fixture checks at its end that nothing was requested elsewhere; nothing new is asked here either."""
+    requested: list[str] = []
+    markdown.on("request", lambda request: requested.append(request.url))
+    reply_with(markdown, said)
+    send(markdown)
+    answer(markdown)
+    shown = turn(markdown).locator(".answer")
+    attributes = shown.locator("*").evaluate_all(
+        "all => all.flatMap(each => [...each.attributes].map(one => one.name))"
+    )
+    assert set(attributes) <= {"href", "target", "rel", "type", "class"}
+    tags = shown.locator("*").evaluate_all("all => all.map(each => each.tagName)")
+    assert set(tags) <= {"P", "A", "BR", "DIV", "PRE", "CODE", "BUTTON"}
+    for link in shown.locator("a[href]").all():
+        assert (link.get_attribute("href") or "").startswith("https://example.org")
+        link.hover()
+    for link in shown.locator("a:not([href])").all():
+        link.click()
+    assert markdown.evaluate("window.attacked") is None
+    assert [url for url in requested if not url.endswith("/completions")] == []
+
+
+def test_html_is_shown_as_it_was_said(markdown: Page) -> None:
+    reply_with(markdown, "<div>\n<b>bold</b>\n</div>\n\nand <think>, one<br>two")
+    send(markdown)
+    answer(markdown)
+    shown = turn(markdown).locator(".answer").inner_text()
+    assert shown.split() == ["<div>", "<b>bold</b>", "</div>", "and", "<think>,", "one", "two"]
+
+
+@pytest.mark.parametrize("text", ["> " * 20_000 + "deep", "*" * 20_000, "[" * 5_000])
+def test_markdown_that_cannot_be_read_is_shown_as_text(markdown: Page, text: str) -> None:
+    markdown.route(API, lambda route: reply(route, with_pieces({"text": text, "kind": "plain"})))
+    send(markdown)
+    assert answer(markdown)
+    expect(turn(markdown).get_by_role("alert")).to_be_hidden()
+
+
+def test_a_huge_table_and_long_code_scroll_by_themselves(markdown: Page) -> None:
+    markdown.set_viewport_size({"width": 375, "height": 667})
+    row = "| " + " | ".join(f"a_long_word_{n}" for n in range(60)) + " |\n"
+    text = row + "|" + " --- |" * 60 + "\n" + row * 300 + "\n```\n" + "code " * 400 + "\n```\n"
+    markdown.route(API, lambda route: reply(route, with_pieces({"text": text, "kind": "plain"})))
+    send(markdown)
+    answer(markdown)
+    assert turn(markdown).locator("tr").count() == 301
+    for wide in ("html", "main"):
+        assert markdown.locator(wide).evaluate("element => element.scrollWidth") <= 375
+    box = markdown.get_by_role("button", name="Copy code").bounding_box()
+    assert box is not None
+    assert box["x"] + box["width"] <= 375
+
+
+@pytest.mark.parametrize("has_clipboard", [True, False])
+def test_the_answer_and_its_code_are_copied(
+    browser: Browser, server: Running, has_clipboard: bool
+) -> None:
+    """Without a clipboard of its own, as over plain HTTP in a network, a page copies from a text field."""
+    with opened(browser, server.url, colours=False) as page:
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        if not has_clipboard:
+            page.evaluate("void (navigator.clipboard.writeText = () => Promise.reject())")
+        reply_with(page, TEXT)
+        send(page)
+        answer(page)
+        code = "def f(a_b):\n    return 1\n"
+        for name, text in (("Copy code", code), ("Copy answer", TEXT)):
+            page.get_by_role("button", name=name).click()
+            expect(page.get_by_role("button", name="Copied").first).to_be_visible()
+            assert page.evaluate("navigator.clipboard.readText()") == text
+            expect(page.get_by_role("button", name=name)).to_be_visible()
+
+
+# --- what the browser keeps ------------------------------------------------------------------
+
+
+def test_a_reload_keeps_the_conversation_and_the_settings(page: Page) -> None:
+    page.get_by_text("More settings").click()
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Max tokens").fill("9")
+    page.get_by_label("Drafts").uncheck()
+    send(page)
+    first = answer(page)
+    figures = turn(page).locator(".figures").text_content() or ""
+    spans = turn(page).locator(".answer span")
+    kinds = spans.evaluate_all("all => all.map(each => each.title)")
+    page.reload()
+    expect(page.locator("#about")).to_have_text("target · drafts from draft")
+    assert answer(page) == first
+    expect(turn(page).locator(".figures")).to_have_text(figures)
+    expect(turn(page).locator(".question")).to_have_text(QUESTION)
+    assert spans.evaluate_all("all => all.map(each => each.title)") == kinds
+    expect(page.get_by_label("Drafts")).not_to_be_checked()
+    body = send(page, "a dog")
+    assert [message["content"] for message in body["messages"]] == [
+        "Be brief.",
+        QUESTION,
+        first,
+        "a dog",
+    ]
+    assert (body["temperature"], body["max_tokens"]) == (0, 9)
+    assert body["speculative"]["draft"] is False
+    answer(page)
+    page.reload()
+    page.get_by_role("button", name="Edit question").click()
+    expect(question(page)).to_have_value("a dog")
+    page.reload()
+    assert page.locator(".turn").count() == 1
+    with page.expect_request(API) as request:
+        page.get_by_role("button", name="Try again").click()
+    again: Any = request.value.post_data_json
+    assert [message["content"] for message in again["messages"]] == ["Be brief.", QUESTION]
+    assert answer(page) == first
+    page.get_by_role("button", name="New conversation").click()
+    page.reload()
+    assert page.locator(".turn").count() == 0
+    expect(page.get_by_label("Temperature")).to_have_value("0")
+
+
+def test_a_reload_keeps_what_there_is_of_an_answer(browser: Browser, endless: Running) -> None:
+    with opened(browser, endless.url) as page:
+        send(page)
+        expect(turn(page).locator(".answer span").nth(3)).to_be_attached()
+        page.reload()
+        assert answer(page)
+        expect(turn(page).locator(".figures")).to_contain_text("stopped")
+        wait_until(lambda: endless.engine.is_idle, "the end of the answer")
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        "Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError') }",
+        """const session = Object.getOwnPropertyDescriptor(window, "sessionStorage");
+        Object.defineProperty(window, "localStorage", { get() { throw new DOMException('no') } })""",
+        "for (const what of ['turns', 'settings']) localStorage.setItem(`specgen / ${what}`, '[{}, 7')",
+        "localStorage.setItem('specgen / turns', '[{}, 7]')",
+    ],
+    ids=["full", "blocked", "no JSON", "another version"],
+)
+def test_a_storage_that_does_not_work_costs_nothing_else(page: Page, storage: str) -> None:
+    page.add_init_script(storage)
+    page.reload()
+    expect(page.locator("#about")).to_have_text("target · drafts from draft")
+    send(page)
+    assert answer(page)
+    assert page.locator(".turn").count() == 1
+
+
+# --- figures and hints -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("speedup", "words"),
+    [
+        (1.42, "1.4 times as fast as without drafts"),
+        (1.01, "· as fast as without drafts"),
+        (0.83, "0.8 times as fast as without drafts"),
+        (None, None),
+    ],
+)
+def test_the_gain_is_told_in_words(page: Page, speedup: float | None, words: str | None) -> None:
+    timings = {"predicted_n": 20, "predicted_per_second": 31.2, "prompt_n": 3, "cache_n": 0}
+    drafts = {"n_drafted": 9, "n_accepted": 8, "mean_accepted_length": 1.9}
+    drafts["estimated_speedup"] = speedup  # type: ignore[assignment]
+    reply_with(page, "text", timings=timings, speculative=drafts)
+    send(page)
+    answer(page)
+    figures = turn(page).locator(".figures")
+    expect(figures).to_contain_text("1.9 tokens per pass of the target")
+    if words is None:
+        expect(figures).not_to_contain_text("without drafts")
+    else:
+        expect(figures).to_contain_text(words)
+
+
+def test_a_full_context_is_explained(page: Page) -> None:
+    page.get_by_text("More settings").click()
+    page.get_by_label("Max tokens").fill("10000")
+    send(page)
+    answer(page)
+    figures = turn(page).locator(".figures")
+    expect(figures).to_contain_text(f"the context of {N_CTX} tokens is full")
+    expect(figures).to_contain_text(f"-c {2 * N_CTX}")
+
+
+def test_the_libraries_are_those_that_their_table_names() -> None:
+    folder = ROOT / "specgen/serving/server/page/vendor"
+    table = (folder / "README.md").read_text(encoding="utf-8")
+    sums = dict(re.findall(r"^\| `([^`]+)` .* `([0-9a-f]{64})` \|$", table, re.MULTILINE))
+    libraries = {file.name for file in folder.iterdir() if "js" in file.suffix}
+    assert set(sums) == libraries
+    for name, expected in sums.items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == expected

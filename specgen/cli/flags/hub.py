@@ -9,7 +9,7 @@ from typing import Any
 
 from typer import Option
 
-from specgen.cli.flags.groups import Group, Table, group, panel
+from specgen.cli.flags.groups import Group, Table, group, panel, utf8
 from specgen.errors import UsageError
 from specgen.models import parse_reference
 
@@ -35,6 +35,7 @@ HUB = panel(
         "--hf-token",
         "-hft",
         metavar="TOKEN",
+        parser=utf8,
         envvar="HF_TOKEN",
         help="The token for gated and private repositories. Other users of the machine can see options: "
         "the variable is safer.",

@@ -13,6 +13,7 @@ from specgen.llama.kernel_checks.choice import (
     choose_kernels,
     examine_kernels,
     library_path,
+    note_about,
     wanted_in,
 )
 from specgen.llama.kernel_checks.model_support import ModelTrials
@@ -24,5 +25,6 @@ __all__ = [
     "choose_kernels",
     "examine_kernels",
     "library_path",
+    "note_about",
     "wanted_in",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from specgen import __version__
 from specgen.errors import BackendError, UsageError
 from specgen.llama.kernel_checks.model_support import TRIAL_COMMAND, ModelTrials
 from specgen.llama.kernel_checks.test_results import CHILD_COMMAND, TestResult, result_of
@@ -49,6 +50,30 @@ class KernelStatus:
     def label(self) -> str:
         """A short name of the kernels that compute: ``specgen avx512-vnni`` or ``llama.cpp``."""
         return f"{self.computes} {self.instructions}".strip()
+
+
+def note_about(status: KernelStatus, wanted: KernelChoice, cache: Path) -> str | None:
+    """Return a note if specgen's kernels should compute here and do not; None if there is nothing to say.
+    That they were not built is said once, which `cache` remembers: it has no other effect than speed."""
+    if wanted != "auto" or status.reason is None:
+        return None
+    if status.path is None:
+        if status.hint is None or not _is_first_time(cache / f"kernels-missing-{__version__}"):
+            return None
+        return f"not using specgen's kernels: {status.reason} (this note is shown once)"
+    return f"not using specgen's kernels: {status.reason}"
+
+
+def _is_first_time(marker: Path) -> bool:
+    """Return whether `marker` was not there, and make it."""
+    try:
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def library_path() -> Path | None:
@@ -152,5 +177,6 @@ __all__ = [
     "choose_kernels",
     "examine_kernels",
     "library_path",
+    "note_about",
     "wanted_in",
 ]

@@ -3,7 +3,7 @@
 Two words: the *exact* distribution is the one that the target defines; it is known for every outcome.
 The *true* distribution is the one that the tested sampler really draws from; only its draws are known.
 
-All functions are pure. scipy is imported at the top, because only `specgen verify` uses this module.
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special
 
+from specgen.measure.proof import chi_square
 from specgen.system.arrays import ProbArray
 
 #: Token ids: a text that was drawn, or the beginning of one.
@@ -27,6 +27,8 @@ CountArray = npt.NDArray[np.int64]
 MIN_EXPECTED = 20.0
 #: How far from 1 the sum of exact probabilities may be.
 _SUM_TOLERANCE = 1e-6
+#: The largest probability whose logarithm of the rest is finite.
+_BELOW_ONE = 1.0 - 2.0**-53
 
 
 # --- outcomes -------------------------------------------------------------------------------
@@ -182,9 +184,9 @@ def g_test(
     if degrees == 0:
         return GTest(0.0, 0, 1.0, n_pooled)
     # Rounding may leave a perfect fit a hair below zero.
-    statistic = max(0.0, 2.0 * float(special.xlogy(observed, observed / (n * probs)).sum()))
+    statistic = max(0.0, 2.0 * float(chi_square.x_log_y(observed, observed / (n * probs)).sum()))
     correction = 1.0 + (float((1.0 / probs).sum()) - 1.0) / (6.0 * n * degrees)
-    p_value = float(special.chdtrc(degrees, statistic / correction))
+    p_value = chi_square.tail(statistic / correction, degrees)
     return GTest(statistic, degrees, p_value, n_pooled)
 
 
@@ -295,11 +297,11 @@ def _mean_deviation(n: int, probs: ProbArray) -> ProbArray:
     """Return E|X/n - p| for binomial X, float64[n_cells]."""
     value = np.minimum(np.floor(n * probs) + 1.0, n)
     log_mass = (
-        special.gammaln(n + 1.0)
-        - special.gammaln(value + 1.0)
-        - special.gammaln(n - value + 1.0)
-        + special.xlogy(value, probs)
-        + special.xlog1py(n - value, -probs)
+        math.lgamma(n + 1.0)
+        - chi_square.log_gamma(value + 1.0)
+        - chi_square.log_gamma(n - value + 1.0)
+        + chi_square.x_log_y(value, probs)
+        + (n - value) * np.log1p(-np.minimum(probs, _BELOW_ONE))
     )
     deviation: ProbArray = 2.0 * value * (1.0 - probs) * np.exp(log_mass) / n
     return deviation
@@ -346,8 +348,7 @@ def _noncentrality(level: float, power: float, n_cells: int) -> float:
     if not 0.0 < level < power < 1.0:
         raise ValueError(f"level {level}, power {power}: 0 < level < power < 1 is needed")
     degrees = n_cells - 1
-    critical = special.chdtri(degrees, level)
-    return float(special.chndtrinc(critical, degrees, 1.0 - power))
+    return chi_square.noncentrality(chi_square.critical_value(level, degrees), degrees, power)
 
 
 def split_level(level: float, n_tests: int, *, independent: bool = False) -> float:

@@ -32,6 +32,7 @@ from specgen.options import (
     TreeShape,
 )
 from specgen.serving.adapters.draft_rounds import DraftRounds
+from specgen.system.llama_build import REBUILD, REQUIRED_VERSION, uses_bundle
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -70,6 +71,13 @@ class SpecgenDraft(LlamaDraftModel):
         kernels: KernelChoice = "auto",
         note: Callable[[str], None] = _warn,
     ) -> None:
+        if (
+            uses_bundle()
+        ):  # with two copies of GGML in a process, one's code would read the other's structures
+            raise UsageError(
+                f"specgen.serving.adapters.llama_cpp needs llama-cpp-python {REQUIRED_VERSION}",
+                hint=REBUILD,
+            )
         drafting = drafting or DraftOptions()
         if drafting.tree.is_fixed:
             raise UsageError(

@@ -38,6 +38,7 @@ def merged_figures(bodies: Sequence[dict[str, Any]], n_for_each_prompt: int) -> 
     drafts["acceptance_rate"] = drafts["n_accepted"] / n_drafted if n_drafted else None
     lengths = [body["speculative"]["mean_accepted_length"] for body in bodies]
     rounds = [body["speculative"]["n_rounds"] for body in bodies]
+    drafts["estimated_speedup"] = _speedup(bodies)
     n_told = sum(n * (length or 0.0) for n, length in zip(rounds, lengths, strict=True))
     drafts["mean_accepted_length"] = n_told / n_rounds if n_rounds else None
     return {
@@ -50,6 +51,17 @@ def merged_figures(bodies: Sequence[dict[str, Any]], n_for_each_prompt: int) -> 
         "timings": timings,
         **({"warnings": bodies[0]["warnings"]} if "warnings" in bodies[0] else {}),
     }
+
+
+def _speedup(bodies: Sequence[dict[str, Any]]) -> float | None:
+    """Return the time that the answers with an estimate would have taken without drafts, over their time."""
+    known = [
+        (body["speculative"]["estimated_speedup"], body["timings"]["predicted_ms"])
+        for body in bodies
+        if body["speculative"]["estimated_speedup"] is not None
+    ]
+    total_ms = sum(ms for _, ms in known)
+    return sum(speedup * ms for speedup, ms in known) / total_ms if total_ms else None
 
 
 def _sums(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

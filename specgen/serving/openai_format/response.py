@@ -90,6 +90,7 @@ def speculative_figures(finished: FinishedEvent) -> dict[str, Any]:
         "n_accepted": finished.n_accepted,
         "acceptance_rate": finished.acceptance_rate,
         "mean_accepted_length": finished.mean_accepted_length,
+        "estimated_speedup": finished.estimated_speedup,
         "drafted_by_position": list(finished.drafted_by_depth),
         "accepted_by_position": list(finished.accepted_by_depth),
     }

@@ -53,12 +53,16 @@ _PAGE_TYPES = {
     ".css": "text/css",
     ".html": "text/html",
     ".js": "text/javascript",
+    ".mjs": "text/javascript",
     ".svg": "image/svg+xml",
 }
-#: The page's own files only: no scripts or styles from elsewhere, or in the answers of a model.
+#: The page's own files only: no scripts or styles from elsewhere, or in the answers of a model, and no look-up
+#: of the hosts that an answer has links to.
 _PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
+    "X-DNS-Prefetch-Control": "off",
     "Cache-Control": "no-cache",
 }
 _STATUS_WRONG_METHOD = 405
@@ -101,7 +105,7 @@ class Server:
         """Return the ASGI application."""
         routes = [
             Route("/", self._page),
-            Route("/page/{name}", self._page_file),
+            Route("/page/{name:path}", self._page_file),
             Route("/health", self._health),
             Route("/v1/health", self._health),
             Route("/v1/models", self._models),
@@ -406,7 +410,8 @@ class Server:
 
     async def _page_file(self, request: Request) -> Response:
         name = request.path_params["name"]
-        known = {file.name: file for file in _PAGE.iterdir() if file.is_file()}
+        files = (file for file in _PAGE.rglob("*") if file.suffix in _PAGE_TYPES)
+        known = {file.relative_to(_PAGE).as_posix(): file for file in files}
         if name not in known:
             return RequestError(404, "there is no such file", code="not_found").response()
         return _page_response(known[name])

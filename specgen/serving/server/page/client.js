@@ -5,11 +5,13 @@ const KEY = "specgen-api-key";
 const UNREACHABLE = "The server cannot be reached.";
 const CUT_OFF = "The connection was lost before the answer ended.";
 
-// What went wrong, in a sentence for the user. `status` is the HTTP status, if there is one.
+// What went wrong, in a sentence for the user.
 export class ServerError extends Error {
-  constructor(message, status = null) {
+  // `code` is the server's name for the kind of error.
+  constructor(message, code = null) {
     super(message);
-    this.status = status;
+    // The code also stands for prompts over the server's --limit-prompt.
+    this.isContextTooSmall = code === "context_length_exceeded" && message.includes("the context has");
   }
 }
 
@@ -69,12 +71,12 @@ export class Client {
         return response;
       }
       if (response.status !== 401) {
-        throw new ServerError(await errorMessage(response), response.status);
+        throw await errorOf(response);
       }
       sessionStorage.removeItem(KEY);
       const entered = await this.askForKey(key !== null);
       if (entered === null) {
-        throw new ServerError("The server wants an API key.", 401);
+        throw new ServerError("The server wants an API key.");
       }
       sessionStorage.setItem(KEY, entered);
     }
@@ -89,11 +91,12 @@ async function orServerError(promise, message) {
   }
 }
 
-async function errorMessage(response) {
+async function errorOf(response) {
   try {
-    return (await response.json()).error.message;
+    const { message, code } = (await response.json()).error;
+    return new ServerError(message, code);
   } catch {
-    return `The server answered with status ${response.status}.`;
+    return new ServerError(`The server answered with status ${response.status}.`);
   }
 }
 

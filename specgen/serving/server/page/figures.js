@@ -24,6 +24,11 @@ export class Figures {
     }
   }
 
+  // The tokens of the prompt and of the answer, as the server counted them; 0 if it did not.
+  get nTotal() {
+    return this.#last.usage?.total_tokens ?? 0;
+  }
+
   // While the answer comes: what the page counted itself.
   running() {
     if (this.#first === null) {
@@ -50,19 +55,29 @@ export class Figures {
     if (timings.predicted_per_second) {
       parts.push(`${figure(timings.predicted_per_second)} tokens/s`);
     }
+    if (speculative?.estimated_speedup) {
+      parts.push(gain(speculative.estimated_speedup));
+    }
+    if (speculative?.n_drafted) {
+      parts.push(`${speculative.mean_accepted_length.toFixed(1)} tokens per pass of the target`);
+    }
     if (this.#first !== null) {
       parts.push(`first token after ${seconds(this.#first.now - this.#started)}`);
     }
     const cached = timings.cache_n ? `, ${timings.cache_n} of them cached` : "";
     parts.push(`${counted(timings.prompt_n + timings.cache_n, "prompt token")}${cached}`);
     if (speculative?.n_drafted) {
-      const { n_accepted, n_drafted, mean_accepted_length } = speculative;
+      const { n_accepted, n_drafted } = speculative;
       parts.push(`${n_accepted} of ${n_drafted} drafted accepted ` +
         `(${percent(n_accepted / n_drafted)})`);
-      parts.push(`mean accepted length ${mean_accepted_length.toFixed(2)}`);
     }
     return parts.join(" · ");
   }
+}
+
+function gain(speedup) {
+  const rounded = speedup.toFixed(1);
+  return rounded === "1.0" ? "as fast as without drafts" : `${rounded} times as fast as without drafts`;
 }
 
 function counted(n, what) {

@@ -1,7 +1,8 @@
-// A chat with the server that serves this page. The conversation is kept here only: a reload
-// forgets it.
+// A chat with the server that serves this page. The conversation is kept in this browser only.
 
 import { Client, ServerError } from "./client.js";
+import { copy } from "./clipboard.js";
+import { keep, kept } from "./kept.js";
 import { fillLegend } from "./marks.js";
 import { said, Turn } from "./turn.js";
 
@@ -10,9 +11,14 @@ const client = new Client(askForKey);
 const conversation = part("conversation");
 const question = part("question");
 const LONGEST_MS = 20; // without a pause
+const TOO_SMALL =
+  "shorten the question, begin a new conversation, or start the server with a larger context (-c)";
+const COPIED_MS = 1500;
+const SETTINGS = ["model", "draft", "colours", "temperature", "max-tokens", "system"];
 
 let turns = [];
 let isUnknown = false; // whether the model is not loaded yet
+let nContext = null; // the most tokens of a prompt and its answer, if known
 let running = null; // the AbortController of the answer that is coming
 
 part("composer").addEventListener("submit", (event) => {
@@ -40,16 +46,75 @@ part("stop").addEventListener("click", () => running?.abort());
 part("new").addEventListener("click", () => {
   running?.abort();
   turns = [];
+  keepTurns();
   conversation.replaceChildren();
   question.focus();
 });
-part("colours").addEventListener("change", (event) => {
-  document.body.classList.toggle("colourless", !event.target.checked);
+part("colours").addEventListener("change", () => following(showColours));
+part("composer").addEventListener("change", keepSettings);
+conversation.addEventListener("click", (event) => {
+  const button = event.target.closest(".copy");
+  if (button !== null) {
+    copyFrom(button);
+  }
 });
+addEventListener("pagehide", () => {
+  running?.abort(); // the browser would, and that would look like an error
+  keepTurns();
+});
+document.addEventListener("visibilitychange", keepTurns); // phones end hidden pages without a word
 
 fillLegend(document.querySelector(".legend"));
-part("model").addEventListener("change", () => introduce());
+part("model").addEventListener("change", () => {
+  keepSettings();
+  introduce();
+});
+restore();
 chooseModel();
+
+// Show the settings and the conversation that were kept.
+function restore() {
+  const settings = kept("settings") ?? {};
+  for (const name of SETTINGS.filter((name) => name in settings)) {
+    part(name)[valueOf(name)] = settings[name];
+  }
+  showColours();
+  try {
+    (kept("turns") ?? []).forEach((saved) => append(Turn.restored(saved, following)));
+  } catch (error) { // another version of this page kept them
+    console.warn(error);
+  }
+  conversation.scrollTop = conversation.scrollHeight;
+}
+
+function keepSettings() {
+  keep("settings", Object.fromEntries(SETTINGS.map((name) => [name, part(name)[valueOf(name)]])));
+}
+
+function keepTurns() {
+  keep("turns", turns.map((turn) => turn.saved()));
+}
+
+// The property of a setting that has its value.
+function valueOf(name) {
+  return part(name).type === "checkbox" ? "checked" : "value";
+}
+
+// Tokens with their colours, or Markdown.
+function showColours() {
+  document.body.classList.toggle("colours", part("colours").checked);
+  turns.forEach((turn) => turn.draw());
+}
+
+// Copy a block of code or a whole answer, whatever the button stands at.
+async function copyFrom(button) {
+  const label = button.textContent;
+  const code = button.parentElement.querySelector("pre");
+  const text = code?.textContent ?? turns.find((turn) => turn.element.contains(button)).text;
+  await copy(text);
+  button.textContent = "Copied";
+  setTimeout(() => (button.textContent = label), COPIED_MS);
+}
 
 // Offer the models, if there are several.
 async function chooseModel() {
@@ -57,6 +122,7 @@ async function chooseModel() {
     const models = await client.models();
     part("model").replaceChildren(...models.map((model) => new Option(model)));
     part("model").hidden = models.length === 1;
+    part("model").value = models.includes(kept("settings")?.model) ? kept("settings").model : models[0];
     await introduce();
   } catch (error) {
     notice(sentence(error));
@@ -68,16 +134,16 @@ async function introduce() {
   const model = part("model").value;
   notice("");
   try {
-    const { draft = null, has_chat_template = true } = await client.about(model);
+    const about = await client.about(model);
+    const { draft = null, has_chat_template = true } = about;
     const drafts = { null: "loaded when it is asked", none: "no drafts", ngram: "drafts from n-grams" }[draft]
       ?? `drafts from ${draft.replace(/\.gguf$/, "")}`;
     part("about").textContent = part("model").hidden ? `${model} · ${drafts}` : drafts;
     document.title = `${model} – specgen`;
     isUnknown = draft === null;
-    if (part("draft").disabled || draft === "none") {
-      part("draft").checked = draft !== "none";
-    }
+    nContext = about.default_generation_settings?.n_ctx ?? null;
     part("draft").disabled = draft === "none";
+    part("draft").checked = draft !== "none" && (kept("settings")?.draft ?? true);
     if (!has_chat_template) {
       notice("This model has no chat template: it continues texts, but cannot chat.");
     }
@@ -95,21 +161,27 @@ function send() {
   ask(text);
 }
 
-async function ask(text) {
-  notice("");
-  const turn = new Turn(text);
-  turn.onretry = () => takeBack(turn) && ask(text);
+// Add a turn at the end of the conversation.
+function append(turn) {
+  turn.onretry = () => takeBack(turn) && ask(turn.question);
   turn.onedit = () => {
     takeBack(turn);
-    question.value = [text, question.value].filter(Boolean).join("\n\n");
+    keepTurns();
+    question.value = [turn.question, question.value].filter(Boolean).join("\n\n");
     question.focus();
   };
+  turns.push(turn);
+  conversation.append(turn.element);
+}
+
+async function ask(text) {
+  notice("");
+  const turn = new Turn(text, following);
   const messages = [...turns.flatMap((earlier) => earlier.messages()), said("user", text)];
   if (part("system").value.trim() !== "") {
     messages.unshift(said("system", part("system").value));
   }
-  turns.push(turn);
-  conversation.append(turn.element);
+  append(turn);
   conversation.scrollTop = conversation.scrollHeight;
   const controller = new AbortController();
   setRunning(controller);
@@ -122,10 +194,10 @@ async function ask(text) {
         pausedAt = performance.now();
       }
     }
-    following(() => turn.end());
     if (isUnknown) {
-      introduce();
+      await introduce();
     }
+    following(() => turn.end(nContext));
   } catch (error) {
     following(() => (controller.signal.aborted ? turn.stop() : turn.fail(sentence(error))));
   } finally {
@@ -133,6 +205,7 @@ async function ask(text) {
     if (running === controller) {
       following(() => setRunning(null));
     }
+    keepTurns();
   }
 }
 
@@ -200,7 +273,8 @@ function notice(text) {
 // What the user is told of an error, in one line.
 function sentence(error) {
   if (error instanceof ServerError) {
-    return error.message.replace(/\s+/g, " ");
+    const message = error.message.replace(/\s+/g, " ");
+    return error.isContextTooSmall ? `${message}: ${TOO_SMALL}` : message;
   }
   console.error(error);
   return "The server sent something that this page does not understand.";

@@ -1,9 +1,14 @@
 // A question and its answer, as the page shows them.
 
 import { Figures } from "./figures.js";
+import { showMarkdown } from "./markdown.js";
 import { tokenElement } from "./marks.js";
 
-const ENDS = { length: "cut off at the most tokens allowed" };
+const MOST_TOKENS = "cut off at the most tokens allowed";
+const STOPPED = "stopped";
+// Markdown is shown anew after this time, and later if that takes long.
+const PAUSE_MS = 50;
+const PAUSES_PER_DRAWING = 4;
 
 // A message of a conversation as the server's API has it.
 export function said(role, content) {
@@ -13,15 +18,42 @@ export function said(role, content) {
 export class Turn {
   #answer;
   #figures = new Figures(performance.now());
-  #end = "";
+  #pieces = [];
+  #isCut = false; // whether the answer ended before its end
+  #isRunning = true;
+  #following;
+  #timer = null;
+  #drawMs = 0;
 
-  constructor(question) {
+  // `following(change)` makes a change that may make the turn longer.
+  constructor(question, following) {
     this.question = question;
     this.text = "";
     this.element = document.getElementById("turn").content.firstElementChild.cloneNode(true);
+    this.#following = following;
     this.#answer = this.#part("answer");
     this.#part("question").textContent = question;
     this.#show(this.#figures.running());
+  }
+
+  // A turn from what `saved` returned.
+  static restored({ question, pieces, figures, error }, following) {
+    const turn = new Turn(question, following);
+    turn.#isRunning = false;
+    turn.#add(pieces.map(([text, kind, origin]) => ({ text, kind, origin })));
+    turn.draw();
+    turn.#show(figures);
+    turn.#showError(error);
+    return turn;
+  }
+
+  saved() {
+    return {
+      question: this.question,
+      pieces: this.#pieces.map(({ text, kind, origin }) => [text, kind, origin]),
+      figures: this.#isRunning ? joined(this.#figures.final(), STOPPED) : this.#part("figures").textContent,
+      error: this.#part("error").textContent,
+    };
   }
 
   // What a click on "Try again" and on "Edit question" does.
@@ -48,33 +80,84 @@ export class Turn {
     const plain = content === "" ? [] : [{ text: content, kind: "plain" }];
     const pieces = chunk.pieces ?? plain;
     this.#figures.count(chunk, pieces, performance.now());
-    this.#answer.append(...pieces.filter((piece) => piece.text).map(tokenElement));
-    this.text += pieces.map((piece) => piece.text).join("");
-    this.#end = ENDS[choice?.finish_reason] ?? this.#end;
+    this.#add(pieces);
+    if (showsTokens()) {
+      this.#answer.append(...elements(pieces));
+    } else {
+      const pause = Math.max(PAUSE_MS, PAUSES_PER_DRAWING * this.#drawMs);
+      this.#timer ??= setTimeout(() => this.#following(() => this.draw()), pause);
+    }
+    this.#isCut ||= choice?.finish_reason === "length";
     this.#show(this.#figures.running());
   }
 
-  end() {
-    this.#show(this.#figures.final(), this.#end);
+  #add(pieces) {
+    this.#pieces.push(...pieces);
+    this.text += pieces.map((piece) => piece.text).join("");
+  }
+
+  // Show the answer: its tokens or its Markdown.
+  draw() {
+    clearTimeout(this.#timer);
+    this.#timer = null;
+    const started = performance.now();
+    if (showsTokens()) {
+      this.#answer.replaceChildren(...elements(this.#pieces));
+    } else {
+      showMarkdown(this.#answer, this.text);
+    }
+    this.#drawMs = performance.now() - started;
+  }
+
+  // `nContext` is the most tokens of a prompt and its answer, null if it is not known.
+  end(nContext) {
+    const isFull = this.#isCut && nContext !== null && this.#figures.nTotal > nContext;
+    this.#end(isFull ? contextFull(nContext) : this.#isCut && MOST_TOKENS);
   }
 
   stop() {
-    this.#show(this.#figures.final(), "stopped");
+    this.#end(STOPPED);
   }
 
   // What there is of the answer stays; the error is one line.
   fail(message) {
-    const error = this.#part("error");
-    error.textContent = message;
-    error.hidden = false;
-    this.#show(this.#figures.final());
+    this.#showError(message);
+    this.#end();
+  }
+
+  #end(how) {
+    this.#isRunning = false;
+    this.draw();
+    this.#show(this.#figures.final(), how);
+  }
+
+  #showError(message) {
+    this.#part("error").textContent = message;
+    this.#part("error").hidden = message === "";
   }
 
   #show(...parts) {
-    this.#part("figures").textContent = parts.filter((part) => part).join(" · ");
+    this.#part("figures").textContent = joined(...parts);
   }
 
   #part(name) {
     return this.element.querySelector(`.${name}`);
   }
+}
+
+function contextFull(nContext) {
+  return `cut off, since the context of ${nContext} tokens is full: begin a new conversation, or start ` +
+    `the server with a larger context (-c ${2 * nContext})`;
+}
+
+function elements(pieces) {
+  return pieces.filter((piece) => piece.text).map(tokenElement);
+}
+
+function joined(...parts) {
+  return parts.filter((part) => part).join(" · ");
+}
+
+function showsTokens() {
+  return document.body.classList.contains("colours");
 }

@@ -1,0 +1,201 @@
+"""Builds the wheel for x86-64 Linux, which needs no compiler where it is installed: `make dist`.
+
+It carries llama.cpp with its CPU backends for all processors, specgen's kernels, the RPC backend, and the
+part of llama-cpp-python that declares llama.cpp's functions::
+
+    python -m scripts.build_wheel [--work FOLDER] [--out FOLDER]
+
+The compiler is Clang as `ziglang` brings it (a package of PyPI): it compiles for an older glibc than this
+machine's, so that the wheel suits every distribution since 2019, and links the C++ library statically. GCC 12's
+fault with AMX (scripts/cmake_args.py) is not Clang's. It takes about ten minutes, and goes on where it was
+interrupted.
+
+Without OpenMP: GGML's own threads compute, since a wheel must not bring a second OpenMP into a process
+that may have one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts import build_kernels, build_peers
+from specgen.errors import SpecgenError
+from specgen.system import llama_build
+
+ROOT = build_kernels.ROOT
+#: The oldest glibc that it runs with, and the platform of the wheel.
+GLIBC = "2.28"
+PLATFORM = "manylinux_2_28_x86_64"
+SETTINGS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=ON",
+    # The second one is for the RPC backend, which is not among the libraries that are loaded at once.
+    "-DCMAKE_INSTALL_RPATH=$ORIGIN;$ORIGIN/bundled/lib",
+    "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
+    "-DCMAKE_SHARED_LINKER_FLAGS=-s",
+    "-DCMAKE_MODULE_LINKER_FLAGS=-s",
+    "-DGGML_NATIVE=OFF",
+    "-DGGML_BACKEND_DL=ON",
+    "-DGGML_CPU_ALL_VARIANTS=ON",
+    "-DGGML_OPENMP=OFF",
+    "-DGGML_RPC=ON",
+    "-DGGML_CCACHE=OFF",
+    *(
+        f"-DLLAMA_{part}=OFF"
+        for part in (
+            "BUILD_COMMON",
+            "BUILD_EXAMPLES",
+            "BUILD_SERVER",
+            "BUILD_TESTS",
+            "BUILD_TOOLS",
+            "CURL",
+        )
+    ),
+)
+#: What is built, by what it is called in the wheel: the name that others are linked to, or that is loaded.
+LIBRARIES = {
+    "libggml-base.so": "libggml-base.so.0",
+    "libggml.so": "libggml.so.0",
+    "libllama.so": "libllama.so",
+}
+#: The modules of llama-cpp-python that declare llama.cpp's functions. They import nothing of its others.
+BINDINGS = ("_ctypes_extensions.py", "llama_cpp.py", "llama_cpp_ext.py")
+#: zig has underscores in the names of processors.
+_COMPILER = """#!/bin/sh
+for word do
+    shift
+    case "$word" in -march=skylake-avx512) word=-march=skylake_avx512;; esac
+    set -- "$@" "$word"
+done
+exec "{zig}" {name} {flags} "$@"
+"""
+#: Stands in for llama-cpp-python's own, which imports all of it.
+INIT = '''"""A part of llama-cpp-python (LICENSE-llama-cpp-python), with llama.cpp (LICENSE-llama.cpp) in lib/."""
+
+from .llama_cpp import *  # noqa: F403
+
+__version__ = "{version}"
+'''
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Build the wheel for x86-64 Linux.")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "wheel")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    arguments = parser.parse_args(argv)
+    try:
+        print(build(arguments.work.resolve(), arguments.out.resolve()))
+    except build_kernels.BuildError as error:
+        sys.exit(f"{error.output}{error}")
+    except build_peers.BuildError as error:
+        sys.exit(str(error))
+    except SpecgenError as error:
+        sys.exit(f"{error.message}\nhint: {error.hint}" if error.hint else error.message)
+
+
+def build(work: Path, out: Path) -> Path:
+    """Build the wheel into the folder `out`, and keep what was compiled in `work`; returns its path. Raises
+    `BuildError` of scripts/build_peers.py or scripts/build_kernels.py, or `FetchError`."""
+    from hatchling.builders.wheel import WheelBuilder
+
+    work.mkdir(parents=True, exist_ok=True)
+    source = build_peers.fetch(llama_build.REQUIRED_VERSION, work)
+    compilers = write_compilers(work / "bin")
+    compile_llama(source / "vendor" / "llama.cpp", work / "cmake", compilers)
+    staged = work / "staged"
+    shutil.rmtree(staged, ignore_errors=True)
+    stage(source, work / "cmake" / "bin", staged / "specgen" / "llama")
+    kernels = work / Path(build_kernels.LIBRARY).name
+    command = [os.fspath(compilers["c++"]), "-s"]
+    for extra in build_kernels.INSTRUCTION_FLAGS.values():
+        if not build_kernels.knows(command, extra.flags):
+            raise build_peers.BuildError(f"the compiler does not know {' '.join(extra.flags)}")
+    build_kernels.compile_library(ROOT, kernels, {"CXX": shlex.join(command)}, force=False)
+    shutil.copy(kernels, staged / build_kernels.LIBRARY)
+    os.environ |= {"SPECGEN_BUNDLE": os.fspath(staged), "SPECGEN_BUNDLE_PLATFORM": PLATFORM}
+    (made,) = WheelBuilder(os.fspath(ROOT)).build(directory=os.fspath(out), versions=["standard"])
+    check_platform(Path(made))
+    return Path(made)
+
+
+def write_compilers(folder: Path) -> dict[str, Path]:
+    """Write programs that CMake takes for compilers; returns them by zig's names for them. Raises
+    `BuildError` without zig."""
+    try:
+        import ziglang
+    except ImportError as error:
+        raise build_peers.BuildError("ziglang is needed: pip install ziglang") from error
+    zig = Path(ziglang.__file__).parent / "zig"
+    folder.mkdir(parents=True, exist_ok=True)
+    target = f"-target x86_64-linux-gnu.{GLIBC}"
+    made = {}
+    for name, flags in {"cc": target, "c++": target, "ar": "", "ranlib": ""}.items():
+        made[name] = folder / f"zig-{name}"
+        made[name].write_text(_COMPILER.format(zig=zig, name=name, flags=flags), encoding="utf-8")
+        made[name].chmod(0o755)
+    return made
+
+
+def compile_llama(source: Path, folder: Path, compilers: dict[str, Path]) -> None:
+    """Configure and compile llama.cpp in `folder`. Raises `BuildError`."""
+    tools = {"C_COMPILER": "cc", "CXX_COMPILER": "c++", "AR": "ar", "RANLIB": "ranlib"}
+    chosen = [f"-DCMAKE_{variable}={compilers[name]}" for variable, name in tools.items()]
+    # llama.cpp would take this project's commit for its own.
+    environment = {**os.environ, "GIT_DIR": os.devnull}
+    environment.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
+    configure = ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(folder), *SETTINGS, *chosen]
+    build_peers.run(configure, environment)
+    build_peers.run(["cmake", "--build", str(folder), "--target", "llama", "ggml"], environment)
+
+
+def stage(source: Path, built: Path, folder: Path) -> None:
+    """Lay out what the wheel has below specgen/llama beside the modules of this project."""
+    bundle = folder / "bundled"
+    libraries = bundle / "lib"
+    libraries.mkdir(parents=True)
+    for name, called in LIBRARIES.items():
+        shutil.copy(built / name, libraries / called)
+    for variant in built.glob("libggml-cpu-*.so"):
+        shutil.copy(variant, libraries)
+    for name in BINDINGS:
+        text = (source / "llama_cpp" / name).read_text(encoding="utf-8")
+        text = text.replace(
+            "from llama_cpp._ctypes_extensions import", "from ._ctypes_extensions import"
+        )
+        (bundle / name).write_text(text, encoding="utf-8")
+    version = llama_build.REQUIRED_VERSION
+    (bundle / "__init__.py").write_text(INIT.format(version=version), encoding="utf-8")
+    shutil.copy(source / "LICENSE.md", bundle / "LICENSE-llama-cpp-python")
+    shutil.copy(source / "vendor" / "llama.cpp" / "LICENSE", bundle / "LICENSE-llama.cpp")
+    # Loaded for workers only: with it, GGML says of every machine that it can offload layers.
+    shutil.copy(built / "libggml-rpc.so", folder / llama_build.LIBRARY)
+    header = source / "vendor" / "llama.cpp" / "ggml" / "include" / "ggml-rpc.h"
+    stamp = {"version": version, "protocol": llama_build.protocol_in(header)}
+    (folder / llama_build.STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
+
+
+def check_platform(wheel: Path) -> None:
+    """Raises `BuildError` unless auditwheel finds that the wheel runs with `GLIBC`, and needs nothing else."""
+    found = subprocess.run(
+        [sys.executable, "-m", "auditwheel", "show", os.fspath(wheel)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    build_peers.say(found.stdout or found.stderr)
+    granted = re.search(r'platform tag: "manylinux_2_(\d+)_x86_64"', " ".join(found.stdout.split()))
+    if granted is None or int(granted[1]) > int(GLIBC.partition(".")[2]):
+        raise build_peers.BuildError(f"{wheel.name} does not run on {PLATFORM}")
+
+
+if __name__ == "__main__":
+    main()
