@@ -44,7 +44,7 @@ KERNELS := hatch_build.py scripts/build_kernels.py $(wildcard kernels/*.cpp kern
 
 export PROMPT
 
-.PHONY: help run peers rpc test architectures quick pythons dist check lint format format-check types fuzz soak docs docs-check install clean FORCE
+.PHONY: help run peers rpc arm test architectures quick pythons dist check lint format format-check types fuzz soak docs docs-check install clean FORCE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -130,6 +130,10 @@ peers: $(VENV)/.installed ## Build llama.cpp's own programs, for specgen bench -
 # Two files of llama.cpp as a library of their own: with -DGGML_RPC=on all of llama.cpp would be built again.
 rpc: $(VENV)/.installed ## Build llama.cpp's RPC, for specgen worker and --rpc
 	@$(BIN)/python -m scripts.build_rpc
+
+# Skipped, with the reason, where there is no compiler for ARM or no emulator.
+arm: $(VENV)/.installed-dev ## Build the kernels for ARM, and compare them with AVX2 in an emulator (qemu), in some minutes
+	@$(BIN)/python -m scripts.arm_kernels
 
 clean: ## Remove everything that make made, llama.cpp's build (minutes) too
 	rm -rf $(VENV) build dist specgen/llama/*.so specgen/llama/*.json \

@@ -19,6 +19,9 @@
 #include <initializer_list>
 #include <string>
 
+#ifdef __aarch64__
+#include "arm_cpu.h"
+#endif
 #include "ggml_internals.h"
 #include "instruction_set.h"
 #include "packed_file.h"
@@ -31,6 +34,12 @@ Ggml ggml_api = {};
 namespace {
 
 std::string problem = "it was not loaded by ggml_backend_load";
+
+#ifdef __aarch64__
+
+bool cpu_has(const char *) { return arm_has_dot_products(); }
+
+#else
 
 // One leaf of CPUID. (`__builtin_cpu_supports` answers no to everything where the compiler's runtime library is
 // zig's, and GCC 12 has no name for AVX-VNNI.)
@@ -74,9 +83,14 @@ bool cpu_has(const char *instructions) {
     return true;
 }
 
+#endif
+
 // The best instruction set of this CPU, or the one that is asked for.
 const InstructionSet *choose_kernels() {
     const InstructionSet *known[] = {
+#ifdef __aarch64__
+        &neon_dotprod_set,
+#else
 #ifndef WITHOUT_AMX_INT8  // where the compiler is too old for an instruction set
         &amx_int8_set,
 #endif
@@ -87,6 +101,7 @@ const InstructionSet *choose_kernels() {
         &avx_vnni_set,
 #endif
         &avx2_set,
+#endif
     };
     const char *asked = std::getenv("SPECGEN_KERNELS_INSTRUCTIONS");
     for (const InstructionSet *set : known) {
@@ -214,7 +229,11 @@ bool attach() {
     if (!find_functions() || !check_ggml()) return false;
     kernels = choose_kernels();
     if (kernels == nullptr) {
+        #ifdef __aarch64__
+        problem = "this CPU lacks dot products (ARMv8.2), or the instructions that were asked for";
+#else
         problem = "this CPU lacks AVX2, FMA or F16C, or the instructions that were asked for";
+#endif
         return false;
     }
     learn_types();

@@ -52,7 +52,7 @@ struct AttentionWeights {
         int64_t n;
     };
 
-    // An exact sum of integers in each lane: of 8 x 2^28 at once, and 2^14 times.
+    // An exact sum of integers in each lane: of 8 x 2^28 at once, and 2^16 times.
     struct Total {
         Ints low = V::zero_ints(), high = V::zero_ints();
 
@@ -102,9 +102,10 @@ struct AttentionWeights {
         Total denominator, numerator;
         Floats largest = V::zero();
         Floats poison = V::zero();  // 0 * weight, added up: NaN if one weight is not finite
-        for (int64_t first = 0; first < row.n; first += cells_per_block) {
+        constexpr int cells = smaller(cells_per_block, 8 * V::lanes);  // 8 numbers in each lane
+        for (int64_t first = 0; first < row.n; first += cells) {
             Ints e_sum = V::zero_ints(), weight_sum = V::zero_ints();
-            for (int64_t i = first; i < first + cells_per_block; i += V::lanes) {
+            for (int64_t i = first; i < first + cells; i += V::lanes) {
                 const Floats s = V::load_floats(row.scores + i);
                 const Mask seen = V::differ(s, V::all(-INFINITY));
                 const Floats e = exponential<V>(V::subtract(s, m), 28);

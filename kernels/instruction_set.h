@@ -1,10 +1,10 @@
 // What the code for one instruction set offers to the rest of the library.
 //
-// Each of avx2.cpp, avx_vnni.cpp, avx512_vnni.cpp and amx_int8.cpp is compiled with the compiler
-// flags of its instruction set and defines one constant table. Nothing else is shared between these
-// files, so that no function compiled for a newer CPU can end up on the path of an older one: they
-// use no containers or algorithms of the standard library, and all their templates take the vector
-// type of the instruction set as a parameter. (amx_int8.cpp calls functions of the table of
+// Each of avx2.cpp, avx_vnni.cpp, avx512_vnni.cpp, amx_int8.cpp and neon_dotprod.cpp is compiled with
+// the compiler flags of its instruction set and defines one constant table. Nothing else is shared
+// between these files, so that no function compiled for a newer CPU can end up on the path of an older
+// one: they use no containers or algorithms of the standard library, and all their templates take the
+// vector type of the instruction set as a parameter. (amx_int8.cpp calls functions of the table of
 // avx512_vnni.cpp; code that both contain is compiled for the same instructions.)
 #pragma once
 
@@ -72,3 +72,4 @@ extern const InstructionSet avx2_set;
 extern const InstructionSet avx_vnni_set;
 extern const InstructionSet avx512_vnni_set;
 extern const InstructionSet amx_int8_set;
+extern const InstructionSet neon_dotprod_set;

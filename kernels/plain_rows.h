@@ -15,6 +15,7 @@ namespace {
 template <class V>
 struct PlainRows {
     using Floats = typename V::Floats;
+    using Ints = typename V::Ints;
     using Doubles = typename V::Doubles;
     static constexpr int lanes = V::lanes;
 
@@ -235,13 +236,19 @@ struct PlainRows {
         if (job.sink && !(*job.sink <= m)) m = *job.sink;
         // As in attention_weights.h, exp(score - m) * 2^28 is added up as an integer.
         typename AttentionWeights<V>::Total total;
+        Ints together = V::zero_ints();  // of 8 numbers in each lane
         for (int64_t i = 0; i < job.n; i += lanes) {
             const Floats scores = scores_at(job, i);
             const Floats e = exponential<V>(V::subtract(scores, V::all(m)), 28);
             const Floats seen = V::only(V::differ(scores, V::all(-INFINITY)), e);
-            total.add(V::to_ints(seen));
+            together = V::add(together, V::to_ints(seen));
             put(job, i, seen);
+            if (i / lanes % 8 == 7) {
+                total.add(together);
+                together = V::zero_ints();
+            }
         }
+        total.add(together);
         double sum = total.sum();
         if (job.sink) sum += V::first_lane(exponential<V>(V::all(*job.sink - m), 28));
         const Floats inverse = V::all(sum > 0 ? static_cast<float>(1 / sum) : 0.0f);

@@ -20,7 +20,7 @@ namespace {
 constexpr int prefetch_bytes = 4096;
 
 inline void prefetch(const uint8_t *p) {
-    _mm_prefetch(reinterpret_cast<const char *>(p + prefetch_bytes), _MM_HINT_T0);
+    __builtin_prefetch(p + prefetch_bytes);
 }
 
 // The tables of value formats, with the offset that makes them unsigned where there is one.
@@ -41,10 +41,10 @@ struct Codes {
     using L = Layout<F, V::lanes>;
     using Ints = typename V::Ints;
     // Signed weights: of formats with 8 bits. VNNI multiplies unsigned bytes with signed ones, so
-    // there 128 is added to them.
+    // there 128 is added to them. (AVX2 and NEON take signed ones.)
     static constexpr bool is_signed =
         F::offset == Offset::signed_byte || F::values == Values::iq4;
-    static constexpr int signed_offset = V::has_dot_product ? 128 : 0;
+    static constexpr int signed_offset = V::needs_unsigned_codes ? 128 : 0;
     // How often products may be added before the sums have to be widened (see vector_avx2.h).
     static constexpr int run = V::has_dot_product ? L::words
                                : is_signed        ? 1

@@ -36,6 +36,7 @@ struct Avx2 {
     // before `widen` that 2 * 127 * the largest code * times < 32768.
     using Sums = Ints;
     static constexpr bool has_dot_product = false;
+    static constexpr bool needs_unsigned_codes = false;
     static Sums no_sums() { return zero_ints(); }
     static Sums add_products(Sums sums, Ints codes, const int32_t *word) {
         return in_order(_mm256_add_epi16(sums, _mm256_maddubs_epi16(codes, all_words(word))));

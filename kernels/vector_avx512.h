@@ -44,6 +44,7 @@ struct Avx512 {
     // lane. They are exact, and never overflow 32 bits.
     using Sums = Ints;
     static constexpr bool has_dot_product = true;  // vpdpbusd
+    static constexpr bool needs_unsigned_codes = true;
     static Sums no_sums() { return zero_ints(); }
     // GCC 12 loads the word by an instruction of its own; with the memory operand spelt out a
     // tile of 8 columns of Q4_K in the cache takes 6.0 instead of 10.1 ns for 64 bytes.

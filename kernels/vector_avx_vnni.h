@@ -7,6 +7,7 @@
 struct AvxVnni : Avx2 {
     using Sums = Ints;
     static constexpr bool has_dot_product = true;
+    static constexpr bool needs_unsigned_codes = true;
 #ifdef __AVXVNNI__
     static Ints dot_bytes(Ints s, Ints a, Ints b) { return _mm256_dpbusd_avx_epi32(s, a, b); }
     static Ints dot_shorts(Ints s, Ints a, Ints b) { return _mm256_dpwssd_avx_epi32(s, a, b); }

@@ -4,6 +4,8 @@ The build of the package does so (hatch_build.py), and this program::
 
     python -m scripts.build_kernels [--force]
 
+scripts/arm_kernels.py builds it for ARM on another machine.
+
 It needs a C++ compiler ($CXX, c++, g++ or clang++) and the standard library only, no llama.cpp.
 Every source file is compiled with flags of its own, all at the same time. Nothing is compiled
 where sources, flags and compiler are those of the library that is there.
@@ -40,7 +42,8 @@ STAMP = "libspecgen-kernels.json"
 VARIABLE = "SPECGEN_KERNELS_BUILD"
 MODES = ("auto", "off", "required")
 #: As `sysconfig.get_platform` names it: a 32-bit Python on a 64-bit system is another platform.
-PLATFORM = "linux-x86_64"
+X86, ARM = "linux-x86_64", "linux-aarch64"
+PLATFORMS = (X86, ARM)
 
 COMMON_FLAGS = (
     "-O3",
@@ -61,6 +64,8 @@ class InstructionFlags:
     #: Defined for the other files where a compiler does not know the flags, so that this file is
     #: left out; None: the library cannot do without the file.
     macro_without: str | None = None
+    #: The platform that the file is for.
+    platform: str = X86
 
 
 #: By file name. A file that is not listed gets the common flags alone.
@@ -80,6 +85,7 @@ INSTRUCTION_FLAGS: Mapping[str, InstructionFlags] = {
         ),
         "WITHOUT_AMX_INT8",
     ),
+    "neon_dotprod.cpp": InstructionFlags(("-march=armv8.2-a+dotprod",), platform=ARM),
 }
 
 
@@ -136,17 +142,24 @@ def build(root: Path, environment: Mapping[str, str], *, force: bool = False) ->
 
 
 def compile_library(
-    root: Path, library: Path, environment: Mapping[str, str], *, force: bool
+    root: Path,
+    library: Path,
+    environment: Mapping[str, str],
+    *,
+    force: bool,
+    platform: str | None = None,
 ) -> None:
-    """Compile and link, unless the library there is what would come out. Raises `BuildError`."""
+    """Compile and link for a platform (None: this one), unless the library there is what would come out.
+    Raises `BuildError`."""
+    platform = platform or sysconfig.get_platform()
     folder = root / SOURCES
     sources = sorted(folder.glob("*.cpp"))
     if not sources:
         raise BuildError(f"there is no C++ file in {folder}")
-    if sysconfig.get_platform() != PLATFORM:
-        raise BuildError(f"they are for {PLATFORM}, and this is {sysconfig.get_platform()}")
+    if platform not in PLATFORMS:
+        raise BuildError(f"they are for {' and '.join(PLATFORMS)}, and this is {platform}")
     command = compiler(environment)
-    steps = plan(command, sources)
+    steps = plan(command, sources, platform)
     stamp = fingerprint(folder, command, steps)
     if not force and library.is_file() and read_stamp(library) == stamp:
         return
@@ -180,9 +193,11 @@ def compiler(environment: Mapping[str, str]) -> list[str]:
     raise BuildError("there is no C++ compiler (c++, g++ or clang++)")
 
 
-def plan(command: Sequence[str], sources: Sequence[Path]) -> list[Step]:
-    """What to compile, and how: without the files whose flags the compiler does not know."""
-    own = {source: INSTRUCTION_FLAGS.get(source.name, InstructionFlags(())) for source in sources}
+def plan(command: Sequence[str], sources: Sequence[Path], platform: str) -> list[Step]:
+    """What to compile for a platform, and how: without the files whose flags the compiler does not know."""
+    plain = InstructionFlags((), platform=platform)
+    own = {source: INSTRUCTION_FLAGS.get(source.name, plain) for source in sources}
+    own = {source: extra for source, extra in own.items() if extra.platform == platform}
     compiled, macros = [], []
     for source, extra in own.items():
         if extra.macro_without is not None and not knows(command, extra.flags):

@@ -8,12 +8,17 @@
 //   g++ $flags $machine tests/attention_test.cpp -o /tmp/attention_test && /tmp/attention_test
 //
 // machine="-mavx2 -mfma -mf16c" checks AVX2 alone. `--bench` measures microseconds for one layer,
-// `--cold` does so with the caches of 28 layers in turn, `--accuracy` prints errors.
+// `--cold` does so with the caches of 28 layers in turn, `--accuracy` prints errors, `--bits` prints
+// a digest of inputs and outputs of each shape. scripts/arm_kernels.py checks NEON, in an emulator.
 #ifdef __AVX512VNNI__
 #include "../vector_avx512.h"
 #include "../vector_avx_vnni.h"
 #endif
+#ifdef __aarch64__
+#include "../vector_neon.h"
+#else
 #include "../vector_avx2.h"
+#endif
 
 #include "../attention.h"
 
@@ -53,8 +58,18 @@ size_t cell_bytes(CacheType type, int size) {
     return type == CacheType::q8_0 ? size / 32 * 34 : 2 * size;
 }
 
+#ifdef __aarch64__
+uint16_t to_half(float value) {
+    const __fp16 half = value;
+    uint16_t bits;
+    std::memcpy(&bits, &half, 2);
+    return bits;
+}
+float from_half(uint16_t half) { return Neon::half(&half); }
+#else
 uint16_t to_half(float value) { return _cvtss_sh(value, 0); }
 float from_half(uint16_t half) { return _cvtsh_ss(half); }
+#endif
 
 void encode(CacheType type, const float *values, int size, uint8_t *cell) {
     for (int i = 0; type == CacheType::q8_0 && i < size; i += 32, cell += 34) {
@@ -739,6 +754,28 @@ void print_accuracy(const char *name) {
     }
 }
 
+template <class T>
+uint64_t digest(const std::vector<T> &values, uint64_t hash = 1469598103934665603U) {
+    const char *bytes = reinterpret_cast<const char *>(values.data());
+    for (size_t i = 0; i < values.size() * sizeof(T); i++) {
+        hash = (hash ^ static_cast<uint8_t>(bytes[i])) * 1099511628211U;
+    }
+    return hash;
+}
+
+template <class V>
+void print_bits() {
+    int number = 0;
+    for (const Shape &shape : shapes()) {
+        const Problem p = make(shape, 14);
+        const uint64_t inputs =
+            digest(p.mask, digest(p.values, digest(p.keys, digest(p.sinks, digest(p.queries)))));
+        std::printf("attention-%d %016llx %016llx\n", number++,
+                    static_cast<unsigned long long>(inputs),
+                    static_cast<unsigned long long>(digest(run<V>(p))));
+    }
+}
+
 template <class V>
 bool check_all(const char *name) {
     struct {
@@ -770,6 +807,7 @@ template <class V>
 bool act(const char *name, const std::string &option) {
     if (option == "--bench") return bench<V>(name, 1), true;
     if (option == "--cold") return bench<V>(name, 28), true;
+    if (option == "--bits") return print_bits<V>(), true;
     if (option == "--accuracy") return print_accuracy<V>(name), true;
     return check_all<V>(name);
 }
@@ -778,7 +816,11 @@ bool act(const char *name, const std::string &option) {
 
 int main(int n_arguments, char **arguments) {
     const std::string option = n_arguments > 1 ? arguments[1] : "";
+#ifdef __aarch64__
+    bool good = act<Neon>("NEON", option);
+#else
     bool good = act<Avx2>("AVX2", option);
+#endif
 #ifdef __AVX512VNNI__
     good = act<AvxVnni>("AVX-VNNI", option) && good;
     good = act<Avx512>("AVX-512", option) && good;

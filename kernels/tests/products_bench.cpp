@@ -93,8 +93,13 @@ void bench(const InstructionSet &set, WeightType type, int64_t n_inputs, double 
 }
 
 int main(int argc, char **argv) {
+#ifdef __aarch64__
+    const InstructionSet *const sets[] = {&neon_dotprod_set};
+#else
     syscall(SYS_arch_prctl, 0x1023, 18);  // see attach.cpp
-    for (const InstructionSet *set : {&avx2_set, &avx_vnni_set, &avx512_vnni_set, &amx_int8_set}) {
+    const InstructionSet *const sets[] = {&avx2_set, &avx_vnni_set, &avx512_vnni_set, &amx_int8_set};
+#endif
+    for (const InstructionSet *set : sets) {
         if (argc < 2 || std::strcmp(argv[1], set->name) != 0) continue;
         for (int t = 1; t < static_cast<int>(WeightType::count); t++) {
             if (argc > 2 && std::strcmp(argv[2], names[t]) != 0) continue;

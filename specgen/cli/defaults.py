@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from specgen.errors import UsageError
+from specgen.system.toml_file import read_toml
 
 #: The commands that answer prompts: all defaults are theirs. The others, which measure or make drafts, take
 #: only those that name models and describe the machine.
@@ -64,7 +64,7 @@ def defaults_for(context: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the user's defaults for a command, by the names of its parameters. `given` are the values of the
     command line. Raise `UsageError` if a key or a value of the file is wrong."""
     path = config_file()
-    document = _read(path)
+    document = read_toml(path, is_optional=True)
     if not document:
         return {}
     known = _known_options(context)
@@ -118,24 +118,6 @@ def _entries(
             raise UsageError(f"{where}{key}: there is no such key", hint=hint)
         found[option_keys(option)[0]] = (f"{where}{key}", value)
     return found
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return the file's tables; empty without a file. Raise `UsageError`."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-
-    try:
-        return tomllib.loads(path.read_text("utf-8-sig"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UsageError(f"{path}: cannot be read: {reason}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path}: {error}", hint="it has the form of TOML: temp = 0.7") from error
 
 
 def _known_options(context: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from specgen.cli.command import Command
-from specgen.cli.flags.hub import HUB, hub_names
+from specgen.cli.flags import HUB, hub_names, model_names, pair_names
 from specgen.cli.inputs import is_terminal
 from specgen.options import SourceChoice
 
@@ -32,10 +32,7 @@ app = typer.Typer(
 
 def _names(incomplete: str) -> list[str]:
     """Return the models and pairs whose names begin so."""
-    from specgen.models import load_registry
-
-    registry = load_registry()
-    return [name for name in (*registry.models, *registry.pairs) if name.startswith(incomplete)]
+    return model_names(incomplete) + pair_names(incomplete)
 
 
 _Name = Annotated[

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 #: The default number of answers at once, if the memory has room for as many.
 _N_PARALLEL = 4
+#: Options of the machine that all models share.
+_OF_ALL = {"kernels", "packed-cache"}
 #: The default of --memory, as a share of the machine's memory.
 MEMORY_SHARE = 0.8
 
@@ -96,11 +98,10 @@ class ModelLoader:
         if not alone:
             check_file(sources.target)
             drafts = [choice.draft for choice in sources.drafts]
-            while True:
-                n_bytes = needed_bytes(options, drafts, n_parallel)
-                if n_bytes <= memory_bytes or is_fixed or n_parallel == 1:
-                    break
+            n_bytes = needed_bytes(options, drafts, n_parallel)
+            while n_bytes > memory_bytes and n_parallel > 1 and not is_fixed:
                 n_parallel //= 2
+                n_bytes = needed_bytes(options, drafts, n_parallel)
             if n_bytes > memory_bytes:
                 raise MemoryLimitError(
                     f"{name} needs about {human_bytes(n_bytes)}, but --memory allows "
@@ -245,10 +246,7 @@ def _entry(
 def _given(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return the options in a table of a file. Its keys are the long names of options; paths are relative to
     the file's folder. Raise `UsageError`, `COMMAND_LINE_ERROR`."""
-    known = {name[2:] for name in model_setup.spellings() if name.startswith("--")} - {
-        "kernels",
-        "packed-cache",
-    }
+    known = {name[2:] for name in model_setup.spellings() if name.startswith("--")} - _OF_ALL
     arguments: list[str] = []
     for key, value in values.items():
         if key not in known:

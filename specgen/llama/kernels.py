@@ -125,7 +125,7 @@ class Kernels:
     def __init__(self, path: Path, library: Any) -> None:
         self.path = path
         self._library = library
-        #: Their instruction set: ``avx2``, ``avx-vnni``, ``avx512-vnni`` or ``amx-int8``.
+        #: Their instruction set: ``avx2``, ``avx-vnni``, ``avx512-vnni``, ``amx-int8`` or ``neon-dotprod``.
         self.instructions = _text(library.specgen_kernels_instructions())
         self._enabled = (True, True)
         #: Whether a model of this process cannot have the kernels' attention, which is the same for all.

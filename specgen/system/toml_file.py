@@ -9,16 +9,19 @@ from typing import Any
 from specgen.errors import UsageError
 
 
-def read_toml(file: Path) -> dict[str, Any]:
-    """Return the content of a file. Raise `UsageError` if it cannot be read, or is not TOML."""
+def read_toml(file: Path, *, is_optional: bool = False) -> dict[str, Any]:
+    """Return the content of a file; empty if it `is_optional` and there is none. Raise `UsageError` if it cannot
+    be read, or is not TOML."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
 
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
+        if is_optional and isinstance(error, FileNotFoundError):
+            return {}
         raise UsageError(f"cannot read {file}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8: {error}", correct(file)) from error

@@ -116,23 +116,31 @@ def running(
     with contextlib.ExitStack() as stack:
         stack.enter_context(loaded)
         engine = Engine(loaded, n_parallel=n_parallel, n_ctx=n_ctx, learn_alone=learn_alone)
-        bound = stack.enter_context(
-            bound_socket(options.host, options.port, options.limits.client_s)
-        )
         opened = OpenedModel(loaded, engine, between_answers=between_answers)
         name = options.alias or loaded.target.name.removesuffix(".gguf")
         entry = ModelEntry(name, lambda _turns, _interrupted: opened)
         pool = stack.enter_context(ModelPool([entry], options.limits))
         pool.load(name)
-        server = stack.enter_context(http_server(pool, options))
+        server, thread, http = stack.enter_context(answering(pool, options))
+        yield Running(str(http.base_url).rstrip("/"), loaded, engine, http, server, thread)
+
+
+@contextlib.contextmanager
+def answering(
+    pool: ModelPool, options: ServerOptions
+) -> Iterator[tuple[DrainingServer, threading.Thread, httpx.Client]]:
+    """Answer requests with the models of a pool in a thread of this process, and give a client with the key."""
+    keys = {"Authorization": f"Bearer {options.api_keys[0]}"} if options.api_keys else {}
+    with (
+        bound_socket(options.host, options.port, options.limits.client_s) as bound,
+        http_server(pool, options) as server,
+    ):
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         try:
             wait_until(lambda: server.started, "the server")
-            keys = {"Authorization": f"Bearer {options.api_keys[0]}"} if options.api_keys else {}
-            url = url_of(bound)
-            with httpx.Client(base_url=url, headers=keys, timeout=PATIENCE_S) as http:
-                yield Running(url, loaded, engine, http, server, thread)
+            with httpx.Client(base_url=url_of(bound), headers=keys, timeout=PATIENCE_S) as http:
+                yield server, thread, http
         finally:
             server.should_exit = True
             thread.join()

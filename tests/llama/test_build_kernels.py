@@ -42,7 +42,7 @@ if "-o" in arguments:
 
 @pytest.fixture(autouse=True)
 def _platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sysconfig, "get_platform", lambda: build_kernels.PLATFORM)
+    monkeypatch.setattr(sysconfig, "get_platform", lambda: build_kernels.X86)
 
 
 class Compiler:
@@ -72,7 +72,7 @@ def source(tmp_path: Path) -> Path:
     """The source of a library."""
     folder = tmp_path / "source"
     (folder / "kernels").mkdir(parents=True)
-    for name in ("attach", "avx2", "avx_vnni", "avx512_vnni", "amx_int8"):
+    for name in ("attach", "avx2", "avx_vnni", "avx512_vnni", "amx_int8", "neon_dotprod"):
         (folder / "kernels" / f"{name}.cpp").write_text(f"int {name};\n")
     (folder / "kernels" / "vector.h").write_text("int vector;\n")
     return folder
@@ -117,6 +117,17 @@ def test_every_file_is_compiled_with_flags_of_its_own(source: Path, compiler: Co
         "libspecgen-kernels.json",
         "libspecgen-kernels.so",
     ]
+
+
+def test_arm_gets_its_own_files(
+    source: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_platform", lambda: build_kernels.ARM)
+    assert build(source, compiler.environment) is not None
+    files = compiled(compiler.commands())
+    assert sorted(files) == ["attach.cpp", "neon_dotprod.cpp"]
+    assert "-march=armv8.2-a+dotprod" in files["neon_dotprod.cpp"]
+    assert not any(word.startswith(("-m", "-D")) for word in files["attach.cpp"])
 
 
 def test_nothing_is_compiled_twice(
@@ -253,7 +264,7 @@ def test_a_real_compiler_makes_a_library_that_loads(source: Path) -> None:
         pytest.skip("no C++ compiler")
     shown = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
     (source / "kernels" / "attach.cpp").write_text(shown)
-    for name in ("avx2", "avx_vnni", "avx512_vnni", "amx_int8"):
+    for name in ("avx2", "avx_vnni", "avx512_vnni", "amx_int8", "neon_dotprod"):
         (source / "kernels" / f"{name}.cpp").unlink()
     library = build(source, {})
     assert library is not None

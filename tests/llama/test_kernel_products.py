@@ -259,7 +259,9 @@ def found_with(instructions: str) -> Found:
     return {name: tuple(values) for name, values in found.items()}
 
 
-@pytest.mark.parametrize("instructions", ["avx2", "avx-vnni", "avx512-vnni", "amx-int8"])
+@pytest.mark.parametrize(
+    "instructions", ["avx2", "avx-vnni", "avx512-vnni", "amx-int8", "neon-dotprod"]
+)
 def test_every_instruction_set_that_the_cpu_has(instructions: str) -> None:
     for type_name, (wrong, same, _) in found_with(instructions).items():
         assert wrong < (1e-6 if type_name in FLOAT_TYPES else 0.01), type_name

@@ -396,7 +396,7 @@ def test_a_platform_that_has_no_kernels_is_not_noted(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "library_path", lambda: None)
-    monkeypatch.setattr(choice, "PLATFORM", "another")
+    monkeypatch.setattr(choice, "PLATFORMS", ())
     assert "kernels" not in cli.run(PROMPT, "--kernels", "auto").err
 
 

@@ -132,6 +132,7 @@ def test_a_format_becomes_a_grammar(field: str) -> None:
     ("change", "field"),
     [
         ({"messages": "Hi"}, "messages"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [USER, {"role": "user", "content": 3}]}, "messages[1].content"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),

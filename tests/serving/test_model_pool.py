@@ -18,14 +18,12 @@ from playwright.sync_api import Browser, expect
 from specgen.engine.engine import Engine, generate
 from specgen.errors import ModelFileError
 from specgen.events import FinishedEvent
-from specgen.serving.server.addresses import bound_socket, url_of
 from specgen.serving.server.jobs import Turns
 from specgen.serving.server.model_pool import ModelEntry, ModelPool, OpenedModel
 from specgen.serving.server.options import Limits, ServerOptions
-from specgen.serving.server.run import http_server
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.browser import browser
-from tests.helpers.server import FIXED, N_CTX, PATIENCE_S, session_of, wait_until
+from tests.helpers.server import FIXED, N_CTX, PATIENCE_S, answering, session_of, wait_until
 
 __all__ = ["browser"]
 
@@ -122,21 +120,11 @@ def serving(
         return ModelEntry(name, opened, n_bytes=1)
 
     options = ServerOptions(port=0, limits=limits or Limits())
-    with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(
-            ModelPool([*map(entry, NAMES)], options.limits, n_loaded, notes.append)
-        )
-        bound = stack.enter_context(bound_socket(options.host, options.port))
-        server = stack.enter_context(http_server(pool, options))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-        thread.start()
-        try:
-            wait_until(lambda: server.started, "the server")
-            with httpx.Client(base_url=url_of(bound), timeout=PATIENCE_S) as http:
-                yield Served(http, pool, loads, notes)
-        finally:
-            server.should_exit = True
-            thread.join()
+    with (
+        ModelPool([*map(entry, NAMES)], options.limits, n_loaded, notes.append) as pool,
+        answering(pool, options) as (_, _, http),
+    ):
+        yield Served(http, pool, loads, notes)
 
 
 @pytest.mark.parametrize("n_loaded", [1, 2, 3])
@@ -231,6 +219,11 @@ def test_the_queue_has_a_limit(files: Path) -> None:
             assert refused.status_code == 429
             assert refused.json()["error"]["code"] == "queue_full"
         assert waiting.result().status_code == 200
+
+
+def test_without_a_queue_a_model_is_loaded_still(files: Path) -> None:
+    with serving(files, limits=Limits(n_waiting=0)) as server:
+        assert server.ask("a").status_code == 200
 
 
 def test_waiting_takes_no_longer_than_a_request_may(files: Path) -> None:

@@ -219,6 +219,7 @@ def test_what_is_ignored_is_mentioned() -> None:
             "input[1].content[0]",
         ),
         ({"input": [said("user", "x"), returned("c", "y")]}, "input[1].call_id"),
+        ({"input": [called("c"), returned("c", "\ud800")]}, "input[1].output"),
         ({"input": [{**called("c"), "name": 3}]}, "input[0].name"),
         ({"input": [called("c0"), {**called("c"), "arguments": 3}]}, "input[1].arguments"),
         ({"input": [{**called("c"), "call_id": None}]}, "input[0].call_id"),

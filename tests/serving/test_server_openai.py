@@ -136,6 +136,13 @@ def test_a_text_with_a_suffix(server: Running, client: openai.OpenAI) -> None:
     answer = client.completions.create(model="any", prompt="the cat ", suffix=" the house")
     filled = server.post("/infill", input_prefix="the cat ", input_suffix=" the house").json()
     assert answer.choices[0].text == filled["content"]
+    body: dict[str, Any] = {"input_prefix": "the cat ", "input_suffix": " the house"}
+    assert server.post("/infill", n=2, **body).json()["error"]["param"] == "n"
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = server.post("/infill", **body).text
+    assert (
+        json.loads(streamed.split("data: ")[-2])["tokens_evaluated"] == filled["tokens_evaluated"]
+    )
     without = client.completions.create(model="any", prompt="the cat ")
     assert answer.usage is not None
     assert without.usage is not None

@@ -17,8 +17,8 @@ from specgen.options import KernelChoice
 #: The environment variable with the choice of kernels, if no option gives one.
 VARIABLE = "SPECGEN_KERNELS"
 LIBRARY_NAME = "libspecgen-kernels.so"
-#: The platform that the kernels support, as `sysconfig.get_platform` names it.
-PLATFORM = "linux-x86_64"
+#: The platforms that the kernels support, as `sysconfig.get_platform` names them.
+PLATFORMS = ("linux-x86_64", "linux-aarch64")
 
 _BUILD = (
     "install specgen again where there is a C++ compiler; SPECGEN_KERNELS_BUILD=required shows "
@@ -33,7 +33,7 @@ class KernelStatus:
 
     computes: Literal["specgen", "llama.cpp"]
     #: The instruction set of specgen's kernels, if they compute: ``avx2``, ``avx-vnni``,
-    #: ``avx512-vnni`` or ``amx-int8``; else empty.
+    #: ``avx512-vnni``, ``amx-int8`` or ``neon-dotprod``; else empty.
     instructions: str = ""
     #: Why they are not used, as the rest of a sentence; None if they are used.
     reason: str | None = None
@@ -143,7 +143,7 @@ def examine_kernels(
     path = library_path()
     if path is None:
         platform = sysconfig.get_platform()
-        if platform != PLATFORM:
+        if platform not in PLATFORMS:
             return KernelStatus("llama.cpp", reason=f"there are none for {platform}")
         return KernelStatus("llama.cpp", reason="they were not built", hint=_BUILD)
     result = result_of(path, cache, child=child, anew=anew)

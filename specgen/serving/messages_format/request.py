@@ -13,7 +13,7 @@ from typing import Any
 from specgen.options import SamplerOptions
 from specgen.serving.messages_format.conversation import ConversationBuilder
 from specgen.serving.messages_format.writer import MessageWriter
-from specgen.serving.openai_format.body import BodyError, shown
+from specgen.serving.openai_format.body import BodyError, boolean_of, shown
 from specgen.serving.openai_format.translation import Translation
 
 #: Fields that ask for nothing that a warning is worth.
@@ -117,10 +117,8 @@ def _choice(value: Any) -> dict[str, Any]:
         raise BodyError(
             "tool_choice", f"{shown(value)} has none of the types auto, any, tool, none"
         )
-    alone = value.get("disable_parallel_tool_use")
-    if not isinstance(alone, bool | None):
-        where = "tool_choice.disable_parallel_tool_use"
-        raise BodyError(where, f"{shown(alone)} is not true or false")
+    name = "disable_parallel_tool_use"
+    alone = boolean_of(f"tool_choice.{name}", value.get(name))
     return {"tool_choice": choice} | ({"parallel_tool_calls": False} if alone else {})
 
 

@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from specgen.serving.openai_format.translation import own_figures
+
 _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
 #: Types of errors that have another name in Anthropic's API.
 _ERRORS = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
-#: Figures of specgen's own; clients skip fields that they do not know.
-_MORE = ("speculative", "timings", "warnings")
 PING: Mapping[str, str] = {"type": "ping"}
 
 
@@ -139,7 +139,7 @@ def _figures(body: Mapping[str, Any]) -> dict[str, Any]:
     n_cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "usage": _usage(usage["prompt_tokens"], n_cached, usage["completion_tokens"]),
-        **{name: body[name] for name in _MORE if name in body},
+        **own_figures(body),
     }
 
 

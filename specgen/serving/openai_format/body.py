@@ -35,10 +35,24 @@ def utf8(name: str, text: str) -> str:
     return text
 
 
+def text_of(name: str, value: Any) -> str:
+    """Return a field's text. Raise `BodyError` if its value is none."""
+    if not isinstance(value, str):
+        raise BodyError(name, f"{shown(value)} is not a text")
+    return utf8(name, value)
+
+
+def boolean_of(name: str, value: Any, *, default: bool = False) -> bool:
+    """Return a field's value, or the default for None. Raise `BodyError` if it is not true or false."""
+    if not isinstance(value, bool | None):
+        raise BodyError(name, f"{shown(value)} is not true or false")
+    return default if value is None else value
+
+
 def shown(value: Any) -> str:
     """Return a value as JSON, cut to fit a line."""
     text = json.dumps(value, ensure_ascii=True)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-__all__ = ["BodyError", "sendable", "shown", "utf8"]
+__all__ = ["BodyError", "boolean_of", "sendable", "shown", "text_of", "utf8"]

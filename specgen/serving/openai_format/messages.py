@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specgen.engine.chat_template import Message, Role, ToolCall
-from specgen.serving.openai_format.body import BodyError, shown, utf8
+from specgen.serving.openai_format.body import BodyError, shown, text_of, utf8
 
 _ROLES: dict[str, Role] = {
     "assistant": "assistant",
@@ -97,9 +97,7 @@ def _call(where: str, value: Any) -> ToolCall:
     identity = _word(f"{where}.id", value.get("id"))
     name = _word(f"{where}.function.name", function.get("name"))
     arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        raise BodyError(f"{where}.function.arguments", f"{shown(arguments)} is not a text of JSON")
-    return ToolCall(identity, name, _arguments(utf8(f"{where}.function.arguments", arguments)))
+    return ToolCall(identity, name, _arguments(text_of(f"{where}.function.arguments", arguments)))
 
 
 def _word(where: str, value: Any) -> str:

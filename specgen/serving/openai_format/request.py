@@ -23,7 +23,7 @@ from specgen.errors import UsageError
 from specgen.events import FinishedEvent
 from specgen.options import GenerationOptions, Grammar, SamplerOptions
 from specgen.serving.openai_format.answer_parser import AnswerParser
-from specgen.serving.openai_format.body import BodyError, shown, utf8
+from specgen.serving.openai_format.body import BodyError, boolean_of, shown, text_of, utf8
 from specgen.serving.openai_format.messages import read_messages
 from specgen.serving.openai_format.tool_calls import ToolCallParser
 from specgen.serving.openai_format.tool_forms import CallForm, form_of
@@ -280,9 +280,7 @@ def _what(kind: Kind, fields: Mapping[str, Any]) -> Request:
     system = fields.get("system")
     if system is None:
         return replace(empty, text=utf8("prompt", prompt))
-    if not isinstance(system, str):
-        raise BodyError("system", f"{shown(system)} is not a text")
-    turns = (Message("system", utf8("system", system)), Message("user", utf8("prompt", prompt)))
+    turns = (Message("system", text_of("system", system)), Message("user", utf8("prompt", prompt)))
     return replace(empty, kind="chat", messages=turns)
 
 
@@ -294,9 +292,7 @@ def _variables(fields: Mapping[str, Any]) -> tuple[TemplateVariable, ...]:
     found: dict[str, TemplateVariable] = {}
     effort = fields.get("reasoning_effort")
     if effort is not None:
-        if not isinstance(effort, str):
-            raise BodyError("reasoning_effort", f"{shown(effort)} is not a text")
-        utf8("reasoning_effort", effort)
+        text_of("reasoning_effort", effort)
         found["reasoning_effort"] = TemplateVariable("reasoning_effort", "reasoning_effort", effort)
         if effort == "none":
             off = TemplateVariable("reasoning_effort", "enable_thinking", value=False)
@@ -324,7 +320,7 @@ def _generation(
     if fields.get("stop") is not None:
         options = replace(options, stop=_stop(fields["stop"]))
     if fields.get("ignore_eos") is not None:
-        options = replace(options, ignore_eos=_boolean("ignore_eos", fields["ignore_eos"]))
+        options = replace(options, ignore_eos=boolean_of("ignore_eos", fields["ignore_eos"]))
     grammar = _grammar(fields)
     if grammar is not None:
         options = replace(options, grammar=grammar)
@@ -372,9 +368,7 @@ def _grammar(fields: Mapping[str, Any]) -> Grammar | None:
     (name,) = given
     value = fields[name]
     if name == "grammar":
-        if not isinstance(value, str):
-            raise BodyError(name, f"{shown(value)} is not a text")
-        return Grammar("gbnf", value)
+        return Grammar("gbnf", text_of(name, value))
     schema = value if name == "json_schema" else _schema_of_format(value)
     if not isinstance(schema, dict):
         raise BodyError(name, f"{shown(schema)} is not a JSON schema")
@@ -425,12 +419,6 @@ def _integer(least: float = -math.inf, most: float = math.inf) -> _ReadInteger:
 def _is_integer(value: Any) -> bool:
     is_whole = isinstance(value, float) and value.is_integer()
     return (isinstance(value, int) and not isinstance(value, bool)) or is_whole
-
-
-def _boolean(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise BodyError(name, f"{shown(value)} is not true or false")
-    return value
 
 
 def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:

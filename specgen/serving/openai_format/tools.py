@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specgen.serving.openai_format.body import BodyError, shown, utf8
+from specgen.serving.openai_format.body import BodyError, boolean_of, shown, text_of, utf8
 
 #: OpenAI's rule for names of functions.
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -58,9 +58,8 @@ class Tools:
 def read_tools(fields: Mapping[str, Any]) -> Tools | None:
     """Return the tools of a chat's body; None if the model may call none. Raise `BodyError`."""
     functions = _functions(fields.get("tools"))
-    is_parallel = fields.get("parallel_tool_calls")
-    if is_parallel is not None and not isinstance(is_parallel, bool):
-        raise BodyError("parallel_tool_calls", f"{shown(is_parallel)} is not true or false")
+    name = "parallel_tool_calls"
+    is_parallel = boolean_of(name, fields.get(name), default=True)
     choice = fields.get("tool_choice")
     if not functions and choice not in (None, "none", "auto"):
         raise BodyError("tool_choice", f"{shown(choice)} needs tools")
@@ -73,10 +72,10 @@ def read_tools(fields: Mapping[str, Any]) -> Tools | None:
         if mode not in ("auto", "required") or not isinstance(names, list) or not names:
             raise BodyError("tool_choice", f"{shown(choice)} has no mode, or allows no tools")
         chosen = tuple(_chosen(functions, name) for name in dict.fromkeys(map(_named, names)))
-        return Tools(functions, chosen, mode == "required", is_parallel is not False)
+        return Tools(functions, chosen, mode == "required", is_parallel)
     named = _named(choice)
     if named is None:
-        return Tools(functions, functions, choice == "required", is_parallel is not False)
+        return Tools(functions, functions, choice == "required", is_parallel)
     return Tools(functions, (_chosen(functions, named),), must_call=True, is_parallel=False)
 
 
@@ -125,16 +124,13 @@ def _function(where: str, value: Any) -> Function:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         rule = "has other characters than letters, digits, _ and -, or not 1 to 64 of them"
         raise BodyError(f"{where}.name", f"{shown(name)} {rule}")
-    description = function.get("description")
-    if description is not None and not isinstance(description, str):
-        raise BodyError(f"{where}.description", f"{shown(description)} is not a text")
-    parameters = function.get("parameters")
+    description, parameters = function.get("description"), function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise BodyError(f"{where}.parameters", f"{shown(parameters)} is not a JSON schema")
     utf8(f"{where}.parameters", json.dumps(parameters, ensure_ascii=False))
     return Function(
         name,
-        utf8(f"{where}.description", description or ""),
+        text_of(f"{where}.description", "" if description is None else description),
         # Templates read the properties even of functions without any.
         {**_NO_PARAMETERS, **(parameters or {})},
         where,

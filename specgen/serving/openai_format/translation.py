@@ -23,6 +23,11 @@ class AnswerWriter(Protocol):
         """Return the whole answer, from the body of a chat completion."""
 
 
+def own_figures(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of a chat completion that only specgen has; clients skip fields that they do not know."""
+    return {name: body[name] for name in ("speculative", "timings", "warnings") if name in body}
+
+
 @dataclass(frozen=True, slots=True)
 class Translation:
     """A translated request: the body `chat` of a chat completion with one answer, and a maker of the
@@ -54,4 +59,4 @@ class Translation:
         return name
 
 
-__all__ = ["AnswerWriter", "Translation"]
+__all__ = ["AnswerWriter", "Translation", "own_figures"]

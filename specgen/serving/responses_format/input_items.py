@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from specgen.serving.openai_format.body import BodyError, shown
+from specgen.serving.openai_format.chat_turns import ChatTurns
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 #: Parts of a content that are text, and the field that has it.
@@ -21,43 +22,32 @@ _TEXTS = {
 }
 #: Items that stand for a text which this server does not have.
 _ELSEWHERE = ("item_reference", "compaction", "compaction_summary", "context_compaction")
-_PARAGRAPH = "\n\n"
 
 
-class ConversationBuilder:
+class ConversationBuilder(ChatTurns):
     """Joins items into the turns that templates know. An assistant's turn is one message, with its thoughts,
-    its text and its calls. Messages of one role that follow one another are joined, since many templates want
-    roles to alternate. They take a system message at the beginning only: further back it is a user's.
-
-    `warnings` get the items that were left out.
-    """
+    its text and its calls. `warnings` get the items that were left out."""
 
     def __init__(self, warnings: list[str]) -> None:
+        super().__init__()
         self._warnings = warnings
-        self._messages: list[dict[str, Any]] = []
-        #: The fields of the chat's body, with those of the request.
-        self._names: dict[str, str] = {}
-
-    def finish(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """Return the messages, and the names of their fields in the request."""
-        return self._messages, self._names
 
     def add_instructions(self, value: Any) -> None:
         """Add the request's instructions, the first system message."""
         if value is not None:
-            self._add_text("system", _text("instructions", value), "instructions")
+            self.add_text("instructions", "system", _text("instructions", value))
 
     def add_input(self, value: Any) -> None:
         """Add the request's input: a text or a list of items. Raise `BodyError`."""
         if isinstance(value, str):
-            self._add_text("user", value, "input")
+            self.add_text("input", "user", value)
         elif isinstance(value, list) and value:
             for number, item in enumerate(value):
                 self._add_item(f"input[{number}]", item)
             self._drop_lone_thoughts()
         else:
             raise BodyError("input", f"{shown(value)} is not a text or a list of items")
-        if not self._messages:
+        if not self.messages:
             raise BodyError("input", "it has no messages")
 
     def _add_item(self, where: str, item: Any) -> None:
@@ -70,44 +60,26 @@ class ConversationBuilder:
                 known = ", ".join(sorted(_ROLES))
                 raise BodyError(f"{where}.role", f"{shown(role)} is none of {known}")
             text = _text(f"{where}.content", item.get("content"))
-            self._add_text(_ROLES[role], text, where)
+            self.add_text(where, _ROLES[role], text)
         elif kind == "reasoning":
             self._add_reasoning(where, item)
         elif kind in ("function_call", "custom_tool_call"):
             self._add_call(where, item, is_custom=kind == "custom_tool_call")
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            self._names[f"messages[{len(self._messages)}].tool_call_id"] = f"{where}.call_id"
             text = _text(f"{where}.output", item.get("output"))
-            self._new({"role": "tool", "tool_call_id": item.get("call_id"), "content": text}, where)
+            names = {"content": "output", "tool_call_id": "call_id"}
+            self.add_result(where, item.get("call_id"), text, names)
         elif kind in _ELSEWHERE or not isinstance(kind, str):
             what = f"{shown(kind)} stands for items that are not kept here: send the items"
             raise BodyError(f"{where}.type", what)
         else:
             self._warnings.append(f"{where}: ignored, since {shown(kind)} does not run here")
 
-    def _new(self, message: dict[str, Any], where: str) -> dict[str, Any]:
-        self._names[f"messages[{len(self._messages)}]"] = where
-        self._messages.append(message)
-        return message
-
-    def _add_text(self, role: str, text: str, where: str) -> None:
-        message = self._assistant(where) if role == "assistant" else self._turn(role, where)
-        before = message.get("content")
-        message["content"] = f"{before}{_PARAGRAPH}{text}" if before else text
-
-    def _turn(self, role: str, where: str) -> dict[str, Any]:
-        """Return the last message if it has this role, or else a new one."""
-        self._drop_lone_thoughts()
-        if role == "system" and any(message["role"] != "system" for message in self._messages):
-            role = "user"
-        if self._messages and self._messages[-1]["role"] == role:
-            return self._messages[-1]
-        return self._new({"role": role}, where)
-
-    def _assistant(self, where: str) -> dict[str, Any]:
-        if self._messages and self._messages[-1]["role"] == "assistant":
-            return self._messages[-1]
-        return self._new({"role": "assistant", "content": ""}, where)
+    def turn(self, where: str, role: str) -> dict[str, Any]:
+        """Return the last message if it has this role, else a new one."""
+        if role != "assistant":
+            self._drop_lone_thoughts()
+        return super().turn(where, role)
 
     def _add_reasoning(self, where: str, item: dict[str, Any]) -> None:
         """Add thoughts: as they are, or as this server hid them, or else their summary."""
@@ -115,29 +87,21 @@ class ConversationBuilder:
         thought = thought or thought_in(item.get("encrypted_content"))
         thought = thought or _parts(f"{where}.summary", item.get("summary") or [])
         if thought:
-            message = self._assistant(where)
-            before = message.get("reasoning_content")
-            joined = f"{before}{_PARAGRAPH}{thought}" if before else thought
-            message["reasoning_content"] = joined
+            self.add_text(where, "assistant", thought, "reasoning_content")
 
     def _add_call(self, where: str, item: dict[str, Any], *, is_custom: bool) -> None:
-        message = self._assistant(where)
-        calls = message.setdefault("tool_calls", [])
-        place = f"messages[{len(self._messages) - 1}].tool_calls[{len(calls)}]"
-        self._names |= {place: where, f"{place}.function": where, f"{place}.id": f"{where}.call_id"}
-        arguments = item.get("arguments")
+        field, arguments = "arguments", item.get("arguments")
         if is_custom:
-            self._names[f"{place}.function.arguments"] = f"{where}.input"
-            arguments = json.dumps({"input": item.get("input")}, ensure_ascii=False)
-        function = {"name": item.get("name"), "arguments": arguments}
-        calls.append({"id": item.get("call_id"), "type": "function", "function": function})
+            field, arguments = "input", json.dumps({"input": item.get("input")}, ensure_ascii=False)
+        names = {"function.name": "name", "function.arguments": field, "id": "call_id"}
+        self.add_call(where, item.get("call_id"), item.get("name"), arguments, names)
 
     def _drop_lone_thoughts(self) -> None:
         """Drop a last turn that has only thoughts: its answer was left out."""
-        if self._messages and self._messages[-1]["role"] == "assistant":
-            message = self._messages[-1]
+        if self.messages and self.messages[-1]["role"] == "assistant":
+            message = self.messages[-1]
             if not message["content"] and not message.get("tool_calls"):
-                del self._messages[-1]
+                del self.messages[-1]
 
 
 def _text(where: str, value: Any) -> str:

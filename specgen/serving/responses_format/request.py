@@ -101,8 +101,8 @@ def translated_response_request(body: Mapping[str, Any]) -> Translation:
     conversation = ConversationBuilder(warnings)
     conversation.add_instructions(body.get("instructions"))
     conversation.add_input(body.get("input"))
-    chat["messages"], more = conversation.finish()
-    names |= more
+    chat["messages"] = conversation.messages
+    names |= conversation.names
     tools = translated_tools(body.get("tools"), warnings)
     names |= tools.names
     chat |= {"tools": tools.chat, "tool_choice": translated_choice(body.get("tool_choice"), tools)}

@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from specgen.serving.openai_format.translation import own_figures
 from specgen.serving.responses_format.input_items import hidden_thought
 
 _Event = dict[str, Any]
@@ -100,9 +101,8 @@ class ResponseWriter:
                 "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
             },
+            **own_figures(chunk),
         }
-        own = ("speculative", "timings", "warnings")
-        response |= {name: chunk[name] for name in own if name in chunk}
         return [*events, self._event(f"response.{status}", response=response)]
 
     def _response(self, status: str) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from specgen import __version__
 from specgen.engine.prompts import template_of
 from specgen.errors import SpecgenError, UsageError
 from specgen.serving.messages_format.writer import PING
-from specgen.serving.openai_format.request import BodyError, read_request, with_call_form
+from specgen.serving.openai_format.body import BodyError, boolean_of, text_of
+from specgen.serving.openai_format.request import read_request, with_call_form
 from specgen.serving.server.access import AccessCheck
 from specgen.serving.server.errors import RequestError
 from specgen.serving.server.http import EventStream, read_json, while_connected
@@ -77,7 +78,14 @@ _STATUS_CLIENT_GONE = 499
 #: `_SHORT_BYTES`, and those that need a grammar.
 _N_PREPARING, _N_PREPARING_LONG = 4, 2
 _SHORT_BYTES = 256 * 1024
-_GRAMMAR_FIELDS = ("grammar", "json_schema", "response_format", "text", "output_config")
+_GRAMMAR_FIELDS = (
+    "grammar",
+    "json_schema",
+    "response_format",
+    "text",
+    "output_config",
+    "output_format",
+)
 _log = logging.getLogger("specgen.serving.server")
 
 
@@ -146,7 +154,11 @@ class Server:
         return Starlette(
             routes=routes,
             middleware=middleware,
-            exception_handlers={HTTPException: _no_such_path, Exception: _failed},
+            exception_handlers={
+                HTTPException: _no_such_path,
+                **dict.fromkeys((RequestError, SpecgenError, ClientDisconnect), _refused),
+                Exception: _failed,
+            },
         )
 
     def _post(
@@ -158,22 +170,15 @@ class Server:
         stays loaded until its answers are submitted, and then until they are generated."""
 
         async def respond(request: Request) -> Response:
+            body = await read_json(request, self._limits)
+            name = self._pool.find(body.get("model"))
+            model = self._pool.lease_if_ready(name)
+            if model is None:
+                model = await while_connected(request, self._pool.lease(name))
             try:
-                body = await read_json(request, self._limits)
-                name = self._pool.find(body.get("model"))
-                model = self._pool.lease_if_ready(name)
-                if model is None:
-                    model = await while_connected(request, self._pool.lease(name))
-                try:
-                    return await answer(model, request, body)
-                finally:
-                    self._pool.release(name)
-            except RequestError as error:
-                return error.response(path)
-            except SpecgenError as error:
-                return RequestError.of(error).response(path)
-            except ClientDisconnect:
-                return Response(status_code=_STATUS_CLIENT_GONE)
+                return await answer(model, request, body)
+            finally:
+                self._pool.release(name)
 
         return Route(path, respond, methods=["POST"])
 
@@ -264,15 +269,15 @@ class Server:
     async def _tokenize(
         self, model: ServedModel, request: Request, body: Mapping[str, Any]
     ) -> Response:
-        content = _field(body, "content", str)
-        add_special = _field(body, "add_special", bool, default=False)
-        parse_special = _field(body, "parse_special", bool, default=True)
-        with_pieces = _field(body, "with_pieces", bool, default=False)
+        content = text_of("content", body.get("content"))
+        add_special = boolean_of("add_special", body.get("add_special"))
+        with_pieces = boolean_of("with_pieces", body.get("with_pieces"))
+        parse_special = boolean_of("parse_special", body.get("parse_special"), default=True)
         vocabulary = model.loaded.target.vocabulary
 
         def tokens() -> list[Any]:
             found = vocabulary.tokenize(
-                _utf8(content), add_special=add_special, parse_special=parse_special
+                content, add_special=add_special, parse_special=parse_special
             )
             if not with_pieces:
                 return list(found)
@@ -285,8 +290,8 @@ class Server:
     async def _detokenize(
         self, model: ServedModel, request: Request, body: Mapping[str, Any]
     ) -> Response:
-        tokens = _field(body, "tokens", list)
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+        tokens = body.get("tokens")
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise BodyError("tokens", "it is no list of whole numbers")
         if not tokens:
             return JSONResponse({"content": ""})
@@ -331,8 +336,7 @@ class Server:
         if asked is None:
             return JSONResponse({"object": "list", "data": [*map(self._about, self._pool.names)]})
         if asked not in self._pool.names:
-            error = RequestError(404, f"there is no model {asked!r}", code="model_not_found")
-            return error.response()
+            raise RequestError(404, f"there is no model {asked!r}", code="model_not_found")
         return JSONResponse(self._about(asked))
 
     def _about(self, name: str) -> dict[str, Any]:
@@ -358,10 +362,7 @@ class Server:
         return Response(self._pool.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _props(self, request: Request) -> Response:
-        try:
-            name = self._pool.find(request.query_params.get("model"))
-        except RequestError as error:
-            return error.response()
+        name = self._pool.find(request.query_params.get("model"))
         model = self._pool.served(name)
         about = {"model_alias": name, "build_info": f"specgen {__version__}"}
         if model is None:
@@ -413,7 +414,7 @@ class Server:
         files = (file for file in _PAGE.rglob("*") if file.suffix in _PAGE_TYPES)
         known = {file.relative_to(_PAGE).as_posix(): file for file in files}
         if name not in known:
-            return RequestError(404, "there is no such file", code="not_found").response()
+            raise RequestError(404, "there is no such file", code="not_found")
         return _page_response(known[name])
 
 
@@ -451,6 +452,15 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
     return refusal.response(request.url.path)
 
 
+async def _refused(request: Request, error: Exception) -> Response:
+    """Respond to a request that cannot be answered; without an error if its client has gone."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=_STATUS_CLIENT_GONE)
+    refusal = RequestError.of(error) if isinstance(error, SpecgenError) else error
+    assert isinstance(refusal, RequestError)
+    return refusal.response(request.url.path)
+
+
 async def _failed(request: Request, error: Exception) -> Response:
     """Respond to a bug; its traceback goes to the server's log."""
     _log.error("%s failed", request.url.path, exc_info=error)
@@ -467,24 +477,6 @@ def _has_grammar(body: Mapping[str, Any]) -> bool:
     """Return whether a grammar has to be built for an answer, which may take seconds."""
     must_call = body.get("tool_choice") not in (None, "auto", "none")
     return must_call or any(body.get(name) is not None for name in _GRAMMAR_FIELDS)
-
-
-def _field(body: Mapping[str, Any], name: str, kind: type, *, default: Any = None) -> Any:
-    value = body.get(name)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, kind):
-        words = {str: "a text", bool: "true or false", list: "a list"}
-        raise BodyError(name, f"it is not {words[kind]}")
-    return value
-
-
-def _utf8(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BodyError("content", f"half a surrogate pair at character {error.start}") from None
-    return text
 
 
 def _piece(data: bytes) -> str | list[int]:

@@ -75,7 +75,7 @@ class RequestError(Exception):
             }
         }
 
-    def response(self, path: str = "") -> JSONResponse:
+    def response(self, path: str) -> JSONResponse:
         """Return the response to a request for a path."""
         body = error_body(self.body()) if path.startswith("/v1/messages") else self.body()
         return JSONResponse(body, self.status, headers=self.headers)

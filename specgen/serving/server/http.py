@@ -88,8 +88,9 @@ class EventStream(Response):
     """A stream of server-sent events: JSON values, and `data: [DONE]` after the last one. If events are
     `named`, the name of each is its `type`, and the last one ends the stream.
 
-    While there is no value, an `alive` event, or a comment, keeps the stream open. `on_end` is called once, whatever ends the stream: everything is sent, the client disconnects, or it
-    accepts no data for `client_s` seconds.
+    While there is no value, an `alive` event, or a comment, keeps the stream open. `on_end` is called once,
+    whatever ends the stream: everything is sent, the client disconnects, or it accepts no data for `client_s`
+    seconds.
     """
 
     media_type = "text/event-stream"

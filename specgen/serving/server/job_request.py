@@ -12,8 +12,8 @@ from specgen.engine.loaded_models import Models
 from specgen.engine.prompts import Prompt, template_of
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.serving.messages_format.request import translated_messages_request
+from specgen.serving.openai_format.body import BodyError, boolean_of, text_of
 from specgen.serving.openai_format.request import (
-    BodyError,
     Request,
     check_tokens,
     read_request,
@@ -60,8 +60,8 @@ class DraftSettings:
             if field not in ("draft", "max", "verifier", "pieces"):
                 raise BodyError(f"{name}.{field}", "there is no such field")
         found = DraftSettings(
-            draft=_boolean(f"{name}.draft", value.get("draft"), default=True),
-            pieces=_boolean(f"{name}.pieces", value.get("pieces"), default=False),
+            draft=boolean_of(f"{name}.draft", value.get("draft"), default=True),
+            pieces=boolean_of(f"{name}.pieces", value.get("pieces")),
             max=_whole(f"{name}.max", value.get("max"), 0),
         )
         verifier = value.get("verifier")
@@ -135,21 +135,21 @@ def _read(
         if value is not None and value not in allowed:
             raise BodyError(name, f"{value!r} is not supported")
     wish = DraftSettings.of(fields.pop("speculative", None))
-    streams = _boolean("stream", fields.pop("stream", None), default=False)
+    streams = boolean_of("stream", fields.pop("stream", None))
     usage = fields.pop("stream_options", None)
     if not isinstance(usage, dict | None):
         raise BodyError("stream_options", "it is no object")
-    alone = _boolean(
-        "stream_options.include_usage", (usage or {}).get("include_usage"), default=False
-    )
-    n = _whole("n", fields.pop("n", None), 1) or 1
+    alone = boolean_of("stream_options.include_usage", (usage or {}).get("include_usage"))
+    is_infill = endpoint == "infill"  # which has one answer, whose last chunk has the usage
+    alone = alone and not is_infill
+    n = 1 if is_infill else _whole("n", fields.pop("n", None), 1) or 1
     gap = None
-    if endpoint == "infill":
+    if is_infill:
         gap = _gap(fields)
     elif endpoint == "completion":
         suffix = fields.pop("suffix", None)
         if suffix:
-            gap = Gap(_text("prompt", fields.get("prompt")), _text("suffix", suffix))
+            gap = Gap(text_of("prompt", fields.get("prompt")), text_of("suffix", suffix))
     prompts: list[Any] = [None]
     if endpoint == "completion" and gap is None and _is_several(fields.get("prompt")):
         prompts = fields["prompt"]
@@ -175,9 +175,9 @@ def _is_several(prompt: Any) -> bool:
 def _gap(fields: dict[str, Any]) -> Gap:
     """Take llama.cpp's fields out of a body and return their gap. `prompt` is the text with which the gap
     already starts."""
-    prefix = _text("input_prefix", fields.pop("input_prefix", None) or "")
-    begun = _text("prompt", fields.pop("prompt", None) or "")
-    suffix = _text("input_suffix", fields.pop("input_suffix", None) or "")
+    prefix = text_of("input_prefix", fields.pop("input_prefix", None) or "")
+    begun = text_of("prompt", fields.pop("prompt", None) or "")
+    suffix = text_of("input_suffix", fields.pop("input_suffix", None) or "")
     extra = fields.pop("input_extra", None) or []
     if not isinstance(extra, list):
         raise BodyError("input_extra", "it is no list of objects with filename and text")
@@ -186,8 +186,8 @@ def _gap(fields: dict[str, Any]) -> Gap:
         where = f"input_extra[{number}]"
         if not isinstance(each, dict):
             raise BodyError(where, "it is no object with filename and text")
-        name = _text(f"{where}.filename", each.get("filename") or "tmp")
-        files.append(ContextFile(name, _text(f"{where}.text", each.get("text"))))
+        name = text_of(f"{where}.filename", each.get("filename") or "tmp")
+        files.append(ContextFile(name, text_of(f"{where}.text", each.get("text"))))
     if not (prefix or begun or suffix):
         raise BodyError("input_prefix", "there is no text before or after the gap")
     return Gap(prefix + begun, suffix, context=tuple(files))
@@ -269,29 +269,11 @@ def _within(generation: GenerationOptions, n_most: int) -> GenerationOptions:
     return replace(generation, max_tokens=n_most)
 
 
-def _boolean(name: str, value: Any, *, default: bool) -> bool:
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise BodyError(name, "it is not true or false")
-    return value
-
-
 def _whole(name: str, value: Any, least: int) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
         raise BodyError(name, f"it is no whole number of {least} or more")
-    return value
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise BodyError(name, "it is not a text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise BodyError(name, f"half a surrogate pair at character {error.start}") from None
     return value
 
 

@@ -99,7 +99,7 @@ class ModelPool:
     Models are loaded and unloaded by one thread, one after the other. A model with unfinished answers stays
     loaded: a request for one that has no room beside it waits. From then on all requests wait their turn, so
     that a steady stream of requests for one model does not keep others waiting for ever. At most
-    `limits.n_waiting` requests wait, each at most `limits.request_s` seconds. With a single entry, any name
+    `limits.n_waiting` requests wait, or one if that is 0, each at most `limits.request_s` seconds. With a single entry, any name
     stands for it. The methods that are coroutines belong to one event loop. `note` gets a sentence when a
     model was loaded or unloaded.
     """
@@ -226,7 +226,9 @@ class ModelPool:
         model = self.lease_if_ready(name)
         if model is not None:
             return model
-        if sum(len(place.waiting) for place in self._places.values()) >= self._limits.n_waiting:
+        # Without one that waits, no model would ever be loaded.
+        n_most = max(1, self._limits.n_waiting)
+        if sum(len(place.waiting) for place in self._places.values()) >= n_most:
             message = f"too many requests wait for models; {name} is {self.status(name)}"
             raise RequestError(429, message, code="queue_full", headers={"Retry-After": "10"})
         self._loop = asyncio.get_running_loop()

@@ -1,0 +1,39 @@
+"""The kernels for ARM compute the bits of AVX2, in an emulator (scripts/arm_kernels.py)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from scripts import arm_kernels
+from scripts.arm_kernels import MissingToolError, Tools
+from tests.llama.test_kernel_products import TYPES
+
+
+@pytest.fixture(scope="module")
+def tools() -> Tools:
+    try:
+        return arm_kernels.find_tools(os.environ)
+    except MissingToolError as missing:
+        pytest.skip(str(missing))
+
+
+def test_arm_has_the_bits_of_avx2(tools: Tools, tmp_path: Path) -> None:
+    arm_kernels.build_tests(tools, tmp_path)
+    expected, different = arm_kernels.compare(tools, tmp_path)
+    assert different == []
+    assert set(TYPES) <= set(expected)
+    assert sum(name.startswith("attention-") for name in expected) > 100
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MissingToolError, match=r"ARM: nothing|AVX2"):
+        arm_kernels.find_tools({"ARM_CXX": "nothing"})
+    monkeypatch.setattr(arm_kernels, "find_tools", _nothing)
+    arm_kernels.main()
+
+
+def _nothing(_environment: object) -> Tools:
+    raise MissingToolError("there is nothing")
