@@ -64,8 +64,8 @@ app = typer.Typer(
 )
 for each in (run, chat, fim, batch, serve, verify, tune, bench):
     app.command(cls=Command)(each)
-app.add_typer(models.app, name="models")
-app.add_typer(draft.app, name="draft")
+app.add_typer(models.app, name="models", cls=_Group)
+app.add_typer(draft.app, name="draft", cls=_Group)
 app.command(cls=ConfigCommand)(config)
 for each in (worker, doctor):
     app.command(cls=Command)(each)
@@ -116,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _complain_of_usage(error: Exception) -> int:
     message = in_words(error.format_message())  # type: ignore[attr-defined]
+    for each in getattr(error.__cause__, "errors", list)():  # pydantic's, which know the value
+        message = message.replace(": it is not ", f": {each['input']!r} is not ")
     context = getattr(error, "ctx", None)
     if context is not None and type(error).__name__ == "NoArgsIsHelpError":
         print(message, file=sys.stderr)

@@ -89,7 +89,12 @@ _CONTEST = flags.panel(
         show_default="all",
     ),
     max_tokens=Option(
-        "--max-tokens", "--predict", "-n", min=2, help="The most tokens of each answer."
+        "--max-tokens",
+        "--predict",
+        "--n-predict",
+        "-n",
+        min=2,
+        help="The most tokens of each answer.",
     ),
     n_rounds=Option("--repeat", min=1, help="How often to go through all prompts."),
     against=Option(

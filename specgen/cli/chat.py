@@ -227,7 +227,7 @@ def _do(command: Command, talk: Chat, view: _View) -> int:
             talk.change(Change("undo" if name == "undo" else "reset"))
         except ValueError as error:
             raise UsageError(str(error)) from None
-        _say(f"{counted(len(talk.conversation.turns), 'turn')} left")
+        _say(f"the conversation has {counted(len(talk.conversation.turns), 'turn')} now")
     elif name == "system":
         talk.change(Change("system", argument or None))
         _say("the system message was changed" if argument else "the system message was removed")

@@ -46,7 +46,12 @@ _TEXT = {
         show_default="241 of our own",
     ),
     "max_tokens": Option(
-        "--max-tokens", "--predict", "-n", min=8, help="The most tokens of an answer."
+        "--max-tokens",
+        "--predict",
+        "--n-predict",
+        "-n",
+        min=8,
+        help="The most tokens of an answer.",
     ),
     "parallel": Option("--parallel", "-np", min=1, help="How many answers to generate at once."),
 }

@@ -60,6 +60,7 @@ _TEMPERATURE = 0.8
         max_tokens=Option(
             "--max-tokens",
             "--predict",
+            "--n-predict",
             "-n",
             min=1,
             help="Greedy: how many tokens of each answer to compare.",

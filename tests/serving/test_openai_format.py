@@ -277,6 +277,11 @@ def test_prompts_that_are_none(prompt: Any) -> None:
         read("completion", prompt=prompt)
 
 
+def test_an_empty_list_of_messages_is_called_empty() -> None:
+    with pytest.raises(BodyError, match="^messages: the list is empty"):
+        chat(messages=[])
+
+
 FINISHED = FinishedEvent(
     sequence=0,
     time_s=2.0,
