@@ -19,7 +19,7 @@ from specgen.cli.chat import chat
 from specgen.cli.command import Command, without_flag_types
 from specgen.cli.config import ConfigCommand, config
 from specgen.cli.defaults import in_words
-from specgen.cli.doctor import doctor
+from specgen.cli.doctor import DoctorCommand, doctor
 from specgen.cli.fim import fim
 from specgen.cli.flags.groups import COMMAND_LINE_ERROR
 from specgen.cli.process import end_process, flush_or_abandon_stdout, output_errors
@@ -67,8 +67,8 @@ for each in (run, chat, fim, batch, serve, verify, tune, bench):
 app.add_typer(models.app, name="models", cls=_Group)
 app.add_typer(draft.app, name="draft", cls=_Group)
 app.command(cls=ConfigCommand)(config)
-for each in (worker, doctor):
-    app.command(cls=Command)(each)
+app.command(cls=Command)(worker)
+app.command(cls=DoctorCommand)(doctor)
 
 #: What the dynamic loader says if there is no memory for a library.
 _NO_ROOM = "failed to map segment"

@@ -20,12 +20,15 @@ from specgen.errors import OutputError, UsageError
 from specgen.measure.bench.plan import Plan, find_fields
 from specgen.measure.selection.session_opening import open_memory
 from specgen.options import Contexts, DraftOptions, GenerationOptions, PolicyName, SamplerOptions
+from specgen.render.text import counted
 from specgen.system.machine import LoadOfOthers, notes_on_figures
+from specgen.system.units import duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specgen.measure.bench.contenders import Against
+    from specgen.measure.bench.job import Announcement
     from specgen.measure.bench.report import BenchReport
 
 _POLICIES: tuple[PolicyName, ...] = ("cost", "threshold", "fixed")
@@ -175,7 +178,7 @@ def bench(
     at every temperature, taking turns in the same run. Speeds are tokens
     per second after the first token.
 
-    In a pipe, it prints a line for each contender, followed by one for each
+    In a pipe, it prints the columns' names, then a line for each contender, followed by one for each
     category. The columns, separated by tabs: target; temperature; contender;
     category, or "overall"; number of answers; speed-up over plain decoding
     (geometric mean); its first and third quartile, and the worst; tokens per
@@ -226,7 +229,15 @@ def bench(
     fields = find_fields(targets, pairs or [], drafts, quiet=output.quiet)
     load = LoadOfOthers()
     with log_shown(output), output.measuring() as (progress, stop):
-        job = Job(plan, asked, n_rounds, progress, stop, _command(hf_token))
+        job = Job(
+            plan,
+            asked,
+            n_rounds,
+            progress,
+            stop,
+            _command(hf_token),
+            lambda planned: output.note(_planned(planned, n_rounds)),
+        )
         for field in fields:
             job.measure(field)
     report = replace(job.report(fields), others_share=load.share)
@@ -299,6 +310,18 @@ def _write_file(path: Path, text: str) -> None:
         path.write_bytes(data)
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _planned(planned: Announcement, n_rounds: int) -> str:
+    """Return what will be measured and about how long it takes."""
+    prompts = counted(planned.n_answers // n_rounds, "prompt")
+    rounds = "" if n_rounds == 1 else f", {n_rounds} times"
+    names = ", ".join(planned.contenders)
+    return (
+        f"{planned.target}: {prompts}{rounds}, each answered with up to {planned.n_tokens} tokens by: {names}. "
+        f"This takes about {duration(max(1.0, planned.seconds))} at most; fewer prompts (-N 1) or tokens (-n 32) "
+        "take less"
+    )
 
 
 def _notes(report: BenchReport) -> list[str]:

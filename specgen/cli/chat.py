@@ -82,8 +82,10 @@ def chat(
         from specgen.training.learner import Learner
 
         conversation, log = stack.enter_context(_opened(path, output))
-        loaded = stack.enter_context(opened(options, setup.machine.kernels, output, sources.drafts))
-        check_template(loaded)
+        kernels = setup.machine.kernels
+        loaded = stack.enter_context(
+            opened(options, kernels, output, sources.drafts, check_template)
+        )
         view = _View(output)
         engine = stack.enter_context(
             Engine(loaded, interrupted=view.interrupted, estimate_gain=stats or output.json)

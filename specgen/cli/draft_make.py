@@ -179,7 +179,9 @@ def make(
         judged = replace(own, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
         with opener.open(judged) as loaded:
             texts = evenly_chosen(held_back, plan.n_judged)
-            search = search_drafts(loaded, made, texts, None, progress, stop)
+            search = search_drafts(
+                loaded, known_candidates(made, path), texts, None, progress, stop
+            )
     show_search(
         search,
         output,

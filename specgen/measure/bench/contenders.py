@@ -133,6 +133,13 @@ class SessionContender:
     def name(self) -> str:
         return self._name
 
+    def token_s(self) -> float:
+        """Return the seconds of a token in plain decoding; measured if they are not known. Raise
+        `MemoryLimitError`, and `KeyboardInterrupt` if interrupted."""
+        from specgen.engine.measurements import target_costs
+
+        return target_costs(self._loaded, self._interrupted).seconds(1)
+
     def answer(self, prompt: str) -> Outcome:
         from specgen.engine.engine import generate
 
