@@ -14,7 +14,9 @@ import re
 from pathlib import Path
 
 import numpy as np
-from gguf import GGUFReader, GGUFValueType, GGUFWriter, ReaderTensor
+from gguf import GGUFReader, GGUFWriter
+
+from benchmarks.model_files import Stored, copy_metadata, write_file
 
 #: What a layer adds to the hidden state is a product with these, and their biases.
 _OUTPUTS = re.compile(r"(attn_output|ffn_down)\.(weight|bias)")
@@ -26,35 +28,21 @@ def write_bigger(source: Path, times: int, output: Path) -> None:
     architecture = reader.fields["general.architecture"].contents()
     writer = GGUFWriter(output, architecture)
     n_layer = f"{architecture}.block_count"
-    for key, field in reader.fields.items():
-        if key.startswith("GGUF.") or key == "general.architecture":
-            continue
-        kind = field.types[0]
-        value = field.contents() * times if key == n_layer else field.contents()
-        sub_type = field.types[-1] if kind == GGUFValueType.ARRAY else None
-        writer.add_key_value(key, value, kind, sub_type=sub_type)
-    tensors: list[tuple[str, ReaderTensor, bool]] = []
+    n_layers = reader.fields[n_layer].contents() * times
+    copy_metadata(reader, writer, changed={n_layer: n_layers})
+    tensors: dict[str, Stored] = {}
     for tensor in reader.tensors:
         found = re.fullmatch(r"blk\.(\d+)\.(.*)", tensor.name)
         if found is None:
-            tensors.append((tensor.name, tensor, False))
+            tensors[tensor.name] = tensor.data, tensor.tensor_type
             continue
         first, name = times * int(found[1]), found[2]
         for copy in range(times):
+            # In all types of blocks, bytes of zero are weights of zero.
             is_zero = copy > 0 and _OUTPUTS.fullmatch(name) is not None
-            tensors.append((f"blk.{first + copy}.{name}", tensor, is_zero))
-    for name, tensor, _ in tensors:
-        data = tensor.data
-        writer.add_tensor_info(
-            name, data.shape, data.dtype, data.nbytes, raw_dtype=tensor.tensor_type
-        )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for _, tensor, is_zero in tensors:
-        # In all types of blocks, bytes of zero are weights of zero.
-        writer.write_tensor_data(np.zeros_like(tensor.data) if is_zero else tensor.data)
-    writer.close()
+            data = np.zeros_like(tensor.data) if is_zero else tensor.data
+            tensors[f"blk.{first + copy}.{name}"] = data, tensor.tensor_type
+    write_file(writer, tensors)
 
 
 def main() -> None:

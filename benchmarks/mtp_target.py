@@ -35,10 +35,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from benchmarks.model_files import Stored, copy_metadata, write_file
 from specgen.decoding.backend import Batch
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.operators import quantize
@@ -101,10 +102,6 @@ class Qwen2File:
         return layer
 
 
-#: A tensor as a file has it: the bytes or numbers of its rows, and ggml's type if they are bytes.
-Stored: TypeAlias = tuple[NDArray[Any], GGMLQuantizationType | None]
-
-
 def stored(layer: Parameters) -> dict[str, Stored]:
     """The tensors of an MTP layer, without their "blk.N.".
 
@@ -156,12 +153,7 @@ def layer_of(path: Path) -> dict[str, Stored]:
 def write_target(source: Qwen2File, layer: dict[str, Stored], output: Path) -> None:
     """Write the target with `layer` as its MTP layer."""
     writer = GGUFWriter(output, _FORM)
-    for key, field in source.reader.fields.items():
-        if key.startswith(("GGUF.", "qwen2.")) or key == "general.architecture":
-            continue
-        kind = field.types[0]
-        sub_type = field.types[-1] if kind == GGUFValueType.ARRAY else None
-        writer.add_key_value(key, field.contents(), kind, sub_type=sub_type)
+    copy_metadata(source.reader, writer, without="qwen2.")
     head_size = source.n_embd // source.n_head
     sizes = {
         "block_count": source.n_layer + 1,
@@ -192,14 +184,7 @@ def write_target(source: Qwen2File, layer: dict[str, Stored], output: Path) -> N
         for name, tensor in source.tensors.items()
     }
     tensors |= {f"blk.{source.n_layer}.{name}": each for name, each in layer.items()}
-    for name, (values, ggml_type) in tensors.items():
-        writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes, raw_dtype=ggml_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for values, _ in tensors.values():
-        writer.write_tensor_data(np.ascontiguousarray(values))
-    writer.close()
+    write_file(writer, tensors)
 
 
 # --- the text -------------------------------------------------------------------------------

@@ -450,11 +450,14 @@ class Texts:
 
     curve: str
     draft_s: float
+    backlog_s: float = 10.0
     acceptance: dict[str, AcceptanceRates] = field(default_factory=dict)
     table: CostTable = field(default_factory=CostTable)
     ratios: list[float] = field(default_factory=list)
 
-    def go_on(self, confidence: float, seed: int) -> Run:
+    def go_on(
+        self, confidence: float, seed: int, slowness: Callable[[], float] = lambda: 1.0
+    ) -> Run:
         rng = np.random.default_rng(seed)
         confidences = np.clip(rng.normal(confidence, 0.1, 160), 0.02, 0.999)
         rights = (rng.random(160) < confidences).astype(np.float64)
@@ -462,7 +465,7 @@ class Texts:
         if not self.table:
             self.table = CostTable(world.table())
         policy = CostAwarePolicy(DraftOptions(), self.table, self.acceptance)
-        found = run(world, policy, backlog_s=10.0)
+        found = run(world, policy, backlog_s=self.backlog_s, slowness=slowness)
         self.ratios.append(world.plain_s / found.seconds)
         return found
 
@@ -479,6 +482,24 @@ def test_texts_that_suit_a_draft_badly_do_not_keep_it_from_others(
     assert min(texts.ratios) > 0.85
     assert np.mean(texts.ratios[:6]) > 0.94
     assert np.mean(texts.ratios[-4:]) > 1.25
+
+
+@pytest.mark.parametrize(("n_quiet", "slowness"), [(9, 30.0), (30, 100.0)])
+@pytest.mark.parametrize(
+    ("curve", "draft_s"), [("gentle", 0.05), ("gentle", 0.3), ("linear", 0.05)]
+)
+def test_a_machine_that_stands_still_now_and_then_costs_no_draft_its_later_texts(
+    curve: str, draft_s: float, n_quiet: int, slowness: float
+) -> None:
+    texts = Texts(curve, draft_s, backlog_s=1.0)
+    for seed in range(4):
+        texts.go_on(0.9, seed)
+    rng = np.random.default_rng(4)
+    for seed in range(4, 6):
+        texts.go_on(0.9, seed, lambda: float(rng.choice([1.0] * n_quiet + [slowness])))
+    for seed in range(6, 12):
+        texts.go_on(0.9, seed)
+    assert np.mean(texts.ratios[6:]) > 0.9 * np.mean(texts.ratios[:4])
 
 
 @pytest.mark.parametrize(("curve", "draft_s"), [("steep", 0.2), ("linear", 0.3), ("jagged", 0.3)])

@@ -88,9 +88,15 @@ class Run:
     n_looks: int = 0
 
 
-def run(world: World, policy: Policy, *, backlog_s: float = 0.0, seed: int = 0) -> Run:
+def run(
+    world: World,
+    policy: Policy,
+    *,
+    backlog_s: float = 0.0,
+    slowness: Callable[[], float] = lambda: 1.0,
+) -> Run:
     """Let a policy decide about a model's drafts through the whole text. `backlog_s` is what the
-    model has to read first, once."""
+    model has to read first, once. Drafting and verifying take `slowness()` times as long."""
     found = Run()
     place, behind_s = 0, backlog_s
     while place < world.n_tokens:
@@ -107,6 +113,7 @@ def run(world: World, policy: Policy, *, backlog_s: float = 0.0, seed: int = 0) 
         n_right = world.n_right(place, len(draft))
         target_s = world.target_s(len(draft) + 1)
         told = tuple(range(place, place + n_right + 1))
+        draft_s, target_s = slowness() * draft_s, slowness() * target_s
         policy.observe(
             RoundResult(
                 plan,

@@ -42,6 +42,10 @@ _MODEL_MARGIN = 1.1
 #: The numbers of tokens that a parallel draft may predict in one decode. (All numbers up to 16 would take
 #: twice the time to weigh.)
 _AT_ONCE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
+#: A round loses at most so many plain tokens: where it took longer, the machine stood still for a moment, which says
+#: nothing about the drafter. (Without this, a simulated machine on which one round in thirty takes a hundred times
+#: as long for the length of two answers gets no drafts for a dozen answers after them.)
+_MOST_LOST_TOKENS = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,7 @@ class CostAwarePolicy:
         target_s = result.target_s * self._costs.of_batch(1 + len(result.draft), result.n_rows)
         # Prefill is an investment in later rounds, and is not charged to this one.
         round_s = max(0.0, result.draft_s - plan.prefill_s) + target_s
+        round_s = min(round_s, (n_committed + _MOST_LOST_TOKENS) * plain_s)
         origin = plan.origin if len(result.draft) or plan.n_max else None
         is_trial = plan.reason.name == "trial"
         self._account.observe(origin, round_s, n_committed, plain_s, is_trial=is_trial)
