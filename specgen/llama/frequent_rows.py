@@ -31,7 +31,9 @@ class FrequentRows:
     def __init__(self, vocabulary: LlamaVocabulary, kernels: Kernels) -> None:
         self._n_vocab = vocabulary.n_tokens
         self._kernels = kernels
-        self._ends = [token for token in vocabulary.end_tokens() if token >= N_FREQUENT]
+        # The others of `end_tokens` end few texts, and finding them takes a look at the whole vocabulary.
+        named = vocabulary.special_tokens()
+        self._ends = [token for token in (named["eos"], named["eot"]) if token >= N_FREQUENT]
         #: In the order in which they occurred.
         self._seen: dict[int, None] = {}
         self._limit: RowLimit | None = None

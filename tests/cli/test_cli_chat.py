@@ -321,25 +321,32 @@ def test_a_question_without_an_answer_can_be_answered_later(chat: Chat) -> None:
 
 @posix
 def test_killed_at_any_moment_only_the_answer_in_the_making_is_lost(
-    models: Path, chat: Chat
+    models: Path, chat: Chat, tmp_path: Path
 ) -> None:
     lines = [f"number {number}" for number in range(40)]
     answers = chat("-c", "2048", lines="\n".join(lines[:12])).out.splitlines()
     command = [sys.executable, "-m", "specgen", "chat", *options(models), "-q", "-c", "2048"]
     seen = -1
     for n_changes in (1, 4, 7, 12):  # each time it goes on where it was killed
-        process = subprocess.Popen(
-            [*command, "--session", "killed"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            cwd=ROOT,
-        )
+        with (tmp_path / "errors").open("w") as errors:
+            process = subprocess.Popen(
+                [*command, "--session", "killed"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                cwd=ROOT,
+            )
         assert process.stdin is not None
         n_asked = max(0, seen)
         process.stdin.write("".join(f"{line}\n" for line in lines[n_asked:]).encode())
         process.stdin.flush()
-        wait_for("killed", n_changes)
-        process.kill()
+        try:
+            wait_for("killed", n_changes)
+        except AssertionError:
+            said = (tmp_path / "errors").read_text(encoding="utf-8")
+            pytest.fail(f"it ended with {process.poll()} and said {said!r}")
+        finally:
+            process.kill()
         process.wait()
         process.stdin.close()
         found = chat("--session", "killed", "--json", "-q", lines="")
