@@ -317,10 +317,14 @@ def _planned(planned: Announcement, n_rounds: int) -> str:
     prompts = counted(planned.n_answers // n_rounds, "prompt")
     rounds = "" if n_rounds == 1 else f", {n_rounds} times"
     names = ", ".join(planned.contenders)
+    shorter = [
+        *(["fewer prompts (-N 1)"] if planned.n_answers > n_rounds else []),
+        *(["fewer tokens (-n 32)"] if planned.n_tokens > 32 else []),
+    ]
+    less = f"; {' or '.join(shorter)} take less" if shorter else ""
     return (
         f"{planned.target}: {prompts}{rounds}, each answered with up to {planned.n_tokens} tokens by: {names}. "
-        f"This takes about {duration(max(1.0, planned.seconds))} at most; fewer prompts (-N 1) or tokens (-n 32) "
-        "take less"
+        f"This takes about {duration(max(1.0, planned.seconds))} at most{less}"
     )
 
 

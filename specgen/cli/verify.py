@@ -179,10 +179,11 @@ def verify(
         opener = make_opener(sources.drafts, output)
         job = _Job(options, ways, opener, texts, chat, progress, stop, seeded_bug)
         greedy = job.greedy(n_prompts or _N_PROMPTS) if check != "sampled" else ()
-        if check == "both" and not stop():
+        if check == "both" and greedy and not stop():
             output.note(
-                f"samples at {counted(n_places * len(ways), 'place')} follow, some thousand draws at each, which takes "
-                "most of the time: --places and --draws make it less, --check greedy leaves it out"
+                f"samples at {counted(n_places * len(ways), 'place')} follow, hundreds or thousands of draws "
+                "at each, which takes most of the time: --places and --draws make it less, --check greedy "
+                "leaves it out"
             )
         sampled = job.sampled(plan, n_places) if check != "greedy" else ()
     report = job.report(check, greedy, sampled)
