@@ -236,7 +236,7 @@ def bench(
             progress,
             stop,
             _command(hf_token),
-            lambda planned: output.note(_planned(planned, n_rounds)),
+            lambda planned: output.note(_planned(planned, n_rounds, has_more=n_prompts != 1)),
         )
         for field in fields:
             job.measure(field)
@@ -312,19 +312,19 @@ def _write_file(path: Path, text: str) -> None:
         raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _planned(planned: Announcement, n_rounds: int) -> str:
-    """Return what will be measured and about how long it takes."""
+def _planned(planned: Announcement, n_rounds: int, *, has_more: bool) -> str:
+    """Return what will be measured and about how long it takes. `has_more` says whether -N could be smaller."""
     prompts = counted(planned.n_answers // n_rounds, "prompt")
     rounds = "" if n_rounds == 1 else f", {n_rounds} times"
     names = ", ".join(planned.contenders)
     shorter = [
-        *(["fewer prompts (-N 1)"] if planned.n_answers > n_rounds else []),
+        *(["fewer prompts (-N 1)"] if has_more and planned.n_answers > n_rounds else []),
         *(["fewer tokens (-n 32)"] if planned.n_tokens > 32 else []),
     ]
     less = f"; {' or '.join(shorter)} take less" if shorter else ""
     return (
         f"{planned.target}: {prompts}{rounds}, each answered with up to {planned.n_tokens} tokens by: {names}. "
-        f"This takes about {duration(max(1.0, planned.seconds))} at most{less}"
+        f"This takes about {duration(max(1.0, planned.seconds))}{less}"
     )
 
 

@@ -93,7 +93,8 @@ class Job:
         n_answers = len(self._prompts) * self._n_rounds
         names = [each.name for lineup in opened for each in (lineup.plain, *lineup.others)]
         n_tokens = self._plan.answer.max_tokens
-        seconds = n_answers * len(names) * n_tokens * plain.token_s()
+        texts = [each.text for each in self._prompts]
+        seconds = self._n_rounds * len(names) * plain.expected_s(texts, n_tokens)
         self._announce(
             Announcement(field.name, n_answers, tuple(dict.fromkeys(names)), n_tokens, seconds)
         )
