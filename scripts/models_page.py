@@ -63,8 +63,8 @@ def parts(file: Path = FILE) -> list[str]:
             "- **batch-invariant**: with the kernels a row is bit-identical in batches of 2, 3, 8, 16 and 33 rows as "
             "alone. Where it is not, the page names the operator.\n"
             "- **drafts**: what drafts for it. Trees need sequences that share cells, so not a recurrent state: there a "
-            "draft does not branch. Layers of the model's own file that predict several tokens (MTP) do not "
-            "draft yet.\n"
+            "draft does not branch. MTP layers draft too ([which](drafts.md#mtp-layers)), but these random "
+            "models have none.\n"
             "- `with experts` is the mixture of experts of an architecture."
         ),
         table([*_rows(loaded)]),

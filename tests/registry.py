@@ -13,6 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from specgen.decoding.drafters import (
+    AssistantDrafter,
     DflashDrafter,
     Drafter,
     Drafters,
@@ -20,6 +21,7 @@ from specgen.decoding.drafters import (
     Guesses,
     HeadsDrafter,
     ModelDrafter,
+    MtpChainDrafter,
     MtpDrafter,
     ParallelDrafter,
     PromptHeadSkipper,
@@ -242,8 +244,10 @@ DRAFTERS: dict[str, DrafterCase] = {
     ),
     "heads": DrafterCase(HeadsDrafter, None, "heads", draws=True, heads=True),
     # These need targets of their own, which test_lossless.py has.
-    "MTP layers": DrafterCase(MtpDrafter, None, draws=True, heads=True),
+    "an MTP layer": DrafterCase(MtpDrafter, None, draws=True, heads=True),
+    "several MTP layers": DrafterCase(MtpChainDrafter, None, draws=True, heads=True),
     "EAGLE-3": DrafterCase(EagleDrafter, None, draws=True, heads=True),
+    "Gemma 4 assistant": DrafterCase(AssistantDrafter, None, draws=True, heads=True),
     "DFlash": DrafterCase(DflashDrafter, None, draws=True, heads=True),
     # Drafters that only tests need: trees of any form, and nothing at all.
     "random tree": DrafterCase(

@@ -21,8 +21,9 @@ from specgen.engine.pairing import check_pair
 from specgen.engine.request import RequestSettings
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaModel, default_threads
+from specgen.llama.assistant import AssistantModel, is_assistant_file, reads_target
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
-from specgen.llama.dflash import DflashModel, is_dflash_file, reads_layers
+from specgen.llama.dflash import DflashModel, is_dflash_file
 from specgen.llama.eagle import EagleModel
 from specgen.options import ContextOptions, DraftOptions, DraftSource, TranslateMode, TreeShape
 
@@ -219,10 +220,11 @@ class MtpDraft(StatesDraft):
                 f"--draft mtp: {target.name}: {target.why_no_mtp}",
                 hint="use a file with its MTP (NextN) layers, or another draft",
             )
+        self.branches = self.branches and target.n_mtp_layers == 1
 
 
 class EagleDraft(StatesDraft):
-    """A loaded EAGLE-3, DFlash or DSpark draft for a target. Raises `ModelFileError` if the file is damaged,
+    """A loaded EAGLE-3, DFlash or DSpark draft, or a Gemma 4 assistant, for a target. Raises `ModelFileError` if the file is damaged,
     `PairError` if it does not fit the target, or the target decodes elsewhere."""
 
     def __init__(
@@ -230,10 +232,12 @@ class EagleDraft(StatesDraft):
     ) -> None:
         super().__init__(target, drafting)
         make = DflashModel if is_dflash_file(path) else EagleModel
+        if is_assistant_file(path):
+            make = AssistantModel
         self.model = make(path, target, n_gpu_layers=context.n_gpu_layers)
         self.origin = self.model.architecture
-        #: Whether its drafts may branch; else all tokens come from one decode.
-        self.is_tree_draft = not isinstance(self.model, DflashModel)
+        #: Whether its drafts may branch.
+        self.is_tree_draft = type(self.model) is EagleModel
         self.branches = self.branches and self.is_tree_draft
         try:
             #: The number of tokens that both vocabularies have, from 0 on.
@@ -275,7 +279,7 @@ class DraftModels:
         self.main: DraftModel | None = None
         self.heads: HeadsDraft | None = None
         self.mtp: MtpDraft | None = None
-        #: The draft that reads layers of the target, if it is one.
+        #: The draft that reads layers or the cache of the target, if it is one.
         self.eagle: EagleDraft | None = None
         #: The file of learnt weights, if the draft model uses them.
         self.learnt: Path | None = None
@@ -299,10 +303,10 @@ class DraftModels:
                     f"{source.name}: decoder heads take no draft of their own; leave out the next --draft"
                 )
             self.heads = HeadsDraft(source, self._target, self._context, drafting, self._clock)
-        elif isinstance(source, Path) and reads_layers(source):
+        elif isinstance(source, Path) and reads_target(source):
             if self._helpers:
                 raise UsageError(
-                    f"{source.name}: a draft that reads the target's layers takes no draft of its own; "
+                    f"{source.name}: a draft that reads the target takes no draft of its own; "
                     "leave out the next --draft"
                 )
             self.eagle = EagleDraft(source, self._target, self._context, drafting)
@@ -348,6 +352,11 @@ class DraftModels:
     def from_states(self) -> StatesDraft | None:
         """What drafts from the target's hidden states in a context of its own; None if nothing does."""
         return self.mtp or self.eagle
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether the draft reads the cache of its target: it drafts only where the target is."""
+        return self.eagle is not None and isinstance(self.eagle.model, AssistantModel)
 
     @property
     def timed(self) -> Path | Literal["mtp"] | None:
@@ -399,7 +408,9 @@ class DraftModels:
         if target.has_recurrent_state:
             return f"{target.name} has a recurrent state, which branches cannot share"
         if self.eagle is not None and not self.eagle.is_tree_draft:
-            return f"{self.eagle.model.name} predicts a chain in one decode"
+            return f"{self.eagle.model.name} drafts chains"
+        if self.mtp is not None and target.n_mtp_layers > 1:
+            return f"each of the {target.n_mtp_layers} MTP layers of {target.name} drafts one token"
         if draft is None or draft.branches:
             return None
         if draft.model.has_recurrent_state:

@@ -15,6 +15,7 @@ import numpy as np
 
 from specgen.decoding.backend import Backend
 from specgen.decoding.drafters import (
+    AssistantDrafter,
     DflashDrafter,
     Drafter,
     Drafters,
@@ -22,6 +23,7 @@ from specgen.decoding.drafters import (
     Guesses,
     HeadsDrafter,
     ModelDrafter,
+    MtpChainDrafter,
     MtpDrafter,
     ParallelDrafter,
     PromptHeadSkipper,
@@ -45,6 +47,7 @@ from specgen.engine.loaded_models import LONGEST_GUESS, Models
 from specgen.engine.prefix_cache import Slot
 from specgen.engine.prompts import Prompt
 from specgen.engine.request import RequestSettings
+from specgen.llama.assistant import AssistantContext
 from specgen.llama.dflash import DflashContext
 from specgen.llama.eagle import EagleContext
 from specgen.llama.mtp import MtpContext
@@ -359,7 +362,9 @@ class _RequestDrafters:
     ) -> tuple[MtpDrafter, HiddenTrail]:
         """Return the drafter of the target's MTP layers or of an EAGLE-3 draft, and the hidden states that the
         loop stores for it."""
-        assert isinstance(backend, (MtpContext, EagleContext, DflashContext)), "of what drafts"
+        assert isinstance(backend, (MtpContext, EagleContext, DflashContext, AssistantContext)), (
+            "of what drafts"
+        )
         settings, drafting, slot = self.settings, draft.drafting, self.slot
         branches = self.branches and draft.grows_trees(settings)
         trail, tokens = backend.trails[slot.number], self.prompt.tokens
@@ -375,6 +380,14 @@ class _RequestDrafters:
                 n_most=backend.draft.n_most,
                 predicts_from_last=backend.draft.predicts_from_last,
             )
+        if isinstance(backend, MtpContext) and len(backend.layers) > 1:
+            others = [(each, slot.share_prefix(each, tokens)) for each in backend.layers[1:]]
+            make = partial(MtpChainDrafter, others=others)
+        n_held = 0
+        if isinstance(backend, AssistantContext):
+            make = AssistantDrafter
+        else:
+            n_held = n_left_out + slot.share_prefix(backend, tokens[n_left_out:])
         made = make(
             backend,
             trail,
@@ -387,7 +400,7 @@ class _RequestDrafters:
             slot=slot.branches(backend),
             n_ctx=slot.n_ctx(backend),
             n_deepest=drafting.tree_depth,
-            n_held=n_left_out + slot.share_prefix(backend, tokens[n_left_out:]),
+            n_held=n_held,
         )
         return made, trail
 

@@ -21,6 +21,7 @@ from specgen.engine.prompts import Prompts
 from specgen.engine.request import RequestSettings
 from specgen.errors import PromptError
 from specgen.llama import LlamaBackend, LlamaModel, default_threads
+from specgen.llama.assistant import AssistantContext, AssistantModel
 from specgen.llama.context_opening import n_native_sequences
 from specgen.llama.dflash import DflashContext, DflashModel
 from specgen.llama.eagle import EagleContext
@@ -363,11 +364,20 @@ class Models:
 
     def _states_context(
         self, target: LlamaBackend, n_ctx: int, n_slots: int
-    ) -> MtpContext | EagleContext | DflashContext:
+    ) -> MtpContext | EagleContext | DflashContext | AssistantContext:
         """Open a context of what drafts from the target's hidden states, with room for the nodes of a
         growing tree."""
         n_branches, eagle = self._n_states_branches, self.drafts.eagle
         n_outputs = min(n_branches, _WIDEST)
+        if eagle is not None and isinstance(eagle.model, AssistantModel):
+            return AssistantContext(
+                eagle.model,
+                target,
+                self.costs.context_options(eagle.model.path),
+                clock=self.clock,
+                n_shared_tokens=eagle.n_shared_tokens,
+                n_slots=n_slots,
+            )
         if eagle is not None and isinstance(eagle.model, DflashModel):
             return DflashContext(
                 eagle.model,

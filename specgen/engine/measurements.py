@@ -172,7 +172,7 @@ def _sample_agreement(
     origin = "model" if from_states is None else from_states.origin
     is_known = origin in acceptance and acceptance[origin].n_judged >= N_KNOWN
     drafting = models.options.drafting
-    if timed is None or is_known or not drafting.is_by_cost:
+    if timed is None or is_known or not drafting.is_by_cost or models.drafts.reads_cache:
         return False
     costs = known_costs(models, timed)
     if costs is None or expected_gain(costs, 1.0).speedup <= 1.0:

@@ -174,7 +174,7 @@ def _needed_bytes(
     """Estimate the size of a context with `n_states` recurrent states."""
     cells = model.cache_bytes(size.n_ctx, options.cache_type_k, options.cache_type_v)
     if size.is_mtp:
-        return cells // max(1, model.n_layer) + CONTEXT_OVERHEAD_BYTES
+        return cells * model.n_mtp_layers // max(1, model.n_layer) + CONTEXT_OVERHEAD_BYTES
     return cells + n_states * model.state_bytes() + CONTEXT_OVERHEAD_BYTES
 
 

@@ -23,7 +23,7 @@ from specgen.decoding.backend import Batch
 from specgen.decoding.hidden_trail import HiddenTrail, most_states
 from specgen.errors import BackendError, ModelFileError
 from specgen.llama.context import LlamaBackend
-from specgen.llama.eagle import EagleModel, has_architecture, is_eagle_file
+from specgen.llama.eagle import EagleModel, has_architecture
 from specgen.llama.gguf_metadata import GgufMetadata
 from specgen.llama.library import last_error, llama_cpp
 from specgen.llama.model import LlamaModel
@@ -40,11 +40,6 @@ _MROPE, _N_POSITIONS = 8, 4
 def is_dflash_file(path: Path) -> bool:
     """Return whether a file is a DFlash or DSpark draft; False if it cannot be read."""
     return has_architecture(path, ARCHITECTURE)
-
-
-def reads_layers(path: Path) -> bool:
-    """Return whether a file is a draft that reads layers of its target: EAGLE-3, DFlash or DSpark."""
-    return is_eagle_file(path) or is_dflash_file(path)
 
 
 class DflashModel(EagleModel):
@@ -181,4 +176,4 @@ class DflashContext(LlamaBackend):
         self.n_decoded_rows += len(batch)
 
 
-__all__ = ["DflashContext", "DflashModel", "is_dflash_file", "reads_layers"]
+__all__ = ["DflashContext", "DflashModel", "is_dflash_file"]

@@ -34,8 +34,9 @@ CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
 #: Architectures with which llama.cpp computes a batch of several sequences wrong: it stores the state of one sequence
 #: in another one's cells (``plamo2``, which also ends the process then), or takes it from another one's row.
 ONE_SEQUENCE = frozenset({"arwkv7", "plamo2", "rwkv6qwen2"})
-#: Architectures of drafts that read layers of their target (`specgen.llama.eagle`, `specgen.llama.dflash`).
-_DRAFTS = frozenset({"eagle3", "dflash"})
+#: Architectures of drafts that read layers or the cache of their target (`specgen.llama.eagle`,
+#: `specgen.llama.dflash`, `specgen.llama.assistant`).
+_DRAFTS = frozenset({"eagle3", "dflash", "gemma4-assistant"})
 #: llama.cpp's LLAMA_POOLING_TYPE_UNSPECIFIED, as metadata give it.
 _UNSPECIFIED = ("-1", "4294967295")
 
@@ -93,6 +94,13 @@ class LlamaModel:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def n_mtp_layers(self) -> int:
+        """The number of MTP layers that can draft."""
+        architecture = self.metadata("general.architecture")
+        n_layers = self.metadata(f"{architecture}.nextn_predict_layers")
+        return 0 if self.why_no_mtp else int(n_layers or 0)
 
     @property
     def has_equal_rows(self) -> bool:

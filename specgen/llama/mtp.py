@@ -9,7 +9,7 @@ import numpy as np
 
 from specgen.decoding.backend import Batch
 from specgen.decoding.hidden_trail import HiddenTrail, most_states
-from specgen.errors import BackendError
+from specgen.errors import BackendError, SpecgenError
 from specgen.llama.context import LlamaBackend
 from specgen.llama.library import llama_cpp_ext
 from specgen.llama.model import LlamaModel
@@ -19,12 +19,15 @@ from specgen.system.arrays import Hidden, Logits
 
 
 class MtpContext(LlamaBackend):
-    """A context of a target's first MTP layer: a cache of that layer alone, beside the target's own.
+    """A context of one of a target's MTP layers: a cache of that layer, beside the target's own.
 
     The row of a token has the hidden state before it (`Batch.hidden`): the target's or, for a drafted
     token, the layer's own. Where none is given, it reads zeros. `n_slots`
     texts share the context. Parameters and errors are those of `LlamaBackend`; also raises `BackendError`
     if the model was loaded without MTP layers.
+
+    Of several layers each has a context of its own (`layers`), since llama.cpp computes one of them at a
+    time, and a row of the cache is of one layer only. The first layer's context opens and closes the others.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class MtpContext(LlamaBackend):
         n_branches: int = 1,
         n_outputs: int = 1,
         n_slots: int = 1,
+        layer: int = 0,
     ) -> None:
         if model.why_no_mtp:
             raise BackendError(f"{model.name}: {model.why_no_mtp}")
@@ -61,6 +65,23 @@ class MtpContext(LlamaBackend):
         n_most = most_states(n_values, n_slots)
         #: The target's hidden states of each slot's text, which the layer may still have to read.
         self.trails = tuple(HiddenTrail(n_most) for _ in range(n_slots))
+        llama_cpp_ext.llama_set_nextn_layer_offset(self.handle, layer)
+        #: The contexts of all layers, if this is the first one's.
+        self.layers: tuple[MtpContext, ...] = (self,)
+        try:
+            for other in range(1, 0 if layer else model.n_mtp_layers):
+                context = MtpContext(
+                    model, options, n_ctx=n_ctx, clock=clock, n_slots=n_slots, layer=other
+                )
+                self.layers += (context,)
+        except SpecgenError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for layer in self.layers[1:]:
+            layer.close()
+        super().close()
 
     def state(self, sequence: int) -> Hidden:
         return self._states[sequence]

@@ -32,7 +32,7 @@ ARCHITECTURES = frozenset(
         "step35",
     }
 )
-#: Those with more than one MTP layer, of which only the first drafts here.
+#: Those with more than one MTP layer: each drafts one token.
 SEVERAL_LAYERS = frozenset({"hy_v3", "mimo2", "step35"})
 #: Those whose graph gives hidden states only for the rows that want logits.
 WANTED_ROWS_ONLY = frozenset({"deepseek4", "mimo2", "qwen3next", "step35"})

@@ -58,6 +58,7 @@ from specgen.options import (
 )
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.eagle import TinyDflash, TinyEagle, write_tiny_dflash, write_tiny_eagle
+from tests.helpers.assistant import write_assistant, write_gemma4
 from tests.helpers.heads import make_heads
 from tests.helpers.mtp import MtpArchitecture, write_mtp_model
 from tests.helpers.tiny import write_respelled_model
@@ -156,7 +157,14 @@ TRANSLATED_SAMPLED = [
 #: What judges a draft that learnt, and the samplers.
 LEARNT_SAMPLED = [(verifier, "top-k") for verifier in VERIFIERS] + [("block", "grammar")]
 #: What drafts from hidden states, and for which targets; the second word is the target's architecture.
-FROM_STATES = ("mtp glm4moe", "mtp qwen35", "eagle llama", "dflash llama")
+FROM_STATES = (
+    "mtp glm4moe",
+    "mtp qwen35",
+    "mtp mimo2",
+    "eagle llama",
+    "dflash llama",
+    "assistant gemma4",
+)
 STATES_SAMPLED = [
     (drafter, VERIFIERS[(number + shift) % len(VERIFIERS)], samplers)
     for shift, drafter in enumerate(FROM_STATES)
@@ -425,7 +433,7 @@ def test_a_draft_that_learns_between_answers_keeps_a_seeds_text(
 def state_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Targets by architecture, and the drafts that belong to them."""
     folder = tmp_path_factory.mktemp("states")
-    architectures: tuple[MtpArchitecture, ...] = ("glm4moe", "qwen35")
+    architectures: tuple[MtpArchitecture, ...] = ("glm4moe", "qwen35", "mimo2")
     for architecture in architectures:
         write_mtp_model(
             folder / f"{architecture}.gguf", architecture, of_state=0.3, logit_scale=3.0
@@ -434,6 +442,8 @@ def state_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_model(folder / "llama.gguf", config)
     write_tiny_eagle(folder / "llama eagle.gguf", config, TinyEagle())
     write_tiny_dflash(folder / "llama dflash.gguf", config, TinyDflash())
+    write_gemma4(folder / "gemma4.gguf")
+    write_assistant(folder / "gemma4 assistant.gguf")
     return folder
 
 

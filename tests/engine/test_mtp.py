@@ -12,7 +12,7 @@ import pytest
 
 from specgen.decoding.backend import Batch
 from specgen.decoding.draft import Draft
-from specgen.decoding.drafters import Drafting, MtpDrafter
+from specgen.decoding.drafters import Drafting, MtpChainDrafter, MtpDrafter
 from specgen.decoding.hidden_trail import HiddenTrail
 from specgen.decoding.policy import RoundPlan
 from specgen.engine.agreement import read_states
@@ -47,6 +47,7 @@ FIXED = DraftOptions(
 )
 
 with_every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
+with_one_and_several_layers = pytest.mark.parametrize("architecture", ["glm4moe", "mimo2"])
 
 
 @pytest.fixture(scope="session")
@@ -123,37 +124,44 @@ def test_nothing_drafts_for_mtp_layers(files: Path) -> None:
 def proposed(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], Draft]:
     """What was drafted behind each text."""
     found: dict[tuple[int, ...], Draft] = {}
-    propose = MtpDrafter.propose
 
-    def watched(
-        self: MtpDrafter, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0
-    ) -> Drafting:
-        draft = yield from propose(self, context, plan, n_drafted)
-        found[tuple(context)] = draft
-        return draft
+    def watch(kind: type[MtpDrafter]) -> None:
+        propose = kind.propose
 
-    monkeypatch.setattr(MtpDrafter, "propose", watched)
+        def watched(
+            self: MtpDrafter, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0
+        ) -> Drafting:
+            draft = yield from propose(self, context, plan, n_drafted)
+            found[tuple(context)] = draft
+            return draft
+
+        monkeypatch.setattr(kind, "propose", watched)
+
+    watch(MtpDrafter)
+    watch(MtpChainDrafter)
     return found
 
 
 def drafted_anew(models: Models, text: Sequence[int], n: int) -> list[int]:
-    """The likeliest tokens behind a text, from empty caches: all rows with the target's states in one batch, then
-    the layer's own states one by one."""
+    """The likeliest tokens behind a text, each from an empty cache: all rows in one batch, those of the text with
+    the target's states, the others with the states of what drafted the token before."""
     with models.contexts(512) as (target, draft):
         assert isinstance(draft, MtpContext)
         trail = HiddenTrail(512)
         read_states(target, text[:-1], trail)
-        batch = Batch()
-        for position, token in enumerate(text):
-            batch.add(token, position, (0,), position == len(text) - 1)
-            batch.hidden.append(trail.after(position - 1))
+        states = [trail.after(position - 1) for position in range(len(text))]
         tokens: list[int] = []
-        while True:
-            tokens.append(int(draft.decode(batch)[-1].argmax()))
-            if len(tokens) == n:
-                return tokens
-            position = len(text) + len(tokens) - 1
-            batch = Batch([tokens[-1]], [position], [(0,)], [True], [draft.state(0)])
+        while len(tokens) < n:
+            whole = [*text, *tokens]
+            batch = Batch()
+            for position, token in enumerate(whole):
+                batch.add(token, position, (0,), position == len(whole) - 1)
+                batch.hidden.append(states[position])
+            layer = draft.layers[min(len(tokens), len(draft.layers) - 1)]
+            layer.remove(0)
+            tokens.append(int(layer.decode(batch)[-1].argmax()))
+            states.append(layer.state(0))
+        return tokens
 
 
 @with_every_architecture
@@ -215,8 +223,8 @@ def test_no_row_is_decoded_twice_and_no_logits_go_unread(
 def test_the_text_is_that_of_plain_decoding(
     files: Path, architecture: MtpArchitecture, tree: str, temperature: float
 ) -> None:
-    if tree[0] == "2" and architecture == "qwen35":
-        pytest.skip("a recurrent state cannot branch")
+    if tree[0] == "2" and architecture != "glm4moe":
+        pytest.skip("neither a recurrent state nor several layers can branch")
     drafting = DraftOptions(
         policy="fixed",
         max_tokens=None if tree[0] == "2" else 4,
@@ -230,20 +238,24 @@ def test_the_text_is_that_of_plain_decoding(
         assert fast.token_ids == plain(models).token_ids
 
 
+@with_one_and_several_layers
 @pytest.mark.parametrize("tree", ["off", "auto"])
-def test_costs_and_n_grams_change_no_text(files: Path, tree: str) -> None:
+def test_costs_and_n_grams_change_no_text(
+    files: Path, architecture: MtpArchitecture, tree: str
+) -> None:
     policies: tuple[PolicyName, ...] = ("cost", "threshold")
     for policy in policies:
         drafting = DraftOptions(policy=policy, tree=parse_tree(tree), ngrams=True)
-        with loaded(files / "glm4moe.gguf", drafting) as models:
+        with loaded(files / f"{architecture}.gguf", drafting) as models:
             events = list(generate(models, models.prompts.of_text(PROMPT * 3)))
             assert isinstance(events[-1], FinishedEvent)
             assert events[-1].token_ids == plain(models, PROMPT * 3).token_ids
 
 
-def test_a_grammar_holds(files: Path) -> None:
+@with_one_and_several_layers
+def test_a_grammar_holds(files: Path, architecture: MtpArchitecture) -> None:
     grammar = Grammar("gbnf", 'root ::= ("ab" [c-h] "---" [a-h]){12}')
-    with loaded(files / "glm4moe.gguf", grammar=grammar, ignore_eos=False) as models:
+    with loaded(files / f"{architecture}.gguf", grammar=grammar, ignore_eos=False) as models:
         fast = answer(models)
         assert fast.n_forced > 0
         assert fast.n_drafted > 0
@@ -291,8 +303,11 @@ def test_greedy_check_passes(files: Path) -> None:
     assert result.difference is None
 
 
-def test_trials_replay_what_a_real_answer_drafts(files: Path) -> None:
-    with loaded(files / "glm4moe.gguf") as models:
+@with_one_and_several_layers
+def test_trials_replay_what_a_real_answer_drafts(
+    files: Path, architecture: MtpArchitecture
+) -> None:
+    with loaded(files / f"{architecture}.gguf") as models:
         real = answer(models)
         models.change_draft("none")
         baseline = measure_target(models, [PROMPT])

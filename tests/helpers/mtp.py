@@ -1,4 +1,4 @@
-"""Tiny models with an MTP layer that says nearly what the model says."""
+"""Tiny models with MTP layers that say nearly what the model says."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def write_mtp_model(
     keep_layer: bool = True,
     chat_template: str | None = None,
 ) -> Path:
-    """Write a model with an MTP layer like the model's last one. It reads the token, and as much of the
-    hidden state before the token as `of_state` says: with more it agrees with the model less often. Without
-    `keep_layer` the metadata name a layer that the file does not have."""
+    """Write a model with an MTP layer like the model's last one, or (`mimo2`) with three. A layer reads the
+    token, and as much of the hidden state before the token as `of_state` says, each by a map of its own: with
+    more it agrees with the model less often. Without `keep_layer` the metadata name a layer that the file
+    does not have."""
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
     n_layer = 2 if architecture == "qwen35" else 1
@@ -52,7 +53,7 @@ def write_mtp_model(
         name = key.replace(f"{config.architecture}.", f"{architecture}.", 1)
         inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
         writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
-    n_mtp = 2 if architecture == "mimo2" else 1
+    n_mtp = 3 if architecture == "mimo2" else 1
     writer.add_uint32(f"{architecture}.block_count", n_layer + n_mtp)
     writer.add_uint32(f"{architecture}.nextn_predict_layers", n_mtp)
     tensors = {each.name: np.array(each.data, np.float32) for each in base.tensors}

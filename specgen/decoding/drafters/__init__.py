@@ -1,5 +1,6 @@
 """Drafters: n-grams, models, heads, and combinations of them."""
 
+from specgen.decoding.drafters.assistant import AssistantDrafter
 from specgen.decoding.drafters.base import (
     Ask,
     Drafter,
@@ -15,6 +16,7 @@ from specgen.decoding.drafters.eagle import EagleDrafter
 from specgen.decoding.drafters.heads import HeadsDrafter
 from specgen.decoding.drafters.model import ModelDrafter
 from specgen.decoding.drafters.mtp import MtpDrafter
+from specgen.decoding.drafters.mtp_chain import MtpChainDrafter
 from specgen.decoding.drafters.ngram import SuffixDrafter
 from specgen.decoding.drafters.parallel import ParallelDrafter
 from specgen.decoding.drafters.staged import Guesses
@@ -23,6 +25,7 @@ from specgen.decoding.drafters.tree import TreeModelDrafter
 
 __all__ = [
     "Ask",
+    "AssistantDrafter",
     "DflashDrafter",
     "Drafter",
     "Drafters",
@@ -31,6 +34,7 @@ __all__ = [
     "Guesses",
     "HeadsDrafter",
     "ModelDrafter",
+    "MtpChainDrafter",
     "MtpDrafter",
     "ParallelDrafter",
     "PromptHeadSkipper",

@@ -52,22 +52,22 @@ class DflashDrafter(MtpDrafter):
             return FREE
         # All rows of a block are one decode; filling the cache costs less than its row of a token does.
         block_s = self._costs.share_s(self._n_most + (not self._predicts_from_last))
-        n_new = self._n_read(n_context) - max(self._n_held, self._trail.first)
+        n_new = self._n_read(n_context) - max(self._cache.n_held, self._trail.first)
         n_behind = max(0, n_new - self._n_most - 1)
         backlog_s = self._costs.share_s(n_behind) if n_behind else 0.0
         return Price(block_s, 0.0, backlog_s, n_behind)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         n_read = self._n_read(len(context))
-        if len(context) - 1 > n_read or not self._find_start(n_read):
+        if len(context) - 1 > n_read or not self._cache.find_start(n_read):
             return NO_DRAFT
-        n_room = self._n_ctx - (len(context) - self._n_skipped)
+        n_room = self._n_ctx - (len(context) - self._cache.n_skipped)
         n_max = min(plan.n_max, self._n_most, n_room, self._n_deepest or plan.n_max)
         if n_max < 1:
             return NO_DRAFT
         try:
             yield from self._fill(context, n_read)
-            rows = yield from self._block(context[-1], n_read - self._n_skipped, n_max)
+            rows = yield from self._block(context[-1], n_read - self._cache.n_skipped, n_max)
             before = context[len(context) - n_drafted :]
             chain = DraftedChain(plan, self._shaper, self._rng, before, draws=self._draws)
             for row in rows:
@@ -76,18 +76,18 @@ class DflashDrafter(MtpDrafter):
                     break
             return chain.draft(self.name)
         finally:
-            self._nodes.keep(ROOT, self._n_held - self._n_skipped, 0)
+            self._nodes.keep(ROOT, self._cache.length, 0)
 
     def _fill(self, context: Sequence[int], n_read: int) -> Generator[Ask, Logits, None]:
         """Add the tokens that the target has read since to the cache."""
-        while self._n_held < n_read:
+        while self._cache.n_held < n_read:
             batch = Batch()
-            for index in range(self._n_held, n_read)[: self._backend.n_batch]:
-                position = index - self._n_skipped
+            for index in range(self._cache.n_held, n_read)[: self._backend.n_batch]:
+                position = index - self._cache.n_skipped
                 batch.add(context[index], position, (self._slot.first,), False)
                 batch.hidden.append(self._trail.after(index))
             yield Ask(self._backend, batch, self._fill_costs)
-            self._n_held += len(batch)
+            self._cache.n_held += len(batch)
         self._trail.forget(n_read)
 
     def _block(self, last: int, position: int, n: int) -> Generator[Ask, Logits, Logits]:

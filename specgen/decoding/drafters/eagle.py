@@ -14,7 +14,7 @@ class EagleDrafter(MtpDrafter):
 
     def __init__(self, *arguments: Any, n_held: int = 0, **options: Any) -> None:
         super().__init__(*arguments, n_held=max(1, n_held), **options)
-        self._n_skipped = 1
+        self._cache.n_skipped = 1
 
     @property
     def name(self) -> str:

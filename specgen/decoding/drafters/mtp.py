@@ -17,6 +17,7 @@ from specgen.decoding.drafters.expansion import (
     make_expansion,
     n_guesses,
 )
+from specgen.decoding.drafters.states_cache import StatesCache
 from specgen.decoding.drafters.tree import NodeBranches
 from specgen.decoding.hidden_trail import HiddenTrail
 from specgen.decoding.policy import RoundPlan, RoundResult
@@ -28,9 +29,9 @@ from specgen.system.arrays import Logits
 
 #: The most tokens behind those that the target has read: its own next token, and tokens that a
 #: grammar or another drafter added. Each but the first takes a decode of its own.
-_MOST_UNREAD = 16
+MOST_UNREAD = 16
 #: The most rows that count as those of the last round, and not as a prefill.
-_N_USUAL = 8
+N_USUAL = 8
 #: The most nodes that are looked beyond at once.
 _WIDEST = 8
 
@@ -82,10 +83,7 @@ class MtpDrafter:
         self._n_deepest = n_deepest
         self._n_guesses = n_guesses(shape)
         self._nodes = NodeBranches(backend, slot)
-        #: The number of tokens that the cache holds, counted from the text's beginning, and how many of
-        #: the first are left out.
-        self._n_held = n_held
-        self._n_skipped = 0
+        self._cache = StatesCache(backend, trail, costs, slot.first, n_held)
 
     @property
     def name(self) -> str:
@@ -95,8 +93,8 @@ class MtpDrafter:
         if not self._costs:
             return FREE
         n_read = self._n_read(n_context)
-        n_rows = max(1, n_read + 1 - max(self._n_held, self._trail.first))
-        n_usual = min(n_rows, _N_USUAL)
+        n_rows = self._cache.n_missing(n_read)
+        n_usual = min(n_rows, N_USUAL)
         next_s, first_s = self._costs.share_s(1), self._costs.share_s(n_usual)
         backlog_s = max(0.0, self._costs.share_s(n_rows) - first_s)
         n_unread = n_context - 1 - n_read
@@ -104,32 +102,31 @@ class MtpDrafter:
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         n_read = self._n_read(len(context))
-        if len(context) - 1 - n_read > _MOST_UNREAD or not self._find_start(n_read):
+        if len(context) - 1 - n_read > MOST_UNREAD or not self._cache.find_start(n_read):
             return NO_DRAFT
         # The last drafted token is not decoded, so n tokens need n - 1 cells behind the text.
-        n_max = min(plan.n_max, self._n_ctx - (len(context) - self._n_skipped) + 1)
+        n_max = min(plan.n_max, self._n_ctx - (len(context) - self._cache.n_skipped) + 1)
         if n_max < 1:
             return NO_DRAFT
         before = context[len(context) - n_drafted :]
         try:
-            row = yield from self._catch_up(context, n_read)
+            row = yield from self._cache.catch_up(context, n_read)
+            self._trail.forget(self._cache.n_held - 1)
             for position in range(n_read + 1, len(context)):
                 row = yield from self._step(context[position], position)
             if self._branches:
-                n_text = len(context) - self._n_skipped
+                n_text = len(context) - self._cache.n_skipped
                 return (yield from self._tree(row, before, n_text, plan, n_max))
             return (yield from self._chain(row, before, len(context), plan, n_max))
         finally:
-            self._nodes.keep(ROOT, self._n_held - self._n_skipped, 0)
+            self._nodes.keep(ROOT, self._cache.length, 0)
 
     def observe(self, result: RoundResult) -> None:
         pass
 
     def rewind(self, n_tokens: int) -> None:
         self._trail.rewind(n_tokens)
-        if n_tokens < self._n_held:
-            self._n_held = max(n_tokens, self._n_skipped)
-            self._backend.remove(self._slot.first, self._n_held - self._n_skipped)
+        self._cache.rewind(n_tokens)
 
     # --- the text ------------------------------------------------------------------------------
 
@@ -137,46 +134,13 @@ class MtpDrafter:
         """Return the number of tokens of a text that the target has read, at most all but the last."""
         return min(self._trail.n_read, n_context - 1)
 
-    def _find_start(self, n_read: int) -> bool:
-        """Drop the rows that the first batch decodes again, and return whether the state that its last row
-        reads is known. If other states are missing, the cache begins behind them."""
-        trail, first = self._trail, self._slot.first
-        if n_read and trail.after(n_read - 1) is None:
-            return False
-        n_held = min(self._n_held, n_read)
-        if trail.first > n_held:
-            # One state too few happens wherever a kept text goes on: the row then reads zeros.
-            n_held = self._n_skipped = trail.first
-            self._backend.remove(first)
-        self._n_held = n_held
-        length = n_held - self._n_skipped
-        if self._backend.length(first) > length:
-            self._backend.remove(first, length)
-        return True
-
-    def _catch_up(self, context: Sequence[int], n_read: int) -> Generator[Ask, Logits, Logits]:
-        """Decode the rows up to that of token `n_read`; return the logits after it, float32[n_vocab]."""
-        sequence = (self._slot.first,)
-        rows: Logits | None = None
-        while self._n_held <= n_read:
-            batch = Batch()
-            for index in range(self._n_held, n_read + 1)[: self._backend.n_batch]:
-                batch.add(context[index], index - self._n_skipped, sequence, index == n_read)
-                batch.hidden.append(self._trail.after(index - 1))
-            rows = yield Ask(self._backend, batch, self._costs)
-            self._n_held += len(batch)
-        self._trail.forget(self._n_held - 1)
-        assert rows is not None, "at least one token is decoded"
-        row: Logits = rows[0]
-        return row
-
     # --- drafts --------------------------------------------------------------------------------
 
     def _step(self, token: int, index: int) -> Generator[Ask, Logits, Logits]:
         """Decode the token at `index` of the text and the draft; return the logits after it."""
         first = self._slot.first
         batch = Batch()
-        batch.add(token, index - self._n_skipped, (first,), True)
+        batch.add(token, index - self._cache.n_skipped, (first,), True)
         batch.hidden.append(self._backend.state(first))
         rows = yield Ask(self._backend, batch, self._costs)
         row: Logits = rows[0]

@@ -202,6 +202,13 @@ class MemoBackend:
         it is emptied and filled again when it is next needed."""
         self._nodes[sequence] = self._texts.ancestor(self._nodes[sequence], start)
 
+    def hold(self, sequence: int) -> None:
+        """Let the inner cache hold the whole text of a sequence and no more, for a draft that reads it there."""
+        if self._is_lost:
+            self._empty_inner()
+            self._is_lost = False
+        self._bring_up([sequence])
+
     def close(self) -> None:
         """Free the inner cache. Remembered rows can still be looked up."""
         self._inner.close()

@@ -25,6 +25,7 @@ from specgen.engine.loaded_models import Models
 from specgen.engine.measurements import measure_if_costs_decide
 from specgen.engine.prompts import Prompt
 from specgen.llama import LlamaBackend
+from specgen.llama.assistant import AssistantContext
 from specgen.measure.proof.drafting_plans import DraftingPlan, WayName
 from specgen.measure.proof.drawing import N_SEARCHED, Drawer, find_place
 from specgen.measure.proof.exact import Exact
@@ -173,6 +174,8 @@ def check_sampled(
         for each in (draft_cache, *caches):
             if each is not None and reads_states:  # its rows read states, and not the text alone
                 drafts.append(each)
+                if isinstance(each, AssistantContext):
+                    each.before_decode = target.hold
             elif each is not None:
                 remembering.append(_remembering(loaded, each, prompt))
                 drafts.append(remembering[-1])

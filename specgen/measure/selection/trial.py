@@ -35,7 +35,7 @@ from specgen.engine.calibration.gain import Costs, speedup
 from specgen.engine.calibration.timing import time_batch, timed_batch_sizes
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.measurements import measure_if_new
-from specgen.errors import PromptError
+from specgen.errors import BackendError, PromptError
 from specgen.events import ReasonCount
 from specgen.llama import LlamaBackend
 from specgen.system.arrays import Hidden
@@ -225,6 +225,11 @@ def try_draft(
 
     Raise `MemoryLimitError` or `BackendError` if the draft model cannot be run.
     """
+    if loaded.drafts.reads_cache:
+        raise BackendError(
+            f"{loaded.drafts.name}: it reads the target's cache, so it cannot draft for kept answers",
+            hint="`specgen bench` measures it",
+        )
     with loaded.contexts(baseline.n_ctx) as (target, draft):
         measure_if_new(loaded, target, draft)
         replays = _replays(loaded, baseline, (target, draft), interrupted, progress)

@@ -1,0 +1,63 @@
+"""A Gemma 4 assistant drafts from the target's own cache."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+from specgen.decoding.backend import Batch
+from specgen.decoding.draft import NO_DRAFT
+from specgen.decoding.drafters.base import Ask, Drafting
+from specgen.decoding.drafters.expansion import DraftedChain
+from specgen.decoding.drafters.mtp import MOST_UNREAD, MtpDrafter
+from specgen.decoding.policy import RoundPlan
+from specgen.decoding.policy.cost_table import FREE, Price
+from specgen.system.arrays import Hidden, Logits
+
+
+class AssistantDrafter(MtpDrafter):
+    """Drafts chains with layers that attend to the target's keys and values, and have none of their own. So
+    nothing is read before a draft, and nothing is dropped after it. The first row reads the target's hidden
+    state, each further one that of the row before. All rows have the position behind the target's last
+    token."""
+
+    @property
+    def name(self) -> str:
+        return "gemma4-assistant"
+
+    def price(self, n_context: int) -> Price:
+        if not self._costs:
+            return FREE
+        token_s = self._costs.share_s(1)
+        return Price((n_context - self._n_read(n_context)) * token_s, token_s)
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        n_read = self._n_read(len(context))
+        state = self._trail.after(n_read - 1)
+        n_max = min(plan.n_max, self._n_deepest or plan.n_max)
+        if state is None or n_max < 1 or len(context) - 1 - n_read > MOST_UNREAD:
+            return NO_DRAFT
+        self._trail.forget(n_read)
+        for token in context[n_read:-1]:
+            yield from self._read(token, n_read, state)
+            state = self._backend.state(self._slot.first)
+        before = context[len(context) - n_drafted :]
+        chain = DraftedChain(plan, self._shaper, self._rng, before, draws=self._draws)
+        row = yield from self._read(context[-1], n_read, state)
+        while chain.takes(row) and len(chain.tokens) < n_max:
+            token = chain.tokens[-1]
+            if self._backend.vocabulary.is_end(token) or not chain.goes_on():
+                break
+            row = yield from self._read(token, n_read, self._backend.state(self._slot.first))
+        return chain.draft(self.name)
+
+    def rewind(self, n_tokens: int) -> None:
+        self._trail.rewind(n_tokens)
+
+    def _read(self, token: int, position: int, state: Hidden) -> Generator[Ask, Logits, Logits]:
+        """Return the logits after a token, float32[n_vocab]."""
+        batch = Batch()
+        batch.add(token, position, (self._slot.first,), True)
+        batch.hidden.append(state)
+        rows = yield Ask(self._backend, batch, self._costs)
+        row: Logits = rows[0]
+        return row

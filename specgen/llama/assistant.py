@@ -1,0 +1,178 @@
+"""Gemma 4 assistants: their files, and contexts in which they draft.
+
+An assistant is a few layers that were trained for one Gemma 4 model. The layers have no keys and values: they
+attend to those of the target's last two layers. From a token and the hidden state before it, the target's last
+one, they predict the next token, and a state of their own that takes the target's place for the token after
+that. All tokens of a draft have the position of the first.
+
+llama.cpp computes them in a context that shares the cells of the target's context, so nothing is read twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from specgen.decoding.backend import Batch
+from specgen.decoding.hidden_trail import HiddenTrail, most_states
+from specgen.errors import PairError
+from specgen.llama.context import LlamaBackend
+from specgen.llama.dflash import is_dflash_file
+from specgen.llama.eagle import EagleModel, has_architecture, is_eagle_file
+from specgen.llama.gguf_metadata import GgufMetadata
+from specgen.llama.library import llama_cpp_ext
+from specgen.llama.model import LlamaModel
+from specgen.options import CacheType, ContextOptions
+from specgen.system.arrays import Hidden, Logits
+
+ARCHITECTURE = "gemma4-assistant"
+_TARGET = "gemma4"
+#: The most rows in a batch for each text: drafts are chains, a token at a time.
+_N_ROWS = 8
+
+
+def is_assistant_file(path: Path) -> bool:
+    """Return whether a file is a Gemma 4 assistant; False if it cannot be read."""
+    return has_architecture(path, ARCHITECTURE)
+
+
+def reads_target(path: Path) -> bool:
+    """Return whether a file is a draft that reads layers or the cache of its target: EAGLE-3, DFlash, DSpark, or a
+    Gemma 4 assistant."""
+    return is_eagle_file(path) or is_dflash_file(path) or is_assistant_file(path)
+
+
+class AssistantModel(EagleModel):
+    """A loaded Gemma 4 assistant for a target. Raises `ModelFileError` if the file is damaged, and
+    `PairError` if it was made for another target: llama.cpp would end the process."""
+
+    architecture: ClassVar[str] = ARCHITECTURE
+    kind: ClassVar[str] = "Gemma 4 assistant"
+
+    @property
+    def n_window(self) -> int:
+        """0: it has no cells of its own that a rollback could miss."""
+        return 0
+
+    def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
+        """Return 0: it has no cache of its own."""
+        return 0
+
+    def _layers(self) -> tuple[int, ...]:
+        return ()
+
+    def _check_target(self, target: LlamaModel) -> None:
+        pair = f"{self.name} cannot draft for {target.name}"
+        hint = f"take a draft that was made for {target.name}, or --draft ngram, which fits every model"
+        architecture = target.metadata("general.architecture")
+        if architecture != _TARGET:
+            raise PairError(
+                f"{pair}: a Gemma 4 assistant drafts for Gemma 4, and not for {architecture}", hint
+            )
+        if not target.n_layer or target.is_remote:
+            where = "on workers (--rpc)" if target.is_remote else "elsewhere"
+            raise PairError(f"{pair}: it reads the target's cache, which is {where}", hint)
+        if self.n_embd_out != target.n_embd:
+            raise PairError(
+                f"{pair}: it reads hidden states of {self.n_embd_out} values, the target's have {target.n_embd}",
+                hint,
+            )
+        own, others = _shapes(self._file, ARCHITECTURE), _shapes(target.path, _TARGET)
+        # Its layers with a window read the last layer but one, the others read the last.
+        if [is_windowed for is_windowed, *_ in others[-2:]] != [True, False] or not set(own) <= set(
+            others[-2:]
+        ):
+            raise PairError(
+                f"{pair}: the keys of the target's last two layers do not fit its layers", hint
+            )
+
+
+def _shapes(path: Path, architecture: str) -> list[tuple[bool, int, int]]:
+    """Return for each layer whether it has a sliding window, the number of its heads of keys, and their size."""
+    with ExitStack() as resources:
+        about = GgufMetadata(resources, path)
+        own, swa = (
+            about.number(f"{architecture}.attention.key_length{end}") for end in ("", "_swa")
+        )
+        n_heads = about.number(f"{architecture}.attention.head_count_kv")
+        windows = _array(about, f"{architecture}.attention.sliding_window_pattern", ctypes.c_bool)
+        heads = _array(about, f"{architecture}.attention.head_count_kv", ctypes.c_int32)
+    heads = heads or [n_heads] * len(windows)
+    return [
+        (bool(is_windowed), int(n), swa if is_windowed else own)
+        for is_windowed, n in zip(windows, heads, strict=False)
+    ]
+
+
+def _array(about: GgufMetadata, key: str, of: type[ctypes.c_bool | ctypes.c_int32]) -> list[int]:
+    n = about.length(key) or 0
+    data = about.get("gguf_get_arr_data", ctypes.c_void_p, key) if n else None
+    return list((of * n).from_address(data)) if data else []
+
+
+class AssistantContext(LlamaBackend):
+    """A context of an assistant, over the cells of the target's context: the same sequences, the same
+    positions. Its rows add no cells. Each row has a token and the hidden state before it (`Batch.hidden`), and
+    the position behind the target's last token. Otherwise it is like `EagleContext`."""
+
+    def __init__(
+        self,
+        model: AssistantModel,
+        target: LlamaBackend,
+        options: ContextOptions,
+        *,
+        clock: Callable[[], float],
+        n_shared_tokens: int | None = None,
+        n_slots: int = 1,
+    ) -> None:
+        super().__init__(
+            model,
+            replace(options, n_batch=_N_ROWS * n_slots),
+            n_ctx=target.n_ctx,
+            clock=clock,
+            n_sequences=target.n_sequences,
+            n_outputs=_N_ROWS * n_slots,
+            n_branches=target.n_sequences // n_slots,
+            other=target.handle,
+        )
+        n_rows, n_values = max(self.n_batch, self.n_outputs), model.n_embd_out
+        memory = (ctypes.c_float * (n_rows * n_values))()
+        self._rows.native.embd = memory
+        self._inputs = np.ctypeslib.as_array(memory).reshape(n_rows, n_values)
+        self._n_shared_tokens = n_shared_tokens
+        self.compute_frequent_tokens()
+        llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, True)
+        self._states: dict[int, Hidden] = {}
+        #: Called before a decode with each of its sequences, where the target's cache has to be brought up
+        #: to its text first.
+        self.before_decode: Callable[[int], None] | None = None
+        n_most = most_states(n_values, n_slots)
+        #: The target's hidden states of each slot's text.
+        self.trails = tuple(HiddenTrail(n_most) for _ in range(n_slots))
+
+    def state(self, sequence: int) -> Hidden:
+        """Return the assistant's hidden state after the sequence's last row."""
+        return self._states[sequence]
+
+    def decode(self, batch: Batch) -> Logits:
+        if self.before_decode is not None:
+            for sequence in {each for row in batch.sequences for each in row}:
+                self.before_decode(sequence)
+        return self.decode_rows(batch)
+
+    def decode_rows(self, batch: Batch) -> Logits:
+        self._rows.check(batch)
+        inputs = self._inputs[: len(batch)]
+        for row, state in enumerate(batch.hidden or [None] * len(batch)):
+            inputs[row] = 0.0 if state is None else state
+        logits = super().decode_rows(batch)[:, : self._n_shared_tokens]
+        wanted = [row for row, wants in enumerate(batch.wants_logits) if wants]
+        for row, state in zip(wanted, self._mtp_states(len(wanted)), strict=True):
+            self._states.update(dict.fromkeys(batch.sequences[row], state.copy()))
+        return logits
