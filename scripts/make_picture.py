@@ -4,8 +4,8 @@
     python scripts/make_picture.py run.jsonl --output docs/images/run.svg
 
 Reads the events that `--json` prints, from a file or from stdin, and shows them as
-`--show all` does on a terminal: rejected tokens struck through in their place, then the
-summary and the legend.
+`--show all` does on a terminal, without the reasons of rounds: rejected tokens struck through in
+their place, then the summary and the legend.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def draw(events: Iterable[Event], *, columns: int, title: str | None = None) -> 
     for event in events:
         completed = rounds.read(event)
         if completed is not None:
-            flow.feed(completed.runs(shows_all=True))
+            flow.feed(dataclasses.replace(completed, reason="").runs(shows_all=True))
         elif isinstance(event, PromptEvent):
             prompt = event
         elif isinstance(event, FinishedEvent):
