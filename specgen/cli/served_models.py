@@ -24,6 +24,7 @@ from specgen.system.toml_file import correct, read_toml
 
 if TYPE_CHECKING:
     from specgen.engine.calibration.memory import Memory
+    from specgen.llama.embeddings import Embedder
     from specgen.measure.selection.resolve import Sources
     from specgen.options import SessionOptions
     from specgen.serving.server.jobs import Turns
@@ -85,6 +86,7 @@ class ModelLoader:
         `ModelFileError`, `MemoryLimitError` or `FetchError`."""
         from specgen.engine.memory_estimate import needed_bytes
         from specgen.llama.file_check import check_file
+        from specgen.llama.model import pooling_of
         from specgen.serving.server.model_pool import ModelEntry
 
         if wanted.setup.learn and not self.learns_across:
@@ -94,6 +96,8 @@ class ModelLoader:
             )
         sources, options = wanted.setup.find(self.output)
         name = name or sources.target.name.removesuffix(".gguf")
+        if pooling_of(sources.target) is not None:
+            return self._embedder(name, wanted, options, None if alone else memory_bytes)
         n_parallel, is_fixed = wanted.parallel or _N_PARALLEL, wanted.parallel is not None
         n_bytes = 0
         if not alone:
@@ -103,18 +107,40 @@ class ModelLoader:
             while n_bytes > memory_bytes and n_parallel > 1 and not is_fixed:
                 n_parallel //= 2
                 n_bytes = needed_bytes(options, drafts, n_parallel)
-            if n_bytes > memory_bytes:
-                raise MemoryLimitError(
-                    f"{name} needs about {human_bytes(n_bytes)}, but --memory allows "
-                    f"{human_bytes(int(memory_bytes))}",
-                    hint="give more --memory, or the model a smaller --ctx-size",
-                )
+            _check_memory(name, n_bytes, memory_bytes)
 
         def opened(turns: Turns, interrupted: Callable[[], bool]) -> OpenedModel:
             output = self.output if alone else _Named(**asdict(self.output), name=name)
             return self._open(sources, options, (n_parallel, is_fixed), output, turns, interrupted)
 
         return ModelEntry(name, opened, n_bytes)
+
+    def _embedder(
+        self, name: str, wanted: ModelSetup, options: SessionOptions, memory_bytes: float | None
+    ) -> ModelEntry:
+        from specgen.engine.memory_estimate import embedder_bytes, embedder_context
+        from specgen.llama.embeddings import Embedder
+        from specgen.llama.file_check import check_file
+        from specgen.serving.server.model_pool import ModelEntry
+
+        if wanted.setup.models.draft is not None:
+            raise UsageError(f"{name} is an embedding model: leave out --draft")
+        file, context, n_bytes = options.target, options.target_context, 0
+        check_file(file)
+        n_ctx = embedder_context(file, context)
+        if memory_bytes is not None:
+            n_bytes = embedder_bytes(file, context)
+            _check_memory(name, n_bytes, memory_bytes)
+
+        def opened(turns: Turns, _interrupted: Callable[[], bool]) -> Embedder:
+            with turns:
+                embedder = Embedder(file, context, n_ctx)
+            self.output.note(
+                f"{name}: embeddings of {embedder.n_embd} values; {n_ctx} tokens a text"
+            )
+            return embedder
+
+        return ModelEntry(name, opened, n_bytes, embeds=True)
 
     def _open(
         self,
@@ -162,6 +188,14 @@ class ModelLoader:
         """Save what was learnt, while nothing learns."""
         with turns:
             self._memory.save()
+
+
+def _check_memory(name: str, n_bytes: int, memory_bytes: float) -> None:
+    if n_bytes > memory_bytes:
+        raise MemoryLimitError(
+            f"{name} needs about {human_bytes(n_bytes)}, but --memory allows {human_bytes(int(memory_bytes))}",
+            hint="give more --memory, or the model a smaller --ctx-size",
+        )
 
 
 @contextlib.contextmanager
@@ -286,6 +320,8 @@ def _in_folder(
     folder: Path, setup: Callable[..., ModelSetup], loader: ModelLoader, memory_bytes: float
 ) -> list[ModelEntry]:
     from specgen.llama import LlamaModel
+    from specgen.llama.embeddings import EmbeddingModel
+    from specgen.llama.model import pooling_of
     from specgen.models.files import model_stem, shard_number
 
     entries: dict[str, ModelEntry] = {}
@@ -299,7 +335,8 @@ def _in_folder(
         models = replace(wanted.setup.models, target=str(path))
         wanted = replace(wanted, setup=replace(wanted.setup, models=models))
         try:
-            LlamaModel(path, vocabulary_only=True).close()
+            kind = LlamaModel if pooling_of(path) is None else EmbeddingModel
+            kind(path, vocabulary_only=True).close()
             entries[name] = loader.entry(name, wanted, alone=False, memory_bytes=memory_bytes)
         except (ModelFileError, MemoryLimitError) as error:
             loader.output.note(f"not served: {error.message}")

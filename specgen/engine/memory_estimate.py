@@ -32,6 +32,21 @@ def needed_bytes(options: SessionOptions, drafts: Iterable[DraftSource], n_paral
     )
 
 
+def embedder_bytes(target: Path, context: ContextOptions) -> int:
+    """Estimate the memory of an embedding model. Raise `ModelFileError` if a file is no model."""
+    n_ctx = embedder_context(target, context)
+    with ExitStack() as resources:
+        n_vocab = GgufMetadata(resources, target).length("tokenizer.ggml.tokens") or 0
+    return _model_bytes(target, context, n_ctx) + 4 * n_ctx * n_vocab  # llama.cpp's room for logits
+
+
+def embedder_context(target: Path, context: ContextOptions) -> int:
+    """Return the most tokens of a text for an embedding model."""
+    n_train = _trained_context(target)
+    n_ctx = usual_n_ctx(context.n_ctx, n_train)
+    return min(n_ctx, n_train) if n_train else n_ctx
+
+
 def _model_bytes(file: Path, context: ContextOptions, n_tokens: int) -> int:
     """Estimate the size of a model's weights, and of its context for so many tokens. Where the metadata give
     the numbers of heads layer by layer, the cache is estimated as if all layers had the most."""
@@ -60,4 +75,4 @@ def _trained_context(file: Path) -> int:
         return about.number(f"{about.text('general.architecture')}.context_length")
 
 
-__all__ = ["needed_bytes"]
+__all__ = ["embedder_bytes", "embedder_context", "needed_bytes"]

@@ -35,6 +35,8 @@ class ContextSize:
     n_branches: int = 1
     #: Whether it is for the model's MTP layers only.
     is_mtp: bool = False
+    #: llama.cpp's number of how the hidden states of a text become one embedding; None: it computes logits only.
+    pooling: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,8 @@ def _make(
     params.swa_full = True  # else a sliding window drops cells that a rollback needs
     if size.is_mtp:
         params.ctx_type = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
+    if size.pooling is not None:
+        params.embeddings, params.pooling_type = True, size.pooling
     params.no_perf = True
     if on_tensor is not None:
         params.cb_eval = on_tensor
@@ -175,7 +179,9 @@ def _needed_bytes(
     cells = model.cache_bytes(size.n_ctx, options.cache_type_k, options.cache_type_v)
     if size.is_mtp:
         return cells * model.n_mtp_layers // max(1, model.n_layer) + CONTEXT_OVERHEAD_BYTES
-    return cells + n_states * model.state_bytes() + CONTEXT_OVERHEAD_BYTES
+    # llama.cpp has room for the logits of all outputs, also of encoders, which have none.
+    outputs = 0 if size.pooling is None else 4 * size.n_outputs * model.vocabulary.n_tokens
+    return cells + n_states * model.state_bytes() + outputs + CONTEXT_OVERHEAD_BYTES
 
 
 def _available_bytes(model: LlamaModel, options: ContextOptions) -> float:

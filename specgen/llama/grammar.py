@@ -1,9 +1,7 @@
-"""Grammars (GBNF) on top of llama.cpp's grammar sampler, as states that are values.
+"""Grammars (GBNF) over the tokens of a vocabulary, as states that are values.
 
-llama.cpp decides which tokens may come next. This module avoids needless questions, because a question
-takes 0.1 microseconds for a token and a vocabulary may have 152 thousand: texts after which the same may
-follow share a state, and with it the answers. It also prevents questions that end the process: a token that
-is not allowed in `accept`, or one that does not exist in `apply`.
+The tokens that llama.cpp's grammar sampler allows are allowed, and no others. It is not asked, since it follows each
+way in which a text can be read by itself (`specgen.decoding.grammar.gbnf_states`).
 
 A token is also refused, beyond llama.cpp's rules, if the text would not be UTF-8 with it (llama.cpp
 skips wrong bytes inside a token), if it contains a NUL (llama.cpp would read only up to it), or if it
@@ -13,307 +11,199 @@ adds nothing to the text (llama.cpp would read a control token as its name).
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+import functools
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from specgen.decoding.grammar.base import ENDED, CachedState, GrammarState
-from specgen.decoding.grammar.gbnf import ROOT, read_gbnf
-from specgen.decoding.grammar.gbnf_states import GbnfStates
+from specgen.decoding.grammar.gbnf import read_gbnf
+from specgen.decoding.grammar.gbnf_rules import Characters
+from specgen.decoding.grammar.gbnf_states import DEAD, GbnfStates, Stacks, TooManyWaysError
 from specgen.errors import UsageError
-from specgen.llama.library import forget_log, last_error, llama_cpp
 from specgen.llama.token_table import BOUNDARY, INVALID, token_table, utf8_state
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.system.arrays import BoolArray, TokenArray
 
-#: The number of a state, and the bytes behind it of a character that is not complete.
-_Key = tuple[int, bytes]
+#: A state, and the bytes behind it of a character that is not complete.
+_Key: TypeAlias = tuple[Stacks, bytes]
 
-#: llama_token_data of llama.h.
-_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-#: For this many tokens or more, first find out which first bytes may come.
-_MANY = 512
-#: For this many or more, find out about all tokens, and remember it.
-VERY_MANY = 8192
+#: For this many tokens or more, find out about all tokens, and remember it.
+VERY_MANY = 512
+#: The bytes of a character behind its first one.
+_LATER = [bytes([byte]) for byte in range(0x80, 0xC0)]
 #: The most states that a grammar keeps, with 19 kB each for a vocabulary of 152 thousand tokens.
 MOST_STATES = 256
-#: The number of tokens in the first question, in a search for a second allowed token.
-_CHUNK = 64
 
 
 class LlamaGrammar:
-    """A grammar over the tokens of a vocabulary, which must stay open while the grammar is used.
+    """A grammar over the tokens of a vocabulary, which must stay open while the grammar is made.
 
-    `start` is the state before a text. Several threads may use a grammar; a lock lets one at a time ask
-    llama.cpp.
+    `start` is the state before a text. Several threads may use a grammar.
 
-    Raises `UsageError` if the grammar is not valid, or llama.cpp does not accept it.
+    Raises `UsageError` if the grammar is not valid, or a text can be read in too many ways. Where that turns out
+    later only, nothing more is allowed.
     """
 
     def __init__(self, vocabulary: LlamaVocabulary, gbnf: str) -> None:
-        grammar = read_gbnf(gbnf)
-        self.vocabulary = vocabulary
         self.table = token_table(vocabulary)
-        self._characters = grammar.characters()
-        self.numbers = GbnfStates(grammar)
         self._states: dict[_Key, _LlamaState] = {}
-        self._kinds: npt.NDArray[np.int32] | None = None
-        self._asker = _Asker(vocabulary.n_tokens)
         #: bool[n_tokens]: whether the token may follow a text that ends with a whole character.
         self.usable: BoolArray = self.table.ends_in(BOUNDARY) != INVALID
-        self.usable[self.table.end_tokens] = True
-        self.probed = self._probed_bytes()
-        forget_log()
-        pointer = llama_cpp.llama_sampler_init_grammar(
-            vocabulary.handle, gbnf.encode(), ROOT.encode()
-        )
-        if not pointer:
-            raise UsageError(f"llama.cpp does not take the grammar: {last_error()}")
-        #: The state before a text.
-        self.start: GrammarState = _LlamaState(self, _Sampler(pointer), (self.numbers.start, b""))
+        try:
+            self.stacks = GbnfStates(read_gbnf(gbnf))
+            self._classes = self.stacks.classes.of_all(self.table.texts.code_points)
+            #: The state before a text.
+            self.start: GrammarState = _LlamaState(self, (self.stacks.start, b""))
+            self.allowed(self.stacks.start)
+        except TooManyWaysError:
+            raise UsageError("the grammar can read a text in too many ways") from None
 
-    def state(self, key: _Key, make: Callable[[], _LlamaState]) -> _LlamaState:
+    def state(self, key: _Key) -> _LlamaState:
         """Return the state with this key. The latest of all states are kept."""
         found = self._states.get(key)
         if found is None:
-            found = self._states[key] = make()
+            found = self._states[key] = _LlamaState(self, key)
+            self.stacks.allow_for_token()
             if len(self._states) > MOST_STATES:
                 with contextlib.suppress(KeyError):  # another thread was here before
                     del self._states[next(iter(self._states))]
         return found
 
-    def ask(self, sampler: _Sampler, token_ids: npt.NDArray[np.integer[Any]]) -> BoolArray:
-        """Ask llama.cpp which of the tokens it allows: bool[n]. The tokens must exist."""
-        return self._asker.ask(sampler, token_ids)
+    def key_after(self, key: _Key, piece: bytes) -> _Key | None:
+        """Return the key after a token's bytes, with which the text is UTF-8; None if they may not follow. Raise
+        `TooManyWaysError`."""
+        stacks, tail = key
+        whole = tail + piece
+        text = whole.decode(errors="ignore")  # without the bytes of an incomplete character
+        stacks, rest = self.stacks.after(stacks, text), whole[len(text.encode()) :]
+        fits = _may_follow(rest, self.stacks.next_characters(stacks)) if rest else bool(stacks)
+        return (stacks, rest) if fits else None
 
-    def kinds(self) -> npt.NDArray[np.int32]:
-        """Return int32[n_tokens]: for each token the first token that the grammar treats alike.
-
-        It treats two texts alike if their characters, one by one, are in the same classes. This is valid
-        for tokens of whole characters, after a text that ends with a whole character.
-        """
-        if self._kinds is None:
-            self._kinds = self._find_kinds()
-        return self._kinds
-
-    def _find_kinds(self) -> npt.NDArray[np.int32]:
-        kinds = np.arange(self.vocabulary.n_tokens, dtype=np.int32)
-        classes = self.numbers.classes
-        first: dict[str, int] = {}
-        whole = self.table.ends_in(BOUNDARY) == BOUNDARY
-        for token_id in np.flatnonzero(whole).tolist():
-            text = self.table.pieces[token_id].decode().translate(classes)
-            kinds[token_id] = first.setdefault(text, token_id)
-        return kinds
-
-    def _probed_bytes(self) -> BoolArray:
-        """Return bool[257]: whether the token of a single byte can be tested instead of all tokens that
-        start with this byte.
-
-        llama.cpp accepts the first byte of a character if some character in its range is allowed. For
-        ``[^é]``, however, it refuses the byte as soon as one of these characters is excluded.
-        """
-        probed = self.table.single >= 0
-        if any(
-            characters.negated and any(high >= 0x80 for _, high in characters.ranges)
-            for characters in self._characters
-        ):
-            probed[0x80:] = False
-        return probed
+    def allowed(self, stacks: Stacks) -> BoolArray:
+        """Return which tokens may follow a text that ends with a whole character, but for end tokens:
+        bool[n_tokens]. Raise `TooManyWaysError`."""
+        texts = self.table.texts
+        found, states = self.stacks.after_texts(stacks, self._classes, texts.starts, texts.lengths)
+        fits = found != DEAD
+        following: dict[int, set[Characters]] = {}
+        may_follow = functools.cache(lambda number, rest: _may_follow(rest, following[number]))
+        for index, rest in texts.rests.items():
+            if fits[index]:
+                number = int(found[index])
+                if number not in following:
+                    following[number] = self.stacks.next_characters(states[number])
+                fits[index] = may_follow(number, rest)
+        allowed = np.zeros(len(self.usable), np.bool_)
+        allowed[texts.token_ids[fits]] = True
+        return allowed
 
 
-class _Sampler:
-    """Owns one of llama.cpp's grammar samplers. It may be freed after the model."""
-
-    __slots__ = ("pointer",)
-
-    def __init__(self, pointer: Any) -> None:
-        self.pointer = pointer
-
-    def advanced(self, token_id: int) -> _Sampler:
-        """Return a copy that has accepted a token. The token must be allowed."""
-        copy = _Sampler(llama_cpp.llama_sampler_clone(self.pointer))
-        llama_cpp.llama_sampler_accept(copy.pointer, token_id)
-        return copy
-
-    def __del__(self, free: Callable[[Any], None] = llama_cpp.llama_sampler_free) -> None:
-        free(self.pointer)
+def _may_follow(rest: bytes, following: set[Characters]) -> bool:
+    """Return whether a character that begins with these bytes is in one of the sets."""
+    return any(each.may_have(*_characters_with(rest)) for each in following)
 
 
-class _Asker:
-    """Asks llama.cpp about tokens, with memory for candidates that is allocated once."""
-
-    def __init__(self, n_tokens: int) -> None:
-        self._candidates = np.zeros(n_tokens, _CANDIDATE)
-        self._ids = self._candidates["id"]
-        self._logits = self._candidates["logit"]
-        self._lock = threading.Lock()  # ctypes lets other threads run during native calls
-        self._native = llama_cpp.llama_token_data_array(
-            data=self._candidates.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token_data)),
-            size=0,
-            selected=-1,
-            sorted=False,
-        )
-        self._reference = ctypes.byref(self._native)
-
-    def ask(self, sampler: _Sampler, token_ids: npt.NDArray[np.integer[Any]]) -> BoolArray:
-        n = len(token_ids)
-        with self._lock:
-            self._ids[:n] = token_ids
-            self._logits[:n] = 0.0
-            self._native.size = n
-            llama_cpp.llama_sampler_apply(sampler.pointer, self._reference)
-            answer: BoolArray = self._logits[:n] == 0.0  # refused tokens have minus infinity
-        return answer
+@functools.cache
+def _characters_with(begin: bytes) -> tuple[int, int]:
+    """Return the first and last character whose UTF-8 begins with these bytes."""
+    low = high = begin
+    while utf8_state(low) != BOUNDARY:
+        low += next(byte for byte in _LATER if utf8_state(low + byte) != INVALID)
+        high += next(byte for byte in reversed(_LATER) if utf8_state(high + byte) != INVALID)
+    return ord(low.decode()), ord(high.decode())
 
 
 class _LlamaState(CachedState):
     """The state of a grammar after texts with the same key. `pending` is the UTF-8 state at their end."""
 
-    __slots__ = (
-        "_allowed",
-        "_first_bytes",
-        "_following",
-        "_grammar",
-        "_key",
-        "_sampler",
-        "pending",
-    )
+    __slots__ = ("_allowed", "_following", "_grammar", "_key", "pending")
 
-    def __init__(self, grammar: LlamaGrammar, sampler: _Sampler, key: _Key) -> None:
+    def __init__(self, grammar: LlamaGrammar, key: _Key) -> None:
         super().__init__(len(grammar.usable))
         self._grammar = grammar
-        self._sampler = sampler
         self._key = key
         self.pending = utf8_state(key[1])
         #: The keys after allowed tokens. (The states themselves would keep every text.)
         self._following: dict[int, _Key] = {}
-        self._first_bytes: BoolArray | None = None
         #: Bits of all tokens, as soon as somebody has asked about very many.
         self._allowed: npt.NDArray[np.uint8] | None = None
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
         token_ids = np.asarray(token_ids, np.int64)
-        allowed = np.zeros(len(token_ids), np.bool_)
         if not len(token_ids):
-            return allowed
+            return np.zeros(0, np.bool_)
         self._check_exist(token_ids)
-        if self.pending == BOUNDARY and len(token_ids) >= VERY_MANY:
+        if self._allowed is not None or len(token_ids) >= VERY_MANY:
             found: BoolArray = self._mask()[token_ids]
             return found
-        wanted = self._usable()[token_ids]
-        if self.pending == BOUNDARY and (self._first_bytes is not None or len(token_ids) >= _MANY):
-            wanted &= self.may_begin()[self._grammar.table.first[token_ids]]
-        places = wanted.nonzero()[0]
-        if len(places):
-            allowed[places] = self._grammar.ask(self._sampler, token_ids[places])
-        return allowed
+        return np.array([self._allows(token_id) for token_id in token_ids.tolist()], np.bool_)
+
+    def _allows(self, token_id: int) -> bool:
+        grammar, table = self._grammar, self._grammar.table
+        stacks, tail = self._key
+        if table.is_end[token_id]:
+            return not tail and grammar.stacks.may_end(stacks)
+        if token_id in self._following:
+            return True
+        if table.ends_in(self.pending)[token_id] == INVALID:
+            return False
+        with contextlib.suppress(TooManyWaysError):
+            key = grammar.key_after(self._key, table.pieces[token_id])
+            if key is not None:
+                self._following[token_id] = key
+                return True
+        return False
 
     def _mask(self) -> BoolArray:
-        """Return which of all tokens are allowed; ask about one of each kind only."""
-        grammar = self._grammar
+        """Return which of all tokens are allowed."""
+        grammar, table = self._grammar, self._grammar.table
         if self._allowed is None:
-            wanted = grammar.usable & self.may_begin()[grammar.table.first]
-            token_ids = wanted.nonzero()[0]
-            kinds = grammar.kinds()[token_ids]
-            answers = np.zeros(len(wanted), np.bool_)
-            answers[kinds] = True
-            asked = answers.nonzero()[0]
-            answers[asked] = grammar.ask(self._sampler, asked)
-            wanted[token_ids] = answers[kinds]
-            self._allowed = np.packbits(wanted)
+            allowed = np.zeros(len(grammar.usable), np.bool_)
+            stacks, tail = self._key
+            if tail:
+                for token_id in table.continues(self.pending).nonzero()[0].tolist():
+                    allowed[token_id] = self._allows(token_id)
+            else:
+                with contextlib.suppress(TooManyWaysError):
+                    allowed = grammar.allowed(stacks)
+                allowed[table.end_tokens] = grammar.stacks.may_end(stacks)
+            self._allowed = np.packbits(allowed)
         return np.unpackbits(self._allowed, count=len(grammar.usable)).view(np.bool_)
 
     def after(self, token_id: int) -> GrammarState:
-        if token_id not in self._following and not self.allows(np.array([token_id]))[0]:
+        if not self.allows(np.array([token_id]))[0]:
             raise ValueError(f"the grammar does not allow token {token_id} here")
         return self._make_child(token_id)
 
     def _make_child(self, token_id: int) -> GrammarState:
-        grammar, sampler = self._grammar, self._sampler
+        grammar = self._grammar
         if grammar.table.is_end[token_id]:
             return ENDED
         key = self._following.get(token_id)
         if key is None:
-            key = self._following[token_id] = self._key_after(token_id)
-        return grammar.state(key, lambda: _LlamaState(grammar, sampler.advanced(token_id), key))
-
-    def _key_after(self, token_id: int) -> _Key:
-        number, tail = self._key
-        whole = tail + self._grammar.table.pieces[token_id]
-        # It is UTF-8, but for a last character that is not complete.
-        text = whole.decode(errors="ignore")
-        return self._grammar.numbers.after(number, text), whole[len(text.encode()) :]
-
-    def _usable(self) -> BoolArray:
-        """Return bool[n_tokens]: the tokens after which the text is UTF-8 and has grown."""
-        if self.pending == BOUNDARY:
-            return self._grammar.usable
-        return self._grammar.table.continues(self.pending)
-
-    def may_begin(self) -> BoolArray:
-        """Return bool[257]: whether an allowed token can begin with this byte (`_NO_BYTE`: with none).
-        Call it only after whole characters."""
-        if self._first_bytes is None:
-            table, probed = self._grammar.table, self._grammar.probed
-            possible = np.ones(257, np.bool_)
-            possible[:256] = table.begins
-            asked = (probed & possible).nonzero()[0]
-            if len(asked):
-                possible[asked] = self._grammar.ask(self._sampler, table.single[asked])
-            self._first_bytes = possible
-        return self._first_bytes
+            try:
+                key = grammar.key_after(self._key, grammar.table.pieces[token_id])
+            except TooManyWaysError:
+                key = None
+            key = self._following[token_id] = key or (frozenset(), b"")
+        return grammar.state(key)
 
     def _find_forced(self) -> int | None:
-        """Return the only allowed token, or None. The cheapest tokens are checked first: end tokens, then
-        tokens of one byte. If only one first byte is left, the tokens that begin with it follow."""
-        ends = self._allowed_ends()
-        found: list[int] = []
-        for token_ids in self._candidates():
-            found += token_ids[self.allows(token_ids)].tolist()
-            if len(found) > 1 or (found and ends):
-                return None
-        return next(iter(found + ends), None)
-
-    def _allowed_ends(self) -> list[int]:
-        ends = self._grammar.table.end_tokens
-        return ends[self.allows(ends)].tolist() if len(ends) else []
-
-    def _candidates(self) -> Iterator[TokenArray]:
-        """Yield all tokens that might be allowed, except end tokens, in portions."""
-        table, grammar = self._grammar.table, self._grammar
-        if self.pending != BOUNDARY:
-            yield from _portions(self._usable().nonzero()[0])
-            return
-        possible = self.may_begin()
-        single = table.single[(possible & grammar.probed).nonzero()[0]]
-        yield single[:2]  # all of them are allowed, and two allowed tokens end the search
-        if len(single) == 1:
-            yield from _portions(self._with_prefix(int(single[0])))
-        rest = possible & ~grammar.probed
-        if rest[:256].any():
-            among = rest[table.first] & grammar.usable & ~table.is_end
-            yield from _portions(among.nonzero()[0])
-
-    def _with_prefix(self, single: int) -> TokenArray:
-        """Return the other tokens that begin with a token of one byte, and whose second byte may come
-        in the state after it."""
+        """Return the only allowed token, or None. Tokens of one byte are checked first: two of them end the
+        search."""
         table = self._grammar.table
-        then = self.after(single)
-        seconds = np.ones(256, np.bool_)
-        if isinstance(then, _LlamaState) and then.pending == BOUNDARY:
-            seconds = then.may_begin()[:256]
-        return table.with_prefix(single, seconds)
-
-
-def _portions(token_ids: TokenArray) -> Iterator[TokenArray]:
-    """Yield the tokens in portions, a small one first: if two tokens in it are allowed, the search ends
-    there."""
-    start, size = 0, _CHUNK
-    while start < len(token_ids):
-        yield token_ids[start : start + size]
-        start, size = start + size, size * 8
+        ends = [token for token in table.end_tokens.tolist() if self._allows(token)]
+        n_found = len(ends[:1])
+        if not self._key[1]:
+            for token_id in table.ascii_tokens:
+                n_found += self._allows(token_id)
+                if n_found > 1:
+                    return None
+        allowed = self._mask()
+        allowed[table.end_tokens] = False
+        found = allowed.nonzero()[0][:2].tolist()
+        if len(found) + len(ends[:1]) != 1:
+            return None
+        return ends[0] if ends else int(found[0])

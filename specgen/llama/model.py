@@ -37,8 +37,21 @@ ONE_SEQUENCE = frozenset({"arwkv7", "plamo2", "rwkv6qwen2"})
 #: Architectures of drafts that read layers or the cache of their target (`specgen.llama.eagle`,
 #: `specgen.llama.dflash`, `specgen.llama.assistant`).
 _DRAFTS = frozenset({"eagle3", "dflash", "gemma4-assistant"})
-#: llama.cpp's LLAMA_POOLING_TYPE_UNSPECIFIED, as metadata give it.
-_UNSPECIFIED = ("-1", "4294967295")
+#: Architectures of encoders that make embeddings, and llama.cpp's numbers of how hidden states are pooled.
+_ENCODERS = frozenset(
+    {
+        "bert",
+        "eurobert",
+        "gemma-embedding",
+        "jina-bert-v2",
+        "jina-bert-v3",
+        "modern-bert",
+        "neo-bert",
+        "nomic-bert",
+        "nomic-bert-moe",
+    }
+)
+_MEAN, _CLS, _LAST, _RANK = 1, 2, 3, 4
 
 
 class LlamaModel:
@@ -174,7 +187,7 @@ class LlamaModel:
 
     @property
     def n_embd_out(self) -> int:
-        """Length of a hidden state that MTP layers read and write."""
+        """Length of a hidden state that MTP layers read and write, and of an embedding."""
         return int(llama_cpp.llama_model_n_embd_out(self.handle))
 
     @property
@@ -291,8 +304,7 @@ class LlamaModel:
     def _check_usable(self) -> None:
         """Raise `ModelFileError` if the model does not generate text."""
         architecture = self.metadata("general.architecture") or "unknown"
-        pooling = self.metadata(f"{architecture}.pooling_type") or "0"
-        is_pooled = pooling not in ("0", *_UNSPECIFIED)
+        hint = "use a model that generates text"
         causal = self.metadata(f"{architecture}.attention.causal") or "true"
         if architecture in _DRAFTS:
             raise ModelFileError(
@@ -305,16 +317,35 @@ class LlamaModel:
             what = "a diffusion model"
         elif not llama_cpp.llama_model_has_decoder(self.handle):
             what = "a model without a decoder"
-        elif is_pooled or causal == "false":
+        elif self.metadata(f"{architecture}.pooling_type") == str(_RANK):
+            what = "a reranking model"
+        elif pooling_of(self._file) is not None:
+            what = "an embedding model"
+            hint += f"; `specgen serve -m {self.path}` answers /v1/embeddings with this one"
+        elif causal == "false":
             what = "an embedding model"
         elif self.vocabulary.kind == 0:
             raise ModelFileError(f"{self.path}: the model has no vocabulary")
         else:
             return
         raise ModelFileError(
-            f"{self.path}: {what} ({architecture}); specgen generates text, token by token",
-            hint="use a model that generates text",
+            f"{self.path}: {what} ({architecture}); specgen generates text, token by token", hint
         )
+
+
+def pooling_of(file: Path) -> int | None:
+    """Return llama.cpp's number of how an embedding model pools hidden states; None if the file is no embedding
+    model. Encoders whose file does not say it have the mean."""
+    with ExitStack() as resources:
+        try:
+            about = GgufMetadata(resources, file)
+        except BackendError:  # opening the file will report what is wrong
+            return None
+        architecture = about.text("general.architecture")
+        pooling = about.number(f"{architecture}.pooling_type")
+    if pooling in (_MEAN, _CLS, _LAST):
+        return pooling
+    return _MEAN if architecture in _ENCODERS and pooling != _RANK else None
 
 
 # --- rows that depend on their batch --------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -75,19 +76,21 @@ class TokenTable:
         self.first[self.is_end] = _NO_BYTE
         self._ends_in: dict[int, npt.NDArray[np.uint8]] = {}
         self._continues: dict[int, BoolArray] = {}
-        #: Two-byte keys in ascending order, and the tokens with these keys.
-        self._by_two_bytes: tuple[npt.NDArray[np.int64], TokenArray] | None = None
-        usable = self.ends_in(BOUNDARY) != INVALID
-        #: bool[256]: whether a token that may follow whole characters begins with the byte.
-        self.begins = np.zeros(257, np.bool_)
-        self.begins[self.first[usable]] = True
-        self.begins = self.begins[:256]
-        #: int64[257]: the token that consists of this byte only; -1 if there is none.
-        self.single = np.full(257, -1, np.int64)
-        for token_id in usable.nonzero()[0].tolist():
-            piece = self.pieces[token_id]
-            if len(piece) == 1 and self.single[piece[0]] < 0:
-                self.single[piece[0]] = token_id
+        #: Tokens of a single ASCII character.
+        self.ascii_tokens = [
+            token_id
+            for token_id in (self.ends_in(BOUNDARY) != INVALID).nonzero()[0].tolist()
+            if len(self.pieces[token_id]) == 1 and self.pieces[token_id].isascii()
+        ]
+        self._texts: TokenTexts | None = None
+
+    @property
+    def texts(self) -> TokenTexts:
+        """The texts of the tokens that may follow whole characters."""
+        if self._texts is None:
+            token_ids = (self.ends_in(BOUNDARY) != INVALID).nonzero()[0]
+            self._texts = TokenTexts(token_ids, [self.pieces[each] for each in token_ids.tolist()])
+        return self._texts
 
     def ends_in(self, pending: int) -> npt.NDArray[np.uint8]:
         """Return uint8[n_tokens]: the UTF-8 state after a text in the state `pending` and each token;
@@ -110,30 +113,24 @@ class TokenTable:
             usable = self._continues[pending] = self.ends_in(pending) != INVALID
         return usable
 
-    def with_prefix(self, single: int, seconds: BoolArray) -> TokenArray:
-        """Return the other tokens that begin with the byte of the token `single`: first those of only
-        this byte (SentencePiece may have both the letter and the byte), then those whose second byte
-        is in `seconds`, bool[256]."""
-        if self._by_two_bytes is None:
-            self._by_two_bytes = self._sort_by_two_bytes()
-        keys, token_ids = self._by_two_bytes
-        byte = self.pieces[single][0]
-        begin, end = keys.searchsorted([_key(byte), _key(byte + 1)]).tolist()
-        keys, token_ids = keys[begin:end] - _key(byte), token_ids[begin:end]
-        wanted = np.concatenate(([True], seconds))[keys] & (token_ids != single)
-        found: TokenArray = token_ids[wanted]
-        return found
 
-    def _sort_by_two_bytes(self) -> tuple[npt.NDArray[np.int64], TokenArray]:
-        token_ids = (self.ends_in(BOUNDARY) != INVALID).nonzero()[0]
-        keys = np.array([_key(*self.pieces[token][:2]) for token in token_ids.tolist()], np.int64)
-        order = keys.argsort(kind="stable")
-        return keys[order], token_ids[order]
+class TokenTexts:
+    """The characters of tokens, one token behind the other."""
 
-
-def _key(first: int, second: int = -1) -> int:
-    """Return a number that sorts like the bytes; a key without a second byte comes first."""
-    return first * 257 + second + 1
+    def __init__(self, token_ids: TokenArray, pieces: Sequence[bytes]) -> None:
+        #: int64[n]: the tokens.
+        self.token_ids = token_ids
+        texts = [piece.decode(errors="ignore") for piece in pieces]
+        #: The bytes of a character that is not complete, by the index of a token that ends with it.
+        self.rests = {
+            index: piece[len(text.encode()) :]
+            for index, (text, piece) in enumerate(zip(texts, pieces, strict=True))
+            if not piece.isascii() and len(text.encode()) < len(piece)
+        }
+        #: int64[n]: how many characters each token has, and where the first one is in `code_points`.
+        self.lengths = np.array([len(text) for text in texts], np.int64)
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.code_points = np.frombuffer("".join(texts).encode("utf-32-le"), "<i4")
 
 
 _tables: weakref.WeakKeyDictionary[LlamaVocabulary, TokenTable] = weakref.WeakKeyDictionary()

@@ -64,7 +64,9 @@ def find_removal(name: str, registry: Registry) -> Removal:
         files = [path for path in folder.glob("*") if path.is_file()]
         path = locate(known)
         if known.hub is not None and path is not None and path not in files:
-            cached = [each for each in cached_models(known.hub.repo) if each.path == path]
+            # By its name: the path may be in an older snapshot than the newest, which `cached_models` gives.
+            file = known.hub.file
+            cached = [each for each in cached_models(known.hub.repo) if file in each.names]
     if not files and not cached:
         raise ModelFileError(f"{name} is not on this disk", "`specgen models list` shows what is")
     return Removal(tuple(names), tuple(files), tuple(cached))

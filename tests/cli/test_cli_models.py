@@ -18,6 +18,7 @@ from specgen.errors import FetchError, ModelFileError, UnknownModelError, UsageE
 from specgen.models import CatalogueModel, HubSource, fetch, load_registry
 from specgen.models.hub_cache import cached_models
 from tests.helpers.fetch import (
+    COMMIT,
     WebServer,
     publish,
     publish_on_hub,
@@ -313,3 +314,23 @@ def test_rm_removes_a_model_of_the_registry(
     assert not path.exists()
     assert isinstance(run("rm", "--yes", "tiny").exception, ModelFileError)
     assert isinstance(run("rm", "--yes", "tiny-pair").exception, UnknownModelError)
+
+
+def test_rm_removes_a_model_of_the_registry_from_all_snapshots(
+    tiny: CatalogueModel, server: WebServer, tmp_path: Path
+) -> None:
+    """The registry has an older version than the newest, which the repository's other users have."""
+    source = HubSource(REPO, "tiny.gguf", COMMIT)
+    model = replace(tiny, hub=source)
+    (tmp_path / "config" / "models.toml").write_text(registry_text(model), encoding="utf-8")
+    publish_on_hub(server, source, CONTENT)
+    path = fetch(model)
+    storage, newer = path.parents[2], path.parents[1] / ("f" * 40)
+    newer.mkdir()
+    (newer / path.name).symlink_to(path.resolve())
+    (storage / "refs").mkdir(exist_ok=True)
+    (storage / "refs" / "main").write_text(newer.name, encoding="utf-8")
+    assert run("path", "tiny").stdout == f"{path}\n"
+    assert run("rm", "--yes", "tiny").stdout == "removed tiny: 100 kB freed\n"
+    assert isinstance(run("path", "tiny").exception, ModelFileError)
+    assert not (newer / path.name).exists()

@@ -568,7 +568,7 @@ def test_unknown_names_exit_with_6(cli: Cli) -> None:
 
 
 def test_downloads_that_fail_exit_with_7(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("SPECGEN_PYPI_INDEX", "http://127.0.0.1:9/simple/")
     result = cli("-m", "smollm2-135m", "--quiet", PROMPT)
     assert "smollm2-135m" in complaint(result, 7)

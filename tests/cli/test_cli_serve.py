@@ -232,17 +232,21 @@ def test_models_of_a_file_answer_as_alone(models: Path, capsys: pytest.CaptureFi
 
 
 def test_models_in_a_folder(models: Path, tmp_path: Path) -> None:
-    """Each that can be a target, without those that no model can be made of."""
+    """Each that can be a target or makes embeddings, without those that no model can be made of."""
     (tmp_path / "deeper").mkdir()
     for name in ("target.gguf", "deeper/target.gguf", "deeper/draft.gguf"):
         (tmp_path / name).symlink_to(models / Path(name).name)
     config = TinyConfig()
     write_tiny_eagle(tmp_path / "eagle.gguf", config, TinyEagle())
+    write_tiny_model(tmp_path / "bert.gguf", TinyConfig(architecture="bert", n_ctx_train=64))
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
     (tmp_path / "part-00002-of-00002.gguf").write_bytes(b"GGUF")
     with listening("--models", str(tmp_path), "-n", "5") as (process, url):
         served = httpx.get(f"{url}/v1/models").json()["data"]
-        assert [each["id"] for each in served] == ["target", "draft", "deeper/target"]
+        assert [each["id"] for each in served] == ["bert", "target", "draft", "deeper/target"]
+        asked = {"model": "bert", "input": "x"}
+        answer = httpx.post(f"{url}/v1/embeddings", json=asked, timeout=PATIENCE_S).json()
+        assert len(answer["data"][0]["embedding"]) == config.n_embd
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
         assert process.stderr is not None
@@ -251,6 +255,18 @@ def test_models_in_a_folder(models: Path, tmp_path: Path) -> None:
         (True, False),
         (False, True),
     ]
+
+
+def test_an_embedding_model_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_tiny_model(tmp_path / "bert.gguf", TinyConfig(architecture="bert", n_ctx_train=64))
+    refused = complaint(in_process(capsys)("serve", "-m", file, "-md", file), 2)
+    assert "leave out --draft" in refused
+    with listening("-m", str(file), "-c", "32") as (process, url):
+        body = {"model": "any", "input": "a " * 40}
+        refused = httpx.post(f"{url}/v1/embeddings", json=body, timeout=PATIENCE_S).text
+        assert "but the context has 32" in refused
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize(

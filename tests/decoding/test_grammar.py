@@ -6,6 +6,7 @@ import ctypes
 import gc
 import json
 import re
+import string
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +48,10 @@ GRAMMARS = {
     "optional": ('root ::= "a"? "b"{0,2} "cc"{1,2}', "a?b{0,2}(cc){1,2}"),
     "empty stars": ('root ::= ("a"*)* "b"', "a*b"),
     "or nothing": ('root ::= "" | "x" root', "x*"),
+    "many ways": ("root ::= ([a-c]? [b-e]?)+ " + '"a"? ' * 5 + '"."', r"[a-e]*\."),
 }
+#: Some 10^13 ways to read a text of 12 characters.
+CHAIN = "".join(f'"{letter}"? ' for letter in string.ascii_lowercase * 200) + '"."'
 
 
 @pytest.fixture(scope="module", params=["bpe", "spm"])
@@ -289,6 +293,25 @@ def test_control_tokens_are_no_text(vocabulary: LlamaVocabulary) -> None:
     assert vocabulary.token_bytes(control) == b""
     anything = LlamaGrammar(vocabulary, "root ::= .*").start
     assert not anything.allows(np.array([control]))[0]  # llama.cpp takes it for its name
+
+
+def test_long_chains_of_optional_items_are_refused_or_end_the_text(
+    vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp would follow each way in which a token fits into them."""
+    with pytest.raises(UsageError, match="in too many ways"):
+        LlamaGrammar(vocabulary, f"root ::= {CHAIN}")
+    later = LlamaGrammar(vocabulary, f'root ::= "x." {CHAIN}').start
+    x, dot, a = (token_of(vocabulary, piece) for piece in (b"x", b".", b"a"))
+    inside = later.after(x).after(dot)
+    assert inside.allows(np.array([a])).all()
+    monkeypatch.setattr("specgen.llama.grammar.VERY_MANY", 1)
+    assert not inside.allows(every(vocabulary)).any()
+    assert inside.forced() is None
+    same = LlamaGrammar(vocabulary, "root ::= " + '"a"? ' * 500 + '"."').start
+    for _ in range(20):
+        assert same.allows(np.array([a, dot, x])).tolist() == [True, True, False]
+        same = same.after(a)
 
 
 # --- states are values ----------------------------------------------------------------------

@@ -242,6 +242,7 @@ def registry_text(model: CatalogueModel) -> str:
     lines = ["[[models]]", *values]
     if model.hub is not None:
         lines += ["[models.hub]", f'repo = "{model.hub.repo}"', f'file = "{model.hub.file}"']
+        lines += [f'revision = "{model.hub.revision}"'] if model.hub.revision else []
     if model.pypi is not None:
         pypi = model.pypi
         lines += ["[models.pypi]", f'package = "{pypi.package}"', f'version = "{pypi.version}"']

@@ -163,6 +163,23 @@ def test_a_hanging_child_is_a_dead_one(
     assert trials.support_for(model) == KernelSupport(products=False, problem=problem)
 
 
+def test_a_child_that_was_held_up_once_is_asked_again(
+    tmp_path: Path, model: Path, library: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_up: list[str] = []
+
+    def slow_once(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
+        if not held_up:
+            held_up.append("here")
+            raise ChildTimeoutError("no answer within 120 s")
+        return ask_child(command, timeout_s)
+
+    monkeypatch.setattr(model_support, "ask_child", slow_once)
+    trials = ModelTrials(library, tmp_path / "cache", child=dying(log, {}))
+    assert trials.support_for(model) == ALL
+    assert len(runs(log)) == 1
+
+
 def test_a_child_that_something_else_killed_decides_nothing(
     tmp_path: Path, model: Path, library: Path, log: Path
 ) -> None:

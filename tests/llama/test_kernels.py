@@ -208,6 +208,18 @@ def test_a_child_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
     assert "no answer within" in result.message
 
 
+def test_a_child_that_was_held_up_once_is_asked_again(tmp_path: Path) -> None:
+    text = f"""
+import json, pathlib, time
+begun = pathlib.Path({str(tmp_path / "begun")!r})
+if not begun.exists():
+    begun.touch()
+    time.sleep(600)
+print(json.dumps({{"outcome": "passed", "message": ""}}))
+"""
+    assert run_test(tmp_path, child=python(text), timeout_s=10.0).outcome == "passed"
+
+
 # --- remembering ----------------------------------------------------------------------------
 
 

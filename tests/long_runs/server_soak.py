@@ -2,7 +2,8 @@
 
     python -m tests.long_runs.server_soak --minutes 60 -- -m target.gguf -md draft.gguf
 
-starts `specgen serve` with the options behind ``--``, and looks for
+starts `specgen serve` with the options behind ``--``, also with ``--models`` (the first model gets most requests,
+embedding models get theirs), and looks for
 
 - texts that differ from what the server said to the same request before, with or without drafts, alone
   or beside others. Rows have to be exact: use the kernels, or CPU caches in F32 without flash attention,
@@ -98,6 +99,10 @@ _AGENT: dict[str, Any] = {
     "metadata": {"a": "b"},
     "user": "eva",
 }
+#: How agents' requests are asked so that the same one has the same answer.
+_GREEDY = {"temperature": 0, "top_k": 1}
+#: How much more often the first model is asked than each other one.
+_N_FIRST = 12
 _OK = 200
 _TOO_MANY = 429
 #: Statuses that are right for a request that was mutated.
@@ -106,6 +111,8 @@ _SERVER_ERROR = 500
 #: Megabytes and descriptors that may come and go.
 _SLACK_MB = 64
 _SLACK_FILES = 8
+#: The fewest samples of a quarter of the time that are compared.
+_N_SAMPLES = 3
 _PATIENCE_S = 180.0
 
 
@@ -124,7 +131,12 @@ class Soak:
         self._known: dict[str, str] = {}
         self.counts: collections.Counter[str] = collections.Counter()
         self.findings: list[str] = []
-        self.samples: list[dict[str, float]] = []
+        self.samples: list[dict[str, Any]] = []
+        models = httpx.get(f"{url}/v1/models", timeout=_PATIENCE_S).json()["data"]
+        self._texts, self._embeddings = (
+            [model["id"] for model in models if model["type"] == kind]
+            for kind in ("llm", "embeddings")
+        )
 
     # --- users ---------------------------------------------------------------------------------
 
@@ -136,6 +148,8 @@ class Soak:
             (5, self._ask_in_a_stream),
             (4, self._go_away),
             (1, self._read_slowly),
+            (4, self._ask_as_agent),
+            (3 if self._embeddings else 0, self._embed),
             (10, self._ask_wrongly),
             (2, self._look),
         ]
@@ -162,8 +176,9 @@ class Soak:
         """A path, and a right body."""
         prompt = chance.choice(_PROMPTS)
         if chance.random() < 0.1:
-            prompt = _LONG[: chance.randrange(len(_LONG))]
+            prompt = _LONG[: chance.randrange(1, len(_LONG))]
         body: dict[str, Any] = {"max_tokens": chance.choice([1, 2, 8, 24, 64])}
+        body["model"] = self._model(chance)
         kind = chance.random()
         path = "/v1/chat/completions"
         if kind < 0.6:
@@ -188,6 +203,11 @@ class Soak:
             body["n"] = 2
         return path, body
 
+    def _model(self, chance: random.Random) -> str:
+        """The name of a model: mostly the first one, so that others are loaded and unloaded now and then."""
+        name: str = chance.choice([*self._texts[:1] * _N_FIRST, *self._texts[1:]])
+        return name
+
     def _with_wish(self, body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
         """The same with other wishes of drafts, which change nothing in the text."""
         wish = dict(body.get("speculative", {}))
@@ -209,6 +229,54 @@ class Soak:
 
     def _ask_in_a_stream(self, client: httpx.Client, chance: random.Random) -> str:
         return self._stream(client, chance, None)
+
+    def _ask_as_agent(self, client: httpx.Client, chance: random.Random) -> str:
+        """Ask as agents do, whole or in a stream, which may be cut in the middle."""
+        path = chance.choice(["/v1/messages", "/v1/responses"])
+        body = {**(AGENT if path == "/v1/messages" else AGENT_BODY), **_GREEDY}
+        body |= {"model": self._model(chance), "stream": chance.random() < 0.6}
+        turn = "messages" if path == "/v1/messages" else "input"
+        body["max_tokens" if turn == "messages" else "max_output_tokens"] = chance.choice([4, 24])
+        if chance.random() < 0.5:  # some templates take no tools
+            del body["tools"], body["tool_choice"]
+            body[turn] = [{"role": "user", "content": chance.choice(_PROMPTS)}]
+        n_lines = chance.choice([None, None, chance.randrange(20)])
+        text = ""
+        with client.stream("POST", path, json=body) as response:
+            if response.status_code != _OK:
+                said = response.read().decode()
+                if response.status_code != _TOO_MANY and "template" not in said:
+                    self._find(f"{path} {json.dumps(body)}: {response.status_code} {said[:300]}")
+                return "refused"
+            if not body["stream"]:
+                found = json.loads(response.read())
+                text = _without_ids(found["content" if turn == "messages" else "output"])
+            else:
+                for number, line in enumerate(response.iter_lines()):
+                    if n_lines is not None and number >= n_lines:
+                        return "gone"
+                    if line.startswith("data: "):
+                        event = json.loads(line[6:])
+                        if "error" in event["type"] or "failed" in event["type"]:
+                            self._find(f"{path} {json.dumps(body)}: {line}")
+                        text += _delta_of(event)
+        self._compare(path, body, 0, text)
+        return "answered"
+
+    def _embed(self, client: httpx.Client, chance: random.Random) -> str:
+        texts = [chance.choice([*_PROMPTS, _LONG[:1500]]) for _ in range(chance.choice([1, 1, 8]))]
+        body = {"model": chance.choice(self._embeddings), "input": texts}
+        response = client.post("/v1/embeddings", json=body)
+        if response.status_code != _OK:
+            if response.status_code == _TOO_MANY:
+                return "too many"
+            self._find(f"embeddings of {texts}: {response.status_code} {response.text[:200]}")
+            return "refused"
+        for text, each in zip(texts, response.json()["data"], strict=True):
+            self._compare(
+                "embedding", {"model": body["model"], "text": text}, 0, str(each["embedding"])
+            )
+        return "answered"
 
     def _go_away(self, client: httpx.Client, chance: random.Random) -> str:
         return self._stream(client, chance, chance.randrange(8))
@@ -259,7 +327,8 @@ class Soak:
             time.sleep(chance.choice([1.0, 5.0, 10.0]))
         return "let go"
 
-    def _ask_wrongly(self, client: httpx.Client, chance: random.Random) -> str:
+    def _any_request(self, chance: random.Random) -> tuple[str, dict[str, Any]]:
+        """A path, and a right body, of all that there are."""
         path, body = self._request(chance)
         kind = chance.random()
         if chance.random() < 0.4:
@@ -283,7 +352,15 @@ class Soak:
             if chance.random() < 0.5:  # most templates of tests take no tools
                 del body["tools"], body["tool_choice"]
                 body["input"] = [item for item in body["input"] if "call_id" not in item]
+        elif self._embeddings and kind < 0.85:
+            path = "/v1/embeddings"
+            body = {"input": ["a", [1, 2]], "encoding_format": "float", "dimensions": 3}
         body = {**body, "max_tokens": 4} if "max_tokens" in body else body
+        names = self._embeddings if path == "/v1/embeddings" else [self._model(chance)]
+        return path, {**body, "model": chance.choice(names)}
+
+    def _ask_wrongly(self, client: httpx.Client, chance: random.Random) -> str:
+        path, body = self._any_request(chance)
         data = mutated(body, chance)
         headers = {"Content-Type": "application/json"}
         response = client.post(path, content=data, headers=headers)
@@ -298,6 +375,7 @@ class Soak:
         path = chance.choice(
             ["/", "/page/page.js", "/health", "/props", "/slots", "/metrics", "/v1/models"]
         )
+        path += f"?model={self._model(chance)}" if path == "/props" else ""
         response = client.get(path)
         if response.status_code != _OK:
             self._find(f"{path}: {response.status_code} {response.text[:200]}")
@@ -322,11 +400,13 @@ class Soak:
         with self._lock:
             self.counts[what] += 1
 
-    def sample(self) -> dict[str, float]:
+    def sample(self) -> dict[str, Any]:
         """What the server holds now: megabytes of memory of its own, descriptors, threads."""
         memory = self._process.memory_full_info()
+        models = httpx.get(f"{self._url}/v1/models", timeout=_PATIENCE_S).json()["data"]
         found = {
             "minute": round((time.monotonic() - self._until) / 60, 2),
+            "loaded": ", ".join(m["id"] for m in models if m["status"]["value"] == "loaded"),
             "memory_mb": round(memory.uss / 2**20, 1),
             "n_files": self._process.num_fds(),
             "n_threads": self._process.num_threads(),
@@ -334,7 +414,7 @@ class Soak:
         self.samples.append(found)
         return found
 
-    def check_rest(self, after_warm_up: dict[str, float]) -> None:
+    def check_rest(self) -> None:
         """With all users gone: everything is given back."""
         deadline = time.monotonic() + _PATIENCE_S
         with httpx.Client(base_url=self._url, timeout=_PATIENCE_S) as client:
@@ -344,13 +424,43 @@ class Soak:
                     return
                 time.sleep(0.2)
             for name in ("requests_processing", "requests_deferred"):
-                if not re.search(rf"specgen:{name}{{.*}} 0\.0", client.get("/metrics").text):
+                values = re.findall(rf"specgen:{name}{{.*}} (.*)", client.get("/metrics").text)
+                if set(values) != {"0.0"}:
                     self._find(f"{name} is not 0")
-        last = self.sample()
-        if last["n_files"] > after_warm_up["n_files"] + _SLACK_FILES:
-            self._find(f"descriptors: {after_warm_up['n_files']} became {last['n_files']}")
-        if last["memory_mb"] > after_warm_up["memory_mb"] + _SLACK_MB:
-            self._find(f"MB of memory: {after_warm_up['memory_mb']} became {last['memory_mb']}")
+        self.sample()
+        quarter = len(self.samples) // 4 or 1
+        early, late = self.samples[quarter : 2 * quarter + 1], self.samples[-quarter:]
+        for name, slack in (("n_files", _SLACK_FILES), ("memory_mb", _SLACK_MB)):
+            # The most that the same models took: models that are being unloaded leave their memory bit by bit.
+            for loaded in {sample["loaded"] for sample in early} & {s["loaded"] for s in late}:
+                before, after = (
+                    [sample[name] for sample in samples if sample["loaded"] == loaded]
+                    for samples in (early, late)
+                )
+                is_enough = min(len(before), len(after)) >= _N_SAMPLES
+                if is_enough and max(after) > max(before) + slack:
+                    self._find(f"{name} with {loaded}: {max(before)} became {max(after)}")
+
+
+def _delta_of(event: dict[str, Any]) -> str:
+    """What an event of an agent's stream adds to the answer."""
+    delta = event.get("delta") if "delta" in event["type"] else None
+    if isinstance(delta, dict):
+        return "".join(str(delta.get(name, "")) for name in ("text", "thinking", "partial_json"))
+    return delta or ""
+
+
+def _without_ids(value: Any) -> str:
+    """An answer as JSON, without what is random in it."""
+
+    def cleared(each: Any) -> Any:
+        if isinstance(each, list):
+            return [cleared(item) for item in each]
+        if not isinstance(each, dict):
+            return each
+        return {name: cleared(item) for name, item in each.items() if name not in ("id", "call_id")}
+
+    return json.dumps(cleared(value))
 
 
 def main() -> int:
@@ -393,7 +503,7 @@ def main() -> int:
         for user in users:
             user.join()
         if process.poll() is None:
-            soak.check_rest(soak.samples[len(soak.samples) // 4])
+            soak.check_rest()
             process.send_signal(signal.SIGTERM)
             code = process.wait(_PATIENCE_S)
             if code:

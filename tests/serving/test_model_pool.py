@@ -19,7 +19,7 @@ from specgen.engine.engine import Engine, generate
 from specgen.errors import ModelFileError
 from specgen.events import FinishedEvent
 from specgen.serving.server.jobs import Turns
-from specgen.serving.server.model_pool import ModelEntry, ModelPool, OpenedModel
+from specgen.serving.server.model_pool import ModelEntry, ModelPool, OpenedModel, ServedModel
 from specgen.serving.server.options import Limits, ServerOptions
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.browser import browser
@@ -57,7 +57,7 @@ class Served:
         self.ask(model)
         body = {"model": model, "prompt": "x", "stream": True}
         served = self.pool.served(model)
-        assert served is not None
+        assert isinstance(served, ServedModel)
         with (
             served.thread.engine.stepping,
             self.http.stream("POST", "/v1/completions", json=body) as response,
@@ -99,6 +99,7 @@ def serving(
     n_loaded: int = 2,
     limits: Limits | None = None,
     before_load: Callable[[str], object] = lambda _name: None,
+    at_close: Callable[[str], object] = lambda _name: None,
 ) -> Iterator[Served]:
     """Serve the models, of which `n_loaded` fit into memory."""
     loads: list[str] = []
@@ -110,6 +111,7 @@ def serving(
             before_load(name)
             drafting = replace(FIXED, verifier="match")
             with contextlib.ExitStack() as stack, turns:
+                stack.callback(at_close, name)
                 session = session_of(
                     files / f"{name}.gguf", files / f"{name}-draft.gguf", drafting=drafting
                 )
@@ -171,8 +173,37 @@ def test_what_is_unloaded_is_closed(files: Path) -> None:
         server.ask("a")
         (first,) = server.pool.loaded
         server.ask("b")
-        assert first.loaded.target.is_closed
+        assert first.target.is_closed
         assert server.pool.served("a") is None
+
+
+def test_a_model_that_fails_to_close_makes_room(
+    files: Path, expected: dict[tuple[str, str], str]
+) -> None:
+    """For example since what it learnt cannot be saved. All else of it is closed."""
+
+    def fail(_name: str) -> None:
+        if len(server.loads) < 4:
+            raise OSError("the disk is full")
+
+    with serving(files, n_loaded=1, at_close=fail) as server:
+        for name in ("a", "b", "a", "c"):
+            answer = server.ask(name)
+            assert answer.json()["choices"][0]["text"] == expected[name, PROMPTS[0]]
+            (loaded,) = server.pool.loaded
+            assert loaded.name == name
+        assert server.notes.count("unloaded a") == 2
+
+
+def test_requests_that_come_while_the_server_ends(files: Path) -> None:
+    """On a connection that was open before, for example."""
+    with serving(files) as server:
+        server.ask("a")
+        server.pool.cancel_all()
+        for name in ("a", "b"):
+            refused = server.ask(name)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "ending")
+        assert server.loads == ["a"]
 
 
 def test_requests_for_one_model_load_it_once(files: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -16,12 +17,16 @@ import httpx
 import openai
 import pytest
 
+from specgen.engine.engine import Engine
+from specgen.engine.loaded_models import Models
+from specgen.errors import BackendError
 from specgen.llama import LlamaVocabulary
-from specgen.serving.server.metrics import Metrics
+from specgen.serving.server.jobs import AnswerRequest, EngineThread
+from specgen.serving.server.metrics import Metrics, ServerMetrics
 from specgen.serving.server.options import Limits, ServerOptions
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import CHATML_TEMPLATE
-from tests.helpers.server import Running, running, session_of, wait_until
+from tests.helpers.server import N_CTX, PATIENCE_S, Running, running, session_of, wait_until
 
 LIMITS = Limits(
     body_bytes=200_000,
@@ -255,6 +260,55 @@ def test_a_bug_in_the_engines_thread_ends_the_server(
         assert found.status_code == 500
         wait_until(lambda: isinstance(server.server.failure, ZeroDivisionError), "the failure")
         wait_until(lambda: not server.thread.is_alive(), "the end")
+
+
+def _events(thread: EngineThread, loaded: Models) -> list[Any]:
+    """Submit an answer and return all its events."""
+
+    async def ask() -> list[Any]:
+        prompt = loaded.prompts.of_text("x", chat=False)
+        request = AnswerRequest(prompt, loaded.options.sampler, loaded.options.generation)
+        job = thread.submit([request], asyncio.get_running_loop())
+        return [event async for _, event in job.events()]
+
+    return asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
+
+
+def test_an_engine_that_has_failed_takes_no_answers(model: Path) -> None:
+    def fail(_begins: bool) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with (
+        session_of(model) as loaded,
+        EngineThread(Engine(loaded, n_ctx=N_CTX), Metrics(ServerMetrics(), "x"), 4, fail) as thread,
+    ):
+        (error,) = _events(thread, loaded)
+        assert isinstance(error, BackendError)
+        assert isinstance(thread.failure, ZeroDivisionError)
+        for _ in range(2):
+            with pytest.raises(BackendError, match="the engine has failed"):
+                _events(thread, loaded)
+        assert thread.n_open == 0
+
+
+def test_an_engine_that_is_closed_ends_its_answers(model: Path) -> None:
+    with session_of(model) as loaded, Engine(loaded, n_ctx=N_CTX) as engine:
+        closing: list[threading.Thread] = []
+
+        def close(_begins: bool) -> None:  # while the answer begins
+            if not closing:
+                closing.append(threading.Thread(target=thread.__exit__))
+                closing[0].start()
+                time.sleep(0.1)
+
+        thread = EngineThread(engine, Metrics(ServerMetrics(), "x"), 4, close)
+        with thread:
+            *_, error = _events(thread, loaded)
+            assert "the engine is closed" in error.message
+            closing[0].join()
+            assert thread.n_open == 0
+            with pytest.raises(BackendError, match="the engine is closed"):
+                _events(thread, loaded)
 
 
 # --- connections and preparations

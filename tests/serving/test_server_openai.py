@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import string
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -313,6 +314,15 @@ def test_a_schema_that_cannot_be_followed_is_refused(client: openai.OpenAI) -> N
             model="any", messages=MESSAGES, extra_body={"json_schema": schema}
         )
     assert caught.value.param == "json_schema"
+
+
+def test_a_grammar_that_would_hold_the_server(client: openai.OpenAI) -> None:
+    chain = "".join(f'"{letter}"? ' for letter in string.ascii_lowercase * 200)
+    with pytest.raises(openai.BadRequestError, match="in too many ways") as caught:
+        client.chat.completions.create(
+            model="any", messages=MESSAGES, extra_body={"grammar": f'root ::= {chain} "."'}
+        )
+    assert caught.value.param == "grammar"
 
 
 def test_a_grammar_that_is_none(client: openai.OpenAI) -> None:

@@ -20,6 +20,11 @@ class Characters:
         """Return whether a character is one of these."""
         return any(low <= code_point <= high for low, high in self.ranges) != self.negated
 
+    def may_have(self, first: int, last: int) -> bool:
+        """Return whether one of the characters in a range is one of these. Like llama.cpp, this is False for a
+        negated set that excludes any of them."""
+        return any(low <= last and first <= high for low, high in self.ranges) != self.negated
+
 
 @dataclass(frozen=True, slots=True)
 class Reference:

@@ -23,10 +23,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specgen import __version__
 from specgen.engine.prompts import template_of
 from specgen.errors import SpecgenError, UsageError
+from specgen.llama.embeddings import unit
 from specgen.serving.messages_format.writer import PING
 from specgen.serving.openai_format.body import BodyError, boolean_of, text_of
+from specgen.serving.openai_format.embeddings import embedding_response, read_embedding_request
 from specgen.serving.openai_format.request import read_request, with_call_form
 from specgen.serving.server.access import AccessCheck
+from specgen.serving.server.embedding import ServedEmbedder
 from specgen.serving.server.errors import RequestError
 from specgen.serving.server.http import EventStream, read_json, while_connected
 from specgen.serving.server.job_request import (
@@ -43,8 +46,9 @@ from specgen.serving.server.job_response import (
 )
 from specgen.serving.server.jobs import Job, QueueFullError
 from specgen.serving.server.metrics import ServerMetrics
-from specgen.serving.server.model_pool import ModelPool, ServedModel
+from specgen.serving.server.model_pool import ModelPool, Served, ServedModel
 from specgen.serving.server.options import ServerOptions
+from specgen.system.arrays import Hidden
 from specgen.system.json_values import as_json
 
 _T = TypeVar("_T")
@@ -124,7 +128,7 @@ class Server:
             self._post("/v1/chat/completions", functools.partial(self._complete, "chat")),
             self._post("/v1/completions", functools.partial(self._complete, "completion")),
             self._post("/v1/responses", functools.partial(self._complete, "responses")),
-            self._post("/v1/embeddings", self._embed),
+            self._post("/v1/embeddings", self._embed, embeds=True),
             self._post("/v1/messages", functools.partial(self._complete, "messages")),
             self._post("/v1/messages/count_tokens", self._count_tokens),
             self._post("/infill", functools.partial(self._complete, "infill")),
@@ -164,14 +168,18 @@ class Server:
     def _post(
         self,
         path: str,
-        answer: Callable[[ServedModel, Request, Mapping[str, Any]], Awaitable[Response]],
+        answer: Callable[[Any, Request, Mapping[str, Any]], Awaitable[Response]],
+        *,
+        embeds: bool = False,
     ) -> Route:
-        """Return a route whose requests have a JSON object as their body, which names a model. The model
-        stays loaded until its answers are submitted, and then until they are generated."""
+        """Return a route whose requests have a JSON object as their body, which names a model that generates text, or
+        that `embeds`. The model stays loaded until its answers are submitted, and then until they are generated."""
 
         async def respond(request: Request) -> Response:
             body = await read_json(request, self._limits)
             name = self._pool.find(body.get("model"))
+            if self._pool.embeds(name) != embeds:
+                raise _wrong_kind(name, embeds=not embeds)
             model = self._pool.lease_if_ready(name)
             if model is None:
                 model = await while_connected(request, self._pool.lease(name))
@@ -183,13 +191,13 @@ class Server:
         return Route(path, respond, methods=["POST"])
 
     async def _in_thread(
-        self, model: ServedModel, request: Request, body: Mapping[str, Any], work: Callable[[], _T]
+        self, model: Served, request: Request, body: Mapping[str, Any], work: Callable[[], _T]
     ) -> _T:
         """Prepare an answer in a thread. Short bodies do not wait for long ones, or for grammars. Raise
         `ClientDisconnect` if the client disconnects before its turn comes, and `RequestError` if too many
         wait for theirs."""
         loop = asyncio.get_running_loop()
-        if self._n_preparing >= model.thread.engine.n_parallel + self._limits.n_waiting:
+        if self._n_preparing >= model.n_parallel + self._limits.n_waiting:
             raise _queue_full(QueueFullError(1))
         self._n_preparing += 1
         try:
@@ -300,10 +308,31 @@ class Server:
         return JSONResponse({"content": prompt.text})
 
     async def _embed(
-        self, model: ServedModel, _request: Request, _body: Mapping[str, Any]
+        self, model: ServedEmbedder, request: Request, body: Mapping[str, Any]
     ) -> Response:
-        what = f"specgen generates text and has no embeddings: {model.name} cannot answer this"
-        raise RequestError(400, f"{what}; ask llama.cpp's server", code="unsupported")
+        embedder = model.embedder
+        asked = read_embedding_request(body, embedder.n_embd)
+        read = functools.partial(asked.tokens, embedder.tokenize, embedder.check)
+        texts = await self._in_thread(model, request, body, read)
+
+        def encoded(vector: Hidden) -> str:
+            n = asked.dimensions
+            return asked.encoded(vector if n is None else unit(vector[:n]))
+
+        limit_s = self._limits.request_s or None
+        try:
+            work = asyncio.wait_for(model.embed(texts, encoded), limit_s)
+            vectors = await while_connected(request, work)
+        except QueueFullError as error:
+            raise _queue_full(error) from None
+        except asyncio.TimeoutError:
+            message = f"the embeddings were not done in {limit_s:g} s"
+            raise RequestError(503, message, code="timeout") from None
+        n_tokens = sum(map(len, texts))
+        return Response(
+            embedding_response(vectors, n_tokens, model.name, asked.warnings),
+            media_type="application/json",
+        )
 
     async def _apply_template(
         self, model: ServedModel, request: Request, body: Mapping[str, Any]
@@ -347,14 +376,14 @@ class Server:
             "object": "model",
             "created": self._started,
             "owned_by": "specgen",
+            "type": "embeddings" if self._pool.embeds(name) else "llm",
             "status": {"value": self._pool.status(name), "failed": self._pool.has_failed(name)},
         }
         model = self._pool.served(name)
         if model is not None:
-            target = model.loaded.target
             about["meta"] = {
-                "n_vocab": target.vocabulary.n_tokens,
-                "n_ctx_train": target.n_ctx_train,
+                "n_vocab": model.target.vocabulary.n_tokens,
+                "n_ctx_train": model.target.n_ctx_train,
             }
         return about
 
@@ -365,7 +394,7 @@ class Server:
         name = self._pool.find(request.query_params.get("model"))
         model = self._pool.served(name)
         about = {"model_alias": name, "build_info": f"specgen {__version__}"}
-        if model is None:
+        if not isinstance(model, ServedModel):
             return JSONResponse(about)
         loaded, engine = model.loaded, model.thread.engine
         template = loaded.target.chat_template()
@@ -401,7 +430,7 @@ class Server:
                     "n_decoded": slot.n_answer,
                 }
                 for model in self._pool.loaded
-                if asked in (None, model.name)
+                if isinstance(model, ServedModel) and asked in (None, model.name)
                 for slot in model.thread.engine.slots
             ]
         )
@@ -466,6 +495,14 @@ async def _failed(request: Request, error: Exception) -> Response:
     _log.error("%s failed", request.url.path, exc_info=error)
     bug = RequestError(500, "the server failed; its log says how", code="bug")
     return bug.response(request.url.path)
+
+
+def _wrong_kind(name: str, *, embeds: bool) -> RequestError:
+    if embeds:
+        what = f"{name} is an embedding model and generates no text: ask it at /v1/embeddings"
+    else:
+        what = f"{name} generates text and has no embeddings: serve an embedding model for them"
+    return RequestError(400, what, code="unsupported", param="model")
 
 
 def _queue_full(error: QueueFullError) -> RequestError:

@@ -64,6 +64,11 @@ class RequestError(Exception):
             return RequestError(500, message, code="backend_error")
         return RequestError(500, message)
 
+    @staticmethod
+    def ending() -> RequestError:
+        """Return the error for requests that come while the server ends."""
+        return RequestError(503, "the server ends", code="ending")
+
     def body(self) -> dict[str, Any]:
         """Return the body of the response."""
         return {

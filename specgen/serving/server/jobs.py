@@ -26,6 +26,7 @@ JobEvent: TypeAlias = tuple[int, Event | SpecgenError]
 _N_REMEMBERED = 16
 _LONGEST_RETRY_S = 120
 _BROKEN = "the engine has failed, and the server ends"
+_CLOSING = "the engine is closed"
 _log = logging.getLogger("specgen.serving.server")
 
 
@@ -176,28 +177,33 @@ class EngineThread:
 
     def submit(self, asks: Sequence[AnswerRequest], loop: asyncio.AbstractEventLoop) -> Job:
         """Submit answers, whose events go to this event loop. May be called from any thread. Raise
-        `QueueFullError`, and what `Engine.insert` raises; nothing is submitted then."""
+        `QueueFullError`, what `Engine.insert` raises, and `BackendError` if the thread has ended; nothing is
+        submitted then."""
         now = time.monotonic()
         with self._changed:
+            self._check_running()
             self.check_room(len(asks))
             self._n_open += len(asks)
         answers: list[Request] = []
         try:  # without the lock: reading a grammar may take long, and the thread goes on meanwhile
             answers.extend(map(self._submit, asks))
+            job = Job(answers, now, loop)
+            with self._changed:
+                self._check_running()
+                self._jobs.append(job)
+                self._show_load()
+                self._changed.notify()
         except BaseException:
             for answer in answers:
                 self.engine.cancel(answer)
             with self._changed:
                 self._n_open -= len(asks)
             raise
-        job = Job(answers, now, loop)
-        with self._changed:
-            if self.failure is not None:
-                raise BackendError(_BROKEN)
-            self._jobs.append(job)
-            self._show_load()
-            self._changed.notify()
         return job
+
+    def _check_running(self) -> None:
+        if self._is_closing or self.failure is not None:
+            raise BackendError(_BROKEN if self.failure is not None else _CLOSING)
 
     def _submit(self, ask: AnswerRequest) -> Request:
         return self.engine.insert(
@@ -231,27 +237,36 @@ class EngineThread:
     # --- in the thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
+        failure: BaseException | None = None
         try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._jobs or self._is_closing)
-                    if self._is_closing:
-                        return
-                    jobs = list(self._jobs)
-                with self._turns:
-                    if not self.engine.n_busy:
-                        self._between_answers(True)
-                    self._step()
-                self._pass_on(jobs)
-                if not self.engine.n_busy:
-                    with self._turns:
-                        self._between_answers(False)
+            self._answer_jobs()
         except BaseException as error:  # noqa: BLE001 - nobody may wait for a thread that has ended
+            failure = error
+        with self._changed:
+            self.failure = failure
+            jobs, self._jobs = self._jobs, []
+            self._n_open -= sum(job.n_open for job in jobs)
+            self._is_closing = True
+            self._show_load()
+        for job in jobs:
+            job.fail(BackendError(_CLOSING if failure is None else _BROKEN))
+
+    def _answer_jobs(self) -> None:
+        """Step the engine until the thread is to end."""
+        while True:
             with self._changed:
-                self.failure = error
+                self._changed.wait_for(lambda: self._jobs or self._is_closing)
+                if self._is_closing:
+                    return
                 jobs = list(self._jobs)
-            for job in jobs:
-                job.fail(BackendError(_BROKEN))
+            with self._turns:
+                if not self.engine.n_busy:
+                    self._between_answers(True)
+                self._step()
+            self._pass_on(jobs)
+            if not self.engine.n_busy:
+                with self._turns:
+                    self._between_answers(False)
 
     def _step(self) -> None:
         """Step the engine once. An error ends the answers of the round, not the server."""

@@ -151,6 +151,11 @@ class Metrics:
         self._prompt_s.inc(finished.prompt_s)
         self._loop_s.inc(finished.loop_s)
 
+    def count_text(self, n_tokens: int, seconds: float) -> None:
+        """Count a text that became an embedding."""
+        self._read.inc(n_tokens)
+        self._prompt_s.inc(seconds)
+
     def count_round(
         self, events: Sequence[Event], n_answers: int, seconds: float, plain_s: float
     ) -> None:

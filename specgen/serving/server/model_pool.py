@@ -16,7 +16,10 @@ from typing import Literal, TypeAlias
 from specgen.engine.engine import Engine
 from specgen.engine.loaded_models import Models
 from specgen.errors import BackendError, MemoryLimitError, SpecgenError
+from specgen.llama.embeddings import Embedder
+from specgen.llama.model import LlamaModel
 from specgen.models import human_bytes
+from specgen.serving.server.embedding import ServedEmbedder
 from specgen.serving.server.errors import RequestError
 from specgen.serving.server.jobs import EngineThread, Turns
 from specgen.serving.server.metrics import Metrics, ServerMetrics
@@ -44,24 +47,50 @@ class ModelEntry:
     contexts, and raises `KeyboardInterrupt` if the function that it gets returns True meanwhile."""
 
     name: str
-    open: Callable[[Turns, Callable[[], bool]], OpenedModel]
+    open: Callable[[Turns, Callable[[], bool]], OpenedModel | Embedder]
     #: An estimate of the memory that it takes while it is loaded.
     n_bytes: int = 0
+    #: Whether it makes embeddings, and no text.
+    embeds: bool = False
 
 
 class ServedModel:
-    """A loaded model that answers requests: what a route needs of it."""
+    """A loaded model that generates text: what a route needs of it."""
 
     def __init__(self, name: str, opened: OpenedModel, thread: EngineThread) -> None:
         self.name = name
         self.loaded = opened.loaded
         self.thread = thread
+        self.target: LlamaModel = opened.loaded.target
         self._resources = opened.resources
+
+    @property
+    def n_open(self) -> int:
+        """The number of answers that are generated or waiting."""
+        return self.thread.n_open
+
+    @property
+    def n_parallel(self) -> int:
+        """The number of answers that are generated at once."""
+        return self.thread.engine.n_parallel
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended the engine's thread, if one did."""
+        return self.thread.failure
+
+    def cancel_all(self) -> None:
+        """End all answers."""
+        self.thread.cancel_all()
 
     def close(self) -> None:
         """End the thread, and free the contexts and the models. May be called twice."""
         with self._resources:
             self.thread.__exit__()
+
+
+#: A loaded model.
+Served: TypeAlias = ServedModel | ServedEmbedder
 
 
 class _Place:
@@ -70,13 +99,13 @@ class _Place:
     def __init__(self, entry: ModelEntry, metrics: Metrics) -> None:
         self.entry = entry
         self.metrics = metrics
-        self.served: ServedModel | None = None
+        self.served: Served | None = None
         self.failure: SpecgenError | None = None
         self.is_loading = False
         #: Requests that use the model now, beside those whose answers are generated.
         self.n_leases = 0
         #: Requests that wait for the model, and the task that will provide it.
-        self.waiting: list[asyncio.Future[ServedModel]] = []
+        self.waiting: list[asyncio.Future[Served]] = []
         self.task: asyncio.Task[None] | None = None
         #: A number that is larger, the later the model was asked for.
         self.used = 0
@@ -84,7 +113,7 @@ class _Place:
     @property
     def is_idle(self) -> bool:
         """Whether the model is loaded and nobody uses it."""
-        return self.served is not None and not self.n_leases and not self.served.thread.n_open
+        return self.served is not None and not self.n_leases and not self.served.n_open
 
     @property
     def is_wanted(self) -> bool:
@@ -148,7 +177,7 @@ class ModelPool:
         return list(self._places)
 
     @property
-    def loaded(self) -> list[ServedModel]:
+    def loaded(self) -> list[Served]:
         """The models that are loaded."""
         return [place.served for place in self._places.values() if place.served is not None]
 
@@ -158,6 +187,10 @@ class ModelPool:
         if place.is_loading:
             return "loading"
         return "unloaded" if place.served is None else "loaded"
+
+    def embeds(self, name: str) -> bool:
+        """Return whether a model makes embeddings."""
+        return self._places[name].entry.embeds
 
     def has_failed(self, name: str) -> bool:
         """Return whether the last attempt to load a model failed."""
@@ -181,37 +214,40 @@ class ModelPool:
             )
         return name
 
-    def served(self, name: str) -> ServedModel | None:
+    def served(self, name: str) -> Served | None:
         """Return a model if it is loaded."""
         return self._places[name].served
 
     @property
     def failure(self) -> BaseException | None:
         """The exception that ended the thread of an engine, if one did."""
-        return next((model.thread.failure for model in self.loaded if model.thread.failure), None)
+        return next((model.failure for model in self.loaded if model.failure), None)
 
     @property
     def n_open(self) -> int:
         """The number of answers that are generated, and of requests that wait."""
         n_waiting = sum(len(place.waiting) for place in self._places.values())
-        return sum(model.thread.n_open for model in self.loaded) + n_waiting
+        return sum(model.n_open for model in self.loaded) + n_waiting
 
     def cancel_all(self) -> None:
         """End all answers, and refuse the requests that wait for a model. Called in the event loop."""
         self._is_ending.set()
         for place in self._places.values():
-            self._refuse(place, RequestError(503, "the server ends", code="ending"))
+            self._refuse(place, RequestError.ending())
         for model in self.loaded:
-            model.thread.cancel_all()
+            model.cancel_all()
 
     # --- leases -------------------------------------------------------------------------------
 
-    def load(self, name: str) -> ServedModel:
+    def load(self, name: str) -> Served:
         """Load a model before the server runs. Raise what `ModelEntry.open` raises."""
         return self._load(self._places[name])
 
-    def lease_if_ready(self, name: str) -> ServedModel | None:
-        """Return a model that stays loaded until `release`; None if the request has to wait."""
+    def lease_if_ready(self, name: str) -> Served | None:
+        """Return a model that stays loaded until `release`; None if the request has to wait. Raise `RequestError` if
+        the server ends."""
+        if self._is_ending.is_set():
+            raise RequestError.ending()
         place = self._places[name]
         self._n_used += 1
         place.used = self._n_used
@@ -220,7 +256,7 @@ class ModelPool:
         place.n_leases += 1
         return place.served
 
-    async def lease(self, name: str) -> ServedModel:
+    async def lease(self, name: str) -> Served:
         """Return a model that stays loaded until `release`; load it first if necessary. Raise
         `RequestError`."""
         model = self.lease_if_ready(name)
@@ -233,7 +269,7 @@ class ModelPool:
             raise RequestError(429, message, code="queue_full", headers={"Retry-After": "10"})
         self._loop = asyncio.get_running_loop()
         place = self._places[name]
-        answer: asyncio.Future[ServedModel] = self._loop.create_future()
+        answer: asyncio.Future[Served] = self._loop.create_future()
         place.waiting.append(answer)
         if place.task is None:
             place.task = asyncio.ensure_future(self._provide(place))
@@ -258,7 +294,7 @@ class ModelPool:
         self._places[name].n_leases -= 1
         self._changed.set()
 
-    def _give_up(self, place: _Place, answer: asyncio.Future[ServedModel]) -> None:
+    def _give_up(self, place: _Place, answer: asyncio.Future[Served]) -> None:
         """Refuse a request that has waited too long."""
         if not answer.done():
             message = f"{place.entry.name} could not be loaded in {self._limits.request_s:g} s"
@@ -293,7 +329,8 @@ class ModelPool:
             status = 503 if isinstance(error, MemoryLimitError) else 500
             message = f"{place.entry.name} cannot be loaded: {error.message}"
             _log.error("%s", message)
-            self._refuse(place, RequestError(status, message, code="model_not_loaded"))
+            refusal = RequestError(status, message, code="model_not_loaded")
+            self._refuse(place, RequestError.ending() if self._is_ending.is_set() else refusal)
         except Exception:  # noqa: BLE001 - a bug: the requests fail, the server goes on
             place.task = None
             _log.exception("%s cannot be loaded", place.entry.name)
@@ -324,7 +361,10 @@ class ModelPool:
         model, place.served = place.served, None
         if model is None:
             return
-        await asyncio.get_running_loop().run_in_executor(self._loader, model.close)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._loader, model.close)
+        except Exception:  # noqa: BLE001 - it closes all that it can, so that there is room
+            _log.exception("%s was not closed as it should be", place.entry.name)
         place.metrics.show_slots(0)
         self._note(f"unloaded {place.entry.name}")
 
@@ -335,7 +375,7 @@ class ModelPool:
         except KeyboardInterrupt:
             raise BackendError("the server ends") from None
 
-    def _load(self, place: _Place) -> ServedModel:
+    def _load(self, place: _Place) -> Served:
         """Load a model, in the loader's thread or before the server runs."""
         place.is_loading, place.failure = True, None
         started = time.perf_counter()
@@ -347,17 +387,8 @@ class ModelPool:
         finally:
             place.is_loading = False
 
-        def between_answers(begins: bool) -> None:
-            opened.between_answers(begins)
-            if not begins and self._loop is not None:
-                with contextlib.suppress(RuntimeError):  # the event loop has ended
-                    self._loop.call_soon_threadsafe(self._changed.set)
-
-        thread = EngineThread(
-            opened.engine, place.metrics, self._limits.n_waiting, between_answers, self._turns
-        )
-        place.served = ServedModel(place.entry.name, opened, thread.__enter__())
-        place.metrics.show_slots(opened.engine.n_parallel)
+        place.served = self._served(place, opened)
+        place.metrics.show_slots(place.served.n_parallel)
         if len(self._places) > 1:
             seconds = time.perf_counter() - started
             sizes = [each.entry.n_bytes for each in self._places.values() if each.served]
@@ -367,5 +398,20 @@ class ModelPool:
             )
         return place.served
 
+    def _served(self, place: _Place, opened: OpenedModel | Embedder) -> Served:
+        """Start the thread of a model that was loaded."""
+        name, n_waiting = place.entry.name, self._limits.n_waiting
+        if isinstance(opened, Embedder):
+            return ServedEmbedder(name, opened, place.metrics, n_waiting, self._turns)
 
-__all__ = ["ModelEntry", "ModelPool", "ModelStatus", "OpenedModel", "ServedModel"]
+        def between_answers(begins: bool) -> None:
+            opened.between_answers(begins)
+            if not begins and self._loop is not None:
+                with contextlib.suppress(RuntimeError):  # the event loop has ended
+                    self._loop.call_soon_threadsafe(self._changed.set)
+
+        thread = EngineThread(opened.engine, place.metrics, n_waiting, between_answers, self._turns)
+        return ServedModel(name, opened, thread.__enter__())
+
+
+__all__ = ["ModelEntry", "ModelPool", "ModelStatus", "OpenedModel", "Served", "ServedModel"]

@@ -119,7 +119,8 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
-        cut = loop.call_later(self._drain_s, self._pool.cancel_all)
+        drain_s = 0.0 if self.failure is not None else self._drain_s
+        cut = loop.call_later(drain_s, self._pool.cancel_all)
         try:
             await super().shutdown(sockets)
         finally:

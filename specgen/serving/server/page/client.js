@@ -21,10 +21,10 @@ export class Client {
     this.askForKey = askForKey;
   }
 
-  // The names of all models.
+  // The names of all models that generate text.
   async models() {
     const models = await (await this.request("v1/models")).json();
-    return models.data.map((model) => model.id);
+    return models.data.filter((model) => model.type !== "embeddings").map((model) => model.id);
   }
 
   // What /props tells of a model; its name only, if it is not loaded.

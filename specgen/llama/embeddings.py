@@ -1,0 +1,130 @@
+"""Embeddings: a text becomes one vector, pooled from the last hidden states of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from specgen.errors import BackendError, ModelFileError, PromptError, PromptLengthError
+from specgen.llama.context_opening import ContextSize, open_context
+from specgen.llama.library import forget_log, last_error, llama_cpp
+from specgen.llama.model import LlamaModel, pooling_of
+from specgen.options import ContextOptions
+from specgen.system.arrays import Hidden
+
+#: A text with more bytes for each token of the context is refused before it is tokenized, where nothing
+#: better is known: entries of vocabularies that drop spaces have fewer bytes.
+_MOST_TOKEN_BYTES = 64
+
+
+class EmbeddingModel(LlamaModel):
+    """A model that makes embeddings, and its file. Raises `ModelFileError` for others."""
+
+    def _check_usable(self) -> None:
+        if pooling_of(self.path) is None:
+            raise ModelFileError(f"{self.path}: not an embedding model")
+        if self.vocabulary.kind == 0:
+            raise ModelFileError(f"{self.path}: the model has no vocabulary")
+
+
+class Embedder:
+    """An embedding model and its context for one text at a time, of at most `n_ctx` tokens.
+
+    Raises `ModelFileError` if the file is no embedding model, `MemoryLimitError` if it does not fit into memory.
+    """
+
+    def __init__(self, file: Path, options: ContextOptions, n_ctx: int) -> None:
+        with ExitStack() as resources:
+            self.model = EmbeddingModel(
+                file, n_gpu_layers=options.n_gpu_layers, workers=options.workers
+            )
+            resources.callback(self.model.close)
+            pooling, n_train = pooling_of(file), self.model.n_ctx_train
+            # Some encoders have no positions beyond, and llama.cpp would end the process.
+            self.n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
+            architecture = self.model.metadata("general.architecture")
+            causal = self.model.metadata(f"{architecture}.attention.causal")
+            #: Whether the last hidden state is enough, and earlier ones do not depend on it. A long text is then
+            #: decoded in pieces; otherwise all of it must be in one batch.
+            self._in_pieces = pooling == llama_cpp.LLAMA_POOLING_TYPE_LAST and causal != "false"
+            self._n_batch = min(options.n_batch, self.n_ctx) if self._in_pieces else self.n_ctx
+            n_outputs = 1 if self._in_pieces else self.n_ctx
+            size = ContextSize(self.n_ctx, self._n_batch, n_outputs, 1, pooling=pooling)
+            self._handle = open_context(self.model, options, size, 0).handle
+            resources.callback(self._free)
+            self._resources = resources.pop_all()
+        self._memory = llama_cpp.llama_get_memory(self._handle)
+        self.n_embd = self.model.n_embd_out
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of a text, with those that the model wants around it. Names of control tokens are plain
+        text. Raise `PromptLengthError` if it does not fit into the context."""
+        vocabulary, n_bytes = self.model.vocabulary, len(text.encode())
+        if n_bytes > self.n_ctx:
+            n_least = vocabulary.fewest_tokens(text) or n_bytes // _MOST_TOKEN_BYTES
+            if n_least > self.n_ctx:
+                raise PromptLengthError(f"{n_bytes} bytes, but the context has {self.n_ctx} tokens")
+        tokens = vocabulary.tokenize(text, add_special=True, parse_special=False)
+        self.check(tokens)
+        return tokens
+
+    def check(self, tokens: Sequence[int]) -> None:
+        """Raise `PromptError` for tokens that the model lacks or none at all, `PromptLengthError` for more than
+        the context has."""
+        n_vocab = self.model.vocabulary.n_tokens
+        if not tokens:
+            raise PromptError("it is empty")
+        if len(tokens) > self.n_ctx:
+            raise PromptLengthError(f"{len(tokens)} tokens, but the context has {self.n_ctx}")
+        for token in tokens:
+            if not 0 <= token < n_vocab:
+                raise PromptError(f"there is no token {token}: the model has {n_vocab} tokens")
+
+    def embed(self, tokens: Sequence[int]) -> Hidden:
+        """Return the vector of a text, of length 1 (all zeros stay so): float32[n_embd]. Raise `BackendError`."""
+        if self._memory:
+            llama_cpp.llama_memory_clear(self._memory, True)
+        if self._in_pieces:
+            # A token of its own gives the vector: llama.cpp computes logits for each row of a batch with
+            # embeddings.
+            *head, last = tokens
+            llama_cpp.llama_set_embeddings(self._handle, False)
+            for start in range(0, len(head), self._n_batch):
+                self._decode(head[start : start + self._n_batch])
+            llama_cpp.llama_set_embeddings(self._handle, True)
+            tokens = [last]
+        self._decode(tokens)
+        pointer = llama_cpp.llama_get_embeddings_seq(self._handle, 0)
+        if not pointer:
+            raise BackendError(f"{self.model.name}: llama.cpp has no embedding of this text")
+        return unit(np.ctypeslib.as_array(pointer, (self.n_embd,)))
+
+    def _decode(self, tokens: Sequence[int]) -> None:
+        rows = (llama_cpp.llama_token * len(tokens))(*tokens)
+        decode = llama_cpp.llama_decode if self._memory else llama_cpp.llama_encode
+        forget_log()
+        batch = llama_cpp.llama_batch_get_one(rows, len(tokens))
+        if self.model.call(decode, self._handle, batch):
+            raise BackendError(f"{self.model.name}: llama.cpp cannot decode this: {last_error()}")
+
+    def _free(self) -> None:
+        self.model.call(llama_cpp.llama_free, self._handle)
+
+    def close(self) -> None:
+        """Free the context and the model. May be called twice."""
+        self._resources.close()
+
+
+def unit(values: Hidden) -> Hidden:
+    """Return a vector with its length changed to 1; all zeros stay so. Raise `BackendError` for values that are not
+    finite."""
+    length = float(np.linalg.norm(values.astype(np.float64)))
+    if not np.isfinite(length):
+        raise BackendError("the embedding has values that are not finite")
+    return (values / (length or 1.0)).astype(np.float32)
+
+
+__all__ = ["Embedder", "EmbeddingModel", "unit"]

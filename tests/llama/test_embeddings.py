@@ -1,0 +1,137 @@
+"""Embeddings: the vectors are llama.cpp's, whatever was embedded before and however a text is decoded."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specgen.errors import ModelFileError, PromptError, PromptLengthError
+from specgen.llama import LlamaModel
+from specgen.llama.embeddings import Embedder, unit
+from specgen.llama.library import llama_cpp
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.common import EXACT
+
+TEXTS = ("the cat is in the house", "something else altogether, and longer than the other", "x")
+N_CTX = 64
+BERT = TinyConfig(architecture="bert", n_ctx_train=N_CTX)
+#: What to write, and llama.cpp's number of the pooling; 0 is none.
+KINDS: dict[str, tuple[TinyConfig, int]] = {
+    "encoder": (BERT, 1),
+    "without pooling": (BERT, 0),
+    "last": (TinyConfig(architecture="qwen3"), 3),
+    "first": (BERT, 2),
+    "mean": (TinyConfig(architecture="llama", tensor_type="q8_0"), 1),
+}
+
+
+def write(folder: Path, kind: str) -> Path:
+    config, pooling = KINDS[kind]
+    key, path = f"{config.architecture}.pooling_type", folder / f"{kind}.gguf"
+    if config.architecture != "bert":
+        return write_tiny_model(path, config, metadata={key: pooling})
+    data = write_tiny_model(path, config).read_bytes()  # which has the mean
+    before, after = (key.encode() + struct.pack("<II", 4, value) for value in (1, pooling))
+    path.write_bytes(data.replace(before, after))
+    return path
+
+
+@pytest.fixture(params=KINDS)
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return write(tmp_path, request.param)
+
+
+@pytest.fixture
+def embedder(file: Path) -> Iterator[Embedder]:
+    with closing(Embedder(file, EXACT, N_CTX)) as found:
+        yield found
+
+
+def test_vectors_are_those_of_llama_cpp(embedder: Embedder, file: Path) -> None:
+    binding = pytest.importorskip("llama_cpp")
+    same = {"type_k": 0, "type_v": 0, "flash_attn": False, "n_threads": 1, "verbose": False}
+    with closing(binding.Llama(str(file), embedding=True, n_ctx=N_CTX, **same)) as other:
+        for text in TEXTS:
+            vector = np.asarray(other.embed(text), np.float32)
+            expected = unit(vector if vector.ndim == 1 else vector.mean(axis=0))
+            found = embedder.embed(embedder.tokenize(text))
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+            assert np.linalg.norm(found) == pytest.approx(1.0)
+
+
+def test_a_text_has_the_vector_that_it_has_alone(embedder: Embedder) -> None:
+    texts = [embedder.tokenize(text) for text in TEXTS]
+    vectors = [embedder.embed(tokens) for tokens in texts]
+    assert len({vector.tobytes() for vector in vectors}) == len(texts)
+    for tokens, vector in reversed([*zip(texts, vectors, strict=True)]):
+        np.testing.assert_array_equal(embedder.embed(tokens), vector)
+
+
+def test_pieces_of_a_text_give_the_vector_of_the_whole(embedder: Embedder, file: Path) -> None:
+    tokens = embedder.tokenize(TEXTS[1])
+    with closing(Embedder(file, replace(EXACT, n_batch=3), N_CTX)) as in_pieces:
+        np.testing.assert_allclose(in_pieces.embed(tokens), embedder.embed(tokens), atol=1e-5)
+
+
+def test_texts_that_do_not_fit(embedder: Embedder) -> None:
+    n_vocab = embedder.model.vocabulary.n_tokens
+    embedder.check([5] * N_CTX)
+    assert embedder.embed([5] * N_CTX).shape == (64,)
+    for tokens, error, what in (
+        ([5] * (N_CTX + 1), PromptLengthError, f"{N_CTX + 1} tokens"),
+        ([], PromptError, "empty"),
+        ([n_vocab], PromptError, f"no token {n_vocab}"),
+        ([-1], PromptError, "no token -1"),
+    ):
+        with pytest.raises(error, match=what):
+            embedder.check(tokens)
+    with pytest.raises(PromptLengthError, match="tokens, but the context"):
+        embedder.tokenize("a cat " * N_CTX)
+
+
+def test_long_texts_are_refused_before_they_are_tokenized(
+    embedder: Embedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp, "llama_tokenize", None)
+    with pytest.raises(PromptLengthError, match="8000000 bytes"):
+        embedder.tokenize("a" * 8_000_000)
+
+
+def test_names_of_control_tokens_are_text(tmp_path: Path) -> None:
+    with closing(Embedder(write(tmp_path, "last"), EXACT, N_CTX)) as embedder:
+        (token,) = embedder.model.vocabulary.tokenize(
+            "<|im_start|>", add_special=False, parse_special=True
+        )
+        assert token not in embedder.tokenize("<|im_start|>")
+
+
+def test_encoders_have_no_positions_beyond_their_training(tmp_path: Path) -> None:
+    with closing(Embedder(write(tmp_path, "encoder"), EXACT, 4 * N_CTX)) as embedder:
+        assert embedder.n_ctx == N_CTX
+
+
+def test_what_embeds_generates_nothing(file: Path) -> None:
+    with pytest.raises(ModelFileError, match="an embedding model") as refused:
+        LlamaModel(file)
+    assert "/v1/embeddings" in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize("pooling", [0, 4, 7])
+def test_what_generates_or_ranks_does_not_embed(tmp_path: Path, pooling: int) -> None:
+    file = write_tiny_model(
+        tmp_path / "other.gguf", TinyConfig(), metadata={"llama.pooling_type": pooling}
+    )
+    with pytest.raises(ModelFileError, match="not an embedding model"):
+        Embedder(file, EXACT, N_CTX)
+
+
+def test_values_that_are_not_finite_are_refused() -> None:
+    assert unit(np.zeros(3, np.float32)).tolist() == [0.0] * 3
+    with pytest.raises(Exception, match="not finite"):
+        unit(np.array([1.0, np.nan], np.float32))
