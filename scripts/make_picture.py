@@ -4,8 +4,8 @@
     python scripts/make_picture.py run.jsonl --output docs/images/run.svg
 
 Reads the events that `--json` prints, from a file or from stdin, and shows them as
-`--show all` does on a terminal: rejected tokens struck through in their place, then the
-summary and the legend.
+`--show all` does on a terminal, without the reasons of rounds: rejected tokens struck through in
+their place, then the summary and the legend.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from specgen.events import (
     FinishedEvent,
     Piece,
     PromptEvent,
+    ReasonCount,
     RejectedBranch,
 )
 from specgen.render.marks import STYLES, RoundReader
@@ -41,7 +42,12 @@ from specgen.render.summary import print_summary
 SVG_FORMAT = re.sub(r"\s*@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 _TYPES = {kind.event: kind for kind in EVENT_TYPES}
 #: Fields that are lists of nested values.
-_PARTS: dict[str, type[Any]] = {"nodes": DraftNode, "pieces": Piece, "rejected": RejectedBranch}
+_PARTS: dict[str, type[Any]] = {
+    "nodes": DraftNode,
+    "pieces": Piece,
+    "rejected": RejectedBranch,
+    "undrafted": ReasonCount,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,7 +85,7 @@ def draw(events: Iterable[Event], *, columns: int, title: str | None = None) -> 
     for event in events:
         completed = rounds.read(event)
         if completed is not None:
-            flow.feed(completed.runs(shows_all=True))
+            flow.feed(dataclasses.replace(completed, reason="").runs(shows_all=True))
         elif isinstance(event, PromptEvent):
             prompt = event
         elif isinstance(event, FinishedEvent):
@@ -89,7 +95,8 @@ def draw(events: Iterable[Event], *, columns: int, title: str | None = None) -> 
     for row in flow.finish():
         console.print(row_text(row), no_wrap=True, crop=False, overflow="ignore")
     draft = prompt.draft if prompt else None
-    print_summary(console, finished, draft=draft, show_legend=True)
+    kernels = prompt.kernels if prompt else None
+    print_summary(console, finished, draft=draft, kernels=kernels, show_legend=True)
     if title is None:
         title = f"{prompt.target} with {prompt.draft}" if prompt else "specgen run"
     svg = console.export_svg(title=title, code_format=SVG_FORMAT, unique_id="specgen")

@@ -291,6 +291,9 @@ class FinishedEvent:
     ends_grammar: bool = False
     #: The share of all cores' time that other programs took during the answer; null if it was not measured.
     others_share: float | None = None
+    #: Between which two numbers `estimated_speedup` is, two standard errors apart from it: from how much the times of
+    #: decodes differ in this answer. Null if it was not estimated.
+    estimated_speedup_range: tuple[float, float] | None = None
 
 
 Event: TypeAlias = (

@@ -26,7 +26,7 @@ COMMANDS = {
     "chat": "Talk with a model, at a terminal or in a pipe.",
     "fim": "Fill a gap in a file, or between two texts, and print the middle.",
     "batch": "Answer each line of a file, many at once; run it again to resume.",
-    "serve": "Serve OpenAI's API and llama.cpp's over HTTP, several answers at once.",
+    "serve": "Serve OpenAI's, Anthropic's and llama.cpp's APIs over HTTP, several answers at once.",
     "verify": "Check that drafting does not change what your model says.",
     "tune": "Measure what drafting is worth for your models on this machine, and say why.",
     "bench": "Measure what drafting gains over plain decoding, on your own prompts.",
@@ -149,6 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _complain_of_usage(error: Exception) -> int:
     message = in_words(error.format_message())  # type: ignore[attr-defined]
+    for each in getattr(error.__cause__, "errors", list)():  # pydantic's, which know the value
+        message = message.replace(": it is not ", f": {each['input']!r} is not ")
     context = getattr(error, "ctx", None)
     if context is not None and type(error).__name__ == "NoArgsIsHelpError":
         print(message, file=sys.stderr)

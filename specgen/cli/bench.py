@@ -20,12 +20,15 @@ from specgen.errors import OutputError, UsageError
 from specgen.measure.bench.plan import Plan, find_fields
 from specgen.measure.selection.session_opening import open_memory
 from specgen.options import Contexts, DraftOptions, GenerationOptions, PolicyName, SamplerOptions
+from specgen.render.text import counted
 from specgen.system.machine import LoadOfOthers, notes_on_figures
+from specgen.system.units import duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specgen.measure.bench.contenders import Against
+    from specgen.measure.bench.job import Announcement
     from specgen.measure.bench.report import BenchReport
 
 _POLICIES: tuple[PolicyName, ...] = ("cost", "threshold", "fixed")
@@ -89,7 +92,12 @@ _CONTEST = flags.panel(
         show_default="all",
     ),
     max_tokens=Option(
-        "--max-tokens", "--predict", "-n", min=2, help="The most tokens of each answer."
+        "--max-tokens",
+        "--predict",
+        "--n-predict",
+        "-n",
+        min=2,
+        help="The most tokens of each answer.",
     ),
     n_rounds=Option("--repeat", min=1, help="How often to go through all prompts."),
     against=Option(
@@ -170,7 +178,7 @@ def bench(
     at every temperature, taking turns in the same run. Speeds are tokens
     per second after the first token.
 
-    In a pipe, it prints a line for each contender, followed by one for each
+    In a pipe, it prints the columns' names, then a line for each contender, followed by one for each
     category. The columns, separated by tabs: target; temperature; contender;
     category, or "overall"; number of answers; speed-up over plain decoding
     (geometric mean); its first and third quartile, and the worst; tokens per
@@ -221,7 +229,15 @@ def bench(
     fields = find_fields(targets, pairs or [], drafts, quiet=output.quiet)
     load = LoadOfOthers()
     with log_shown(output), output.measuring() as (progress, stop):
-        job = Job(plan, asked, n_rounds, progress, stop, _command(hf_token))
+        job = Job(
+            plan,
+            asked,
+            n_rounds,
+            progress,
+            stop,
+            _command(hf_token),
+            lambda planned: output.note(_planned(planned, n_rounds, has_more=n_prompts != 1)),
+        )
         for field in fields:
             job.measure(field)
     report = replace(job.report(fields), others_share=load.share)
@@ -294,6 +310,22 @@ def _write_file(path: Path, text: str) -> None:
         path.write_bytes(data)
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _planned(planned: Announcement, n_rounds: int, *, has_more: bool) -> str:
+    """Return what will be measured and about how long it takes. `has_more` says whether -N could be smaller."""
+    prompts = counted(planned.n_answers // n_rounds, "prompt")
+    rounds = "" if n_rounds == 1 else f", {n_rounds} times"
+    names = ", ".join(planned.contenders)
+    shorter = [
+        *(["fewer prompts (-N 1)"] if has_more and planned.n_answers > n_rounds else []),
+        *(["fewer tokens (-n 32)"] if planned.n_tokens > 32 else []),
+    ]
+    less = f"; {' or '.join(shorter)} take less" if shorter else ""
+    return (
+        f"{planned.target}: {prompts}{rounds}, each answered with up to {planned.n_tokens} tokens by: {names}. "
+        f"This takes about {duration(max(1.0, planned.seconds))}{less}"
+    )
 
 
 def _notes(report: BenchReport) -> list[str]:

@@ -82,8 +82,10 @@ def chat(
         from specgen.training.learner import Learner
 
         conversation, log = stack.enter_context(_opened(path, output))
-        loaded = stack.enter_context(opened(options, setup.machine.kernels, output, sources.drafts))
-        check_template(loaded)
+        kernels = setup.machine.kernels
+        loaded = stack.enter_context(
+            opened(options, kernels, output, sources.drafts, check_template)
+        )
         view = _View(output)
         engine = stack.enter_context(
             Engine(loaded, interrupted=view.interrupted, estimate_gain=stats or output.json)
@@ -227,7 +229,7 @@ def _do(command: Command, talk: Chat, view: _View) -> int:
             talk.change(Change("undo" if name == "undo" else "reset"))
         except ValueError as error:
             raise UsageError(str(error)) from None
-        _say(f"{counted(len(talk.conversation.turns), 'turn')} left")
+        _say(f"the conversation has {counted(len(talk.conversation.turns), 'turn')} now")
     elif name == "system":
         talk.change(Change("system", argument or None))
         _say("the system message was changed" if argument else "the system message was removed")

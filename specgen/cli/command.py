@@ -8,6 +8,7 @@ import typer
 import typer.core
 
 from specgen.cli.defaults import defaults_for
+from specgen.cli.llama_cpp_options import translated
 
 #: Typer's base of errors in the use of the command line; it has no public name.
 COMMAND_LINE_ERROR: type[Exception] = next(
@@ -33,11 +34,16 @@ class Command(typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:
+            args = translated(ctx, args)
             self._is_short = "-h" in args and "--help" not in args
             given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
             if not _asks_for_help(self, ctx, given):
-                ctx.default_map = defaults_for(ctx, given)
+                ctx.default_map = self._defaults(ctx, given)
         return super().parse_args(ctx, args)
+
+    def _defaults(self, ctx: Any, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the user's defaults. Raise `UsageError` if their file has a mistake."""
+        return defaults_for(ctx, given)
 
     def get_params(self, ctx: Any) -> Any:
         return without_flag_types(super().get_params(ctx))

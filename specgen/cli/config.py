@@ -27,12 +27,16 @@ class ConfigCommand(Command):
             source = ctx.get_parameter_source(parameter.name)
             where = _SOURCES.get(source.name if source is not None else "", "default")
             value = ctx.params.get(parameter.name)
-            text, is_set = _text(value), where != "default"
-            if not is_set and isinstance(parameter.show_default, str):  # type: ignore[attr-defined]
-                text = parameter.show_default  # type: ignore[attr-defined]
+            is_set = where != "default"
+            meant = parameter.show_default  # type: ignore[attr-defined]
             if where == "environment":
                 where += f" {parameter.envvar}"
-            print(f"{'' if is_set else '# '}{keys[0]} = {text}  # {where}")
+            if is_set:
+                print(f"{keys[0]} = {_text(value)}  # {where}")
+            elif isinstance(meant, str) or value is None:
+                print(f"# {keys[0]} is not set" + (f": {meant}" if isinstance(meant, str) else ""))
+            else:
+                print(f"# {keys[0]} = {_text(value)}  # {where}")
         return 0
 
 
@@ -42,8 +46,6 @@ COMMAND_CLASS = ConfigCommand
 
 def _text(value: Any) -> str:
     """Return a value as TOML."""
-    if value is None:
-        return "not set"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_text, value))}]"
     return json.dumps(

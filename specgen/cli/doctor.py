@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from typer import Option
 
 from specgen.cli import flags
+from specgen.cli.command import Command
 from specgen.cli.flags.machine import endpoints_of
-from specgen.errors import ModelFileError
+from specgen.errors import ModelFileError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,6 +24,25 @@ if TYPE_CHECKING:
     from specgen.llama.kernel_checks import KernelStatus
     from specgen.measure.doctor import DoctorReport
     from specgen.system.llama_build import Build
+
+
+class DoctorCommand(Command):
+    """A command that reports a mistake in the file of the user's defaults, and goes on without them."""
+
+    #: The mistake, until the report has it.
+    mistake: UsageError | None = None
+
+    def _defaults(self, ctx: Any, given: dict[str, Any]) -> dict[str, Any]:
+        DoctorCommand.mistake = None
+        try:
+            return super()._defaults(ctx, given)
+        except UsageError as error:
+            DoctorCommand.mistake = error
+            return {}
+
+
+COMMAND_CLASS = DoctorCommand
+
 
 #: A heading and its items: (label, text).
 DoctorSection: TypeAlias = tuple[str, list[tuple[str, str]]]
@@ -48,12 +68,15 @@ def doctor(*, model: str | None = None, rpc: str | None = None, as_json: bool = 
     """Show what this machine and this build of llama.cpp can do, and check that it decodes."""
     from rich.console import Console
 
-    from specgen.measure.doctor import diagnose
+    from specgen.measure.doctor import Check, diagnose
 
     path = None if model is None else _model_file(model)
     endpoints = () if rpc is None else endpoints_of(rpc)
     with _status(Console(stderr=True)) as status:
         report = diagnose(path, on_check=status)
+        if (mistake := DoctorCommand.mistake) is not None:
+            wrong = Check("defaults", False, mistake.message, mistake.hint, type(mistake).__name__)
+            report = replace(report, checks=(*report.checks, wrong))
         if endpoints and report.build is not None:
             from specgen.measure.worker_checks import worker_checks
 

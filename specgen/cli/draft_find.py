@@ -64,23 +64,26 @@ def find(
 ) -> int:
     """Find the draft that makes a target fastest on this machine.
 
-    It tries the files that you name, the models of `specgen models list`
-    that are on this disk, and n-grams. The target answers a few prompts
+    It tries the files that you name; without any, the models of `specgen models list` that are on this
+    disk; and in any case n-grams and the target's own MTP layers. The target answers a few prompts
     once; each draft is then tried on these answers, and ranked by its
     expected speed-up over plain decoding.
 
-    In a pipe, it prints one line for each draft, the best first. The
+    In a pipe, it prints the columns' names, then one line for each draft, the best first. The
     columns, separated by tabs: the file, "mtp", "ngram" or "none"; the expected
     speed-up over plain decoding, and that of the worst prompt; tokens per
     second; acceptance rate; tokens per pass of the target; milliseconds to draft a token,
     and to begin.
     """
+    from specgen.measure.selection.candidates import find_candidates
     from specgen.models import identify, saved_draft
 
     if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to find")
     texts = trials.texts()
     answer = GenerationOptions(max_tokens=trials.max_tokens)
+    for file in files or ():
+        _check_named(file)
     path = find_target(target, quiet=output.quiet)
     if save and (identity := identify(path)) is not None:
         saved_draft(identity)  # a damaged file is reported now, not after minutes
@@ -89,9 +92,21 @@ def find(
         opened(options, machine.kernels, output, drafts_later=True) as loaded,
         output.measuring() as (progress, stop),
     ):
-        search = search_drafts(loaded, files or [], texts, chat, progress, stop)
+        candidates = find_candidates(files, [], path) if files else known_candidates([], path)
+        search = search_drafts(loaded, candidates, texts, chat, progress, stop)
     show_search(search, output, save=save, as_json=as_json)
     return stop.exit_code
+
+
+def _check_named(path: Path) -> None:
+    """Raise `ModelFileError` if there is nothing to try: this is said before anything is measured."""
+    if not path.exists():
+        raise ModelFileError(f"{path}: there is no such file or folder")
+    if path.is_dir() and not any(path.glob("*.gguf")):
+        raise ModelFileError(
+            f"{path}: the folder has no GGUF files",
+            hint="folders in it are not searched: name them",
+        )
 
 
 def trial_options(
@@ -124,20 +139,21 @@ def known_candidates(named: Sequence[Path], target: Path) -> tuple[list[Path], l
 
 def search_drafts(
     loaded: Models,
-    named: Sequence[Path],
+    found: tuple[list[Path], list[Refused]],
     texts: Sequence[str],
     chat: bool | None,
     progress: Progress,
     stop: Interrupt,
 ) -> Search | None:
-    """Try all drafts; return None if interrupted before there was a result."""
+    """Try the drafts that were found, n-grams and MTP layers; return None if interrupted before there was a
+    result."""
     from specgen.llama.decoder_heads import is_heads_file
     from specgen.measure.selection.candidates import Refused
     from specgen.measure.selection.draft_search import Search, Tried, by_speedup
     from specgen.measure.selection.trial import measure_target, plain_figures, try_draft
 
     target = loaded.options.target
-    candidates, refused = known_candidates(named, target)
+    candidates, refused = found
     load = LoadOfOthers()
     baseline = measure_target(
         loaded,

@@ -46,7 +46,12 @@ _TEXT = {
         show_default="241 of our own",
     ),
     "max_tokens": Option(
-        "--max-tokens", "--predict", "-n", min=8, help="The most tokens of an answer."
+        "--max-tokens",
+        "--predict",
+        "--n-predict",
+        "-n",
+        min=8,
+        help="The most tokens of an answer.",
     ),
     "parallel": Option("--parallel", "-np", min=1, help="How many answers to generate at once."),
 }
@@ -174,7 +179,9 @@ def make(
         judged = replace(own, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
         with opener.open(judged) as loaded:
             texts = evenly_chosen(held_back, plan.n_judged)
-            search = search_drafts(loaded, made, texts, None, progress, stop)
+            search = search_drafts(
+                loaded, known_candidates(made, path), texts, None, progress, stop
+            )
     show_search(
         search,
         output,

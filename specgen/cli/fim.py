@@ -76,7 +76,9 @@ def fim(
     if not found.prefix and not found.suffix and not context:
         raise PromptError("there is no text before or after the gap", hint="give some text")
     finished: list[FinishedEvent] = []
-    with setup.opened(output) as loaded:
+    from specgen.engine.infill import check_infill
+
+    with setup.opened(output, lambda loaded: check_infill(loaded.target)) as loaded:
         prompt, left_out = _prompt(loaded, _gap(found, context))
         if left_out:
             output.note(left_out)

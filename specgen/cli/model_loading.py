@@ -16,6 +16,7 @@ from specgen.cli.output import Output
 from specgen.measure.selection.default_draft import DraftChoice
 from specgen.measure.selection.model_choice import ModelChoice
 from specgen.measure.selection.session_opening import (
+    Check,
     SessionOpener,
     find_models,
     session_options,
@@ -66,10 +67,10 @@ class Setup:
         return sources, options
 
     @contextlib.contextmanager
-    def opened(self, output: Output) -> Iterator[Models]:
+    def opened(self, output: Output, check: Check = lambda _loaded: None) -> Iterator[Models]:
         """Find and load the models; close them at the end. Raise what `opened` raises."""
         sources, options = self.find(output)
-        with opened(options, self.machine.kernels, output, sources.drafts) as loaded:
+        with opened(options, self.machine.kernels, output, sources.drafts, check) as loaded:
             yield loaded
 
 
@@ -79,13 +80,14 @@ def opened(
     kernels: KernelOptions,
     output: Output,
     drafts: Sequence[DraftChoice] = (),
+    check: Check = lambda _loaded: None,
     *,
     drafts_later: bool = False,
 ) -> Iterator[Models]:
     """Load the models, as a `SessionOpener` does; close them at the end. Raise `ModelFileError`,
-    `PairError`, and `UsageError` if kernels that were asked for cannot be used."""
+    `PairError`, what `check` raises, and `UsageError` if kernels that were asked for cannot be used."""
     use_kernels(kernels, output)
-    opener = make_opener(drafts, output, drafts_later=drafts_later)
+    opener = make_opener(drafts, output, check, drafts_later=drafts_later)
     with log_shown(output), opener.open(options) as loaded:
         yield loaded
 
@@ -136,6 +138,7 @@ def what_matters(show: Callable[[str], None]) -> Callable[[str], None]:
 def make_opener(
     drafts: Sequence[DraftChoice],
     output: Output,
+    check: Check = lambda _loaded: None,
     *,
     drafts_later: bool = False,
     memory: Memory | None = None,
@@ -159,6 +162,7 @@ def make_opener(
         note=output.note,
         details=output.verbose > 0,
         drafts_later=drafts_later,
+        check=check,
         loading=loading,
         memory=memory,
     )

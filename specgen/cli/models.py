@@ -53,7 +53,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def list_models(as_json: _Json = False) -> None:
     """List the models and pairs that have a name, and the hub's models in the cache.
 
-    In a pipe, it prints one line for each model. The columns, separated by
+    In a pipe, it prints the columns' names, then one line for each model. The columns, separated by
     tabs: name, "yes" or "no" for whether it is on this disk, bytes, licence,
     pairs. Models of the hub's cache have names as `-m` takes them
     (hf:USER/REPO:QUANT), and the last two columns are empty.
@@ -81,6 +81,7 @@ def list_models(as_json: _Json = False) -> None:
 
         print_model_tables(Console(), registry, found, cached)
     else:
+        typer.echo("name\ton_disk\tbytes\tlicence\tpairs")
         for model, path in found:
             columns = (
                 model.name,

@@ -80,7 +80,7 @@ def serve(
     limits: Limits,
     output: Output,
 ) -> int:
-    """Serve OpenAI's API and llama.cpp's over HTTP, several answers at once.
+    """Serve OpenAI's, Anthropic's and llama.cpp's APIs over HTTP, several answers at once.
 
     Standard output shows the address; a browser finds a small chat there. The options of
     answers, sampling and drafting apply to requests that leave them out. SIGTERM ends the server as

@@ -19,6 +19,7 @@ from specgen.cli.output import Output
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
 from specgen.measure.selection.session_opening import open_memory
 from specgen.models import human_bytes
+from specgen.render.text import counted
 from specgen.system.toml_file import correct, read_toml
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class ModelLoader:
                 )
             stack.callback(engine.close)
             output.note(
-                f"{engine.n_parallel} answers at once, contexts of {engine.n_ctx} tokens; "
+                f"{counted(engine.n_parallel, 'answer')} at once, contexts of {engine.n_ctx} tokens; "
                 f"draft: {loaded.drafts.name}"
             )
             for notice in engine.take_notices():

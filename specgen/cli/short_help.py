@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -116,7 +117,17 @@ EXAMPLES: Mapping[str, tuple[str, str, str]] = {
 }
 #: The options that are shown of a command with many.
 USUAL = (
-    *("--target", "--draft", "--pair", "--prompt", "--file", "--chat", "--system", "--session"),
+    *(
+        "--target",
+        "--hf-repo",
+        "--draft",
+        "--pair",
+        "--prompt",
+        "--file",
+        "--chat",
+        "--system",
+        "--session",
+    ),
     *(
         "--prefix-file",
         "--suffix-file",
@@ -149,6 +160,7 @@ USUAL = (
 )
 #: A command with no more options than this shows all of them.
 _FEW = 22
+#: Columns; a narrower terminal has fewer.
 _WIDTH = 100
 
 
@@ -159,14 +171,15 @@ def short_help(command: Any, context: Any) -> str:
     does = " ".join((command.help or "").strip().split("\n\n")[0].split())
     examples = [f"  {example}" for example in EXAMPLES.get(path, ())]
     rows = list(_rows(command, context))
+    columns = max(60, min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns))
     width = min(34, max(len(spelling) for spelling, _ in rows))
     options = [
-        f"  {spelling:<{width}}  {textwrap.shorten(text, _WIDTH - width - 4, placeholder=' ...')}"
+        f"  {spelling:<{width}}  {textwrap.shorten(text, columns - width - 4, placeholder=' ...')}"
         for spelling, text in rows
     ]
     parts = [
         [f"usage: {usage}"],
-        [does],
+        textwrap.wrap(does, columns),
         examples,
         options,
         [f"`{context.command_path} --help` explains all options."],
@@ -189,5 +202,11 @@ def _rows(command: Any, context: Any) -> Iterator[tuple[str, str]]:
         if each.secondary_opts:
             spelling += f"/{each.secondary_opts[0]}"
         if not each.is_flag and not getattr(each, "count", False):
-            spelling += f" {each.metavar.split('|')[0] if each.metavar else 'N'}"
+            spelling += f" {_value(each.metavar or 'N')}"
         yield spelling, (each.help or "").replace("`", "")
+
+
+def _value(metavar: str) -> str:
+    """Return the first kind of value, or all words that can be chosen."""
+    first = metavar.partition("|")[0]
+    return first if first != first.lower() else metavar

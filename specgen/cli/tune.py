@@ -48,8 +48,8 @@ def tune(
 
     It measures the best number of threads, what decodes cost, how often the
     draft agrees with the target, and the expected speed-up: of the draft
-    alone and with n-grams, of n-grams alone, and of other drafts on this
-    disk. It takes a few minutes. The results are kept, and `specgen run`
+    alone and with n-grams, of n-grams alone, and, if you name no draft, of
+    other drafts on this disk. It takes a few minutes. The results are kept, and `specgen run`
     with the same models and options uses them. If the machine was busy,
     nothing is kept: tune again when it is idle. Ctrl-C shows the results so far and keeps nothing (exit code
     130).
@@ -73,7 +73,9 @@ def tune(
         draft, notes = _draft(loaded, sources)
         load = LoadOfOthers()
         tuner = Tuner(loaded, interrupted=stop, progress=progress)
-        tuning = tuner.run(draft, _others(draft, loaded.options.target), texts, chat=chat)
+        is_named = models.draft is not None or models.pair is not None
+        others = [] if is_named else _others(draft, loaded.options.target)
+        tuning = tuner.run(draft, others, texts, chat=chat)
         if tuning is not None:
             tuning = replace(tuning, others_share=load.share)
         kept = _keep(loaded, tuning)

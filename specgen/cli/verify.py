@@ -19,6 +19,7 @@ from specgen.errors import DefectError, PromptError, UsageError
 from specgen.measure.selection.model_choice import ModelChoice
 from specgen.measure.selection.session_opening import SessionOpener, find_models, session_options
 from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.render.text import counted
 
 if TYPE_CHECKING:
     from specgen.cli.process import Interrupt
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 _N_AT_ONCE_PROMPTS = 6
 #: The temperature of sampled checks if none is given: llama.cpp's default.
 _TEMPERATURE = 0.8
+#: How many prompts are answered, and at how many places samples are drawn, if neither is given.
+_N_PROMPTS, _N_PLACES = 16, 3
+#: The deviation to find if none is given: usually, and with fewer prompts than places.
+_DEVIATIONS = (0.08, 0.15)
 
 
 @flags.takes_options(
@@ -56,10 +61,12 @@ _TEMPERATURE = 0.8
             "-N",
             min=1,
             help="Greedy: how many prompts to use, spread evenly over the file.",
+            show_default="16",
         ),
         max_tokens=Option(
             "--max-tokens",
             "--predict",
+            "--n-predict",
             "-n",
             min=1,
             help="Greedy: how many tokens of each answer to compare.",
@@ -69,6 +76,7 @@ _TEMPERATURE = 0.8
             min=1,
             help="Sampled: at how many places to draw for each way to draft, each in the answer to another "
             "prompt.",
+            show_default="3, or as many as --count if that is less",
         ),
         depth=Option(
             "--depth", min=1, max=4, help="Sampled: how many tokens to draw and to test jointly."
@@ -79,6 +87,7 @@ _TEMPERATURE = 0.8
             max=0.5,
             help="Sampled: the total variation distance to find with 99 % probability; it sets the number "
             "of draws.",
+            show_default="0.08, or 0.15 if --count is 1 or 2",
         ),
         n_draws=Option(
             "--draws",
@@ -109,11 +118,11 @@ def verify(
     models: ModelChoice,
     check: Literal["both", "greedy", "sampled"] = "both",
     prompts: Path | None = None,
-    n_prompts: int = 16,
+    n_prompts: int | None = None,
     max_tokens: int = 64,
-    n_places: int = 3,
+    n_places: int | None = None,
     depth: int = 3,
-    deviation: float = 0.08,
+    deviation: float | None = None,
     n_draws: int | None = None,
     false_alarm: float = 1e-4,
     chat: bool | None = None,
@@ -150,6 +159,9 @@ def verify(
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to verify")
     texts = list(OWN_PROMPTS) if prompts is None else read_prompts(prompts)
     ways = ways_to_draft(drafting)
+    n_few = min(_N_PLACES, n_prompts or _N_PLACES)  # whoever wants little does not wait long
+    n_places = n_places or n_few
+    deviation = deviation or _DEVIATIONS[n_few < _N_PLACES]
     plan = SampledPlan(
         depth=depth,
         deviation=deviation,
@@ -166,7 +178,13 @@ def verify(
     with log_shown(output), output.measuring() as (progress, stop):
         opener = make_opener(sources.drafts, output)
         job = _Job(options, ways, opener, texts, chat, progress, stop, seeded_bug)
-        greedy = job.greedy(n_prompts) if check != "sampled" else ()
+        greedy = job.greedy(n_prompts or _N_PROMPTS) if check != "sampled" else ()
+        if check == "both" and greedy and not stop():
+            output.note(
+                f"samples at {counted(n_places * len(ways), 'place')} follow, hundreds or thousands of draws "
+                "at each, which takes most of the time: --places and --draws make it less, --check greedy "
+                "leaves it out"
+            )
         sampled = job.sampled(plan, n_places) if check != "greedy" else ()
     report = job.report(check, greedy, sampled)
     _show(report, json=json)

@@ -268,7 +268,8 @@ class Loop:
         `costs` of the target's batches. A short answer is not: the decodes would take a part of its time,
         and their noise would decide."""
         sequence.policy.finish()
-        token_s, how = None, ""
+        # Decodes next to one another, and costs that were measured before, count as one time.
+        token_s, how, n_times = None, "", 1
         is_compared = sequence.tally.n_drafted and sequence.n_answer >= _SHORTEST_COMPARED
         if is_compared and not estimate_gain and costs is not None:
             token_s = sequence.tally.priced_token_s(costs)
@@ -277,10 +278,12 @@ class Loop:
             token_s = sequence.tally.plain_token_s()
             n_plain = len(sequence.tally.target_s_by_rows[1])
             how = f"from the {n_plain} rounds of this answer that had no draft"
+            n_times = max(1, n_plain)
             if token_s is None and sequence.finish_reason != "interrupted":
                 token_s = self.plain_token_s(sequence)
                 how = f"from {_N_PROBES} single-token decodes at the end of the answer"
-        return [sequence.finished_event(self.now_s, token_s, how)]
+                n_times = 1
+        return [sequence.finished_event(self.now_s, token_s, how, n_times)]
 
     def plain_token_s(self, sequence: Sequence) -> float | None:
         """Return the target's time for one token: the median seconds of a few decodes of the text's last

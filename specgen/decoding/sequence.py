@@ -162,13 +162,16 @@ class Sequence:
             self.finish_reason = reason
             self.stopped_by = stopped_by
 
-    def finished_event(self, time_s: float, plain_token_s: float | None, how: str) -> FinishedEvent:
-        """Return the summary. `plain_token_s` is the cost of a token without a draft, if known, and `how`
-        says how it was measured."""
+    def finished_event(
+        self, time_s: float, plain_token_s: float | None, how: str, n_plain: int = 1
+    ) -> FinishedEvent:
+        """Return the summary. `plain_token_s` is the cost of a token without a draft, if known, `how` says how
+        it was measured, and `n_plain` by how many independent times."""
         tally = self.tally
         tokens_per_s = tally.tokens_per_s(len(self.tokens) - self.n_prompt)
         plain_tokens_per_s = 1.0 / plain_token_s if plain_token_s else None
         speedup = tokens_per_s / plain_tokens_per_s if tokens_per_s and plain_tokens_per_s else None
+        error = 1.0 + tally.speedup_error(n_plain)
         return FinishedEvent(
             sequence=self.index,
             time_s=time_s,
@@ -200,6 +203,7 @@ class Sequence:
             ends_grammar=self._has_end_token and self.state.has_grammar,
             plain_tokens_per_s=plain_tokens_per_s,
             estimated_speedup=speedup,
+            estimated_speedup_range=None if speedup is None else (speedup / error, speedup * error),
             estimated_whole_speedup=tally.whole_speedup(
                 len(self.tokens) - self.n_prompt, plain_token_s
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,6 +14,11 @@ from specgen.events import ReasonCount
 
 #: Fewer single-token rounds than this say too little about plain decoding.
 _MIN_PLAIN_SAMPLES = 3
+#: How much decodes of equally many rows differ, as a share of their time, is learnt from at least so many of a kind
+#: and so many in all; else it is taken to be `_USUAL_NOISE`.
+_MIN_OF_A_KIND, _MIN_DECODES, _USUAL_NOISE = 3, 6, 0.1
+#: The least uncertainty of a comparison with plain decoding.
+_LEAST_ERROR = 0.02
 
 
 @dataclass(slots=True)
@@ -111,6 +117,26 @@ class Tally:
         """Return the median time of the target's single-row decodes; None if there were too few."""
         samples = self.target_s_by_rows.get(1, [])
         return statistics.median(samples) if len(samples) >= _MIN_PLAIN_SAMPLES else None
+
+    def speedup_error(self, n_plain: int) -> float:
+        """Return the uncertainty of the speed-up, as a share of it: two standard errors.
+
+        The time of a token in plain decoding is known from `n_plain` independent times, that of this answer from
+        all its rounds. Both vary as decodes of equally many rows do in this answer; the sixth at either end does
+        not count, so that a single hiccup does not decide.
+        """
+        kinds = [
+            (each, statistics.median(each))
+            for each in self.target_s_by_rows.values()
+            if len(each) >= _MIN_OF_A_KIND and min(each) > 0.0
+        ]
+        ratios = [math.log(seconds / usual) for each, usual in kinds for seconds in each]
+        noise = _USUAL_NOISE
+        if len(ratios) >= _MIN_DECODES:
+            sixths = statistics.quantiles(ratios, n=6, method="inclusive")
+            noise = (sixths[-1] - sixths[0]) / 2
+        n_rounds = max(1, sum(map(len, self.target_s_by_rows.values())))
+        return max(_LEAST_ERROR, 2.0 * noise * math.sqrt(1 / n_plain + 1 / n_rounds))
 
     def priced_token_s(self, costs: CostTable) -> float | None:
         """Return the mean time of a token if no sequence had drafted, by the costs of the target's batches at

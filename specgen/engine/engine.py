@@ -36,6 +36,7 @@ from specgen.llama import LlamaBackend
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.system.json_values import as_json
 from specgen.system.machine import LoadOfOthers
+from specgen.system.units import seconds_text
 
 #: Waiting requests that are looked at for one that need not wait for another prompt.
 _N_LOOKED_AT = 16
@@ -124,7 +125,7 @@ class Engine:
             on_error.pop_all()
         if self.measured_s:
             self.tell(
-                f"measured the costs of drafting and the expected acceptance in {self.measured_s:.1f} s"
+                f"measured the costs of drafting and the expected acceptance in {seconds_text(self.measured_s)}"
                 + ("; the machine was busy, so they will be measured again") * models.costs.was_busy
             )
 
@@ -495,7 +496,7 @@ class Engine:
 
     def _begin(self, request: Request, slot: Slot) -> list[Event]:
         slot.request, slot.used_last = request, request.index
-        request.load = LoadOfOthers() if self._estimates_gain else None
+        request.load = LoadOfOthers()
         try:
             # The state behind a prefix may be forgotten, and the first row of the draft reads it.
             n_again = 1 if self._models.drafts.from_states is not None else 0

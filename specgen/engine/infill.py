@@ -117,6 +117,17 @@ class InfillTokens:
 _NONE = InfillTokens()
 
 
+def check_infill(model: LlamaModel) -> InfillTokens:
+    """Return the tokens of a model for texts with a gap. Raise `UsageError` if it was not trained for gaps."""
+    tokens = InfillTokens.of(model.vocabulary)
+    if tokens is None:
+        raise UsageError(
+            f"{model.name} has no tokens for fill-in-the-middle",
+            hint="use a model that was trained for it, such as Qwen2.5-Coder or StarCoder2",
+        )
+    return tokens
+
+
 def infill_prompt(
     model: LlamaModel, own_draft: LlamaModel | None, gap: Gap, n_room: int
 ) -> InfillPrompt:
@@ -129,12 +140,7 @@ def infill_prompt(
 
     Raise `UsageError` if the model was not trained for gaps.
     """
-    tokens = InfillTokens.of(model.vocabulary)
-    if tokens is None:
-        raise UsageError(
-            f"{model.name} has no tokens for fill-in-the-middle",
-            hint="use a model that was trained for it, such as Qwen2.5-Coder or StarCoder2",
-        )
+    tokens = check_infill(model)
     writer = _Writer(model.vocabulary, tokens, n_room)
     written = writer.write(gap)
     text = "".join(map(model.vocabulary.control_text, written))

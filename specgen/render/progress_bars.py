@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from specgen.render.text import clean_line, counted
 from specgen.serving.batch.runner import Tally
 from specgen.system.progress import Progress, ProgressLines
+from specgen.system.units import duration
 
 #: Seconds before which a speed means nothing.
 _LEAST_S = 1.0
@@ -99,7 +100,7 @@ class _Throughput:
             return "starting"
         parts = [f"{tally.n_tokens / seconds:.1f} tokens/s"]
         if n_done and tally.n_done < tally.n_lines:
-            parts.append(f"{_duration(seconds / n_done * (tally.n_lines - tally.n_done))} left")
+            parts.append(f"{duration(seconds / n_done * (tally.n_lines - tally.n_done))} left")
         return ", ".join(parts)
 
 
@@ -108,7 +109,7 @@ def batch_summary(tally: Tally, seconds: float, where: str) -> str:
     whom."""
     parts = [
         f"{counted(tally.n_answers, 'answer')} of {counted(tally.n_tokens, 'token')} in all",
-        f"{_duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s",
+        f"{duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s",
         where,
     ]
     if tally.n_drafted:
@@ -117,12 +118,3 @@ def batch_summary(tally: Tally, seconds: float, where: str) -> str:
         share = 100 * tally.n_cached_tokens / tally.n_prompt_tokens
         parts.append(f"{share:.0f}% of the prompts from the cache")
     return ", ".join(parts)
-
-
-def _duration(seconds: float) -> str:
-    """Return seconds in a suitable unit."""
-    if seconds < 90.0:
-        return f"{seconds:.0f} s"
-    if seconds < 5400.0:
-        return f"{seconds / 60.0:.0f} min"
-    return f"{seconds / 3600.0:.1f} h"

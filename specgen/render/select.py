@@ -74,7 +74,8 @@ def make_renderer(
         quiet: nothing on stderr.
         verbose: notices with their details.
         folds: on a terminal, put a line in the place of a thinking block.
-        newline: end the last line in a pipe, and in a file that standard error shares; on a terminal it always ends.
+        newline: end the last line in a pipe, and in a file that standard error shares; on a terminal it always ends,
+            and where the summary follows in the same pipe or file.
     """
     error_console = make_console(stderr, environ)
     if json:
@@ -90,7 +91,8 @@ def make_renderer(
             show,
             notes,
             folds=folds,
-            ends_line=newline and _wants_line_end(stdout, stderr),
+            ends_line=(newline and _is_pipe(stdout))
+            or ((newline or stats) and _is_same_file(stdout, stderr)),
         )
         if not quiet and not isinstance(answer, LiveRenderer):  # which has a status line for it
             answer = Tee((ReadingNotes(error_console), answer))
@@ -125,13 +127,19 @@ def _answer_renderer(
     return PlainRenderer(_binary(stdout), notes, ends_line=ends_line), False
 
 
-def _wants_line_end(stdout: TextIO, stderr: TextIO) -> bool:
-    """Return whether standard output is a pipe or a socket, or goes where standard error goes."""
+def _is_pipe(stream: TextIO) -> bool:
+    """Return whether a stream is a pipe or a socket."""
     try:
-        own = os.fstat(stdout.fileno())
-        if stat.S_ISFIFO(own.st_mode) or stat.S_ISSOCK(own.st_mode):
-            return True
-        return os.path.samestat(own, os.fstat(stderr.fileno()))
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+def _is_same_file(stdout: TextIO, stderr: TextIO) -> bool:
+    """Return whether both streams go to the same place, as with `2>&1`."""
+    try:
+        return os.path.samestat(os.fstat(stdout.fileno()), os.fstat(stderr.fileno()))
     except (OSError, ValueError):
         return False
 

@@ -14,14 +14,15 @@ from specgen.render.base import Renderer, say
 from specgen.render.marks import FAINT, legend
 from specgen.render.text import can_encode, clean_line, counted
 from specgen.system.machine import busy_text, is_busy
+from specgen.system.units import seconds_text, three_digits
 
 _BARS = "▁▂▃▄▅▆▇█"
 #: Below this width labels are above their texts.
 _NARROW_COLUMNS = 40
 #: Above this share of rounds that drafted nothing, the summary says why.
 _LITTLE = 0.25
-#: Speeds that differ by at most this share count as equal; in answers of fewer than `_N_SURE` tokens by `_ROUGH`.
-_NOISE, _ROUGH, _N_SURE = 0.03, 0.05, 100
+#: Speed-ups that differ by at most this count as equal.
+_NOISE = 0.03
 
 
 class SummaryRenderer(Renderer):
@@ -92,6 +93,9 @@ def summary_items(
     yield "answer", Text(", ".join(_answer(finished)))
     if finished.tokens_per_s is not None or finished.time_to_first_token_s is not None:
         yield "speed", Text(", ".join(_speed(finished)))
+    if finished.n_cached_tokens:
+        n_all = counted(finished.n_prompt_tokens, "token")
+        yield "prompt", Text(f"{n_all}, {finished.n_cached_tokens} of them not read again")
     if finished.n_drafted:
         yield "drafts", Text(", ".join(_drafts(finished)))
         yield "by depth", Text(by_depth(finished, encoding))
@@ -122,10 +126,10 @@ def _answer(finished: FinishedEvent) -> Iterator[str]:
 
 def _speed(finished: FinishedEvent) -> Iterator[str]:
     if finished.tokens_per_s is not None:
-        yield f"{_figure(finished.tokens_per_s)} tokens/s"
+        yield f"{three_digits(finished.tokens_per_s)} tokens/s"
     if finished.time_to_first_token_s is not None:
         prompt = counted(finished.n_prompt_tokens, "prompt token")
-        yield f"first token after {_seconds(finished.time_to_first_token_s)} ({prompt})"
+        yield f"first token after {seconds_text(finished.time_to_first_token_s)} ({prompt})"
 
 
 def _drafts(finished: FinishedEvent) -> Iterator[str]:
@@ -155,7 +159,7 @@ def _shares(n_accepted: Sequence[int], n_drafted: Sequence[int], encoding: str) 
 
 
 def _time(finished: FinishedEvent) -> Iterator[str]:
-    yield _seconds(finished.wall_s)
+    yield seconds_text(finished.wall_s)
     for name, part_s in (
         ("prompt", finished.prompt_s),
         ("draft", finished.draft_s),
@@ -168,36 +172,42 @@ def _time(finished: FinishedEvent) -> Iterator[str]:
 
 
 def _gain(finished: FinishedEvent, draft: str | None) -> Text:
-    """Return how drafting compares with plain decoding, and advice if it is slower."""
-    speedup = round(finished.estimated_speedup or 0.0, 2)
+    """Return between which two numbers the gain over plain decoding is, and advice if it is a loss. A gain that may
+    be none is not called one, and on a busy machine nothing is known."""
+    if finished.others_share is not None and is_busy(finished.others_share):
+        return Text(f"not known, since the machine was busy: {busy_text(finished.others_share)}")
+    speedup = finished.estimated_speedup or 0.0
+    low, high = finished.estimated_speedup_range or (speedup, speedup)
     whole = finished.estimated_whole_speedup
     details = []
     # Reading a long prompt takes the same time with drafts and without.
     if whole is not None and abs(whole - speedup) > _NOISE:
-        details.append(f"{speedup:.2f} times after the first token")
-        speedup = round(whole, 2)
+        details.append(f"{_between(low, high)} times after the first token")
+        prompt = finished.prompt_s / finished.wall_s
+        low, high = (prompt + (whole - prompt) * each / speedup for each in (low, high))
     if finished.plain_tokens_per_s is not None:
-        details.append(f"{_figure(finished.plain_tokens_per_s)} tokens/s plain")
+        details.append(f"{three_digits(finished.plain_tokens_per_s)} tokens/s plain")
     if finished.estimate:
         details.append(f"estimated {finished.estimate}")
     about = f" ({', '.join(details)})" if details else ""
-    if is_impossible(finished.estimated_speedup or 0.0, finished.mean_accepted_length):
+    if is_impossible(speedup, finished.mean_accepted_length):
         length = f"{finished.mean_accepted_length:.2f} tokens per pass"
         about += f"; {length} allow no more: the machine's speed changed meanwhile"
-    if finished.others_share is not None and is_busy(finished.others_share):
-        about += f"; the machine was busy: {busy_text(finished.others_share)}"
-    # Few tokens say no more than this.
-    is_rough = finished.n_tokens < _N_SURE
-    times = f"about {speedup:.1f}" if is_rough else f"{speedup:.2f}"
-    if speedup > 1 + (_ROUGH if is_rough else _NOISE):
+    times = _between(low, high)
+    if round(low, 1) > 1.0:
         return Text(f"{times} times as fast as plain decoding{about}")
-    if speedup >= 1 - (_ROUGH if is_rough else _NOISE):
-        return Text(f"about as fast as plain decoding: {times.removeprefix('about ')} times{about}")
+    if round(high, 1) >= 1.0:
+        return Text(f"about as fast as plain decoding: {times} times{about}")
     advice = ["`--draft none`", "`--draft ngram`", "a smaller `--draft-max`"]
     if draft == "ngram":
         del advice[1]
     slower = f"drafting made this slower: {times} times the speed of plain decoding"
     return Text.assemble((slower, "bold"), f"{about}; try {_either(advice)}")
+
+
+def _between(low: float, high: float) -> str:
+    """Return both numbers, or one if they are the same with one digit behind the point."""
+    return f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f}"
 
 
 def _end(finished: FinishedEvent, encoding: str) -> str:
@@ -216,17 +226,6 @@ def _end(finished: FinishedEvent, encoding: str) -> str:
 
 def _either(choices: Sequence[str]) -> str:
     return f"{', '.join(choices[:-1])} or {choices[-1]}"
-
-
-def _figure(value: float) -> str:
-    """Return three digits, or all digits before the point if they are more."""
-    if value >= 100:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value * 1000:.0f} ms" if value < 0.9995 else f"{_figure(value)} s"
 
 
 __all__ = ["SummaryRenderer", "by_depth", "by_rank", "print_summary", "summary_items"]

@@ -42,11 +42,20 @@ _HEADINGS = (
     "whole",
     "other",
 )
+#: The columns in a pipe.
+_BENCH_COLUMNS = (
+    *("target", "temperature", "contender", "category", "answers"),
+    *("speedup", "first_quartile", "third_quartile", "worst_speedup", "tokens_per_s"),
+    *("acceptance_rate", "tokens_per_pass", "first_token", "different", "whole_speedup"),
+)
 
 
 def bench_lines(report: BenchReport) -> Iterator[str]:
-    """Yield a line for each contender, followed by one for each of its categories if there are several. Tabs
-    separate the columns, which are empty where there is no figure."""
+    """Yield the columns' names, then a line for each contender, followed by one for each of its categories if
+    there are several. Tabs separate the columns, which are empty where there is no figure. Without figures
+    there are no lines."""
+    if report.figures:
+        yield "\t".join(_BENCH_COLUMNS)
     for each in report.figures:
         own = [f"{each.temperature:g}", each.contender]
         yield "\t".join([each.target, *own, OVERALL, *_overall(each)])
@@ -156,10 +165,18 @@ def _number(value: float | None, missing: str = "") -> str:
 
 # --- specgen draft find
 
+#: The columns in a pipe.
+_DRAFT_COLUMNS = (
+    *("draft", "speedup", "worst_speedup", "tokens_per_s", "acceptance_rate", "tokens_per_pass"),
+    *("draft_token_ms", "start_ms"),
+)
+
 
 def draft_lines(tried: Sequence[Tried]) -> list[str]:
-    """Return a line for each draft, its columns separated by tabs; empty where there is no figure."""
-    return ["\t".join([str(one.draft), *_columns(one.figures, missing="")]) for one in tried]
+    """Return the columns' names and a line for each draft, the columns separated by tabs; empty where there is
+    no figure."""
+    rows = [[str(one.draft), *_columns(one.figures, missing="")] for one in tried]
+    return ["\t".join(row) for row in (_DRAFT_COLUMNS, *rows)]
 
 
 def print_draft_table(search: Search, console: Console) -> None:

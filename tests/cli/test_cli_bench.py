@@ -83,7 +83,10 @@ def bench(capsys: pytest.CaptureFixture[str], tiny_models: Path, prompts: Path) 
 
 def rows(outcome: Outcome) -> list[list[str]]:
     assert outcome.code == 0, outcome.err
-    return [line.split("\t") for line in outcome.out.splitlines()]
+    headings, *found = (line.split("\t") for line in outcome.out.splitlines())
+    assert headings[:6] == ["target", "temperature", "contender", "category", "answers", "speedup"]
+    assert {len(row) for row in found} == {len(headings)}
+    return found
 
 
 # --- what is measured
@@ -93,7 +96,11 @@ def test_in_a_pipe_each_contender_is_a_line_for_all_and_one_for_each_category(
     bench: Specgen,
 ) -> None:
     outcome = bench("--draft", "draft", "--draft", "ngram", "--policy", "fixed")
-    assert outcome.err == ""
+    # What is measured is said before, with what makes it shorter.
+    (note,) = outcome.err.splitlines()
+    assert note.startswith("note: target.gguf: 3 prompts, each answered with up to ")
+    assert " tokens by: plain, draft.gguf, ngram. This takes about " in note
+    assert "-N 1" in note
     found = rows(outcome)
     assert {len(row) for row in found} == {N_COLUMNS}
     assert [row[:5] for row in found] == [
@@ -238,7 +245,7 @@ def test_what_cannot_be_is_told_before_anything_is_loaded(bench: Specgen, tmp_pa
 
 def test_prompts_may_be_given_as_texts(bench: Specgen) -> None:
     outcome = bench("--draft", "none", "one prompt", "another", prompts=None)
-    assert (outcome.code, outcome.out.split("\t")[4]) == (0, "2")
+    assert rows(outcome)[0][4] == "2"
     assert "given twice" in bench("one prompt").err
     assert "a prompt is empty" in bench("a", " ", prompts=None).err
 
@@ -260,8 +267,8 @@ def test_a_prompt_that_is_too_long_is_skipped(bench: Specgen, prompts: Path) -> 
         file.write(json.dumps({"prompt": "too long " * 400}) + "\n")
     outcome = bench("--draft", "draft", "--policy", "fixed")
     assert [row[4] for row in rows(outcome) if row[3] == "overall"] == ["3", "3"]
-    assert outcome.err.startswith("note: prompt 4 was left out: the prompt has ")
-    assert outcome.err.count("\n") == 1
+    assert outcome.err.splitlines()[1].startswith("note: prompt 4 was left out: the prompt has ")
+    assert outcome.err.count("\n") == 2
 
 
 def test_an_error_after_results_costs_no_results(
@@ -270,7 +277,10 @@ def test_an_error_after_results_costs_no_results(
     missing, file = tmp_path / "missing.gguf", tmp_path / "out.json"
     outcome = bench("-m", "target", "-m", missing, "--draft", "none", "--json", file)
     assert outcome.code == 4
-    assert [line.split("\t")[0] for line in outcome.out.splitlines()] == ["target.gguf"] * 3
+    assert [line.split("\t")[0] for line in outcome.out.splitlines()] == [
+        "target",
+        *["target.gguf"] * 3,
+    ]
     assert len(json.loads(file.read_text(encoding="utf-8"))["results"]) == 3
     assert "missing.gguf" in outcome.err
 
@@ -294,11 +304,11 @@ def test_an_interruption_tells_what_there_is(
     file = tmp_path / "out.json"
     outcome = bench("--draft", "draft", "--policy", "fixed", "--json", file)
     assert outcome.code == 130
-    assert outcome.err == "note: interrupted: not everything was measured\n"
+    assert outcome.err.splitlines()[1:] == ["note: interrupted: not everything was measured"]
     document = json.loads(file.read_text(encoding="utf-8"))
     assert document["is_interrupted"] is True
     assert len(document["results"]) == 3
-    assert [line.split("\t")[2:5] for line in outcome.out.splitlines()][:2] == [
+    assert [line.split("\t")[2:5] for line in outcome.out.splitlines()][1:3] == [
         ["plain", "overall", "2"],
         ["plain", "code", "1"],
     ]

@@ -156,7 +156,7 @@ def test_commands_in_a_pipe_speak_on_stderr(chat: Chat, tmp_path: Path) -> None:
     assert found[0]["n_drafted"] != 0
     assert "is on" in texts[3]
     assert "never asked" not in texts[3]
-    for words in ("1 turn left", "0 turns left", "/undo", "conversation of 2 turns"):
+    for words in ("has 1 turn now", "has 0 turns now", "/undo", "conversation of 2 turns"):
         assert words in result.err
     assert "in all: 3 answers" in result.err
 
@@ -522,7 +522,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(
     assert lines[1]["text"]
     child.expect_exact(READY)
     child.send("/undo\r")
-    child.expect("0 turns left")
+    child.expect("has 0 turns now")
     child.send("\x04")
     child.wait()
     assert child.exitstatus == 0

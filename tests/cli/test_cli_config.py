@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from specgen.system.toml_file import read_toml
 from tests.helpers.cli import Result, complaint, in_process
 
 Specgen = Callable[..., Result]
@@ -61,6 +63,30 @@ def test_the_output_of_config_can_stand_in_the_file(specgen: Specgen, file: Path
     assert "samplers" in in_force(specgen("config"))
 
 
+def test_config_prints_values_only_where_there_are_some(specgen: Specgen, file: Path) -> None:
+    lines = specgen("config").out.splitlines()[1:]
+    unset = [line for line in lines if " is not set" in line]
+    assert "# threads is not set: what `specgen tune` found best, or physical cores" in unset
+    values = [line.removeprefix("# ") for line in lines if line not in unset]
+    file.write_text("\n".join(values))
+    assert len(read_toml(file)) == len(values)
+
+
+def test_doctor_reports_a_mistake_in_the_file(
+    specgen: Specgen, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.measure.doctor.TENSOR_TYPES", ())
+    file.write_text("temprature = 1\n")
+    result = specgen("doctor", "--json")
+    assert result.code == 2
+    (wrong,) = (each for each in json.loads(result.out)["checks"] if not each["passed"])
+    assert (wrong["name"], wrong["error"]) == ("defaults", "UsageError")
+    assert "temprature: there is no such key" in wrong["message"]
+    file.write_text("temp = 1\n")
+    healthy = specgen("doctor", "--json")
+    assert "defaults" not in healthy.out
+
+
 def test_a_draft_is_for_the_target_beside_it(specgen: Specgen, file: Path) -> None:
     file.write_text(
         'target = "one.gguf"\ndraft = "ngram"\ntemp = 0.5\n'
@@ -93,7 +119,7 @@ def test_commands_take_the_defaults_that_concern_them(
     # What is measured does not depend on how answers are sampled.
     file.write_text("temp = 0.8\n")
     bench = specgen("bench", "-m", target, "--draft", "none", "-t", "1", "-N", "1", "-n", "4")
-    assert bench.out.split("\t")[1] == "0"
+    assert bench.out.splitlines()[1].split("\t")[1] == "0"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from specgen.measure.selection.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.models import SavedDraft, identify, save_draft, saved_draft, saved_drafts_file
 from specgen.render.tables import draft_lines, print_draft_table
 from specgen.testing.tiny import TinyConfig, write_tiny_model
-from tests.helpers.cli import Result, Specgen, on_terminal, rest_of
+from tests.helpers.cli import Result, Specgen, complaint, on_terminal, rest_of
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Quick, and enough for a test of the command line.
@@ -45,7 +45,9 @@ def find(specgen: Specgen, tiny_models: Path) -> Specgen:
 def columns(result: Result) -> dict[str, list[str]]:
     """The columns after the draft, by what drafts."""
     assert result.code == 0, result.err
-    rows = [line.split("\t") for line in result.out.splitlines()]
+    headings, *rows = (line.split("\t") for line in result.out.splitlines())
+    assert headings[:2] == ["draft", "speedup"]
+    assert {len(row) for row in rows} == {len(headings)}
     return {Path(name).stem: rest for name, *rest in rows}
 
 
@@ -168,6 +170,8 @@ def test_models_that_have_a_name_and_are_on_the_disk_are_tried(
     slot.folder.mkdir(parents=True)
     slot.file.write_bytes(draft.read_bytes())
     assert set(columns(find())) == {"known", "ngram", "none"}
+    # Whoever names files wants to know about these.
+    assert set(columns(find("bad"))) == {"bad", "ngram", "none"}
 
 
 # --- what cannot draft
@@ -180,12 +184,11 @@ def test_what_cannot_draft_is_a_line_each_and_no_failure(
     broken.write_bytes((tiny_models / "draft.gguf").read_bytes()[:5000])
     text = tmp_path / "text.gguf"
     text.write_text("no model", encoding="utf-8")
-    missing = tmp_path / "missing.gguf"
-    result = find(broken, text, missing, "bert", "target", "draft")
+    result = find(broken, text, "bert", "target", "draft")
     assert set(columns(result)) == {"draft", "ngram", "none"}
     notes = [note for note in result.err.splitlines() if "a tie" not in note]
-    assert len(notes) == 5
-    for path in (broken, text, missing, tiny_models / "bert.gguf", tiny_models / "target.gguf"):
+    assert len(notes) == 4
+    for path in (broken, text, tiny_models / "bert.gguf", tiny_models / "target.gguf"):
         (note,) = (note for note in notes if note.startswith(f"note: {path}: "))
         assert note.count(str(path)) == 1
     assert "the target itself" in result.err
@@ -193,6 +196,17 @@ def test_what_cannot_draft_is_a_line_each_and_no_failure(
     quiet = find(broken, "--quiet")
     assert quiet.err == ""
     assert set(columns(quiet)) == {"ngram", "none"}
+
+
+def test_what_is_named_and_missing_is_an_error_before_anything_is_measured(
+    find: Specgen, tmp_path: Path
+) -> None:
+    (tmp_path / "empty" / "deeper").mkdir(parents=True)
+    (tmp_path / "empty" / "deeper" / "draft.gguf").touch()
+    for name, why in (("missing", "no such file or folder"), ("empty", "has no GGUF files")):
+        error = complaint(find("draft", tmp_path / name), 4)
+        assert str(tmp_path / name) in error
+        assert why in error
 
 
 def write(folder: Path, name: str, n_bytes: int) -> Path:
@@ -247,7 +261,7 @@ def test_save_keeps_the_best_and_run_takes_it(
     find("draft")
     assert saved_draft(target) is None
     result = find("draft", "--save")
-    best, *figures = result.out.splitlines()[0].split("\t")
+    best, *figures = result.out.splitlines()[1].split("\t")
     saved = saved_draft(target)
     assert saved is not None
     assert str(saved.draft) == best
@@ -476,7 +490,8 @@ def test_the_table_is_whole_at_every_width(width: int) -> None:
 
 
 def test_a_line_in_a_pipe_names_the_file_with_its_folder() -> None:
-    first, second, third = draft_lines(search().tried)
+    headings, first, second, third = draft_lines(search().tried)
+    assert headings.startswith("draft\tspeedup\t")
     assert first.split("\t")[0] == "/models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
     assert second.split("\t")[0] == "ngram"
     assert third.split("\t")[4:7] == ["", "2.50", ""]

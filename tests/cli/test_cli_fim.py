@@ -6,6 +6,7 @@ import io
 import json
 import os
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from specgen.cli.fim import LOCATION
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import INFILL_TOKENS
 from tests.helpers.cli import Result, complaint, events_of, in_process
+from tests.helpers.common import ROOT
 
 Fim = Callable[..., Result]
 
@@ -286,6 +288,28 @@ def test_a_model_that_knows_no_gaps(fim: Fim) -> None:
     write("a.txt")
     said = complaint(fim("a.txt:1", target="plain", draft="none"), 2)
     assert "plain.gguf has no tokens for fill-in-the-middle" in said
+
+
+def test_a_model_without_gaps_is_refused_before_a_draft_is_chosen(
+    models: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "x").write_text(TEXT)
+    result = in_process(capsys)("fim", f"{tmp_path / 'x'}:1", "-m", str(models / "plain.gguf"))
+    # A note on the chosen draft would be a second line.
+    assert "plain.gguf has no tokens" in complaint(result, 2)
+
+
+def test_the_summary_never_follows_the_answer_in_its_line(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "x").write_text(TEXT)
+    command = [sys.executable, "-m", "specgen", "fim", f"{tmp_path / 'x'}:1", "-n", "4", "-m"]
+    command += [str(models / "target.gguf"), "-md", "none"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    both = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, check=True
+    )
+    alone = subprocess.run(command, capture_output=True, env=environment, check=True)
+    assert not alone.stdout.endswith(b"\n")
+    assert both.stdout.startswith(alone.stdout + b"\nanswer: 4 tokens")
 
 
 def test_events(fim: Fim) -> None:

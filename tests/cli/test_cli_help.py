@@ -42,6 +42,38 @@ def test_the_short_help_fits_a_screen_and_has_three_examples(
     assert "<bool>" not in full.out
 
 
+def test_the_short_help_fits_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, in_process(capsys)("run", "-h").out.splitlines())) <= 80
+
+
+def test_the_short_help_shows_all_words_that_can_be_chosen(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "--show accepted|all|none  " in in_process(capsys)("run", "-h").out
+
+
+@pytest.mark.parametrize("name", ["models", "draft"])
+def test_the_help_of_groups_shows_no_type_of_flags(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "<bool>" not in in_process(capsys)(name, "-h").out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(("-c", "nv"), "'nv' is not a whole number"), (("--temp", "hot"), "'hot' is not a number")],
+)
+def test_an_error_of_an_option_shows_the_value(
+    words: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = in_process(capsys)("run", *words, "hi")
+    assert result.code == 2
+    assert said in result.err
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_examples_are_commands(name: str) -> None:
     for example in EXAMPLES[name]:

@@ -65,7 +65,9 @@ def lines_of(result: Result) -> dict[str, list[str]]:
     """What `list` printed in a pipe: the columns after the name, by name."""
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
-    return {name: rest for name, *rest in (line.split("\t") for line in result.stdout.splitlines())}
+    headings, *rows = (line.split("\t") for line in result.stdout.splitlines())
+    assert headings == ["name", "on_disk", "bytes", "licence", "pairs"]
+    return {name: rest for name, *rest in rows}
 
 
 def test_list_in_a_pipe_is_one_line_of_columns_for_each_model(tiny: CatalogueModel) -> None:

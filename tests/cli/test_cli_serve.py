@@ -228,7 +228,7 @@ def test_models_of_a_file_answer_as_alone(models: Path, capsys: pytest.CaptureFi
         assert process.stderr is not None
         said = process.stderr.read()
     assert said.count("note: unloaded pair") == 1
-    assert "note: the/other: 1 answers at once" in said
+    assert "note: the/other: 1 answer at once" in said
 
 
 def test_models_in_a_folder(models: Path, tmp_path: Path) -> None:

@@ -151,9 +151,13 @@ def test_models_that_are_on_this_disk_are_tried_and_what_cannot_draft_is_a_note(
         slot = slot_of(load_registry().model(name), models_folder())
         slot.folder.mkdir(parents=True)
         slot.file.write_bytes(content)
-    result = tune("--draft", "draft", "--json")
+    # Whoever names a draft wants to know what that one is worth.
+    named = document(tune("--draft", "draft", "--json"))
+    assert tried(named)[3:] == [("ngram", False)]
+    assert named["refused"] == []
+    result = tune("--json")
     found = document(result)
-    assert tried(found)[3:] == [("ngram", False), ("bad", True)]
+    assert tried(found) == [("none", False), ("ngram", False), ("bad", True)]
     (refused,) = found["refused"]
     assert Path(refused["file"]).name == "broken.gguf"
     assert notes(result)[0] == f"{refused['file']}: {refused['reason']}"

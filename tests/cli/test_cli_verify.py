@@ -59,12 +59,52 @@ def test_the_report_is_alone_on_stdout(verify: Verify) -> None:
     for more in ((), ("--quiet",)):
         result = verify(*more)
         assert result.code == 0
-        assert result.err == ""
+        # What takes most of the time is said before, and how to make it less.
+        assert bool(more) == (result.err == "")
+        assert bool(more) != ("samples at 1 place follow" in result.err)
         assert "\x1b" not in result.out
         assert result.out.startswith("target.gguf with drafts from draft.gguf")
         assert "2 prompts, 24 tokens" in result.out
         assert "200 draws" in result.out
         assert result.out.splitlines()[-1] == "Lossless: no defect found."
+
+
+def test_few_prompts_mean_few_places(specgen: Specgen, tiny_models: Path) -> None:
+    own = (
+        "-m",
+        tiny_models / "target.gguf",
+        "-md",
+        tiny_models / "draft.gguf",
+        "-t",
+        "1",
+        "--json",
+    )
+    quick = ("-n", "4", "--draws", "100", "--depth", "1", "--policy", "fixed", "--check", "sampled")
+
+    def n_places(*more: str) -> int:
+        return len(json.loads(specgen("verify", *own, *quick, *more).out)["sampled"])
+
+    assert (n_places(), n_places("-N", "1"), n_places("-N", "9")) == (3, 1, 3)
+    assert n_places("-N", "1", "--places", "2") == 2
+
+
+def test_few_prompts_mean_few_draws(specgen: Specgen, tiny_models: Path) -> None:
+    own = (
+        "-m",
+        tiny_models / "target.gguf",
+        "-md",
+        tiny_models / "draft.gguf",
+        "-t",
+        "1",
+        "--json",
+    )
+    quick = ("--depth", "1", "--policy", "fixed", "--check", "sampled", "--places", "1")
+
+    def n_draws(*more: str) -> int:
+        (place,) = json.loads(specgen("verify", *own, *quick, *more).out)["sampled"]
+        return int(place["n_draws"])
+
+    assert n_draws("-N", "1") < n_draws("-N", "3") == n_draws("-N", "1", "--deviation", "0.08")
 
 
 def test_why_rows_depend_on_their_batch(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +155,7 @@ JSON_KEYS = {
 
 
 def test_json_has_the_documented_fields(verify: Verify) -> None:
-    result = verify("--json", "--places", "2")
+    result = verify("--json", "--places", "2", "--quiet")
     assert result.code == 0
     assert result.err == ""
     report: dict[str, Any] = json.loads(result.out)
@@ -201,7 +241,7 @@ def test_a_defect_is_one_error_line_and_exit_code_11(
     draft = "bad" if bug == "wrong-row" else "draft"
     result = verify("--seeded-bug", bug, *more, draft=draft)
     assert result.code == 11, result.out
-    (error,) = result.err.splitlines()
+    *_, error = result.err.splitlines()
     assert error.startswith("error: ")
     assert f"with a planted bug: {bug}" in result.out
     assert result.out.splitlines()[-1] == "Not lossless: at least one defect."
@@ -324,7 +364,7 @@ def test_prompts_longer_than_the_context_are_skipped(verify: Verify, tmp_path: P
     file = tmp_path / "prompts.jsonl"
     short, long = '{"prompt": "the cat is in"}', json.dumps({"prompt": "the cat is " * 300})
     file.write_text(f"{long}\n{short}\n", encoding="utf-8")
-    result = verify("--prompts", str(file), "-c", "256")
+    result = verify("--prompts", str(file), "-c", "256", "--quiet")
     assert result.code == 0, result.err
     assert result.err == ""
     assert "prompt 1 was skipped: the context has no room for its" in result.out

@@ -63,6 +63,7 @@ class Measured:
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     measured = Measured()
     monkeypatch.setattr(specgen.engine.calibration.timing, "measure_sizes", measured)
+    monkeypatch.setattr("specgen.system.machine.share_of_others", lambda *_: 0.0)
     return measured
 
 
@@ -100,11 +101,23 @@ def test_a_model_that_pays_is_taken_with_what_it_promises(
     assert loaded.drafts.name == "draft.gguf"
     assert (
         taken.note
-        == f"drafting with the partner (about x{expected_gain(CHEAP).speedup:.2f} expected)"
+        == f"drafting with the partner (about x{expected_gain(CHEAP).speedup:.1f} expected)"
     )
     assert taken.measured == (
         "target.gguf decodes 1, 2, 3, 4 rows in 30.0, 31.0, 32.0, 33.0 ms, draft.gguf a token in 1.0 ms",
     )
+    assert measured.asked == ["draft.gguf"]
+
+
+def test_a_busy_machine_promises_nothing(
+    loaded: Models,
+    choices: tuple[DraftChoice, ...],
+    measured: Measured,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specgen.system.machine.share_of_others", lambda *_: 0.5)
+    taken = take_first(loaded, choices)
+    assert (taken.draft, taken.note) == (choices[0].draft, "drafting with the partner")
     assert measured.asked == ["draft.gguf"]
 
 
@@ -118,7 +131,7 @@ def test_a_model_that_is_too_slow_gives_way_to_the_next(
     assert taken.note == (
         "not drafting with draft.gguf: on this machine a batch of 2 costs 1.0 tokens and a "
         f"drafted token 1.00, so it would be about x{expected.speedup:.2f}; "
-        f"drafting with the general one (about x{expected_gain(CHEAP).speedup:.2f} expected); "
+        f"drafting with the general one (about x{expected_gain(CHEAP).speedup:.1f} expected); "
         "find a better"
     )
     assert measured.asked == ["draft.gguf", "bad.gguf"]

@@ -377,7 +377,7 @@ def test_the_draft_for_a_target_on_the_hub_is_found_as_for_a_file(
     target = f"hf:{REPO}/tiny.gguf"
     sources = find_models(ModelChoice(target, None, None), quiet=True)
     assert sources.target.read_bytes() == CONTENT
-    assert "the partner of tiny in the pair tiny-pair" in sources.drafts[0].why
+    assert "the pair tiny-pair has no draft model" in sources.drafts[0].why
     sources = find_models(ModelChoice(target, f"hf:{REPO}:q8_0", None), quiet=True)
     assert isinstance(sources.draft, Path)
     assert sources.draft.read_bytes() == OTHER

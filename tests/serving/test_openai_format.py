@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -21,7 +22,7 @@ from specgen.serving.openai_format.request import (
     read_request,
     with_call_form,
 )
-from specgen.serving.openai_format.response import completion_body
+from specgen.serving.openai_format.response import completion_body, speculative_figures
 
 DEFAULTS = SamplerOptions(top_k=7), GenerationOptions(max_tokens=5, stop=("END",))
 
@@ -277,6 +278,11 @@ def test_prompts_that_are_none(prompt: Any) -> None:
         read("completion", prompt=prompt)
 
 
+def test_an_empty_list_of_messages_is_called_empty() -> None:
+    with pytest.raises(BodyError, match="^messages: the list is empty"):
+        chat(messages=[])
+
+
 FINISHED = FinishedEvent(
     sequence=0,
     time_s=2.0,
@@ -379,8 +385,32 @@ def test_the_gain_of_several_choices_is_that_of_their_common_time(
     bodies = [body("chat"), body("chat")]
     for part, speedup, milliseconds in zip(bodies, speedups, (300.0, 100.0), strict=True):
         part["speculative"]["estimated_speedup"] = speedup
+        part["speculative"]["estimated_speedup_range"] = (
+            None if speedup is None else [speedup - 0.5, speedup + 0.5]
+        )
         part["timings"]["predicted_ms"] = milliseconds
-    assert merged_bodies(bodies, 2)["speculative"]["estimated_speedup"] == expected
+    drafts = merged_bodies(bodies, 2)["speculative"]
+    assert drafts["estimated_speedup"] == expected
+    between = None if expected is None else [expected - 0.5, expected + 0.5]
+    assert drafts["estimated_speedup_range"] == between
+
+
+@pytest.mark.parametrize(
+    ("others_share", "expected"),
+    [(None, (1.5, [1.4, 1.6])), (0.1, (1.5, [1.4, 1.6])), (0.4, (None, None))],
+)
+def test_a_busy_machine_knows_no_gain(
+    others_share: float | None, expected: tuple[float | None, list[float] | None]
+) -> None:
+    drafts = speculative_figures(
+        dataclasses.replace(
+            FINISHED,
+            estimated_speedup=1.5,
+            estimated_speedup_range=(1.4, 1.6),
+            others_share=others_share,
+        )
+    )
+    assert (drafts["estimated_speedup"], drafts["estimated_speedup_range"]) == expected
 
 
 def test_the_body_of_a_text() -> None:

@@ -351,6 +351,7 @@ def test_paths_that_there_are_not(server: Running) -> None:
     assert error["type"] == "not_found_error"
     assert error["message"].startswith("GET /v2/models: ")
     assert "/v1/responses" in error["message"]
+    assert "{" not in error["message"]
     wrong = server.http.get("/v1/chat/completions").json()["error"]
     assert wrong["message"] == "GET /v1/chat/completions: this path takes POST"
 

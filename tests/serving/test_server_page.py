@@ -699,18 +699,21 @@ def test_a_storage_that_does_not_work_costs_nothing_else(page: Page, storage: st
 
 
 @pytest.mark.parametrize(
-    ("speedup", "words"),
+    ("between", "words"),
     [
-        (1.42, "1.4 times as fast as without drafts"),
-        (1.01, "· as fast as without drafts"),
-        (0.83, "0.8 times as fast as without drafts"),
+        ((1.42, 1.71), "· 1.4 to 1.7 times as fast as without drafts"),
+        ((1.42, 1.44), "· 1.4 times as fast as without drafts"),
+        ((0.94, 1.18), "· about as fast as without drafts (0.9 to 1.2 times)"),
+        ((0.81, 0.92), "· 0.8 to 0.9 times as fast as without drafts"),
         (None, None),
     ],
 )
-def test_the_gain_is_told_in_words(page: Page, speedup: float | None, words: str | None) -> None:
+def test_the_gain_is_told_in_words(
+    page: Page, between: tuple[float, float] | None, words: str | None
+) -> None:
     timings = {"predicted_n": 20, "predicted_per_second": 31.2, "prompt_n": 3, "cache_n": 0}
     drafts = {"n_drafted": 9, "n_accepted": 8, "mean_accepted_length": 1.9}
-    drafts["estimated_speedup"] = speedup  # type: ignore[assignment]
+    drafts["estimated_speedup_range"] = between  # type: ignore[assignment]
     reply_with(page, "text", timings=timings, speculative=drafts)
     send(page)
     answer(page)

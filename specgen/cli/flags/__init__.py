@@ -218,6 +218,7 @@ trials = group(
         max_tokens=Option(
             "--max-tokens",
             "--predict",
+            "--n-predict",
             "-n",
             min=2,
             help="How many tokens of each answer to use.",
@@ -232,6 +233,7 @@ _ANSWER = panel(
     max_tokens=Option(
         "--max-tokens",
         "--predict",
+        "--n-predict",
         "-n",
         min=-1,
         help="The most tokens to generate; -1 continues until the text ends or the context is full.",
@@ -263,7 +265,9 @@ _GRAMMAR = panel(
         parser=utf8,
         help="A grammar that the answer must follow, in llama.cpp's GBNF.",
     ),
-    grammar_file=Option("--grammar-file", help="The same, from a file."),
+    grammar_file=Option(
+        "--grammar-file", help="A file with a grammar that the answer must follow."
+    ),
     json_schema=Option(
         "--json-schema",
         "-j",
@@ -271,7 +275,9 @@ _GRAMMAR = panel(
         parser=utf8,
         help="A JSON schema that the answer must follow; {} is any JSON object.",
     ),
-    json_schema_file=Option("--json-schema-file", "-jf", help="The same, from a file."),
+    json_schema_file=Option(
+        "--json-schema-file", "-jf", help="A file with a JSON schema that the answer must follow."
+    ),
 )
 
 

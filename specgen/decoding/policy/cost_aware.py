@@ -26,6 +26,7 @@ from specgen.decoding.policy.plan import Offer, RoundPlan, RoundResult
 from specgen.decoding.policy.reasons import Reason
 from specgen.decoding.policy.stopping import KnownRule, StoppingRule, WhilePaying, row_bucket
 from specgen.options import DraftOptions
+from specgen.system.units import seconds_text
 
 #: If no costs were measured, this many plain decodes are observed before anything is drafted.
 _N_FIRST = 2
@@ -249,7 +250,8 @@ class CostAwarePolicy:
 
     def _needs_prefill(self, price: Price) -> Reason:
         return Reason(
-            "prefill", f"the draft must first read {price.n_unread} tokens, {price.backlog_s:.1f} s"
+            "prefill",
+            f"the draft must first read {price.n_unread} tokens, {seconds_text(price.backlog_s)}",
         )
 
     def _too_rarely(self, origin: str) -> Reason:

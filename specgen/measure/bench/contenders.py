@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
@@ -40,6 +40,8 @@ _USUAL = (
     "mtp 1",
     "mtp 3",
 )
+#: The usual number of characters in a token.
+_CHARACTERS = 4
 #: Tokens of an answer that only warms up.
 _N_WARM_UP = 8
 
@@ -132,6 +134,16 @@ class SessionContender:
     @property
     def name(self) -> str:
         return self._name
+
+    def expected_s(self, prompts: Sequence[str], n_tokens: int) -> float:
+        """Return about how many seconds plain decoding of so many tokens takes for each prompt, by measured costs.
+        Raise `MemoryLimitError`, and `KeyboardInterrupt` if interrupted."""
+        from specgen.engine.measurements import target_costs
+
+        costs = target_costs(self._loaded, self._interrupted)
+        n_rows = max(costs.known)
+        n_read = sum(map(len, prompts)) / _CHARACTERS
+        return n_read * costs.seconds(n_rows) / n_rows + len(prompts) * n_tokens * costs.seconds(1)
 
     def answer(self, prompt: str) -> Outcome:
         from specgen.engine.engine import generate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,18 @@ if TYPE_CHECKING:
     from specgen.system.progress import Progress
 
 
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What will be measured for a target: each contender gives `n_answers` answers of `n_tokens` tokens at most. It
+    takes about `seconds` if all answers are as long, and no contender is faster than plain decoding."""
+
+    target: str
+    n_answers: int
+    contenders: tuple[str, ...]
+    n_tokens: int
+    seconds: float
+
+
 class Job:
     """The measurements of one command. An interruption keeps the results so far."""
 
@@ -35,6 +47,7 @@ class Job:
         progress: Progress,
         interrupted: Callable[[], bool],
         command: str,
+        announce: Callable[[Announcement], None] = lambda _planned: None,
     ) -> None:
         self._plan = plan
         self._prompts = prompts
@@ -42,6 +55,7 @@ class Job:
         self._progress = progress
         self._interrupted = interrupted
         self._command = command
+        self._announce = announce
         self._runs: Runs = Runs()
         #: The names of other programs.
         self._others: list[str] = []
@@ -62,6 +76,7 @@ class Job:
                 for contender in (opened[0].others if opened else ())
                 if contender.name not in own and contender.name not in self._others
             ]
+            self._announce_first(field, opened)
             run_lineups(
                 opened,
                 self._prompts,
@@ -70,6 +85,19 @@ class Job:
                 interrupted=self._interrupted,
                 progress=lambda done, total: self._progress(field.name, done, total),
             )
+
+    def _announce_first(self, field: Field, opened: Sequence[Lineup]) -> None:
+        """Say what will be measured and how long it takes, if plain decoding of full answers were the pace."""
+        plain = opened[0].plain
+        assert isinstance(plain, SessionContender), "as `lineups` makes it"
+        n_answers = len(self._prompts) * self._n_rounds
+        names = [each.name for lineup in opened for each in (lineup.plain, *lineup.others)]
+        n_tokens = self._plan.answer.max_tokens
+        texts = [each.text for each in self._prompts]
+        seconds = self._n_rounds * len(names) * plain.expected_s(texts, n_tokens)
+        self._announce(
+            Announcement(field.name, n_answers, tuple(dict.fromkeys(names)), n_tokens, seconds)
+        )
 
     @property
     def _is_over(self) -> bool:

@@ -76,7 +76,9 @@ def _candidates(
             draft = locate(registry.model(pair.draft))
         if draft is not None:
             alone = ""
-            where = f"the partner of {pair.target} in the pair {pair.name}"
+            where = f"since the pair {pair.name} has no draft model"
+            if draft != "ngram":
+                where = f"the partner of {pair.target} in the pair {pair.name}"
             yield DraftChoice(draft, f"{gone}drafting with {name_of(draft)}, {where}")
             break
     if registry.general_draft is not None:

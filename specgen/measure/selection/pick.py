@@ -58,7 +58,8 @@ def take_first(loaded: Models, choices: Sequence[DraftChoice]) -> Taken:
                 said.append(refusal(draft, expected))
                 may_pay = not expected.rules_out_all
                 continue
-            why += f" (about x{expected.speedup:.2f} expected)"
+            if not loaded.costs.was_busy:  # its times say little
+                why += f" (about x{expected.speedup:.1f} expected)"
         return Taken(
             choice.draft, "; ".join(filter(None, (*said, why, choice.advice))), tuple(measured)
         )

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 #: Shows that the model with this name is loading, within a `with` block that gets a function for messages.
 Loading = Callable[[str], AbstractContextManager[Callable[[str], None]]]
+#: Raises that a target cannot do what is asked for.
+Check = Callable[["Models"], object]
 
 
 def find_models(choice: ModelChoice, *, quiet: bool) -> Sources:
@@ -131,7 +133,8 @@ class SessionOpener:
     draft of the options. `note` is called with the reason and, with `details`, with the measured costs. Only
     a draft that the user named can raise an error: in place of a draft that specgen chose, the next one is
     used. Later sessions use the draft of the first one, without a note. With `drafts_later`, the caller loads
-    drafts itself. `clock` returns seconds; `loading` shows the progress. `memory` is what was learnt about
+    drafts itself. `check` is called with the target, before a draft is chosen, and may raise that the target
+    cannot do what is asked for. `clock` returns seconds; `loading` shows the progress. `memory` is what was learnt about
     this machine, by default `open_memory`.
     """
 
@@ -143,6 +146,7 @@ class SessionOpener:
         note: Callable[[str], None] = lambda _text: None,
         details: bool = False,
         drafts_later: bool = False,
+        check: Check = lambda _loaded: None,
         loading: Loading = lambda _name: contextlib.nullcontext(lambda _what: None),
         memory: Memory | None = None,
     ) -> None:
@@ -151,6 +155,7 @@ class SessionOpener:
         self._note = note
         self._details = details
         self._drafts_later = drafts_later
+        self._check = check
         self._loading = loading
         self._memory = memory if memory is not None else open_memory()
         self._noted: set[Path] = set()
@@ -176,6 +181,7 @@ class SessionOpener:
             with self._loading(options.target.name) as tell:
                 own = replace(options, draft="none") if is_chosen else options
                 loaded = on_error.enter_context(Models(own, self._clock, self._memory, tell))
+                self._check(loaded)
                 if is_chosen:
                     taken = take_first(loaded, self._drafts)
                     self._drafts = [DraftChoice(taken.draft)]

@@ -31,8 +31,10 @@ class ConversationBuilder(ChatTurns):
 
     def add_messages(self, value: Any) -> None:
         """Add all turns. The last one must not be the model's."""
-        if not isinstance(value, list) or not value:
+        if not isinstance(value, list):
             raise BodyError("messages", f"{shown(value)} is not a list of messages")
+        if not value:
+            raise BodyError("messages", "the list is empty: give at least one message")
         for number, each in enumerate(value):
             where = f"messages[{number}]"
             role = each.get("role") if isinstance(each, dict) else None

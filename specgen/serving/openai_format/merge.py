@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+_NO_GAIN = {"estimated_speedup": None, "estimated_speedup_range": None}
+
 
 def merged_bodies(bodies: Sequence[dict[str, Any]], n_for_each_prompt: int) -> dict[str, Any]:
     """Return the body of a response with the answers of all bodies, which are ordered by prompt. The tokens
@@ -33,12 +35,12 @@ def merged_figures(bodies: Sequence[dict[str, Any]], n_for_each_prompt: int) -> 
         milliseconds = timings[f"{what}_ms"]
         per_second = 1000.0 * timings[f"{what}_n"] / milliseconds if milliseconds else None
         timings[f"{what}_per_second"] = per_second
-    drafts = _sums([body["speculative"] for body in bodies])
+    drafts = _sums([{**body["speculative"], **_NO_GAIN} for body in bodies])
     n_drafted, n_rounds = drafts["n_drafted"], drafts["n_rounds"]
     drafts["acceptance_rate"] = drafts["n_accepted"] / n_drafted if n_drafted else None
     lengths = [body["speculative"]["mean_accepted_length"] for body in bodies]
     rounds = [body["speculative"]["n_rounds"] for body in bodies]
-    drafts["estimated_speedup"] = _speedup(bodies)
+    drafts |= _gain(bodies)
     n_told = sum(n * (length or 0.0) for n, length in zip(rounds, lengths, strict=True))
     drafts["mean_accepted_length"] = n_told / n_rounds if n_rounds else None
     return {
@@ -53,15 +55,25 @@ def merged_figures(bodies: Sequence[dict[str, Any]], n_for_each_prompt: int) -> 
     }
 
 
-def _speedup(bodies: Sequence[dict[str, Any]]) -> float | None:
-    """Return the time that the answers with an estimate would have taken without drafts, over their time."""
+def _gain(bodies: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the time that the answers with an estimate would have taken without drafts, over their time, and
+    between which two numbers that is."""
     known = [
-        (body["speculative"]["estimated_speedup"], body["timings"]["predicted_ms"])
+        (
+            body["timings"]["predicted_ms"],
+            drafts["estimated_speedup"],
+            *drafts["estimated_speedup_range"],
+        )
         for body in bodies
-        if body["speculative"]["estimated_speedup"] is not None
+        if (drafts := body["speculative"])["estimated_speedup_range"] is not None
     ]
-    total_ms = sum(ms for _, ms in known)
-    return sum(speedup * ms for speedup, ms in known) / total_ms if total_ms else None
+    total_ms = sum(ms for ms, *_ in known)
+    if not total_ms:
+        return dict(_NO_GAIN)
+    speedup, low, high = (
+        sum(each[0] * each[index] for each in known) / total_ms for index in (1, 2, 3)
+    )
+    return {"estimated_speedup": speedup, "estimated_speedup_range": [low, high]}
 
 
 def _sums(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -26,8 +26,10 @@ _MORE_FIELDS: dict[Role, frozenset[str]] = {
 
 def read_messages(value: Any) -> tuple[Message, ...]:
     """Read the messages of a body. Raise `BodyError` for one that does not fit."""
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list):
         raise BodyError("messages", f"{shown(value)} is not a list of messages")
+    if not value:
+        raise BodyError("messages", "the list is empty: give at least one message")
     messages: list[Message] = []
     #: The tools that were called so far, by the ids of the calls.
     called: dict[str, str] = {}

@@ -9,6 +9,7 @@ from typing import Any
 from specgen.events import FinishedEvent, Piece
 from specgen.serving.openai_format.answer_parser import AnswerParser, message_of
 from specgen.serving.openai_format.request import Kind
+from specgen.system.machine import is_busy
 
 
 def completion_body(
@@ -83,14 +84,17 @@ def finish_reason(finished: FinishedEvent, parser: AnswerParser | None = None) -
 
 
 def speculative_figures(finished: FinishedEvent) -> dict[str, Any]:
-    """Return the counts of drafted and accepted tokens of an answer."""
+    """Return the counts of drafted and accepted tokens of an answer. On a busy machine the gain is not known."""
+    is_known = not is_busy(finished.others_share)
+    between = finished.estimated_speedup_range if is_known else None
     return {
         "n_rounds": finished.n_rounds,
         "n_drafted": finished.n_drafted,
         "n_accepted": finished.n_accepted,
         "acceptance_rate": finished.acceptance_rate,
         "mean_accepted_length": finished.mean_accepted_length,
-        "estimated_speedup": finished.estimated_speedup,
+        "estimated_speedup": finished.estimated_speedup if is_known else None,
+        "estimated_speedup_range": None if between is None else list(between),
         "drafted_by_position": list(finished.drafted_by_depth),
         "accepted_by_position": list(finished.accepted_by_depth),
     }

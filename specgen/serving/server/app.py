@@ -474,7 +474,8 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
     if error.status_code == _STATUS_WRONG_METHOD:
         what = f"this path takes {(error.headers or {}).get('Allow')}"
     else:
-        paths = [route.path for route in request.app.routes if isinstance(route, Route)]
+        routes = [route.path for route in request.app.routes if isinstance(route, Route)]
+        paths = [path for path in routes if "{" not in path]  # patterns are of no use to a reader
         what = f"there is no such path; there are {', '.join(paths)}"
     refusal = RequestError(error.status_code, f"{asked}: {what}", headers=error.headers)
     return refusal.response(request.url.path)

@@ -55,8 +55,8 @@ export class Figures {
     if (timings.predicted_per_second) {
       parts.push(`${figure(timings.predicted_per_second)} tokens/s`);
     }
-    if (speculative?.estimated_speedup) {
-      parts.push(gain(speculative.estimated_speedup));
+    if (speculative?.estimated_speedup_range) {
+      parts.push(gain(speculative.estimated_speedup_range));
     }
     if (speculative?.n_drafted) {
       parts.push(`${speculative.mean_accepted_length.toFixed(1)} tokens per pass of the target`);
@@ -75,9 +75,12 @@ export class Figures {
   }
 }
 
-function gain(speedup) {
-  const rounded = speedup.toFixed(1);
-  return rounded === "1.0" ? "as fast as without drafts" : `${rounded} times as fast as without drafts`;
+// Between which two numbers the gain is; the server gives none if its machine was busy.
+function gain(range) {
+  const [low, high] = range.map((each) => each.toFixed(1));
+  const times = low === high ? low : `${low} to ${high}`;
+  const isSure = Number(low) > 1 || Number(high) < 1;
+  return isSure ? `${times} times as fast as without drafts` : `about as fast as without drafts (${times} times)`;
 }
 
 function counted(n, what) {
