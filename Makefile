@@ -11,6 +11,8 @@ PYTEST_ARGS ?=
 WORKERS = --numprocesses auto --maxprocesses 8 --dist worksteal
 # How often `make fuzz` runs the tests with Hypothesis, with other examples each time.
 SEARCHES = 10
+# The processors that `make dist` builds wheels for.
+MACHINES = x86_64
 # What `make quick` leaves out, four fifths of the time: real models, draws by the thousand, simulated
 # worlds, child processes, commands as a whole, and comparisons with llama.cpp case by case. (Files, or
 # the beginnings of tests' names, below tests/.)
@@ -44,7 +46,7 @@ KERNELS := hatch_build.py scripts/build_kernels.py $(wildcard kernels/*.cpp kern
 
 export PROMPT
 
-.PHONY: help run peers rpc arm test architectures quick pythons dist check lint format format-check types fuzz soak docs docs-check install clean FORCE
+.PHONY: help run peers rpc arm gpu-test test architectures quick pythons dist check lint format format-check types fuzz soak docs docs-check install clean FORCE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -81,10 +83,13 @@ pythons: $(VENV)/.installed-dev ## Run a part of the tests in other Pythons, wit
 			|| exit 1; \
 	done
 
-# Ten minutes, most of it for CPU backends. What was compiled is kept in build/wheel. The tests of the wheel run then.
-dist: $(VENV)/.installed-dev ## Build the wheel for x86-64 Linux, which carries llama.cpp, and test it
+# Ten minutes for each, most of it for CPU backends. What was compiled is kept in build/wheel. The tests of the wheel
+# for this machine run then, and those of the other one where there is an emulator (tests/project/test_wheel.py).
+dist: $(VENV)/.installed-dev ## Build the wheels for Linux, which carry llama.cpp, and test them (MACHINES="x86_64 aarch64")
 	@$(PIP) install --quiet auditwheel cmake ninja 'ziglang~=0.17.0' >&2
-	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m scripts.build_wheel
+	@for machine in $(MACHINES); do \
+		PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m scripts.build_wheel --machine $$machine || exit 1; \
+	done
 	$(BIN)/python -m pytest -n 0 $(PYTEST_ARGS) tests/project/test_wheel.py
 
 check: lint format-check types docs-check ## What CI runs: lint, format, types, docs, the tests, some architectures
@@ -134,6 +139,12 @@ rpc: $(VENV)/.installed ## Build llama.cpp's RPC, for specgen worker and --rpc
 # Skipped, with the reason, where there is no compiler for ARM or no emulator.
 arm: $(VENV)/.installed-dev ## Build the kernels for ARM, and compare them with AVX2 in an emulator (qemu), in some minutes
 	@$(BIN)/python -m scripts.arm_kernels
+
+# A real GPU that llama.cpp was built for takes part in `make test`.
+gpu-test: $(VENV)/.installed-dev ## Test layers on a GPU, which is the processor: Mesa's lavapipe, and llama.cpp's Vulkan backend, built in some minutes
+	@library=$$($(BIN)/python -m scripts.build_vulkan) && \
+		GGML_BACKEND_PATH=$$library GGML_VK_VISIBLE_DEVICES=0 \
+		$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS) tests/gpu
 
 clean: ## Remove everything that make made, llama.cpp's build (minutes) too
 	rm -rf $(VENV) build dist specgen/llama/*.so specgen/llama/*.json \

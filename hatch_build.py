@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -17,6 +18,12 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 #: platform that they were compiled for.
 BUNDLE = "SPECGEN_BUNDLE"
 PLATFORM = "SPECGEN_BUNDLE_PLATFORM"
+#: What Linux calls the processors that there are such wheels for.
+MACHINES = ("x86_64", "aarch64")
+#: Set by a release: the repository's address, for the links on the package's page.
+REPOSITORY = "SPECGEN_REPOSITORY"
+#: A link of README.md to a file of the repository, an image or not.
+_LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?!https?:|#)(?P<path>[^)\s]+)\)")
 
 
 class KernelsBuildHook(BuildHookInterface[Any]):
@@ -39,9 +46,13 @@ class KernelsBuildHook(BuildHookInterface[Any]):
         build_data["tag"] = f"py3-none-{platform}"
 
 
-class DependenciesHook(MetadataHookInterface):
-    """Gives the package its dependencies. The wheel that carries llama.cpp does without llama-cpp-python on
-    the platform that it is for; the marker tells those who resolve for several platforms at once."""
+class MetadataHook(MetadataHookInterface):
+    """Gives the package its dependencies, its links and its readme.
+
+    The wheels that carry llama.cpp do without llama-cpp-python on the platforms that there are such wheels for;
+    the marker tells those who read one wheel's metadata and resolve for several platforms. The readme's links to files become links to the files
+    of this version, if the repository is known.
+    """
 
     PLUGIN_NAME = "custom"
 
@@ -49,11 +60,31 @@ class DependenciesHook(MetadataHookInterface):
         """Called when the metadata are read."""
         elsewhere = ""
         if os.environ.get(BUNDLE):
-            elsewhere = "; sys_platform != 'linux' or platform_machine != 'x86_64'"
+            others = " and ".join(f"platform_machine != '{machine}'" for machine in MACHINES)
+            elsewhere = f"; sys_platform != 'linux' or ({others})"
         metadata["dependencies"] = [
             f"{each}{elsewhere}" if each.startswith("llama-cpp-python") else each
             for each in self.config["dependencies"]
         ]
+        readme = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        metadata["urls"] = {}
+        if repository := os.environ.get(REPOSITORY, "").rstrip("/"):
+            tag = f"v{metadata['version']}"
+            files = f"{repository}/blob/{tag}"
+            metadata["urls"] = {
+                "Homepage": repository,
+                "Documentation": f"{files}/docs/using.md",
+                "Changelog": f"{files}/CHANGELOG.md",
+                "Issues": f"{repository}/issues",
+            }
+            readme = _LINK.sub(
+                lambda link: (
+                    f"{link['image']}[{link['text']}]"
+                    f"({repository}/{'raw' if link['image'] else 'blob'}/{tag}/{link['path']})"
+                ),
+                readme,
+            )
+        metadata["readme"] = {"content-type": "text/markdown", "text": readme}
 
 
 def _load(path: Path) -> ModuleType:

@@ -1,12 +1,12 @@
-"""Builds the wheel for x86-64 Linux, which needs no compiler where it is installed: `make dist`.
+"""Builds the wheels for Linux, which need no compiler where they are installed: `make dist`.
 
-It carries llama.cpp with its CPU backends for all processors, specgen's kernels, the RPC backend, and the
+A wheel carries llama.cpp with its CPU backends for all processors, specgen's kernels, the RPC backend, and the
 part of llama-cpp-python that declares llama.cpp's functions::
 
-    python -m scripts.build_wheel [--work FOLDER] [--out FOLDER]
+    python -m scripts.build_wheel [--machine x86_64|aarch64] [--work FOLDER] [--out FOLDER]
 
-The compiler is Clang as `ziglang` brings it (a package of PyPI): it compiles for an older glibc than this
-machine's, so that the wheel suits every distribution since 2019, and links the C++ library statically. GCC 12's
+The compiler is Clang as `ziglang` brings it (a package of PyPI): it compiles for another processor and an older glibc
+than this machine's, so that the wheel suits every distribution since 2019, and links the C++ library statically. GCC 12's
 fault with AMX (scripts/cmake_args.py) is not Clang's. It takes about ten minutes, and goes on where it was
 interrupted.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -32,9 +33,11 @@ from specgen.errors import SpecgenError
 from specgen.system import llama_build
 
 ROOT = build_kernels.ROOT
-#: The oldest glibc that it runs with, and the platform of the wheel.
+#: The oldest glibc that it runs with, and the platform of a wheel.
 GLIBC = "2.28"
-PLATFORM = "manylinux_2_28_x86_64"
+PLATFORM = "manylinux_2_28_{machine}"
+#: By the processor that a wheel is for: the platform of its kernels.
+MACHINES = {"x86_64": build_kernels.X86, "aarch64": build_kernels.ARM}
 SETTINGS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=ON",
@@ -69,11 +72,14 @@ LIBRARIES = {
 }
 #: The modules of llama-cpp-python that declare llama.cpp's functions. They import nothing of its others.
 BINDINGS = ("_ctypes_extensions.py", "llama_cpp.py", "llama_cpp_ext.py")
-#: zig has underscores in the names of processors.
+#: zig has its own names of processors (underscores) and of ARM's instruction sets (generic+v8_2a+fullfp16).
 _COMPILER = """#!/bin/sh
 for word do
     shift
-    case "$word" in -march=skylake-avx512) word=-march=skylake_avx512;; esac
+    case "$word" in
+    -march=skylake-avx512) word=-march=skylake_avx512;;
+    -march=armv*) word=$(echo "$word" | sed 's/-march=armv/-mcpu=generic+v/; s/-a/a/; s/[.]/_/; s/+fp16/+fullfp16/');;
+    esac
     set -- "$@" "$word"
 done
 exec "{zig}" {name} {flags} "$@"
@@ -88,12 +94,13 @@ __version__ = "{version}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Build the wheel for x86-64 Linux.")
+    parser = argparse.ArgumentParser(description="Build a wheel for Linux.")
+    parser.add_argument("--machine", choices=MACHINES, default="x86_64")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "wheel")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     arguments = parser.parse_args(argv)
     try:
-        print(build(arguments.work.resolve(), arguments.out.resolve()))
+        print(build(arguments.machine, arguments.work.resolve(), arguments.out.resolve()))
     except build_kernels.BuildError as error:
         sys.exit(f"{error.output}{error}")
     except build_peers.BuildError as error:
@@ -102,33 +109,37 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"{error.message}\nhint: {error.hint}" if error.hint else error.message)
 
 
-def build(work: Path, out: Path) -> Path:
-    """Build the wheel into the folder `out`, and keep what was compiled in `work`; returns its path. Raises
-    `BuildError` of scripts/build_peers.py or scripts/build_kernels.py, or `FetchError`."""
+def build(machine: str, work: Path, out: Path) -> Path:
+    """Build the wheel for a processor into the folder `out`, and keep what was compiled in `work`; returns its
+    path. Raises `BuildError` of scripts/build_peers.py or scripts/build_kernels.py, or `FetchError`."""
     from hatchling.builders.wheel import WheelBuilder
 
     work.mkdir(parents=True, exist_ok=True)
     source = build_peers.fetch(llama_build.REQUIRED_VERSION, work)
-    compilers = write_compilers(work / "bin")
-    compile_llama(source / "vendor" / "llama.cpp", work / "cmake", compilers)
+    work /= machine
+    compilers = write_compilers(machine, work / "bin")
+    compile_llama(machine, source / "vendor" / "llama.cpp", work / "cmake", compilers)
     staged = work / "staged"
     shutil.rmtree(staged, ignore_errors=True)
     stage(source, work / "cmake" / "bin", staged / "specgen" / "llama")
     kernels = work / Path(build_kernels.LIBRARY).name
     command = [os.fspath(compilers["c++"]), "-s"]
     for extra in build_kernels.INSTRUCTION_FLAGS.values():
-        if extra.platform == build_kernels.X86 and not build_kernels.knows(command, extra.flags):
+        if extra.platform == MACHINES[machine] and not build_kernels.knows(command, extra.flags):
             raise build_peers.BuildError(f"the compiler does not know {' '.join(extra.flags)}")
-    build_kernels.compile_library(ROOT, kernels, {"CXX": shlex.join(command)}, force=False)
+    build_kernels.compile_library(
+        ROOT, kernels, {"CXX": shlex.join(command)}, force=False, platform=MACHINES[machine]
+    )
     shutil.copy(kernels, staged / build_kernels.LIBRARY)
-    os.environ |= {"SPECGEN_BUNDLE": os.fspath(staged), "SPECGEN_BUNDLE_PLATFORM": PLATFORM}
+    tag = PLATFORM.format(machine=machine)
+    os.environ |= {"SPECGEN_BUNDLE": os.fspath(staged), "SPECGEN_BUNDLE_PLATFORM": tag}
     (made,) = WheelBuilder(os.fspath(ROOT)).build(directory=os.fspath(out), versions=["standard"])
-    check_platform(Path(made))
+    check_platform(machine, Path(made))
     return Path(made)
 
 
-def write_compilers(folder: Path) -> dict[str, Path]:
-    """Write programs that CMake takes for compilers; returns them by zig's names for them. Raises
+def write_compilers(machine: str, folder: Path) -> dict[str, Path]:
+    """Write programs that CMake takes for compilers for a processor; returns them by zig's names for them. Raises
     `BuildError` without zig."""
     try:
         import ziglang
@@ -136,7 +147,7 @@ def write_compilers(folder: Path) -> dict[str, Path]:
         raise build_peers.BuildError("ziglang is needed: pip install ziglang") from error
     zig = Path(ziglang.__file__).parent / "zig"
     folder.mkdir(parents=True, exist_ok=True)
-    target = f"-target x86_64-linux-gnu.{GLIBC}"
+    target = f"-target {machine}-linux-gnu.{GLIBC}"
     made = {}
     for name, flags in {"cc": target, "c++": target, "ar": "", "ranlib": ""}.items():
         made[name] = folder / f"zig-{name}"
@@ -145,10 +156,12 @@ def write_compilers(folder: Path) -> dict[str, Path]:
     return made
 
 
-def compile_llama(source: Path, folder: Path, compilers: dict[str, Path]) -> None:
-    """Configure and compile llama.cpp in `folder`. Raises `BuildError`."""
+def compile_llama(machine: str, source: Path, folder: Path, compilers: dict[str, Path]) -> None:
+    """Configure and compile llama.cpp for a processor in `folder`. Raises `BuildError`."""
     tools = {"C_COMPILER": "cc", "CXX_COMPILER": "c++", "AR": "ar", "RANLIB": "ranlib"}
     chosen = [f"-DCMAKE_{variable}={compilers[name]}" for variable, name in tools.items()]
+    if machine != platform.machine():
+        chosen += ["-DCMAKE_SYSTEM_NAME=Linux", f"-DCMAKE_SYSTEM_PROCESSOR={machine}"]
     # llama.cpp would take this project's commit for its own.
     environment = {**os.environ, "GIT_DIR": os.devnull}
     environment.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
@@ -183,7 +196,7 @@ def stage(source: Path, built: Path, folder: Path) -> None:
     (folder / llama_build.STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
 
 
-def check_platform(wheel: Path) -> None:
+def check_platform(machine: str, wheel: Path) -> None:
     """Raises `BuildError` unless auditwheel finds that the wheel runs with `GLIBC`, and needs nothing else."""
     found = subprocess.run(
         [sys.executable, "-m", "auditwheel", "show", os.fspath(wheel)],
@@ -192,9 +205,12 @@ def check_platform(wheel: Path) -> None:
         check=False,
     )
     build_peers.say(found.stdout or found.stderr)
-    granted = re.search(r'platform tag: "manylinux_2_(\d+)_x86_64"', " ".join(found.stdout.split()))
+    tag = PLATFORM.format(machine=machine)
+    granted = re.search(
+        rf'platform tag: "manylinux_2_(\d+)_{machine}"', " ".join(found.stdout.split())
+    )
     if granted is None or int(granted[1]) > int(GLIBC.partition(".")[2]):
-        raise build_peers.BuildError(f"{wheel.name} does not run on {PLATFORM}")
+        raise build_peers.BuildError(f"{wheel.name} does not run on {tag}")
 
 
 if __name__ == "__main__":

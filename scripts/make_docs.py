@@ -106,16 +106,14 @@ FEW_ROWS = 2
 
 def cli_page() -> str:
     """Every command with its options in tables, from what the commands declare."""
-    from typer.main import get_command
-
-    from specgen.cli import app
+    from specgen.cli import command_line
 
     introduction = (
         "`--help` after a command shows this text on the terminal, `-h` the usual options and three "
         "examples. `specgen --install-completion` lets your shell complete commands, options and names of "
         "models. [Your own defaults](using.md#your-defaults) can stand in a file."
     )
-    sections = command_sections(get_command(app), "specgen")
+    sections = command_sections(command_line(), "specgen")
     return page("The command line", "specgen/cli", introduction, *sections)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import sys
 from collections.abc import Sequence
@@ -10,29 +11,35 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
+import typer.main
 
 from specgen import __version__
-from specgen.cli import draft, models
-from specgen.cli.batch import batch
-from specgen.cli.bench import bench
-from specgen.cli.chat import chat
-from specgen.cli.command import Command, without_flag_types
-from specgen.cli.config import ConfigCommand, config
+from specgen.cli.command import COMMAND_LINE_ERROR, Command, without_flag_types
 from specgen.cli.defaults import in_words
-from specgen.cli.doctor import DoctorCommand, doctor
-from specgen.cli.fim import fim
-from specgen.cli.flags.groups import COMMAND_LINE_ERROR
 from specgen.cli.process import end_process, flush_or_abandon_stdout, output_errors
-from specgen.cli.run import run
-from specgen.cli.serve import serve
-from specgen.cli.tune import tune
-from specgen.cli.verify import verify
-from specgen.cli.worker import worker
 from specgen.errors import EXIT_INTERRUPTED, MemoryLimitError, OutputError, SpecgenError
+
+#: By name: what the help says of a command or a group of commands. Its module is imported when it is called, so that
+#: the others cost nothing.
+COMMANDS = {
+    "run": "Generate an answer to a prompt, faster and unchanged.",
+    "chat": "Talk with a model, at a terminal or in a pipe.",
+    "fim": "Fill a gap in a file, or between two texts, and print the middle.",
+    "batch": "Answer each line of a file, many at once; run it again to resume.",
+    "serve": "Serve OpenAI's, Anthropic's and llama.cpp's APIs over HTTP, several answers at once.",
+    "verify": "Check that drafting does not change what your model says.",
+    "tune": "Measure what drafting is worth for your models on this machine, and say why.",
+    "bench": "Measure what drafting gains over plain decoding, on your own prompts.",
+    "config": "Show the defaults of options, and where each comes from.",
+    "worker": "Offer this machine's devices to specgen on other machines (`--rpc`), by llama.cpp's RPC.",
+    "doctor": "Show what this machine and this build of llama.cpp can do, and check that it decodes.",
+    "models": "List, show, download and remove models.",
+    "draft": "Find, make or train the best draft for a target.",
+}
 
 
 class _Group(typer.core.TyperGroup):
-    """The group of commands. It handles errors of standard output for every command."""
+    """A group of commands. It handles errors of standard output for every command."""
 
     def get_params(self, ctx: Any) -> Any:
         return without_flag_types(super().get_params(ctx))
@@ -48,6 +55,37 @@ class _Group(typer.core.TyperGroup):
             return result
 
 
+class _CommandLine(_Group):
+    """All commands. Each is imported when it is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        self.load(*COMMANDS.keys() & args[:1])
+        return super().resolve_command(ctx, args)
+
+    def load(self, *names: str) -> None:
+        """Put commands, which are imported, in place of the lines that stand for them."""
+        self.commands.update({name: _imported(name) for name in names})
+
+
+def _imported(name: str) -> Any:
+    """Return a command or a group of commands, from the module of its name."""
+    module = importlib.import_module(f"specgen.cli.{name}")
+    alone = typer.Typer(add_completion=False)
+    if isinstance(app := getattr(module, "app", None), typer.Typer):
+        alone.add_typer(app, name=name, cls=_Group)
+        return typer.main.get_group(alone).commands[name]
+    alone.command(name, cls=getattr(module, "COMMAND_CLASS", Command))(getattr(module, name))
+    return typer.main.get_command(alone)
+
+
+def command_line() -> _CommandLine:
+    """Return the command line with all commands imported."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, _CommandLine)
+    group.load(*COMMANDS)
+    return group
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"specgen {__version__}")
@@ -56,19 +94,14 @@ def _show_version(wanted: bool) -> None:
 
 app = typer.Typer(
     name="specgen",
-    cls=_Group,
+    cls=_CommandLine,
     help="Make a local GGUF model generate faster without changing what it says.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for each in (run, chat, fim, batch, serve, verify, tune, bench):
-    app.command(cls=Command)(each)
-app.add_typer(models.app, name="models", cls=_Group)
-app.add_typer(draft.app, name="draft", cls=_Group)
-app.command(cls=ConfigCommand)(config)
-app.command(cls=Command)(worker)
-app.command(cls=DoctorCommand)(doctor)
+for _name, _help in COMMANDS.items():
+    app.command(_name, help=_help)(lambda: None)
 
 #: What the dynamic loader says if there is no memory for a library.
 _NO_ROOM = "failed to map segment"

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import typer
 import typer.core
 
 from specgen.cli.defaults import defaults_for
 from specgen.cli.llama_cpp_options import translated
+
+#: Typer's base of errors in the use of the command line; it has no public name.
+COMMAND_LINE_ERROR: type[Exception] = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
+)
 
 
 def without_flag_types(parameters: Any) -> Any:

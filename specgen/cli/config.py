@@ -40,6 +40,10 @@ class ConfigCommand(Command):
         return 0
 
 
+#: The class of this command (`specgen.cli`).
+COMMAND_CLASS = ConfigCommand
+
+
 def _text(value: Any) -> str:
     """Return a value as TOML."""
     if isinstance(value, (list, tuple)):

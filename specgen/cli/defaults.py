@@ -122,11 +122,12 @@ def _entries(
 
 def _known_options(context: Any) -> dict[str, Any]:
     """Return the options that may have a default, by all their keys."""
-    commands = context.find_root().command.commands
+    root = context.find_root().command
+    root.load(*ANSWERING)
     return {
         key: parameter
         for name in reversed(ANSWERING)
-        for parameter in commands[name].params
+        for parameter in root.commands[name].params
         for key in option_keys(parameter)
     }
 

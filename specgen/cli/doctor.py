@@ -41,6 +41,8 @@ class DoctorCommand(Command):
             return {}
 
 
+COMMAND_CLASS = DoctorCommand
+
 #: A heading and its items: (label, text).
 DoctorSection: TypeAlias = tuple[str, list[tuple[str, str]]]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from typer import Option
 
 from specgen.cli import flags
-from specgen.cli.flags.groups import COMMAND_LINE_ERROR
+from specgen.cli.command import COMMAND_LINE_ERROR
 from specgen.cli.model_loading import Setup, make_opener
 from specgen.cli.output import Output
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError

@@ -142,14 +142,20 @@ def native_folder() -> Path:
 
 def _load_backends() -> None:
     """Load the backends that are libraries of their own (GGML_BACKEND_DL), among them the CPU's for this
-    processor. Other builds are linked to theirs."""
-    if not ggml("ggml_backend_reg_count", ctypes.c_size_t)():
+    processor. Other builds are linked to theirs. Both load one more that `GGML_BACKEND_PATH` names. Raise
+    `BackendError` if it cannot be loaded."""
+    n_linked = ggml("ggml_backend_reg_count", ctypes.c_size_t)()
+    if not n_linked:
         load = ggml("ggml_backend_load_all_from_path", None, ctypes.c_char_p)
         load(os.fsencode(native_folder()))
+    path = os.environ.get("GGML_BACKEND_PATH")
+    if path and n_linked:
+        load = ggml("ggml_backend_load", ctypes.c_void_p, ctypes.c_char_p)
+        if not load(os.fsencode(path)):
+            raise BackendError(f"{path} (GGML_BACKEND_PATH) cannot be loaded: {last_error()}")
 
 
-with contextlib.suppress(BackendError):  # an older GGML
-    _load_backends()
+_load_backends()
 llama_cpp.llama_backend_init()
 
 

@@ -59,6 +59,8 @@ class Subject:
     wrong: Path
     #: Whether specgen's kernels compute; else llama.cpp's own code.
     kernels: bool
+    #: Where and how contexts compute.
+    context: ContextOptions = ContextOptions()
 
 
 class CheckFailedError(AssertionError):
@@ -75,7 +77,7 @@ def _require(holds: bool, message: str) -> None:
 
 @contextmanager
 def _loaded(subject: Subject, draft: DraftSource, tree: str = "off") -> Iterator[Models]:
-    context = ContextOptions(n_threads=N_THREADS)
+    context = replace(subject.context, n_threads=N_THREADS)
     options = SessionOptions(
         target=subject.path,
         draft=draft,
@@ -216,13 +218,13 @@ Opener: TypeAlias = Callable[[int], LlamaBackend]
 def _backends(subject: Subject, n_threads: int = N_THREADS) -> Iterator[Opener]:
     """Opens backends with so many sequences."""
     opened: list[LlamaBackend] = []
-    loaded = LlamaModel(subject.path)
+    loaded = LlamaModel(subject.path, n_gpu_layers=subject.context.n_gpu_layers)
 
     def backend(n_sequences: int) -> LlamaBackend:
         opened.append(
             LlamaBackend(
                 loaded,
-                ContextOptions(n_threads=n_threads),
+                replace(subject.context, n_threads=n_threads),
                 n_ctx=N_CTX,
                 clock=time.perf_counter,
                 n_sequences=n_sequences,

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
-from specgen.cli import app, flags
+from specgen import cli
+from specgen.cli import command_line, flags
 from specgen.cli.short_help import EXAMPLES, USUAL
 from tests.helpers.cli import in_process
 
 
 def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    root: Any = group or get_command(app)
+    root: Any = group or command_line()
     for name, each in root.commands.items():
         if hasattr(each, "commands"):
             yield from commands(each, (*path, name))
@@ -82,6 +82,12 @@ def test_the_examples_are_commands(name: str) -> None:
         command = COMMANDS[path]
         context = command.context_class(command, info_name=path)
         command.make_parser(context).parse_args(args=words[len(path.split()) :])
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_list_of_commands_says_what_each_command_says(name: str) -> None:
+    text = command_line().commands[name].help or ""
+    assert cli.COMMANDS[name] == text.partition("\n")[0]
 
 
 def test_the_usual_options_exist() -> None:

@@ -621,7 +621,7 @@ def start(
 _EACH_OPTION = """
 import sys, typer, specgen.cli
 bad, *own = sys.argv[1:]
-run = typer.main.get_command(specgen.cli.app).commands["run"]
+run = specgen.cli.command_line().commands["run"]
 for option in run.params:
     # A file that is made may have any name.
     is_made = option.opts[0] == "--prompt-cache"

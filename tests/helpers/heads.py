@@ -27,7 +27,7 @@ def prompts(n: int = 80) -> list[str]:
 
 def opened(target: Path) -> Models:
     """A target without a draft."""
-    context = ContextOptions(n_threads=1)
+    context = ContextOptions(n_threads=1, n_gpu_layers=0)  # quicker for tiny models
     options = SessionOptions(
         target=target,
         draft="none",
@@ -51,22 +51,22 @@ def written(loaded: Models, folder: Path, texts: Sequence[str], n_tokens: int = 
     )
 
 
-def trained(loaded: Models, folder: Path) -> TrainedHeads | None:
+def trained(loaded: Models, folder: Path, seconds: float = 60.0) -> TrainedHeads | None:
     """Heads by the text in a folder."""
     model = loaded.target
     return train_heads(
         TargetText(folder, model.n_embd),
         loaded.options.target,
         model,
-        Budget(time.monotonic, time.monotonic() + 60.0),
+        Budget(time.monotonic, time.monotonic() + seconds),
     )
 
 
-def make_heads(target: Path, path: Path, folder: Path) -> TrainedHeads:
-    """Write heads for a target to `path`, by way of a text in `folder`."""
+def make_heads(target: Path, path: Path, folder: Path, seconds: float = 60.0) -> TrainedHeads:
+    """Write heads for a target to `path`, by way of a text in `folder`; train them for so long at most."""
     with opened(target) as loaded:
         written(loaded, folder, prompts())
-        made = trained(loaded, folder)
+        made = trained(loaded, folder, seconds)
     assert made is not None
     write_heads(path, made.weights)
     return made

@@ -16,10 +16,9 @@ from typing import Any, Literal, TypeAlias, get_args, get_origin
 
 import gguf
 import jsonschema
-import typer
 from typer.core import TyperOption as Option
 
-from specgen.cli import app
+from specgen.cli import command_line
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import INFILL_TOKENS
 from tests.long_runs.forked import run_forked
@@ -529,9 +528,7 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 
 @functools.cache
 def _options(command: str) -> list[Option]:
-    group = typer.main.get_command(app)
-    assert isinstance(group, typer.core.TyperGroup)
-    found = group.commands[command]
+    found = command_line().commands[command]
     return [
         option
         for option in found.params

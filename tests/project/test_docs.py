@@ -231,11 +231,11 @@ def zip_lists(*columns: list[str]) -> list[list[str]]:
 
 
 def test_every_option_of_every_command_is_in_the_page() -> None:
-    from specgen.cli import app
+    from specgen.cli import command_line
 
     page = make_docs.cli_page()
     told = {name for row in rows(page) for name in row[0].replace(" / ", ", ").split(", ")}
-    every = [command for _, command in make_docs.commands(get_command(app), "specgen")]
+    every = [command for _, command in make_docs.commands(command_line(), "specgen")]
     names = {
         name
         for command in every

@@ -11,10 +11,11 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from scripts import cmake_args
+from scripts import build_wheel, cmake_args
 from specgen import __version__
 from specgen.system.llama_build import REQUIRED_VERSION
 from tests.helpers.common import ROOT
@@ -203,6 +204,42 @@ def test_what_is_printed_to_install_is_this_project() -> None:
     assert not found
     assert other.search("pip install 'specgen[train]'")
     assert other.search("pip install specgen")
+
+
+def test_links_on_the_package_index_go_to_files_of_this_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from hatchling.metadata.core import ProjectMetadata
+    from hatchling.plugin.manager import PluginManager
+
+    def metadata() -> Any:
+        return ProjectMetadata(str(ROOT), PluginManager()).core
+
+    monkeypatch.delenv("SPECGEN_REPOSITORY", raising=False)
+    assert metadata().readme == (ROOT / "README.md").read_text(encoding="utf-8")
+    assert not metadata().urls
+    repository = "https://example.org/a/b"
+    monkeypatch.setenv("SPECGEN_REPOSITORY", repository)
+    links = [*re.findall(r"\]\(([^)]+)\)", metadata().readme), *metadata().urls.values()]
+    files = [
+        path
+        for link in links
+        if (path := re.sub(rf"^{repository}/(?:blob|raw)/v{__version__}/", "", link)) != link
+    ]
+    assert len(files) > 20
+    assert all((ROOT / path).is_file() for path in files)
+    assert all(link.startswith("https://") for link in links)
+
+
+def test_a_release_is_built_tested_and_published_by_the_makefile_and_the_tests() -> None:
+    workflow = (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
+    machines = re.search(r'make dist MACHINES="([^"]*)"', workflow)
+    assert machines is not None
+    assert set(machines[1].split()) == set(build_wheel.MACHINES)
+    assert "tests/project/test_wheel.py" in workflow
+    image = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert re.search("^USER (?!root)", image, re.MULTILINE)
+    assert '["specgen", "serve"' in image
 
 
 @pytest.fixture

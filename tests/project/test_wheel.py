@@ -1,4 +1,4 @@
-"""The wheel for x86-64 Linux, in an environment that has nothing: no compiler, no caches, no llama-cpp-python.
+"""The wheel for this machine, in an environment that has nothing: no compiler, no caches, no llama-cpp-python.
 
 `make dist` builds the wheel. Without it these tests are skipped.
 """
@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +20,12 @@ from specgen import __version__
 from specgen.system.llama_build import REQUIRED_VERSION
 from tests.helpers.common import ROOT
 
-WHEEL = ROOT / "dist" / f"specgen_gguf-{__version__}-py3-none-manylinux_2_28_x86_64.whl"
+
+def wheel_for(machine: str) -> Path:
+    return ROOT / "dist" / f"specgen_gguf-{__version__}-py3-none-manylinux_2_28_{machine}.whl"
+
+
+WHEEL = wheel_for(platform.machine())
 pytestmark = pytest.mark.skipif(not WHEEL.is_file(), reason="make dist builds the wheel")
 #: Where pip finds the dependencies.
 _NETWORK = ("PIP_", "SSL_", "REQUESTS_", "http_", "https_", "HTTP_", "HTTPS_", "no_proxy")
@@ -60,19 +68,48 @@ def test_it_answers_with_its_own_llama_cpp_and_kernels(run: Run) -> None:
     }
     arguments = ("-m", "tiny.gguf", "--temp", "0", "-n", "12", "--json", "Hello")
     plain, drafted = (
-        [
-            json.loads(line)
-            for line in run("specgen", "run", *arguments, "--draft", draft).splitlines()
-        ]
-        for draft in ("none", "ngram")
+        run("specgen", "run", *arguments, "--draft", draft) for draft in ("none", "ngram")
     )
-    assert plain[0]["kernels"].startswith("specgen ")
-    texts = [
-        "".join(piece["text"] for event in events for piece in event.get("pieces", ()))
-        for events in (plain, drafted)
-    ]
-    assert texts[0]
-    assert texts[0] == texts[1]
+    assert json.loads(plain.splitlines()[0])["kernels"].startswith("specgen ")
+    assert text_of(plain) == text_of(drafted) != ""
+
+
+def text_of(lines: str) -> str:
+    events = map(json.loads, lines.splitlines())
+    return "".join(piece["text"] for event in events for piece in event.get("pieces", ()))
+
+
+@pytest.mark.skipif(
+    "ARM_PYTHON" not in os.environ or not wheel_for("aarch64").is_file(),
+    reason="needs a Python for ARM (ARM_PYTHON), and make dist MACHINES=aarch64",
+)
+def test_the_wheel_for_arm_gives_the_same_text(run: Run, tmp_path: Path) -> None:
+    python = shlex.split(os.environ["ARM_PYTHON"])
+    about = "import platform; print(platform.machine(), *platform.python_version_tuple()[:2])"
+    machine, *version = subprocess.check_output([*python, "-c", about], text=True).split()
+    assert machine == "aarch64"
+    tags = [f"--platform=manylinux_2_{glibc}_aarch64" for glibc in (28, 27, 24, 17)]
+    python_version = f"--python-version={'.'.join(version)}"
+    run(
+        *("python", "-m", "pip", "install", "--quiet", "--no-cache-dir", "--only-binary=:all:"),
+        *(*tags, python_version, "--target", str(tmp_path / "site"), str(wheel_for("aarch64"))),
+    )
+    run("python", "-c", _TINY, str(tmp_path / "tiny.gguf"))
+    arguments = (
+        *("run", "-m", str(tmp_path / "tiny.gguf"), "--draft", "ngram"),
+        *("--temp", "0", "-n", "12", "--json", "-t", "1", "Hello"),
+    )
+    environment = {"PYTHONPATH": str(tmp_path / "site"), "HOME": str(tmp_path), "PATH": os.defpath}
+    ended = subprocess.run(
+        [*python, "-m", "specgen", *arguments],
+        env=environment | {n: v for n, v in os.environ.items() if n.startswith("QEMU_")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout.splitlines()[0])["kernels"] == "specgen neon-dotprod"
+    assert text_of(ended.stdout) == text_of(run("specgen", *arguments)) != ""
 
 
 def test_doctor_finds_nothing_wrong(run: Run) -> None:

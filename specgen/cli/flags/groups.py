@@ -29,12 +29,6 @@ Command: TypeAlias = Callable[..., int]
 Table: TypeAlias = Mapping[str, Any]
 
 
-#: Typer's base of errors in the use of the command line; it has no public name.
-COMMAND_LINE_ERROR: type[Exception] = next(
-    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
-)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Group:
     """Options that several commands take, and the function that makes one value of them."""

@@ -1,0 +1,98 @@
+"""Builds llama.cpp's Vulkan backend as a library of its own, for the installed llama.cpp (`make gpu-test`).
+
+GGML loads it where the variable `GGML_BACKEND_PATH` names it, so that nothing else of llama.cpp is compiled. The source
+is that of the installed llama-cpp-python (scripts/build_peers.py)::
+
+    python -m scripts.build_vulkan [--source FOLDER]
+
+It prints the library's path. It needs cmake, a C++ compiler, Vulkan's headers and glslc. Its 150 shaders take some
+minutes; what was compiled is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts import build_peers
+from specgen.errors import SpecgenError
+
+FOLDER = Path(__file__).resolve().parent.parent / "build" / "vulkan"
+LIBRARY = "libggml-vulkan.so"
+PACKAGES = (
+    "on Debian: cmake g++ libvulkan-dev glslc spirv-headers, and mesa-vulkan-drivers to run it"
+)
+SETTINGS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=ON",
+    "-DGGML_BACKEND_DL=ON",
+    "-DGGML_NATIVE=OFF",
+    "-DGGML_OPENMP=OFF",
+    "-DGGML_CCACHE=OFF",
+    "-DGGML_VULKAN=ON",
+    *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("COMMON", "EXAMPLES", "SERVER", "TESTS", "TOOLS")),
+)
+#: Settings of a validation layer that nobody asks for. Vulkan's headers have known them since 1.3.272, and
+#: Debian 12 has older ones.
+_LAYER_SETTINGS = re.compile(
+    r"    std::vector<vk::LayerSettingEXT> settings = .*?layer_setting_info\(settings\);\n",
+    re.DOTALL,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Build llama.cpp's Vulkan backend.")
+    parser.add_argument(
+        "--source", type=Path, help="an unpacked llama-cpp-python of the installed version"
+    )
+    try:
+        print(build(FOLDER, parser.parse_args(argv).source))
+    except build_peers.BuildError as error:
+        sys.exit(f"the Vulkan backend is not built: {error}")
+    except SpecgenError as error:
+        hint = f"\nhint: {error.hint}" if error.hint else ""
+        sys.exit(f"the Vulkan backend is not built: {error.message}{hint}")
+
+
+def build(folder: Path, source: Path | None = None) -> Path:
+    """Build the library into `folder`, if it is not there for the installed version; returns its path. Raises
+    `BuildError`, or `FetchError`."""
+    version = build_peers.installed_version()
+    library = folder / version / LIBRARY
+    if library.is_file():
+        return library
+    for tool in ("cmake", "glslc"):
+        if shutil.which(tool) is None:
+            raise build_peers.BuildError(f"there is no {tool} ({PACKAGES})")
+    work = folder / f"build-{version}"
+    work.mkdir(parents=True, exist_ok=True)
+    llama = (source or build_peers.fetch(version, work)).resolve() / "vendor" / "llama.cpp"
+    suit_older_headers(llama / "ggml" / "src" / "ggml-vulkan" / "ggml-vulkan.cpp")
+    # llama.cpp would take this project's commit for its own.
+    environment = {**os.environ, "GIT_DIR": os.devnull}
+    environment.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
+    build_peers.say("building llama.cpp's Vulkan backend, which takes some minutes")
+    built = work / "cmake"
+    build_peers.run(["cmake", "-S", str(llama), "-B", str(built), *SETTINGS], environment)
+    build_peers.run(["cmake", "--build", str(built), "--target", "ggml-vulkan"], environment)
+    library.parent.mkdir(exist_ok=True)
+    shutil.copy(built / "bin" / LIBRARY, library)
+    return library
+
+
+def suit_older_headers(file: Path) -> None:
+    """Leave out of llama.cpp's source what older headers of Vulkan do not declare."""
+    text = file.read_text(encoding="utf-8")
+    text = _LAYER_SETTINGS.sub("", text).replace(
+        ", extensions, &layer_setting_info)", ", extensions)"
+    )
+    file.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Layers on a GPU. `make gpu-test` makes one of the processor (Mesa's lavapipe); without one these tests are skipped.
+
+llama.cpp's own code computes there, whose rows depend a little on their batch. So `specgen verify` judges: a text
+may differ from plain decoding's in near-ties only.
+
+Without flash attention: Mesa 22.3 dies in its own thread while it computes some batches with it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from specgen.llama import LlamaModel, build
+from specgen.options import ContextOptions
+from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
+from specgen.testing.tiny.eagle import TinyDflash, TinyEagle, write_tiny_dflash, write_tiny_eagle
+from tests.architectures.checks import CHECKS, Subject
+from tests.helpers.cli import Specgen, events_of
+from tests.helpers.heads import make_heads
+from tests.helpers.mtp import MtpArchitecture, write_mtp_model
+from tests.helpers.tiny import write_respelled_model
+from tests.registry import ARCHITECTURES, CACHES
+
+DEVICES = [device for device in build().devices if "gpu" in device.kind]
+pytestmark = pytest.mark.skipif(
+    not DEVICES, reason="llama.cpp finds no GPU (make gpu-test makes one of the processor)"
+)
+#: Tiny models have two blocks and the output layer.
+PLACES = {
+    "GPU": ("-ngl", "99"),
+    "a part on the GPU": ("-ngl", "2"),
+    "the target on the GPU": ("-ngl", "99", "-ngld", "0"),
+    "the draft on the GPU": ("-ngl", "0", "-ngld", "99"),
+}
+#: By name: the draft of a target (the ending of a file, or a word), and options.
+DRAFTS: dict[str, tuple[str, ...]] = {
+    "model": ("draft",),
+    "wrong model": ("wrong",),
+    "ngram": ("ngram", "--ngram-min", "1", "--ngram-max", "3"),
+    "tree": ("draft", "--tree", "2,2"),
+    "parallel": ("draft", "--draft-mask", "3"),
+    "translated as text": ("respelled", "--translate", "string"),
+    "translated by token": ("respelled", "--translate", "tokens"),
+    "heads": ("heads",),
+}
+FROM_STATES = ("mtp glm4moe", "mtp qwen35", "mtp mimo2", "eagle llama", "dflash llama")
+#: Each draft and each kind of cache on the GPU, and some of them in every other place. (A decode takes 20 ms there.)
+CASES = [
+    *((cache, "model", "GPU") for cache in CACHES),
+    *(("attention", draft, "GPU") for draft in DRAFTS if draft not in {"model", "ngram"}),
+    ("sliding window", "tree", "GPU"),
+    ("hybrid, snapshots", "wrong model", "GPU"),
+    ("hybrid, copies", "ngram", "GPU"),
+    *(
+        (cache, draft, place)
+        for place in PLACES
+        if place != "GPU"
+        for cache, draft in (("attention", "tree"), ("hybrid, snapshots", "model"))
+    ),
+    ("attention", "heads", "a part on the GPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Targets for each kind of cache and of draft, and their drafts."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, architecture in CACHES.items():
+        window = 32 if name == "sliding window" else 0
+        config = TinyConfig(architecture=architecture, logit_scale=3.0, sliding_window=window)
+        write_tiny_model(folder / f"{name}.gguf", config)
+        write_tiny_model(folder / f"{name} draft.gguf", config.draft(0.1))
+        write_tiny_model(folder / f"{name} wrong.gguf", TinyConfig(seed=9))
+        write_respelled_model(folder / f"{name} respelled.gguf", config.draft(0.05))
+        if name == "attention":  # what they predict does not matter
+            make_heads(folder / f"{name}.gguf", folder / f"{name} heads.gguf", folder / name, 1.0)
+    for of_mtp in get_args(MtpArchitecture):
+        write_mtp_model(folder / f"{of_mtp}.gguf", of_mtp, of_state=0.3, logit_scale=3.0)
+    config = TinyConfig(n_layer=4, logit_scale=2.0)
+    write_tiny_model(folder / "llama.gguf", config)
+    write_tiny_eagle(folder / "llama eagle.gguf", config, TinyEagle())
+    write_tiny_dflash(folder / "llama dflash.gguf", config, TinyDflash())
+    return folder
+
+
+def verified(
+    specgen: Specgen,
+    models: Path,
+    target: str,
+    draft: tuple[str, ...],
+    place: str,
+    check: str = "greedy",
+) -> dict[str, Any]:
+    """The report of `specgen verify`: an answer alone, and three at once, with a draft in every round."""
+    name, *options = draft
+    source = name if name in {"ngram", "mtp"} else str(models / f"{target} {name}.gguf")
+    forced = ("--policy", "fixed", "--draft-max", "6", "--draft-p-min", "0", "--check", check)
+    sizes = ("-N", "1", "-n", "20", "--places", "1", "--draws", "100", "--depth", "2", "-t", "1")
+    result = specgen(
+        *("verify", "--json", "-m", models / f"{target}.gguf", "-md", source),
+        *(*forced, *sizes, *options, *PLACES[place], "-fa", "off"),
+    )
+    assert result.code == 0, result.err + result.out
+    report: dict[str, Any] = json.loads(result.out)
+    assert report["verdict"] == "lossless"
+    return report
+
+
+@pytest.mark.parametrize(("cache", "draft", "place"), CASES)
+def test_drafts_change_nothing(
+    specgen: Specgen, models: Path, cache: str, draft: str, place: str
+) -> None:
+    report = verified(specgen, models, cache, DRAFTS[draft], place)
+    assert {each["n_at_once"] for each in report["greedy"]} == {1, 3}
+    assert all(each["n_drafted"] for each in report["greedy"])
+
+
+@pytest.mark.parametrize("place", ["GPU", "a part on the GPU"])
+@pytest.mark.parametrize("case", FROM_STATES)
+def test_drafts_from_the_targets_states_change_nothing(
+    specgen: Specgen, models: Path, case: str, place: str
+) -> None:
+    draft, target = case.split()
+    report = verified(specgen, models, target, (draft,), place)
+    assert all(each["n_drafted"] for each in report["greedy"])
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"), [("attention", "draft"), ("attention", "heads"), ("qwen35", "mtp")]
+)
+def test_samples_fit_the_targets_distribution(
+    specgen: Specgen, models: Path, target: str, draft: str
+) -> None:
+    report = verified(specgen, models, target, (draft,), "GPU", "sampled")
+    assert all(each["n_drafted"] for each in report["sampled"])
+
+
+def test_a_planted_bug_is_found(specgen: Specgen, models: Path) -> None:
+    """What these tests rest on."""
+    result = specgen(
+        *("verify", "-m", models / "attention.gguf", "-md", models / "attention wrong.gguf"),
+        *("--policy", "fixed", "--draft-p-min", "0", "--check", "greedy", "-N", "2", "-n", "30"),
+        *("--seeded-bug", "wrong-row", "-ngl", "99", "-fa", "off"),
+    )
+    assert result.code == 11, result.out
+
+
+@pytest.mark.parametrize(
+    ("architecture", "n_gpu_layers"),
+    [
+        *((name, 99) for name, case in ARCHITECTURES.items() if case.generates),
+        *((name, 2) for name in CACHES.values()),
+    ],
+)
+def test_caches_roll_back(tmp_path: Path, architecture: Architecture, n_gpu_layers: int) -> None:
+    """Random drafts and removals in several sequences, and a context that fills up."""
+    config = TinyConfig(architecture=architecture, tensor_type="q8_0")
+    subject = Subject(
+        path=write_tiny_model(tmp_path / "target.gguf", config),
+        near=write_tiny_model(tmp_path / "near.gguf", config.draft(0.1)),
+        wrong=write_tiny_model(tmp_path / "wrong.gguf", TinyConfig(seed=9)),
+        kernels=False,
+        context=ContextOptions(n_gpu_layers=n_gpu_layers, flash_attention="off"),
+    )
+    for check in ("fuzz", "full context"):
+        CHECKS[check](subject)
+
+
+@pytest.mark.parametrize(
+    ("n_gpu_layers", "computes"),
+    [
+        (99, "llama.cpp on the GPU"),
+        (2, "llama.cpp on the GPU (2 of 3 layers), {cpu} on the CPU"),
+        (0, "{cpu}"),
+    ],
+)
+def test_it_says_what_computes_where(
+    specgen: Specgen, models: Path, n_gpu_layers: int, computes: str
+) -> None:
+    model = LlamaModel(models / "attention.gguf", n_gpu_layers=0)
+    on_cpu = model.kernels
+    model.close()
+    answer = specgen(
+        *("run", "--json", "-m", models / "attention.gguf", "-md", "ngram", "-n", "4"),
+        *("-ngl", str(n_gpu_layers), "the cat"),
+    )
+    assert events_of(answer)[0]["kernels"] == computes.format(cpu=on_cpu)
+
+
+def test_the_doctor_decodes_on_the_gpu(specgen: Specgen) -> None:
+    report = json.loads(specgen("doctor", "--json").out)
+    places = {each["name"]: each["passed"] for each in report["checks"]}
+    assert places["q8_0 on the GPU"]
+    assert report["healthy"]
