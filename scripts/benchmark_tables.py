@@ -22,6 +22,7 @@ _NAMES = {
     "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf": "1.5B Q4_K_M",
     "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf": "0.5B Q4_K_M",
     "SmolLM2-135M-Instruct.Q4_1.gguf": "SmolLM2",
+    "big.gguf": "A target of five times the cost",
     "ngram": "n-grams",
 }
 
