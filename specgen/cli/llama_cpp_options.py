@@ -174,7 +174,7 @@ def _takes_value(option: Any) -> bool:
 
 
 def _check_draft(name: str, value: str) -> None:
-    """In llama.cpp, --draft is the number of tokens."""
+    """Raise `UsageError` for a number of tokens, which llama.cpp's --draft takes."""
     if name == "--draft" and value.isdigit() and not Path(value).exists():
         raise UsageError(
             f"--draft {value}: that is no model",
