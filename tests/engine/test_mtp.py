@@ -12,9 +12,8 @@ import pytest
 
 from specgen.decoding.backend import Batch
 from specgen.decoding.draft import Draft
-from specgen.decoding.drafters import Drafting, MtpChainDrafter, MtpDrafter
+from specgen.decoding.drafters import MtpChainDrafter, MtpDrafter
 from specgen.decoding.hidden_trail import HiddenTrail
-from specgen.decoding.policy import RoundPlan
 from specgen.engine.agreement import read_states
 from specgen.engine.engine import Engine, generate
 from specgen.engine.loaded_models import Models
@@ -38,9 +37,9 @@ from specgen.options import (
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Specgen
 from tests.helpers.mtp import MtpArchitecture, write_mtp_model
+from tests.helpers.states_drafts import PROMPT, answer, watched_drafts
 
 ARCHITECTURES: tuple[MtpArchitecture, ...] = ("glm4moe", "qwen35", "mimo2")
-PROMPT = "abc fed cab. abcd"
 CONTEXT = ContextOptions(n_threads=1)
 FIXED = DraftOptions(
     policy="fixed", max_tokens=3, p_min=0.0, tree=parse_tree("off"), ngrams=False, verifier="match"
@@ -76,13 +75,6 @@ def loaded(
     )
     with Models(options, time.perf_counter) as models:
         yield models
-
-
-def answer(models: Models, prompt: str = PROMPT) -> FinishedEvent:
-    events = list(generate(models, models.prompts.of_text(prompt)))
-    assert not [event for event in events if isinstance(event, NoticeEvent)]
-    assert isinstance(events[-1], FinishedEvent)
-    return events[-1]
 
 
 def plain(models: Models, prompt: str = PROMPT) -> FinishedEvent:
@@ -123,23 +115,7 @@ def test_nothing_drafts_for_mtp_layers(files: Path) -> None:
 @pytest.fixture
 def proposed(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], Draft]:
     """What was drafted behind each text."""
-    found: dict[tuple[int, ...], Draft] = {}
-
-    def watch(kind: type[MtpDrafter]) -> None:
-        propose = kind.propose
-
-        def watched(
-            self: MtpDrafter, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0
-        ) -> Drafting:
-            draft = yield from propose(self, context, plan, n_drafted)
-            found[tuple(context)] = draft
-            return draft
-
-        monkeypatch.setattr(kind, "propose", watched)
-
-    watch(MtpDrafter)
-    watch(MtpChainDrafter)
-    return found
+    return watched_drafts(monkeypatch, MtpDrafter, MtpChainDrafter)
 
 
 def drafted_anew(models: Models, text: Sequence[int], n: int) -> list[int]:

@@ -11,8 +11,7 @@ import pytest
 
 from specgen.decoding.backend import Batch
 from specgen.decoding.draft import Draft
-from specgen.decoding.drafters import AssistantDrafter, Drafting
-from specgen.decoding.policy import RoundPlan
+from specgen.decoding.drafters import AssistantDrafter
 from specgen.engine.engine import Engine, generate
 from specgen.engine.loaded_models import Models
 from specgen.errors import BackendError, PairError
@@ -30,8 +29,8 @@ from specgen.options import (
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.assistant import write_assistant, write_gemma4
 from tests.helpers.cli import Specgen
+from tests.helpers.states_drafts import PROMPT, answer, watched_drafts
 
-PROMPT = "abc fed cab. abcd"
 CONTEXT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
 FIXED = DraftOptions(policy="fixed", max_tokens=3, p_min=0.0, ngrams=False, verifier="match")
 
@@ -64,28 +63,10 @@ def loaded(
         yield models
 
 
-def answer(models: Models, prompt: str = PROMPT) -> FinishedEvent:
-    events = list(generate(models, models.prompts.of_text(prompt)))
-    assert not [event for event in events if isinstance(event, NoticeEvent)]
-    assert isinstance(events[-1], FinishedEvent)
-    return events[-1]
-
-
 @pytest.fixture
 def proposed(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], Draft]:
     """What was drafted behind each text."""
-    found: dict[tuple[int, ...], Draft] = {}
-    propose = AssistantDrafter.propose
-
-    def watched(
-        self: AssistantDrafter, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0
-    ) -> Drafting:
-        draft = yield from propose(self, context, plan, n_drafted)
-        found[tuple(context)] = draft
-        return draft
-
-    monkeypatch.setattr(AssistantDrafter, "propose", watched)
-    return found
+    return watched_drafts(monkeypatch, AssistantDrafter)
 
 
 def drafted_anew(models: Models, text: Sequence[int], n: int) -> list[int]:

@@ -1,0 +1,47 @@
+"""What tests of drafts that read the target's hidden states or its cache share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from specgen.decoding.draft import Draft
+from specgen.decoding.drafters import Drafting, MtpDrafter
+from specgen.decoding.policy import RoundPlan
+from specgen.engine.engine import generate
+from specgen.engine.loaded_models import Models
+from specgen.events import FinishedEvent, NoticeEvent
+
+PROMPT = "abc fed cab. abcd"
+
+
+def answer(models: Models, prompt: str = PROMPT) -> FinishedEvent:
+    """The end of an answer without notices."""
+    events = list(generate(models, models.prompts.of_text(prompt)))
+    assert not [event for event in events if isinstance(event, NoticeEvent)]
+    assert isinstance(events[-1], FinishedEvent)
+    return events[-1]
+
+
+def watched_drafts(
+    patch: pytest.MonkeyPatch, *kinds: type[MtpDrafter]
+) -> dict[tuple[int, ...], Draft]:
+    """What these drafters draft from now on, by the text before it."""
+    found: dict[tuple[int, ...], Draft] = {}
+
+    def watch(kind: type[MtpDrafter]) -> None:
+        propose = kind.propose
+
+        def watched(
+            self: MtpDrafter, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0
+        ) -> Drafting:
+            draft = yield from propose(self, context, plan, n_drafted)
+            found[tuple(context)] = draft
+            return draft
+
+        patch.setattr(kind, "propose", watched)
+
+    for kind in kinds:
+        watch(kind)
+    return found
