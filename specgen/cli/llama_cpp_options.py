@@ -112,20 +112,8 @@ _INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(
         (
             *("-ot", "-cmoe", "-ncmoe", "-nkvo", "-mg", "-sm", "-dev", "-devd", "-ctxcp", "-cram"),
-            *(
-                "-kvu",
-                "-ptc",
-                "-sp",
-                "-nocb",
-                "-dt",
-                "-gan",
-                "-gaw",
-                "-mm",
-                "-bs",
-                "-lcd",
-                "-sps",
-                "-nr",
-            ),
+            *("-kvu", "-ptc", "-sp", "-nocb", "-dt", "-gan"),
+            *("-gaw", "-mm", "-bs", "-lcd", "-sps", "-nr"),
         ),
         "",
     ),

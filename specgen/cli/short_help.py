@@ -117,17 +117,8 @@ EXAMPLES: Mapping[str, tuple[str, str, str]] = {
 }
 #: The options that are shown of a command with many.
 USUAL = (
-    *(
-        "--target",
-        "--hf-repo",
-        "--draft",
-        "--pair",
-        "--prompt",
-        "--file",
-        "--chat",
-        "--system",
-        "--session",
-    ),
+    *("--target", "--hf-repo", "--draft", "--pair"),
+    *("--prompt", "--file", "--chat", "--system", "--session"),
     *(
         "--prefix-file",
         "--suffix-file",

@@ -43,8 +43,8 @@ _N_AT_ONCE_PROMPTS = 6
 _TEMPERATURE = 0.8
 #: How many prompts are answered, and at how many places samples are drawn, if neither is given.
 _N_PROMPTS, _N_PLACES = 16, 3
-#: The deviation to find if none is given: usually, and with fewer prompts than places.
-_DEVIATIONS = (0.08, 0.15)
+#: The deviation to find if none is given, and where fewer prompts than places are asked for.
+_DEVIATION, _ROUGH_DEVIATION = 0.08, 0.15
 
 
 @flags.takes_options(
@@ -161,7 +161,7 @@ def verify(
     ways = ways_to_draft(drafting)
     n_few = min(_N_PLACES, n_prompts or _N_PLACES)  # whoever wants little does not wait long
     n_places = n_places or n_few
-    deviation = deviation or _DEVIATIONS[n_few < _N_PLACES]
+    deviation = deviation or (_ROUGH_DEVIATION if n_few < _N_PLACES else _DEVIATION)
     plan = SampledPlan(
         depth=depth,
         deviation=deviation,

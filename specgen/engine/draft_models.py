@@ -224,15 +224,17 @@ class MtpDraft(StatesDraft):
 
 
 class EagleDraft(StatesDraft):
-    """A loaded EAGLE-3, DFlash or DSpark draft, or a Gemma 4 assistant, for a target. Raises `ModelFileError` if the file is damaged,
-    `PairError` if it does not fit the target, or the target decodes elsewhere."""
+    """A loaded EAGLE-3, DFlash or DSpark draft, or a Gemma 4 assistant, for a target. Raises `ModelFileError` if
+    the file is damaged, `PairError` if it does not fit the target, or the target decodes elsewhere."""
 
     def __init__(
         self, path: Path, target: LlamaModel, context: ContextOptions, drafting: DraftOptions
     ) -> None:
         super().__init__(target, drafting)
-        make = DflashModel if is_dflash_file(path) else EagleModel
-        if is_assistant_file(path):
+        make = EagleModel
+        if is_dflash_file(path):
+            make = DflashModel
+        elif is_assistant_file(path):
             make = AssistantModel
         self.model = make(path, target, n_gpu_layers=context.n_gpu_layers)
         self.origin = self.model.architecture

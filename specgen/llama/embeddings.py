@@ -11,7 +11,7 @@ import numpy as np
 from specgen.errors import BackendError, ModelFileError, PromptError, PromptLengthError
 from specgen.llama.context_opening import ContextSize, open_context
 from specgen.llama.library import forget_log, last_error, llama_cpp
-from specgen.llama.model import LlamaModel, pooling_of
+from specgen.llama.model import LlamaModel
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden
 
@@ -24,7 +24,7 @@ class EmbeddingModel(LlamaModel):
     """A model that makes embeddings, and its file. Raises `ModelFileError` for others."""
 
     def _check_usable(self) -> None:
-        if pooling_of(self.path) is None:
+        if self.pooling is None:
             raise ModelFileError(f"{self.path}: not an embedding model")
         if self.vocabulary.kind == 0:
             raise ModelFileError(f"{self.path}: the model has no vocabulary")
@@ -42,7 +42,7 @@ class Embedder:
                 file, n_gpu_layers=options.n_gpu_layers, workers=options.workers
             )
             resources.callback(self.model.close)
-            pooling, n_train = pooling_of(file), self.model.n_ctx_train
+            pooling, n_train = self.model.pooling, self.model.n_ctx_train
             # Some encoders have no positions beyond, and llama.cpp would end the process.
             self.n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
             architecture = self.model.metadata("general.architecture")

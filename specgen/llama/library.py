@@ -144,7 +144,10 @@ def _load_backends() -> None:
     """Load the backends that are libraries of their own (GGML_BACKEND_DL), among them the CPU's for this
     processor. Other builds are linked to theirs. Both load one more that `GGML_BACKEND_PATH` names. Raise
     `BackendError` if it cannot be loaded."""
-    n_linked = ggml("ggml_backend_reg_count", ctypes.c_size_t)()
+    try:
+        n_linked = ggml("ggml_backend_reg_count", ctypes.c_size_t)()
+    except BackendError:  # an older GGML
+        return
     if not n_linked:
         load = ggml("ggml_backend_load_all_from_path", None, ctypes.c_char_p)
         load(os.fsencode(native_folder()))

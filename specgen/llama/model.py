@@ -109,6 +109,13 @@ class LlamaModel:
         return self.path.name
 
     @property
+    def pooling(self) -> int | None:
+        """llama.cpp's number of how hidden states are pooled; None if this is no embedding model."""
+        architecture = self.metadata("general.architecture")
+        pooling = self.metadata(f"{architecture}.pooling_type")
+        return _pooling(architecture or "", int(pooling or 0))
+
+    @property
     def n_mtp_layers(self) -> int:
         """The number of MTP layers that can draft."""
         architecture = self.metadata("general.architecture")
@@ -319,7 +326,7 @@ class LlamaModel:
             what = "a model without a decoder"
         elif self.metadata(f"{architecture}.pooling_type") == str(_RANK):
             what = "a reranking model"
-        elif pooling_of(self._file) is not None:
+        elif self.pooling is not None:
             what = "an embedding model"
             hint += f"; `specgen serve -m {self.path}` answers /v1/embeddings with this one"
         elif causal == "false":
@@ -343,6 +350,10 @@ def pooling_of(file: Path) -> int | None:
             return None
         architecture = about.text("general.architecture")
         pooling = about.number(f"{architecture}.pooling_type")
+    return _pooling(architecture, pooling)
+
+
+def _pooling(architecture: str, pooling: int) -> int | None:
     if pooling in (_MEAN, _CLS, _LAST):
         return pooling
     return _MEAN if architecture in _ENCODERS and pooling != _RANK else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -60,6 +60,19 @@ def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
         last_words = _last_line(ended.stdout)
         raise ChildError(f"it gave no answer: {last_words}" if last_words else "it gave no answer")
     return answer
+
+
+def ask_child_again(
+    command: Sequence[str], timeout_s: float, prepare: Callable[[], object] = lambda: None
+) -> dict[str, Any]:
+    """Ask as `ask_child` does; a child that takes too long is started once more, since the machine may have stood still.
+    `prepare` is called before each start. For answers that are kept."""
+    prepare()
+    try:
+        return ask_child(command, timeout_s)
+    except ChildTimeoutError:
+        prepare()
+        return ask_child(command, timeout_s)
 
 
 #: The exit codes of Windows for what is a signal on other systems.

@@ -14,11 +14,12 @@ import pytest
 
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.llama import LlamaModel
-from specgen.llama.kernel_checks import choice, model_support
+from specgen.llama.kernel_checks import choice
 from specgen.llama.kernel_checks.choice import KernelStatus
 from specgen.llama.kernel_checks.model_support import FILE_NAME, ModelTrials
 from specgen.llama.kernel_trial import skeleton_of, try_kernels
 from specgen.llama.kernels import Kernels, KernelSupport, ask_before_loading
+from specgen.system import child_process
 from specgen.system.child_process import ChildTimeoutError, ask_child
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Cli
@@ -157,7 +158,7 @@ def test_a_hanging_child_is_a_dead_one(
             raise ChildTimeoutError("no answer within 120 s")
         return answer
 
-    monkeypatch.setattr(model_support, "ask_child", hanging)
+    monkeypatch.setattr(child_process, "ask_child", hanging)
     trials = ModelTrials(library, tmp_path / "cache", child=dying(log, {"11": [3, 0]}))
     problem = "no answer within 120 s on step 3"
     assert trials.support_for(model) == KernelSupport(products=False, problem=problem)
@@ -174,7 +175,7 @@ def test_a_child_that_was_held_up_once_is_asked_again(
             raise ChildTimeoutError("no answer within 120 s")
         return ask_child(command, timeout_s)
 
-    monkeypatch.setattr(model_support, "ask_child", slow_once)
+    monkeypatch.setattr(child_process, "ask_child", slow_once)
     trials = ModelTrials(library, tmp_path / "cache", child=dying(log, {}))
     assert trials.support_for(model) == ALL
     assert len(runs(log)) == 1

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from specgen.errors import BackendError, UsageError
 from specgen.llama.kernel_checks.test_results import circumstances, key_of
 from specgen.system.atomic_files import KeptResults
-from specgen.system.child_process import ChildDiedError, ChildError, ChildTimeoutError, ask_child
+from specgen.system.child_process import ChildDiedError, ChildError, ask_child_again
 
 if TYPE_CHECKING:
     from specgen.llama.kernel_trial import Skeleton
@@ -167,24 +167,16 @@ class ModelTrials:
         products: bool = True,
         attention: bool = True,
     ) -> _Run:
-        """Run a trial in a child process. One that takes too long is run again: the machine may have stood
-        still, and the result is kept."""
+        """Run a trial in a child process."""
         steps = folder / "steps"
         library = os.fspath(self._library) if attach else ""
         switches = [str(int(switch)) for switch in (products, attention)]
         command = [*self._child, library, os.fspath(file), os.fspath(steps), *switches]
         timeout_s = _TIMEOUT_S + file.stat().st_size / _BYTES_PER_S
         end: _End = "died"
-
-        def answer() -> dict[str, Any]:
-            steps.write_text("")
-            return ask_child(command, timeout_s)
-
         try:
-            try:
-                problem = str(answer().get("problem", ""))
-            except ChildTimeoutError:
-                problem = str(answer().get("problem", ""))
+            answer = ask_child_again(command, timeout_s, lambda: steps.write_text(""))
+            problem = str(answer.get("problem", ""))
             end = "refused" if problem else "done"
         except ChildDiedError as error:
             problem = f"they died of {error.signal_name}" if error.signal_name else str(error)

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from specgen import __version__
 from specgen.system.atomic_files import KeptResults
-from specgen.system.child_process import ChildDiedError, ChildError, ChildTimeoutError, ask_child
+from specgen.system.child_process import ChildDiedError, ChildError, ask_child_again
 
 TestOutcome: TypeAlias = Literal["passed", "refused", "failed"]
 
@@ -66,14 +66,9 @@ def result_of(
 def run_test(
     library: Path, *, child: Sequence[str] = CHILD_COMMAND, timeout_s: float = TIMEOUT_S
 ) -> TestResult:
-    """Test a library in a child process. Return a result however the process ends. One that takes too long is
-    started again: the machine may have stood still, and the result is kept."""
-    command = [*child, os.fspath(library)]
+    """Test a library in a child process. Return a result however the process ends."""
     try:
-        try:
-            answer = _parse(ask_child(command, timeout_s))
-        except ChildTimeoutError:
-            answer = _parse(ask_child(command, timeout_s))
+        answer = _parse(ask_child_again([*child, os.fspath(library)], timeout_s))
     except ChildDiedError as error:
         name = error.signal_name
         message = f"they died of {name}" if name else str(error)

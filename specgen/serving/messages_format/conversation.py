@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specgen.serving.openai_format.body import BodyError, shown
+from specgen.serving.openai_format.body import BodyError, messages_of, shown
 from specgen.serving.openai_format.chat_turns import ChatTurns
 
 #: The start of a part that Claude Code puts first. It differs from request to request, so that no prefix of
@@ -31,11 +31,7 @@ class ConversationBuilder(ChatTurns):
 
     def add_messages(self, value: Any) -> None:
         """Add all turns. The last one must not be the model's."""
-        if not isinstance(value, list):
-            raise BodyError("messages", f"{shown(value)} is not a list of messages")
-        if not value:
-            raise BodyError("messages", "the list is empty: give at least one message")
-        for number, each in enumerate(value):
+        for number, each in enumerate(messages_of(value)):
             where = f"messages[{number}]"
             role = each.get("role") if isinstance(each, dict) else None
             if role not in ("assistant", "system", "user"):

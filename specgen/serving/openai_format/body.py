@@ -55,4 +55,13 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-__all__ = ["BodyError", "boolean_of", "sendable", "shown", "text_of", "utf8"]
+def messages_of(value: Any) -> list[Any]:
+    """Return the messages of a body, which are not read yet. Raise `BodyError` if there are none."""
+    if not isinstance(value, list):
+        raise BodyError("messages", f"{shown(value)} is not a list of messages")
+    if not value:
+        raise BodyError("messages", "the list is empty: give at least one message")
+    return value
+
+
+__all__ = ["BodyError", "boolean_of", "messages_of", "sendable", "shown", "text_of", "utf8"]

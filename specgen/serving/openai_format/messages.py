@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specgen.engine.chat_template import Message, Role, ToolCall
-from specgen.serving.openai_format.body import BodyError, shown, text_of, utf8
+from specgen.serving.openai_format.body import BodyError, messages_of, shown, text_of, utf8
 
 _ROLES: dict[str, Role] = {
     "assistant": "assistant",
@@ -26,14 +26,10 @@ _MORE_FIELDS: dict[Role, frozenset[str]] = {
 
 def read_messages(value: Any) -> tuple[Message, ...]:
     """Read the messages of a body. Raise `BodyError` for one that does not fit."""
-    if not isinstance(value, list):
-        raise BodyError("messages", f"{shown(value)} is not a list of messages")
-    if not value:
-        raise BodyError("messages", "the list is empty: give at least one message")
     messages: list[Message] = []
     #: The tools that were called so far, by the ids of the calls.
     called: dict[str, str] = {}
-    for number, each in enumerate(value):
+    for number, each in enumerate(messages_of(value)):
         message = _message(f"messages[{number}]", each, called)
         called |= {call.identity: call.name for call in message.tool_calls}
         messages.append(message)
