@@ -17,8 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
-
 from specgen.decoding.backend import Batch
 from specgen.decoding.hidden_trail import HiddenTrail, most_states
 from specgen.errors import PairError
@@ -28,8 +26,9 @@ from specgen.llama.eagle import EagleModel, has_architecture, is_eagle_file
 from specgen.llama.gguf_metadata import GgufMetadata
 from specgen.llama.library import llama_cpp_ext
 from specgen.llama.model import LlamaModel
+from specgen.llama.states_context import StatesContext
 from specgen.options import CacheType, ContextOptions
-from specgen.system.arrays import Hidden, Logits
+from specgen.system.arrays import Logits
 
 ARCHITECTURE = "gemma4-assistant"
 _TARGET = "gemma4"
@@ -116,7 +115,7 @@ def _array(about: GgufMetadata, key: str, of: type[ctypes.c_bool | ctypes.c_int3
     return list((of * n).from_address(data)) if data else []
 
 
-class AssistantContext(LlamaBackend):
+class AssistantContext(StatesContext):
     """A context of an assistant, over the cells of the target's context: the same sequences, the same
     positions. Its rows add no cells. Each row has a token and the hidden state before it (`Batch.hidden`), and
     the position behind the target's last token. Otherwise it is like `EagleContext`."""
@@ -141,24 +140,16 @@ class AssistantContext(LlamaBackend):
             n_branches=target.n_sequences // n_slots,
             other=target.handle,
         )
-        n_rows, n_values = max(self.n_batch, self.n_outputs), model.n_embd_out
-        memory = (ctypes.c_float * (n_rows * n_values))()
-        self._rows.native.embd = memory
-        self._inputs = np.ctypeslib.as_array(memory).reshape(n_rows, n_values)
+        self._take_states(model.n_embd_out)
         self._n_shared_tokens = n_shared_tokens
         self.compute_frequent_tokens()
         llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, True)
-        self._states: dict[int, Hidden] = {}
         #: Called before a decode with each of its sequences, where the target's cache has to be brought up
         #: to its text first.
         self.before_decode: Callable[[int], None] | None = None
-        n_most = most_states(n_values, n_slots)
+        n_most = most_states(model.n_embd_out, n_slots)
         #: The target's hidden states of each slot's text.
         self.trails = tuple(HiddenTrail(n_most) for _ in range(n_slots))
-
-    def state(self, sequence: int) -> Hidden:
-        """Return the assistant's hidden state after the sequence's last row."""
-        return self._states[sequence]
 
     def decode(self, batch: Batch) -> Logits:
         if self.before_decode is not None:
@@ -167,10 +158,6 @@ class AssistantContext(LlamaBackend):
         return self.decode_rows(batch)
 
     def decode_rows(self, batch: Batch) -> Logits:
-        self._rows.check(batch)
-        inputs = self._inputs[: len(batch)]
-        for row, state in enumerate(batch.hidden or [None] * len(batch)):
-            inputs[row] = 0.0 if state is None else state
         logits = super().decode_rows(batch)[:, : self._n_shared_tokens]
         wanted = [row for row, wants in enumerate(batch.wants_logits) if wants]
         for row, state in zip(wanted, self._mtp_states(len(wanted)), strict=True):

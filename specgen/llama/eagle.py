@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,6 +27,7 @@ from specgen.llama.context import LlamaBackend
 from specgen.llama.gguf_metadata import GgufMetadata
 from specgen.llama.library import last_error, llama_cpp, llama_cpp_ext
 from specgen.llama.model import LlamaModel
+from specgen.llama.states_context import StatesContext
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden, Logits
 
@@ -167,7 +167,7 @@ class EagleModel(LlamaModel):
         return " and ".join(what for name, what in lacks.items() if name not in names)
 
 
-class EagleContext(LlamaBackend):
+class EagleContext(StatesContext):
     """A context of an EAGLE-3 draft: a cache of its layer, beside the target's.
 
     The row of a token has the hidden state before it (`Batch.hidden`): the encoder's, from the inputs of
@@ -202,20 +202,13 @@ class EagleContext(LlamaBackend):
             other=target.handle,
         )
         target.hand_out(model.layers)
-        n_rows, self._n_embd = max(self.n_batch, self.n_outputs), model.n_embd
-        memory = (ctypes.c_float * (n_rows * self._n_embd))()
-        self._rows.native.embd = memory
-        self._inputs = np.ctypeslib.as_array(memory).reshape(n_rows, self._n_embd)
+        self._n_embd = model.n_embd
+        self._take_states(self._n_embd)
         self._n_shared_tokens = n_shared_tokens
         llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, True)
-        self._states: dict[int, Hidden] = {}
         n_most = most_states(model.n_read, n_slots)
         #: What the target's layers read along each slot's text, which the draft may still have to read.
         self.trails = tuple(EagleTrail(n_most, self.encode) for _ in range(n_slots))
-
-    def state(self, sequence: int) -> Hidden:
-        """Return the draft's hidden state after the sequence's last row that wanted logits."""
-        return self._states[sequence]
 
     def encode(self, read: Hidden) -> Hidden:
         """Return the hidden states, float32[n, n_embd], for the inputs of the target's layers,
@@ -267,9 +260,6 @@ class EagleContext(LlamaBackend):
         return np.concatenate(found) if found else np.empty((0, self.n_vocab), np.float32)
 
     def _decode_part(self, batch: Batch) -> Logits:
-        inputs = self._inputs[: len(batch)]
-        for row, state in enumerate(batch.hidden or itertools.repeat(None, len(batch))):
-            inputs[row] = 0.0 if state is None else state
         return super().decode_rows(batch)[:, : self._n_shared_tokens]
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-
-import numpy as np
 
 from specgen.decoding.backend import Batch
 from specgen.decoding.hidden_trail import HiddenTrail, most_states
 from specgen.errors import BackendError, SpecgenError
-from specgen.llama.context import LlamaBackend
 from specgen.llama.library import llama_cpp_ext
 from specgen.llama.model import LlamaModel
 from specgen.llama.mtp_layers import WANTED_ROWS_ONLY
+from specgen.llama.states_context import StatesContext
 from specgen.options import ContextOptions
-from specgen.system.arrays import Hidden, Logits
+from specgen.system.arrays import Logits
 
 
-class MtpContext(LlamaBackend):
+class MtpContext(StatesContext):
     """A context of one of a target's MTP layers: a cache of that layer, beside the target's own.
 
     The row of a token has the hidden state before it (`Batch.hidden`): the target's or, for a drafted
@@ -54,15 +51,11 @@ class MtpContext(LlamaBackend):
             n_branches=n_branches,
             is_mtp=True,
         )
-        n_rows, n_values = max(self.n_batch, self.n_outputs), model.n_embd_out
-        memory = (ctypes.c_float * (n_rows * n_values))()
-        self._rows.native.embd = memory
-        self._inputs = np.ctypeslib.as_array(memory).reshape(n_rows, n_values)
+        self._take_states(model.n_embd_out)
         self.compute_frequent_tokens()
         self._wanted_rows_only = model.metadata("general.architecture") in WANTED_ROWS_ONLY
         llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, self._wanted_rows_only)
-        self._states: dict[int, Hidden] = {}
-        n_most = most_states(n_values, n_slots)
+        n_most = most_states(model.n_embd_out, n_slots)
         #: The target's hidden states of each slot's text, which the layer may still have to read.
         self.trails = tuple(HiddenTrail(n_most) for _ in range(n_slots))
         llama_cpp_ext.llama_set_nextn_layer_offset(self.handle, layer)
@@ -83,14 +76,7 @@ class MtpContext(LlamaBackend):
             layer.close()
         super().close()
 
-    def state(self, sequence: int) -> Hidden:
-        return self._states[sequence]
-
     def decode_rows(self, batch: Batch) -> Logits:
-        self._rows.check(batch)
-        inputs = self._inputs[: len(batch)]
-        for row, state in enumerate(batch.hidden or [None] * len(batch)):
-            inputs[row] = 0.0 if state is None else state
         logits = super().decode_rows(batch)
         rows = [row for row, wants in enumerate(batch.wants_logits) if wants]
         if rows:

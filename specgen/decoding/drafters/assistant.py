@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from specgen.decoding.backend import Batch
 from specgen.decoding.draft import NO_DRAFT
 from specgen.decoding.drafters.base import Ask, Drafting
-from specgen.decoding.drafters.expansion import DraftedChain
 from specgen.decoding.drafters.mtp import MOST_UNREAD, MtpDrafter
 from specgen.decoding.policy import RoundPlan
 from specgen.decoding.policy.cost_table import FREE, Price
-from specgen.system.arrays import Hidden, Logits
+from specgen.system.arrays import Logits
 
 
 class AssistantDrafter(MtpDrafter):
@@ -33,31 +31,19 @@ class AssistantDrafter(MtpDrafter):
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         n_read = self._n_read(len(context))
         state = self._trail.after(n_read - 1)
-        n_max = min(plan.n_max, self._n_deepest or plan.n_max)
-        if state is None or n_max < 1 or len(context) - 1 - n_read > MOST_UNREAD:
+        if state is None or plan.n_max < 1 or len(context) - 1 - n_read > MOST_UNREAD:
             return NO_DRAFT
         self._trail.forget(n_read)
         for token in context[n_read:-1]:
-            yield from self._read(token, n_read, state)
+            yield from self._row_after(token, n_read, state)
             state = self._backend.state(self._slot.first)
         before = context[len(context) - n_drafted :]
-        chain = DraftedChain(plan, self._shaper, self._rng, before, draws=self._draws)
-        row = yield from self._read(context[-1], n_read, state)
-        while chain.takes(row) and len(chain.tokens) < n_max:
-            token = chain.tokens[-1]
-            if self._backend.vocabulary.is_end(token) or not chain.goes_on():
-                break
-            row = yield from self._read(token, n_read, self._backend.state(self._slot.first))
-        return chain.draft(self.name)
+        row = yield from self._row_after(context[-1], n_read, state)
+
+        def step(token: int, _n: int) -> Generator[Ask, Logits, Logits]:
+            return self._row_after(token, n_read, self._backend.state(self._slot.first))
+
+        return (yield from self._chain(row, before, step, plan, plan.n_max))
 
     def rewind(self, n_tokens: int) -> None:
         self._trail.rewind(n_tokens)
-
-    def _read(self, token: int, position: int, state: Hidden) -> Generator[Ask, Logits, Logits]:
-        """Return the logits after a token, float32[n_vocab]."""
-        batch = Batch()
-        batch.add(token, position, (self._slot.first,), True)
-        batch.hidden.append(state)
-        rows = yield Ask(self._backend, batch, self._costs)
-        row: Logits = rows[0]
-        return row

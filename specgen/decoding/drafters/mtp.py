@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from specgen.decoding.policy.cost_table import FREE, CostTable, Price
 from specgen.decoding.tree_batch import Branches
 from specgen.decoding.tree_builder import TreeBuilder
 from specgen.options import TreeShape
-from specgen.system.arrays import Logits
+from specgen.system.arrays import Hidden, Logits
 
 #: The most tokens behind those that the target has read: its own next token, and tokens that a
 #: grammar or another drafter added. Each but the first takes a decode of its own.
@@ -34,6 +35,8 @@ MOST_UNREAD = 16
 N_USUAL = 8
 #: The most nodes that are looked beyond at once.
 _WIDEST = 8
+#: Decodes a token of a chain, which comes with its number from 1; returns the logits after it.
+Step: TypeAlias = Callable[[int, int], Generator[Ask, Logits, Logits]]
 
 
 class MtpDrafter:
@@ -117,7 +120,12 @@ class MtpDrafter:
             if self._branches:
                 n_text = len(context) - self._cache.n_skipped
                 return (yield from self._tree(row, before, n_text, plan, n_max))
-            return (yield from self._chain(row, before, len(context), plan, n_max))
+            n_text = len(context) - 1
+            return (
+                yield from self._chain(
+                    row, before, lambda token, n: self._step(token, n_text + n), plan, n_max
+                )
+            )
         finally:
             self._nodes.keep(ROOT, self._cache.length, 0)
 
@@ -138,17 +146,24 @@ class MtpDrafter:
 
     def _step(self, token: int, index: int) -> Generator[Ask, Logits, Logits]:
         """Decode the token at `index` of the text and the draft; return the logits after it."""
-        first = self._slot.first
+        state = self._backend.state(self._slot.first)
+        return self._row_after(token, index - self._cache.n_skipped, state)
+
+    def _row_after(
+        self, token: int, position: int, state: Hidden
+    ) -> Generator[Ask, Logits, Logits]:
+        """Decode a token at a position of the cache, with the state before it; return the logits after it."""
         batch = Batch()
-        batch.add(token, index - self._cache.n_skipped, (first,), True)
-        batch.hidden.append(self._backend.state(first))
+        batch.add(token, position, (self._slot.first,), True)
+        batch.hidden.append(state)
         rows = yield Ask(self._backend, batch, self._costs)
         row: Logits = rows[0]
         return row
 
     def _chain(
-        self, row: Logits, before: Sequence[int], n_text: int, plan: RoundPlan, n_max: int
+        self, row: Logits, before: Sequence[int], step: Step, plan: RoundPlan, n_max: int
     ) -> Drafting:
+        """Draft a chain from the logits before it. `step` decodes its n-th token, from 1."""
         if self._n_deepest is not None:
             n_max = min(n_max, self._n_deepest)
         chain = DraftedChain(plan, self._shaper, self._rng, before, draws=self._draws)
@@ -156,7 +171,7 @@ class MtpDrafter:
             token, n = chain.tokens[-1], len(chain.tokens)
             if n == n_max or self._backend.vocabulary.is_end(token) or not chain.goes_on():
                 break
-            row = yield from self._step(token, n_text + n - 1)
+            row = yield from step(token, n)
         return chain.draft(self.name)
 
     def _tree(
