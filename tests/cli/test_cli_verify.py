@@ -34,6 +34,7 @@ SHORT = ("-N", "2", "-n", "12", "--places", "1", "--draws", "200", "--depth", "2
 
 
 Verify = Callable[..., Result]
+Sampled = Callable[..., list[dict[str, Any]]]
 
 
 def arguments(models: Path, *more: str, target: str = "target", draft: str = "draft") -> list[str]:
@@ -48,6 +49,19 @@ def verify(specgen: Specgen, tiny_models: Path) -> Verify:
 
     def run(*more: str, **models: str) -> Result:
         return specgen(*arguments(tiny_models, *more, **models))
+
+    return run
+
+
+@pytest.fixture
+def sampled(specgen: Specgen, tiny_models: Path) -> Sampled:
+    """Runs the sampled check of one way to draft, one token deep; returns its places."""
+    target, draft = tiny_models / "target.gguf", tiny_models / "draft.gguf"
+    quick = ("--depth", "1", "--policy", "fixed", "--check", "sampled", "-t", "1", "--json")
+
+    def run(*more: str) -> list[dict[str, Any]]:
+        report = json.loads(specgen("verify", "-m", target, "-md", draft, *quick, *more).out)
+        return list(report["sampled"])
 
     return run
 
@@ -69,39 +83,17 @@ def test_the_report_is_alone_on_stdout(verify: Verify) -> None:
         assert result.out.splitlines()[-1] == "Lossless: no defect found."
 
 
-def test_few_prompts_mean_few_places(specgen: Specgen, tiny_models: Path) -> None:
-    own = (
-        "-m",
-        tiny_models / "target.gguf",
-        "-md",
-        tiny_models / "draft.gguf",
-        "-t",
-        "1",
-        "--json",
-    )
-    quick = ("-n", "4", "--draws", "100", "--depth", "1", "--policy", "fixed", "--check", "sampled")
-
+def test_few_prompts_mean_few_places(sampled: Sampled) -> None:
     def n_places(*more: str) -> int:
-        return len(json.loads(specgen("verify", *own, *quick, *more).out)["sampled"])
+        return len(sampled("-n", "4", "--draws", "100", *more))
 
     assert (n_places(), n_places("-N", "1"), n_places("-N", "9")) == (3, 1, 3)
     assert n_places("-N", "1", "--places", "2") == 2
 
 
-def test_few_prompts_mean_few_draws(specgen: Specgen, tiny_models: Path) -> None:
-    own = (
-        "-m",
-        tiny_models / "target.gguf",
-        "-md",
-        tiny_models / "draft.gguf",
-        "-t",
-        "1",
-        "--json",
-    )
-    quick = ("--depth", "1", "--policy", "fixed", "--check", "sampled", "--places", "1")
-
+def test_few_prompts_mean_few_draws(sampled: Sampled) -> None:
     def n_draws(*more: str) -> int:
-        (place,) = json.loads(specgen("verify", *own, *quick, *more).out)["sampled"]
+        (place,) = sampled("--places", "1", *more)
         return int(place["n_draws"])
 
     assert n_draws("-N", "1") < n_draws("-N", "3") == n_draws("-N", "1", "--deviation", "0.08")

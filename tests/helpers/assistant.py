@@ -9,7 +9,7 @@ import numpy.typing as npt
 from gguf import GGUFWriter
 
 from specgen.testing.tiny.config import TinyConfig
-from specgen.testing.tiny.file import add_tokenizer
+from specgen.testing.tiny.file import add_tokenizer, write_and_close
 from specgen.testing.tiny.vocabulary import tiny_vocabulary
 
 Values = npt.NDArray[np.float32]
@@ -65,10 +65,7 @@ def _write(
     add_tokenizer(writer, config, vocabulary)
     for name, values in _tensors(len(vocabulary), windows, n_embd, n_head_kv, seed, n_target):
         writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_and_close(writer)
     return path
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny.file import write_and_close
 
 #: `glm4moe` attends, in dense layers; `qwen35` keeps a recurrent state in every other layer; `mimo2` has a sliding
 #: window and several MTP layers, and gives hidden states only for rows that want logits.
@@ -71,10 +72,7 @@ def write_mtp_model(
         writer.add_uint32("mimo2.expert_feed_forward_length", 0)
     for name, values in tensors.items():
         writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_and_close(writer)
     return path
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specgen.testing.tiny.config import TinyConfig
-from specgen.testing.tiny.file import add_tensor, add_tokenizer
+from specgen.testing.tiny.file import add_tensor, add_tokenizer, write_and_close
 from specgen.testing.tiny.vocabulary import tiny_vocabulary
 from specgen.testing.tiny.weights import Random, TinyWeights
 
@@ -157,10 +157,7 @@ def _finished(
     if draft.drafted is not None:
         numbers = np.array(draft.drafted, np.int64)
         writer.add_tensor("d2t", numbers, raw_dtype=GGMLQuantizationType.I64)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_and_close(writer)
     return Path(path)
 
 

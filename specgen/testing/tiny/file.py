@@ -71,10 +71,7 @@ def write_tiny_model(
         writer.add_key_value(key, value, value_types[type(value)])
     for name, weights in tensors(config, vocabulary).items():
         add_tensor(writer, config, name, weights)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_and_close(writer)
     if keep_fraction < 1.0:
         os.truncate(target, int(target.stat().st_size * keep_fraction))
     return target
@@ -182,6 +179,14 @@ def _add_recurrence(writer: GGUFWriter, config: TinyConfig) -> None:
         writer.add_ssm_group_count(n_groups(config))
 
 
+def write_and_close(writer: GGUFWriter) -> None:
+    """Write the metadata and the tensors that were added, and close the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def add_tokenizer(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocabulary) -> None:
     """Add the metadata of the tokenizer, and the chat templates."""
     writer.add_token_list(vocabulary.tokens)
@@ -214,4 +219,4 @@ def add_tokenizer(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocabu
         writer.add_chat_template(templates)
 
 
-__all__ = ["add_tensor", "add_tokenizer", "write_tiny_model"]
+__all__ = ["add_tensor", "add_tokenizer", "write_and_close", "write_tiny_model"]
