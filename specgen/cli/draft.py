@@ -116,8 +116,8 @@ def forget(*, target: str | None = None, output: Output) -> int:
 
 def _draft_model(target: str, draft: str | None, output: Output) -> Path:
     """Return the model that learns. Raise `UsageError` if none is known."""
-    from specgen.llama.assistant import reads_target
     from specgen.llama.decoder_heads import is_heads_file
+    from specgen.llama.gemma4_assistant import reads_target
 
     sources = find_models(ModelChoice(target, draft, None), quiet=output.quiet)
     for choice in sources.drafts:

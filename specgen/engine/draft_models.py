@@ -21,10 +21,10 @@ from specgen.engine.pairing import check_pair
 from specgen.engine.request import RequestSettings
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaModel, default_threads
-from specgen.llama.assistant import AssistantModel, is_assistant_file, reads_target
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
 from specgen.llama.dflash import DflashModel, is_dflash_file
 from specgen.llama.eagle import EagleModel
+from specgen.llama.gemma4_assistant import AssistantModel, is_assistant_file, reads_target
 from specgen.options import ContextOptions, DraftOptions, DraftSource, TranslateMode, TreeShape
 
 #: How a draft with another vocabulary is translated.

@@ -47,9 +47,9 @@ from specgen.engine.loaded_models import LONGEST_GUESS, Models
 from specgen.engine.prefix_cache import Slot
 from specgen.engine.prompts import Prompt
 from specgen.engine.request import RequestSettings
-from specgen.llama.assistant import AssistantContext
 from specgen.llama.dflash import DflashContext
 from specgen.llama.eagle import EagleContext
+from specgen.llama.gemma4_assistant import AssistantContext
 from specgen.llama.mtp import MtpContext
 from specgen.options import (
     AUTO_TREE,

@@ -21,10 +21,10 @@ from specgen.engine.prompts import Prompts
 from specgen.engine.request import RequestSettings
 from specgen.errors import PromptError
 from specgen.llama import LlamaBackend, LlamaModel, default_threads
-from specgen.llama.assistant import AssistantContext, AssistantModel
 from specgen.llama.context_opening import n_native_sequences
 from specgen.llama.dflash import DflashContext, DflashModel
 from specgen.llama.eagle import EagleContext
+from specgen.llama.gemma4_assistant import AssistantContext, AssistantModel
 from specgen.llama.mtp import MtpContext
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
 

@@ -35,7 +35,7 @@ CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
 #: in another one's cells (``plamo2``, which also ends the process then), or takes it from another one's row.
 ONE_SEQUENCE = frozenset({"arwkv7", "plamo2", "rwkv6qwen2"})
 #: Architectures of drafts that read layers or the cache of their target (`specgen.llama.eagle`,
-#: `specgen.llama.dflash`, `specgen.llama.assistant`).
+#: `specgen.llama.dflash`, `specgen.llama.gemma4_assistant`).
 _DRAFTS = frozenset({"eagle3", "dflash", "gemma4-assistant"})
 #: Architectures of encoders that make embeddings, and llama.cpp's numbers of how hidden states are pooled.
 _ENCODERS = frozenset(

@@ -1,6 +1,5 @@
 """Drafters: n-grams, models, heads, and combinations of them."""
 
-from specgen.decoding.drafters.assistant import AssistantDrafter
 from specgen.decoding.drafters.base import (
     Ask,
     Drafter,
@@ -13,6 +12,7 @@ from specgen.decoding.drafters.base import (
 from specgen.decoding.drafters.combined import Drafters
 from specgen.decoding.drafters.dflash import DflashDrafter
 from specgen.decoding.drafters.eagle import EagleDrafter
+from specgen.decoding.drafters.gemma4_assistant import AssistantDrafter
 from specgen.decoding.drafters.heads import HeadsDrafter
 from specgen.decoding.drafters.model import ModelDrafter
 from specgen.decoding.drafters.mtp import MtpDrafter

@@ -25,7 +25,7 @@ from specgen.engine.loaded_models import Models
 from specgen.engine.measurements import measure_if_costs_decide
 from specgen.engine.prompts import Prompt
 from specgen.llama import LlamaBackend
-from specgen.llama.assistant import AssistantContext
+from specgen.llama.gemma4_assistant import AssistantContext
 from specgen.measure.proof.drafting_plans import DraftingPlan, WayName
 from specgen.measure.proof.drawing import N_SEARCHED, Drawer, find_place
 from specgen.measure.proof.exact import Exact

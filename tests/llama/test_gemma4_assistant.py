@@ -16,7 +16,7 @@ from specgen.engine.engine import Engine, generate
 from specgen.engine.loaded_models import Models
 from specgen.errors import BackendError, PairError
 from specgen.events import FinishedEvent, NoticeEvent
-from specgen.llama.assistant import AssistantContext
+from specgen.llama.gemma4_assistant import AssistantContext
 from specgen.measure.selection.trial import measure_target, try_draft
 from specgen.options import (
     ContextOptions,
@@ -27,8 +27,8 @@ from specgen.options import (
     parse_tree,
 )
 from specgen.testing.tiny import TinyConfig, write_tiny_model
-from tests.helpers.assistant import write_assistant, write_gemma4
 from tests.helpers.cli import Specgen
+from tests.helpers.gemma4_assistant import write_assistant, write_gemma4
 from tests.helpers.states_drafts import PROMPT, answer, watched_drafts
 
 CONTEXT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
