@@ -40,13 +40,13 @@ Check = Callable[["Models"], object]
 
 def find_models(choice: ModelChoice, *, quiet: bool) -> Sources:
     """Return the files of the run. Missing ones are fetched, with progress on standard error."""
-    from specgen.llama.mtp_layers import why_no_mtp
+    from specgen.llama.mtp_layers import mtp_of
     from specgen.models import cache_folder, identify, load_registry, locate, saved_draft
     from specgen.training.draft_files import heads_file
 
     registry = load_registry()
     made_heads = partial(heads_file, cache_folder())
-    disk = Disk(locate, identify, saved_draft, made_heads, lambda target: not why_no_mtp(target))
+    disk = Disk(locate, identify, saved_draft, made_heads, mtp_of)
     get = _fetch(registry, quiet=quiet)
     sources = resolve(choice.target, choice.draft, choice.pair, registry, get, disk)
     helpers: list[DraftSource] = [
