@@ -110,6 +110,20 @@ def choose(names: Iterable[str], reference: HubReference) -> list[str] | None:
     return models[0] if models and reference.quant is None else None
 
 
+def mtp_layers_for(model: str, names: Iterable[str]) -> str | None:
+    """Return the file of MTP layers in the folder of one of a repository's models: of several, the one with the
+    model's quantisation, else the first. None if there is none, or the model drafts for another one itself."""
+    path = PurePosixPath(model)
+    if path.name.startswith(_DRAFTS_OF_OTHERS):
+        return None
+    paths = map(PurePosixPath, sorted(names))
+    beside = [
+        str(each) for each in paths if each.match("mtp-*.gguf") and each.parent == path.parent
+    ]
+    alike = [name for name in beside if quant_of(name) == quant_of(model)]
+    return next(iter((*alike, *beside)), None)
+
+
 def reference_of(repo: str, model: list[str], names: Iterable[str]) -> HubReference:
     """Return the shortest reference to a model of a repository that has the files `names`."""
     by_quant = HubReference(repo, quant=quant_of(model[0]))
