@@ -16,6 +16,7 @@ from specgen.measure.selection.model_choice import ModelChoice
 from specgen.measure.selection.pick import Taken, take_first
 from specgen.measure.selection.resolve import Disk, Sources, find_model, resolve
 from specgen.options import (
+    ContextOptions,
     Contexts,
     DraftOptions,
     GenerationOptions,
@@ -240,7 +241,14 @@ def without_effect(options: SessionOptions, *, drafts: bool, has_gpu: bool) -> I
         for field, name in _OF_DRAFTERS.items():
             if getattr(options.drafting, field) != getattr(plain, field):
                 yield f"{name} has no effect: with `--draft none` nothing drafts"
-    for context, name in ((options.target_context, "-ngl"), (options.draft_context, "-ngld")):
+    yield from layers_without_gpu(options.target_context, options.draft_context, has_gpu=has_gpu)
+
+
+def layers_without_gpu(
+    target: ContextOptions, draft: ContextOptions, *, has_gpu: bool
+) -> Iterator[str]:
+    """Yield a line about each number of layers for a GPU that changes nothing, since there is none."""
+    for context, name in ((target, "-ngl"), (draft, "-ngld")):
         if context.n_gpu_layers > 0 and not has_gpu:
             layers = context.n_gpu_layers
             yield f"{name} {layers} has no effect: this build of llama.cpp finds no GPU (`specgen doctor`)"
