@@ -118,7 +118,9 @@ class Copies:
             if copy is not None and not copy.is_file():
                 copy = None
             if copy is not None:
-                with contextlib.suppress(OSError):  # note that it is used now, and is still the same file
+                with contextlib.suppress(
+                    OSError
+                ):  # note that it is used now, and is still the same file
                     os.utime(copy, ns=(time.time_ns(), copy.stat().st_mtime_ns))
             self._found[model] = copy
         return self._found[model]
