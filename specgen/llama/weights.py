@@ -278,9 +278,9 @@ def _interrupt_between_tensors(
     ask for a stop; KeyboardInterrupt is raised afterwards. If it were raised in the callback, ctypes
     would print it and lose it."""
     if threading.current_thread() is not threading.main_thread():
-        if goes_on is not None:
-            asks = llama_cpp.llama_progress_callback(lambda _share, _data: goes_on())
-            params.progress_callback = asks
+        ask = goes_on or (lambda: True)
+        callback = llama_cpp.llama_progress_callback(lambda _share, _data: ask())
+        params.progress_callback = callback
         yield
         return
     before = signal.getsignal(signal.SIGINT)
