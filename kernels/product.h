@@ -123,8 +123,9 @@ struct Codes {
             const Ints codes = unpack(step, w);
 #pragma GCC unroll 16
             for (int n = 0; n < n_columns; n++) {
-                sums[n] = is_signed ? V::add_signed_products(sums[n], codes, words + w * n_columns + n)
-                                    : V::add_products(sums[n], codes, words + w * n_columns + n);
+                const int i = w * n_columns + n;
+                sums[n] = is_signed ? V::add_signed_products(sums[n], codes, words, i)
+                                    : V::add_products(sums[n], codes, words, i);
             }
             if ((w - first) % run == run - 1 || w == first + count - 1) {
 #pragma GCC unroll 16
