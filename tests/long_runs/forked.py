@@ -98,6 +98,3 @@ def _be(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-__all__ = ["Outcome", "run_forked"]

@@ -118,13 +118,3 @@ def _parse(value: Any) -> TestResult | None:
     if not all(isinstance(text, str) for text in texts):
         return None
     return TestResult(value["outcome"], *texts)
-
-
-__all__ = [
-    "CHILD_COMMAND",
-    "TestResult",
-    "circumstances",
-    "key_of",
-    "result_of",
-    "run_test",
-]

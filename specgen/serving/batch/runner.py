@@ -256,6 +256,3 @@ def _line_error(error: SpecgenError) -> LineError:
     return LineError(
         code, error.message if error.hint is None else f"{error.message}; {error.hint}"
     )
-
-
-__all__ = ["Batch", "Prompting", "Tally", "Task"]

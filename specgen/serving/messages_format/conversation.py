@@ -106,6 +106,3 @@ def _result(where: str, block: Mapping[str, Any]) -> str:
     parts = [] if content is None else _blocks(f"{where}.content", content)
     text = "\n\n".join(_text(at, part) for at, part in parts)
     return f"Error: {text}" if block.get("is_error") is True else text
-
-
-__all__ = ["ConversationBuilder"]

@@ -55,6 +55,3 @@ class ChatTurns:
         place = f"messages[{len(self.messages)}]"
         self.names |= {f"{place}.{known}": f"{where}.{own}" for known, own in names.items()}
         self.add(where, {"role": "tool", "tool_call_id": identity, "content": text})
-
-
-__all__ = ["ChatTurns"]

@@ -57,6 +57,3 @@ class Translation:
             if name.startswith(known) and (not rest or rest[0] in ".["):
                 return self.names[known] + rest
         return name
-
-
-__all__ = ["AnswerWriter", "Translation", "own_figures"]

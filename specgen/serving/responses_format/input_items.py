@@ -141,6 +141,3 @@ def thought_in(hidden: Any) -> str:
         return base64.b64decode(hidden.encode(), validate=True).decode()
     except (binascii.Error, UnicodeError):
         return ""
-
-
-__all__ = ["ConversationBuilder", "hidden_thought", "thought_in"]
