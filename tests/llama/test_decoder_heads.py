@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specgen.decoding.backend import Batch
-from specgen.decoding.last_hidden import LastHidden
+from specgen.decoding.hidden_trail import LastHidden
 from specgen.decoding.loop import Loop
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.engine import Engine, generate

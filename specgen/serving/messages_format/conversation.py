@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specgen.serving.openai_format.body import BodyError, messages_of, shown
-from specgen.serving.openai_format.chat_turns import ChatTurns
+from specgen.serving.openai_format.translation import ChatTurns
 
 #: The start of a part that Claude Code puts first. It differs from request to request, so that no prefix of
 #: the prompt would be in the cache.
