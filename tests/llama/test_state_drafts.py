@@ -1,4 +1,4 @@
-"""Drafts that read the target's hidden states or its cache: EAGLE-3, DFlash, MTP layers, Gemma 4 assistants.
+"""Drafts that read the target's hidden states or its cache: EAGLE-3, DFlash, MTP layers, Gemma 4 assistants, heads.
 
 Whatever they draft, the text is the target's own. `tests/decoding/test_lossless.py` has them with every sampler
 and verifier; here are files of every make, trees, several answers, and llama.cpp's own program.
@@ -26,6 +26,7 @@ from specgen.llama.eagle import EagleContext
 from specgen.measure.bench.peers import SIMPLE, PeerError, find_program
 from specgen.measure.proof import SampledPlan, check_sampled
 from specgen.options import SamplerOptions, parse_tree
+from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.eagle import TinyDflash, TinyEagle
 from tests.helpers.common import EXACT
 from tests.helpers.eagle import (
@@ -43,6 +44,7 @@ from tests.helpers.eagle import (
     write_files,
 )
 from tests.helpers.gemma4_assistant import write_assistant, write_gemma4
+from tests.helpers.heads import make_heads
 from tests.helpers.mtp import MtpArchitecture, write_mtp_model
 
 FILES: dict[str, TinyEagle | TinyDflash] = {**EAGLES, **DFLASHES}
@@ -79,6 +81,7 @@ OF_LAYERS = [of_layers(name, target) for target in TARGETS for name in FILES]
 OTHERS = [
     *(Case(f"mtp {architecture}", "mtp") for architecture in get_args(MtpArchitecture)),
     Case("gemma4", "assistant"),
+    Case("of heads", "heads"),
 ]
 #: One of each kind.
 KINDS_OF_LAYERS = [of_layers("letters"), of_layers("dflash letters"), of_layers("spark")]
@@ -94,6 +97,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_mtp_model(folder / f"mtp {architecture}.gguf", architecture, of_state=0.3)
     write_gemma4(folder / "gemma4.gguf")
     write_assistant(folder / "assistant.gguf")
+    write_tiny_model(folder / "of heads.gguf", TinyConfig(logit_scale=6.0))
+    make_heads(folder / "of heads.gguf", folder / "heads.gguf", folder / "text", 5.0)
     return folder
 
 
