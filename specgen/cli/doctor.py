@@ -161,12 +161,13 @@ def llama_version_line(build: Build) -> str:
     return f"{versions}: specgen is made for {REQUIRED_VERSION}; {REBUILD}"
 
 
-def kernels_line(status: KernelStatus) -> str:
-    """Return what computes on the CPU; if that is llama.cpp, with the reason and what to do about it."""
+def kernels_line(status: KernelStatus, *, has_gpu: bool = False) -> str:
+    """Return what computes, as events name it; if that is llama.cpp on the CPU, with the reason and what to do."""
+    on_gpu, on_cpu = ("llama.cpp on the GPU, ", " on the CPU") if has_gpu else ("", "")
     if status.reason is None:
-        return status.label
+        return f"{on_gpu}{status.label}{on_cpu}"
     advice = f"; {status.hint}" if status.hint else ""
-    return f"{status.label}'s own, not specgen's: {status.reason}{advice}"
+    return f"{on_gpu}{status.label}'s own{on_cpu}, not specgen's: {status.reason}{advice}"
 
 
 def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
@@ -190,12 +191,13 @@ def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
         software += [
             ("llama-cpp-python", llama_version_line(build)),
             *((f"built in, {part}", " ".join(names)) for part, names in build.features.items()),
-            ("GPU offload", "yes" if build.gpu_offload else "no: this build has CPU code only"),
+            ("GPU offload", "yes" if build.gpu_offload else "no: this build finds no GPU"),
         ]
         for device in build.devices:
             memory = f", {human_bytes(device.memory_bytes)}" if device.memory_bytes else ""
             software.append((f"{device.name} ({device.kind})", f"{device.description}{memory}"))
-    software.append(("kernels", kernels_line(report.kernels)))
+    has_gpu = build is not None and build.gpu_offload
+    software.append(("kernels", kernels_line(report.kernels, has_gpu=has_gpu)))
     yield ("Software", software)
     yield (
         "Files",

@@ -97,10 +97,11 @@ def packed_weights_of(file: Path, **loaded: Any) -> PackedWeights | None:
     if _folder is None or kernels is None or not kernels.computes_products:
         return None
     parts = [(part.name, part.stat().st_size, part.stat().st_mtime_ns) for part in parts_of(file)]
-    library = kernels.path.stat()
+    # By its contents, so that installations of the same specgen share the files.
+    library = hashlib.sha256(kernels.path.read_bytes()).hexdigest()
     identity = {
         "parts": parts,
-        "kernels": [kernels.instructions, library.st_size, library.st_mtime_ns, ggml_version()],
+        "kernels": [kernels.instructions, library, ggml_version()],
         **loaded,
     }
     digest = hashlib.sha256(json.dumps(identity).encode("utf-8", "surrogateescape")).hexdigest()

@@ -16,6 +16,7 @@ from specgen.measure.selection.model_choice import ModelChoice
 from specgen.measure.selection.pick import Taken, take_first
 from specgen.measure.selection.resolve import Disk, Sources, find_model, resolve
 from specgen.options import (
+    ContextOptions,
     Contexts,
     DraftOptions,
     GenerationOptions,
@@ -40,13 +41,13 @@ Check = Callable[["Models"], object]
 
 def find_models(choice: ModelChoice, *, quiet: bool) -> Sources:
     """Return the files of the run. Missing ones are fetched, with progress on standard error."""
-    from specgen.llama.mtp_layers import why_no_mtp
+    from specgen.llama.mtp_layers import mtp_of
     from specgen.models import cache_folder, identify, load_registry, locate, saved_draft
     from specgen.training.draft_files import heads_file
 
     registry = load_registry()
     made_heads = partial(heads_file, cache_folder())
-    disk = Disk(locate, identify, saved_draft, made_heads, lambda target: not why_no_mtp(target))
+    disk = Disk(locate, identify, saved_draft, made_heads, mtp_of)
     get = _fetch(registry, quiet=quiet)
     sources = resolve(choice.target, choice.draft, choice.pair, registry, get, disk)
     helpers: list[DraftSource] = [
@@ -240,7 +241,14 @@ def without_effect(options: SessionOptions, *, drafts: bool, has_gpu: bool) -> I
         for field, name in _OF_DRAFTERS.items():
             if getattr(options.drafting, field) != getattr(plain, field):
                 yield f"{name} has no effect: with `--draft none` nothing drafts"
-    for context, name in ((options.target_context, "-ngl"), (options.draft_context, "-ngld")):
+    yield from layers_without_gpu(options.target_context, options.draft_context, has_gpu=has_gpu)
+
+
+def layers_without_gpu(
+    target: ContextOptions, draft: ContextOptions, *, has_gpu: bool
+) -> Iterator[str]:
+    """Yield a line about each number of layers for a GPU that changes nothing, since there is none."""
+    for context, name in ((target, "-ngl"), (draft, "-ngld")):
         if context.n_gpu_layers > 0 and not has_gpu:
             layers = context.n_gpu_layers
             yield f"{name} {layers} has no effect: this build of llama.cpp finds no GPU (`specgen doctor`)"
