@@ -170,11 +170,21 @@ def kernels_line(status: KernelStatus, *, has_gpu: bool = False) -> str:
     return f"{on_gpu}{status.label}'s own{on_cpu}, not specgen's: {status.reason}{advice}"
 
 
+def packed_line(n_bytes: int, n_room: int, folder: Path) -> str:
+    """Return how much the packed weights of models take on the disk, and what has room."""
+    from specgen.models import human_bytes
+
+    room = f"those of a model of up to {human_bytes(n_room)} are kept"
+    if not n_room:
+        room = "no others are kept: the disk has too little room (a tenth of it stays free)"
+    return f"{human_bytes(n_bytes)}, {folder}; {room}"
+
+
 def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
-    from specgen.llama.packed_weights import kept_bytes
+    from specgen.llama.packed_weights import kept_bytes, room_bytes
     from specgen.models import human_bytes, packed_folder
 
-    machine, build = report.machine, report.build
+    machine, build, folder = report.machine, report.build, packed_folder()
     cores = f"{machine.n_physical_cores or '?'} cores, {machine.n_logical_cores or '?'} threads"
     available, total = human_bytes(machine.available_bytes), human_bytes(machine.memory_bytes)
     yield (
@@ -203,7 +213,7 @@ def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
         "Files",
         [
             ("cache", str(report.cache_folder)),
-            ("packed weights", f"{human_bytes(kept_bytes(packed_folder()))}, {packed_folder()}"),
+            ("packed weights", packed_line(kept_bytes(folder), room_bytes(folder), folder)),
             ("configuration", str(report.config_folder)),
             ("data", str(report.data_folder)),
             *((name, str(path)) for name, path in report.models.items()),

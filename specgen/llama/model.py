@@ -149,6 +149,11 @@ class LlamaModel:
         """Why specgen's kernels do not compute this model although they compute others; empty if they do."""
         return self._weights.kernel_problem
 
+    @property
+    def lacks_disk_room(self) -> bool:
+        """Whether the disk has too little room to keep its packed weights (`specgen.llama.packed_weights`)."""
+        return self._weights.lacks_disk_room
+
     @cached_property
     def row_exception(self) -> str:
         """Why rows of this model depend on their batch, whatever computes; empty if they need not."""

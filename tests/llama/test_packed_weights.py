@@ -161,6 +161,21 @@ def test_without_room_nothing_is_kept(
     assert files(folder) == []
 
 
+def test_a_full_disk_is_noted_once_and_in_doctor(
+    folder: Path, model_file: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("run", "-m", str(model_file), "--draft", "none", "-n", "4", "--raw")
+    note = f"note: {model_file.name}: its packed weights are not kept"
+    assert note not in cli(*command).err
+    assert "no others are kept" not in cli("doctor").out
+    (kept,) = files(Path(os.environ["SPECGEN_CACHE"]) / "packed")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk(free=1000))
+    assert note not in cli(*command).err, "they are there already"
+    kept.unlink()
+    assert [cli(*command).err.count(note) for _ in range(2)] == [1, 0]
+    assert "no others are kept: the disk has too little room" in cli("doctor").out
+
+
 def test_a_folder_that_cannot_be_written_keeps_nothing(
     tmp_path: Path, model_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specgen import __version__
 from specgen.measure.selection.default_draft import DraftChoice
 from specgen.measure.selection.model_choice import ModelChoice
 from specgen.measure.selection.pick import Taken, take_first
@@ -197,6 +198,7 @@ class SessionOpener:
             for note in (*(taken.measured if self._details else ()), taken.note):
                 self._note(note)
         self._note_kernels(loaded)
+        self._note_disk(loaded)
         if options.target not in self._noted:
             self._noted.add(options.target)
             drafts = self._drafts_later or options.draft != "none"
@@ -220,6 +222,22 @@ class SessionOpener:
                 f"{model.name}: llama.cpp's own code computes this model, since specgen's kernels failed in a "
                 f"trial ({model.kernel_problem}); please report this (`specgen doctor -m` tries again)"
             )
+
+    def _note_disk(self, loaded: Models) -> None:
+        """Say once that the disk has too little room to keep packed weights, which the cache folder remembers."""
+        from specgen.llama.kernel_checks import is_first_time
+        from specgen.models import cache_folder
+
+        for model in (loaded.target, loaded.drafts.model):
+            if model is None or not model.lacks_disk_room:
+                continue
+            if is_first_time(cache_folder() / f"no-room-for-packed-weights-{__version__}"):
+                self._note(
+                    f"{model.name}: its packed weights are not kept, so every start packs them anew: the disk has "
+                    "too little room (a tenth of it stays free; `specgen doctor` shows the room; this note is "
+                    "shown once)"
+                )
+            return
 
 
 #: What only a drafter reads, by the name of its option.
