@@ -106,8 +106,7 @@ def data(
     ),
     kind=Option(
         "--kind",
-        help="What to make: decoder heads, a small model fitted to the target, or the target without some "
-        "of its layers.",
+        help="What to make: decoder heads, or a small model fitted to the target.",
         show_default="heads; a fitted model too, where JAX is installed and there is a small one",
     ),
     minutes=Option(
@@ -146,8 +145,7 @@ def make(
 
     Decoder heads read the target's hidden state and predict the tokens after the next one: they need no
     model of their own, and about a millisecond per draft. A small model that is fitted to the target (needs
-    `pip install 'specgen-gguf[train]'`) is as fast as before, and agrees with the target more often. The target
-    without some of its layers can only draft for large targets: small ones need all their layers.
+    `pip install 'specgen-gguf[train]'`) is as fast as before, and agrees with the target more often.
 
     It prints the ranking as `specgen draft find` does.
     """
@@ -215,7 +213,7 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Out
     from specgen.training.distillation import check_library
 
     is_asked = draft is not None or kind == "distilled"
-    if kind in ("heads", "pruned"):
+    if kind == "heads":
         if draft is not None:
             raise UsageError("--draft is the model to fit: it goes with --kind distilled")
         return None

@@ -8,7 +8,7 @@ import ctypes
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -314,16 +314,8 @@ _FILE_TYPE_Q4_0 = 2
 _LOOK_S = 0.1
 
 
-def requantize(
-    model: Path,
-    copy: Path,
-    n_threads: int,
-    *,
-    left_out: Collection[int] = (),
-    as_is: bool = False,
-) -> None:
-    """Write a copy of a GGUF file with all matrices in Q4_0, whether they were quantised or not. With
-    `as_is` they keep their types. The copy lacks the blocks whose numbers are in `left_out`.
+def requantize(model: Path, copy: Path, n_threads: int) -> None:
+    """Write a copy of a GGUF file with all matrices in Q4_0, whether they were quantised or not.
 
     A matrix whose row length is not a multiple of 32 gets the type that llama.cpp falls back to. Raise
     `BackendError` if llama.cpp cannot write the copy; a part of it may exist then.
@@ -333,9 +325,6 @@ def requantize(
     params.allow_requantize = True
     params.pure = True
     params.nthread = n_threads
-    params.only_copy = as_is
-    if left_out:
-        params.prune_layers = (ctypes.c_int32 * (len(left_out) + 1))(*sorted(left_out), -1)
     results: list[int] = []
 
     def make() -> None:

@@ -17,13 +17,7 @@ from specgen.models import human_bytes
 from specgen.system.atomic_files import new_beside
 from specgen.system.json_lines import write_errors
 from specgen.system.progress import Progress
-from specgen.training.draft_files import (
-    distilled_file,
-    heads_file,
-    identity_of,
-    pruned_file,
-    text_folder,
-)
+from specgen.training.draft_files import distilled_file, heads_file, identity_of, text_folder
 
 if TYPE_CHECKING:
     from specgen.decoding.policy.cost_table import CostTable
@@ -31,7 +25,7 @@ if TYPE_CHECKING:
     from specgen.training.target_text import TargetText
     from specgen.training.training_loop import Budget
 
-Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
+Kind: TypeAlias = Literal["heads", "distilled"]
 
 #: Tokens of the target's own text for making drafts; with twice as many, heads agree only a little more.
 N_TOKENS = 40_000
@@ -127,17 +121,12 @@ class DraftBuilder:
         Raise what making each kind raises: `UsageError`, `PairError`, `ModelFileError`, `MemoryLimitError`,
         `OutputError`.
         """
-        if "pruned" in kinds:
-            from specgen.training.pruned_weights import check_prunable
-
-            check_prunable(self._loaded.target)  # before minutes are spent on the text
         started_s = self._clock()
         n_have = self.write_text(until_s=started_s + _SHARE_OF_TEXT * 60.0 * minutes)
         if n_have < self._text_options.n_tokens and not self._interrupted():
             self._tell(
                 f"{n_have} tokens to learn from; more time or more --prompts would give more"
             )
-        builders = {"heads": self._train_heads, "pruned": self._prune}
         made: list[Path] = []
         for number, kind in enumerate(kinds):
             if self._interrupted():
@@ -148,7 +137,7 @@ class DraftBuilder:
                 assert small is not None, "a distilled draft is made from a model"
                 file = self._distil(small, until_s)
             else:
-                file = builders[kind](until_s)
+                file = self._train_heads(until_s)
             if file is None:
                 return None
             made.append(file)
@@ -222,27 +211,5 @@ class DraftBuilder:
             f"{draft.name} agrees with the target on {fitted.agreement_after:.1%} of the tokens of "
             f"held-back answers, before it was fitted on {fitted.agreement_before:.1%} "
             f"({fitted.n_steps} steps)"
-        )
-        return output
-
-    def _prune(self, until_s: float) -> Path | None:
-        from specgen.training.pruning import prune
-
-        output = pruned_file(self._cache, self._identity)
-        made = prune(
-            self._loaded,
-            self._text(),
-            output,
-            self._budget(until_s, ""),
-            self._progress,
-        )
-        if made is None:
-            return None
-        blocks = ", ".join(map(str, made.left_out))
-        self._tell(
-            f"{len(made.left_out)} of {made.n_layer} layers left out ({blocks}): it agrees with "
-            f"the target on {made.agreement:.1%} of the tokens of held-back answers, a token costs "
-            f"{made.cost:.2f} of the target's, the expected speed-up is {made.speedup:.2f} "
-            f"({made.n_judged} sets were judged)"
         )
         return output

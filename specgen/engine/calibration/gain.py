@@ -1,8 +1,8 @@
 """The expected speed-up of a draft, from what decodes cost and how often the draft agrees with the target.
 
 This is the only estimate of a gain. `specgen run` makes it before a draft model is used that was never tried
-with its target, `specgen tune` explains with it, and drafts are cut from a target by it. What is measured
-instead, as in `specgen.measure.selection.trial`, is a speed-up by the same quotient, `speedup`.
+with its target, and `specgen tune` explains with it. What is measured instead, as in
+`specgen.measure.selection.trial`, is a speed-up by the same quotient, `speedup`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import hashlib
 import os
 import shutil
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -203,7 +203,7 @@ class Copies:
                 stack.callback(backend.close)
                 backends.append(backend)
             own, other = backends
-            return share_of_time(own, other), distance_on(own, other, text)
+            return _share_of_time(own, other), distance_on(own, other, text)
 
 
 def _copy_path(folder: Path, model: Path) -> Path | None:
@@ -218,13 +218,13 @@ def _copy_path(folder: Path, model: Path) -> Path | None:
     return folder / f"{model.stem}-{digest.hexdigest()[:12]}.{COPY_TYPE}.gguf"
 
 
-def share_of_time(own: Backend, other: Backend, sizes: Sequence[int] = _SIZES) -> float:
+def _share_of_time(own: Backend, other: Backend) -> float:
     """Return the time of another model's small batches, divided by that of a model's own: the geometric
-    mean over some sizes of the ratio of the median times. The two models take turns. Their contexts are
+    mean over their sizes of the ratio of the median times. The two models take turns. Their contexts are
     empty before and afterwards."""
     texts = [begin(backend) for backend in (own, other)]
     shares = []
-    for size in sizes:
+    for size in _SIZES:
         times: tuple[list[float], ...] = ([], [])
         for _ in range(_N_REPEATS):
             for found, backend, text in zip(times, (own, other), texts, strict=True):
