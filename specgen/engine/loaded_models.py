@@ -400,9 +400,11 @@ class Models:
                 n_outputs=n_outputs,
                 n_slots=n_slots,
             )
+        layers = self.drafts.mtp
+        assert layers is not None
         return MtpContext(
-            self.target,
-            self.costs.context_options("mtp"),
+            layers.model,
+            self.costs.context_options("mtp" if layers.is_target else layers.model.path),
             n_ctx=n_ctx + CONTEXT_STEP,
             clock=self.clock,
             n_branches=n_branches,

@@ -62,6 +62,11 @@ class LoadedWeights:
         """The kernels that the weights were loaded for, as `computing` names them."""
         return self._key[5]
 
+    @property
+    def lacks_disk_room(self) -> bool:
+        """Whether the disk has too little room to keep the packed weights."""
+        return self._packed is not None and self._packed.lacks_room
+
     @cached_property
     def vocabulary(self) -> LlamaVocabulary:
         """The model's tokens."""

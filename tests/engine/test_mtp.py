@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,16 +18,17 @@ from specgen.decoding.hidden_trail import HiddenTrail
 from specgen.engine.agreement import read_states
 from specgen.engine.engine import Engine, generate
 from specgen.engine.loaded_models import Models
-from specgen.errors import PairError, UsageError
+from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.events import FinishedEvent, NoticeEvent
 from specgen.llama import LlamaBackend
 from specgen.llama.mtp import MtpContext
-from specgen.llama.mtp_layers import why_no_mtp
+from specgen.llama.mtp_layers import mtp_of, why_no_mtp
 from specgen.measure.proof import SampledPlan, check_greedy, check_sampled
 from specgen.measure.selection.trial import measure_target, try_draft
 from specgen.options import (
     ContextOptions,
     DraftOptions,
+    DraftSource,
     GenerationOptions,
     Grammar,
     PolicyName,
@@ -36,7 +38,7 @@ from specgen.options import (
 )
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Specgen
-from tests.helpers.mtp import MtpArchitecture, write_mtp_model
+from tests.helpers.mtp import MtpArchitecture, split_mtp_model, write_mtp_model
 from tests.helpers.states_drafts import PROMPT, answer, watched_drafts
 
 ARCHITECTURES: tuple[MtpArchitecture, ...] = ("glm4moe", "qwen35", "mimo2")
@@ -62,11 +64,12 @@ def loaded(
     file: Path,
     drafting: DraftOptions = FIXED,
     sampler: SamplerOptions | None = None,
+    draft: DraftSource = "mtp",
     **generation: Any,
 ) -> Iterator[Models]:
     options = SessionOptions(
         target=file,
-        draft="mtp",
+        draft=draft,
         sampler=sampler or SamplerOptions(temperature=0.0),
         drafting=drafting,
         generation=GenerationOptions(**{"max_tokens": 40, "ignore_eos": True, **generation}),
@@ -107,6 +110,83 @@ def test_nothing_drafts_for_mtp_layers(files: Path) -> None:
     options = SessionOptions(target=files / "glm4moe.gguf", draft="mtp", helpers=("ngram",))
     with pytest.raises(UsageError, match="--draft mtp takes no draft of its own"):
         Models(options, time.perf_counter)
+
+
+# --- files of layers alone
+
+
+@pytest.fixture(scope="session")
+def parted(files: Path) -> Path:
+    """Each model in two files: without its MTP layers, and these alone."""
+    folder = files / "parted"
+    folder.mkdir()
+    for architecture in ARCHITECTURES:
+        target = folder / f"{architecture}.gguf"
+        split_mtp_model(files / target.name, target, folder / f"mtp-{target.name}")
+    return folder
+
+
+@with_every_architecture
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_layers_alone_draft_as_those_of_the_whole_model(
+    files: Path,
+    parted: Path,
+    architecture: MtpArchitecture,
+    temperature: float,
+    proposed: dict[tuple[int, ...], Draft],
+) -> None:
+    name = f"{architecture}.gguf"
+    sampler = SamplerOptions(temperature=temperature, seed=4)
+    # (The tiny model of this kind has a window in its MTP layers only, without which llama.cpp refuses it.)
+    target = (files if architecture == "mimo2" else parted) / name
+    said = []
+    pairs: list[tuple[Path, DraftSource]] = [
+        (files / name, "mtp"),
+        (target, parted / f"mtp-{name}"),
+    ]
+    for file, draft in pairs:
+        with loaded(file, sampler=sampler, draft=draft) as models:
+            proposed.clear()
+            tokens = answer(models).token_ids
+            said.append((tokens, {text: each.tokens for text, each in proposed.items()}))
+            assert plain(models).token_ids == tokens
+    assert len(said[0][1]) > 5
+    assert said[0] == said[1]
+
+
+def test_layers_that_do_not_fit_are_refused(parted: Path, tmp_path: Path) -> None:
+    layers = parted / "mtp-glm4moe.gguf"
+
+    def opened(target: Path, **changed: Any) -> Models:
+        options = SessionOptions(target=target, **{"draft": layers, **changed})
+        return Models(options, time.perf_counter)
+
+    with pytest.raises(PairError, match="its MTP layers are of a glm4moe, not of a qwen35"):
+        opened(parted / "qwen35.gguf")
+    wide = write_mtp_model(tmp_path / "wide.gguf", n_embd=96, n_ff=128)
+    with pytest.raises(PairError, match="reads hidden states of 64 values, the target's have 96"):
+        opened(wide)
+    other = write_mtp_model(tmp_path / "other.gguf", tokenizer="spm")
+    with pytest.raises(PairError, match="mtp-glm4moe.gguf cannot draft for other.gguf"):
+        opened(other)
+    with pytest.raises(ModelFileError, match="MTP layers, and not the model that they belong to"):
+        opened(layers, draft="none")
+    with pytest.raises(UsageError, match="takes no draft of its own"):
+        opened(parted / "glm4moe.gguf", helpers=("ngram",))
+
+
+def test_layers_beside_a_target_are_found(files: Path, parted: Path, tmp_path: Path) -> None:
+    assert mtp_of(files / "glm4moe.gguf") == "mtp"
+    for architecture in ("glm4moe", "qwen35"):
+        target = parted / f"{architecture}.gguf"
+        assert mtp_of(target) == parted / f"mtp-{target.name}"
+    target = tmp_path / "big-2.gguf"
+    shutil.copy(parted / "glm4moe.gguf", target)
+    assert mtp_of(target) is None
+    for name in ("mtp-a.gguf", "mtp-big-2-Q8_0.gguf", "mtp-big-1-Q8_0.gguf"):
+        shutil.copy(parted / "mtp-glm4moe.gguf", tmp_path / name)
+    (tmp_path / "mtp-big-2.gguf").write_text("no model")
+    assert mtp_of(target) == tmp_path / "mtp-big-2-Q8_0.gguf"
 
 
 # --- drafts
@@ -334,6 +414,17 @@ def test_the_command_line_finds_the_layers(
     assert "drafting with the target's own MTP layers" in found.err
     named = specgen("run", "-m", target, "--draft", "mtp", "-n", "8", "--raw", PROMPT)
     assert named.out == found.out
+
+
+def test_the_command_line_finds_layers_beside_the_target(parted: Path, specgen: Specgen) -> None:
+    target = str(parted / "glm4moe.gguf")
+    found, named, without = (
+        specgen("run", "-m", target, *draft, "--policy", "fixed", "-n", "8", "--raw", PROMPT)
+        for draft in ((), ("--draft", "mtp"), ("--draft", "none"))
+    )
+    assert "drafting with mtp-glm4moe.gguf" in found.err  # or not drafting, if costs say so
+    assert "acceptance rate" in named.err
+    assert found.out == named.out == without.out
 
 
 def test_a_file_without_layers_is_refused_in_a_line(tiny_models: Path, specgen: Specgen) -> None:

@@ -541,6 +541,8 @@ def test_the_doctor_shows_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
         ("specgen's kernels", True, "all is well")
     ]
     assert kernels_line(report.kernels) == "specgen avx2"
+    both = kernels_line(report.kernels, has_gpu=True)
+    assert both == "llama.cpp on the GPU, specgen avx2 on the CPU"
     assert report.to_json_object()["kernels"]["instructions"] == "avx2"
 
 

@@ -58,13 +58,13 @@ def note_about(status: KernelStatus, wanted: KernelChoice, cache: Path) -> str |
     if wanted != "auto" or status.reason is None:
         return None
     if status.path is None:
-        if status.hint is None or not _is_first_time(cache / f"kernels-missing-{__version__}"):
+        if status.hint is None or not is_first_time(cache / f"kernels-missing-{__version__}"):
             return None
         return f"not using specgen's kernels: {status.reason} (this note is shown once)"
     return f"not using specgen's kernels: {status.reason}"
 
 
-def _is_first_time(marker: Path) -> bool:
+def is_first_time(marker: Path) -> bool:
     """Return whether `marker` was not there, and make it."""
     try:
         marker.parent.mkdir(parents=True, exist_ok=True)
@@ -176,6 +176,7 @@ __all__ = [
     "KernelStatus",
     "choose_kernels",
     "examine_kernels",
+    "is_first_time",
     "library_path",
     "note_about",
     "wanted_in",
