@@ -182,7 +182,11 @@ class SessionOpener:
         with contextlib.ExitStack() as on_error:
             with self._loading(options.target.name) as tell:
                 own = replace(options, draft="none") if is_chosen else options
-                loaded = on_error.enter_context(Models(own, self._clock, self._memory, tell))
+                # Lines of the log of two models at once would be mixed.
+                ahead = "none" if self._details else options.draft
+                loaded = on_error.enter_context(
+                    Models(own, self._clock, self._memory, tell, draft_ahead=ahead)
+                )
                 self._check(loaded)
                 if is_chosen:
                     taken = take_first(loaded, self._drafts)
