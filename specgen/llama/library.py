@@ -56,6 +56,10 @@ try:
         with without_high_level_api():
             import llama_cpp
             from llama_cpp import llama_cpp_ext
+
+            # The API imports this, which takes llama.cpp's log: now, before specgen does.
+            with contextlib.suppress(ImportError):
+                importlib.import_module("llama_cpp._logger")
     else:
         llama_cpp = importlib.import_module(BUNDLE)
         llama_cpp_ext = importlib.import_module(f"{BUNDLE}.llama_cpp_ext")
