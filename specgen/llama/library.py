@@ -41,12 +41,17 @@ def without_high_level_api() -> Iterator[None]:
     finally:
         del sys.modules[api]
 
+    whole = vars(sys.modules[package])
+
     def later(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(importlib.import_module(api), name)
+        imported = vars(importlib.import_module(api))
+        if name not in whole and name not in imported:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return whole[name] if name in whole else imported[name]  # a module of it, or its content
 
-    sys.modules[package].__dict__["__getattr__"] = later
+    whole["__getattr__"] = later
 
 
 # An assertion that fails in llama.cpp would call a debugger, which writes into the answer.
