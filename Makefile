@@ -21,7 +21,7 @@ SLOW = cli/test_cli_batch.py cli/test_cli_bench.py cli/test_cli_chat.py cli/test
 	cli/test_cli_verify.py decoding/test_lossless.py::test_matching decoding/test_lossless.py::test_sampled \
 	decoding/test_policy.py::test_a_draft_that_cannot_pay decoding/test_policy.py::test_in_the_long_run \
 	decoding/test_reference.py decoding/test_translated_loop.py::test_distributions \
-	decoding/test_translated_loop.py::test_draws decoding/test_translated_loop.py::test_sampled \
+	decoding/test_translated_loop.py::test_draws \
 	decoding/test_translated_loop.py::test_stopping decoding/test_translation_text.py \
 	decoding/test_trees.py::test_drawn_trees_fit decoding/test_trees.py::test_trees_of_the_likeliest \
 	decoding/test_verifiers.py engine/test_real_model.py engine/test_real_translation.py \

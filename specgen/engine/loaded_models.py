@@ -473,6 +473,3 @@ class Models:
                 f"{draft.name} was trained with {draft.n_ctx_train} tokens of context, the target's context "
                 f"has {n_ctx}: of a longer text the draft sees only the latest part"
             )
-
-
-__all__ = ["CONTEXT_STEP", "LONGEST_GUESS", "MAX_SEQUENCES", "ModelCosts", "Models", "usual_n_ctx"]

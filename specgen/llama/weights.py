@@ -353,6 +353,3 @@ def requantize(
         worker.join(_LOOK_S)
     if results != [0]:
         raise BackendError(f"{model}: llama.cpp cannot requantise it: {last_error()}")
-
-
-__all__ = ["LoadedWeights", "lease_weights", "load_ahead", "requantize"]

@@ -249,6 +249,3 @@ def _drafts(results: Sequence[GreedyResult] | Sequence[SampledResult]) -> str:
 
 def _token(text: str, encoding: str) -> str:
     return repr(clean_line(text.replace("Ġ", " ").replace("▁", " "), encoding))
-
-
-__all__ = ["print_report"]

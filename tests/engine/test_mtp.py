@@ -16,14 +16,13 @@ from specgen.decoding.draft import Draft
 from specgen.decoding.drafters import MtpChainDrafter, MtpDrafter
 from specgen.decoding.hidden_trail import HiddenTrail
 from specgen.engine.agreement import read_states
-from specgen.engine.engine import Engine, generate
+from specgen.engine.engine import Engine
 from specgen.engine.loaded_models import Models
 from specgen.errors import ModelFileError, PairError, UsageError
-from specgen.events import FinishedEvent, NoticeEvent
+from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend
 from specgen.llama.mtp import MtpContext
 from specgen.llama.mtp_layers import mtp_of, why_no_mtp
-from specgen.measure.proof import SampledPlan, check_greedy, check_sampled
 from specgen.measure.selection.trial import measure_target, try_draft
 from specgen.options import (
     ContextOptions,
@@ -31,7 +30,6 @@ from specgen.options import (
     DraftSource,
     GenerationOptions,
     Grammar,
-    PolicyName,
     SamplerOptions,
     SessionOptions,
     parse_tree,
@@ -62,7 +60,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def loaded(
     file: Path,
-    drafting: DraftOptions = FIXED,
     sampler: SamplerOptions | None = None,
     draft: DraftSource = "mtp",
     **generation: Any,
@@ -71,7 +68,7 @@ def loaded(
         target=file,
         draft=draft,
         sampler=sampler or SamplerOptions(temperature=0.0),
-        drafting=drafting,
+        drafting=FIXED,
         generation=GenerationOptions(**{"max_tokens": 40, "ignore_eos": True, **generation}),
         target_context=CONTEXT,
         draft_context=CONTEXT,
@@ -273,41 +270,6 @@ def test_no_row_is_decoded_twice_and_no_logits_go_unread(
     assert all(sum(batch.wants_logits) == 1 for batch in batches)
 
 
-@with_every_architecture
-@pytest.mark.parametrize("tree", ["off", "auto", "2,2,1", "2x3"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_text_is_that_of_plain_decoding(
-    files: Path, architecture: MtpArchitecture, tree: str, temperature: float
-) -> None:
-    if tree[0] == "2" and architecture != "glm4moe":
-        pytest.skip("neither a recurrent state nor several layers can branch")
-    drafting = DraftOptions(
-        policy="fixed",
-        max_tokens=None if tree[0] == "2" else 4,
-        tree=parse_tree(tree),
-        verifier="match",
-    )
-    sampler = SamplerOptions(temperature=temperature, seed=4)
-    with loaded(files / f"{architecture}.gguf", drafting, sampler) as models:
-        fast = answer(models)
-        assert fast.n_drafted > 0
-        assert fast.token_ids == plain(models).token_ids
-
-
-@with_one_and_several_layers
-@pytest.mark.parametrize("tree", ["off", "auto"])
-def test_costs_and_n_grams_change_no_text(
-    files: Path, architecture: MtpArchitecture, tree: str
-) -> None:
-    policies: tuple[PolicyName, ...] = ("cost", "threshold")
-    for policy in policies:
-        drafting = DraftOptions(policy=policy, tree=parse_tree(tree), ngrams=True)
-        with loaded(files / f"{architecture}.gguf", drafting) as models:
-            events = list(generate(models, models.prompts.of_text(PROMPT * 3)))
-            assert isinstance(events[-1], FinishedEvent)
-            assert events[-1].token_ids == plain(models, PROMPT * 3).token_ids
-
-
 @with_one_and_several_layers
 def test_a_grammar_holds(files: Path, architecture: MtpArchitecture) -> None:
     grammar = Grammar("gbnf", 'root ::= ("ab" [c-h] "---" [a-h]){12}')
@@ -316,47 +278,6 @@ def test_a_grammar_holds(files: Path, architecture: MtpArchitecture) -> None:
         assert fast.n_forced > 0
         assert fast.n_drafted > 0
         assert fast.token_ids == plain(models).token_ids
-
-
-@with_every_architecture
-def test_the_last_position_of_the_context_is_reached(
-    files: Path, architecture: MtpArchitecture
-) -> None:
-    with loaded(files / f"{architecture}.gguf", max_tokens=-1) as models:
-        said: list[tuple[int, ...]] = []
-        for plainly in (False, True):
-            if plainly:
-                models.change_draft("none")
-            with Engine(models, n_ctx=64) as engine:
-                events = list(engine.stream(engine.insert(PROMPT)))
-            assert isinstance(events[-1], FinishedEvent)
-            assert events[-1].finish_reason == "context"
-            assert not [event for event in events if isinstance(event, NoticeEvent)]
-            said.append(events[-1].token_ids)
-        assert said[0] == said[1]
-
-
-@pytest.mark.parametrize("architecture", ["glm4moe", "qwen35"])
-@pytest.mark.parametrize("verifier", ["residual", "block"])
-def test_sampled_text_fits_the_targets_distribution(
-    files: Path, architecture: MtpArchitecture, verifier: str
-) -> None:
-    """At level 0.001, with 2000 draws."""
-    drafting = DraftOptions(policy="fixed", max_tokens=3, p_min=0.0, verifier=verifier)  # type: ignore[arg-type]
-    sampler = SamplerOptions(temperature=0.8, top_k=4, top_p=1.0, min_p=0.0, seed=3)
-    with loaded(files / f"{architecture}.gguf", drafting, sampler) as models:
-        plan = SampledPlan(depth=3, level=0.001, n_draws=2000)
-        result = check_sampled(models, models.prompts.of_text(PROMPT), plan, seed=5)
-    assert result is not None
-    assert result.fits, [depth.test for depth in result.depths]
-    assert result.n_impossible == 0
-    assert result.n_accepted > 0
-
-
-def test_greedy_check_passes(files: Path) -> None:
-    with loaded(files / "glm4moe.gguf") as models:
-        (result,) = check_greedy(models, [models.prompts.of_text(PROMPT)])
-    assert result.difference is None
 
 
 @with_one_and_several_layers

@@ -19,7 +19,6 @@ import hashlib
 import os
 import shutil
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -118,10 +117,11 @@ class Copies:
             if copy is not None and not copy.is_file():
                 copy = None
             if copy is not None:
-                with contextlib.suppress(
-                    OSError
-                ):  # note that it is used now, and is still the same file
-                    os.utime(copy, ns=(time.time_ns(), copy.stat().st_mtime_ns))
+                # It is used now, and is still the same file.
+                with contextlib.suppress(OSError):
+                    changed_ns = copy.stat().st_mtime_ns
+                    os.utime(copy)
+                    os.utime(copy, ns=(copy.stat().st_atime_ns, changed_ns))
             self._found[model] = copy
         return self._found[model]
 

@@ -166,18 +166,7 @@ def _refused(path: Path, result: TestResult) -> KernelStatus:
 
 
 def try_models(trials: ModelTrials) -> None:
+    """Try the kernels on each model from now on, before it is loaded."""
     from specgen.llama import kernels
 
     kernels.ask_before_loading(trials.support_for)
-
-
-__all__ = [
-    "VARIABLE",
-    "KernelStatus",
-    "choose_kernels",
-    "examine_kernels",
-    "is_first_time",
-    "library_path",
-    "note_about",
-    "wanted_in",
-]

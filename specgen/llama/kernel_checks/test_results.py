@@ -62,12 +62,10 @@ def result_of(
     return result
 
 
-def run_test(
-    library: Path, *, child: Sequence[str] = CHILD_COMMAND, timeout_s: float = TIMEOUT_S
-) -> TestResult:
+def run_test(library: Path, *, child: Sequence[str] = CHILD_COMMAND) -> TestResult:
     """Test a library in a child process. Return a result however the process ends."""
     try:
-        answer = _parse(ask_child_again([*child, os.fspath(library)], timeout_s))
+        answer = _parse(ask_child_again([*child, os.fspath(library)], TIMEOUT_S))
     except ChildDiedError as error:
         name = error.signal_name
         message = f"they died of {name}" if name else str(error)
@@ -118,13 +116,3 @@ def _parse(value: Any) -> TestResult | None:
     if not all(isinstance(text, str) for text in texts):
         return None
     return TestResult(value["outcome"], *texts)
-
-
-__all__ = [
-    "CHILD_COMMAND",
-    "TestResult",
-    "circumstances",
-    "key_of",
-    "result_of",
-    "run_test",
-]
