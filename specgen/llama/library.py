@@ -41,12 +41,17 @@ def without_high_level_api() -> Iterator[None]:
     finally:
         del sys.modules[api]
 
+    whole = vars(sys.modules[package])
+
     def later(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(importlib.import_module(api), name)
+        imported = vars(importlib.import_module(api))
+        if name not in whole and name not in imported:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return whole[name] if name in whole else imported[name]  # a module of it, or its content
 
-    sys.modules[package].__dict__["__getattr__"] = later
+    whole["__getattr__"] = later
 
 
 # An assertion that fails in llama.cpp would call a debugger, which writes into the answer.
@@ -56,6 +61,10 @@ try:
         with without_high_level_api():
             import llama_cpp
             from llama_cpp import llama_cpp_ext
+
+            # The API imports this, which takes llama.cpp's log: now, before specgen does.
+            with contextlib.suppress(ImportError):
+                importlib.import_module("llama_cpp._logger")
     else:
         llama_cpp = importlib.import_module(BUNDLE)
         llama_cpp_ext = importlib.import_module(f"{BUNDLE}.llama_cpp_ext")
