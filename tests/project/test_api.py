@@ -51,20 +51,6 @@ def test_importing_it_loads_nothing() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_llama_cpps_own_api_is_imported_when_it_is_asked_for() -> None:
-    code = (
-        "import sys, specgen.llama; print('llama_cpp.llama' in sys.modules);"
-        "import llama_cpp; print(llama_cpp.llama_speculative.__name__);"
-        "from llama_cpp import Llama, llama_grammar;"
-        "print(llama_cpp.Llama is Llama, llama_grammar.__name__, hasattr(llama_cpp, 'nothing_like_that'));"
-        "llama_cpp.llama_model_load_from_file(b'none', llama_cpp.llama_model_default_params())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    modules = ["llama_cpp.llama_speculative", "True", "llama_cpp.llama_grammar"]
-    assert done.stdout.split() == ["False", *modules, "False"]
-    assert done.stderr == "", "the log of llama.cpp is still specgen's"
-
-
 def test_every_public_name_is_there() -> None:
     assert dir(specgen) == sorted(specgen.__all__)
     for name in specgen.__all__:
