@@ -106,8 +106,8 @@ def data(
     ),
     kind=Option(
         "--kind",
-        help="What to make: decoder heads, a small model fitted to the target, or the target without some "
-        "of its layers.",
+        help="What to make (decoder heads, a small model fitted to the target, or the target without some "
+        "of its layers).",
         show_default="heads; a fitted model too, where JAX is installed and there is a small one",
     ),
     minutes=Option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -38,15 +39,21 @@ def test_the_short_help_fits_a_screen_and_has_three_examples(
     assert max(map(len, lines)) <= 100
     for example in EXAMPLES[name]:
         assert f"  {example}" in lines
+        words = shlex.split(example) if example.startswith(f"specgen {name} ") else []
+        for word in words:
+            assert not word.startswith("-") or re.search(rf"^  (.*, )?{word}\b", short.out, re.M)
     assert len(full.out.splitlines()) > len(lines)
     assert "<bool>" not in full.out
 
 
-def test_the_short_help_fits_a_narrow_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_short_help_says_whole_clauses_on_a_narrow_terminal(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert max(map(len, in_process(capsys)("run", "-h").out.splitlines())) <= 80
+    text = in_process(capsys)(*name.split(), "-h").out
+    assert max(map(len, text.splitlines())) <= 80
+    assert " ...\n" not in text
 
 
 def test_the_short_help_shows_all_words_that_can_be_chosen(
