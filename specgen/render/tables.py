@@ -128,9 +128,7 @@ def _main_rows(every: Sequence[ContenderFigures]) -> Iterator[_Row]:
         yield each.contender, cells, "bold" if each.speedup == best else ""
 
 
-def _category_rows(
-    categories: Sequence[str], every: Sequence[ContenderFigures]
-) -> Iterator[_Row]:
+def _category_rows(categories: Sequence[str], every: Sequence[ContenderFigures]) -> Iterator[_Row]:
     for category in categories:
         own = [
             next((found for found in each.categories if found.category == category), None)

@@ -286,7 +286,7 @@ def test_lines_that_nothing_can_hold_end_only_themselves(
     out = tmp_path / "out.jsonl"
     done = specgen("batch", write(tmp_path / "in.jsonl", *rows), out, "-np", "2")
     assert done.code == 12
-    assert "6 lines of 7 could not be answered: 2, 3, 4, 5, 6, 7; " in done.err
+    assert "6 lines of 7 could not be answered: lines 2, 3, 4, 5, 6, 7; " in done.err
     found = records(out)
     assert text_of(found["1"])
     messages = {name: each["error"]["message"] for name, each in found.items() if each["error"]}
@@ -313,7 +313,7 @@ def test_an_unexpected_failure_while_a_prompt_is_made_ends_its_line(
     source = write(tmp_path / "in.jsonl", "a dog", {"custom_id": "kept", "prompt": "x"})
     done = specgen("batch", source, out)
     assert done.code == 12
-    assert "1 line of 2 could not be answered: 1; " in done.err
+    assert "1 line of 2 could not be answered: line 1; " in done.err
     assert "ZeroDivisionError" in records(out)["1"]["error"]["message"]
     assert text_of(records(out)["kept"])
 
