@@ -32,7 +32,7 @@ class KernelsBuildHook(BuildHookInterface[Any]):
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Called before the files of the wheel are collected."""
+        """Set the wheel's files and tag, before its files are collected."""
         if bundle := os.environ.get(BUNDLE):
             build_data["force_include"][bundle] = "/"
             platform = os.environ[PLATFORM]
@@ -57,7 +57,7 @@ class MetadataHook(MetadataHookInterface):
     PLUGIN_NAME = "custom"
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Called when the metadata are read."""
+        """Set the dependencies and the readme, when the metadata are read."""
         elsewhere = ""
         if os.environ.get(BUNDLE):
             others = " and ".join(f"platform_machine != '{machine}'" for machine in MACHINES)
@@ -88,7 +88,7 @@ class MetadataHook(MetadataHookInterface):
 
 
 def _load(path: Path) -> ModuleType:
-    """The module in a file: where pip builds the package, its folder is not on Python's path."""
+    """Load the module in a file: where pip builds the package, its folder is not on Python's path."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

@@ -88,6 +88,8 @@ PackedFile::PackedFile(const char *path) {
 }
 
 PackedFile::~PackedFile() {
+    is_ending_ = true;
+    if (reader_.joinable()) reader_.join();
     if (file_ >= 0) close(file_);
 }
 
@@ -100,7 +102,24 @@ void *PackedFile::take_memory(size_t size) {
     n_buffers_++;
     memory_ = static_cast<char *>(memory);
     is_mapped_ = true;
+    read_ahead(memory_, size);
     return memory;
+}
+
+// Map the pages in a thread, while the vocabulary is read and contexts are made: else the first batch waits for a
+// page fault every 64 KB, which takes 0.2 s for 4 GB. In pieces, because the process can map nothing else meanwhile.
+void PackedFile::read_ahead(char *memory, size_t size) {
+#ifdef __linux__
+    const double most_bytes = 0.75 * sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    if (static_cast<double>(size) > most_bytes) return;
+    constexpr int populate_read = 22;  // MADV_POPULATE_READ, since Linux 5.14
+    static constexpr size_t piece = 8 << 20;
+    reader_ = std::thread([this, memory, size] {
+        for (size_t start = 0; start < size && !is_ending_; start += piece) {
+            if (madvise(memory + start, std::min(piece, size - start), populate_read) != 0) return;
+        }
+    });
+#endif
 }
 
 void PackedFile::remember(void *memory, size_t size) {

@@ -5,8 +5,10 @@
 // it can be written to one.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string>
+#include <thread>
 #include <unordered_map>
 
 #include "ggml_internals.h"
@@ -26,6 +28,9 @@ class PackedFile {
     // Memory that a buffer got instead.
     void remember(void *memory, size_t size);
 
+    // Whether the weights are there already, so that most of the model's own file need not be read.
+    bool is_whole() const { return file_ >= 0; }
+
     // Whether the tensor is in the mapped memory as it would be packed from `rows`.
     bool has(const ggml_tensor *tensor, const char *rows, size_t packed_bytes);
     // A tensor was packed into its memory.
@@ -39,6 +44,8 @@ class PackedFile {
     int write(const char *path) const;
 
   private:
+    void read_ahead(char *memory, size_t size);
+
     struct Entry {
         uint64_t offset, bytes, rows_check, packed_check;
     };
@@ -49,6 +56,8 @@ class PackedFile {
     const char *source_start_ = nullptr, *source_end_ = nullptr;
     int n_buffers_ = 0, n_packed_ = 0;
     bool is_mapped_ = false;
+    std::atomic<bool> is_ending_{false};
+    std::thread reader_;
 };
 
 // What the calling thread loads with, or null.

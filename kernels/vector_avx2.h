@@ -38,8 +38,8 @@ struct Avx2 {
     static constexpr bool has_dot_product = false;
     static constexpr bool needs_unsigned_codes = false;
     static Sums no_sums() { return zero_ints(); }
-    static Sums add_products(Sums sums, Ints codes, const int32_t *word) {
-        return in_order(_mm256_add_epi16(sums, _mm256_maddubs_epi16(codes, all_words(word))));
+    static Sums add_products(Sums sums, Ints codes, const int32_t *words, int i) {
+        return in_order(_mm256_add_epi16(sums, _mm256_maddubs_epi16(codes, all_words(words + i))));
     }
     // Without this GCC computes all products of a sub-block before it adds them, and runs out of
     // registers: a tile of 4 columns of Q4_K then takes half as long again.
@@ -48,8 +48,8 @@ struct Avx2 {
         return sums;
     }
     // The first factor of maddubs is unsigned: the sign of the weight goes to the other one.
-    static Sums add_signed_products(Sums sums, Ints codes, const int32_t *word) {
-        const Ints signed_word = _mm256_sign_epi8(all_words(word), codes);
+    static Sums add_signed_products(Sums sums, Ints codes, const int32_t *words, int i) {
+        const Ints signed_word = _mm256_sign_epi8(all_words(words + i), codes);
         return in_order(
             _mm256_add_epi16(sums, _mm256_maddubs_epi16(_mm256_abs_epi8(codes), signed_word)));
     }

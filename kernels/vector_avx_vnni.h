@@ -16,11 +16,11 @@ struct AvxVnni : Avx2 {
     static Ints dot_shorts(Ints s, Ints a, Ints b) { return _mm256_dpwssd_epi32(s, a, b); }
 #endif
     // Sums of products of bytes are exact, and never overflow 32 bits.
-    static Sums add_products(Sums sums, Ints codes, const int32_t *word) {
-        return dot_bytes(sums, codes, all_words(word));
+    static Sums add_products(Sums sums, Ints codes, const int32_t *words, int i) {
+        return dot_bytes(sums, codes, all_words(words + i));
     }
-    static Sums add_signed_products(Sums sums, Ints codes, const int32_t *word) {
-        return add_products(sums, codes, word);
+    static Sums add_signed_products(Sums sums, Ints codes, const int32_t *words, int i) {
+        return add_products(sums, codes, words, i);
     }
     static Ints widen(Sums sums, Ints total) { return _mm256_add_epi32(total, sums); }
     static Ints add_pair_products(Ints sums, Ints pairs, const int32_t *word) {

@@ -34,17 +34,26 @@ struct Neon {
 
     // --- for products ---
 
-    // Sums of products of bytes: 4 signed ones of `codes` times 4 of a column's word in each lane.
-    // They are exact, and never overflow 32 bits.
+    // Sums of products of bytes: 4 signed ones of `codes` times 4 of words[i] in each lane. They are
+    // exact, and never overflow 32 bits. One load brings four words, of which the instruction takes
+    // one: to load each word into all lanes would take as many instructions as the products. (The
+    // words of a step are a multiple of four. Once loops are unrolled, `i` is a constant.)
     using Sums = Ints;
     static constexpr bool has_dot_product = true;  // sdot
     static constexpr bool needs_unsigned_codes = false;
     static Sums no_sums() { return zero_ints(); }
-    static Sums add_products(Sums sums, Ints codes, const int32_t *word) {
-        return vdotq_s32(sums, vreinterpretq_s8_s32(codes), vreinterpretq_s8_s32(all_words(word)));
+    static Sums add_products(Sums sums, Ints codes, const int32_t *words, int i) {
+        const int8x16_t bytes = vreinterpretq_s8_s32(codes);
+        const int8x16_t four = vreinterpretq_s8_s32(load(words + i / 4 * 4));
+        switch (i % 4) {
+            case 0: return vdotq_laneq_s32(sums, bytes, four, 0);
+            case 1: return vdotq_laneq_s32(sums, bytes, four, 1);
+            case 2: return vdotq_laneq_s32(sums, bytes, four, 2);
+            default: return vdotq_laneq_s32(sums, bytes, four, 3);
+        }
     }
-    static Sums add_signed_products(Sums sums, Ints codes, const int32_t *word) {
-        return add_products(sums, codes, word);
+    static Sums add_signed_products(Sums sums, Ints codes, const int32_t *words, int i) {
+        return add_products(sums, codes, words, i);
     }
     static Ints widen(Sums sums, Ints total) { return vaddq_s32(total, sums); }
 

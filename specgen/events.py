@@ -320,24 +320,3 @@ EVENT_TYPES: tuple[type[Event], ...] = (
 def to_json_object(event: Event) -> dict[str, Any]:
     """Return the event as a JSON-ready dict, ``event`` first."""
     return {"event": event.event, **dataclasses.asdict(event)}
-
-
-__all__ = [
-    "EVENT_TYPES",
-    "CommittedEvent",
-    "DraftNode",
-    "DraftedEvent",
-    "Event",
-    "FinishReason",
-    "FinishedEvent",
-    "NoticeEvent",
-    "Piece",
-    "PromptEvent",
-    "ReadingEvent",
-    "ReasonCount",
-    "RejectedBranch",
-    "TokenKind",
-    "TokenLogprob",
-    "VerifiedEvent",
-    "to_json_object",
-]

@@ -104,6 +104,3 @@ def _told() -> tuple[int, int]:
     """Return the state that the process before passed on; (-1, 0) without one."""
     n_missing, _, times = os.environ.get(_VARIABLE, "").partition(" ")
     return (int(n_missing), int(times)) if n_missing.isdigit() and times.isdigit() else (-1, 0)
-
-
-__all__ = ["with_workers"]

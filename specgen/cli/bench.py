@@ -18,7 +18,7 @@ from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import OutputError, UsageError
 from specgen.measure.bench.plan import Plan, find_fields
-from specgen.measure.selection.session_opening import open_memory
+from specgen.measure.selection.session_opening import layers_without_gpu, open_memory
 from specgen.options import Contexts, DraftOptions, GenerationOptions, PolicyName, SamplerOptions
 from specgen.render.text import counted
 from specgen.system.machine import LoadOfOthers, notes_on_figures
@@ -186,6 +186,7 @@ def bench(
     token relative to plain decoding; answers whose text differs from plain
     decoding's; the speed-up of whole answers, prompts included.
     """
+    from specgen.llama import build
     from specgen.measure.bench.job import Job
     from specgen.measure.bench.prompts import (
         first_of_each,
@@ -201,6 +202,8 @@ def bench(
             "the prompts are given twice: as texts and as --prompts", hint="use one of them"
         )
     use_kernels(machine.kernels, output)
+    for note in layers_without_gpu(machine.target, machine.draft, has_gpu=build().gpu_offload):
+        output.note(note)
     plan = Plan(
         policies=parse_policies(policies),
         trees=tuple(dict.fromkeys(flags.tree_shape(text) for text in trees or ["auto"])),
@@ -323,7 +326,7 @@ def _planned(planned: Announcement, n_rounds: int, *, has_more: bool) -> str:
     ]
     less = f"; {' or '.join(shorter)} take less" if shorter else ""
     return (
-        f"{planned.target}: {prompts}{rounds}, each answered with up to {planned.n_tokens} tokens by: {names}. "
+        f"{planned.target} ({planned.kernels}): {prompts}{rounds}, each answered with up to {planned.n_tokens} tokens by: {names}. "
         f"This takes about {duration(max(1.0, planned.seconds))}{less}"
     )
 

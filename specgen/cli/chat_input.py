@@ -185,6 +185,3 @@ def is_person() -> bool:
         and (sys.stdout.isatty() or sys.stderr.isatty())
         and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     )
-
-
-__all__ = ["PipedMessages", "TypedMessages", "is_person", "without_echo"]

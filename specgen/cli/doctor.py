@@ -161,19 +161,30 @@ def llama_version_line(build: Build) -> str:
     return f"{versions}: specgen is made for {REQUIRED_VERSION}; {REBUILD}"
 
 
-def kernels_line(status: KernelStatus) -> str:
-    """Return what computes on the CPU; if that is llama.cpp, with the reason and what to do about it."""
+def kernels_line(status: KernelStatus, *, has_gpu: bool = False) -> str:
+    """Return what computes, as events name it; if that is llama.cpp on the CPU, with the reason and what to do."""
+    on_gpu, on_cpu = ("llama.cpp on the GPU, ", " on the CPU") if has_gpu else ("", "")
     if status.reason is None:
-        return status.label
+        return f"{on_gpu}{status.label}{on_cpu}"
     advice = f"; {status.hint}" if status.hint else ""
-    return f"{status.label}'s own, not specgen's: {status.reason}{advice}"
+    return f"{on_gpu}{status.label}'s own{on_cpu}, not specgen's: {status.reason}{advice}"
+
+
+def packed_line(n_bytes: int, n_room: int, folder: Path) -> str:
+    """Return how much the packed weights of models take on the disk, and what has room."""
+    from specgen.models import human_bytes
+
+    room = f"those of a model of up to {human_bytes(n_room)} are kept"
+    if not n_room:
+        room = "no others are kept: the disk has too little room (a tenth of it stays free)"
+    return f"{human_bytes(n_bytes)}, {folder}; {room}"
 
 
 def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
-    from specgen.llama.packed_weights import kept_bytes
+    from specgen.llama.packed_weights import kept_bytes, room_bytes
     from specgen.models import human_bytes, packed_folder
 
-    machine, build = report.machine, report.build
+    machine, build, folder = report.machine, report.build, packed_folder()
     cores = f"{machine.n_physical_cores or '?'} cores, {machine.n_logical_cores or '?'} threads"
     available, total = human_bytes(machine.available_bytes), human_bytes(machine.memory_bytes)
     yield (
@@ -190,18 +201,19 @@ def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
         software += [
             ("llama-cpp-python", llama_version_line(build)),
             *((f"built in, {part}", " ".join(names)) for part, names in build.features.items()),
-            ("GPU offload", "yes" if build.gpu_offload else "no: this build has CPU code only"),
+            ("GPU offload", "yes" if build.gpu_offload else "no: this build finds no GPU"),
         ]
         for device in build.devices:
             memory = f", {human_bytes(device.memory_bytes)}" if device.memory_bytes else ""
             software.append((f"{device.name} ({device.kind})", f"{device.description}{memory}"))
-    software.append(("kernels", kernels_line(report.kernels)))
+    has_gpu = build is not None and build.gpu_offload
+    software.append(("kernels", kernels_line(report.kernels, has_gpu=has_gpu)))
     yield ("Software", software)
     yield (
         "Files",
         [
             ("cache", str(report.cache_folder)),
-            ("packed weights", f"{human_bytes(kept_bytes(packed_folder()))}, {packed_folder()}"),
+            ("packed weights", packed_line(kept_bytes(folder), room_bytes(folder), folder)),
             ("configuration", str(report.config_folder)),
             ("data", str(report.data_folder)),
             *((name, str(path)) for name, path in report.models.items()),

@@ -343,6 +343,3 @@ def _in_folder(
     if not entries:
         raise UsageError(f"{folder}: no file in this folder can be served")
     return list(entries.values())
-
-
-__all__ = ["MEMORY_SHARE", "ModelLoader", "ModelSetup", "model_setup", "read_models"]

@@ -238,6 +238,7 @@ class _Job:
         #: By number.
         self._skipped: dict[int, UncheckedPrompt] = {}
         self._unequal_rows = ""
+        self._kernels = ""
 
     def greedy(self, n_prompts: int) -> tuple[GreedyResult, ...]:
         from specgen.measure.proof import N_AT_ONCE, PlainAnswers, check_greedy, evenly_chosen
@@ -358,11 +359,13 @@ class _Job:
             skipped=skipped,
             is_interrupted=self._stop(),
             unequal_rows=self._unequal_rows,
+            kernels=self._kernels,
         )
 
     def _open(self, sampler: SamplerOptions) -> Models:
         loaded = self._opener.open(replace(self._options, sampler=sampler))
         self._options = replace(self._options, draft=self._opener.draft or "none")
+        self._kernels = loaded.target.kernels
         return loaded
 
     def _prompt(self, loaded: Models, number: int, text: str, n_more: int) -> Prompt | None:

@@ -204,6 +204,3 @@ def _keeping(function: Callable[..., Any]) -> Callable[..., Any]:
         return _kept(function(*arguments, **named))
 
     return call
-
-
-__all__ = ["MarkedEnvironment", "MarkedText", "marked", "unmarked"]

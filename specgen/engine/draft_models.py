@@ -25,6 +25,8 @@ from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
 from specgen.llama.dflash import DflashModel, is_dflash_file
 from specgen.llama.eagle import EagleModel
 from specgen.llama.gemma4_assistant import AssistantModel, is_assistant_file, reads_target
+from specgen.llama.mtp import MtpModel
+from specgen.llama.mtp_layers import holds_mtp_only
 from specgen.options import ContextOptions, DraftOptions, DraftSource, TranslateMode, TreeShape
 
 #: How a draft with another vocabulary is translated.
@@ -211,16 +213,40 @@ class StatesDraft(LoadedDraft):
 
 
 class MtpDraft(StatesDraft):
-    """The MTP layers of a loaded target. Raises `PairError` if it has none that can draft."""
+    """The MTP layers of a loaded target, or those in a file of their own (`path`). Raises `PairError` if the target
+    has none that can draft, or the file does not fit it, `ModelFileError` if the file is damaged."""
 
-    def __init__(self, target: LlamaModel, drafting: DraftOptions) -> None:
+    def __init__(
+        self,
+        target: LlamaModel,
+        context: ContextOptions,
+        drafting: DraftOptions,
+        path: Path | None = None,
+    ) -> None:
         super().__init__(target, drafting)
-        if target.why_no_mtp:
+        #: The model that has the layers, and whether it is the target.
+        self.model, self.is_target = target, path is None
+        if path is not None:
+            self.model = MtpModel(path, target, n_gpu_layers=context.n_gpu_layers)
+            self._check_tokens(target)
+        elif target.why_no_mtp:
             raise PairError(
                 f"--draft mtp: {target.name}: {target.why_no_mtp}",
                 hint="use a file with its MTP (NextN) layers, or another draft",
             )
-        self.branches = self.branches and target.n_mtp_layers == 1
+        self.branches = self.branches and self.model.n_mtp_layers == 1
+
+    def _check_tokens(self, target: LlamaModel) -> None:
+        own, others = self.model.vocabulary, target.vocabulary
+        try:
+            if check_pair(others, own, target.name, self.model.name) < others.n_tokens:
+                raise PairError(
+                    f"{self.model.name} cannot draft for {target.name}: it has {own.n_tokens} tokens, the target "
+                    f"{others.n_tokens}"
+                )
+        except PairError:
+            self.model.close()
+            raise
 
 
 class EagleDraft(StatesDraft):
@@ -277,7 +303,7 @@ class DraftModels:
         self._learning = learning
         #: What drafts for the target.
         self.source: DraftSource = "none"
-        #: The draft model, if it is one, the decoder heads, if these draft, and the target's MTP layers.
+        #: The draft model, if it is one, the decoder heads, if these draft, and the MTP layers.
         self.main: DraftModel | None = None
         self.heads: HeadsDraft | None = None
         self.mtp: MtpDraft | None = None
@@ -298,7 +324,7 @@ class DraftModels:
                 raise UsageError(
                     "--draft mtp takes no draft of its own; leave out the next --draft"
                 )
-            self.mtp = MtpDraft(self._target, drafting)
+            self.mtp = MtpDraft(self._target, self._context, drafting)
         if isinstance(source, Path) and is_heads_file(source):
             if self._helpers:
                 raise UsageError(
@@ -311,7 +337,10 @@ class DraftModels:
                     f"{source.name}: a draft that reads the target takes no draft of its own; "
                     "leave out the next --draft"
                 )
-            self.eagle = EagleDraft(source, self._target, self._context, drafting)
+            if holds_mtp_only(source):
+                self.mtp = MtpDraft(self._target, self._context, drafting, source)
+            else:
+                self.eagle = EagleDraft(source, self._target, self._context, drafting)
         elif isinstance(source, Path):
             self.main = self._open((source, *self._helpers), self._target, drafting)
         self.source = source
@@ -322,8 +351,8 @@ class DraftModels:
             self.main.close()
         if self.heads is not None:
             self.heads.heads.close()
-        if self.eagle is not None:
-            self.eagle.model.close()
+        if (model := self._states_model) is not None:
+            model.close()
         self.main, self.heads, self.mtp, self.eagle = None, None, None, None
         self.source, self.learnt = "none", None
 
@@ -351,9 +380,16 @@ class DraftModels:
         return self.main.model.path if self.main is not None else None
 
     @property
-    def from_states(self) -> StatesDraft | None:
+    def from_states(self) -> MtpDraft | EagleDraft | None:
         """What drafts from the target's hidden states in a context of its own; None if nothing does."""
         return self.mtp or self.eagle
+
+    @property
+    def _states_model(self) -> LlamaModel | None:
+        """The model of what drafts from the target's hidden states; None if nothing does, or it is the target."""
+        if self.mtp is not None and self.mtp.is_target:
+            return None
+        return self.from_states.model if self.from_states is not None else None
 
     @property
     def reads_cache(self) -> bool:
@@ -363,8 +399,8 @@ class DraftModels:
     @property
     def timed(self) -> Path | Literal["mtp"] | None:
         """What decodes in a context of its own to draft, by its name in `ModelCosts`; None if nothing does."""
-        if self.eagle is not None:
-            return self.eagle.model.path
+        if (model := self._states_model) is not None:
+            return model.path
         return "mtp" if self.mtp is not None else self.path
 
     @property
@@ -379,16 +415,16 @@ class DraftModels:
         learnt weights is a draft of its own."""
         if self.learnt is not None:
             return self.learnt
-        if self.eagle is not None:
-            return self.eagle.model.path
+        if (model := self._states_model) is not None:
+            return model.path
         return self.path or (self.heads.heads.path if self.heads is not None else str(self.source))
 
     @property
     def name(self) -> str:
         if self.heads is not None:
             return self.heads.heads.name
-        if self.eagle is not None:
-            return self.eagle.model.name
+        if (model := self._states_model) is not None:
+            return model.name
         return self.main.model.name if self.main is not None else str(self.source)
 
     @property
@@ -411,8 +447,8 @@ class DraftModels:
             return f"{target.name} has a recurrent state, which branches cannot share"
         if self.eagle is not None and not self.eagle.is_tree_draft:
             return f"{self.eagle.model.name} drafts chains"
-        if self.mtp is not None and target.n_mtp_layers > 1:
-            return f"each of the {target.n_mtp_layers} MTP layers of {target.name} drafts one token"
+        if self.mtp is not None and (layers := self.mtp.model).n_mtp_layers > 1:
+            return f"each of the {layers.n_mtp_layers} MTP layers of {layers.name} drafts one token"
         if draft is None or draft.branches:
             return None
         if draft.model.has_recurrent_state:

@@ -32,8 +32,7 @@ from specgen.decoding.drafters import (
     TreeModelDrafter,
 )
 from specgen.decoding.drafters.translation import PrefixShaper, SharedShaper, Translation
-from specgen.decoding.hidden_trail import HiddenTrail, TargetStates
-from specgen.decoding.last_hidden import LastHidden
+from specgen.decoding.hidden_trail import HiddenTrail, LastHidden, TargetStates
 from specgen.decoding.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
 from specgen.decoding.policy.acceptance import AcceptanceRates
 from specgen.decoding.policy.cost_table import CostTable

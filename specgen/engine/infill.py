@@ -254,6 +254,3 @@ def kept_lengths(n_prefix: int, n_suffix: int, n_room: int) -> tuple[int, int]:
 
 def _known(token: int) -> list[int]:
     return [token] if token >= 0 else []
-
-
-__all__ = ["ContextFile", "Gap", "InfillPrompt", "InfillTokens", "infill_prompt"]

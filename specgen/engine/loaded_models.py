@@ -19,13 +19,17 @@ from specgen.engine.draft_models import DraftModel, DraftModels
 from specgen.engine.kept_answers import Learnt, read_learnt
 from specgen.engine.prompts import Prompts
 from specgen.engine.request import RequestSettings
-from specgen.errors import PromptError
+from specgen.errors import PromptError, SpecgenError
 from specgen.llama import LlamaBackend, LlamaModel, default_threads
 from specgen.llama.context_opening import n_native_sequences
+from specgen.llama.decoder_heads import is_heads_file
 from specgen.llama.dflash import DflashContext, DflashModel
 from specgen.llama.eagle import EagleContext
-from specgen.llama.gemma4_assistant import AssistantContext, AssistantModel
+from specgen.llama.file_check import check_file
+from specgen.llama.gemma4_assistant import AssistantContext, AssistantModel, reads_target
+from specgen.llama.library import has_gpu
 from specgen.llama.mtp import MtpContext
+from specgen.llama.weights import load_ahead
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
 
 #: What has a context to draft in: a draft model's file, or the target's MTP layers.
@@ -34,6 +38,8 @@ Drafting: TypeAlias = Path | Literal["mtp"]
 MAX_SEQUENCES = 256
 #: The most tokens that one draft model drafts for another.
 LONGEST_GUESS = 8
+#: Smaller drafts are loaded in a moment.
+LEAST_AHEAD = 32 << 20
 #: The most nodes that a draft model decodes at once while a tree grows.
 _WIDEST = 8
 #: Context sizes are rounded up to a multiple of this, as llama.cpp does.
@@ -106,7 +112,8 @@ class Models:
     Opening it raises `ModelFileError`, `MemoryLimitError` or `PairError`. The weights stay loaded until it
     is closed, and until the last context that uses them is. `memory` has the measurements of these models
     on this machine, and is updated; the caller saves it. `tell` is called with a message before slow steps
-    of opening a draft. With `vocabulary_only` the target decodes elsewhere: only the models that draft for
+    of opening a draft. `draft_ahead` is a draft that is likely to be opened: its weights are loaded while those
+    of the target are. With `vocabulary_only` the target decodes elsewhere: only the models that draft for
     it have contexts (`draft_contexts`).
     """
 
@@ -117,6 +124,7 @@ class Models:
         memory: Memory | None = None,
         tell: Callable[[str], None] = lambda _what: None,
         *,
+        draft_ahead: DraftSource = "none",
         vocabulary_only: bool = False,
     ) -> None:
         self.options = options
@@ -130,8 +138,12 @@ class Models:
         #: The costs of the models' decodes, and the options of their contexts.
         self.costs = ModelCosts(options, self.memory, copies)
         self._resources = contextlib.ExitStack()
+        #: Ends the use of weights that were loaded ahead.
+        self._ahead = self._resources.enter_context(contextlib.ExitStack())
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
+            if isinstance(draft_ahead, Path):
+                self._load_ahead(copies.of(draft_ahead, options.draft_context) or draft_ahead)
             self.target = LlamaModel(
                 options.target,
                 n_gpu_layers=options.target_context.n_gpu_layers,
@@ -177,6 +189,18 @@ class Models:
         """Makes the prompts of the target and of its present draft."""
         return Prompts(self.target, self.drafts.own_vocabulary)
 
+    def _load_ahead(self, draft: Path) -> None:
+        """Begin to load the weights of a draft model; not where that may take memory from the target, or the
+        draft is a small file, or is none that has weights of its own. Errors are those of opening it."""
+        context = self.options.draft_context
+        with contextlib.suppress(SpecgenError, OSError):
+            is_small = draft.stat().st_size < LEAST_AHEAD
+            if is_small or has_gpu() or self.options.learning is not None:
+                return
+            if not (is_heads_file(draft) or reads_target(draft)):
+                check_file(draft)
+                self._ahead.callback(load_ahead(draft, context.n_gpu_layers))
+
     # --- what drafts -------------------------------------------------------------------------
 
     def change_draft(self, source: DraftSource) -> None:
@@ -184,6 +208,8 @@ class Models:
         it is loaded again, with the weights that it learnt last. Raise `ModelFileError`, `PairError` or
         `MemoryLimitError`; there is then no draft."""
         self.drafts.change(source, self.options.drafting)
+        if source != "none":
+            self._ahead.close()
 
     def change_drafting(self, drafting: DraftOptions) -> None:
         """Draft with other options from now on. The draft is loaded again; it must have no open context.
@@ -400,9 +426,11 @@ class Models:
                 n_outputs=n_outputs,
                 n_slots=n_slots,
             )
+        layers = self.drafts.mtp
+        assert layers is not None
         return MtpContext(
-            self.target,
-            self.costs.context_options("mtp"),
+            layers.model,
+            self.costs.context_options("mtp" if layers.is_target else layers.model.path),
             n_ctx=n_ctx + CONTEXT_STEP,
             clock=self.clock,
             n_branches=n_branches,
@@ -439,6 +467,3 @@ class Models:
                 f"{self.target.name} was trained with {self.target.n_ctx_train} tokens of context, but the "
                 f"context has {n_ctx}: expect poor text"
             )
-
-
-__all__ = ["CONTEXT_STEP", "LONGEST_GUESS", "MAX_SEQUENCES", "ModelCosts", "Models", "usual_n_ctx"]

@@ -73,6 +73,3 @@ def _trained_context(file: Path) -> int:
     with ExitStack() as resources:
         about = GgufMetadata(resources, file)
         return about.number(f"{about.text('general.architecture')}.context_length")
-
-
-__all__ = ["embedder_bytes", "embedder_context", "needed_bytes"]

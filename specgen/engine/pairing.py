@@ -7,7 +7,9 @@ never matters. So the tables are compared, entry by entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress, count
+from operator import ne
 from typing import Protocol
 
 from specgen.errors import PairError
@@ -32,6 +34,8 @@ class TokenTable(Protocol):
 
     def token_entry(self, token_id: int) -> bytes: ...
 
+    def token_entries(self) -> Iterable[bytes]: ...
+
     def token_attributes(self, token_id: int) -> int: ...
 
     def special_tokens(self) -> dict[str, int]: ...
@@ -48,7 +52,7 @@ def check_pair(target: TokenTable, draft: TokenTable, target_name: str, draft_na
         raise PairError(f"{pair}: their tokenizers are of different kinds", hint)
 
     n_shared = min(target.n_tokens, draft.n_tokens)
-    differing = [i for i in range(n_shared) if target.token_entry(i) != draft.token_entry(i)]
+    differing = list(compress(count(), map(ne, target.token_entries(), draft.token_entries())))
     if differing:
         raise PairError(
             f"{pair}: {len(differing)} of {n_shared} tokens differ: "

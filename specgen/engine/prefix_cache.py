@@ -168,6 +168,3 @@ def n_common(one: abc.Sequence[int], other: abc.Sequence[int]) -> int:
             break
         n += 1
     return n
-
-
-__all__ = ["PrefixCache", "Slot", "n_common"]

@@ -70,6 +70,3 @@ def _cut(parts: Sequence[_Part], text: str, special: SpecialToken) -> Iterator[_
                 start = stop - len(text[start:stop].lstrip(_SPACE))
         if start < stop:
             yield range(start, stop)
-
-
-__all__ = ["control_names", "tokenize_marked"]

@@ -154,6 +154,3 @@ def _check_growth(name: str, text: Any, arguments: Sequence[Any]) -> None:
 def _check_size(n: int) -> None:
     if n > MOST_CHARACTERS:
         raise TemplateLimitError(f"it makes a text or a list of more than {MOST_CHARACTERS}")
-
-
-__all__ = ["MOST_CHARACTERS", "MOST_STEPS", "BoundedEnvironment", "TemplateLimitError"]

@@ -64,6 +64,3 @@ def thought_of(prompt: str, text: str) -> str:
     """Return the thinking block at the beginning of an answer to a prompt; empty if there is none."""
     reader = ThoughtReader(is_begun=is_thinking(prompt))
     return (reader.feed(text)[0] + reader.finish()[0]).strip()
-
-
-__all__ = ["ThoughtReader", "is_thinking", "thought_of"]

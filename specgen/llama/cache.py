@@ -247,6 +247,3 @@ class SavedStates:
 
     def forget(self, sequence: int) -> None:
         self._sizes.pop(sequence, None)  # the buffer is kept for the next copy
-
-
-__all__ = ["Cache", "SavedStates", "SharedStates", "StateCopies"]

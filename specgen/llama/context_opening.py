@@ -195,13 +195,3 @@ def _available_bytes(model: LlamaModel, options: ContextOptions) -> float:
     if model.is_remote or (options.n_gpu_layers != 0 and has_gpu()):
         return float("inf")
     return float(psutil.virtual_memory().available)
-
-
-__all__ = [
-    "CONTEXT_OVERHEAD_BYTES",
-    "ContextSize",
-    "OpenContext",
-    "default_threads",
-    "n_native_sequences",
-    "open_context",
-]

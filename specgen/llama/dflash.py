@@ -174,6 +174,3 @@ class DflashContext(LlamaBackend):
                 f"(status {status}): {last_error()}"
             )
         self.n_decoded_rows += len(batch)
-
-
-__all__ = ["DflashContext", "DflashModel", "is_dflash_file"]

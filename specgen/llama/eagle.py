@@ -295,6 +295,3 @@ class EagleTrail(HiddenTrail):
         n_before = len(self._states)
         super().rewind(n_tokens)
         self._n_raw = max(0, self._n_raw - (n_before - len(self._states)))
-
-
-__all__ = ["ARCHITECTURE", "HOOKED", "EagleContext", "EagleModel", "EagleTrail", "is_eagle_file"]

@@ -125,6 +125,3 @@ def unit(values: Hidden) -> Hidden:
     if not np.isfinite(length):
         raise BackendError("the embedding has values that are not finite")
     return (values / (length or 1.0)).astype(np.float32)
-
-
-__all__ = ["Embedder", "EmbeddingModel", "unit"]

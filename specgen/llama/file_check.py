@@ -211,6 +211,3 @@ def _key(path: Path) -> str:
 
 #: The list that this process uses.
 _checked_files = CheckedFiles()
-
-
-__all__ = ["FILE_NAME", "CheckedFiles", "check_file", "check_metadata", "remember_checks"]

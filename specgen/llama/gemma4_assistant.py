@@ -26,6 +26,7 @@ from specgen.llama.eagle import EagleModel, has_architecture, is_eagle_file
 from specgen.llama.gguf_metadata import GgufMetadata
 from specgen.llama.library import llama_cpp_ext
 from specgen.llama.model import LlamaModel
+from specgen.llama.mtp_layers import holds_mtp_only
 from specgen.llama.states_context import StatesContext
 from specgen.options import CacheType, ContextOptions
 from specgen.system.arrays import Logits
@@ -42,9 +43,14 @@ def is_assistant_file(path: Path) -> bool:
 
 
 def reads_target(path: Path) -> bool:
-    """Return whether a file is a draft that reads layers or the cache of its target: EAGLE-3, DFlash, DSpark, or a
-    Gemma 4 assistant."""
-    return is_eagle_file(path) or is_dflash_file(path) or is_assistant_file(path)
+    """Return whether a file is a draft that reads hidden states, layers or the cache of its target: EAGLE-3,
+    DFlash, DSpark, a Gemma 4 assistant, or MTP layers."""
+    return (
+        is_eagle_file(path)
+        or is_dflash_file(path)
+        or is_assistant_file(path)
+        or holds_mtp_only(path)
+    )
 
 
 class AssistantModel(EagleModel):

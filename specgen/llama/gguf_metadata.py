@@ -167,15 +167,3 @@ class GgufMetadata:
                 n_bytes(tensor),
             )
             tensor = following(self._tensors, tensor)
-
-
-__all__ = [
-    "_ARRAY",
-    "_FLOAT32",
-    "_INT32",
-    "_STRING",
-    "_UINT32",
-    "GgufMetadata",
-    "GgufTensor",
-    "parts_of",
-]

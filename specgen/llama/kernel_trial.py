@@ -184,6 +184,3 @@ def _kept_layers(tensors: Sequence[GgufTensor], n_layers: int, n_last: int) -> l
             n_first = layer + 1
         kinds |= new
     return [*range(n_first), *range(n_layers - n_last, n_layers)]
-
-
-__all__ = ["Skeleton", "skeleton_of", "try_kernels"]

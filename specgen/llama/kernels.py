@@ -292,22 +292,3 @@ def _declare(library: Any) -> None:
 
 def _text(value: bytes | None) -> str:
     return (value or b"").decode("utf-8", "replace")
-
-
-__all__ = [
-    "LLAMA_CPP",
-    "WORKERS",
-    "KernelCounts",
-    "KernelSupport",
-    "Kernels",
-    "PackedFile",
-    "RowLimit",
-    "ask_before_loading",
-    "attach",
-    "attached",
-    "computing",
-    "ggml_version",
-    "lacks_attention",
-    "loading_with",
-    "support_for",
-]

@@ -14,7 +14,7 @@ from specgen.llama.file_check import check_file
 from specgen.llama.gguf_metadata import GgufMetadata, parts_of
 from specgen.llama.kernels import LLAMA_CPP, WORKERS, lacks_attention
 from specgen.llama.library import has_gpu, llama_cpp
-from specgen.llama.mtp_layers import why_no_mtp
+from specgen.llama.mtp_layers import holds_mtp_only, why_no_mtp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.llama.weights import lease_weights
 from specgen.options import CacheType, Workers
@@ -148,6 +148,11 @@ class LlamaModel:
     def kernel_problem(self) -> str:
         """Why specgen's kernels do not compute this model although they compute others; empty if they do."""
         return self._weights.kernel_problem
+
+    @property
+    def lacks_disk_room(self) -> bool:
+        """Whether the disk has too little room to keep its packed weights (`specgen.llama.packed_weights`)."""
+        return self._weights.lacks_disk_room
 
     @cached_property
     def row_exception(self) -> str:
@@ -317,6 +322,11 @@ class LlamaModel:
             raise ModelFileError(
                 f"{self.path}: a draft of one target ({architecture}), and not a whole model",
                 hint="give it as --draft, and the model that it was made for as -m",
+            )
+        if self._number("nextn_predict_layers") and holds_mtp_only(self._file):
+            raise ModelFileError(
+                f"{self.path}: MTP layers, and not the model that they belong to",
+                hint="give them as --draft, and their model as -m",
             )
         if llama_cpp.llama_model_has_encoder(self.handle):
             what = "an encoder-decoder or encoder-only model"

@@ -1,12 +1,13 @@
-"""A context of a model's multi-token prediction (MTP) layers."""
+"""Contexts of multi-token prediction (MTP) layers: of a target's own, and of those in a file of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from specgen.decoding.backend import Batch
 from specgen.decoding.hidden_trail import HiddenTrail, most_states
-from specgen.errors import BackendError, SpecgenError
+from specgen.errors import BackendError, ModelFileError, PairError, SpecgenError
 from specgen.llama.library import llama_cpp_ext
 from specgen.llama.model import LlamaModel
 from specgen.llama.mtp_layers import WANTED_ROWS_ONLY
@@ -15,8 +16,41 @@ from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
 
 
+class MtpModel(LlamaModel):
+    """The MTP layers of a target, loaded from a file of their own. Raises `ModelFileError` if the file is damaged,
+    and `PairError` if they were made for another target."""
+
+    def __init__(self, path: Path, target: LlamaModel, *, n_gpu_layers: int = -1) -> None:
+        super().__init__(path, n_gpu_layers=n_gpu_layers, mtp=True)
+        try:
+            self._check_target(target)
+        except PairError:
+            self.close()
+            raise
+
+    def _check_usable(self) -> None:
+        if self.why_no_mtp:
+            raise ModelFileError(f"{self.path}: {self.why_no_mtp}")
+
+    def _check_target(self, target: LlamaModel) -> None:
+        pair = f"{self.name} cannot draft for {target.name}"
+        hint = f"take MTP layers that were made for {target.name}, or --draft ngram, which fits every model"
+        if not target.n_layer or target.is_remote:
+            where = "on workers (--rpc)" if target.is_remote else "elsewhere"
+            raise PairError(f"{pair}: it reads the target's hidden states, which are {where}", hint)
+        own, others = (each.metadata("general.architecture") for each in (self, target))
+        if own != others:
+            raise PairError(f"{pair}: its MTP layers are of a {own}, not of a {others}", hint)
+        if self.n_embd_out != target.n_embd_out:
+            raise PairError(
+                f"{pair}: it reads hidden states of {self.n_embd_out} values, the target's have "
+                f"{target.n_embd_out}",
+                hint,
+            )
+
+
 class MtpContext(StatesContext):
-    """A context of one of a target's MTP layers: a cache of that layer, beside the target's own.
+    """A context of an MTP layer: a cache of that layer, beside the target's own.
 
     The row of a token has the hidden state before it (`Batch.hidden`): the target's or, for a drafted
     token, the layer's own. Where none is given, it reads zeros. `n_slots`

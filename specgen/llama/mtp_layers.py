@@ -1,14 +1,18 @@
-"""Whether a file has multi-token prediction (MTP) layers that can draft.
+"""Whether a file has multi-token prediction (MTP) layers that can draft, for itself or for a target beside it.
 
 MTP layers stand behind the last layer of a model, and were trained with it. From a token and the model's
 hidden state before that token they predict the next one (DeepSeek-V3, arXiv:2412.19437, section 2.2). GGUF
-files call them NextN.
+files call them NextN. Some makers put them into a file of their own (`mtp-*.gguf`), with copies of the
+embeddings and the output matrix.
 """
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import ExitStack
+from itertools import takewhile
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from specgen.errors import BackendError
 from specgen.llama.gguf_metadata import GgufMetadata, parts_of
@@ -36,6 +40,58 @@ ARCHITECTURES = frozenset(
 SEVERAL_LAYERS = frozenset({"hy_v3", "mimo2", "step35"})
 #: Those whose graph gives hidden states only for the rows that want logits.
 WANTED_ROWS_ONLY = frozenset({"deepseek4", "mimo2", "qwen3next", "step35"})
+#: How files of MTP layers alone are named.
+_PREFIX = "mtp-"
+#: In other files the key of their number stands in so many of the first bytes.
+_N_SEARCHED = 2**16
+_N_LAYERS_KEY = b".nextn_predict_layers"
+_FIRST_OF_TRUNK = "blk.0.attn_norm.weight"
+
+#: What a target and MTP layers made for it have in common: the architecture, the length of hidden states, and the
+#: number of layers without MTP layers.
+_Make: TypeAlias = tuple[str, int, int]
+
+
+def holds_mtp_only(path: Path) -> bool:
+    """Return whether a file holds MTP layers for another file's model; False if it cannot be read."""
+    with contextlib.suppress(OSError, BackendError), ExitStack() as resources:
+        with path.open("rb") as file:
+            if not path.name.startswith(_PREFIX) and _N_LAYERS_KEY not in file.read(_N_SEARCHED):
+                return False
+        names = {tensor.name for tensor in GgufMetadata(resources, path).tensors()}
+        return _FIRST_OF_TRUNK not in names and any(".nextn." in name for name in names)
+    return False
+
+
+def mtp_of(target: Path) -> Path | Literal["mtp"] | None:
+    """Return the MTP layers that can draft for a target: "mtp" if its own can, else a file of such layers in its
+    folder that fits it (of several, the one whose name is most like the target's), else None."""
+    if not why_no_mtp(target):
+        return "mtp"
+    files = sorted(
+        path for path in target.parent.glob(f"{_PREFIX}*.gguf") if path.name != target.name
+    )
+    if not files or (make := _make_of(target)) is None:
+        return None
+    fitting = [path for path in files if holds_mtp_only(path) and _make_of(path) == make]
+
+    def likeness(path: Path) -> int:
+        pairs = zip(path.name.removeprefix(_PREFIX), target.name, strict=False)
+        return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+    return max(fitting, key=likeness, default=None)
+
+
+def _make_of(path: Path) -> _Make | None:
+    with contextlib.suppress(BackendError), ExitStack() as resources:
+        about = GgufMetadata(resources, path)
+        architecture = about.text("general.architecture")
+        n_layers, n_mtp, n_embd = (
+            about.number(f"{architecture}.{key}")
+            for key in ("block_count", "nextn_predict_layers", "embedding_length")
+        )
+        return architecture, n_embd, n_layers - n_mtp
+    return None
 
 
 def why_no_mtp(path: Path) -> str:

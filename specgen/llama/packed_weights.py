@@ -48,6 +48,14 @@ def kept_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in _files(folder))
 
 
+def room_bytes(folder: Path) -> int:
+    """Return the size of the largest file that has room, if all others are deleted."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    disk = shutil.disk_usage(there)
+    free = disk.free + kept_bytes(folder) - int(FREE_SHARE * disk.total)
+    return max(0, min(free, int(MOST_SHARE * disk.total)))
+
+
 class PackedWeights:
     """The file of packed weights of a model that is being loaded, or that may be written."""
 
@@ -65,6 +73,14 @@ class PackedWeights:
                 os.utime(self._path)  # the least recently used goes first
             else:
                 self._path.unlink()  # damaged, or of other weights
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether they are to be kept, and the disk has too little room."""
+        n_bytes = self._native.n_bytes
+        with contextlib.suppress(OSError):
+            return n_bytes >= LEAST_BYTES and n_bytes > room_bytes(self._path.parent)
+        return False
 
     def close(self) -> None:
         """Write the file, if there is none and the disk has room. The model's weights must still be loaded.
@@ -97,10 +113,11 @@ def packed_weights_of(file: Path, **loaded: Any) -> PackedWeights | None:
     if _folder is None or kernels is None or not kernels.computes_products:
         return None
     parts = [(part.name, part.stat().st_size, part.stat().st_mtime_ns) for part in parts_of(file)]
-    library = kernels.path.stat()
+    # By its contents, so that installations of the same specgen share the files.
+    library = hashlib.sha256(kernels.path.read_bytes()).hexdigest()
     identity = {
         "parts": parts,
-        "kernels": [kernels.instructions, library.st_size, library.st_mtime_ns, ggml_version()],
+        "kernels": [kernels.instructions, library, ggml_version()],
         **loaded,
     }
     digest = hashlib.sha256(json.dumps(identity).encode("utf-8", "surrogateescape")).hexdigest()
@@ -115,11 +132,11 @@ def _files(folder: Path) -> list[Path]:
 
 def _make_room(folder: Path, n_bytes: int) -> bool:
     """Delete the least recently used files until one more of `n_bytes` has room. Return whether it has."""
+    if n_bytes > room_bytes(folder):
+        return False
     disk = shutil.disk_usage(folder)
     files = sorted(_files(folder), key=lambda path: path.stat().st_mtime)
     most = int(MOST_SHARE * disk.total)
-    if n_bytes > most:
-        return False
     kept = sum(path.stat().st_size for path in files)
     free = disk.free
     for path in files:

@@ -243,6 +243,3 @@ class Rewinder:
         if len(n_rows) > 2 and len(set(n_rows.values())) > 1:
             return 0
         return min(n - 1, self._n_snapshots)
-
-
-__all__ = ["Rewinder"]

@@ -157,6 +157,3 @@ def _on_abort(message: bytes) -> None:
         calls.give_up(reason)
     # Never return: that would abort the process. The `WorkerLostError` ends it properly.
     threading.Event().wait()
-
-
-__all__ = ["RemoteCalls"]

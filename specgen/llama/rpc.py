@@ -187,14 +187,3 @@ def _procedure(registry: Any, name: bytes, result: Any, *arguments: Any) -> Any:
     if not address:
         raise BackendError(f"llama.cpp's RPC backend has no {name.decode()}", hint=_BUILD_HINT)
     return ctypes.CFUNCTYPE(result, *arguments)(address)
-
-
-__all__ = [
-    "Offered",
-    "library_path",
-    "load_rpc",
-    "offered_devices",
-    "remote_devices",
-    "serve_devices",
-    "spread",
-]

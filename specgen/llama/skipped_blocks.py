@@ -131,6 +131,3 @@ class _Skips:
         if self._size(tensor) != given.nbytes:
             given = given.reshape(-1, self._n_embd)[self._wanted]
         copy_tensor("ggml_backend_tensor_set", tensor, np.ascontiguousarray(given))
-
-
-__all__ = ["SkippingBackend"]

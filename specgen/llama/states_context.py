@@ -34,6 +34,3 @@ class StatesContext(LlamaBackend):
         for row, state in enumerate(batch.hidden or [None] * len(batch)):
             inputs[row] = 0.0 if state is None else state
         return super().decode_rows(batch)
-
-
-__all__ = ["StatesContext"]

@@ -212,6 +212,3 @@ def _row_of(result: _Result, row: _Result, i: int, n_rows: int) -> Bytes | None:
     n_slower = int(np.prod(row.shape[axis + 1 :]))
     parts = result.data.reshape(n_slower, n_rows, -1)
     return np.ascontiguousarray(parts[:, i]).reshape(-1)
-
-
-__all__ = ["BATCH_SIZES", "UnequalOperator", "find_unequal_operator", "repeated"]

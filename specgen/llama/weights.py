@@ -15,7 +15,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
 
-from specgen.errors import BackendError, MemoryLimitError, ModelFileError, WorkerLostError
+from specgen.errors import (
+    BackendError,
+    MemoryLimitError,
+    ModelFileError,
+    SpecgenError,
+    WorkerLostError,
+)
 from specgen.llama.kernels import LLAMA_CPP, KernelSupport, computing, loading_with, support_for
 from specgen.llama.library import forget_log, last_error, llama_cpp
 from specgen.llama.packed_weights import PackedWeights, packed_weights_of
@@ -30,6 +36,8 @@ from specgen.system.worker_probe import check_protocol, probe
 _Key: TypeAlias = tuple[int, int, int, int, int, str, bool, bool, Workers | None]
 
 _loaded: dict[_Key, LoadedWeights] = {}
+#: The threads of `load_ahead`.
+_ahead: dict[_Key, threading.Thread] = {}
 
 #: The longest that a worker may take to answer a probe, in seconds.
 _PROBE_S = 10.0
@@ -61,6 +69,11 @@ class LoadedWeights:
     def kernels(self) -> str:
         """The kernels that the weights were loaded for, as `computing` names them."""
         return self._key[5]
+
+    @property
+    def lacks_disk_room(self) -> bool:
+        """Whether the disk has too little room to keep the packed weights."""
+        return self._packed is not None and self._packed.lacks_room
 
     @cached_property
     def vocabulary(self) -> LlamaVocabulary:
@@ -101,25 +114,19 @@ def lease_weights(
     vocabulary_only: bool = False,
     workers: Workers | None = None,
     mtp: bool = False,
+    goes_on: Callable[[], bool] | None = None,
 ) -> LoadedWeights:
     """Return the weights of a file, or its vocabulary only, and count the caller as a user. They are
     loaded if nothing in this process uses them already. `workers`, if given, hold the layers. The MTP
-    layers are loaded only with `mtp`. Raise
+    layers are loaded only with `mtp`. `goes_on` is asked between tensors whether to load on. Raise
     `ModelFileError` if llama.cpp cannot load the file, `MemoryLimitError` if there is not enough memory,
     `OSError` if the file is gone, `WorkerLostError` if a worker does not answer."""
-    about = file.stat()
     support = KernelSupport() if vocabulary_only else support_for(file)
-    key = (
-        about.st_dev,
-        about.st_ino,
-        about.st_size,
-        about.st_mtime_ns,
-        n_gpu_layers,
-        computing() if support.products else LLAMA_CPP,
-        vocabulary_only,
-        mtp,
-        workers,
-    )
+    key = _key(file, n_gpu_layers, support, vocabulary_only, mtp, workers)
+    here = threading.current_thread()
+    others = [thread for thread in _ahead.values() if thread is not here]
+    if key in _ahead and _ahead[key] in others:
+        _ahead[key].join()
     known = _loaded.get(key)
     if known is not None:
         known.share()
@@ -138,10 +145,17 @@ def lease_weights(
                 packed = packed_weights_of(file, n_gpu_layers=n_gpu_layers, mtp=mtp)
             if packed is not None:
                 loading.enter_context(packed.loading())
-            loading.enter_context(_interrupt_between_tensors(params))
+            loading.enter_context(_interrupt_between_tensors(params, goes_on))
             handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
+            if not handle and others and here is threading.main_thread():
+                for thread in (
+                    others
+                ):  # whose lines are in the log too: the reason is found by a second attempt
+                    thread.join()
+                forget_log()
+                handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
     else:
-        _check_workers(workers, file, about.st_size)
+        _check_workers(workers, file, file.stat().st_size)
         remote = RemoteCalls(workers.endpoints, workers.timeout_s)
         with loading_with(support):
             handle = _load_onto(workers, remote, file, params)
@@ -162,6 +176,61 @@ def lease_weights(
         )
     weights = _loaded[key] = LoadedWeights(key, handle, support.problem, remote, packed)
     return weights
+
+
+def _key(
+    file: Path,
+    n_gpu_layers: int,
+    support: KernelSupport,
+    vocabulary_only: bool,
+    mtp: bool,
+    workers: Workers | None,
+) -> _Key:
+    about = file.stat()
+    return (
+        about.st_dev,
+        about.st_ino,
+        about.st_size,
+        about.st_mtime_ns,
+        n_gpu_layers,
+        computing() if support.products else LLAMA_CPP,
+        vocabulary_only,
+        mtp,
+        workers,
+    )
+
+
+def load_ahead(file: Path, n_gpu_layers: int) -> Callable[[], None]:
+    """Load the weights of a file, which passed `check_file`, in a thread: most of the time goes into the
+    vocabulary, for which llama.cpp uses one core. `lease_weights` waits for the thread, and raises what it could
+    not load. Return a function that ends the thread and its use of the weights; it may be called twice. Raise
+    what `support_for` raises."""
+    support = support_for(file)
+    if (
+        support.problem
+    ):  # kernels are switched off for the whole process while such a model is loaded
+        return lambda: None
+    key = _key(file, n_gpu_layers, support, vocabulary_only=False, mtp=False, workers=None)
+    if key in _ahead or key in _loaded:
+        return lambda: None
+    held = ExitStack()
+    is_wanted = True
+
+    def load() -> None:
+        with contextlib.suppress(SpecgenError, OSError):
+            held.callback(lease_weights(file, n_gpu_layers, goes_on=lambda: is_wanted).release)
+
+    def end() -> None:
+        nonlocal is_wanted
+        is_wanted = False
+        thread.join()
+        if _ahead.get(key) is thread:
+            del _ahead[key]
+        held.close()
+
+    thread = _ahead[key] = threading.Thread(target=load, name="load ahead", daemon=True)
+    thread.start()
+    return end
 
 
 def _check_workers(workers: Workers, file: Path, n_bytes: int) -> None:
@@ -203,11 +272,16 @@ def _load_onto(workers: Workers, remote: RemoteCalls, file: Path, params: Any) -
 
 
 @contextlib.contextmanager
-def _interrupt_between_tensors(params: Any) -> Iterator[None]:
-    """Let Ctrl-C stop the loading of a model. The signal handler only makes llama.cpp's progress callback
+def _interrupt_between_tensors(
+    params: Any, goes_on: Callable[[], bool] | None = None
+) -> Iterator[None]:
+    """Let Ctrl-C stop the loading of a model, or in another thread `goes_on`. The signal handler only makes llama.cpp's progress callback
     ask for a stop; KeyboardInterrupt is raised afterwards. If it were raised in the callback, ctypes
     would print it and lose it."""
     if threading.current_thread() is not threading.main_thread():
+        ask = goes_on or (lambda: True)
+        callback = llama_cpp.llama_progress_callback(lambda _share, _data: ask())
+        params.progress_callback = callback
         yield
         return
     before = signal.getsignal(signal.SIGINT)
@@ -280,6 +354,3 @@ def requantize(
         worker.join(_LOOK_S)
     if results != [0]:
         raise BackendError(f"{model}: llama.cpp cannot requantise it: {last_error()}")
-
-
-__all__ = ["LoadedWeights", "lease_weights", "requantize"]

@@ -59,6 +59,3 @@ def _about(found: WorkerInfo) -> str:
     if found.round_trip_s is not None:
         parts.append(f"a round trip takes {found.round_trip_s * 1000:.1f} ms")
     return "; ".join(parts)
-
-
-__all__ = ["worker_checks"]

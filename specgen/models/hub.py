@@ -22,7 +22,7 @@ from specgen.models.download_lock import locked
 from specgen.models.fetch_errors import check_room, disk_errors_named, host_of, reason
 from specgen.models.files import file_sha256, has_size, human_bytes
 from specgen.models.hub_cache import cache_of_hub, cached_models, find_in_cache, storage_of
-from specgen.models.hub_reference import choose, models_among, reference_of, usual
+from specgen.models.hub_reference import choose, models_among, mtp_layers_for, reference_of, usual
 from specgen.models.progress import SilentProgress, shown
 from specgen.models.registry import HubSource
 from specgen.models.transfer import Transfer, size_of
@@ -104,7 +104,13 @@ def fetch_reference(
         if names is None:
             raise _unknown(reference, sizes)
         files = {HubSource(reference.repo, name): sizes[name] for name in names}
-        return _fetch_all(files, licence, cache, watcher)
+        path = _fetch_all(files, licence, cache, watcher)
+        if (layers := mtp_layers_for(names[0], sizes)) is not None:
+            watcher.note(
+                f"{reference.repo} also has MTP layers, which draft for this model once they are there: "
+                f"`specgen models pull {reference.repo}/{layers}` ({human_bytes(sizes[layers])})"
+            )
+        return path
 
 
 def _fetch_all(

@@ -53,7 +53,7 @@ def _models(storage: Path) -> Iterator[CachedModel]:
     seen: set[str] = set()
     for snapshot in _snapshots(storage):
         names = _names(snapshot)
-        for files in models_among(names):
+        for files in models_among(names, with_drafts=True):
             identity = identify(snapshot / files[0])
             if files[0] not in seen and identity is not None:
                 seen.add(files[0])

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 PREFIX = "hf:"
 #: Without a quantisation, the first of these that the repository has, else its first model.
 _USUAL_QUANTS = ("Q4_K_M", "Q8_0")
-#: Files with these in their names belong to a model, but are none that generates text by itself.
-_PARTS_OF_OTHERS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
+#: Files with these in their names belong to a model, but are none.
+_NO_MODELS = ("mmproj", "imatrix")
+#: Drafts that read the states of their target: models only for those who name their file.
+_DRAFTS_OF_OTHERS = ("mtp-", "eagle3-", "dflash-", "dspark-")
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _REFERENCE = re.compile(
@@ -81,14 +83,15 @@ def usual(reference: HubReference) -> HubReference:
     return reference if reference.names_a_model else replace(reference, quant=_USUAL_QUANTS[0])
 
 
-def models_among(names: Iterable[str]) -> list[list[str]]:
-    """Return the models among the files of a repository, each as its files in order. Models whose shards
-    are not all there are left out."""
+def models_among(names: Iterable[str], *, with_drafts: bool = False) -> list[list[str]]:
+    """Return the models among the files of a repository, each as its files in order; with `with_drafts` also those
+    that draft for one model only. Models whose shards are not all there are left out."""
+    left_out = _NO_MODELS if with_drafts else (*_NO_MODELS, *_DRAFTS_OF_OTHERS)
     every = set(names)
     found = []
     for name in sorted(every):
         path = PurePosixPath(name)
-        if path.suffix.lower() != ".gguf" or any(each in path.name for each in _PARTS_OF_OTHERS):
+        if path.suffix.lower() != ".gguf" or any(each in path.name for each in left_out):
             continue
         shards = [str(path.with_name(each)) for each in shard_names(path.name)]
         if shards[0] == name and every.issuperset(shards):
@@ -101,7 +104,7 @@ def choose(names: Iterable[str], reference: HubReference) -> list[str] | None:
 
     As in llama.cpp, upper and lower case are the same.
     """
-    models = models_among(names)
+    models = models_among(names, with_drafts=reference.file is not None)
     if reference.file is not None:
         wanted = reference.file.lower()
         return next((each for each in models if wanted in map(str.lower, each)), None)
@@ -111,6 +114,20 @@ def choose(names: Iterable[str], reference: HubReference) -> list[str] | None:
             if pattern.search(model[0]):
                 return model
     return models[0] if models and reference.quant is None else None
+
+
+def mtp_layers_for(model: str, names: Iterable[str]) -> str | None:
+    """Return the file of MTP layers in the folder of one of a repository's models: of several, the one with the
+    model's quantisation, else the first. None if there is none, or the model drafts for another one itself."""
+    path = PurePosixPath(model)
+    if path.name.startswith(_DRAFTS_OF_OTHERS):
+        return None
+    paths = map(PurePosixPath, sorted(names))
+    beside = [
+        str(each) for each in paths if each.match("mtp-*.gguf") and each.parent == path.parent
+    ]
+    alike = [name for name in beside if quant_of(name) == quant_of(model)]
+    return next(iter((*alike, *beside)), None)
 
 
 def reference_of(repo: str, model: list[str], names: Iterable[str]) -> HubReference:

@@ -147,6 +147,3 @@ def _is_same_file(stdout: TextIO, stderr: TextIO) -> bool:
 def _binary(stream: TextIO) -> BinaryIO:
     stream.flush()  # so that earlier output comes first
     return stream.buffer
-
-
-__all__ = ["TerminalConsole", "make_console", "make_renderer"]

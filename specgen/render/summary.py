@@ -226,6 +226,3 @@ def _end(finished: FinishedEvent, encoding: str) -> str:
 
 def _either(choices: Sequence[str]) -> str:
     return f"{', '.join(choices[:-1])} or {choices[-1]}"
-
-
-__all__ = ["SummaryRenderer", "by_depth", "by_rank", "print_summary", "summary_items"]

@@ -74,6 +74,3 @@ class FoldedThought:
         """Return the last rows of the thinking block."""
         self._rows = (self._rows + self._flow.take_settled(1, 1))[-_N_ROWS:]
         return (self._rows + list(self._flow.rows))[-min(n_most, _N_ROWS) :]
-
-
-__all__ = ["FoldedThought"]

@@ -121,6 +121,3 @@ def write_errors(path: Path, hint: str | None = None) -> Iterator[None]:
     except OSError as error:
         hint = "make room on the disk" if error.errno == errno.ENOSPC else hint
         raise OutputError(f"{path}: cannot be written: {error.strerror}", hint) from error
-
-
-__all__ = ["AppendedFile", "DamagedLineError", "locked", "take_lines", "to_line", "write_errors"]

@@ -123,19 +123,3 @@ def _stamp_of(library: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return stamp if isinstance(stamp, dict) else {}
-
-
-__all__ = [
-    "BUNDLE",
-    "LIBRARY",
-    "REBUILD",
-    "REINSTALL",
-    "REQUIRED_VERSION",
-    "STAMP",
-    "Build",
-    "Device",
-    "protocol_in",
-    "protocol_of",
-    "uses_bundle",
-    "version_of",
-]

@@ -40,14 +40,25 @@ def look_at_machine() -> Machine:
     )
 
 
-def cpu_name() -> str:
-    """Return the CPU's own name if the system reports it, else a name of its kind."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+def cpuinfo(file: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+    """Return what Linux says about the first processor (and on some ARM boards about the board); nothing on
+    other systems."""
+    lines: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
-            if key.strip() in {"model name", "Model"} and value.strip():
-                return value.strip()
+            lines.setdefault(key.strip(), value.strip())
+    return lines
+
+
+def cpu_name(about: Mapping[str, str] | None = None) -> str:
+    """Return the CPU's own name if the system reports it (`about`: as `cpuinfo` does), else a name of its
+    kind."""
+    about = cpuinfo() if about is None else about
+    if name := about.get("model name") or about.get("Model"):
+        return name
+    if "CPU part" in about:  # ARM: numbers that stand for a company and its product
+        return f"{platform.machine()}, {about.get('CPU implementer')} {about['CPU part']}"
     if platform.system() == "Darwin":
         command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
         try:

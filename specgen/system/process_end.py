@@ -21,6 +21,3 @@ def has_left_running() -> bool:
 def is_failing() -> bool:
     """Return whether an exception, such as Ctrl-C, is being handled, or ends what closes its resources now."""
     return sys.exc_info()[0] is not None
-
-
-__all__ = ["has_left_running", "is_failing", "leave_running"]

@@ -45,6 +45,3 @@ class ProgressLines:
         with contextlib.suppress(OSError):
             self._stream.write(f"{self._state}\n")
             self._stream.flush()
-
-
-__all__ = ["INTERVAL_S", "Progress", "ProgressLines"]

@@ -34,6 +34,3 @@ def read_toml(file: Path, *, is_optional: bool = False) -> dict[str, Any]:
 def correct(file: object) -> str:
     """Return a hint for a file with a mistake."""
     return f"correct {file}, or move it away"
-
-
-__all__ = ["correct", "read_toml"]

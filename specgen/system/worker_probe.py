@@ -185,14 +185,3 @@ def own_protocol() -> str | None:
         if protocol := protocol_in(header):
             return protocol
     return protocol_of(Path(__file__).parents[1] / "llama" / LIBRARY)
-
-
-__all__ = [
-    "RemoteDevice",
-    "WorkerInfo",
-    "check_protocol",
-    "lost_among",
-    "own_protocol",
-    "parse_endpoint",
-    "probe",
-]

@@ -322,11 +322,11 @@ def test_the_first_lines_that_failed_are_named(specgen: Batch, tmp_path: Path) -
     bad = [{"custom_id": f"c{n}", "promt": "x"} for n in range(1, 13)]
     source, out = write(tmp_path / "in.jsonl", *bad), tmp_path / "out.jsonl"
     done = specgen("batch", source, out)
-    assert "answered: 1 (c1), 2 (c2), " in done.err
+    assert "answered: lines 1 (c1), 2 (c2), " in done.err
     assert ", 10 (c10) and 2 more; " in done.err
     assert "11 (c11)" not in done.err
     # A later run says the same.
-    assert "answered: 1 (c1), 2 (c2), " in specgen("batch", source, out).err
+    assert "answered: lines 1 (c1), 2 (c2), " in specgen("batch", source, out).err
 
 
 def test_numbers_as_ids_do_not_collide_and_equal_requests_have_ids_of_their_own(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from specgen.cli.bench import parse_policies
 from specgen.engine.calibration.memory import Memory
 from specgen.engine.calibration.threads import Threads
 from specgen.errors import UsageError
+from specgen.llama import build
 from specgen.measure.bench.plan import Field, Plan, named_apart
 from specgen.measure.bench.runs import Runs
 from specgen.options import (
@@ -89,6 +92,17 @@ def rows(outcome: Outcome) -> list[list[str]]:
     return found
 
 
+def test_layers_for_a_gpu_without_one_are_named(
+    bench: Specgen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for has_gpu, named in ((False, ["-ngl"]), (True, [])):
+        built = dataclasses.replace(build(), gpu_offload=has_gpu)
+        monkeypatch.setattr("specgen.llama.build", lambda built=built: built)
+        outcome = bench("--draft", "ngram", "-ngl", "9", "-N", "1")
+        notes = [line for line in outcome.err.splitlines() if "no effect" in line]
+        assert [note.split()[1] for note in notes] == named
+
+
 # --- what is measured
 
 
@@ -98,7 +112,7 @@ def test_in_a_pipe_each_contender_is_a_line_for_all_and_one_for_each_category(
     outcome = bench("--draft", "draft", "--draft", "ngram", "--policy", "fixed")
     # What is measured is said before, with what makes it shorter.
     (note,) = outcome.err.splitlines()
-    assert note.startswith("note: target.gguf: 3 prompts, each answered with up to ")
+    assert re.match(r"note: target\.gguf \(.+\): 3 prompts, each answered with up to ", note)
     assert " tokens by: plain, draft.gguf, ngram. This takes about " in note
     assert "-N 1" in note
     found = rows(outcome)
@@ -148,6 +162,8 @@ def test_json_has_everything_raw(bench: Specgen, tmp_path: Path) -> None:
     )
     assert " ".join(document) == keys
     assert (document["n_rounds"], document["is_interrupted"]) == (2, False)
+    assert list(document["kernels"]) == ["target.gguf"]
+    assert f"target.gguf ({document['kernels']['target.gguf']}): " in outcome.err
     assert [each["category"] for each in document["prompts"]] == ["code", "prose", "code"]
     assert len(document["results"]) == 2 * 2 * 3
     first = document["results"][0]

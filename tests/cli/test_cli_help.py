@@ -117,7 +117,7 @@ def test_names_of_models_and_pairs_are_completed() -> None:
     for name in ("run", "chat", "bench"):
         options = {option.opts[0]: option for option in COMMANDS[name].params}
         for key in ("--target", "--draft", "--pair"):
-            assert options[key]._custom_shell_complete is not None
+            assert options[key]._custom_shell_complete is not None  # noqa: SLF001 - click's
 
 
 def test_a_note_at_a_terminal_breaks_between_words(

@@ -134,7 +134,7 @@ def test_each_check_may_run_alone(verify: Verify) -> None:
 
 JSON_KEYS = {
     "": "verdict target draft verifier draft_max sampler seeded_bug check greedy sampled skipped "
-    "is_interrupted unequal_rows",
+    "is_interrupted unequal_rows kernels",
     "greedy": "prompt way n_at_once n_tokens n_drafted drafted_by n_accepted n_rows moved_by batches_move "
     "difference exact_rows is_defect",
     "sampled": "prompt way n_prompt n_answer n_draws n_impossible n_rounds n_drafted drafted_by "
@@ -431,6 +431,14 @@ def test_tables_are_whole_at_every_width(width: int) -> None:
 
 def test_a_report_in_a_file_has_the_same_width_everywhere() -> None:
     assert shown(_report(), 40, terminal=False) == shown(_report(), 200, terminal=False)
+
+
+def test_it_says_what_computes_and_no_movement_that_was_not_measured() -> None:
+    report = replace(_report(), kernels="llama.cpp on the GPU")
+    slight = replace(report.greedy[0], moved_by=0.004, batches_move=0.0)
+    text = shown(replace(report, greedy=(slight,), sampled=()), 110)
+    assert "computed by llama.cpp on the GPU" in text
+    assert "moved by up to 0.40%\n" in text
 
 
 def test_defects_are_called_by_their_name() -> None:

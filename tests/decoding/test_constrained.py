@@ -26,7 +26,6 @@ from specgen.engine.engine import generate
 from specgen.engine.loaded_models import Models
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     GenerationOptions,
     Grammar,
@@ -37,7 +36,7 @@ from specgen.options import (
 from specgen.system.arrays import Logits
 from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
 from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
-from tests.helpers.common import UNFILTERED
+from tests.helpers.common import EXACT, UNFILTERED
 from tests.helpers.fake_generations import (
     PROMPT,
     Clock,
@@ -704,9 +703,7 @@ def test_long_forced_runs_on_tiny_models(tmp_path: Path, architecture: Architect
     config = TinyConfig(architecture=architecture, logit_scale=3.0, unprintable_scale=0.0)
     write_tiny_model(tmp_path / "target.gguf", config)
     write_tiny_model(tmp_path / "draft.gguf", config.draft(0.1))
-    context = ContextOptions(
-        n_threads=1, n_batch=16, flash_attention="off", cache_type_k="f32", cache_type_v="f32"
-    )
+    context = replace(EXACT, n_batch=16)
     gbnf = 'root ::= "{{" ([a-e] [a-e ] [a-e] "(0123456789)(0123456789)" | [x-z] [x-z] "#~#~# ")+'
     options = SessionOptions(
         target=tmp_path / "target.gguf",

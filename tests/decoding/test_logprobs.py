@@ -23,7 +23,6 @@ from specgen.engine.engine import generate
 from specgen.engine.loaded_models import Models
 from specgen.events import CommittedEvent, Event, Piece, to_json_object
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     DraftSource,
     GenerationOptions,
@@ -34,7 +33,7 @@ from specgen.options import (
 from specgen.system.arrays import Logits
 from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
 from specgen.testing.tiny import TinyConfig, write_tiny_model
-from tests.helpers.common import UNFILTERED
+from tests.helpers.common import EXACT, UNFILTERED
 from tests.helpers.fake_generations import (
     N_VOCAB,
     PROMPT,
@@ -213,9 +212,6 @@ def answer(
 ) -> tuple[list[Piece], list[npt.NDArray[np.float64]]]:
     """The pieces of an answer, and the target's log-probabilities before each, decoded anew."""
     sources: dict[str, DraftSource] = {"model": models / "draft.gguf", "ngram": "ngram"}
-    context = ContextOptions(
-        n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32"
-    )
     options = SessionOptions(
         target=models / "target.gguf",
         draft=sources.get(draft, "none"),
@@ -224,8 +220,8 @@ def answer(
             policy="fixed", max_tokens=4, p_min=0.0, ngram_min=1, verifier="match"
         ),
         generation=GenerationOptions(**{"max_tokens": 30, "logprobs": 5, **generation}),  # type: ignore[arg-type]
-        target_context=context,
-        draft_context=context,
+        target_context=EXACT,
+        draft_context=EXACT,
     )
     with Models(options, time.perf_counter) as loaded:
         events = list(generate(loaded, loaded.prompts.of_text(TEXT, chat=False)))

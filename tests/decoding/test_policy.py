@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -57,9 +58,11 @@ def fixed(max_tokens: int = 4, p_min: float = 0.0, min_tokens: int = 0) -> Fixed
     )
 
 
-def threshold(max_tokens: int = 16, min_tokens: int = 0) -> ThresholdPolicy:
+def threshold(
+    max_tokens: int = 16, p_min: float | None = None, min_tokens: int = 0
+) -> ThresholdPolicy:
     return ThresholdPolicy(
-        DraftOptions(policy="threshold", max_tokens=max_tokens, min_tokens=min_tokens)
+        DraftOptions(policy="threshold", max_tokens=max_tokens, p_min=p_min, min_tokens=min_tokens)
     )
 
 
@@ -114,8 +117,8 @@ def tree() -> Draft:
     return Draft((1, 2, 3), (ROOT, ROOT, 0), ("t",) * 3, (0.9,) * 3, (None,) * 3)
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "fixed": lambda: fixed(8, p_min=0.4),
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "fixed": partial(fixed, max_tokens=8, p_min=0.4),
     "threshold": threshold,
     "cost": cost_aware,
 }
@@ -206,13 +209,7 @@ def test_whether_a_token_is_drafted_is_decided_before_it_is_drawn(name: str, noi
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_no_draft_is_longer_than_the_longest(name: str) -> None:
-    options = DraftOptions(policy="fixed" if name == "fixed" else "cost", max_tokens=3, p_min=0.0)
-    policy: Policy = FixedPolicy(options)
-    if name == "threshold":
-        policy = ThresholdPolicy(options)
-    elif name == "cost":
-        policy = CostAwarePolicy(options, CostTable(FLAT))
-    plan = planned(policy)
+    plan = planned(POLICIES[name](max_tokens=3, p_min=0.0))
     assert plan.n_max == 3
     assert [plan.keeps([1.0] * n) for n in range(1, 6)] == [True, True, True, False, False]
     assert [plan.looks([1.0] * n) for n in range(1, 4)] == [True, True, False]
@@ -220,13 +217,7 @@ def test_no_draft_is_longer_than_the_longest(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_draft_below_the_bound_on_each_token_goes_no_further(name: str) -> None:
-    options = DraftOptions(policy="fixed" if name == "fixed" else "cost", p_min=0.6)
-    policy: Policy = FixedPolicy(options)
-    if name == "threshold":
-        policy = ThresholdPolicy(options)
-    elif name == "cost":
-        policy = CostAwarePolicy(options, CostTable(FLAT))
-    plan = planned(policy)
+    plan = planned(POLICIES[name](p_min=0.6))
     assert plan.keeps([0.9])
     assert not plan.keeps([0.9, 0.59])
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specgen.decoding.draft import NO_DRAFT, Draft
 from specgen.decoding.drafters import draft_alone
 from specgen.decoding.drafters.lookup.array import SuffixArray
-from specgen.decoding.drafters.lookup.automaton import SuffixAutomaton
+from specgen.decoding.drafters.lookup.text import TextIndex
 from specgen.decoding.drafters.ngram import SuffixDrafter, confidence
 from specgen.decoding.policy import draft_up_to
 
@@ -55,10 +55,11 @@ def definition(
     while len(tokens) < n_max:
         ending = [*text, *tokens]
         own, other = longest([text], ending), longest(corpus, ending)
+        own = own if len(own) >= min_match else []
         n_other = max(len(own) + 2, min_match)
         if len(other) >= n_other and max_match >= n_other:
             match, followers, origin = other, following(corpus, other), "lookup"
-        elif len(own) >= min_match:
+        elif own:
             match, followers, origin = own, following([text], own), "ngram"
         else:
             break
@@ -141,18 +142,18 @@ def test_a_draft_that_is_only_supposed_leaves_no_trace(
 def test_going_back_costs_what_going_forth_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in tokens, not in time."""
     moved: list[int] = []
-    extend, rewind = SuffixAutomaton.extend, SuffixAutomaton.rewind
+    extend, rewind = TextIndex.extend, TextIndex.rewind
 
-    def counted_extend(self: SuffixAutomaton, token: int) -> None:
+    def counted_extend(self: TextIndex, token: int) -> None:
         moved.append(1)
         extend(self, token)
 
-    def counted_rewind(self: SuffixAutomaton, n_tokens: int) -> None:
+    def counted_rewind(self: TextIndex, n_tokens: int) -> None:
         moved.append(n_tokens - len(self))
         rewind(self, n_tokens)
 
-    monkeypatch.setattr(SuffixAutomaton, "extend", counted_extend)
-    monkeypatch.setattr(SuffixAutomaton, "rewind", counted_rewind)
+    monkeypatch.setattr(TextIndex, "extend", counted_extend)
+    monkeypatch.setattr(TextIndex, "rewind", counted_rewind)
     text = [i * i % 11 for i in range(1000)]
     drafter = SuffixDrafter(2, 8)
     propose(drafter, text, 4)

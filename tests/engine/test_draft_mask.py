@@ -19,7 +19,6 @@ from specgen.engine.prompts import Prompt
 from specgen.errors import UsageError
 from specgen.events import DraftedEvent, FinishedEvent
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     GenerationOptions,
     SamplerOptions,
@@ -28,6 +27,7 @@ from specgen.options import (
     parse_tree,
 )
 from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
+from tests.helpers.common import EXACT
 from tests.helpers.tiny import write_respelled_model
 
 MASK = 3
@@ -55,9 +55,6 @@ def models(
         name=name,
     )
     draft = write_tiny_model(folder / f"{file}.gguf", named, metadata=metadata)
-    context = ContextOptions(
-        n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32"
-    )
     options = SessionOptions(
         target=target,
         draft=draft,
@@ -72,8 +69,8 @@ def models(
             ngrams=False,
         ),
         generation=GenerationOptions(max_tokens=24, ignore_eos=True),
-        target_context=context,
-        draft_context=context,
+        target_context=EXACT,
+        draft_context=EXACT,
     )
     return Models(options, time.perf_counter)
 

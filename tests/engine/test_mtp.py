@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,28 +16,27 @@ from specgen.decoding.draft import Draft
 from specgen.decoding.drafters import MtpChainDrafter, MtpDrafter
 from specgen.decoding.hidden_trail import HiddenTrail
 from specgen.engine.agreement import read_states
-from specgen.engine.engine import Engine, generate
+from specgen.engine.engine import Engine
 from specgen.engine.loaded_models import Models
-from specgen.errors import PairError, UsageError
-from specgen.events import FinishedEvent, NoticeEvent
+from specgen.errors import ModelFileError, PairError, UsageError
+from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend
 from specgen.llama.mtp import MtpContext
-from specgen.llama.mtp_layers import why_no_mtp
-from specgen.measure.proof import SampledPlan, check_greedy, check_sampled
+from specgen.llama.mtp_layers import mtp_of, why_no_mtp
 from specgen.measure.selection.trial import measure_target, try_draft
 from specgen.options import (
     ContextOptions,
     DraftOptions,
+    DraftSource,
     GenerationOptions,
     Grammar,
-    PolicyName,
     SamplerOptions,
     SessionOptions,
     parse_tree,
 )
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Specgen
-from tests.helpers.mtp import MtpArchitecture, write_mtp_model
+from tests.helpers.mtp import MtpArchitecture, split_mtp_model, write_mtp_model
 from tests.helpers.states_drafts import PROMPT, answer, watched_drafts
 
 ARCHITECTURES: tuple[MtpArchitecture, ...] = ("glm4moe", "qwen35", "mimo2")
@@ -60,15 +60,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def loaded(
     file: Path,
-    drafting: DraftOptions = FIXED,
     sampler: SamplerOptions | None = None,
+    draft: DraftSource = "mtp",
     **generation: Any,
 ) -> Iterator[Models]:
     options = SessionOptions(
         target=file,
-        draft="mtp",
+        draft=draft,
         sampler=sampler or SamplerOptions(temperature=0.0),
-        drafting=drafting,
+        drafting=FIXED,
         generation=GenerationOptions(**{"max_tokens": 40, "ignore_eos": True, **generation}),
         target_context=CONTEXT,
         draft_context=CONTEXT,
@@ -107,6 +107,83 @@ def test_nothing_drafts_for_mtp_layers(files: Path) -> None:
     options = SessionOptions(target=files / "glm4moe.gguf", draft="mtp", helpers=("ngram",))
     with pytest.raises(UsageError, match="--draft mtp takes no draft of its own"):
         Models(options, time.perf_counter)
+
+
+# --- files of layers alone
+
+
+@pytest.fixture(scope="session")
+def parted(files: Path) -> Path:
+    """Each model in two files: without its MTP layers, and these alone."""
+    folder = files / "parted"
+    folder.mkdir()
+    for architecture in ARCHITECTURES:
+        target = folder / f"{architecture}.gguf"
+        split_mtp_model(files / target.name, target, folder / f"mtp-{target.name}")
+    return folder
+
+
+@with_every_architecture
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_layers_alone_draft_as_those_of_the_whole_model(
+    files: Path,
+    parted: Path,
+    architecture: MtpArchitecture,
+    temperature: float,
+    proposed: dict[tuple[int, ...], Draft],
+) -> None:
+    name = f"{architecture}.gguf"
+    sampler = SamplerOptions(temperature=temperature, seed=4)
+    # (The tiny model of this kind has a window in its MTP layers only, without which llama.cpp refuses it.)
+    target = (files if architecture == "mimo2" else parted) / name
+    said = []
+    pairs: list[tuple[Path, DraftSource]] = [
+        (files / name, "mtp"),
+        (target, parted / f"mtp-{name}"),
+    ]
+    for file, draft in pairs:
+        with loaded(file, sampler=sampler, draft=draft) as models:
+            proposed.clear()
+            tokens = answer(models).token_ids
+            said.append((tokens, {text: each.tokens for text, each in proposed.items()}))
+            assert plain(models).token_ids == tokens
+    assert len(said[0][1]) > 5
+    assert said[0] == said[1]
+
+
+def test_layers_that_do_not_fit_are_refused(parted: Path, tmp_path: Path) -> None:
+    layers = parted / "mtp-glm4moe.gguf"
+
+    def opened(target: Path, **changed: Any) -> Models:
+        options = SessionOptions(target=target, **{"draft": layers, **changed})
+        return Models(options, time.perf_counter)
+
+    with pytest.raises(PairError, match="its MTP layers are of a glm4moe, not of a qwen35"):
+        opened(parted / "qwen35.gguf")
+    wide = write_mtp_model(tmp_path / "wide.gguf", n_embd=96, n_ff=128)
+    with pytest.raises(PairError, match="reads hidden states of 64 values, the target's have 96"):
+        opened(wide)
+    other = write_mtp_model(tmp_path / "other.gguf", tokenizer="spm")
+    with pytest.raises(PairError, match="mtp-glm4moe.gguf cannot draft for other.gguf"):
+        opened(other)
+    with pytest.raises(ModelFileError, match="MTP layers, and not the model that they belong to"):
+        opened(layers, draft="none")
+    with pytest.raises(UsageError, match="takes no draft of its own"):
+        opened(parted / "glm4moe.gguf", helpers=("ngram",))
+
+
+def test_layers_beside_a_target_are_found(files: Path, parted: Path, tmp_path: Path) -> None:
+    assert mtp_of(files / "glm4moe.gguf") == "mtp"
+    for architecture in ("glm4moe", "qwen35"):
+        target = parted / f"{architecture}.gguf"
+        assert mtp_of(target) == parted / f"mtp-{target.name}"
+    target = tmp_path / "big-2.gguf"
+    shutil.copy(parted / "glm4moe.gguf", target)
+    assert mtp_of(target) is None
+    for name in ("mtp-a.gguf", "mtp-big-2-Q8_0.gguf", "mtp-big-1-Q8_0.gguf"):
+        shutil.copy(parted / "mtp-glm4moe.gguf", tmp_path / name)
+    (tmp_path / "mtp-big-2.gguf").write_text("no model")
+    assert mtp_of(target) == tmp_path / "mtp-big-2-Q8_0.gguf"
 
 
 # --- drafts
@@ -193,41 +270,6 @@ def test_no_row_is_decoded_twice_and_no_logits_go_unread(
     assert all(sum(batch.wants_logits) == 1 for batch in batches)
 
 
-@with_every_architecture
-@pytest.mark.parametrize("tree", ["off", "auto", "2,2,1", "2x3"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_text_is_that_of_plain_decoding(
-    files: Path, architecture: MtpArchitecture, tree: str, temperature: float
-) -> None:
-    if tree[0] == "2" and architecture != "glm4moe":
-        pytest.skip("neither a recurrent state nor several layers can branch")
-    drafting = DraftOptions(
-        policy="fixed",
-        max_tokens=None if tree[0] == "2" else 4,
-        tree=parse_tree(tree),
-        verifier="match",
-    )
-    sampler = SamplerOptions(temperature=temperature, seed=4)
-    with loaded(files / f"{architecture}.gguf", drafting, sampler) as models:
-        fast = answer(models)
-        assert fast.n_drafted > 0
-        assert fast.token_ids == plain(models).token_ids
-
-
-@with_one_and_several_layers
-@pytest.mark.parametrize("tree", ["off", "auto"])
-def test_costs_and_n_grams_change_no_text(
-    files: Path, architecture: MtpArchitecture, tree: str
-) -> None:
-    policies: tuple[PolicyName, ...] = ("cost", "threshold")
-    for policy in policies:
-        drafting = DraftOptions(policy=policy, tree=parse_tree(tree), ngrams=True)
-        with loaded(files / f"{architecture}.gguf", drafting) as models:
-            events = list(generate(models, models.prompts.of_text(PROMPT * 3)))
-            assert isinstance(events[-1], FinishedEvent)
-            assert events[-1].token_ids == plain(models, PROMPT * 3).token_ids
-
-
 @with_one_and_several_layers
 def test_a_grammar_holds(files: Path, architecture: MtpArchitecture) -> None:
     grammar = Grammar("gbnf", 'root ::= ("ab" [c-h] "---" [a-h]){12}')
@@ -236,47 +278,6 @@ def test_a_grammar_holds(files: Path, architecture: MtpArchitecture) -> None:
         assert fast.n_forced > 0
         assert fast.n_drafted > 0
         assert fast.token_ids == plain(models).token_ids
-
-
-@with_every_architecture
-def test_the_last_position_of_the_context_is_reached(
-    files: Path, architecture: MtpArchitecture
-) -> None:
-    with loaded(files / f"{architecture}.gguf", max_tokens=-1) as models:
-        said: list[tuple[int, ...]] = []
-        for plainly in (False, True):
-            if plainly:
-                models.change_draft("none")
-            with Engine(models, n_ctx=64) as engine:
-                events = list(engine.stream(engine.insert(PROMPT)))
-            assert isinstance(events[-1], FinishedEvent)
-            assert events[-1].finish_reason == "context"
-            assert not [event for event in events if isinstance(event, NoticeEvent)]
-            said.append(events[-1].token_ids)
-        assert said[0] == said[1]
-
-
-@pytest.mark.parametrize("architecture", ["glm4moe", "qwen35"])
-@pytest.mark.parametrize("verifier", ["residual", "block"])
-def test_sampled_text_fits_the_targets_distribution(
-    files: Path, architecture: MtpArchitecture, verifier: str
-) -> None:
-    """At level 0.001, with 2000 draws."""
-    drafting = DraftOptions(policy="fixed", max_tokens=3, p_min=0.0, verifier=verifier)  # type: ignore[arg-type]
-    sampler = SamplerOptions(temperature=0.8, top_k=4, top_p=1.0, min_p=0.0, seed=3)
-    with loaded(files / f"{architecture}.gguf", drafting, sampler) as models:
-        plan = SampledPlan(depth=3, level=0.001, n_draws=2000)
-        result = check_sampled(models, models.prompts.of_text(PROMPT), plan, seed=5)
-    assert result is not None
-    assert result.fits, [depth.test for depth in result.depths]
-    assert result.n_impossible == 0
-    assert result.n_accepted > 0
-
-
-def test_greedy_check_passes(files: Path) -> None:
-    with loaded(files / "glm4moe.gguf") as models:
-        (result,) = check_greedy(models, [models.prompts.of_text(PROMPT)])
-    assert result.difference is None
 
 
 @with_one_and_several_layers
@@ -334,6 +335,17 @@ def test_the_command_line_finds_the_layers(
     assert "drafting with the target's own MTP layers" in found.err
     named = specgen("run", "-m", target, "--draft", "mtp", "-n", "8", "--raw", PROMPT)
     assert named.out == found.out
+
+
+def test_the_command_line_finds_layers_beside_the_target(parted: Path, specgen: Specgen) -> None:
+    target = str(parted / "glm4moe.gguf")
+    found, named, without = (
+        specgen("run", "-m", target, *draft, "--policy", "fixed", "-n", "8", "--raw", PROMPT)
+        for draft in ((), ("--draft", "mtp"), ("--draft", "none"))
+    )
+    assert "drafting with mtp-glm4moe.gguf" in found.err  # or not drafting, if costs say so
+    assert "acceptance rate" in named.err
+    assert found.out == named.out == without.out
 
 
 def test_a_file_without_layers_is_refused_in_a_line(tiny_models: Path, specgen: Specgen) -> None:

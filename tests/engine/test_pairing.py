@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -26,6 +27,9 @@ class Table:
 
     def token_entry(self, token_id: int) -> bytes:
         return self.entries[token_id]
+
+    def token_entries(self) -> Sequence[bytes]:
+        return self.entries
 
     def token_attributes(self, token_id: int) -> int:
         return UNUSED if token_id in self.unused else 4

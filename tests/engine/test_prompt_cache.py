@@ -26,14 +26,12 @@ from specgen.options import (
 )
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Specgen
+from tests.helpers.common import EXACT
 from tests.helpers.mtp import write_mtp_model
 from tests.registry import CACHES
 
 PROMPT = "the cat is in the else for with that it be not self " * 4
-# f32 and no flash attention: rows are then equal in batches of every shape.
-CONTEXT = ContextOptions(
-    n_threads=1, n_ctx=512, flash_attention="off", cache_type_k="f32", cache_type_v="f32"
-)
+CONTEXT = replace(EXACT, n_ctx=512)
 OTHER = "made with another model or other settings: it is made anew"
 
 

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from specgen.engine import loaded_models
 from specgen.engine.engine import generate
 from specgen.engine.loaded_models import Models
-from specgen.errors import BackendError, MemoryLimitError, PromptError, UsageError
+from specgen.errors import (
+    BackendError,
+    MemoryLimitError,
+    ModelFileError,
+    PromptError,
+    UsageError,
+)
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama.library import llama_cpp
 from specgen.options import (
@@ -292,3 +300,59 @@ def test_the_models_own_template_writes_the_prompt(models: Path) -> None:
             loaded.prompts.of_text("Hi", chat=True)
         with pytest.raises(UsageError, match="--system needs a chat template"):
             loaded.prompts.of_text("Hi", system="Be brief.")
+
+
+# --- drafts that are loaded ahead
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that llama.cpp loads, each after the name of the thread."""
+    monkeypatch.setattr(loaded_models, "LEAST_AHEAD", 0)
+    found: list[str] = []
+    load = llama_cpp.llama_model_load_from_file
+
+    def counted(path: bytes, *arguments: object) -> object:
+        found.append(f"{threading.current_thread().name}: {Path(path.decode()).name}")
+        return load(path, *arguments)
+
+    monkeypatch.setattr(llama_cpp, "llama_model_load_from_file", counted)
+    return found
+
+
+def test_a_draft_that_is_loaded_ahead_is_loaded_once(models: Path, loads: list[str]) -> None:
+    chosen = options(models, draft="good")
+    with Models(chosen, time.perf_counter, draft_ahead=chosen.draft) as loaded:
+        assert loaded.drafts.model is not None
+        assert loaded.drafts.model.path == models / "good.gguf"
+    assert sorted(loads) == ["MainThread: target.gguf", "load ahead: good.gguf"]
+    with Models(chosen, time.perf_counter):  # nothing holds the weights
+        pass
+    assert sorted(loads[2:]) == ["MainThread: good.gguf", "MainThread: target.gguf"]
+
+
+def test_a_draft_that_was_loaded_ahead_for_nothing_is_freed(models: Path, loads: list[str]) -> None:
+    with Models(options(models), time.perf_counter, draft_ahead=models / "good.gguf") as loaded:
+        assert loaded.drafts.model is None
+    with Models(options(models, draft="good"), time.perf_counter):
+        pass
+    assert loads.count("MainThread: good.gguf") == 1
+
+
+@pytest.mark.parametrize("broken", ["target", "draft"])
+def test_errors_are_those_of_loading_one_after_the_other(
+    models: Path, tmp_path: Path, loads: list[str], broken: str
+) -> None:
+    """A file that is cut off is noticed by llama.cpp only, whose log names the reason."""
+    whole = (models / "good.gguf").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole[:-64])
+    chosen = options(models, draft="good")
+    chosen = replace(chosen, target=cut) if broken == "target" else replace(chosen, draft=cut)
+    messages = []
+    for ahead in (chosen.draft, "none"):
+        with pytest.raises(ModelFileError) as caught:
+            Models(chosen, time.perf_counter, draft_ahead=ahead)
+        messages.append(caught.value.message)
+    assert messages[0] == messages[1]
+    assert "cut.gguf" in messages[0]

@@ -201,10 +201,22 @@ def test_what_is_found_is_remembered_for_the_machine(
     assert opened(folder, same).of(draft, CONTEXT) is not None
     other = opened(folder, Memory(tmp_path / "learnt.json", {"cpu": "y"}))
     assert other.of(draft, CONTEXT) is None, "another machine may have other favourites"
-    before = (folder / files(folder)[0]).stat().st_mtime_ns
     assert compare(draft, other) is not None
-    assert (folder / files(folder)[0]).stat().st_mtime_ns >= before
     assert len(files(folder)) == 1
+
+
+def test_a_used_copy_has_a_time_of_use_and_is_the_same_file(
+    draft: Path, folder: Path, takes: Callable[[float, float], None]
+) -> None:
+    """Checks, trials and packed weights are remembered for the time of the file's last change."""
+    memory = Memory()
+    compare(draft, opened(folder, memory))
+    copy = opened(folder, memory).of(draft, CONTEXT)
+    assert copy is not None
+    os.utime(copy, (1, 1))
+    assert opened(folder, memory).of(draft, CONTEXT) == copy
+    assert copy.stat().st_mtime == 1
+    assert copy.stat().st_atime > 1
 
 
 def test_another_model_of_the_same_name_has_a_copy_of_its_own(

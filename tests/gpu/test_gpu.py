@@ -107,6 +107,7 @@ def verified(
     assert result.code == 0, result.err + result.out
     report: dict[str, Any] = json.loads(result.out)
     assert report["verdict"] == "lossless"
+    assert ("on the GPU" in report["kernels"]) == (place != "the draft on the GPU")
     return report
 
 

@@ -12,26 +12,22 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from specgen.decoding.backend import Batch
 from specgen.engine.engine import generate
 from specgen.engine.loaded_models import Models
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
-from specgen.llama import LlamaBackend
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     GenerationOptions,
     SamplerOptions,
     SessionOptions,
     TreeShape,
 )
-from specgen.testing.tiny import Architecture, TinyConfig, tiny_vocabulary
+from specgen.testing.tiny import Architecture, TinyConfig, tiny_vocabulary, write_tiny_model
+from specgen.testing.tiny.eagle import TinyDflash, TinyEagle, write_tiny_dflash, write_tiny_eagle
+from tests.helpers.common import EXACT
 
-# f32 and no flash attention: rows are then equal in batches of every shape.
-CONTEXT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
 PROMPT = "the cat is in the else for with"
 #: Cells, snapshots of recurrent states, and copies of them.
 TARGETS: tuple[Architecture, ...] = ("llama", "qwen3", "lfm2", "qwen35")
@@ -39,9 +35,41 @@ CONFIG = TinyConfig(n_layer=4)
 LETTERS = [tiny_vocabulary(CONFIG).tokens.index(letter) for letter in "abcd"]
 BIASED = SamplerOptions(logit_bias=tuple((token, 30.0) for token in LETTERS))
 DRAWN = replace(BIASED, temperature=1.0, top_k=4, top_p=1.0, min_p=0.0)
+CHAIN = TreeShape("off")
+#: EAGLE-3 files of several makes: with and without a vocabulary of their own, embeddings, an output matrix,
+#: another size, and norms at other places.
+EAGLES = {
+    "whole": TinyEagle(layers=(1, 2, 3)),
+    "letters": TinyEagle(layers=(0, 2, 3), drafted=LETTERS),
+    "wide": TinyEagle(
+        (0, 1, 3), n_embd=128, n_head=4, drafted=LETTERS[::-1], norm_before_fc=True, seed=7
+    ),
+    "shared": TinyEagle(
+        has_embeddings=False, has_output=False, norm_before_fc=True, norm_before_residual=True
+    ),
+}
+#: DFlash files of several makes. Those of the kind DSpark have a rank.
+DFLASHES = {
+    "dflash whole": TinyDflash(layers=(1, 3)),
+    "dflash letters": TinyDflash(layers=(0, 2, 3), drafted=LETTERS),
+    "dflash shared": TinyDflash(has_embeddings=False, has_output=False),
+    "window": TinyDflash(layers=(1, 2), drafted=LETTERS, sliding_window=8),
+    "causal": TinyDflash(layers=(1,), drafted=LETTERS, causal=True),
+    "sections": TinyDflash(layers=(2, 3), drafted=LETTERS, has_sections=True),
+    "spark": TinyDflash(layers=(0, 1, 2, 3), drafted=LETTERS, rank=8),
+    "spark, masks": TinyDflash(layers=(0, 2), drafted=LETTERS, rank=8, from_anchor=False),
+}
 
 
-CHAIN, TREE = TreeShape("off"), TreeShape("levels", (3, 2, 1))
+def write_files(folder: Path) -> Path:
+    """Write all targets and drafts into a folder."""
+    for target in TARGETS:
+        write_tiny_model(folder / f"{target}.gguf", replace(CONFIG, architecture=target))
+    for name, eagle in EAGLES.items():
+        write_tiny_eagle(folder / f"{name}.gguf", CONFIG, eagle)
+    for name, dflash in DFLASHES.items():
+        write_tiny_dflash(folder / f"{name}.gguf", CONFIG, dflash)
+    return folder
 
 
 def loaded(
@@ -52,22 +80,21 @@ def loaded(
     tree: TreeShape = CHAIN,
     sampler: SamplerOptions = BIASED,
     n_tokens: int = 60,
-    ngrams: bool = False,
+    ignore_eos: bool = False,
     n_ctx: int | None = None,
-    verifier: str = "auto",
+    **drafting: Any,
 ) -> Models:
-    drafting = DraftOptions(
-        policy="fixed", max_tokens=6 if tree.is_fixed else 3, p_min=0.0, ngrams=ngrams, tree=tree,
-        verifier=verifier,  # type: ignore[arg-type]
-    )  # fmt: skip
+    """A target with its draft: by default chains of three, without n-grams, or trees of six."""
+    fixed = {"policy": "fixed", "max_tokens": 6 if tree.is_fixed else 3, "p_min": 0.0}
+    asked: dict[str, Any] = {"ngrams": False, **({} if "policy" in drafting else fixed), **drafting}
     options = SessionOptions(
         target=folder / f"{target}.gguf",
-        draft="none" if draft == "none" else folder / f"{draft}.gguf",
-        drafting=drafting,
+        draft=draft if draft in ("mtp", "none") else folder / f"{draft}.gguf",  # type: ignore[arg-type]
+        drafting=DraftOptions(tree=tree, **asked),
         sampler=sampler,
-        generation=GenerationOptions(max_tokens=n_tokens),
-        target_context=replace(CONTEXT, n_ctx=n_ctx),
-        draft_context=CONTEXT,
+        generation=GenerationOptions(max_tokens=n_tokens, ignore_eos=ignore_eos),
+        target_context=replace(EXACT, n_ctx=n_ctx),
+        draft_context=EXACT,
     )
     return Models(options, time.perf_counter)
 
@@ -81,12 +108,6 @@ def answered(opened: Models, prompt: str = PROMPT) -> tuple[list[Event], Finishe
     return events, events[-1]
 
 
-def said(folder: Path, target: str, **options: object) -> FinishedEvent:
-    """What a target says without a draft."""
-    with loaded(folder, target, "none", **options) as opened:  # type: ignore[arg-type]
-        return answered(opened)[1]
-
-
 def drafts(events: Sequence[Event]) -> Iterator[tuple[int, list[int]]]:
     """The number of tokens of the answer before each draft, and the draft."""
     n_tokens = 0
@@ -97,26 +118,6 @@ def drafts(events: Sequence[Event]) -> Iterator[tuple[int, list[int]]]:
             yield n_tokens, [node.token_id for node in event.nodes]
 
 
-def joint(opened: Models, prompt: Sequence[int]) -> dict[tuple[int, ...], float]:
-    """The probabilities of all texts of three letters behind a prompt."""
-    backend = LlamaBackend(opened.target, CONTEXT, n_ctx=64, clock=time.perf_counter)
-    found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        longer: dict[tuple[int, ...], float] = {}
-        for text, probability in found.items():
-            whole = [*prompt, *text]
-            n = len(whole)
-            backend.remove(0)
-            wants = [False] * (n - 1) + [True]
-            row = backend.decode(Batch(whole, list(range(n)), [(0,)] * n, wants))[0]
-            weights = np.exp(row[LETTERS].astype(float) - row[LETTERS].max())
-            for letter, weight in zip(LETTERS, weights / weights.sum(), strict=True):
-                longer[(*text, letter)] = probability * float(weight)
-        found = longer
-    backend.close()
-    return found
-
-
 def drafts_of(
     program: Path,
     folder: Path,
@@ -124,9 +125,11 @@ def drafts_of(
     name: str,
     n_max: int,
     sampler: SamplerOptions,
-    kind: str = "draft-eagle3",
 ) -> dict[int, list[int]]:
     """What llama.cpp's program drafts, by the number of tokens of the answer before."""
+    kind = "draft-eagle3"
+    if name in DFLASHES:
+        kind = "draft-dspark" if DFLASHES[name].rank else "draft-dflash"
     options = f"""--spec-type {kind} --spec-draft-n-max {n_max} --spec-draft-p-min 0 --temp 0 -n 60 -c 512 -t 1 -td 1 -lv 10
         -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32"""
     biases = [each for token, bias in sampler.logit_bias for each in ("-l", f"{token}+{bias:.0f}")]

@@ -64,5 +64,3 @@ AGENT: dict[str, Any] = {
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     "metadata": {"user_id": "x"},
 }
-
-__all__ = ["AGENT"]

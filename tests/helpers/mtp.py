@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.model_files import copy_metadata, write_file
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.file import write_and_close
 
@@ -28,12 +31,12 @@ def write_mtp_model(
     of_state: float = 0.05,
     logit_scale: float = 6.0,
     keep_layer: bool = True,
-    chat_template: str | None = None,
+    **other: Any,
 ) -> Path:
     """Write a model with an MTP layer like the model's last one, or (`mimo2`) with three. A layer reads the
     token, and as much of the hidden state before the token as `of_state` says, each by a map of its own: with
     more it agrees with the model less often. Without `keep_layer` the metadata name a layer that the file
-    does not have."""
+    does not have. `other` values are those of `TinyConfig`."""
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
     n_layer = 2 if architecture == "qwen35" else 1
@@ -43,7 +46,7 @@ def write_mtp_model(
         logit_scale=logit_scale,
         seed=seed,
         n_ctx_train=1024,
-        chat_template=chat_template,
+        **other,
     )
     base = GGUFReader(write_tiny_model(path.with_suffix(".base"), config))
     writer = GGUFWriter(path, architecture)
@@ -74,6 +77,39 @@ def write_mtp_model(
         writer.add_tensor(name, values)
     write_and_close(writer)
     return path
+
+
+def split_mtp_model(file: Path, target: Path, layers: Path) -> None:
+    """Write the model of a file without its MTP layers, and these alone as llama.cpp's converter does (`--mtp`): with
+    the metadata of the whole, and what they share with the model."""
+    from gguf import GGUFReader, GGUFWriter
+
+    reader = GGUFReader(file)
+    architecture = reader.fields["general.architecture"].contents()
+    count, n_mtp = (f"{architecture}.{key}" for key in ("block_count", "nextn_predict_layers"))
+    n_layers = reader.fields[n_mtp].contents()
+    n_trunk = reader.fields[count].contents() - n_layers
+
+    def write(path: Path, changed: dict[str, Any], keep: Callable[[int | None], bool]) -> None:
+        writer = GGUFWriter(path, architecture)
+        copy_metadata(reader, writer, changed=changed)
+        kept = (each for each in reader.tensors if keep(_layer_of(each.name)))
+        write_file(writer, {each.name: (each.data, each.tensor_type) for each in kept})
+
+    fewer = {
+        key: values[:n_trunk]
+        for key, field in reader.fields.items()
+        if isinstance(values := field.contents(), list) and len(values) == n_trunk + n_layers
+    }
+    write(
+        target, {count: n_trunk, n_mtp: 0, **fewer}, lambda layer: layer is None or layer < n_trunk
+    )
+    write(layers, {}, lambda layer: layer is None or layer >= n_trunk)
+
+
+def _layer_of(tensor: str) -> int | None:
+    found = re.match(r"blk\.(\d+)\.", tensor)
+    return int(found[1]) if found else None
 
 
 def _mtp_layer(

@@ -68,5 +68,3 @@ AGENT_BODY: dict[str, Any] = {
     "prompt_cache_key": "key",
     "client_metadata": {"a": "b"},
 }
-
-__all__ = ["AGENT_BODY"]

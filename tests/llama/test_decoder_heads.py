@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 
 from specgen.decoding.backend import Batch
-from specgen.decoding.last_hidden import LastHidden
+from specgen.decoding.hidden_trail import LastHidden
 from specgen.decoding.loop import Loop
 from specgen.engine.drafter_factory import DrafterFactory
-from specgen.engine.engine import Engine, generate
 from specgen.engine.loaded_models import Models
 from specgen.errors import ModelFileError, PairError, UsageError
-from specgen.events import FinishedEvent
 from specgen.llama.decoder_heads import (
     DecoderHeads,
     HeadWeights,
@@ -31,7 +29,6 @@ from specgen.options import (
     DraftOptions,
     GenerationOptions,
     Grammar,
-    SamplerOptions,
     SessionOptions,
 )
 from specgen.testing.tiny import TinyConfig, write_tiny_model
@@ -52,19 +49,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(
-    folder: Path,
-    draft: Path | None = None,
-    drafting: DraftOptions | None = None,
-    *,
-    target: str = "t.gguf",
-    grammar: str | None = None,
-    sampler: SamplerOptions | None = None,
+    folder: Path, draft: Path | None = None, *, target: str = "t.gguf", grammar: str | None = None
 ) -> Models:
     options = SessionOptions(
         target=folder / target,
         draft=draft or folder / "heads.gguf",
-        drafting=drafting or DraftOptions(policy="fixed", max_tokens=3, p_min=0.0, ngrams=False),
-        sampler=sampler or SamplerOptions(),
+        drafting=DraftOptions(policy="fixed", max_tokens=3, p_min=0.0, ngrams=False),
         generation=GenerationOptions(
             max_tokens=40, grammar=Grammar("gbnf", grammar) if grammar else None
         ),
@@ -270,57 +260,6 @@ def test_the_loop_leaves_the_state_behind_what_was_read(folder: Path, grammar: s
                 np.testing.assert_allclose(state, hidden[0], rtol=1e-4, atol=1e-4)
             assert generation.tally.n_drafted > 0
             assert n_seen == {1} if grammar is None else max(n_seen) > 3
-
-
-@pytest.mark.parametrize("policy", ["fixed", "threshold", "cost"])
-@pytest.mark.parametrize("tree", ["off", "auto", "2,2,1", "2x3"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_text_is_that_of_plain_decoding(
-    folder: Path, policy: str, tree: str, temperature: float
-) -> None:
-    from specgen.options import parse_tree
-
-    drafting = DraftOptions(
-        policy=policy,  # type: ignore[arg-type]
-        max_tokens=None if tree[0] == "2" else 4,
-        tree=parse_tree(tree),
-        verifier="match",
-    )
-    sampler = SamplerOptions(temperature=temperature, seed=4)
-    with loaded(folder, drafting=drafting, sampler=sampler) as speculative:
-        prompt = speculative.prompts.of_text(PROMPT)
-        *_, fast = generate(speculative, prompt)
-    with loaded(folder, drafting=drafting, sampler=sampler) as plain:
-        plain.change_draft("none")
-        *_, slow = generate(plain, plain.prompts.of_text(PROMPT))
-    assert isinstance(fast, FinishedEvent)
-    assert isinstance(slow, FinishedEvent)
-    assert fast.token_ids == slow.token_ids
-    if policy != "cost":
-        assert fast.n_drafted > 0
-
-
-def test_answers_at_once_are_what_they_are_alone(folder: Path) -> None:
-    with loaded(folder) as speculative:
-        texts = [f"{PROMPT} {letter}" for letter in "abcdef"]
-        with Engine(speculative, n_parallel=3, n_ctx=256) as engine:
-            together = engine.answers(texts)
-        for text, said in zip(texts, together, strict=True):
-            *_, alone = generate(speculative, speculative.prompts.of_text(text))
-            assert isinstance(alone, FinishedEvent)
-            assert alone.text == said
-
-
-def test_heads_draft_behind_n_grams_and_before_them(folder: Path) -> None:
-    drafting = DraftOptions(policy="fixed", max_tokens=6, p_min=0.0, ngrams=True, ngram_min=1)
-    with loaded(folder, drafting=drafting) as speculative:
-        *_, last = generate(speculative, speculative.prompts.of_text(PROMPT * 3))
-        speculative.change_draft("none")
-        *_, plain = generate(speculative, speculative.prompts.of_text(PROMPT * 3))
-    assert isinstance(last, FinishedEvent)
-    assert isinstance(plain, FinishedEvent)
-    assert last.token_ids == plain.token_ids
-    assert last.n_drafted > 0
 
 
 # --- training -----------------------------------------------------------------------------------

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,27 +11,20 @@ import pytest
 from specgen.decoding.backend import Batch
 from specgen.decoding.draft import Draft
 from specgen.decoding.drafters import AssistantDrafter
-from specgen.engine.engine import Engine, generate
 from specgen.engine.loaded_models import Models
 from specgen.errors import BackendError, PairError
-from specgen.events import FinishedEvent, NoticeEvent
 from specgen.llama.gemma4_assistant import AssistantContext
 from specgen.measure.selection.trial import measure_target, try_draft
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     GenerationOptions,
-    SamplerOptions,
     SessionOptions,
-    parse_tree,
 )
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Specgen
+from tests.helpers.common import EXACT
 from tests.helpers.gemma4_assistant import write_assistant, write_gemma4
 from tests.helpers.states_drafts import PROMPT, answer, watched_drafts
-
-CONTEXT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
-FIXED = DraftOptions(policy="fixed", max_tokens=3, p_min=0.0, ngrams=False, verifier="match")
 
 
 @pytest.fixture(scope="session")
@@ -43,24 +35,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextmanager
-def loaded(
-    folder: Path,
-    drafting: DraftOptions = FIXED,
-    sampler: SamplerOptions | None = None,
-    max_tokens: int = 40,
-) -> Iterator[Models]:
+def loaded(folder: Path) -> Models:
     options = SessionOptions(
         target=folder / "target.gguf",
         draft=folder / "draft.gguf",
-        sampler=sampler or SamplerOptions(temperature=0.0),
-        drafting=drafting,
-        generation=GenerationOptions(max_tokens=max_tokens, ignore_eos=True),
-        target_context=CONTEXT,
-        draft_context=CONTEXT,
+        drafting=DraftOptions(policy="fixed", max_tokens=3, p_min=0.0, ngrams=False),
+        generation=GenerationOptions(max_tokens=40, ignore_eos=True),
+        target_context=EXACT,
+        draft_context=EXACT,
     )
-    with Models(options, time.perf_counter) as models:
-        yield models
+    return Models(options, time.perf_counter)
 
 
 @pytest.fixture
@@ -95,50 +79,6 @@ def test_drafts_are_what_the_whole_text_anew_gives(
         assert said.n_drafted > said.n_accepted > 0
         for text, draft in proposed.items():
             assert list(draft.tokens) == drafted_anew(models, text, 3)[: len(draft)]
-
-
-@pytest.mark.parametrize("tree", ["off", "auto"])
-@pytest.mark.parametrize("ngrams", [False, True])
-def test_several_answers_at_once_say_what_the_target_says(
-    folder: Path, tree: str, ngrams: bool
-) -> None:
-    """With common beginnings, and branches that n-grams draft."""
-    prompts = [f"{PROMPT}{more}" for more in ("", " a", " a b", "", " c", " a b c")] + [PROMPT * 3]
-    drafting = DraftOptions(
-        policy="fixed", max_tokens=4, p_min=0.0, tree=parse_tree(tree), ngrams=ngrams
-    )
-    with loaded(folder, drafting, max_tokens=24) as models:
-        with Engine(models, n_parallel=2, n_ctx=128) as engine:
-            requests = [engine.insert(prompt) for prompt in prompts]
-            list(engine.run())
-            fast = [request.finished for request in requests]
-        models.change_draft("none")
-        with Engine(models, n_parallel=2, n_ctx=128) as engine:
-            plain = engine.answers(prompts)
-    assert [each.text for each in fast if each is not None] == plain
-    assert sum(each.n_accepted for each in fast if each is not None) > 0
-
-
-def test_the_last_position_of_the_context_is_reached(folder: Path) -> None:
-    said: list[tuple[int, ...]] = []
-    with loaded(folder, max_tokens=-1) as models:
-        for draft in (folder / "draft.gguf", "none"):
-            models.change_draft(draft)
-            with Engine(models, n_ctx=64) as engine:
-                events = list(engine.stream(engine.insert(PROMPT)))
-            assert isinstance(events[-1], FinishedEvent)
-            assert events[-1].finish_reason == "context"
-            assert not [event for event in events if isinstance(event, NoticeEvent)]
-            said.append(events[-1].token_ids)
-    assert said[0] == said[1]
-
-
-def test_costs_decide_how_much_is_drafted(folder: Path) -> None:
-    with loaded(folder, DraftOptions(policy="cost")) as models:
-        events = list(generate(models, models.prompts.of_text(PROMPT * 2)))
-        models.change_draft("none")
-        assert isinstance(events[-1], FinishedEvent)
-        assert events[-1].token_ids == answer(models, PROMPT * 2).token_ids
 
 
 def test_trials_are_refused(folder: Path) -> None:

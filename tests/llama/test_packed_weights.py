@@ -19,7 +19,7 @@ from specgen.llama.packed_weights import keep_packed_weights
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
 from specgen.testing.tiny import TinyConfig, write_tiny_model
-from tests.helpers.cli import Cli
+from tests.helpers.cli import Cli, Specgen
 
 CONFIG = TinyConfig(n_embd=64, n_layer=2, tensor_type="q8_0")
 #: Disks of these tests are as large as a file may say.
@@ -159,6 +159,23 @@ def test_without_room_nothing_is_kept(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
     decoded(model_file)
     assert files(folder) == []
+
+
+def test_a_full_disk_is_noted_once_and_in_doctor(
+    folder: Path, model_file: Path, specgen: Specgen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ("run", "-m", model_file, "--draft", "none", "-n", "4", "--raw", "abc")
+    doctor = ("doctor", "-m", model_file)
+    note = f"note: {model_file.name}: its packed weights are not kept"
+    full = "no others are kept: the disk has too little room"
+    assert note not in specgen(*run).err
+    assert full not in specgen(*doctor).out
+    (kept,) = Path(os.environ["SPECGEN_CACHE"], "packed").glob(f"{model_file.stem}-*")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk(free=1000))
+    assert note not in specgen(*run).err, "they are there already"
+    kept.unlink()
+    assert [specgen(*run).err.count(note) for _ in range(2)] == [1, 0]
+    assert full in specgen(*doctor).out
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(

@@ -94,10 +94,7 @@ def _be(
     except BaseException:  # noqa: BLE001 - as the interpreter does at its end
         traceback.print_exc()
     finally:
-        atexit._run_exitfuncs()
+        atexit._run_exitfuncs()  # noqa: SLF001
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-__all__ = ["Outcome", "run_forked"]

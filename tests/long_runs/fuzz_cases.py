@@ -588,6 +588,3 @@ def repeated(kinds: Iterable[str]) -> list[str]:
     """The kinds, of which models and options are tried more often than others."""
     times = {"target_file": 3, "draft_file": 2, "options": 4}
     return [*itertools.chain.from_iterable([kind] * times.get(kind, 1) for kind in kinds)]
-
-
-__all__ = ["MAKERS", "Base", "Case", "make_base", "make_case", "repeated", "variables"]

@@ -106,6 +106,3 @@ def _broken(data: bytes, chance: random.Random) -> bytes:
         place = chance.randrange(len(data))
         return data[:place] + bytes([chance.randrange(256)]) + data[place + 1 :]
     return b"[" * chance.choice([1, _DEEPEST, 100_000])
-
-
-__all__ = ["mutated"]

@@ -201,8 +201,6 @@ def test_rounds_that_are_repeated_are_not_decoded() -> None:
     assert n_decodes[0] < 5 * 8
     assert n_decodes == [n_decodes[0]] * 4
     assert memo.n_decodes == inner.n_decodes
-    assert memo.n_hits >= 3 * 5 * 4
-    assert memo.n_evicted == 0
 
 
 class Drifting:
@@ -267,10 +265,10 @@ def test_rows_used_least_recently_go_first() -> None:
     for token in (0, 1, 0, 2):  # 0 is used again before 2 comes
         memo.decode(chain([token]))
         memo.remove(0)
-    assert (memo.n_decodes, memo.n_hits, memo.n_evicted) == (3, 1, 1)
+    assert memo.n_decodes == 3
     assert [text for text, _ in memo.rows()] == [(0,), (2,)]
     np.testing.assert_array_equal(memo.decode(chain([1]))[0], LANGUAGE((1,)))
-    assert (memo.n_decodes, memo.n_evicted) == (4, 2)
+    assert memo.n_decodes == 4
 
 
 def test_a_long_prompt_is_decoded_once_and_in_few_pieces() -> None:

@@ -235,19 +235,6 @@ def test_report_tells_position_and_length_across_a_resume(
     assert server.starts("/file") == [400_000]
 
 
-def test_server_that_ignores_ranges_sends_the_whole_again(
-    server: WebServer, naps: Naps, tmp_path: Path
-) -> None:
-    server.knows_ranges = False
-    server.resources["/file"] = Resource(CONTENT)
-    path = tmp_path / "file"
-    path.write_bytes(CONTENT[:100_000])
-    with transfer(naps) as http:
-        http.download(f"{server.url}/file", path, sha256=sha256(CONTENT), report=nothing)
-    assert path.read_bytes() == CONTENT
-    assert server.starts("/file") == [100_000]
-
-
 def test_server_that_ignores_ranges_and_cuts_off_each_time_is_given_up(
     server: WebServer, naps: Naps, tmp_path: Path
 ) -> None:
@@ -262,41 +249,38 @@ def test_server_that_ignores_ranges_and_cuts_off_each_time_is_given_up(
     assert "what was downloaded is kept" in caught.value.hint
 
 
-def test_whole_file_that_was_not_unpacked_is_not_fetched_again(
-    server: WebServer, naps: Naps, tmp_path: Path
+@pytest.mark.parametrize(
+    ("leftover", "knows_ranges", "headers", "starts"),
+    [
+        pytest.param(CONTENT, True, {}, [600_000], id="whole, but not unpacked"),
+        pytest.param(CONTENT[:100_000], False, {}, [100_000], id="no ranges"),
+        pytest.param(
+            CONTENT[:1000], True, {"Content-Range": "bytes 7-8/9"}, [1000, None], id="other range"
+        ),
+        pytest.param(CONTENT + b"more", True, {}, [600_004, None], id="too long"),
+        pytest.param(b"\0" * 100_000, True, {}, [100_000, None], id="of another file"),
+        pytest.param(b"\0" * 600_000, True, {}, [600_000, None], id="of another file, as long"),
+    ],
+)
+def test_nothing_of_a_leftover_is_used_unless_the_file_goes_on_there(
+    server: WebServer,
+    naps: Naps,
+    tmp_path: Path,
+    leftover: bytes,
+    knows_ranges: bool,
+    headers: dict[str, str],
+    starts: list[int | None],
 ) -> None:
-    server.resources["/file"] = Resource(CONTENT)
-    path = tmp_path / "file"
-    path.write_bytes(CONTENT)
-    with transfer(naps) as http:
-        http.download(f"{server.url}/file", path, sha256=sha256(CONTENT), report=nothing)
-    assert server.starts("/file") == [600_000]
-    assert naps.lengths_s == []
-
-
-@pytest.mark.parametrize("leftover", [CONTENT + b"more", b"\0" * 100_000, b"\0" * 600_000])
-def test_leftover_of_another_file_is_dropped_and_fetched_once_more(
-    server: WebServer, naps: Naps, tmp_path: Path, leftover: bytes
-) -> None:
-    server.resources["/file"] = Resource(CONTENT)
+    """A server that knows no ranges sends the whole at once; otherwise it is asked once more."""
+    server.knows_ranges = knows_ranges
+    server.resources["/file"] = Resource(CONTENT, headers=headers)
     path = tmp_path / "file"
     path.write_bytes(leftover)
     with transfer(naps) as http:
         http.download(f"{server.url}/file", path, sha256=sha256(CONTENT), report=nothing)
     assert path.read_bytes() == CONTENT
-    assert server.starts("/file") == [len(leftover), None]
-
-
-def test_answer_with_another_range_is_not_joined_on(
-    server: WebServer, naps: Naps, tmp_path: Path
-) -> None:
-    server.resources["/file"] = Resource(CONTENT, headers={"Content-Range": "bytes 7-8/9"})
-    path = tmp_path / "file"
-    path.write_bytes(CONTENT[:1000])
-    with transfer(naps) as http:
-        http.download(f"{server.url}/file", path, sha256=sha256(CONTENT), report=nothing)
-    assert path.read_bytes() == CONTENT
-    assert server.starts("/file") == [1000, None]
+    assert server.starts("/file") == starts
+    assert len(naps.lengths_s) < len(starts)  # no wait before the first
 
 
 def test_file_with_another_digest_is_thrown_away(

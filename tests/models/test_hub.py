@@ -15,7 +15,13 @@ from specgen.measure.selection.session_opening import find_models
 from specgen.models import HubReference, parse_reference
 from specgen.models.hub import fetch_reference
 from specgen.models.hub_cache import cached_models
-from specgen.models.hub_reference import choose, models_among, quant_of, reference_of
+from specgen.models.hub_reference import (
+    choose,
+    models_among,
+    mtp_layers_for,
+    quant_of,
+    reference_of,
+)
 from tests.helpers.fetch import (
     Fault,
     RecordedProgress,
@@ -115,11 +121,25 @@ def test_what_names_no_repository_is_an_error_in_use(text: str) -> None:
         ("a/b/TINY-it.gguf", ["tiny-it.gguf"]),
         ("a/b/Q6_K/tiny-Q6_K-00002-of-00002.gguf", NAMES[1:3]),
         ("a/b/mmproj-tiny-Q4_K_M.gguf", None),
+        ("a/b/mtp-tiny-Q8_0.gguf", ["mtp-tiny-Q8_0.gguf"]),
     ],
 )
 def test_a_reference_names_the_files_of_one_model(reference: str, chosen: list[str] | None) -> None:
     assert choose(NAMES, parse_reference(reference)) == chosen
     assert choose(reversed(NAMES), parse_reference(reference)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("model", "layers"),
+    [
+        ("tiny-Q8_0.gguf", "mtp-tiny-Q8_0.gguf"),
+        ("tiny-F16.gguf", "mtp-tiny-BF16.gguf"),
+        ("Q6_K/tiny-Q6_K-00001-of-00002.gguf", None),
+        ("mtp-tiny-Q8_0.gguf", None),
+    ],
+)
+def test_mtp_layers_for_a_model_lie_beside_it(model: str, layers: str | None) -> None:
+    assert mtp_layers_for(model, [*NAMES, "mtp-tiny-BF16.gguf"]) == layers
 
 
 def test_without_a_quantisation_the_usual_ones_come_first() -> None:
@@ -169,6 +189,19 @@ def test_a_model_is_downloaded_once_and_then_the_hub_is_not_asked(server: WebSer
     for reference in (HubReference(REPO), HubReference(REPO, quant="Q4_K_M")):
         assert fetch_reference(reference) == path
     assert server.asked == []
+
+
+def test_mtp_layers_beside_a_downloaded_model_are_pointed_out(server: WebServer) -> None:
+    publish_repository(server, REPO, {USUAL: CONTENT, "mtp-tiny-Q8_0.gguf": OTHER})
+    progress = RecordedProgress()
+    path = fetch_reference(HubReference(REPO), progress=progress)
+    assert f"`specgen models pull {REPO}/mtp-tiny-Q8_0.gguf` (200 kB)" in progress.notes[-1]
+    layers = fetch_reference(parse_reference(f"{REPO}/mtp-tiny-Q8_0.gguf"), progress=progress)
+    assert layers.read_bytes() == OTHER
+    assert layers.parent == path.parent
+    shown = [str(model.reference) for model in cached_models()]
+    assert shown == [f"hf:{REPO}/mtp-tiny-Q8_0.gguf", f"hf:{REPO}:Q4_K_M"]
+    assert "MTP" not in progress.notes[-1]
 
 
 def test_the_newest_version_is_downloaded_only_if_it_is_asked_for(server: WebServer) -> None:

@@ -270,6 +270,8 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     for licence in ("LICENSE", f"{vendor}/LICENSE-marked", f"{vendor}/LICENSE-dompurify"):
         assert f"{about}/licenses/{licence}" in names
     assert "specgen = specgen.__main__:main" in entry_points
+    # The release's uploader refuses a later one.
+    assert metadata.startswith("Metadata-Version: 2.4\n")
     assert "\nRequires-Python: >=3.10\n" in metadata
     assert {name.split("/")[0] for name in names} == {"specgen", about}
     assert KERNELS not in names

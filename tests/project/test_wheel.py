@@ -1,14 +1,15 @@
-"""The wheel for this machine, in an environment that has nothing: no compiler, no caches, no llama-cpp-python.
+"""The wheels, in an environment that has nothing: no compiler, no caches, no llama-cpp-python.
 
-`make dist` builds the wheel. Without it these tests are skipped.
+`make dist` builds them. The wheel for ARM is tested on such a machine, or by an emulated Python whose path is
+in ARM_PYTHON (docs/platforms.md). What is not there is skipped.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,45 +21,72 @@ from specgen import __version__
 from specgen.system.llama_build import REQUIRED_VERSION
 from tests.helpers.common import ROOT
 
+MACHINES = ("x86_64", "aarch64")
+#: Where pip finds the dependencies, and what the emulator is told.
+_KEPT = ("PIP_", "SSL_", "REQUESTS_", "http_", "https_", "HTTP_", "HTTPS_", "no_proxy", "QEMU_")
+_TINY = "import sys, pathlib, specgen.testing.tiny as t; t.write_tiny_model(pathlib.Path(sys.argv[1]), t.TinyConfig())"
+
+#: Runs a program of an environment with the wheel, and returns what is on its standard output.
+Run = Callable[..., str]
+
+
+def python_for(machine: str) -> str | None:
+    if machine == platform.machine():
+        return sys.executable
+    return os.environ.get("ARM_PYTHON") if machine == "aarch64" else None
+
 
 def wheel_for(machine: str) -> Path:
     return ROOT / "dist" / f"specgen_gguf-{__version__}-py3-none-manylinux_2_28_{machine}.whl"
 
 
-WHEEL = wheel_for(platform.machine())
-pytestmark = pytest.mark.skipif(not WHEEL.is_file(), reason="make dist builds the wheel")
-#: Where pip finds the dependencies.
-_NETWORK = ("PIP_", "SSL_", "REQUESTS_", "http_", "https_", "HTTP_", "HTTPS_", "no_proxy")
-_TINY = "import sys, pathlib, specgen.testing.tiny as t; t.write_tiny_model(pathlib.Path(sys.argv[1]), t.TinyConfig())"
-
-Run = Callable[..., str]
-
-
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs a program of an environment with the wheel, and returns what is on its standard output."""
-    folder = tmp_path_factory.mktemp("clean")
-    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
-    kept = {name: value for name, value in os.environ.items() if name.startswith(_NETWORK)}
-    programs = folder / "venv" / "bin"
-    # On PATH are the programs of the environment only.
-    environment = {**kept, "HOME": str(folder / "home"), "PATH": str(programs)}
+def run_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Returns what runs programs of the wheel for a machine."""
 
-    def run(program: str, *arguments: str) -> str:
-        ended = subprocess.run(
-            [programs / program, *arguments],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout
+    @functools.cache
+    def run_on(machine: str) -> Run:
+        python, wheel = python_for(machine), wheel_for(machine)
+        if python is None or not wheel.is_file():
+            pytest.skip("make dist builds the wheel; ARM_PYTHON names an emulated Python for ARM")
+        folder = tmp_path_factory.mktemp("clean")
+        subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
+        kept = {name: value for name, value in os.environ.items() if name.startswith(_KEPT)}
+        programs = folder / "venv" / "bin"
+        # On PATH are the programs of the environment only.
+        environment = {**kept, "HOME": str(folder / "home"), "PATH": str(programs)}
 
-    run("python", "-m", "pip", "install", "--quiet", "--no-cache-dir", f"{WHEEL}[server]")
-    run("python", "-c", _TINY, "tiny.gguf")
-    return run
+        def run(program: str, *arguments: str) -> str:
+            ended = subprocess.run(
+                [programs / program, *arguments],
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert ended.returncode == 0, ended.stderr
+            return ended.stdout
+
+        assert run("python", "-c", "import platform; print(platform.machine())").strip() == machine
+        run("python", "-m", "pip", "install", "--quiet", "--no-cache-dir", f"{wheel}[server]")
+        run("python", "-c", _TINY, "tiny.gguf")
+        return run
+
+    return run_on
+
+
+@pytest.fixture(params=MACHINES)
+def run(request: pytest.FixtureRequest, run_on: Callable[[str], Run]) -> Run:
+    return run_on(request.param)
+
+
+def answer(run: Run, draft: str) -> tuple[str, str]:
+    """The kernels that computed, and the text."""
+    arguments = ("-m", "tiny.gguf", "--temp", "0", "-n", "12", "--json", "--draft", draft, "Hello")
+    events = [json.loads(line) for line in run("specgen", "run", *arguments).splitlines()]
+    pieces = [piece["text"] for event in events for piece in event.get("pieces", ())]
+    return events[0]["kernels"], "".join(pieces)
 
 
 def test_it_answers_with_its_own_llama_cpp_and_kernels(run: Run) -> None:
@@ -66,50 +94,16 @@ def test_it_answers_with_its_own_llama_cpp_and_kernels(run: Run) -> None:
     assert "llama-cpp-python" not in {
         each["name"].replace("_", "-") for each in json.loads(installed)
     }
-    arguments = ("-m", "tiny.gguf", "--temp", "0", "-n", "12", "--json", "Hello")
-    plain, drafted = (
-        run("specgen", "run", *arguments, "--draft", draft) for draft in ("none", "ngram")
-    )
-    assert json.loads(plain.splitlines()[0])["kernels"].startswith("specgen ")
-    assert text_of(plain) == text_of(drafted) != ""
+    kernels, plain = answer(run, "none")
+    assert kernels.startswith("specgen ")
+    assert answer(run, "ngram") == (kernels, plain)
+    assert plain
 
 
-def text_of(lines: str) -> str:
-    events = map(json.loads, lines.splitlines())
-    return "".join(piece["text"] for event in events for piece in event.get("pieces", ()))
-
-
-@pytest.mark.skipif(
-    "ARM_PYTHON" not in os.environ or not wheel_for("aarch64").is_file(),
-    reason="needs a Python for ARM (ARM_PYTHON), and make dist MACHINES=aarch64",
-)
-def test_the_wheel_for_arm_gives_the_same_text(run: Run, tmp_path: Path) -> None:
-    python = shlex.split(os.environ["ARM_PYTHON"])
-    about = "import platform; print(platform.machine(), *platform.python_version_tuple()[:2])"
-    machine, *version = subprocess.check_output([*python, "-c", about], text=True).split()
-    assert machine == "aarch64"
-    tags = [f"--platform=manylinux_2_{glibc}_aarch64" for glibc in (28, 27, 24, 17)]
-    python_version = f"--python-version={'.'.join(version)}"
-    run(
-        *("python", "-m", "pip", "install", "--quiet", "--no-cache-dir", "--only-binary=:all:"),
-        *(*tags, python_version, "--target", str(tmp_path / "site"), str(wheel_for("aarch64"))),
-    )
-    run("python", "-c", _TINY, str(tmp_path / "tiny.gguf"))
-    arguments = (
-        *("run", "-m", str(tmp_path / "tiny.gguf"), "--draft", "ngram"),
-        *("--temp", "0", "-n", "12", "--json", "-t", "1", "Hello"),
-    )
-    environment = {"PYTHONPATH": str(tmp_path / "site"), "HOME": str(tmp_path), "PATH": os.defpath}
-    ended = subprocess.run(
-        [*python, "-m", "specgen", *arguments],
-        env=environment | {n: v for n, v in os.environ.items() if n.startswith("QEMU_")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout.splitlines()[0])["kernels"] == "specgen neon-dotprod"
-    assert text_of(ended.stdout) == text_of(run("specgen", *arguments)) != ""
+def test_the_wheel_for_arm_gives_the_same_text(run_on: Callable[[str], Run]) -> None:
+    (x86, text), (arm, arm_text) = (answer(run_on(machine), "ngram") for machine in MACHINES)
+    assert arm == "specgen neon-dotprod" != x86
+    assert arm_text == text
 
 
 def test_doctor_finds_nothing_wrong(run: Run) -> None:

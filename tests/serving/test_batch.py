@@ -18,9 +18,8 @@ from specgen.errors import OutputError, PromptError, UsageError
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.render.progress_bars import batch_summary
 from specgen.serving.batch.lines import Line, LineError, read_lines
-from specgen.serving.batch.order import order_by_prefix
 from specgen.serving.batch.results import OWN, ResultsFile, missing, read_results, without_errors
-from specgen.serving.batch.runner import Tally
+from specgen.serving.batch.runner import Tally, order_by_prefix
 from specgen.serving.openai_format.request import Request
 from specgen.system.json_lines import to_line
 

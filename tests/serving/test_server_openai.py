@@ -307,30 +307,26 @@ def test_half_a_surrogate_pair_anywhere_is_refused(
     assert found.json()["error"]["param"] == param
 
 
-def test_a_schema_that_cannot_be_followed_is_refused(client: openai.OpenAI) -> None:
-    schema = {"type": "object", "properties": {f"v{n}": {"type": "string"} for n in range(501)}}
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(
-            model="any", messages=MESSAGES, extra_body={"json_schema": schema}
-        )
-    assert caught.value.param == "json_schema"
+MANY = {"type": "object", "properties": {f"v{n}": {"type": "string"} for n in range(501)}}
+#: Of which any part may be left out.
+AMBIGUOUS = "".join(f'"{letter}"? ' for letter in string.ascii_lowercase * 200)
 
 
-def test_a_grammar_that_would_hold_the_server(client: openai.OpenAI) -> None:
-    chain = "".join(f'"{letter}"? ' for letter in string.ascii_lowercase * 200)
-    with pytest.raises(openai.BadRequestError, match="in too many ways") as caught:
-        client.chat.completions.create(
-            model="any", messages=MESSAGES, extra_body={"grammar": f'root ::= {chain} "."'}
-        )
-    assert caught.value.param == "grammar"
-
-
-def test_a_grammar_that_is_none(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="grammar, line 1") as caught:
-        client.chat.completions.create(
-            model="any", messages=MESSAGES, extra_body={"grammar": "root ::= ("}
-        )
-    assert caught.value.param == "grammar"
+@pytest.mark.parametrize(
+    ("name", "form", "told"),
+    [
+        ("json_schema", MANY, "json_schema"),
+        ("grammar", f'root ::= {AMBIGUOUS} "."', "in too many ways"),
+        ("grammar", "root ::= (", "grammar, line 1"),
+    ],
+    ids=["too large", "would hold the server", "none at all"],
+)
+def test_a_form_that_cannot_be_followed_is_refused(
+    client: openai.OpenAI, name: str, form: object, told: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=told) as caught:
+        client.chat.completions.create(model="any", messages=MESSAGES, extra_body={name: form})
+    assert caught.value.param == name
 
 
 def test_an_error_names_no_option_of_the_command_line() -> None:

@@ -11,11 +11,10 @@ from specgen.decoding.drafters.base import (
 )
 from specgen.decoding.drafters.combined import Drafters
 from specgen.decoding.drafters.dflash import DflashDrafter
-from specgen.decoding.drafters.eagle import EagleDrafter
 from specgen.decoding.drafters.gemma4_assistant import AssistantDrafter
 from specgen.decoding.drafters.heads import HeadsDrafter
 from specgen.decoding.drafters.model import ModelDrafter
-from specgen.decoding.drafters.mtp import MtpDrafter
+from specgen.decoding.drafters.mtp import EagleDrafter, MtpDrafter
 from specgen.decoding.drafters.mtp_chain import MtpChainDrafter
 from specgen.decoding.drafters.ngram import SuffixDrafter
 from specgen.decoding.drafters.parallel import ParallelDrafter

@@ -19,7 +19,7 @@ from specgen.decoding.drafters.expansion import (
     make_expansion,
     n_guesses,
 )
-from specgen.decoding.last_hidden import LastHidden
+from specgen.decoding.hidden_trail import LastHidden
 from specgen.decoding.policy import RoundPlan, RoundResult
 from specgen.decoding.policy.cost_table import CostTable, Price
 from specgen.decoding.tree_builder import TreeBuilder

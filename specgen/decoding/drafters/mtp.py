@@ -1,9 +1,9 @@
-"""A target's own MTP layer drafts, from the target's hidden states."""
+"""A target's own MTP layer drafts from the target's hidden states, and so does an EAGLE-3 draft."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -207,3 +207,17 @@ class MtpDrafter:
 
     def _look(self, row: Logits, path: Sequence[int]) -> Look:
         return look(row, self._shaper, path, self._n_guesses, draws=self._draws)
+
+
+class EagleDrafter(MtpDrafter):
+    """Drafts with EAGLE-3 as `MtpDrafter` does with an MTP layer: from the target's states of accepted
+    tokens, and the draft's own of drafted ones. But the text's first token has no row: there is no state
+    before it."""
+
+    def __init__(self, *arguments: Any, n_held: int = 0, **options: Any) -> None:
+        super().__init__(*arguments, n_held=max(1, n_held), **options)
+        self._cache.n_skipped = 1
+
+    @property
+    def name(self) -> str:
+        return "eagle3"

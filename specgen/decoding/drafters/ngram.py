@@ -1,20 +1,19 @@
 """Prompt lookup: draft what followed an earlier occurrence of the text's ending, in the text itself,
 in files or in earlier answers.
 
-(Saxena, "Prompt Lookup Decoding", 2023; LLMA, Yang et al., arXiv:2304.04487; by a suffix
-automaton: Hu et al., "SAM Decoding", arXiv:2411.10666.)
+(Saxena, "Prompt Lookup Decoding", 2023; LLMA, Yang et al., arXiv:2304.04487; counts of what followed:
+Hu et al., "SAM Decoding", arXiv:2411.10666.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from specgen.decoding.draft import NO_DRAFT, ROOT, Draft
 from specgen.decoding.drafters.base import Drafting, ready
 from specgen.decoding.drafters.lookup.array import MAX_MATCH, Match, SuffixArray
-from specgen.decoding.drafters.lookup.automaton import Cursor, SuffixAutomaton
+from specgen.decoding.drafters.lookup.text import TextIndex
 from specgen.decoding.policy import RoundPlan, RoundResult
 from specgen.decoding.policy.cost_table import FREE, Price
 
@@ -26,14 +25,10 @@ _CLEARLY_LONGER = 2
 #: The token that followed last is drafted, unless another one followed this many times as often.
 #: This was the best of the rules that were tried in answers, prose and code, if by little.
 _CLEARLY_OFTENER = 3
-#: The most different followers to look at: those that came first, frequent ones among them.
-_MAX_FOLLOWERS = 128
 #: A token's odds for each token of the match and each occurrence that it followed, and how much each
 #: other occurrence takes from them; fitted to the same texts.
 _ODDS_A_TOKEN = 0.35
 _DISSENT = 2.0
-
-
 #: Branches end where their paths are less likely than this; and later nodes than this many get no
 #: children.
 _LEAST_CHANCE = 0.03
@@ -83,7 +78,7 @@ class SuffixDrafter:
         self._corpora = tuple(corpora)
         self._n_children = n_children
         self._n_deepest = n_deepest
-        self._text = SuffixAutomaton()
+        self._text = TextIndex(min_match)
 
     @property
     def name(self) -> str:
@@ -102,31 +97,31 @@ class SuffixDrafter:
         chain = self._chain(context, n_max)
         if self._n_children == 1 or not len(chain):
             return chain
-        return self._with_branches(chain, n_max)
+        return self._with_branches(context, chain, n_max)
 
     def _chain(self, context: Sequence[int], n_max: int) -> Draft:
         """Return the likeliest continuation."""
         text = self._text
-        cursor = text.cursor()
         n_max = n_max if self._n_deepest is None else min(n_max, self._n_deepest)
         ending = list(context[-MAX_MATCH:])
+        own = text.longest(ending)
         lookups = [_Lookup(corpus, self._min_match, self._max_match) for corpus in self._corpora]
         tokens: list[int] = []
         origins: list[str] = []
         confidences: list[float] = []
         while len(tokens) < n_max:
-            guess = self._look_up(lookups, ending, cursor.length)
+            guess = self._look_up(lookups, ending, own.length if own is not None else 0)
             origin = LOOKUP_ORIGIN
-            if guess is None and cursor.length >= self._min_match:
-                guess = self._continue(cursor)
+            if guess is None and own is not None:
+                guess = self._likeliest(text.followers(own), own.length)
                 origin = TEXT_ORIGIN
             if guess is None:
                 break
             tokens.append(guess.token)
             origins.append(origin)
             confidences.append(guess.confidence)
-            cursor = text.advance(cursor, guess.token)
             ending.append(guess.token)
+            own = self._advance(own, ending)
             for lookup in lookups:
                 lookup.advance(guess.token)
         if not tokens:
@@ -135,26 +130,34 @@ class SuffixDrafter:
         parents = tuple(range(ROOT, n - 1))
         return Draft(tuple(tokens), parents, tuple(origins), tuple(confidences), (None,) * n)
 
-    def _with_branches(self, chain: Draft, n_max: int) -> Draft:
+    def _advance(self, match: Match | None, ending: list[int]) -> Match | None:
+        """Return the longest match of `ending` in the text; `match` is that of all but its last token."""
+        longer = self._text.advance(match, ending[-1]) if match is not None else None
+        return longer or self._text.longest(ending)
+
+    def _with_branches(self, context: Sequence[int], chain: Draft, n_max: int) -> Draft:
         """Return a chain with branches of other tokens that followed in the text: of all nodes the `n_max`
         with the likeliest paths."""
         text, n_deepest = self._text, self._n_deepest or n_max
         tokens, parents = list(chain.tokens), list(chain.parents)
         confidences = [confidence or 0.0 for confidence in chain.probabilities]
         origins, probabilities = list(chain.origins), []
-        #: Positions that may get more children: node or root, cursor, depth, and probability of the path.
-        places = [(ROOT, text.cursor(), 0, 1.0)]
-        chance = 1.0
+        ending = list(context[-MAX_MATCH:])
+        match, chance = text.longest(ending), 1.0
+        #: Positions that may get more children: node or root, ending, match, and probability of the path.
+        places = [(ROOT, ending, match, chance)]
         for node, token in enumerate(chain.tokens):
             chance *= confidences[node]
             probabilities.append(chance)
-            cursor = text.advance(places[-1][1], token)
-            places.append((node, cursor, node + 1, chance))
-        for node, cursor, depth, before in places:  # the list grows meanwhile
-            if depth >= n_deepest or cursor.length < self._min_match:
+            ending = [*ending, token]
+            match = self._advance(match, ending)
+            places.append((node, ending, match, chance))
+        n_before = len(places[0][1])
+        for node, ending, match, before in places:  # the list grows meanwhile
+            if len(ending) - n_before >= n_deepest or match is None:
                 continue
             known = {token for token, parent in zip(tokens, parents, strict=True) if parent == node}
-            for guess in self._all_that_followed(cursor)[: self._n_children]:
+            for guess in self._all_that_followed(match)[: self._n_children]:
                 chance = before * guess.confidence
                 if guess.token in known or chance < _LEAST_CHANCE:
                     continue
@@ -164,8 +167,8 @@ class SuffixDrafter:
                 confidences.append(guess.confidence)
                 probabilities.append(chance)
                 if len(tokens) < _MAX_NODES:
-                    behind = text.advance(cursor, guess.token)
-                    places.append((len(tokens) - 1, behind, depth + 1, chance))
+                    longer = [*ending, guess.token]
+                    places.append((len(tokens) - 1, longer, self._advance(match, longer), chance))
         n = len(tokens)
         whole = Draft(
             tuple(tokens), tuple(parents), tuple(origins), tuple(confidences), (None,) * n
@@ -173,32 +176,21 @@ class SuffixDrafter:
         order = sorted(range(n), key=lambda node: -probabilities[node])
         return whole.only(order[:n_max])
 
-    def _all_that_followed(self, cursor: Cursor) -> list[_Guess]:
-        """Return the tokens that followed a cursor's string in the text, likeliest first."""
-        counted = [(count, place, token) for token, count, place in self._followers(cursor)]
-        n_all = sum(count for count, _, _ in counted)
-        length = min(cursor.length, self._max_match)
+    def _all_that_followed(self, match: Match) -> list[_Guess]:
+        """Return the tokens that followed a match in the text, likeliest first."""
+        followers = self._text.followers(match)
+        counted = [(count, place, token) for token, (count, place) in followers.items()]
+        n_all, length = len(match.places), min(match.length, self._max_match)
         return [
             _Guess(token, confidence(length, count, n_all))
             for count, _, token in sorted(counted, reverse=True)
         ]
-
-    def _followers(self, cursor: Cursor) -> list[tuple[int, int, int]]:
-        """Return the tokens that followed a cursor's string in the text, each with its number of
-        occurrences and the position of the last one."""
-        text = self._text
-        followers = islice(text.followers(cursor).items(), _MAX_FOLLOWERS)
-        return [(token, text.count(state), text.end(state)) for token, state in followers]
 
     def observe(self, result: RoundResult) -> None:
         pass
 
     def rewind(self, n_tokens: int) -> None:
         self._text.rewind(n_tokens)
-
-    def _continue(self, cursor: Cursor) -> _Guess:
-        """Return the likeliest token after a cursor's string in the text itself."""
-        return self._likeliest(self._followers(cursor), cursor.length)
 
     def _look_up(
         self, lookups: Sequence[_Lookup], ending: Sequence[int], n_matched: int
@@ -212,16 +204,14 @@ class SuffixDrafter:
                 corpus, match = lookup.corpus, longer
         if corpus is None or match is None:
             return None
-        followers = corpus.followers(match).items()
-        counted = [(token, count, latest) for token, (count, latest) in followers]
-        return self._likeliest(counted, match.length)
+        return self._likeliest(corpus.followers(match), match.length)
 
-    def _likeliest(self, followers: Iterable[tuple[int, int, int]], length: int) -> _Guess:
+    def _likeliest(self, followers: Mapping[int, tuple[int, int]], length: int) -> _Guess:
         """Choose among tokens, each with its number of occurrences and the place of the last one."""
         n_all = n_latest = n_most = 0
         latest = most = -1
         last_place = most_place = -1
-        for token, count, place in followers:
+        for token, (count, place) in followers.items():
             n_all += count
             if place > last_place:
                 latest, n_latest, last_place = token, count, place

@@ -1,9 +1,8 @@
-"""Reads a GBNF grammar to find its errors before llama.cpp sees it.
+"""Reads a grammar in GBNF, llama.cpp's form, and says what is wrong with it.
 
-llama.cpp parses grammars itself, but it prints its reasons to stderr only, and some grammars that it accepts
-hang or kill the process: ``x{5,3}``, left recursion through a rule that can be empty by way of another rule,
-rules that derive nothing, deeply nested groups. This reader expands rules as llama.cpp does and refuses
-those. Its result shows which characters the grammar can tell apart.
+llama.cpp is not asked: it prints its reasons to stderr only, and some grammars that it accepts hang or kill the
+process: ``x{5,3}``, left recursion through a rule that can be empty by way of another rule, rules that derive
+nothing, deeply nested groups. This reader expands rules as llama.cpp does and refuses those.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds rules of a grammar that llama.cpp would expand without end, or in too many ways."""
+"""Finds rules of a grammar that would be expanded without end, and rules that derive no text."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from specgen.decoding.grammar.gbnf_rules import Reference, Rule, Sequence
-
-#: llama.cpp's check for left recursion calls itself this deep.
-_MAX_DEPTH = 1000
-#: The ways to get from a rule to its first character. llama.cpp follows them all, and compares
-#: each stack of rules that it finds with all the others.
-_MAX_WAYS = 20_000
 
 
 def check_left_recursion(rules: list[Rule], fail: Callable[[int, str], NoReturn]) -> None:
@@ -21,36 +15,28 @@ def check_left_recursion(rules: list[Rule], fail: Callable[[int, str], NoReturn]
     """
     # llama.cpp's check knows a rule to be possibly empty only if it has an empty alternative.
     direct = _leftmost(rules, [[] in rule for rule in rules])
-    depth = [1] * len(rules)
-    for component in _components([[to for to, _ in edges] for edges in direct]):
-        rule = component[0]
-        following = {to for to, _ in direct[rule]}
-        if len(component) > 1 or rule in following:
-            fail(rule, "begins with itself (left recursion); llama.cpp cannot follow it")
-        depth[rule] += max((depth[to] for to in following), default=0)
-        if depth[rule] > _MAX_DEPTH:
-            fail(rule, f"begins with a chain of more than {_MAX_DEPTH} rules")
-
+    for rule, _, _ in _in_circles(direct):
+        fail(rule, "begins with itself (left recursion); llama.cpp cannot follow it")
     # In truth, one may be empty through others. Then llama.cpp expands the rule without end if
     # something is left to do after each round; otherwise it notices that it was there before.
     empty, begins = _possibly_empty(rules), [False] * len(rules)
-    edges = _leftmost(rules, empty)
-    n_ways = [1] * len(rules)
-    for component in _components([[to for to, _ in edges[rule]] for rule in range(len(rules))]):
-        members = set(component)
-        total = len(members)
-        for rule in component:
-            if any(to in members and more for to, more in edges[rule]):
-                fail(rule, "begins with itself (left recursion), by way of an empty rule")
-            total += sum(n_ways[to] for to, _ in edges[rule] if to not in members)
-        if total > _MAX_WAYS:
-            fail(component[0], "begins with other rules in too many ways")
-        for rule in component:
-            n_ways[rule] = total
+    for rule, _, more in _in_circles(_leftmost(rules, empty)):
+        if more:
+            fail(rule, "begins with itself (left recursion), by way of an empty rule")
     _spread(rules, begins, lambda sequence: _begins(sequence, empty, begins))
     for rule in range(len(rules)):
         if not (begins[rule] or empty[rule]):
             fail(rule, "derives no text at all")
+
+
+def _in_circles(edges: list[list[tuple[int, bool]]]) -> Iterator[tuple[int, int, bool]]:
+    """Yield the edges, and whether more follows there, by which a rule leads back to itself."""
+    for component in _components([[to for to, _ in each] for each in edges]):
+        members = set(component)
+        for rule in component:
+            for to, more in edges[rule]:
+                if to in members:
+                    yield rule, to, more
 
 
 def _leftmost(rules: list[Rule], empty: list[bool]) -> list[list[tuple[int, bool]]]:

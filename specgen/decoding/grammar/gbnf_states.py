@@ -233,6 +233,3 @@ class GbnfStates:
                 more = np.full_like(self._table, _UNKNOWN)
                 self._table = np.concatenate((self._table, more))
         return number
-
-
-__all__ = ["DEAD", "CharacterClasses", "GbnfStates", "Stacks", "TooManyWaysError"]

@@ -262,6 +262,3 @@ def _children(part: dict[str, Any]) -> list[Any]:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-__all__ = ["lenient_schema_grammar", "schema_grammar"]

@@ -238,6 +238,3 @@ class _Tokens:
         if all(vocabulary.token_bytes(token) for token in tokens):
             return tokens
         return vocabulary.tokenize_inside(text, parse_special=False)
-
-
-__all__ = ["JSON_FORM", "LlguidanceGrammar", "objections_to", "problem_of"]

@@ -19,6 +19,7 @@ import hashlib
 import os
 import shutil
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,8 +118,10 @@ class Copies:
             if copy is not None and not copy.is_file():
                 copy = None
             if copy is not None:
-                with contextlib.suppress(OSError):  # note that it is used now
-                    os.utime(copy)
+                with contextlib.suppress(
+                    OSError
+                ):  # note that it is used now, and is still the same file
+                    os.utime(copy, ns=(time.time_ns(), copy.stat().st_mtime_ns))
             self._found[model] = copy
         return self._found[model]
 
@@ -286,7 +289,7 @@ def _make_room(folder: Path, most_bytes: int, now_s: float) -> None:
     """Delete unfinished copies that were left long ago, and the copies that were not used for longest,
     down to `most_bytes`. `now_s` is the present time by the folder's clock."""
     kept = 0
-    for copy, about in sorted(_files(folder), key=lambda file: -file[1].st_mtime):
+    for copy, about in sorted(_files(folder), key=lambda file: -file[1].st_atime):
         is_left = copy.suffix == NEW
         kept += 0 if is_left else about.st_size
         if now_s - about.st_mtime > _STALE_S if is_left else kept > most_bytes:

@@ -58,13 +58,13 @@ def note_about(status: KernelStatus, wanted: KernelChoice, cache: Path) -> str |
     if wanted != "auto" or status.reason is None:
         return None
     if status.path is None:
-        if status.hint is None or not _is_first_time(cache / f"kernels-missing-{__version__}"):
+        if status.hint is None or not is_first_time(cache / f"kernels-missing-{__version__}"):
             return None
         return f"not using specgen's kernels: {status.reason} (this note is shown once)"
     return f"not using specgen's kernels: {status.reason}"
 
 
-def _is_first_time(marker: Path) -> bool:
+def is_first_time(marker: Path) -> bool:
     """Return whether `marker` was not there, and make it."""
     try:
         marker.parent.mkdir(parents=True, exist_ok=True)
@@ -166,17 +166,7 @@ def _refused(path: Path, result: TestResult) -> KernelStatus:
 
 
 def try_models(trials: ModelTrials) -> None:
+    """Try the kernels on each model from now on, before it is loaded."""
     from specgen.llama import kernels
 
     kernels.ask_before_loading(trials.support_for)
-
-
-__all__ = [
-    "VARIABLE",
-    "KernelStatus",
-    "choose_kernels",
-    "examine_kernels",
-    "library_path",
-    "note_about",
-    "wanted_in",
-]

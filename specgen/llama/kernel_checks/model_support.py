@@ -229,6 +229,3 @@ def _parse(value: Any) -> KernelSupport | None:
     if not isinstance(problem, str) or not all(isinstance(switch, bool) for switch in switches):
         return None
     return KernelSupport(**value)
-
-
-__all__ = ["FILE_NAME", "HINT", "TRIAL_COMMAND", "ModelTrials"]

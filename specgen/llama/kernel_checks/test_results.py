@@ -5,7 +5,6 @@ The test needs a child process, since kernels that are wrong for a CPU may end t
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from specgen import __version__
 from specgen.system.atomic_files import KeptResults
 from specgen.system.child_process import ChildDiedError, ChildError, ask_child_again
+from specgen.system.machine import cpuinfo
 
 TestOutcome: TypeAlias = Literal["passed", "refused", "failed"]
 
@@ -30,7 +30,6 @@ INSTRUCTIONS_VARIABLE = "SPECGEN_KERNELS_INSTRUCTIONS"
 FILE_NAME = "kernels.json"
 #: The most results in the file; the latest ones are kept.
 _N_KEPT = 8
-_CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +62,10 @@ def result_of(
     return result
 
 
-def run_test(
-    library: Path, *, child: Sequence[str] = CHILD_COMMAND, timeout_s: float = TIMEOUT_S
-) -> TestResult:
+def run_test(library: Path, *, child: Sequence[str] = CHILD_COMMAND) -> TestResult:
     """Test a library in a child process. Return a result however the process ends."""
     try:
-        answer = _parse(ask_child_again([*child, os.fspath(library)], timeout_s))
+        answer = _parse(ask_child_again([*child, os.fspath(library)], TIMEOUT_S))
     except ChildDiedError as error:
         name = error.signal_name
         message = f"they died of {name}" if name else str(error)
@@ -84,10 +81,12 @@ def circumstances(library: Path) -> dict[str, str]:
     from specgen.llama import build
     from specgen.llama.kernels import ggml_version
 
+    built = build()
     return {
         "specgen": __version__,
         "library": hashlib.sha256(library.read_bytes()).hexdigest(),
-        "llama-cpp-python": build().version,
+        "llama-cpp-python": built.version,
+        "features": built.system_info,
         "ggml": ggml_version(),
         "cpu": cpu_name(),
         "instructions": os.environ.get(INSTRUCTIONS_VARIABLE, ""),
@@ -95,13 +94,12 @@ def circumstances(library: Path) -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return the name, the microcode and the features of the CPU as Linux reports them."""
-    lines: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            lines.setdefault(name.strip(), value.strip())
-    return "\n".join(lines.get(name, "") for name in ("model name", "microcode", "flags"))
+    """Return the name, the microcode and the features of the CPU as Linux reports them (on ARM, numbers in
+    place of a name)."""
+    about = cpuinfo()
+    own = ("model name", "microcode", "flags")
+    arm = ("CPU implementer", "CPU part", "CPU variant", "CPU revision", "Features")
+    return "\n".join(about.get(name, "") for name in (*own, *arm))
 
 
 def key_of(about: Mapping[str, str]) -> str:
@@ -118,13 +116,3 @@ def _parse(value: Any) -> TestResult | None:
     if not all(isinstance(text, str) for text in texts):
         return None
     return TestResult(value["outcome"], *texts)
-
-
-__all__ = [
-    "CHILD_COMMAND",
-    "TestResult",
-    "circumstances",
-    "key_of",
-    "result_of",
-    "run_test",
-]

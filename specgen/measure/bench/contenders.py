@@ -135,6 +135,11 @@ class SessionContender:
     def name(self) -> str:
         return self._name
 
+    @property
+    def kernels(self) -> str:
+        """Whose code computes the target, and where."""
+        return self._loaded.target.kernels
+
     def expected_s(self, prompts: Sequence[str], n_tokens: int) -> float:
         """Return about how many seconds plain decoding of so many tokens takes for each prompt, by measured costs.
         Raise `MemoryLimitError`, and `KeyboardInterrupt` if interrupted."""

@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What will be measured for a target: each contender gives `n_answers` answers of `n_tokens` tokens at most. It
-    takes about `seconds` if all answers are as long, and no contender is faster than plain decoding."""
+    """What will be measured for a target that `kernels` compute: each contender gives `n_answers` answers of
+    `n_tokens` tokens at most. It takes about `seconds` if all answers are as long, and no contender is faster than
+    plain decoding."""
 
     target: str
+    kernels: str
     n_answers: int
     contenders: tuple[str, ...]
     n_tokens: int
@@ -59,6 +61,8 @@ class Job:
         self._runs: Runs = Runs()
         #: The names of other programs.
         self._others: list[str] = []
+        #: Whose code computes each target.
+        self._kernels: dict[str, str] = {}
         #: The error that ended the measurements after some results.
         self.error: SpecgenError | None = None
 
@@ -90,13 +94,16 @@ class Job:
         """Say what will be measured and how long it takes, if plain decoding of full answers were the pace."""
         plain = opened[0].plain
         assert isinstance(plain, SessionContender), "as `lineups` makes it"
+        self._kernels[field.name] = plain.kernels
         n_answers = len(self._prompts) * self._n_rounds
         names = [each.name for lineup in opened for each in (lineup.plain, *lineup.others)]
         n_tokens = self._plan.answer.max_tokens
         texts = [each.text for each in self._prompts]
         seconds = self._n_rounds * len(names) * plain.expected_s(texts, n_tokens)
         self._announce(
-            Announcement(field.name, n_answers, tuple(dict.fromkeys(names)), n_tokens, seconds)
+            Announcement(
+                field.name, plain.kernels, n_answers, tuple(dict.fromkeys(names)), n_tokens, seconds
+            )
         )
 
     @property
@@ -115,7 +122,7 @@ class Job:
 
     def report(self, fields: Sequence[Field]) -> BenchReport:
         return BenchReport(
-            about=about(self._plan, fields, self._command),
+            about=about(self._plan, fields, self._command, self._kernels),
             contenders=[
                 entry
                 for field in fields

@@ -70,11 +70,12 @@ def to_json_object(report: BenchReport) -> dict[str, Any]:
     }
 
 
-def about(plan: Plan, fields: Sequence[Field], command: str) -> dict[str, Any]:
+def about(
+    plan: Plan, fields: Sequence[Field], command: str, kernels: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the machine, the versions, the files and all settings as JSON values; `command` is the command
-    line of the benchmark."""
+    line of the benchmark, `kernels` tells what computes each target."""
     from specgen.llama import build
-    from specgen.llama.kernels import computing
     from specgen.system.machine import look_at_machine
 
     made = build()
@@ -105,7 +106,7 @@ def about(plan: Plan, fields: Sequence[Field], command: str) -> dict[str, Any]:
             "features": {part: list(names) for part, names in made.features.items()},
             "devices": [device.description or device.name for device in made.devices],
         },
-        "kernels": computing(),
+        "kernels": dict(kernels),
         "files": {
             str(file): file.stat().st_size
             for file in dict.fromkeys(files)

@@ -76,6 +76,3 @@ def _root(rising: Callable[[float], float]) -> float:
     while low < (middle := (low + high) / 2.0) < high:
         low, high = (middle, high) if rising(middle) < 0.0 else (low, middle)
     return high
-
-
-__all__ = ["critical_value", "log_gamma", "noncentrality", "tail", "x_log_y"]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from specgen.decoding.backend import Backend, Batch, HiddenBackend, Rollback, Vocabulary
+from specgen.decoding.backend import Backend, Batch, HiddenBackend
 from specgen.decoding.policy.cost_table import CostTable
 from specgen.errors import BackendError, RollbackError
 from specgen.system.arrays import Hidden, Logits
@@ -35,9 +35,8 @@ class MemoBackend:
     row is wanted that is not remembered: then sequences are cut back, cells are shared, and missing
     tokens are decoded. Nothing else may use the inner backend; `close` closes it.
 
-    `n_bytes_max` limits the remembered rows. Beyond it the least recently used rows are dropped, and
-    counted in `n_evicted`. If the text of a dropped row comes again, its row is computed again, perhaps
-    with other last bits.
+    `n_bytes_max` limits the remembered rows: beyond it the least recently used rows are dropped. If the
+    text of a dropped row comes again, its row is computed again, perhaps with other last bits.
 
     With `costs`, a decode that is answered from memory adds to `decode_s` the time that it would have
     taken by this table (`saved_s`). Policies that decide by the costs of decodes then decide as without
@@ -54,6 +53,14 @@ class MemoBackend:
         all_rows: bool = False,
     ) -> None:
         self._inner = inner
+        self.vocabulary = inner.vocabulary
+        self.n_vocab = inner.n_vocab
+        self.n_ctx = inner.n_ctx
+        self.n_batch = inner.n_batch
+        self.n_outputs = inner.n_outputs
+        self.n_sequences = inner.n_sequences
+        self.rollback = inner.rollback
+        self.can_branch = inner.can_branch
         #: The inner backend if hidden states are remembered: they follow the logits in a row.
         self._hidden_inner: HiddenBackend | None = None
         if hidden or all_rows:
@@ -81,46 +88,10 @@ class MemoBackend:
         self._recalled = np.empty((0, inner.n_vocab), np.float32)
         #: Decodes of the inner backend, including those that only decode missing tokens.
         self.n_decodes = 0
-        #: Decodes that were answered from memory.
-        self.n_hits = 0
-        #: Rows that were dropped for lack of memory.
-        self.n_evicted = 0
 
     @property
     def n_rows_remembered(self) -> int:
         return len(self._rows)
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        return self._inner.vocabulary
-
-    @property
-    def n_vocab(self) -> int:
-        return self._inner.n_vocab
-
-    @property
-    def n_ctx(self) -> int:
-        return self._inner.n_ctx
-
-    @property
-    def n_batch(self) -> int:
-        return self._inner.n_batch
-
-    @property
-    def n_outputs(self) -> int:
-        return self._inner.n_outputs
-
-    @property
-    def n_sequences(self) -> int:
-        return self._inner.n_sequences
-
-    @property
-    def rollback(self) -> Rollback:
-        return self._inner.rollback
-
-    @property
-    def can_branch(self) -> bool:
-        return self._inner.can_branch
 
     @property
     def decode_s(self) -> float:
@@ -157,7 +128,6 @@ class MemoBackend:
         nodes, ends = self._read(batch)
         wanted = [node for node, wants in zip(nodes, batch.wants_logits, strict=True) if wants]
         if all(node in self._rows for node in wanted):
-            self.n_hits += bool(wanted)
             logits = self._recall(wanted)
             if self._costs:
                 self.saved_s += self._costs.seconds(len(batch))
@@ -255,7 +225,6 @@ class MemoBackend:
             row_bytes = logits.shape[1] * logits.itemsize
             while self._rows and len(self._rows) * row_bytes > self._n_bytes_max:
                 self._rows.popitem(last=False)
-                self.n_evicted += 1
 
     # --- the inner backend ------------------------------------------------------------------
 

@@ -43,6 +43,8 @@ class ProofReport:
     is_interrupted: bool = False
     #: Why rows of the target depend on their batch although specgen's kernels compute; empty if they do not.
     unequal_rows: str = ""
+    #: Whose code computes the target, and where.
+    kernels: str = ""
 
     @property
     def differences(self) -> list[GreedyResult]:
@@ -88,7 +90,8 @@ def to_json_object(report: ProofReport) -> dict[str, Any]:
     - `target`, `draft`: file names, or "ngram". `verifier`, `draft_max`, `sampler`: the
       settings, as `SamplerOptions` names them. `check`: "both", "greedy" or "sampled".
       `seeded_bug`: the name of the bug that was built in, or null. `is_interrupted`. `unequal_rows`:
-      why rows of the target depend on their batch although specgen's kernels compute, or "".
+      why rows of the target depend on their batch although specgen's kernels compute, or "". `kernels`: whose code computes
+      the target, and where.
     - `skipped`: `prompt` and `reason` of the prompts that were not used. Prompts are counted from
       1, in the order of their file.
     - `greedy`: for each way to draft and prompt the fields of `GreedyResult` (`prompt`, `way`,

@@ -351,14 +351,11 @@ def _noncentrality(level: float, power: float, n_cells: int) -> float:
     return chi_square.noncentrality(chi_square.critical_value(level, degrees), degrees, power)
 
 
-def split_level(level: float, n_tests: int, *, independent: bool = False) -> float:
-    """Return the level for each of several tests, such that the probability of any false alarm is `level`.
-    It is level / n_tests (Bonferroni), which is valid for all tests, or, for tests of `independent`
-    draws, the very slightly larger 1 - (1 - level)^(1/n_tests) (Šidák)."""
+def split_level(level: float, n_tests: int) -> float:
+    """Return the level for each of several tests, such that the probability of any false alarm is at most
+    `level`: level / n_tests (Bonferroni), whether the tests depend on each other or not."""
     if not 0.0 < level < 1.0 or n_tests < 1:
         raise ValueError(f"a level of {level} cannot be split over {n_tests} tests")
-    if independent:
-        return -math.expm1(math.log1p(-level) / n_tests)
     return level / n_tests
 
 

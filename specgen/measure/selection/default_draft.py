@@ -33,17 +33,17 @@ def choose_drafts(
     registry: Registry,
     locate: Callable[[CatalogueModel], Path | None],
     *,
-    has_mtp: bool = False,
+    mtp: DraftSource | None = None,
 ) -> tuple[DraftChoice, ...]:
     """Return the possible drafts for a target without a named draft, the best first.
 
-    The draft that was `saved` for it comes first, then its MTP layers if it has some, then the first partner in the registry that `locate`
-    finds on this disk, then the general draft if it is there and much smaller than the target, then
+    The draft that was `saved` for it comes first, then its MTP layers (`mtp`: in its file, or in one beside it), then
+    the first partner in the registry that `locate` finds on this disk, then the general draft if it is there and much smaller than the target, then
     n-grams. The caller uses the first that loads and is expected to be faster. N-grams and no draft always
     load, so the choices end with the first of these.
     """
     choices: list[DraftChoice] = []
-    for choice in _candidates(target, saved, registry, locate, has_mtp=has_mtp):
+    for choice in _candidates(target, saved, registry, locate, mtp):
         if choice.draft not in [earlier.draft for earlier in choices]:
             choices.append(choice)
         if choice.draft in ("ngram", "none"):
@@ -56,8 +56,7 @@ def _candidates(
     saved: SavedDraft | None,
     registry: Registry,
     locate: Callable[[CatalogueModel], Path | None],
-    *,
-    has_mtp: bool,
+    mtp: DraftSource | None,
 ) -> Iterator[DraftChoice]:
     gone, alone = "", ", as no partner is known"
     if saved is not None:
@@ -66,9 +65,12 @@ def _candidates(
             yield _saved(target, saved)
         else:
             gone = f"{saved.draft}, saved as the draft for {target.name}, no longer exists; "
-    if has_mtp:
+    if mtp is not None:
         alone = ""
-        yield DraftChoice("mtp", f"{gone}drafting with the target's own {name_of('mtp')}")
+        whose = "the target's own MTP layers"
+        if isinstance(mtp, Path):
+            whose = f"{mtp.name}, the target's MTP layers beside it"
+        yield DraftChoice(mtp, f"{gone}drafting with {whose}")
     model = registry.recognise(target)
     for pair in registry.pairs_for(model) if model is not None else ():
         draft: DraftSource | None = "ngram"

@@ -23,14 +23,14 @@ Fetch = Callable[[str], Path]
 @dataclass(frozen=True, slots=True)
 class Disk:
     """Finds what is on this disk, without downloads: `locate` returns the file of a model, `identify` the
-    identity of a file, `saved` the draft that was saved for a target, and `made_heads` the decoder heads
-    that were made for it; `has_mtp` says whether it has MTP layers that can draft."""
+    identity of a file, `saved` the draft that was saved for a target, `made_heads` the decoder heads that were
+    made for it, and `mtp` its MTP layers: "mtp" if it has some that can draft, or the file beside it."""
 
     locate: Callable[[CatalogueModel], Path | None]
     identify: Callable[[Path], FileIdentity | None]
     saved: Callable[[FileIdentity], SavedDraft | None]
     made_heads: Callable[[FileIdentity], Path | None] = lambda _target: None
-    has_mtp: Callable[[Path], bool] = lambda _target: False
+    mtp: Callable[[Path], DraftSource | None] = lambda _target: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,11 @@ def resolve(
         saved = disk.saved(identity)
         if chosen is not None and saved is None and chosen.draft != "ngram":
             find_model(chosen.draft, registry, fetch)
-        drafts = choose_drafts(
-            identity, saved, registry, disk.locate, has_mtp=disk.has_mtp(target_path)
-        )
+        drafts = choose_drafts(identity, saved, registry, disk.locate, mtp=disk.mtp(target_path))
         return Sources(target_path, drafts)
-    words: dict[str, DraftSource] = {"ngram": "ngram", "none": "none", "mtp": "mtp"}
+    if draft == "mtp":  # without any, opening the draft says why
+        return Sources(target_path, (DraftChoice(disk.mtp(target_path) or "mtp"),))
+    words: dict[str, DraftSource] = {"ngram": "ngram", "none": "none"}
     if draft in words:
         return Sources(target_path, (DraftChoice(words[draft]),))
     if draft == "heads":

@@ -11,11 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specgen import __version__
 from specgen.measure.selection.default_draft import DraftChoice
 from specgen.measure.selection.model_choice import ModelChoice
 from specgen.measure.selection.pick import Taken, take_first
 from specgen.measure.selection.resolve import Disk, Sources, find_model, resolve
 from specgen.options import (
+    ContextOptions,
     Contexts,
     DraftOptions,
     GenerationOptions,
@@ -40,13 +42,13 @@ Check = Callable[["Models"], object]
 
 def find_models(choice: ModelChoice, *, quiet: bool) -> Sources:
     """Return the files of the run. Missing ones are fetched, with progress on standard error."""
-    from specgen.llama.mtp_layers import why_no_mtp
+    from specgen.llama.mtp_layers import mtp_of
     from specgen.models import cache_folder, identify, load_registry, locate, saved_draft
     from specgen.training.draft_files import heads_file
 
     registry = load_registry()
     made_heads = partial(heads_file, cache_folder())
-    disk = Disk(locate, identify, saved_draft, made_heads, lambda target: not why_no_mtp(target))
+    disk = Disk(locate, identify, saved_draft, made_heads, mtp_of)
     get = _fetch(registry, quiet=quiet)
     sources = resolve(choice.target, choice.draft, choice.pair, registry, get, disk)
     helpers: list[DraftSource] = [
@@ -180,7 +182,11 @@ class SessionOpener:
         with contextlib.ExitStack() as on_error:
             with self._loading(options.target.name) as tell:
                 own = replace(options, draft="none") if is_chosen else options
-                loaded = on_error.enter_context(Models(own, self._clock, self._memory, tell))
+                # Lines of the log of two models at once would be mixed.
+                ahead = "none" if self._details else options.draft
+                loaded = on_error.enter_context(
+                    Models(own, self._clock, self._memory, tell, draft_ahead=ahead)
+                )
                 self._check(loaded)
                 if is_chosen:
                     taken = take_first(loaded, self._drafts)
@@ -196,6 +202,7 @@ class SessionOpener:
             for note in (*(taken.measured if self._details else ()), taken.note):
                 self._note(note)
         self._note_kernels(loaded)
+        self._note_disk(loaded)
         if options.target not in self._noted:
             self._noted.add(options.target)
             drafts = self._drafts_later or options.draft != "none"
@@ -220,6 +227,22 @@ class SessionOpener:
                 f"trial ({model.kernel_problem}); please report this (`specgen doctor -m` tries again)"
             )
 
+    def _note_disk(self, loaded: Models) -> None:
+        """Say once that the disk has too little room to keep packed weights, which the cache folder remembers."""
+        from specgen.llama.kernel_checks import is_first_time
+        from specgen.models import cache_folder
+
+        for model in (loaded.target, loaded.drafts.model):
+            if model is None or not model.lacks_disk_room:
+                continue
+            if is_first_time(cache_folder() / f"no-room-for-packed-weights-{__version__}"):
+                self._note(
+                    f"{model.name}: its packed weights are not kept, so every start packs them anew: the disk has "
+                    "too little room (a tenth of it stays free; `specgen doctor` shows the room; this note is "
+                    "shown once)"
+                )
+            return
+
 
 #: What only a drafter reads, by the name of its option.
 _OF_DRAFTERS = {
@@ -236,19 +259,27 @@ _OF_DRAFTERS = {
 
 
 def without_effect(options: SessionOptions, *, drafts: bool, has_gpu: bool) -> Iterator[str]:
-    """Yield a line about each option that changes nothing, or makes everything slower; `drafts` says whether anything will draft."""
+    """Yield a line about each option that changes nothing, or makes everything slower; `drafts` says whether
+    anything will draft."""
     if not drafts:
         plain = DraftOptions()
         for field, name in _OF_DRAFTERS.items():
             if getattr(options.drafting, field) != getattr(plain, field):
                 yield f"{name} has no effect: with `--draft none` nothing drafts"
-    for context, name in ((options.target_context, "-ngl"), (options.draft_context, "-ngld")):
-        if context.n_gpu_layers > 0 and not has_gpu:
-            layers = context.n_gpu_layers
-            yield f"{name} {layers} has no effect: this build of llama.cpp finds no GPU (`specgen doctor`)"
+    yield from layers_without_gpu(options.target_context, options.draft_context, has_gpu=has_gpu)
     n_threads, n_cores = options.target_context.n_threads or 0, os.cpu_count()
     if n_cores is not None and n_threads > n_cores:
         yield f"-t {n_threads} is slower than -t {n_cores}: this machine runs {n_cores} threads at once"
+
+
+def layers_without_gpu(
+    target: ContextOptions, draft: ContextOptions, *, has_gpu: bool
+) -> Iterator[str]:
+    """Yield a line about each number of layers for a GPU that changes nothing, since there is none."""
+    for context, name in ((target, "-ngl"), (draft, "-ngld")):
+        if context.n_gpu_layers > 0 and not has_gpu:
+            layers = context.n_gpu_layers
+            yield f"{name} {layers} has no effect: this build of llama.cpp finds no GPU (`specgen doctor`)"
 
 
 def open_memory() -> Memory:

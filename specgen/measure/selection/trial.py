@@ -24,8 +24,7 @@ import numpy as np
 from specgen.decoding.backend import Batch
 from specgen.decoding.draft import NO_DRAFT, ROOT, Draft
 from specgen.decoding.drafters import draft_alone
-from specgen.decoding.hidden_trail import HiddenTrail
-from specgen.decoding.last_hidden import LastHidden
+from specgen.decoding.hidden_trail import HiddenTrail, LastHidden
 from specgen.decoding.loop import Loop
 from specgen.decoding.policy import Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.decoding.sequence import Sequence

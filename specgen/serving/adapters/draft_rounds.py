@@ -197,6 +197,3 @@ def _measure(options: SessionOptions, memory: Memory, clock: Callable[[], float]
     """Time the models as every engine does when it opens, and keep the result in `memory`."""
     with Models(options, clock, memory) as loaded, Engine(loaded, n_ctx=_N_CTX_TIMED):
         memory.save()
-
-
-__all__ = ["DraftRounds"]

@@ -166,6 +166,3 @@ class SpecgenDraft(LlamaDraftModel):
                 hint=f"open Llama with logits_all=True, which takes {human_bytes(4 * n_ctx * n_vocab)}, "
                 "or with a smaller n_ctx",
             )
-
-
-__all__ = ["SpecgenDraft"]

@@ -295,13 +295,3 @@ def _message(message: llm.Message) -> specgen.Message:
             kind = type(part).__name__
             raise specgen.PromptError(f"a {kind} in a message is not supported: it is no text")
     return specgen.Message(roles[message.role], "".join(texts))
-
-
-__all__ = [
-    "AnswerError",
-    "AnswerOptions",
-    "Specgen",
-    "SpecgenFile",
-    "TargetOptions",
-    "register_models",
-]

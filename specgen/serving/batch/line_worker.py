@@ -191,6 +191,3 @@ class LineWorker:
         )
         self._n_ctx = n_ctx
         return self._engine
-
-
-__all__ = ["N_AT_ONCE", "Answered", "LineWorker", "WorkerJob"]

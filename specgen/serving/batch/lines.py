@@ -169,6 +169,3 @@ def _asked(body: Mapping[str, Any]) -> tuple[Kind, dict[str, Any]]:
     if not isinstance(body.get("body"), dict):
         raise BodyError("body", "it is not an object")
     return _URLS[url], body["body"]
-
-
-__all__ = ["Line", "LineError", "read_lines", "unexpected"]

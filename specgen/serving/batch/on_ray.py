@@ -418,6 +418,3 @@ def _resources(cpus: float, gpus: float) -> str:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__
-
-
-__all__ = ["Actor", "Cluster", "Node", "Placement", "RayBatch", "n_bytes_of", "place"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,16 +14,20 @@ from numpy.typing import NDArray
 
 from specgen.engine.engine import Engine
 from specgen.engine.loaded_models import Models
+from specgen.engine.prefix_cache import n_common
 from specgen.engine.prompts import Prompt, template_of
 from specgen.engine.request import Request as EngineRequest
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, Piece
 from specgen.options import GenerationOptions
 from specgen.serving.batch.lines import Line, LineError, unexpected
-from specgen.serving.batch.order import order_by_prefix
 from specgen.serving.batch.results import Results, result_of
 from specgen.serving.openai_format.request import Request, check_tokens, with_call_form
 from specgen.serving.openai_format.response import completion_body
+
+#: Prompts are neighbours if they share this many tokens more than all prompts do: decoding these tokens only
+#: once is worth more than the order of the lines.
+_N_SHARED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,4 +263,23 @@ def _line_error(error: SpecgenError) -> LineError:
     )
 
 
-__all__ = ["Batch", "Prompting", "Tally", "Task"]
+def order_by_prefix(prompts: Sequence[NDArray[np.int32]]) -> list[int]:
+    """Return the numbers of the prompts, int32[n_tokens] each, in the order to answer them in.
+
+    Prompts with a long common beginning stand together, where the first of them stood; otherwise the given
+    order stays.
+    """
+    tokens = [prompt.tolist() for prompt in prompts]
+    by_tokens = sorted(range(len(prompts)), key=tokens.__getitem__)
+    if len(by_tokens) < 2:
+        return by_tokens
+    common = [n_common(tokens[one], tokens[other]) for one, other in itertools.pairwise(by_tokens)]
+    # In sorted order, the first and the last share exactly what all share.
+    least = min(common) + _N_SHARED
+    groups = [[by_tokens[0]]]
+    for number, n in zip(by_tokens[1:], common, strict=True):
+        if n >= least:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return [number for group in sorted(groups, key=min) for number in group]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specgen.serving.openai_format.body import BodyError, messages_of, shown
-from specgen.serving.openai_format.chat_turns import ChatTurns
+from specgen.serving.openai_format.translation import ChatTurns
 
 #: The start of a part that Claude Code puts first. It differs from request to request, so that no prefix of
 #: the prompt would be in the cache.
@@ -106,6 +106,3 @@ def _result(where: str, block: Mapping[str, Any]) -> str:
     parts = [] if content is None else _blocks(f"{where}.content", content)
     text = "\n\n".join(_text(at, part) for at, part in parts)
     return f"Error: {text}" if block.get("is_error") is True else text
-
-
-__all__ = ["ConversationBuilder"]

@@ -154,6 +154,3 @@ def _output(body: Mapping[str, Any]) -> dict[str, Any]:
             raise BodyError("output_config.format", what)
         found["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
     return found
-
-
-__all__ = ["translated_messages_request"]

@@ -141,6 +141,3 @@ def _figures(body: Mapping[str, Any]) -> dict[str, Any]:
         "usage": _usage(usage["prompt_tokens"], n_cached, usage["completion_tokens"]),
         **own_figures(body),
     }
-
-
-__all__ = ["PING", "MessageWriter", "error_body"]

@@ -58,6 +58,3 @@ def message_of(parser: AnswerParser, text: str, *, is_cut: bool = False) -> dict
     if calls:
         message |= {"content": content or None, "tool_calls": calls}
     return message
-
-
-__all__ = ["AnswerParser", "message_of"]

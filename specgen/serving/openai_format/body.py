@@ -62,6 +62,3 @@ def messages_of(value: Any) -> list[Any]:
     if not value:
         raise BodyError("messages", "the list is empty: give at least one message")
     return value
-
-
-__all__ = ["BodyError", "boolean_of", "messages_of", "sendable", "shown", "text_of", "utf8"]

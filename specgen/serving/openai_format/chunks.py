@@ -101,6 +101,3 @@ class ChunkWriter:
             choice["delta"] = delta
         choice |= {"logprobs": None, "finish_reason": finish_reason}
         return {**self._head, "choices": [choice]}
-
-
-__all__ = ["ChunkWriter"]

@@ -102,6 +102,3 @@ def embedding_response(
     if warnings:
         rest["warnings"] = list(warnings)
     return f'{{"object": "list", "data": [{data}], {json.dumps(rest)[1:]}'.encode()
-
-
-__all__ = ["EmbeddingRequest", "embedding_response", "read_embedding_request"]

@@ -98,6 +98,3 @@ def _sums_of_reasons(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str
         n_before = summed[each["reason"]]["n_rounds"] if each["reason"] in summed else 0
         summed[each["reason"]] = {**each, "n_rounds": n_before + each["n_rounds"]}
     return sorted(summed.values(), key=lambda each: -each["n_rounds"])
-
-
-__all__ = ["merged_bodies", "merged_figures"]

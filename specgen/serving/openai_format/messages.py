@@ -111,6 +111,3 @@ def _arguments(text: str) -> Mapping[str, Any] | str:
     except (ValueError, RecursionError):  # an escape can make half a surrogate pair, too
         return text
     return value if isinstance(value, dict) else text
-
-
-__all__ = ["read_messages"]

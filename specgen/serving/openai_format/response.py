@@ -153,15 +153,3 @@ def text_logprobs(pieces: Sequence[Piece], start: int = 0) -> dict[str, Any]:
         "top_logprobs": [{top.text: top.logprob for top in piece.top_logprobs} for piece in known],
         "text_offset": offsets,
     }
-
-
-__all__ = [
-    "chat_logprobs",
-    "completion_body",
-    "finish_reason",
-    "is_cut",
-    "speculative_figures",
-    "text_logprobs",
-    "timings",
-    "usage",
-]

@@ -219,5 +219,3 @@ def _refuse(constant: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
-
-__all__ = ["Delta", "ToolCallParser"]

@@ -51,6 +51,3 @@ def form_of(template: str) -> CallForm | None:
     if "ipython" in template and '"parameters": ' in template:
         return LLAMA
     return None
-
-
-__all__ = ["GRANITE", "HERMES", "LLAMA", "MISTRAL", "CallForm", "form_of"]

@@ -69,6 +69,3 @@ def _parameters(function: Function) -> tuple[Grammar, tuple[str, ...]]:
         return lenient_schema_grammar(json.dumps(function.parameters))
     except UsageError as error:
         raise BodyError(f"{function.field}.parameters", error.message) from None
-
-
-__all__ = ["calls_grammar"]

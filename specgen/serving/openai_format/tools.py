@@ -135,6 +135,3 @@ def _function(where: str, value: Any) -> Function:
         {**_NO_PARAMETERS, **(parameters or {})},
         where,
     )
-
-
-__all__ = ["Function", "Tools", "read_tools"]

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from specgen.serving.openai_format.body import BodyError, shown
-from specgen.serving.openai_format.chat_turns import ChatTurns
+from specgen.serving.openai_format.translation import ChatTurns
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 #: Parts of a content that are text, and the field that has it.
@@ -141,6 +141,3 @@ def thought_in(hidden: Any) -> str:
         return base64.b64decode(hidden.encode(), validate=True).decode()
     except (binascii.Error, UnicodeError):
         return ""
-
-
-__all__ = ["ConversationBuilder", "hidden_thought", "thought_in"]

@@ -161,6 +161,3 @@ def _has_encrypted(include: Any, warnings: list[str]) -> bool:
         if what != _ENCRYPTED
     ]
     return _ENCRYPTED in include
-
-
-__all__ = ["translated_response_request"]

@@ -78,6 +78,3 @@ def _is_callable(tool: Any) -> bool:
 
 def _named(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.get("name")}}
-
-
-__all__ = ["TranslatedTools", "translated_choice", "translated_tools"]

@@ -236,6 +236,3 @@ def _free_text(arguments: str) -> str:
     """Return the input of a custom tool; if the model wrote other arguments, these."""
     value = json.loads(arguments).get("input")
     return value if isinstance(value, str) else arguments
-
-
-__all__ = ["ResponseWriter"]

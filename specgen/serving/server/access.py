@@ -93,6 +93,3 @@ def _host_name(host: str) -> str | None:
         return urlsplit(f"//{host}").hostname
     except ValueError:
         return None
-
-
-__all__ = ["AccessCheck"]

@@ -47,6 +47,3 @@ def url_of(bound: socket.socket) -> str:
     """Return the URL of a socket's address."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-__all__ = ["bound_socket", "is_loopback", "url_of"]

@@ -522,6 +522,3 @@ def _piece(data: bytes) -> str | list[int]:
         return data.decode()
     except UnicodeDecodeError:
         return list(data)
-
-
-__all__ = ["Server"]

@@ -103,6 +103,3 @@ class LimitedProtocol(H11Protocol):
         idle = [each for each in others if each.is_idle and not each.transport.is_closing()]
         if idle:
             min(idle, key=lambda each: each.heard_s).transport.close()
-
-
-__all__ = ["BACKLOG", "LimitedProtocol", "most_connections"]

@@ -84,6 +84,3 @@ class ServedEmbedder:
         """End the thread after its current text, and free the model. May be called twice."""
         self._thread.shutdown(wait=True)
         self.embedder.close()
-
-
-__all__ = ["ServedEmbedder"]

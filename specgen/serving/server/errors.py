@@ -84,6 +84,3 @@ class RequestError(Exception):
         """Return the response to a request for a path."""
         body = error_body(self.body()) if path.startswith("/v1/messages") else self.body()
         return JSONResponse(body, self.status, headers=self.headers)
-
-
-__all__ = ["RequestError"]

@@ -160,6 +160,3 @@ class EventStream(Response):
 
     async def _send(self, send: Send, message: Any) -> None:
         await asyncio.wait_for(send(message), self._client_s)
-
-
-__all__ = ["EventStream", "read_json", "while_connected"]

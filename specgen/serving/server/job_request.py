@@ -279,13 +279,3 @@ def _whole(name: str, value: Any, least: int) -> int | None:
 
 def _now() -> datetime.datetime:
     return datetime.datetime.now().astimezone()
-
-
-__all__ = [
-    "DraftSettings",
-    "Endpoint",
-    "ServerRequest",
-    "answer_requests",
-    "n_prompt_tokens",
-    "read_server_request",
-]

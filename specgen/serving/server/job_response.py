@@ -245,6 +245,3 @@ def _as_llama_cpp(body: dict[str, Any], content: str, *, is_end: bool) -> dict[s
     if "pieces" in body:
         found["pieces"] = body["pieces"]
     return found
-
-
-__all__ = ["InfillResponseBuilder", "ResponseBuilder", "TranslatedResponseBuilder"]

@@ -308,6 +308,3 @@ class EngineThread:
     def _show_load(self) -> None:
         n_parallel = self.engine.n_parallel
         self._metrics.show_load(min(self._n_open, n_parallel), max(0, self._n_open - n_parallel))
-
-
-__all__ = ["AnswerRequest", "EngineThread", "Job", "JobEvent", "QueueFullError", "Turns"]

@@ -180,6 +180,3 @@ class Metrics:
         """Show how many answers are being generated, and how many wait."""
         self._processing.set(n_processing)
         self._deferred.set(n_waiting)
-
-
-__all__ = ["Metrics", "ServerMetrics"]

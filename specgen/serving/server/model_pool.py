@@ -412,6 +412,3 @@ class ModelPool:
 
         thread = EngineThread(opened.engine, place.metrics, n_waiting, between_answers, self._turns)
         return ServedModel(name, opened, thread.__enter__())
-
-
-__all__ = ["ModelEntry", "ModelPool", "ModelStatus", "OpenedModel", "Served", "ServedModel"]

@@ -42,6 +42,3 @@ class ServerOptions:
     limits: Limits = field(default_factory=Limits)
     #: Seconds that unfinished answers have when the server is told to end.
     drain_s: float = 30.0
-
-
-__all__ = ["Limits", "ServerOptions"]

@@ -126,6 +126,3 @@ class DrainingServer(uvicorn.Server):
         finally:
             cut.cancel()
             self._pool.cancel_all()
-
-
-__all__ = ["DrainingServer", "http_server", "serve"]

@@ -207,6 +207,3 @@ def _layer(
     for name in ("attn_norm", "ffn_norm"):
         found[f"{prefix}.{name}.weight"] = np.ones(n_embd, np.float32)
     return found
-
-
-__all__ = ["TinyDflash", "TinyEagle", "write_tiny_dflash", "write_tiny_eagle"]

@@ -99,6 +99,7 @@ def add_tensor(writer: GGUFWriter, config: TinyConfig, name: str, weights: TinyW
 
 
 def add_metadata(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocabulary) -> None:
+    """Write the metadata of a tiny model, its tokens included."""
     from gguf import LlamaFileType, PoolingType
 
     writer.add_name(config.name)
@@ -217,6 +218,3 @@ def add_tokenizer(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocabu
     ]
     if templates:
         writer.add_chat_template(templates)
-
-
-__all__ = ["add_tensor", "add_tokenizer", "write_and_close", "write_tiny_model"]

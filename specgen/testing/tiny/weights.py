@@ -303,18 +303,3 @@ def _encoder(config: TinyConfig, n_vocab: int, random: Random) -> dict[str, Tiny
         found[f"{name}.weight"] = np.ones(n_embd, np.float32)
         found[f"{name}.bias"] = np.zeros(n_embd, np.float32)
     return found
-
-
-__all__ = [
-    "CONVOLUTION",
-    "MAMBA_STATE",
-    "SHORT_CONVOLUTION",
-    "Random",
-    "TinyWeights",
-    "has_attention",
-    "head_size",
-    "mamba_rank",
-    "n_groups",
-    "n_head_kv",
-    "tensors",
-]

@@ -41,7 +41,37 @@ class Match:
     places: tuple[int, ...]
 
 
-class SuffixArray:
+class Matches:
+    """Tokens, and how a match of an ending in them goes on."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._token_at = tokens
+
+    def advance(self, match: Match, token: int) -> Match | None:
+        """Return the match extended by `token`, which is the longest match of the extended ending; None if
+        there is none."""
+        tokens = self._token_at
+        places = tuple(
+            place + 1
+            for place in match.places
+            if tokens[place] == token
+            and place + 1 < len(tokens)
+            and tokens[place + 1] != _SEPARATOR
+        )
+        return Match(match.length + 1, places) if places else None
+
+    def followers(self, match: Match) -> dict[int, tuple[int, int]]:
+        """Return the tokens that follow a match, each with its number of occurrences and the position of
+        the last one."""
+        followers: dict[int, tuple[int, int]] = {}
+        for place in match.places:
+            token = self._token_at[place]
+            count, latest = followers.get(token, (0, place))
+            followers[token] = (count + 1, max(latest, place))
+        return followers
+
+
+class SuffixArray(Matches):
     """All prefixes of some texts, sorted by their tokens from the last to the first. Binary search finds
     the longest match of an ending: it is next to where the ending itself would be inserted.
 
@@ -60,7 +90,7 @@ class SuffixArray:
         # Python's integers.
         self._backwards = tokens[::-1].astype(">u4").tobytes()
         self._place_at = np.ascontiguousarray(places).data
-        self._token_at = np.ascontiguousarray(tokens).data
+        super().__init__(np.ascontiguousarray(tokens).data)
 
     @classmethod
     def build(cls, texts: Sequence[Sequence[int] | IntArray], made_of: str = "") -> SuffixArray:
@@ -98,27 +128,6 @@ class SuffixArray:
             if places:
                 return Match(length, places)
         return None
-
-    def advance(self, match: Match, token: int) -> Match | None:
-        """Return the match extended by `token`, which is the longest match of the extended ending; None if
-        there is none."""
-        tokens = self._token_at
-        places = tuple(
-            place + 1
-            for place in match.places
-            if tokens[place] == token and tokens[place + 1] != _SEPARATOR
-        )
-        return Match(match.length + 1, places) if places else None
-
-    def followers(self, match: Match) -> dict[int, tuple[int, int]]:
-        """Return the tokens that follow a match, each with its number of occurrences and the position of
-        the last one."""
-        followers: dict[int, tuple[int, int]] = {}
-        for place in match.places:
-            token = self._token_at[place]
-            count, latest = followers.get(token, (0, place))
-            followers[token] = (count + 1, max(latest, place))
-        return followers
 
     def save(self, path: Path) -> None:
         """Write the array to a file, replacing it whole. Raise `OSError`."""
