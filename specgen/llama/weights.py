@@ -168,8 +168,9 @@ def lease_weights(
             )
         raise ModelFileError(
             f"{file}: llama.cpp cannot load this model: {reason}",
-            hint="if the download was cut short, fetch the file again; if the model is "
-            "newer than this llama.cpp, upgrade specgen",
+            hint="this llama.cpp is older than the model: upgrade specgen"
+            if "unknown model architecture" in reason
+            else "if the download was cut short, fetch the file again; else upgrade specgen",
         )
     weights = _loaded[key] = LoadedWeights(key, handle, support.problem, remote, packed)
     return weights
