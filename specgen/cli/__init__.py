@@ -156,7 +156,10 @@ def _complain_of_usage(error: Exception) -> int:
         print(message, file=sys.stderr)
         return 2
     command = context.command_path if context is not None else "specgen"
-    _complain(" ".join(message.split()), f"see `{command} --help`")
+    hint = f"see `{command} --help`"
+    if "unexpected extra argument" in message and command.endswith(" run"):
+        hint = "put a prompt of several words into quotes"
+    _complain(" ".join(message.split()), hint)
     return 2
 
 

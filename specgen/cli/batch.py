@@ -176,7 +176,9 @@ def batch(
         raise BatchError(
             f"{counted(len(failed), 'line')} of {len(lines)} could not be answered"
             f"{_named(lines, failed)}; the results say why",
-            hint=None if is_stream else "--retry-errors answers them again",
+            hint=None
+            if is_stream
+            else "correct the lines that are wrong; --retry-errors asks for all of them again",
         )
     return code
 
@@ -196,14 +198,15 @@ class _Watched:
 
 
 def _named(lines: Sequence[Line], failed: Container[str]) -> str:
-    """Return the first lines that failed, after a colon; empty if none of them is there any more."""
+    """Return the numbers of the first lines that failed; empty if none of them is there any more."""
     shown = [
         f"{line.number}{'' if line.custom_id == str(line.number) else f' ({line.custom_id:.40})'}"
         for line in lines
         if line.custom_id in failed
     ]
     more = f" and {len(shown) - _N_NAMED} more" if len(shown) > _N_NAMED else ""
-    return f": {', '.join(shown[:_N_NAMED])}{more}" if shown else ""
+    word = "line" if len(shown) == 1 else "lines"
+    return f": {word} {', '.join(shown[:_N_NAMED])}{more}" if shown else ""
 
 
 def _answer_here(

@@ -36,7 +36,11 @@ class Command(typer.core.TyperCommand):
         if not ctx.resilient_parsing:
             args = translated(ctx, args)
             self._is_short = "-h" in args and "--help" not in args
-            given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+            try:
+                given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+            except COMMAND_LINE_ERROR as error:
+                error.ctx = ctx  # type: ignore[attr-defined]
+                raise
             if not _asks_for_help(self, ctx, given):
                 ctx.default_map = self._defaults(ctx, given)
         return super().parse_args(ctx, args)

@@ -106,7 +106,7 @@ def data(
     ),
     kind=Option(
         "--kind",
-        help="What to make: decoder heads, or a small model fitted to the target.",
+        help="What to make (decoder heads, or a small model fitted to the target).",
         show_default="heads; a fitted model too, where JAX is installed and there is a small one",
     ),
     minutes=Option(
@@ -201,7 +201,7 @@ def _plan_text(plan: TimePlan, minutes: float, n_tokens: int) -> str:
     if plan.judging_s > 60.0 * minutes:
         more = ": that alone takes longer than --minutes"
     return (
-        f"of {minutes:g} minutes, {text_s} are for the target's text{few}, {training_s} for training, and "
+        f"of {minutes:g} min, {text_s} are for the target's text{few}, {training_s} for training, and "
         f"{judging_s} for comparing drafts{fewer}{more}"
     )
 

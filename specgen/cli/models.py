@@ -98,8 +98,13 @@ def list_models(as_json: _Json = False) -> None:
 @app.command(cls=Command)
 def show(name: _Name, as_json: _Json = False) -> None:
     """Show what is known about a model or a pair."""
-    from specgen.models import CatalogueModel, load_registry, locate
+    from specgen.errors import UnknownModelError
+    from specgen.models import CatalogueModel, load_registry, locate, parse_reference
+    from specgen.models.hub import page_of
 
+    if "/" in name:
+        repo = parse_reference(name).repo
+        raise UnknownModelError(f"{name} has no entry in models.toml", f"see {page_of(repo)}")
     registry = load_registry()
     found = registry.find(name)
     if isinstance(found, CatalogueModel):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -43,8 +45,13 @@ class Output:
 
     def note(self, text: str) -> None:
         """Print a note on standard error, unless the command is to be quiet."""
-        if not self.quiet:
-            print(f"note: {text}", file=sys.stderr)
+        if self.quiet:
+            return
+        line = f"note: {text}"
+        if sys.stderr.isatty():
+            columns = shutil.get_terminal_size().columns
+            line = textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
+        print(line, file=sys.stderr)
 
     def check(self, answer: GenerationOptions) -> None:
         """Raise `UsageError` if an answer's options ask for something that this output cannot show."""

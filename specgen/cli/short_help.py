@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -111,7 +112,7 @@ EXAMPLES: Mapping[str, tuple[str, str, str]] = {
     ),
     "draft forget": (
         "specgen draft forget -m model.gguf",
-        "specgen draft forget -m model.gguf --help",
+        "specgen draft forget -hf Qwen/Qwen2.5-Coder-7B-Instruct-GGUF",
         "specgen draft learn -m model.gguf",
     ),
 }
@@ -127,6 +128,9 @@ USUAL = (
         "--prompts",
         "--count",
         "--repeat",
+        "--kind",
+        "--minutes",
+        "--tokens",
     ),
     *(
         "--max-tokens",
@@ -151,6 +155,10 @@ USUAL = (
 )
 #: A command with no more options than this shows all of them.
 _FEW = 22
+#: Where a text may end before its end, the best places first.
+_ENDS = (re.compile(r"[.;](?: |$)"), re.compile(r" \(|[:,] "))
+#: The most columns of an option before its text, unless it is longer itself.
+_ALIGNED = 24
 #: Columns; a narrower terminal has fewer.
 _WIDTH = 100
 
@@ -163,9 +171,9 @@ def short_help(command: Any, context: Any) -> str:
     examples = [f"  {example}" for example in EXAMPLES.get(path, ())]
     rows = list(_rows(command, context))
     columns = max(60, min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns))
-    width = min(34, max(len(spelling) for spelling, _ in rows))
+    width = min(_ALIGNED, max(len(spelling) for spelling, _ in rows))
     options = [
-        f"  {spelling:<{width}}  {textwrap.shorten(text, columns - width - 4, placeholder=' ...')}"
+        f"  {spelling:<{width}}  {_beginning(text, columns - max(width, len(spelling)) - 4)}"
         for spelling, text in rows
     ]
     parts = [
@@ -195,6 +203,16 @@ def _rows(command: Any, context: Any) -> Iterator[tuple[str, str]]:
         if not each.is_flag and not getattr(each, "count", False):
             spelling += f" {_value(each.metavar or 'N')}"
         yield spelling, (each.help or "").replace("`", "")
+
+
+def _beginning(text: str, columns: int) -> str:
+    """Return as many clauses of a text as there is room for; if there are none, as many words."""
+    for pattern in _ENDS:
+        ends = [found.start() for found in pattern.finditer(text) if found.start() <= columns]
+        whole = [end for end in ends if text.count("(", 0, end) == text.count(")", 0, end)]
+        if whole:
+            return text[: whole[-1]]
+    return textwrap.shorten(text, columns, placeholder=" ...")
 
 
 def _value(metavar: str) -> str:

@@ -467,9 +467,3 @@ class Models:
                 f"{self.target.name} was trained with {self.target.n_ctx_train} tokens of context, but the "
                 f"context has {n_ctx}: expect poor text"
             )
-        draft = drafts.model
-        if draft is not None and 0 < draft.n_ctx_train < n_ctx:
-            yield (
-                f"{draft.name} was trained with {draft.n_ctx_train} tokens of context, the target's context "
-                f"has {n_ctx}: of a longer text the draft sees only the latest part"
-            )

@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import stat
 from contextlib import ExitStack
 from pathlib import Path
 
 from specgen import __version__
 from specgen.errors import BackendError, ModelFileError
-from specgen.llama.gguf_metadata import GgufMetadata
+from specgen.llama.gguf_metadata import GgufMetadata, parts_of
 from specgen.llama.library import forget_log, llama_cpp
 from specgen.system.atomic_files import KeptResults
 
@@ -28,6 +29,8 @@ _NO_MODELS = {
         "give the model that it belongs to",
     ),
 }
+#: The end of the names of all files but the first of a model in several.
+_LATER_FILE = re.compile(r"(-(?!00001)\d{5}-of-)\d{5}\.gguf$")
 #: Keys of values that are neither negative nor infinite.
 _FINITE = (
     "attention.layer_norm_epsilon",
@@ -69,7 +72,7 @@ def check_file(path: Path) -> None:
         raise ModelFileError(f"{path}: the file is empty", hint="fetch it again")
     if magic != _GGUF_MAGIC:
         raise ModelFileError(
-            f"{path}: not a GGUF file (it begins with {magic!r})",
+            f"{path}: not a GGUF file (it begins with {magic.decode('latin-1')!r})",
             hint="llama.cpp's convert_hf_to_gguf.py turns Hugging Face models into GGUF",
         )
     if not _checked_files.has(path):
@@ -87,12 +90,23 @@ def _check_kind(path: Path) -> None:
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
     if stat.S_ISDIR(mode):
-        inside = sorted(child.name for child in path.glob("*.gguf"))[:3]
+        inside = sorted(map(str, path.glob("*.gguf")))[:3]
         hint = f"name the file: {', '.join(inside)}" if inside else "it holds no .gguf file"
         raise ModelFileError(f"{path}: a directory, not a model file", hint=hint)
     if not stat.S_ISREG(mode):  # reading a pipe would block
         raise ModelFileError(
             f"{path}: a pipe or a device, not a model file", hint="give the path of a .gguf file"
+        )
+    parts = parts_of(path)
+    if missing := [part.name for part in parts if not part.exists()]:
+        raise ModelFileError(
+            f"{path}: the model has {len(parts)} files, and {', '.join(missing)} is missing",
+            hint="put all of them into one folder",
+        )
+    if (later := _LATER_FILE.search(path.name)) is not None:
+        raise ModelFileError(
+            f"{path}: a later file of a model in several",
+            hint=f"give the first: {path.with_name(path.name.replace(later[1], '-00001-of-'))}",
         )
 
 

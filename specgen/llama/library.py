@@ -15,9 +15,7 @@ import importlib
 import os
 import re
 import signal
-import sys
 import threading
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,37 +23,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from specgen.errors import BackendError, MemoryLimitError, SpecgenError
 from specgen.system.llama_build import BUNDLE, REBUILD, Build, Device, uses_bundle
 
-
-@contextlib.contextmanager
-def without_high_level_api() -> Iterator[None]:
-    """Import llama_cpp without its `Llama`, which nothing here uses, and what that imports (a tenth of a second on
-    a slow machine). It is imported when a program asks the package for a name of it."""
-    package, api = "llama_cpp", "llama_cpp.llama"
-    if package in sys.modules:
-        yield
-        return
-    stub = sys.modules[api] = types.ModuleType(api)
-    stub.__dict__["__all__"] = ()
-    try:
-        yield
-    finally:
-        del sys.modules[api]
-
-    def later(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(importlib.import_module(api), name)
-
-    sys.modules[package].__dict__["__getattr__"] = later
-
-
 # An assertion that fails in llama.cpp would call a debugger, which writes into the answer.
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 try:
     if TYPE_CHECKING or not uses_bundle():
-        with without_high_level_api():
-            import llama_cpp
-            from llama_cpp import llama_cpp_ext
+        import llama_cpp
+        from llama_cpp import llama_cpp_ext
     else:
         llama_cpp = importlib.import_module(BUNDLE)
         llama_cpp_ext = importlib.import_module(f"{BUNDLE}.llama_cpp_ext")

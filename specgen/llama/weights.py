@@ -123,9 +123,8 @@ def lease_weights(
     `OSError` if the file is gone, `WorkerLostError` if a worker does not answer."""
     support = KernelSupport() if vocabulary_only else support_for(file)
     key = _key(file, n_gpu_layers, support, vocabulary_only, mtp, workers)
-    here = threading.current_thread()
-    others = [thread for thread in _ahead.values() if thread is not here]
-    if key in _ahead and _ahead[key] in others:
+    others = [each for each in _ahead.values() if each is not threading.current_thread()]
+    if _ahead.get(key) in others:
         _ahead[key].join()
     known = _loaded.get(key)
     if known is not None:
@@ -147,10 +146,9 @@ def lease_weights(
                 loading.enter_context(packed.loading())
             loading.enter_context(_interrupt_between_tensors(params, goes_on))
             handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
-            if not handle and others and here is threading.main_thread():
-                for thread in (
-                    others
-                ):  # whose lines are in the log too: the reason is found by a second attempt
+            if not handle and others and threading.current_thread() is threading.main_thread():
+                # The log has lines of the others too. A second attempt, alone, finds the reason.
+                for thread in others:
                     thread.join()
                 forget_log()
                 handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
@@ -170,8 +168,9 @@ def lease_weights(
             )
         raise ModelFileError(
             f"{file}: llama.cpp cannot load this model: {reason}",
-            hint="if the download was cut short, fetch the file again; if the model is "
-            "newer than this llama.cpp, upgrade specgen",
+            hint="this llama.cpp is older than the model: upgrade specgen"
+            if "unknown model architecture" in reason
+            else "if the download was cut short, fetch the file again; else upgrade specgen",
         )
     weights = _loaded[key] = LoadedWeights(key, handle, support.problem, remote, packed)
     return weights
@@ -207,7 +206,7 @@ def load_ahead(file: Path, n_gpu_layers: int) -> Callable[[], None]:
     support = support_for(file)
     if (
         support.problem
-    ):  # kernels are switched off for the whole process while such a model is loaded
+    ):  # while such a model is loaded, kernels are switched off for the whole process
         return lambda: None
     key = _key(file, n_gpu_layers, support, vocabulary_only=False, mtp=False, workers=None)
     if key in _ahead or key in _loaded:
@@ -274,9 +273,9 @@ def _load_onto(workers: Workers, remote: RemoteCalls, file: Path, params: Any) -
 def _interrupt_between_tensors(
     params: Any, goes_on: Callable[[], bool] | None = None
 ) -> Iterator[None]:
-    """Let Ctrl-C stop the loading of a model, or in another thread `goes_on`. The signal handler only makes llama.cpp's progress callback
-    ask for a stop; KeyboardInterrupt is raised afterwards. If it were raised in the callback, ctypes
-    would print it and lose it."""
+    """Let Ctrl-C stop the loading of a model, or in another thread `goes_on`. The signal handler only makes
+    llama.cpp's progress callback ask for a stop; KeyboardInterrupt is raised afterwards. If it were raised in the
+    callback, ctypes would print it and lose it."""
     if threading.current_thread() is not threading.main_thread():
         ask = goes_on or (lambda: True)
         callback = llama_cpp.llama_progress_callback(lambda _share, _data: ask())

@@ -15,12 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen import __version__, errors
-from specgen.errors import BackendError, SpecgenError
+from specgen.errors import BackendError, ModelFileError, SpecgenError
 from specgen.llama.kernel_checks import KernelStatus
 from specgen.options import ContextOptions
 from specgen.system.child_process import ChildDiedError, ChildError, ChildTimeoutError, ask_child
@@ -124,6 +124,8 @@ def diagnose(
     child = child or CHILD_COMMAND
     build, checks = _decode_checks(model, child, on_check)
     kernels = _kernels(build, on_check)
+    if checks and checks[-1].error == ModelFileError.__name__:
+        model = None  # there is nothing more to check
     if model is not None and kernels.computes == "specgen":
         name = f"rows of {model.name}"
         on_check(name)
@@ -230,7 +232,8 @@ def _decode_checks(
     if model is not None:
         on_check(model.name)
         task = ["model", os.fspath(model), list(places.values())[-1]]
-        checks.append(_decode_check(model.name, [*child, *task], MODEL_TIMEOUT_S))
+        found = _decode_check(model.name, [*child, *task], MODEL_TIMEOUT_S)
+        checks.append(replace(found, message=found.message.removeprefix(f"{model}: ")))
     return build, checks
 
 

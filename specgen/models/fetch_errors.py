@@ -31,6 +31,8 @@ def reason(error: BaseException) -> str:
     for link in reversed(chain):
         if isinstance(link, OSError) and link.strerror:
             return link.strerror
+        if type(link).__name__ == "IncompleteRead":  # urllib3's, or that of the standard library
+            return "it was closed too early"
     return first_line(chain[-1])
 
 

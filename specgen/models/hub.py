@@ -247,6 +247,13 @@ def _ask(request: Callable[[], _T], repo: str) -> _T:
         raise _translated(error, f"{_host()} cannot be reached", repo) from error
 
 
+def page_of(repo: str) -> str:
+    """Return the address of a repository's page."""
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT}/{repo}"
+
+
 def _host() -> str:
     from huggingface_hub import constants
 
@@ -357,13 +364,18 @@ def _translated(error: Exception, failure: str, repo: str) -> FetchError | Unkno
     Over its versions these come from several HTTP clients, besides its own and those of the
     Xet storage, which have no common base.
     """
-    from huggingface_hub import constants, errors
+    from huggingface_hub import errors, get_token
 
-    page = f"{constants.ENDPOINT}/{repo}"
+    page = page_of(repo)
     for cause in _chain(error):
         if isinstance(cause, errors.OfflineModeIsEnabled):
             return FetchError("HF_HUB_OFFLINE is set", "unset it to download from the hub")
         if isinstance(cause, errors.GatedRepoError):
+            if get_token():
+                return FetchError(
+                    f"{repo} is gated, and your token gives no access to it",
+                    f"ask for access on {page}, or set HF_TOKEN (or --hf-token) to another token",
+                )
             return FetchError(
                 f"{repo} is gated: its authors give access to those who ask",
                 f"ask for access on {page}, then set HF_TOKEN (or --hf-token) to a token of yours",

@@ -61,6 +61,12 @@ def is_reference(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
+def looks_like_reference(name: str) -> bool:
+    """Return whether a name without the prefix may be meant for the hub: USER/REPO or USER/REPO:QUANT."""
+    match = _REFERENCE.fullmatch(name)
+    return match is not None and not name.endswith(".gguf")
+
+
 def parse_reference(name: str) -> HubReference:
     """Read a name, with the prefix or without it. Raise `UsageError`."""
     match = _REFERENCE.fullmatch(name.removeprefix(PREFIX))

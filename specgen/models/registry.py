@@ -19,7 +19,7 @@ from specgen.models.folders import user_registry_file
 from specgen.system.toml_file import correct, read_toml
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 #: A pair's draft that is no model: drafts are looked up in the text so far.
 NGRAM = "ngram"
@@ -118,11 +118,12 @@ class Registry:
     #: The name of the small model that may draft for targets of which no partner is known.
     general_draft: str | None = None
 
-    def model(self, name: str) -> CatalogueModel:
-        """Return the model called `name`, or raise UnknownModelError."""
+    def model(self, name: str, others: Iterable[str] = ()) -> CatalogueModel:
+        """Return the model called `name`, or raise UnknownModelError. `others` are words that may have been
+        meant."""
         if name in self.pairs:
             raise UnknownModelError(f'"{name}" is the name of a pair, not a model', _LIST_HINT)
-        return _find(name, self.models, "model")
+        return _find(name, self.models, "model", others)
 
     def pair(self, name: str) -> Pair:
         """Return the pair called `name`, or raise UnknownModelError."""
@@ -255,12 +256,14 @@ def _check_references(
         )
 
 
-def _find(name: str, candidates: Mapping[str, _NamedT], kind: str) -> _NamedT:
+def _find(
+    name: str, candidates: Mapping[str, _NamedT], kind: str, others: Iterable[str] = ()
+) -> _NamedT:
     if name in candidates:
         return candidates[name]
     import difflib
 
-    matches = difflib.get_close_matches(name, candidates, n=2, cutoff=0.5)
+    matches = difflib.get_close_matches(name, [*candidates, *others], n=2, cutoff=0.5)
     close = " or ".join(f'"{match}"' for match in matches)
     question = f"; did you mean {close}?" if close else ""
     raise UnknownModelError(f'there is no {kind} "{name}"{question}', _LIST_HINT)

@@ -4,9 +4,8 @@ lines in a pipe."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from rich.table import Table
 from rich.text import Text
 
 from specgen.measure.selection.advice import advice, n_answer_tokens
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from specgen.measure.selection.tuning import Tuning
 
 
+#: The first cell of a row, the others, and the style.
+_Row: TypeAlias = tuple[str, Sequence[str], str]
 #: The width of output to a file, wide enough to read.
 _WIDTH = 100
 _INDENT = "  "
@@ -100,20 +101,20 @@ def print_bench_tables(report: BenchReport, console: Console) -> None:
     for target, temperature in report.lineups:
         every = report.of((target, temperature))
         console.print(Text(f"{target}, temperature {temperature:g}", style="bold"))
-        console.print(_main_table(every))
+        _print_table(console, "contender", _HEADINGS, [*_main_rows(every)])
         if len(report.categories) > 1:
-            console.print(_category_table(report.categories, every))
+            names = [each.contender for each in every]
+            rows = [*_category_rows(report.categories, every)]
+            _print_table(console, "category", names, rows)
         console.print()
     console.print(Text(_explanation(report), style="dim"))
 
 
-def _main_table(every: Sequence[ContenderFigures]) -> Table:
-    table = _empty(_HEADINGS)
+def _main_rows(every: Sequence[ContenderFigures]) -> Iterator[_Row]:
     best = max((each.speedup or 0.0 for each in every), default=0.0)
     for each in every:
         spread, worst = each.speedups, each.worst
-        cells = [
-            each.contender,
+        cells = (
             _number(each.speedup, "-") + ("!" if each.is_impossible else ""),
             "-" if spread is None else f"{spread.quartile:.2f}-{spread.third_quartile:.2f}",
             _number(worst.speedup if worst else None, "-"),
@@ -123,26 +124,32 @@ def _main_table(every: Sequence[ContenderFigures]) -> Table:
             _number(each.first_token, "-"),
             _number(each.whole, "-"),
             "-" if each.n_different is None else str(each.n_different),
+        )
+        yield each.contender, cells, "bold" if each.speedup == best else ""
+
+
+def _category_rows(categories: Sequence[str], every: Sequence[ContenderFigures]) -> Iterator[_Row]:
+    for category in categories:
+        own = [
+            next((found for found in each.categories if found.category == category), None)
+            for each in every
         ]
-        table.add_row(*map(Text, cells), style="bold" if each.speedup == best else "")
-    return table
+        cells = [_number(found.speedup if found else None, "-") for found in own]
+        yield clean_line(category), cells, ""
 
 
-def _category_table(categories: Sequence[str], every: Sequence[ContenderFigures]) -> Table:
-    table = _empty([clean_line(category) for category in categories])
-    for each in every:
-        own = {category.category: category.speedup for category in each.categories}
-        cells = [each.contender, *(_number(own.get(category), "-") for category in categories)]
-        table.add_row(*map(Text, cells))
-    return table
-
-
-def _empty(headings: Sequence[str], first: str = "contender") -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column(first, overflow="fold")
-    for heading in headings:
-        table.add_column(Text(heading), justify="right")
-    return table
+def _print_table(
+    console: Console, first: str, headings: Sequence[str], rows: Sequence[_Row]
+) -> None:
+    """Print a table. If the console is too narrow for it, the first cell of a row has a line of its own."""
+    columns = zip(headings, *(cells for _, cells, _ in rows), strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    first_width = max(map(len, (first, *(name for name, _, _ in rows))))
+    is_narrow = first_width + sum(widths) + 2 * len(widths) > console.width
+    for name, cells, style in ((first, headings, "dim"), *rows):
+        line = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        whole = f"{name}\n  {line}" if is_narrow else f"{name:<{first_width}}  {line}"
+        console.print(Text(whole, style), soft_wrap=True)
 
 
 def _explanation(report: BenchReport) -> str:
@@ -182,12 +189,11 @@ def draft_lines(tried: Sequence[Tried]) -> list[str]:
 def print_draft_table(search: Search, console: Console) -> None:
     """Print the drafts as a table, and an explanation of the figures."""
     headings = ("speed-up", "worst", "tokens/s", "accepted", "per-pass", "ms", "start")
-    table = _empty(headings, "draft")
-    for number, one in enumerate(search.tried):
-        style = "bold" if number == 0 else ""
-        columns = _columns(one.figures, missing="-")
-        table.add_row(*(Text(column) for column in (name_of(one.draft), *columns)), style=style)
-    console.print(table)
+    rows = [
+        (name_of(one.draft), _columns(one.figures, missing="-"), "bold" if number == 0 else "")
+        for number, one in enumerate(search.tried)
+    ]
+    _print_table(console, "draft", headings, rows)
     explanation = (
         f"Expected for {search.target.name} at temperature 0, from "
         f"{counted(len(search.baseline.answers), 'prompt')}: the speed-up over plain decoding, "

@@ -97,7 +97,7 @@ def locked(lock_file: Path, held: SpecgenError, wait_s: float = 0.0) -> Iterator
     seconds, and `OutputError` if the lock file cannot be created."""
     import filelock
 
-    with write_errors(lock_file):
+    with write_errors(lock_file, "SPECGEN_CACHE and SPECGEN_DATA choose other folders"):
         lock_file.parent.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(lock_file, timeout=wait_s)
         try:
@@ -111,13 +111,13 @@ def locked(lock_file: Path, held: SpecgenError, wait_s: float = 0.0) -> Iterator
 
 
 @contextlib.contextmanager
-def write_errors(path: Path) -> Iterator[None]:
-    """Turn an `OSError` into an `OutputError` that names the file. A `BrokenPipeError`, for a pipe that
+def write_errors(path: Path, hint: str | None = None) -> Iterator[None]:
+    """Turn an `OSError` into an `OutputError` that names the file, with a hint unless the disk is full. A `BrokenPipeError`, for a pipe that
     nobody reads, is not changed."""
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        hint = "make room on the disk" if error.errno == errno.ENOSPC else None
+        hint = "make room on the disk" if error.errno == errno.ENOSPC else hint
         raise OutputError(f"{path}: cannot be written: {error.strerror}", hint) from error

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from json import JSONDecodeError
 from pathlib import PurePath
 from typing import Any
+
+
+def json_reason(error: Exception) -> str:
+    """Return why a line is not JSON, by an error of `json.loads`."""
+    if isinstance(error, JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def as_json(value: Any) -> Any:

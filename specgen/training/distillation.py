@@ -79,7 +79,7 @@ def distil(
     if learnt.n_labels < _LEAST_LEARNT or judged.n_labels < _LEAST_JUDGED:
         raise UsageError(
             f"{learnt.n_labels} tokens to learn from and {judged.n_labels} to judge by: too few",
-            hint=f"make more text: a draft needs {_LEAST_LEARNT} and {_LEAST_JUDGED}",
+            hint=f"give more --minutes or --prompts: a draft needs {_LEAST_LEARNT} and {_LEAST_JUDGED}",
         )
     weights = read_weights(draft)
     check_memory(draft, weights)

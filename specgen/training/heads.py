@@ -110,7 +110,7 @@ def train_heads(
     if len(learnt) < _LEAST_SAMPLES or len(judged) < _LEAST_JUDGED:
         raise UsageError(
             f"{len(learnt)} places to learn from and {len(judged)} to judge by: too few",
-            hint=f"make more text: heads need {_LEAST_SAMPLES} and {_LEAST_JUDGED}",
+            hint=f"give more --minutes or --prompts: heads need {_LEAST_SAMPLES} and {_LEAST_JUDGED}",
         )
     n_embd, n_vocab = learnt.hidden.shape[1], model.vocabulary.n_tokens
     if n_embd % 32:

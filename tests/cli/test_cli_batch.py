@@ -286,7 +286,7 @@ def test_lines_that_nothing_can_hold_end_only_themselves(
     out = tmp_path / "out.jsonl"
     done = specgen("batch", write(tmp_path / "in.jsonl", *rows), out, "-np", "2")
     assert done.code == 12
-    assert "6 lines of 7 could not be answered: 2, 3, 4, 5, 6, 7; " in done.err
+    assert "6 lines of 7 could not be answered: lines 2, 3, 4, 5, 6, 7; " in done.err
     found = records(out)
     assert text_of(found["1"])
     messages = {name: each["error"]["message"] for name, each in found.items() if each["error"]}
@@ -313,7 +313,7 @@ def test_an_unexpected_failure_while_a_prompt_is_made_ends_its_line(
     source = write(tmp_path / "in.jsonl", "a dog", {"custom_id": "kept", "prompt": "x"})
     done = specgen("batch", source, out)
     assert done.code == 12
-    assert "1 line of 2 could not be answered: 1; " in done.err
+    assert "1 line of 2 could not be answered: line 1; " in done.err
     assert "ZeroDivisionError" in records(out)["1"]["error"]["message"]
     assert text_of(records(out)["kept"])
 
@@ -322,11 +322,11 @@ def test_the_first_lines_that_failed_are_named(specgen: Batch, tmp_path: Path) -
     bad = [{"custom_id": f"c{n}", "promt": "x"} for n in range(1, 13)]
     source, out = write(tmp_path / "in.jsonl", *bad), tmp_path / "out.jsonl"
     done = specgen("batch", source, out)
-    assert "answered: 1 (c1), 2 (c2), " in done.err
+    assert "answered: lines 1 (c1), 2 (c2), " in done.err
     assert ", 10 (c10) and 2 more; " in done.err
     assert "11 (c11)" not in done.err
     # A later run says the same.
-    assert "answered: 1 (c1), 2 (c2), " in specgen("batch", source, out).err
+    assert "answered: lines 1 (c1), 2 (c2), " in specgen("batch", source, out).err
 
 
 def test_numbers_as_ids_do_not_collide_and_equal_requests_have_ids_of_their_own(

@@ -355,7 +355,8 @@ def test_files_of_one_name_are_told_apart() -> None:
     }
 
 
-def test_the_tables_tell_each_lineup() -> None:
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_tables_tell_each_lineup_at_every_width(width: int) -> None:
     results = [
         each
         for prompt, category in ((1, "[b]code[/b]"), (2, "prose"))
@@ -367,8 +368,10 @@ def test_the_tables_tell_each_lineup() -> None:
     ]
     report = report_of(results)
     out = io.StringIO()
-    print_bench_tables(report, Console(file=out, width=120))
+    print_bench_tables(report, Console(file=out, width=width))
     text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    assert "2.50!  2.50-2.50   2.50     25.00" in text
     assert text.count("target.gguf, temperature") == 2
     assert text.count("[red]a") == 4
     assert text.count("[b]code[/b]") == 2

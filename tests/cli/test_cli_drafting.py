@@ -205,11 +205,16 @@ def test_an_option_without_effect_is_named(cli: Cli, monkeypatch: pytest.MonkeyP
         result = cli.run(PROMPT, "-n", "3", *arguments, draft=draft)
         assert result.code == 0, result.err
         lines = [line for line in result.err.splitlines() if line.startswith("note: ")]
-        return [line for line in lines if "no effect" in line or "swapped" in line]
+        return [
+            line for line in lines if "no effect" in line or "swapped" in line or "slower" in line
+        ]
 
-    tree = ("--tree", "3,2", "--draft-p-min", "0.1")
-    assert [line.split()[1] for line in notes(*tree, draft="none")] == ["--draft-p-min", "--tree"]
-    assert notes(*tree, draft="draft") == notes(draft="none") == []
+    given = ("--tree", "3,2", "--draft-p-min", "0.1", "--lookup-file", __file__)
+    named = [line.split()[1] for line in notes(*given, draft="none")]
+    assert named == ["--draft-p-min", "--tree", "--lookup-file"]
+    assert notes(*given, draft="draft") == notes(draft="none") == []
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert [line.split()[1:3] for line in notes("-t", "3", draft="draft")] == [["-t", "3"]]
     built = dataclasses.replace(build(), gpu_offload=False)
     monkeypatch.setattr("specgen.llama.build", lambda: built)
     assert [line.split()[1] for line in notes("-ngl", "9", draft="draft")] == ["-ngl"]

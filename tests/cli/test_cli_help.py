@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from specgen import cli
 from specgen.cli import command_line, flags
+from specgen.cli.output import Output
 from specgen.cli.short_help import EXAMPLES, USUAL
 from tests.helpers.cli import in_process
 
@@ -38,15 +40,23 @@ def test_the_short_help_fits_a_screen_and_has_three_examples(
     assert max(map(len, lines)) <= 100
     for example in EXAMPLES[name]:
         assert f"  {example}" in lines
+        words = shlex.split(example) if example.startswith(f"specgen {name} ") else []
+        for word in words:
+            assert not word.startswith("-") or re.search(
+                rf"^  (.*, )?{word}\b", short.out, re.MULTILINE
+            )
     assert len(full.out.splitlines()) > len(lines)
     assert "<bool>" not in full.out
 
 
-def test_the_short_help_fits_a_narrow_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_short_help_says_whole_clauses_on_a_narrow_terminal(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert max(map(len, in_process(capsys)("run", "-h").out.splitlines())) <= 80
+    text = in_process(capsys)(*name.split(), "-h").out
+    assert max(map(len, text.splitlines())) <= 80
+    assert " ...\n" not in text
 
 
 def test_the_short_help_shows_all_words_that_can_be_chosen(
@@ -64,12 +74,17 @@ def test_the_help_of_groups_shows_no_type_of_flags(
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(("-c", "nv"), "'nv' is not a whole number"), (("--temp", "hot"), "'hot' is not a number")],
+    [
+        (("hi", "-c", "nv"), "'nv' is not a whole number"),
+        (("hi", "--temp", "hot"), "'hot' is not a number"),
+        (("hi", "-hf"), "see `specgen run --help`"),
+        (("Tell", "a", "story"), "put a prompt of several words into quotes"),
+    ],
 )
-def test_an_error_of_an_option_shows_the_value(
-    words: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str]
+def test_an_error_of_usage_shows_the_value_or_what_to_do(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = in_process(capsys)("run", *words, "hi")
+    result = in_process(capsys)("run", *words)
     assert result.code == 2
     assert said in result.err
 
@@ -103,3 +118,15 @@ def test_names_of_models_and_pairs_are_completed() -> None:
         options = {option.opts[0]: option for option in COMMANDS[name].params}
         for key in ("--target", "--draft", "--pair"):
             assert options[key]._custom_shell_complete is not None  # noqa: SLF001 - click's
+
+
+def test_a_note_at_a_terminal_breaks_between_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    text = "the draft is not smaller than its target"
+    Output().note(text)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    Output().note(text)
+    lines = ["note: the draft is not smaller", "than its target"]
+    assert capsys.readouterr().err.splitlines() == [f"note: {text}", *lines]

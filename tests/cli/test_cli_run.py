@@ -544,6 +544,7 @@ def test_bad_models_exit_with_4(cli: Cli, tmp_path: Path) -> None:
     cut.write_bytes(Path(cli.model("target")).read_bytes()[:50_000])
     for path, message in (
         (tmp_path / "missing.gguf", "no such file"),
+        (Path("user/repo:Q4_K_M"), "a model on the hub is hf:user/repo:Q4_K_M"),
         (tmp_path, "a directory"),
         (text, "not a GGUF file"),
         (cut, "cannot load"),
@@ -565,6 +566,9 @@ def test_unknown_names_exit_with_6(cli: Cli) -> None:
     assert "nosuchmodel" in complaint(cli("-m", "nosuchmodel", PROMPT), 6)
     assert "nosuchpair" in complaint(cli("--pair", "nosuchpair", PROMPT), 6)
     assert "qwen2.5-coder" in complaint(cli("--pair", "qwen2.5-codr", PROMPT), 6)
+    assert 'did you mean "ngram"' in complaint(
+        cli("-m", cli.model("target"), "-md", "nogram", PROMPT), 6
+    )
 
 
 def test_downloads_that_fail_exit_with_7(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ def test_a_policy_says_why(name: ReasonName) -> None:
 def test_reasons_have_their_numbers() -> None:
     assert str(PLANS["prefill"]().reason) == "the draft must first read 574 tokens, 9.00 s"
     assert str(PLANS["row cost"]().reason) == (
-        "a row costs 1.00 and a guess 0.05 of a token of the target"
+        "a guess costs 0.05 of a token of the target, and checking it 1.00"
     )
     assert "of its tokens are expected to be accepted" in str(PLANS["acceptance"]().reason)
     assert str(PLANS["no room"]().reason) == REASONS["no room"]

@@ -260,13 +260,18 @@ def test_bad_files_are_named_with_what_to_do(tmp_path: Path) -> None:
     assert "no such file" in complaint(tmp_path / "none.gguf")
     assert "a directory" in complaint(tmp_path)
     (tmp_path / "inside.gguf").write_bytes(b"GGUF")
-    assert "inside.gguf" in complaint(tmp_path)
+    assert str(tmp_path / "inside.gguf") in complaint(tmp_path)
     empty = tmp_path / "empty.gguf"
     empty.touch()
     assert "empty" in complaint(empty)
     other = tmp_path / "model.safetensors"
     other.write_bytes(b"\x00" * 100)
-    assert "not a GGUF file" in complaint(other)
+    assert r"not a GGUF file (it begins with '\x00\x00\x00\x00')" in complaint(other)
+    first, second = (tmp_path / f"parts-0000{number}-of-00002.gguf" for number in (1, 2))
+    write_tiny_model(first, TinyConfig())
+    assert f"2 files, and {second.name} is missing" in complaint(first)
+    first.rename(second)
+    assert f"give the first: {first}" in complaint(second)
     header = tmp_path / "header.gguf"
     header.write_bytes(b"GGUF" + b"\x03\x00\x00\x00" + b"\xff" * 40)
     assert "cannot load" in complaint(header)

@@ -46,7 +46,7 @@ def test_in_any_other_file_each_line_is_a_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ("not JSON", "not JSON"),
+        ("not JSON", "not JSON: Expecting value at column 1"),
         ("[1]", "not a JSON object"),
         ("{}", "no prompt"),
         ('{"prompt": ""}', "no prompt"),

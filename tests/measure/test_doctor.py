@@ -150,11 +150,17 @@ def test_a_model_of_ones_own_is_decoded_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_type")
-def test_a_model_that_does_not_generate_is_the_models_fault(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_model", [True, False])
+def test_a_file_that_does_not_generate_is_at_fault_and_nothing_else(
+    tmp_path: Path, is_model: bool
+) -> None:
     path = write_tiny_model(tmp_path / "bert.gguf", TinyConfig(architecture="bert", n_ctx_train=64))
+    if not is_model:
+        path.write_text("hello")
     report = doctor.diagnose(path)
-    assert not report.healthy
-    with pytest.raises(ModelFileError, match=r"^bert\.gguf: "):
+    about = [check for check in report.checks if path.name in check.name + check.message]
+    assert [check.passed for check in about] == [False]
+    with pytest.raises(ModelFileError, match=r"^bert\.gguf: (?!bert)"):
         report.raise_first_error()
 
 

@@ -243,6 +243,7 @@ def test_server_that_ignores_ranges_and_cuts_off_each_time_is_given_up(
     server.faults["/file"] = [Fault(cut_after=200_000) for _ in range(20)]
     with transfer(naps) as http, pytest.raises(FetchError, match=r"^gave up: ") as caught:
         http.download(f"{server.url}/file", tmp_path / "file", sha256=None, report=nothing)
+    assert caught.value.message.endswith("failed: it was closed too early")
     assert naps.lengths_s == [1.0, 2.0, 4.0]
     assert caught.value.hint is not None
     assert "what was downloaded is kept" in caught.value.hint

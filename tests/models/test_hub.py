@@ -264,6 +264,7 @@ def test_a_gated_repository_is_named_with_its_page_and_the_variable(
     assert caught.value.hint is not None
     assert f"{server.url}/{REPO}" in caught.value.hint
     assert "HF_TOKEN" in caught.value.hint
+    assert ("your token gives no access" in caught.value.message) == (token is not None)
     assert "\n" not in caught.value.message + caught.value.hint
 
 

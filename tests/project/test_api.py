@@ -51,16 +51,6 @@ def test_importing_it_loads_nothing() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_llama_cpps_own_api_is_imported_when_it_is_asked_for() -> None:
-    code = (
-        "import sys, specgen.llama; print('llama_cpp.llama' in sys.modules);"
-        "import llama_cpp; from llama_cpp import Llama, llama_grammar;"
-        "print(llama_cpp.Llama is Llama, llama_grammar.__name__, hasattr(llama_cpp, 'nothing_like_that'))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True", "llama_cpp.llama_grammar", "False"]
-
-
 def test_every_public_name_is_there() -> None:
     assert dir(specgen) == sorted(specgen.__all__)
     for name in specgen.__all__:

@@ -381,9 +381,9 @@ JSON_REPORT = Option("--json", help="Print a JSON object.")
         "Output",
         show=Option(
             "--show",
-            help="On a terminal: accepted (coloured tokens; rejected ones vanish after their round), all "
-            "(rejected ones stay, and each round's reason to draft or not to draft is shown where it "
-            "changes), or none (plain text).",
+            help="What a terminal shows of drafts. accepted: coloured tokens; rejected ones vanish after their "
+            "round. all: rejected ones stay, and each round's reason to draft or not to draft is shown where it "
+            "changes. none: plain text.",
         ),
         stats=Option(
             "--stats/--no-stats",
@@ -405,7 +405,7 @@ JSON_REPORT = Option("--json", help="Print a JSON object.")
             "-v",
             count=True,
             show_default=False,
-            help="Print more detail on standard error: models, memory, contexts, warnings. Twice (-vv), all of "
+            help="Print more detail on standard error (models, memory, contexts, warnings). Twice (-vv), all of "
             "llama.cpp's own log.",
         ),
     ),

@@ -44,8 +44,8 @@ _MACHINE = panel(
     kernels=Option(
         "--kernels",
         envvar="SPECGEN_KERNELS",
-        help="Whose code computes on the CPU: specgen (its own kernels, which make the rows of a batch "
-        "cheap), llama.cpp, or auto (specgen's kernels, if they were built and pass their test).",
+        help="Whose code computes on the CPU. specgen: its own kernels, which make the rows of a batch "
+        "cheap; auto: these, if they were built and pass their test.",
     ),
     packed_cache=Option(
         "--packed-cache",

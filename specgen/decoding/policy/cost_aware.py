@@ -260,7 +260,7 @@ class CostAwarePolicy:
         row = (self._costs.seconds(2) - plain_s) / plain_s
         return Reason(
             "acceptance",
-            f"{rate:.0%} of its tokens are expected to be accepted in this text, and a row costs "
+            f"{rate:.0%} of its tokens are expected to be accepted in this text, and checking one costs "
             f"{row:.2f} of a token",
         )
 
@@ -354,4 +354,4 @@ class _Curves(dict[str, tuple[float, ...]]):
 
 def _costs_text(row: float, guess: float) -> str:
     """Return what a row and a guess cost, as shares of a token of the target."""
-    return f"a row costs {row:.2f} and a guess {guess:.2f} of a token of the target"
+    return f"a guess costs {guess:.2f} of a token of the target, and checking it {row:.2f}"

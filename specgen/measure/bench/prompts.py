@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.errors import PromptError
+from specgen.system.json_values import json_reason
 
 #: The category of a prompt without one.
 ALL = "all"
@@ -86,7 +87,7 @@ def _record(line: str, number: int, where: str) -> BenchPrompt:
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise PromptError(f"{where}: not JSON: {error}", _HINT) from None
+        raise PromptError(f"{where}: not JSON: {json_reason(error)}", _HINT) from None
     if not isinstance(record, dict):
         raise PromptError(f"{where}: not a JSON object", _HINT)
     turns = record.get("turns")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from specgen.errors import PromptError
+from specgen.system.json_values import json_reason
 
 T = TypeVar("T")
 
@@ -57,7 +58,7 @@ def _prompt(line: str, where: str) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise PromptError(f"{where}: not JSON: {error}", hint) from None
+        raise PromptError(f"{where}: not JSON: {json_reason(error)}", hint) from None
     if isinstance(record, dict):
         turns = record.get("turns")
         prompt = turns[0] if isinstance(turns, list) and turns else record.get("prompt")

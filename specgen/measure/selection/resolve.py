@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specgen.errors import UsageError
+from specgen.errors import ModelFileError, UsageError
 from specgen.measure.selection.default_draft import DraftChoice, choose_drafts
-from specgen.models.hub_reference import is_reference
+from specgen.models.hub_reference import PREFIX, is_reference, looks_like_reference
 
 if TYPE_CHECKING:
     from specgen.models import CatalogueModel, FileIdentity, Registry, SavedDraft
@@ -91,7 +91,8 @@ def resolve(
         return Sources(target_path, (DraftChoice(words[draft]),))
     if draft == "heads":
         return Sources(target_path, (DraftChoice(_made_heads(target_path, disk)),))
-    return Sources(target_path, (DraftChoice(find_model(draft, registry, fetch)),))
+    found = find_model(draft, registry, fetch, others=(*words, "heads"))
+    return Sources(target_path, (DraftChoice(found),))
 
 
 def _made_heads(target: Path, disk: Disk) -> Path:
@@ -114,9 +115,10 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def find_model(name: str, registry: Registry, fetch: Fetch) -> Path:
+def find_model(name: str, registry: Registry, fetch: Fetch, others: Iterable[str] = ()) -> Path:
     """Return the file of a model. `name` is a model on the hub if it begins with ``hf:``, a path if it
-    exists or looks like one, else a model's name in the registry.
+    exists or looks like one, else a model's name in the registry. `others` are words that may have been
+    meant.
 
     Raise `UnknownModelError` or `FetchError`.
     """
@@ -126,5 +128,7 @@ def find_model(name: str, registry: Registry, fetch: Fetch) -> Path:
     separators = [os.sep, os.altsep or os.sep]
     looks_like_path = name.endswith(".gguf") or any(separator in name for separator in separators)
     if name and name not in registry.models and (looks_like_path or _exists(path)):
+        if looks_like_reference(name) and not _exists(path):
+            raise ModelFileError(f"{name}: no such file", f"a model on the hub is {PREFIX}{name}")
         return path
-    return fetch(registry.model(name).name)
+    return fetch(registry.model(name, others).name)

@@ -253,17 +253,23 @@ _OF_DRAFTERS = {
     "tree_depth": "--tree-depth",
     "temperature": "--draft-temp",
     "top_k": "--draft-top-k",
+    "ngrams": "--ngrams",
+    "lookup_files": "--lookup-file",
 }
 
 
 def without_effect(options: SessionOptions, *, drafts: bool, has_gpu: bool) -> Iterator[str]:
-    """Yield a line about each option that changes nothing; `drafts` says whether anything will draft."""
+    """Yield a line about each option that changes nothing, or makes everything slower; `drafts` says whether
+    anything will draft."""
     if not drafts:
         plain = DraftOptions()
         for field, name in _OF_DRAFTERS.items():
             if getattr(options.drafting, field) != getattr(plain, field):
                 yield f"{name} has no effect: with `--draft none` nothing drafts"
     yield from layers_without_gpu(options.target_context, options.draft_context, has_gpu=has_gpu)
+    n_threads, n_cores = options.target_context.n_threads or 0, os.cpu_count()
+    if n_cores is not None and n_threads > n_cores:
+        yield f"-t {n_threads} is slower than -t {n_cores}: this machine runs {n_cores} threads at once"
 
 
 def layers_without_gpu(

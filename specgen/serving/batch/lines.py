@@ -11,7 +11,9 @@ from typing import Any
 
 from specgen.errors import PromptError
 from specgen.options import GenerationOptions, SamplerOptions
+from specgen.serving.openai_format.body import shown
 from specgen.serving.openai_format.request import BodyError, Kind, Request, read_request
+from specgen.system.json_values import json_reason
 
 _URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 #: The fields of a line in OpenAI's form; only such lines have a `body`.
@@ -113,7 +115,7 @@ def _read_fields(
         try:
             body = json.loads(text)
         except (ValueError, RecursionError) as error:
-            what = f"the line is not JSON: {error}"
+            what = f"the line is not JSON: {json_reason(error)}"
             return Line(number, custom_id, digest, LineError("invalid_json", what))
     try:
         custom_id = _custom_id(body)
@@ -162,7 +164,8 @@ def _asked(body: Mapping[str, Any]) -> tuple[Kind, dict[str, Any]]:
         raise BodyError("method", f"{body['method']!r} is not POST")
     url = body.get("url")
     if not isinstance(url, str) or url not in _URLS:
-        raise BodyError("url", f"{url!r} is none of {', '.join(_URLS)}")
+        what = "it is missing; give one of" if url is None else f"{shown(url)} is none of"
+        raise BodyError("url", f"{what} {', '.join(_URLS)}")
     if not isinstance(body.get("body"), dict):
         raise BodyError("body", "it is not an object")
     return _URLS[url], body["body"]

@@ -276,7 +276,8 @@ def _what(kind: Kind, fields: Mapping[str, Any]) -> Request:
     if isinstance(prompt, list):
         raise BodyError("prompt", "several prompts in one request are not supported")
     if not isinstance(prompt, str) or not prompt:
-        raise BodyError("prompt", f"{shown(prompt)} is not a text")
+        what = "it is empty" if prompt == "" else f"{shown(prompt)} is not a text"
+        raise BodyError("prompt", what)
     system = fields.get("system")
     if system is None:
         return replace(empty, text=utf8("prompt", prompt))
