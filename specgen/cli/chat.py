@@ -95,7 +95,7 @@ def chat(
         talk = Chat(loaded, engine, conversation, log, now=now)
         learner = stack.enter_context(Learner(loaded, engine, engine.tell))
         _begin(talk, system, text)
-        return _talk(talk, view, learner)
+        return _talk(talk, view, learner, output)
 
 
 # --- the conversation -----------------------------------------------------------------------
@@ -166,12 +166,14 @@ def _begin(talk: Chat, system: str | None, files: str) -> None:
         talk.change(Change("files", files))
 
 
-def _talk(talk: Chat, view: _View, learner: Learner) -> int:
+def _talk(talk: Chat, view: _View, learner: Learner, output: Output) -> int:
     """Answer messages until there are no more; return the exit code."""
     from specgen.cli.chat_input import PipedMessages, is_person
     from specgen.serving.chat.commands import parse
 
     is_typed = is_person()
+    if is_typed and not output.quiet:
+        _say("/help lists the commands; Ctrl-D ends the conversation")
     messages = _typed() if is_typed else PipedMessages(sys.stdin.buffer)
     failed = 0
     for message in messages:

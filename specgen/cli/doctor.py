@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -180,6 +181,13 @@ def packed_line(n_bytes: int, n_room: int, folder: Path) -> str:
     return f"{human_bytes(n_bytes)}, {folder}; {room}"
 
 
+def folder_line(folder: Path) -> str:
+    """Return the name of a folder that specgen makes and writes to; with a remark if it cannot."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    is_usable = there.is_dir() and os.access(there, os.W_OK)
+    return str(folder) if is_usable else f"{folder}: cannot be written, so nothing is kept there"
+
+
 def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
     from specgen.llama.packed_weights import kept_bytes, room_bytes
     from specgen.models import human_bytes, packed_folder
@@ -212,10 +220,10 @@ def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
     yield (
         "Files",
         [
-            ("cache", str(report.cache_folder)),
+            ("cache", folder_line(report.cache_folder)),
             ("packed weights", packed_line(kept_bytes(folder), room_bytes(folder), folder)),
             ("configuration", str(report.config_folder)),
-            ("data", str(report.data_folder)),
+            ("data", folder_line(report.data_folder)),
             *((name, str(path)) for name, path in report.models.items()),
         ],
     )

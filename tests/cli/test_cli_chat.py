@@ -394,10 +394,10 @@ def terminal(models: Path) -> Iterator[Callable[..., pexpect.spawn[str]]]:
 
     children: list[pexpect.spawn[str]] = []
 
-    def begin(*arguments: str) -> pexpect.spawn[str]:
+    def begin(*arguments: str, quiet: bool = True) -> pexpect.spawn[str]:
         child = pexpect.spawn(
             sys.executable,
-            ["-m", "specgen", "chat", *options(models), "-q", *arguments],
+            ["-m", "specgen", "chat", *options(models), *(["-q"] if quiet else []), *arguments],
             dimensions=(30, 100),
             encoding="utf-8",
             env={**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"},
@@ -430,6 +430,14 @@ def wait_for(name: str, n_lines: int) -> list[dict[str, str]]:
         time.sleep(0.01)
     assert len(lines) >= n_lines
     return lines
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_conversation_begins_with_how_it_goes_on(
+    terminal: Callable[..., pexpect.spawn[str]], quiet: bool
+) -> None:
+    child = terminal(quiet=quiet)
+    assert ("/help lists the commands" in str(child.before)) != quiet
 
 
 def test_typing(terminal: Callable[..., pexpect.spawn[str]], chat: Chat) -> None:

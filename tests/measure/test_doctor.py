@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from specgen import cli
+from specgen.cli.doctor import folder_line, llama_version_line
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.measure import doctor
 from specgen.system import child_process as child
@@ -237,6 +238,14 @@ def test_features_are_read_from_what_llama_cpp_says_of_itself() -> None:
     assert features("") == {}
 
 
+def test_a_folder_that_cannot_be_written_is_remarked_on(tmp_path: Path) -> None:
+    assert folder_line(tmp_path / "not" / "made") == str(tmp_path / "not" / "made")
+    (tmp_path / "file").touch()
+    assert folder_line(tmp_path / "file" / "x").endswith(
+        ": cannot be written, so nothing is kept there"
+    )
+
+
 def run_cli(*arguments: str) -> int:
     with pytest.raises(SystemExit) as caught:
         cli.main(["doctor", *arguments])
@@ -262,8 +271,6 @@ def test_the_command_shows_what_it_found(
 
 
 def test_another_llama_cpp_python_is_named_with_the_one_that_is_needed() -> None:
-    from specgen.cli.doctor import llama_version_line
-
     def shown(version: str) -> str:
         return llama_version_line(Build(version, "0.6.0", "", gpu_offload=False, devices=()))
 
