@@ -117,12 +117,12 @@ def forget(*, target: str | None = None, output: Output) -> int:
 def _draft_model(target: str, draft: str | None, output: Output) -> Path:
     """Return the model that learns. Raise `UsageError` if none is known."""
     from specgen.llama.decoder_heads import is_heads_file
-    from specgen.llama.gemma4_assistant import reads_target
+    from specgen.llama.draft_kind import draft_kind
 
     sources = find_models(ModelChoice(target, draft, None), quiet=output.quiet)
     for choice in sources.drafts:
         path = choice.draft
-        if isinstance(path, Path) and not (is_heads_file(path) or reads_target(path)):
+        if isinstance(path, Path) and not is_heads_file(path) and draft_kind(path) is None:
             return path
     raise UsageError(f"no model drafts for {target}", hint="name one that is to learn with --draft")
 

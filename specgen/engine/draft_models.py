@@ -22,11 +22,11 @@ from specgen.engine.request import RequestSettings
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaModel, default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
-from specgen.llama.dflash import DflashModel, is_dflash_file
+from specgen.llama.dflash import DflashModel
+from specgen.llama.draft_kind import TrainedKind, draft_kind
 from specgen.llama.eagle import EagleModel
-from specgen.llama.gemma4_assistant import AssistantModel, is_assistant_file, reads_target
+from specgen.llama.gemma4_assistant import AssistantModel
 from specgen.llama.mtp import MtpModel
-from specgen.llama.mtp_layers import holds_mtp_only
 from specgen.options import ContextOptions, DraftOptions, DraftSource, TranslateMode, TreeShape
 
 #: How a draft with another vocabulary is translated.
@@ -37,6 +37,11 @@ _MOSTLY = 0.95
 #: The numbers of states whose looks are timed, and how often each is.
 _LOOKS = (1, 2, 4, 8)
 _N_REPEATS = 5
+_TRAINED_MODELS: dict[TrainedKind, type[EagleModel]] = {
+    "eagle3": EagleModel,
+    "dflash": DflashModel,
+    "gemma4-assistant": AssistantModel,
+}
 
 
 class LoadedDraft:
@@ -254,14 +259,15 @@ class EagleDraft(StatesDraft):
     the file is damaged, `PairError` if it does not fit the target, or the target decodes elsewhere."""
 
     def __init__(
-        self, path: Path, target: LlamaModel, context: ContextOptions, drafting: DraftOptions
+        self,
+        path: Path,
+        kind: TrainedKind,
+        target: LlamaModel,
+        context: ContextOptions,
+        drafting: DraftOptions,
     ) -> None:
         super().__init__(target, drafting)
-        make = EagleModel
-        if is_dflash_file(path):
-            make = DflashModel
-        elif is_assistant_file(path):
-            make = AssistantModel
+        make = _TRAINED_MODELS[kind]
         self.model = make(path, target, n_gpu_layers=context.n_gpu_layers)
         self.origin = self.model.architecture
         #: Whether its drafts may branch.
@@ -320,30 +326,28 @@ class DraftModels:
         `PairError`, or `UsageError` if what is no model is given a helper; there is then no draft."""
         self.close()
         if source == "mtp":
-            if self._helpers:
-                raise UsageError(
-                    "--draft mtp takes no draft of its own; leave out the next --draft"
-                )
+            self._check_no_helpers("--draft mtp takes no draft of its own")
             self.mtp = MtpDraft(self._target, self._context, drafting)
-        if isinstance(source, Path) and is_heads_file(source):
-            if self._helpers:
-                raise UsageError(
-                    f"{source.name}: decoder heads take no draft of their own; leave out the next --draft"
-                )
+        elif isinstance(source, Path) and is_heads_file(source):
+            self._check_no_helpers(f"{source.name}: decoder heads take no draft of their own")
             self.heads = HeadsDraft(source, self._target, self._context, drafting, self._clock)
-        elif isinstance(source, Path) and reads_target(source):
-            if self._helpers:
-                raise UsageError(
-                    f"{source.name}: a draft that reads the target takes no draft of its own; "
-                    "leave out the next --draft"
+        elif isinstance(source, Path):
+            kind = draft_kind(source)
+            if kind is not None:
+                self._check_no_helpers(
+                    f"{source.name}: a draft that reads the target takes no draft of its own"
                 )
-            if holds_mtp_only(source):
+            if kind is None:
+                self.main = self._open((source, *self._helpers), self._target, drafting)
+            elif kind == "mtp":
                 self.mtp = MtpDraft(self._target, self._context, drafting, source)
             else:
-                self.eagle = EagleDraft(source, self._target, self._context, drafting)
-        elif isinstance(source, Path):
-            self.main = self._open((source, *self._helpers), self._target, drafting)
+                self.eagle = EagleDraft(source, kind, self._target, self._context, drafting)
         self.source = source
+
+    def _check_no_helpers(self, what: str) -> None:
+        if self._helpers:
+            raise UsageError(f"{what}; leave out the next --draft")
 
     def close(self) -> None:
         """Close the models. May be called twice."""

@@ -24,9 +24,10 @@ from specgen.llama import LlamaBackend, LlamaModel, default_threads
 from specgen.llama.context_opening import n_native_sequences
 from specgen.llama.decoder_heads import is_heads_file
 from specgen.llama.dflash import DflashContext, DflashModel
+from specgen.llama.draft_kind import draft_kind
 from specgen.llama.eagle import EagleContext
 from specgen.llama.file_check import check_file
-from specgen.llama.gemma4_assistant import AssistantContext, AssistantModel, reads_target
+from specgen.llama.gemma4_assistant import AssistantContext, AssistantModel
 from specgen.llama.library import has_gpu
 from specgen.llama.mtp import MtpContext
 from specgen.llama.weights import load_ahead
@@ -197,7 +198,7 @@ class Models:
             is_small = draft.stat().st_size < LEAST_AHEAD
             if is_small or has_gpu() or self.options.learning is not None:
                 return
-            if not (is_heads_file(draft) or reads_target(draft)):
+            if not is_heads_file(draft) and draft_kind(draft) is None:
                 check_file(draft)
                 self._ahead.callback(load_ahead(draft, context.n_gpu_layers))
 

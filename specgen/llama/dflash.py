@@ -23,7 +23,7 @@ from specgen.decoding.backend import Batch
 from specgen.decoding.hidden_trail import HiddenTrail, most_states
 from specgen.errors import BackendError, ModelFileError
 from specgen.llama.context import LlamaBackend
-from specgen.llama.eagle import EagleModel, has_architecture
+from specgen.llama.eagle import EagleModel
 from specgen.llama.gguf_metadata import GgufMetadata
 from specgen.llama.library import last_error, llama_cpp
 from specgen.llama.model import LlamaModel
@@ -35,11 +35,6 @@ ARCHITECTURE = "dflash"
 _USUAL_BLOCK = 16
 #: llama.cpp's number of rotary embeddings with several positions a token, and how many these are.
 _MROPE, _N_POSITIONS = 8, 4
-
-
-def is_dflash_file(path: Path) -> bool:
-    """Return whether a file is a DFlash or DSpark draft; False if it cannot be read."""
-    return has_architecture(path, ARCHITECTURE)
 
 
 class DflashModel(EagleModel):

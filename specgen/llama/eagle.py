@@ -11,7 +11,6 @@ for some architectures only (`HOOKED`): others would end the process.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -60,25 +59,8 @@ HOOKED = frozenset(
 )
 #: Those that also hand out what the last layer made.
 _LAST = frozenset({"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"})
-#: A file's architecture is found in so many of its first bytes.
-_N_SEARCHED = 4096
 #: The most rows with logits in one native batch: llama.cpp computes logits of all rows of a batch or of none.
 _MOST_OUTPUTS = 32
-
-
-def is_eagle_file(path: Path) -> bool:
-    """Return whether a file is an EAGLE-3 draft; False if it cannot be read."""
-    return has_architecture(path, ARCHITECTURE)
-
-
-def has_architecture(path: Path, architecture: str) -> bool:
-    """Return whether a file is a GGUF of this architecture; False if it cannot be read."""
-    with contextlib.suppress(OSError, BackendError), ExitStack() as resources:
-        with path.open("rb") as file:
-            if architecture.encode() not in file.read(_N_SEARCHED):
-                return False
-        return GgufMetadata(resources, path).text("general.architecture") == architecture
-    return False
 
 
 class EagleModel(LlamaModel):

@@ -21,12 +21,10 @@ from specgen.decoding.backend import Batch
 from specgen.decoding.hidden_trail import HiddenTrail, most_states
 from specgen.errors import PairError
 from specgen.llama.context import LlamaBackend
-from specgen.llama.dflash import is_dflash_file
-from specgen.llama.eagle import EagleModel, has_architecture, is_eagle_file
+from specgen.llama.eagle import EagleModel
 from specgen.llama.gguf_metadata import GgufMetadata
 from specgen.llama.library import llama_cpp_ext
 from specgen.llama.model import LlamaModel
-from specgen.llama.mtp_layers import holds_mtp_only
 from specgen.llama.states_context import StatesContext
 from specgen.options import CacheType, ContextOptions
 from specgen.system.arrays import Logits
@@ -35,22 +33,6 @@ ARCHITECTURE = "gemma4-assistant"
 _TARGET = "gemma4"
 #: The most rows in a batch for each text: drafts are chains, a token at a time.
 _N_ROWS = 8
-
-
-def is_assistant_file(path: Path) -> bool:
-    """Return whether a file is a Gemma 4 assistant; False if it cannot be read."""
-    return has_architecture(path, ARCHITECTURE)
-
-
-def reads_target(path: Path) -> bool:
-    """Return whether a file is a draft that reads hidden states, layers or the cache of its target: EAGLE-3,
-    DFlash, DSpark, a Gemma 4 assistant, or MTP layers."""
-    return (
-        is_eagle_file(path)
-        or is_dflash_file(path)
-        or is_assistant_file(path)
-        or holds_mtp_only(path)
-    )
 
 
 class AssistantModel(EagleModel):

@@ -9,7 +9,8 @@ import pytest
 
 from specgen.errors import ModelFileError, PairError
 from specgen.llama import LlamaModel
-from specgen.llama.dflash import DflashModel, is_dflash_file
+from specgen.llama.dflash import DflashModel
+from specgen.llama.draft_kind import draft_kind
 from specgen.options import TreeShape
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.eagle import TinyDflash, write_tiny_dflash
@@ -29,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_file_is_known_by_its_architecture(folder: Path) -> None:
-    assert all(is_dflash_file(folder / f"{name}.gguf") for name in DFLASHES)
-    assert not is_dflash_file(folder / "llama.gguf")
+    assert all(draft_kind(folder / f"{name}.gguf") == "dflash" for name in DFLASHES)
+    assert draft_kind(folder / "llama.gguf") is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from specgen.decoding.hidden_trail import HiddenTrail
 from specgen.engine.loaded_models import Models
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.eagle import HOOKED, EagleContext, EagleModel, EagleTrail, is_eagle_file
+from specgen.llama.draft_kind import draft_kind
+from specgen.llama.eagle import HOOKED, EagleContext, EagleModel, EagleTrail
 from specgen.measure.selection.tuning import Tuner
 from specgen.options import (
     SessionOptions,
@@ -42,13 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_file_is_known_by_its_architecture(folder: Path, tmp_path: Path) -> None:
-    assert all(is_eagle_file(folder / f"{name}.gguf") for name in EAGLES)
-    assert not is_eagle_file(folder / "llama.gguf")
+    assert all(draft_kind(folder / f"{name}.gguf") == "eagle3" for name in EAGLES)
+    assert draft_kind(folder / "llama.gguf") is None
     named = write_tiny_model(tmp_path / "t.gguf", replace(CONFIG, name="eagle3"))
-    assert not is_eagle_file(named)
+    assert draft_kind(named) is None
     (tmp_path / "no.gguf").write_bytes(b"eagle3")
-    assert not is_eagle_file(tmp_path / "no.gguf")
-    assert not is_eagle_file(tmp_path / "missing.gguf")
+    assert draft_kind(tmp_path / "no.gguf") is None
+    assert draft_kind(tmp_path / "missing.gguf") is None
 
 
 @pytest.mark.parametrize(
