@@ -427,7 +427,9 @@ def test_ctrl_c_ends_with_its_code_and_the_next_run_resumes(
     publish_repository(server, REPO, {USUAL: CONTENT})
     stall = Fault(stall_after=400_000)
     server.faults[ON_HUB] = [stall]
-    process = python(tmp_path, server, MAIN, "models", "pull", REPO)
+    # Tests that run in the background of a shell inherit that SIGINT is ignored.
+    listening = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    process = python(tmp_path, server, listening + MAIN, "models", "pull", REPO)
     try:
         server.wait_until_asked(ON_HUB, method="GET")
         while not partial(tmp_path).exists() or partial(tmp_path).stat().st_size < 300_000:
