@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import ExitStack
+from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from specgen.errors import BackendError
 from specgen.llama.gguf_metadata import GgufMetadata, parts_of
@@ -49,16 +50,16 @@ _FIRST_OF_TRUNK = "blk.0.attn_norm.weight"
 
 #: What a target and MTP layers made for it have in common: the architecture, the length of hidden states, and the
 #: number of layers without MTP layers.
-_Make: TypeAlias = tuple[str, int, int]
+_Shape: TypeAlias = tuple[str, int, int]
 
 
 def holds_mtp_only(path: Path) -> bool:
     """Return whether a file holds MTP layers for another file's model; False if it cannot be read."""
-    with contextlib.suppress(OSError, BackendError), ExitStack() as resources:
+    with contextlib.suppress(OSError, BackendError):
         with path.open("rb") as file:
             if not path.name.startswith(_PREFIX) and _N_LAYERS_KEY not in file.read(_N_SEARCHED):
                 return False
-        names = {tensor.name for tensor in GgufMetadata(resources, path).tensors()}
+        names = _layers_of(path).tensors
         return _FIRST_OF_TRUNK not in names and any(".nextn." in name for name in names)
     return False
 
@@ -71,9 +72,9 @@ def mtp_of(target: Path) -> Path | Literal["mtp"] | None:
     files = sorted(
         path for path in target.parent.glob(f"{_PREFIX}*.gguf") if path.name != target.name
     )
-    if not files or (make := _make_of(target)) is None:
+    if not files or (shape := _shape_of(target)) is None:
         return None
-    fitting = [path for path in files if holds_mtp_only(path) and _make_of(path) == make]
+    fitting = [path for path in files if holds_mtp_only(path) and _shape_of(path) == shape]
 
     def likeness(path: Path) -> int:
         pairs = zip(path.name.removeprefix(_PREFIX), target.name, strict=False)
@@ -82,36 +83,56 @@ def mtp_of(target: Path) -> Path | Literal["mtp"] | None:
     return max(fitting, key=likeness, default=None)
 
 
-def _make_of(path: Path) -> _Make | None:
-    with contextlib.suppress(BackendError), ExitStack() as resources:
-        about = GgufMetadata(resources, path)
-        architecture = about.text("general.architecture")
+def _shape_of(path: Path) -> _Shape | None:
+    with contextlib.suppress(OSError, BackendError):
+        found = _layers_of(path)
+        return found.architecture, found.n_embd, found.n_layers - found.n_mtp
+    return None
+
+
+class _Layers(NamedTuple):
+    """What a file's metadata say of its layers, and the names of its tensors."""
+
+    architecture: str
+    n_layers: int
+    n_mtp: int
+    n_embd: int
+    tensors: frozenset[str]
+
+
+def _layers_of(path: Path) -> _Layers:
+    """Read a file's metadata, once while it is the same (some 40 ms). Raise `OSError` or `BackendError`."""
+    about = path.stat()
+    return _read_layers(path, about.st_size, about.st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _read_layers(path: Path, _size: int, _changed_ns: int) -> _Layers:
+    with ExitStack() as resources:
+        parts = [GgufMetadata(resources, part) for part in parts_of(path)]
+        architecture = parts[0].text("general.architecture")
         n_layers, n_mtp, n_embd = (
-            about.number(f"{architecture}.{key}")
+            parts[0].number(f"{architecture}.{key}")
             for key in ("block_count", "nextn_predict_layers", "embedding_length")
         )
-        return architecture, n_embd, n_layers - n_mtp
-    return None
+        tensors = frozenset(tensor.name for part in parts for tensor in part.tensors())
+        return _Layers(architecture, n_layers, n_mtp, n_embd, tensors)
 
 
 def why_no_mtp(path: Path) -> str:
     """Return why the MTP layers of a file cannot draft; empty if they can."""
-    with ExitStack() as resources:
-        try:
-            parts = [GgufMetadata(resources, part) for part in parts_of(path)]
-        except BackendError:
-            return "it is not a GGUF file"
-        architecture = parts[0].text("general.architecture")
-        n_layers = parts[0].number(f"{architecture}.nextn_predict_layers")
-        if not n_layers:
-            return "it has no MTP layers"
-        names = {tensor.name for part in parts for tensor in part.tensors()}
+    try:
+        architecture, _, n_mtp, _, names = _layers_of(path)
+    except (OSError, BackendError):
+        return "it is not a GGUF file"
+    if not n_mtp:
+        return "it has no MTP layers"
     if not any(".nextn." in name for name in names):
         return "its MTP layers were removed from the file"
     if "token_embd.weight" not in names:
         return "it has only MTP layers, and not the model that they belong to"
     if architecture not in ARCHITECTURES:
         return f"llama.cpp does not compute the MTP layers of its architecture ({architecture})"
-    if n_layers > 1 and architecture not in SEVERAL_LAYERS:
-        return f"llama.cpp computes a single MTP layer of its architecture ({architecture}), not {n_layers}"
+    if n_mtp > 1 and architecture not in SEVERAL_LAYERS:
+        return f"llama.cpp computes a single MTP layer of its architecture ({architecture}), not {n_mtp}"
     return ""
