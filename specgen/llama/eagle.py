@@ -92,8 +92,7 @@ class EagleModel(LlamaModel):
         architecture = target.metadata("general.architecture")
         hint = f"take a draft that was made for {target.name}, or --draft ngram, which fits every model"
         pair = f"{self.name} cannot draft for {target.name}"
-        if not target.n_layer or target.is_remote:
-            where = "on workers (--rpc)" if target.is_remote else "elsewhere"
+        if where := target.computed_where:
             raise PairError(
                 f"{pair}: {self.kind} reads the target's layers, which are computed {where}",
                 "use a small model of the same family, or --draft ngram",

@@ -62,8 +62,7 @@ class AssistantModel(EagleModel):
             raise PairError(
                 f"{pair}: a Gemma 4 assistant drafts for Gemma 4, and not for {architecture}", hint
             )
-        if not target.n_layer or target.is_remote:
-            where = "on workers (--rpc)" if target.is_remote else "elsewhere"
+        if where := target.computed_where:
             raise PairError(f"{pair}: it reads the target's cache, which is {where}", hint)
         if self.n_embd_out != target.n_embd:
             raise PairError(

@@ -165,6 +165,14 @@ class LlamaModel:
         return self._weights.remote is not None
 
     @property
+    def computed_where(self) -> str:
+        """Where its layers are computed, if not by this process; else empty. Drafts that read what its layers computed
+        need it here."""
+        if self.is_remote:
+            return "on workers (--rpc)"
+        return "" if self.n_layer else "elsewhere"  # only its vocabulary is loaded
+
+    @property
     def call(self) -> Callable[..., Any]:
         """Makes native calls that may wait for workers: `call(function, *arguments)`. It raises
         `WorkerLostError` if a worker is lost."""

@@ -35,8 +35,7 @@ class MtpModel(LlamaModel):
     def _check_target(self, target: LlamaModel) -> None:
         pair = f"{self.name} cannot draft for {target.name}"
         hint = f"take MTP layers that were made for {target.name}, or --draft ngram, which fits every model"
-        if not target.n_layer or target.is_remote:
-            where = "on workers (--rpc)" if target.is_remote else "elsewhere"
+        if where := target.computed_where:
             raise PairError(f"{pair}: it reads the target's hidden states, which are {where}", hint)
         own, others = (each.metadata("general.architecture") for each in (self, target))
         if own != others:
