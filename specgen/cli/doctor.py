@@ -183,7 +183,9 @@ def packed_line(n_bytes: int, n_room: int, folder: Path) -> str:
 
 def folder_line(folder: Path) -> str:
     """Return the name of a folder that specgen makes and writes to; with a remark if it cannot."""
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    from specgen.system.atomic_files import existing_parent
+
+    there = existing_parent(folder)
     is_usable = there.is_dir() and os.access(there, os.W_OK)
     return str(folder) if is_usable else f"{folder}: cannot be written, so nothing is kept there"
 

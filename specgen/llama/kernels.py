@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,11 @@ class Kernels:
         self._enabled = (True, True)
         #: Whether a model of this process cannot have the kernels' attention, which is the same for all.
         self.lacks_attention = False
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the library's contents."""
+        return hashlib.sha256(self.path.read_bytes()).hexdigest()
 
     @property
     def computes_products(self) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 
 from specgen.llama.gguf_metadata import parts_of
 from specgen.llama.kernels import Kernels, PackedFile, attached, ggml_version
-from specgen.system.atomic_files import NEW, new_beside
+from specgen.system.atomic_files import NEW, existing_parent, new_beside
 from specgen.system.process_end import is_failing
 
 _SUFFIX = ".packed"
@@ -50,8 +50,7 @@ def kept_bytes(folder: Path) -> int:
 
 def room_bytes(folder: Path) -> int:
     """Return the size of the largest file that has room, if all others are deleted."""
-    there = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
-    disk = shutil.disk_usage(there)
+    disk = shutil.disk_usage(existing_parent(folder))
     free = disk.free + kept_bytes(folder) - int(FREE_SHARE * disk.total)
     return max(0, min(free, int(MOST_SHARE * disk.total)))
 
@@ -113,11 +112,10 @@ def packed_weights_of(file: Path, **loaded: Any) -> PackedWeights | None:
     if _folder is None or kernels is None or not kernels.computes_products:
         return None
     parts = [(part.name, part.stat().st_size, part.stat().st_mtime_ns) for part in parts_of(file)]
-    # By its contents, so that installations of the same specgen share the files.
-    library = hashlib.sha256(kernels.path.read_bytes()).hexdigest()
     identity = {
         "parts": parts,
-        "kernels": [kernels.instructions, library, ggml_version()],
+        # By their contents, so that installations of the same specgen share the files.
+        "kernels": [kernels.instructions, kernels.digest, ggml_version()],
         **loaded,
     }
     digest = hashlib.sha256(json.dumps(identity).encode("utf-8", "surrogateescape")).hexdigest()

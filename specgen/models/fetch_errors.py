@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from specgen.errors import FetchError
 from specgen.models.files import human_bytes
 from specgen.models.folders import CACHE_VARIABLE
+from specgen.system.atomic_files import existing_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,9 +80,7 @@ def disk_errors_named(folder: Path, variable: str = CACHE_VARIABLE) -> Iterator[
 
 def check_room(what: str, folder: Path, needed_bytes: int, variable: str = CACHE_VARIABLE) -> None:
     """Raise FetchError unless the disk that holds `folder` has room; `folder` may not exist yet."""
-    existing = folder
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
+    existing = existing_parent(folder)
     try:
         free_bytes = shutil.disk_usage(existing).free
     except OSError:

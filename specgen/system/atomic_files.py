@@ -29,6 +29,11 @@ def new_beside(path: Path) -> Iterator[Path]:
             new.unlink()
 
 
+def existing_parent(path: Path) -> Path:
+    """Return the path itself if it exists, else the nearest folder above it that does."""
+    return next(each for each in (path, *path.absolute().parents) if each.exists())
+
+
 def replace_bytes(path: Path, data: bytes) -> None:
     """Replace a file by these bytes, through a file of `new_beside`. Raise `OSError`."""
     with new_beside(path) as new:
