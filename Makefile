@@ -7,7 +7,7 @@ VENV ?= .venv
 PROMPT ?= Correct the spelling and change nothing else: The harbour was quiet when the first boats came in. Nobody on the pier had expeckted them before noon, and the fish market was still closed. The oldest of the fishermen, who had recieved the message a day earlier, was already waiting with his dog. He said nothing, looked at the sky, and began to untie the ropes. Then the harbour master came down the stairs, and the two of them talked untill the first boat touched the pier.
 ARGS ?=
 PYTEST_ARGS ?=
-# A process for each core; `PYTEST_ARGS="-n 0 tests/decoding/test_loop.py"` does without.
+# A process for each core; `PYTEST_ARGS="-n 0 tests/method/test_loop.py"` does without.
 WORKERS = --numprocesses auto --maxprocesses 8 --dist worksteal
 # How often `make fuzz` runs the tests with Hypothesis, with other examples each time.
 SEARCHES = 10
@@ -18,14 +18,14 @@ MACHINES = x86_64
 # the beginnings of tests' names, below tests/.)
 SLOW = cli/test_cli_batch.py cli/test_cli_bench.py cli/test_cli_chat.py cli/test_cli_draft.py \
 	cli/test_cli_drafting.py cli/test_cli_fim.py cli/test_cli_run.py cli/test_cli_trees.py cli/test_cli_tune.py \
-	cli/test_cli_verify.py decoding/test_lossless.py::test_matching decoding/test_lossless.py::test_sampled \
-	decoding/test_policy.py::test_a_draft_that_cannot_pay decoding/test_policy.py::test_in_the_long_run \
-	decoding/test_reference.py decoding/test_translated_loop.py::test_distributions \
-	decoding/test_translated_loop.py::test_draws \
-	decoding/test_translated_loop.py::test_stopping decoding/test_translation_text.py \
-	decoding/test_trees.py::test_drawn_trees_fit decoding/test_trees.py::test_trees_of_the_likeliest \
-	decoding/test_verifiers.py engine/test_real_model.py engine/test_real_translation.py \
-	engine/test_translated_session.py llama/test_build_kernels.py llama/test_kernels.py llama/test_llama_dry.py \
+	cli/test_cli_verify.py method/test_lossless.py::test_matching method/test_lossless.py::test_sampled \
+	method/test_policy.py::test_a_draft_that_cannot_pay method/test_policy.py::test_in_the_long_run \
+	method/test_reference.py method/test_translated_loop.py::test_distributions \
+	method/test_translated_loop.py::test_draws \
+	method/test_translated_loop.py::test_stopping method/test_translation_text.py \
+	method/test_trees.py::test_drawn_trees_fit method/test_trees.py::test_trees_of_the_likeliest \
+	method/test_verifiers.py session/test_real_model.py session/test_real_translation.py \
+	session/test_translated_session.py llama/test_build_kernels.py llama/test_kernels.py llama/test_llama_dry.py \
 	llama/test_llama_rollback.py llama/test_llama_sampling.py llama/test_rpc.py measure/test_bench_peers.py \
 	measure/test_doctor.py measure/test_proof.py measure/test_proof_statistics.py models/test_downloads.py \
 	project/test_architectures.py::test_a_tiny project/test_long_runs.py render/test_render_live.py
@@ -33,10 +33,10 @@ SLOW = cli/test_cli_batch.py cli/test_cli_bench.py cli/test_cli_chat.py cli/test
 # What `make pythons` runs in other versions of Python, and which: what differs between them is how
 # signatures are read (the options of commands), JSON, tarfile, temporary folders, recursion and messages.
 PYTHONS = 3.10 3.12 3.13
-PORTABLE = tests/cli/test_cli_flags.py tests/cli/test_cli_streams.py tests/decoding/test_json_schema.py \
-	tests/engine/test_template_sandbox.py tests/llama/test_llama_backend.py tests/llama/test_native_end.py \
+PORTABLE = tests/cli/test_cli_flags.py tests/cli/test_cli_streams.py tests/method/test_json_schema.py \
+	tests/session/test_template_sandbox.py tests/llama/test_llama_backend.py tests/llama/test_native_end.py \
 	tests/measure/test_proof_statistics.py tests/models tests/project/test_api.py tests/project/test_packaging.py \
-	tests/render tests/serving/test_openai_format.py tests/serving/test_server_openai.py
+	tests/render tests/serve/test_openai_format.py tests/serve/test_server_openai.py
 
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check

@@ -36,12 +36,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.answers import answer, begin
-from specgen.decoding.backend import Backend, Batch
-from specgen.decoding.loop import Loop
-from specgen.decoding.sampling import Distribution, Sampler, argmax
-from specgen.engine.drafter_factory import DrafterFactory
-from specgen.engine.loaded_models import Models
 from specgen.measure.proof import evenly_chosen, read_prompts
+from specgen.method.backend import Backend, Batch
+from specgen.method.loop import Loop
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -50,7 +47,10 @@ from specgen.options import (
     SessionOptions,
     VerifierName,
 )
+from specgen.session.drafter_factory import DrafterFactory
+from specgen.session.loaded_models import Models
 from specgen.system.arrays import Logits
+from specgen.text.sampling import Distribution, Sampler, argmax
 
 VERIFIERS: tuple[VerifierName, ...] = ("match", "residual", "block")
 #: Draft temperatures relative to the target's, and top-k, of the sweep.

@@ -24,12 +24,12 @@ from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from benchmarks.answers import begin, mean_ratio, n_equal, parser_of, prompts_of, write_json
-from specgen.engine.loaded_models import Models
 from specgen.llama.context_opening import default_threads
 from specgen.llama.kernel_checks import choose_kernels
 from specgen.models import cache_folder
 from specgen.options import ContextOptions, SessionOptions
-from specgen.serving.adapters.llama_cpp import SpecgenDraft
+from specgen.serve.adapters.llama_cpp import SpecgenDraft
+from specgen.session.loaded_models import Models
 
 PLAIN, LOOKUP = "Llama", "LlamaPromptLookupDecoding"
 

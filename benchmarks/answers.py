@@ -15,10 +15,6 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from specgen.engine.calibration.memory import Memory
-from specgen.engine.engine import generate
-from specgen.engine.loaded_models import Models
-from specgen.engine.prompts import Prompt
 from specgen.events import FinishedEvent
 from specgen.measure.bench.contenders import NOW
 from specgen.measure.bench.prompts import (
@@ -29,6 +25,10 @@ from specgen.measure.bench.prompts import (
 )
 from specgen.measure.proof import evenly_chosen, read_prompts
 from specgen.options import DraftOptions, DraftSource, GenerationOptions, SessionOptions, parse_tree
+from specgen.session.calibration.memory import Memory
+from specgen.session.engine import generate
+from specgen.session.loaded_models import Models
+from specgen.session.prompts import Prompt
 
 #: What a setting may say of a draft: the option's name and what its value is.
 _FIELDS: dict[str, tuple[str, Callable[[str], object]]] = {

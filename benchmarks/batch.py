@@ -29,13 +29,13 @@ from benchmarks.answers import (
     running,
     write_json,
 )
-from specgen.engine.calibration.memory import Memory
-from specgen.engine.engine import Engine
 from specgen.llama.kernel_checks import choose_kernels
 from specgen.models import cache_folder
 from specgen.options import DraftSource, GenerationOptions, SamplerOptions
-from specgen.serving.batch.lines import read_lines
-from specgen.serving.batch.runner import Batch, Prompting
+from specgen.serve.batch.lines import read_lines
+from specgen.serve.batch.runner import Batch, Prompting
+from specgen.session.calibration.memory import Memory
+from specgen.session.engine import Engine
 
 N_AT_ONCE = (1, 2, 4, 8)
 PORT = 18435

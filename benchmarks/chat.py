@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.answers import answer, opened, parser_of, write_json
-from specgen.engine.calibration.memory import Memory
-from specgen.engine.chat_template import Message
-from specgen.engine.engine import Engine
 from specgen.events import FinishedEvent
 from specgen.llama.kernel_checks import choose_kernels
 from specgen.models import cache_folder
 from specgen.options import DraftSource
+from specgen.session.calibration.memory import Memory
+from specgen.session.chat_template import Message
+from specgen.session.engine import Engine
 
 QUESTIONS = (
     "Write a Python function that counts the words of a text file.",

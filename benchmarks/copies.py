@@ -21,12 +21,12 @@ from pathlib import Path
 from benchmarks.answers import begin
 from benchmarks.costs import measure
 from benchmarks.replays import Told, parser_of_answers, read_answers
-from specgen.engine.loaded_models import Models
-from specgen.engine.measurements import agreement_walk
 from specgen.llama import default_threads, requantize
 from specgen.llama.kernel_checks import choose_kernels, wanted_in
 from specgen.models import cache_folder
 from specgen.options import SessionOptions
+from specgen.session.loaded_models import Models
+from specgen.session.measurements import agreement_walk
 
 #: Tokens before the batches that are timed.
 N_CONTEXT = 200

@@ -102,9 +102,9 @@ def measure(
 def _measure(
     path: Path, kernels: str, n_context: int, n_threads: int, sizes: Sequence[int]
 ) -> dict[str, Any]:
-    from specgen.decoding.backend import Batch
     from specgen.llama import LlamaBackend, LlamaModel
     from specgen.llama.kernel_checks import choose_kernels
+    from specgen.method.backend import Batch
     from specgen.options import ContextOptions
 
     choose_kernels("specgen" if kernels == "specgen" else "llama.cpp", Path(tempfile.mkdtemp()))

@@ -23,11 +23,11 @@ from specgen.llama import LlamaModel
 from specgen.measure.bench.contenders import NOW
 from specgen.measure.proof import read_prompts
 from specgen.system.machine import look_at_machine
-from specgen.training.distillation import RATE, SOFTNESS, distil
-from specgen.training.draft_builder import own_prompts
-from specgen.training.target_text import TargetText
-from specgen.training.training_data import TrainingText, training_texts
-from specgen.training.training_loop import Budget
+from specgen.train.distillation import RATE, SOFTNESS, distil
+from specgen.train.draft_builder import own_prompts
+from specgen.train.target_text import TargetText
+from specgen.train.training_data import TrainingText, training_texts
+from specgen.train.training_loop import Budget
 
 
 def main() -> None:

@@ -30,12 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.answers import bench_prompts, write_json
-from specgen.decoding.draft import ROOT, Draft
-from specgen.decoding.drafters import draft_alone
-from specgen.decoding.policy import draft_up_to
-from specgen.decoding.sequence import Sequence
-from specgen.engine.drafter_factory import DrafterFactory
-from specgen.engine.loaded_models import Models
+from specgen.drafters import draft_alone
 from specgen.llama.kernel_checks import choose_kernels, wanted_in
 from specgen.measure.bench.contenders import NOW
 from specgen.measure.bench.figures import ContenderFigures, geometric_mean, speedup_of
@@ -46,6 +41,8 @@ from specgen.measure.bench.report import BenchReport, to_json_object
 from specgen.measure.bench.runs import Result
 from specgen.measure.selection.session_opening import open_memory
 from specgen.measure.selection.trial import Baseline, TargetAnswer, agreeing_path, measure_target
+from specgen.method.draft import ROOT, Draft
+from specgen.method.policy import draft_up_to
 from specgen.models import cache_folder
 from specgen.options import (
     AUTO_TREE,
@@ -55,6 +52,9 @@ from specgen.options import (
     GenerationOptions,
     SamplerOptions,
 )
+from specgen.session.drafter_factory import DrafterFactory
+from specgen.session.loaded_models import Models
+from specgen.text.sequence import Sequence
 
 if TYPE_CHECKING:
     from specgen.options import DraftSource, SessionOptions

@@ -32,10 +32,6 @@ from typing import Any
 
 import numpy as np
 
-from specgen.engine.drafter_factory import DrafterFactory
-from specgen.engine.engine import Engine
-from specgen.engine.kept_answers import last_number
-from specgen.engine.loaded_models import Models
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaModel
 from specgen.llama.kernel_checks import choose_kernels
@@ -44,11 +40,15 @@ from specgen.measure.selection.session_opening import find_target, open_memory
 from specgen.measure.selection.trial import Baseline, Replay, TargetAnswer, answered_prompt, replay
 from specgen.models import cache_folder, identify
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
+from specgen.session.drafter_factory import DrafterFactory
+from specgen.session.engine import Engine
+from specgen.session.kept_answers import last_number
+from specgen.session.loaded_models import Models
 from specgen.system.json_values import as_json
 from specgen.system.machine import look_at_machine
-from specgen.training.draft_files import learning_folder
-from specgen.training.online_learning import Lesson, learn
-from specgen.training.training_loop import Budget
+from specgen.train.draft_files import learning_folder
+from specgen.train.online_learning import Lesson, learn
+from specgen.train.training_loop import Budget
 
 N_PROMPTS, N_BLOCK = 40, 10
 REQUEST = (

@@ -40,13 +40,13 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from benchmarks.model_files import Stored, copy_metadata, write_file
-from specgen.decoding.backend import Batch
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.operators import quantize
 from specgen.measure.proof import read_prompts
+from specgen.method.backend import Batch
 from specgen.options import ContextOptions
-from specgen.training.gguf_weights import ModelRows
-from specgen.training.target_text import N_TOP, TargetText
+from specgen.train.gguf_weights import ModelRows
+from specgen.train.target_text import N_TOP, TargetText
 
 Parameters: TypeAlias = dict[str, Any]
 Floats: TypeAlias = NDArray[np.float32]

@@ -27,10 +27,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import answers
-from specgen.decoding.policy.cost_table import CostTable
-from specgen.engine.calibration.memory import Memory
-from specgen.engine.loaded_models import Models
 from specgen.events import FinishedEvent
+from specgen.method.policy.cost_table import CostTable
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -41,6 +39,8 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
+from specgen.session.calibration.memory import Memory
+from specgen.session.loaded_models import Models
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "the sum of the sum is the sum of the sum is the sum of"

@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specgen.engine.loaded_models import Models
 from specgen.llama import default_threads
 from specgen.llama.kernel_checks import choose_kernels, wanted_in
 from specgen.measure.bench.contenders import NOW, Outcome, SessionContender, outcome_of_peer
@@ -33,6 +32,7 @@ from specgen.measure.bench.report import BenchReport, to_json_object
 from specgen.measure.bench.runs import Lineup, Runs, run_lineups
 from specgen.models import cache_folder
 from specgen.render.tables import bench_lines
+from specgen.session.loaded_models import Models
 
 #: The lengths of drafts that llama-cpp-python's documentation advises for CPUs and for GPUs.
 LENGTHS = (2, 10)

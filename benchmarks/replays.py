@@ -38,18 +38,18 @@ from typing import Any, cast
 import numpy as np
 
 from benchmarks.answers import begin, read_setting
-from specgen.decoding.backend import Backend, Batch
-from specgen.decoding.loop import Loop
-from specgen.decoding.policy.cost_table import CostTable
-from specgen.engine.calibration.memory import Memory
-from specgen.engine.calibration.timing import MIN_SIZES
-from specgen.engine.drafter_factory import DrafterFactory
-from specgen.engine.loaded_models import Models
-from specgen.engine.measurements import measure_if_new
 from specgen.events import FinishedEvent
 from specgen.measure.bench.prompts import BenchPrompt, first_of_each, read_bench_prompts
 from specgen.measure.proof.memo_backend import MemoBackend
+from specgen.method.backend import Backend, Batch
+from specgen.method.loop import Loop
+from specgen.method.policy.cost_table import CostTable
 from specgen.options import GenerationOptions, SessionOptions
+from specgen.session.calibration.memory import Memory
+from specgen.session.calibration.timing import MIN_SIZES
+from specgen.session.drafter_factory import DrafterFactory
+from specgen.session.loaded_models import Models
+from specgen.session.measurements import measure_if_new
 from specgen.system.arrays import Logits
 from specgen.testing.fake_backend import FakeBackend
 

@@ -35,9 +35,6 @@ from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.answers import answer, mean_ratio, parser_of, prompts_of, write_json
-from specgen.engine.calibration.memory import Memory
-from specgen.engine.calibration.timing import begin, time_batch
-from specgen.engine.loaded_models import Models
 from specgen.llama import LlamaBackend
 from specgen.llama.kernel_checks import choose_kernels
 from specgen.models import cache_folder
@@ -49,6 +46,9 @@ from specgen.options import (
     SessionOptions,
     Workers,
 )
+from specgen.session.calibration.memory import Memory
+from specgen.session.calibration.timing import begin, time_batch
+from specgen.session.loaded_models import Models
 
 DELAYS_MS = (0.0, 1.0, 5.0, 20.0)
 ROWS = (1, 2, 4, 8, 16)

@@ -21,11 +21,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from specgen.decoding.sampling import DryBreakers, Sampler
-from specgen.decoding.sampling.candidates import best
-from specgen.decoding.sampling.dry import dry_penalties
 from specgen.options import SamplerOptions
 from specgen.system.arrays import BoolArray, Logits, TokenArray
+from specgen.text.sampling import DryBreakers, Sampler
+from specgen.text.sampling.candidates import best
+from specgen.text.sampling.dry import dry_penalties
 
 VOCABULARIES = (12, 151_936)
 N_ROWS = 8

@@ -22,10 +22,10 @@ from collections import defaultdict
 from pathlib import Path
 
 from benchmarks.answers import answer, bench_prompts, read_setting
-from specgen.engine.loaded_models import Models
 from specgen.llama.kernel_checks import choose_kernels, wanted_in
 from specgen.models import cache_folder
 from specgen.options import ContextOptions, GenerationOptions, SamplerOptions, SessionOptions
+from specgen.session.loaded_models import Models
 
 
 def main() -> int:

@@ -22,11 +22,11 @@ from benchmarks.answers import (
     prompts_of,
     write_json,
 )
-from specgen.engine.calibration.memory import Memory
-from specgen.engine.engine import Engine
-from specgen.engine.loaded_models import Models
 from specgen.llama.kernel_checks import choose_kernels
 from specgen.models import cache_folder
+from specgen.session.calibration.memory import Memory
+from specgen.session.engine import Engine
+from specgen.session.loaded_models import Models
 
 N_AT_ONCE = (1, 2, 4, 8)
 

@@ -16,9 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.answers import answer, bench_prompts
-from specgen.decoding.policy.cost_table import CostTable
-from specgen.engine.calibration.memory import Memory
-from specgen.engine.loaded_models import Models
+from specgen.method.policy.cost_table import CostTable
 from specgen.options import (
     DraftOptions,
     GenerationOptions,
@@ -27,6 +25,8 @@ from specgen.options import (
     VerifierName,
     parse_tree,
 )
+from specgen.session.calibration.memory import Memory
+from specgen.session.loaded_models import Models
 
 
 def ways(n: int) -> Iterator[tuple[str, DraftOptions]]:

@@ -11,11 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specgen.api import AnswerOptions, Model, load
-    from specgen.engine.chat_template import Message
-    from specgen.engine.engine import Engine
-    from specgen.engine.loaded_models import Models
-    from specgen.engine.prompts import Prompt
-    from specgen.engine.request import Request
     from specgen.errors import (
         BackendError,
         FetchError,
@@ -44,17 +39,22 @@ if TYPE_CHECKING:
         SessionOptions,
         TreeShape,
     )
+    from specgen.session.chat_template import Message
+    from specgen.session.engine import Engine
+    from specgen.session.loaded_models import Models
+    from specgen.session.prompts import Prompt
+    from specgen.session.request import Request
 
 __version__ = "0.1.0"
 
 #: The public names of each module.
 _MODULES = {
     "specgen.api": "AnswerOptions Model load",
-    "specgen.engine.chat_template": "Message",
-    "specgen.engine.engine": "Engine",
-    "specgen.engine.loaded_models": "Models",
-    "specgen.engine.prompts": "Prompt",
-    "specgen.engine.request": "Request",
+    "specgen.session.chat_template": "Message",
+    "specgen.session.engine": "Engine",
+    "specgen.session.loaded_models": "Models",
+    "specgen.session.prompts": "Prompt",
+    "specgen.session.request": "Request",
     "specgen.errors": "BackendError FetchError MemoryLimitError ModelFileError PairError PromptError "
     "SpecgenError UnknownModelError UsageError",
     "specgen.events": "CommittedEvent DraftedEvent FinishedEvent NoticeEvent PromptEvent ReadingEvent "

@@ -13,12 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
-from specgen.decoding.grammar.json_schema import schema_grammar
-from specgen.engine.chat_template import Message
-from specgen.engine.engine import Engine
-from specgen.engine.loaded_models import Models
-from specgen.engine.prompts import Prompt
-from specgen.engine.request import Request
 from specgen.errors import UsageError
 from specgen.events import CommittedEvent, Event
 from specgen.measure.selection.model_choice import staged
@@ -38,6 +32,12 @@ from specgen.options import (
     KernelOptions,
     SamplerOptions,
 )
+from specgen.session.chat_template import Message
+from specgen.session.engine import Engine
+from specgen.session.loaded_models import Models
+from specgen.session.prompts import Prompt
+from specgen.session.request import Request
+from specgen.text.grammar.json_schema import schema_grammar
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

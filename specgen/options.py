@@ -16,14 +16,14 @@ CacheType: TypeAlias = Literal[
     "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"
 ]
 FlashAttention: TypeAlias = Literal["auto", "on", "off"]
-#: How drafts are judged; see `specgen.decoding.verifiers`.
+#: How drafts are judged; see `specgen.method.verifiers`.
 VerifierName: TypeAlias = Literal["auto", "match", "residual", "block", "spectr"]
-#: How much is drafted in a round; see `specgen.decoding.policy`.
+#: How much is drafted in a round; see `specgen.method.policy`.
 PolicyName: TypeAlias = Literal["cost", "threshold", "fixed"]
-#: How the drafts of a model with another vocabulary are translated; see `specgen.decoding.drafters.translation`.
+#: How the drafts of a model with another vocabulary are translated; see `specgen.drafters.translation`.
 TranslateMode: TypeAlias = Literal["auto", "string", "tokens", "off"]
 #: Whether a draft model may draft from a copy of its weights, and of which type; see
-#: `specgen.engine.calibration.weight_copies`.
+#: `specgen.session.calibration.weight_copies`.
 DraftWeights: TypeAlias = Literal["auto", "own"]
 WeightType: TypeAlias = Literal["q4_0"]
 #: Who computes on the CPU: specgen's own kernels, llama.cpp's, or (``auto``) specgen's where they

@@ -1,6 +1,6 @@
 """Each drafter, verifier and architecture, registered once: the tests of invariants take them from here.
 
-A new class in `specgen/decoding/drafters` or `verifiers.py`, or a new tiny architecture, belongs into one of
+A new class in `specgen/drafters` or `verifiers.py`, or a new tiny architecture, belongs into one of
 these tables; `tests/project/test_registered.py` fails until it does.
 """
 
@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from specgen.decoding.drafters import (
+from specgen.drafters import (
     AssistantDrafter,
     DflashDrafter,
     Drafter,
@@ -29,11 +29,9 @@ from specgen.decoding.drafters import (
     TranslatedDrafter,
     TreeModelDrafter,
 )
-from specgen.decoding.drafters.translation import Translation
-from specgen.decoding.policy import FixedPolicy
-from specgen.decoding.sampling import Sampler
-from specgen.decoding.text_state import Shaper, TextState
-from specgen.decoding.verifiers import (
+from specgen.drafters.translation import Translation
+from specgen.method.policy import FixedPolicy
+from specgen.method.verifiers import (
     AutoVerifier,
     BlockVerifier,
     MatchVerifier,
@@ -41,12 +39,14 @@ from specgen.decoding.verifiers import (
     SpecTrVerifier,
     Verifier,
 )
-from specgen.engine.draft_models import Translated
-from specgen.engine.drafter_factory import guess_sampling
 from specgen.options import DraftOptions, SamplerOptions, TranslateMode, VerifierName, parse_tree
+from specgen.session.draft_models import Translated
+from specgen.session.drafter_factory import guess_sampling
 from specgen.system.arrays import Logits
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, Language, noisy
 from specgen.testing.tiny import Architecture
+from specgen.text.sampling import Sampler
+from specgen.text.text_state import Shaper, TextState
 from tests.helpers.fake_generations import (
     GREEDY,
     NoDrafter,

@@ -26,10 +26,10 @@ from specgen.options import SessionOptions
 from specgen.system.json_values import as_json
 
 if TYPE_CHECKING:
-    from specgen.engine.loaded_models import Models
-    from specgen.serving.batch.lines import Line
-    from specgen.serving.batch.results import Earlier, Results
-    from specgen.serving.batch.runner import Batch
+    from specgen.serve.batch.lines import Line
+    from specgen.serve.batch.results import Earlier, Results
+    from specgen.serve.batch.runner import Batch
+    from specgen.session.loaded_models import Models
 
 #: The most lines that the last message names.
 _N_NAMED = 10
@@ -121,7 +121,7 @@ def batch(
     if is_stream and (retry_errors or allow_mixed):
         raise UsageError("--retry-errors and --allow-mixed need a file as OUT")
     _check_files(source, destination)
-    from specgen.serving.batch.lines import read_lines
+    from specgen.serve.batch.lines import read_lines
 
     name = "standard input" if source == STDIO else str(source)
     lines = read_lines(read_bytes(source), name, setup.sampling, setup.answer)
@@ -141,7 +141,7 @@ def batch(
 
     with contextlib.ExitStack() as stack:
         from specgen.render.text import counted
-        from specgen.serving.batch.results import ResultsFile, ResultsStream, missing
+        from specgen.serve.batch.results import ResultsFile, ResultsStream, missing
 
         todo, failed = lines, set[str]()
         results: Results
@@ -217,7 +217,7 @@ def _answer_here(
     output: Output,
 ) -> int:
     """Get the lines answered on this machine; return the exit code."""
-    from specgen.serving.batch.runner import Batch, Prompting
+    from specgen.serve.batch.runner import Batch, Prompting
 
     with opened(work.options, work.kernels, output, work.drafts) as loaded:
         prompting = Prompting(work.chat, work.system, datetime.datetime.now().astimezone())
@@ -229,9 +229,9 @@ def _answer(
     loaded: Models, job: Batch, lines: Sequence[Line], parallel: int | None, output: Output
 ) -> int:
     """Make the answers; return the exit code."""
-    from specgen.engine.engine import Engine
-    from specgen.engine.measurements import fastest_parallel
     from specgen.render.progress_bars import batch_progress, batch_summary
+    from specgen.session.engine import Engine
+    from specgen.session.measurements import fastest_parallel
 
     is_silent = output.quiet or output.verbose > 0
     with Interrupt() as stop, batch_progress(sys.stderr, quiet=is_silent) as report:
@@ -295,7 +295,7 @@ def _alone(destination: Path) -> Iterator[None]:
 
 def _take_up(destination: Path, output: Output, *, retry_errors: bool) -> Earlier:
     """Return the results that a file already has."""
-    from specgen.serving.batch.results import read_results, without_errors
+    from specgen.serve.batch.results import read_results, without_errors
 
     earlier = read_results(destination)
     if earlier.is_torn:

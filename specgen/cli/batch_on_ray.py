@@ -19,10 +19,10 @@ from specgen.measure.selection.default_draft import DraftChoice
 from specgen.options import Contexts, DraftSource, KernelOptions, SessionOptions
 
 if TYPE_CHECKING:
-    from specgen.engine.loaded_models import Models
-    from specgen.serving.batch.lines import Line
-    from specgen.serving.batch.on_ray import Cluster
-    from specgen.serving.batch.results import Results
+    from specgen.serve.batch.lines import Line
+    from specgen.serve.batch.on_ray import Cluster
+    from specgen.serve.batch.results import Results
+    from specgen.session.loaded_models import Models
 
 #: The number of longest lines that are tokenized to find out how large the caches have to be.
 _N_LARGEST = 8
@@ -68,7 +68,7 @@ def ray_cluster(
             f"--ray {address}: not the address of a cluster",
             hint="give HOST:PORT as `ray start --head` prints it, or auto, or local",
         )
-    from specgen.serving.batch.on_ray import Cluster
+    from specgen.serve.batch.on_ray import Cluster
 
     return Cluster(address, *per_worker, patience_s)
 
@@ -96,9 +96,9 @@ def answer_on_ray(
     """Get the lines answered; return the exit code."""
     from specgen.render.progress_bars import batch_progress, batch_summary
     from specgen.render.text import counted
-    from specgen.serving.batch.line_worker import WorkerJob
-    from specgen.serving.batch.on_ray import RayBatch
-    from specgen.serving.batch.runner import Prompting
+    from specgen.serve.batch.line_worker import WorkerJob
+    from specgen.serve.batch.on_ray import RayBatch
+    from specgen.serve.batch.runner import Prompting
 
     options = _with_threads(_absolute(work.options), cluster)
     drafts = tuple(replace(each, draft=_absolute_path(each.draft)) for each in work.drafts)
@@ -163,7 +163,7 @@ def _with_threads(options: SessionOptions, cluster: Cluster) -> SessionOptions:
 def _files(options: SessionOptions, drafts: Sequence[DraftChoice]) -> dict[str, int]:
     """Return the files that each node must have, with their sizes here. A draft that nobody named may be
     missing: then another one drafts."""
-    from specgen.serving.batch.on_ray import n_bytes_of
+    from specgen.serve.batch.on_ray import n_bytes_of
 
     chosen = {draft.draft for draft in drafts if draft.why}
     named = [draft.draft for draft in drafts if not draft.why]
@@ -174,7 +174,7 @@ def _files(options: SessionOptions, drafts: Sequence[DraftChoice]) -> dict[str, 
 
 
 def _largest(lines: Sequence[Line]) -> tuple[Line, ...]:
-    from specgen.serving.batch.lines import LineError
+    from specgen.serve.batch.lines import LineError
 
     def size(line: Line) -> tuple[bool, float]:
         """Estimate the tokens of prompt and answer; answers without a limit are the largest."""

@@ -23,11 +23,11 @@ from specgen.errors import OutputError, SpecgenError, UsageError, WorkerLostErro
 
 if TYPE_CHECKING:
     from specgen.events import Event
-    from specgen.serving.chat.chat import Chat
-    from specgen.serving.chat.commands import Command
-    from specgen.serving.chat.conversation import Conversation
-    from specgen.serving.chat.log import ChatLog
-    from specgen.training.learner import Learner
+    from specgen.serve.chat.chat import Chat
+    from specgen.serve.chat.commands import Command
+    from specgen.serve.chat.conversation import Conversation
+    from specgen.serve.chat.log import ChatLog
+    from specgen.train.learner import Learner
 
 
 @flags.takes_options(
@@ -77,9 +77,9 @@ def chat(
     text = "".join(map(_file_text, files or ()))
     sources, options = setup.find(output)
     with contextlib.ExitStack() as stack:
-        from specgen.engine.engine import Engine
-        from specgen.serving.chat.chat import Chat, check_template
-        from specgen.training.learner import Learner
+        from specgen.serve.chat.chat import Chat, check_template
+        from specgen.session.engine import Engine
+        from specgen.train.learner import Learner
 
         conversation, log = stack.enter_context(_opened(path, output))
         kernels = setup.machine.kernels
@@ -158,7 +158,7 @@ def _say(text: str) -> None:
 
 def _begin(talk: Chat, system: str | None, files: str) -> None:
     """Set the system message and the files of a conversation if it has others."""
-    from specgen.serving.chat.conversation import Change
+    from specgen.serve.chat.conversation import Change
 
     if system is not None and system != talk.conversation.system:
         talk.change(Change("system", system))
@@ -169,7 +169,7 @@ def _begin(talk: Chat, system: str | None, files: str) -> None:
 def _talk(talk: Chat, view: _View, learner: Learner, output: Output) -> int:
     """Answer messages until there are no more; return the exit code."""
     from specgen.cli.chat_input import PipedMessages, is_person
-    from specgen.serving.chat.commands import parse
+    from specgen.serve.chat.commands import parse
 
     is_typed = is_person()
     if is_typed and not output.quiet:
@@ -206,7 +206,7 @@ def _talk(talk: Chat, view: _View, learner: Learner, output: Output) -> int:
 def _typed() -> Iterable[str]:
     from specgen.cli.chat_input import TypedMessages
     from specgen.models import data_folder
-    from specgen.serving.chat.commands import ALIASES, COMMANDS
+    from specgen.serve.chat.commands import ALIASES, COMMANDS
 
     names = tuple(f"/{name}" for name in (*(command.name for command in COMMANDS), *ALIASES))
     return TypedMessages(data_folder() / "chat-history", names)
@@ -216,8 +216,8 @@ def _do(command: Command, talk: Chat, view: _View) -> int:
     """Carry out a command; return the exit code of a signal, or 0. Raise `UsageError` if it is not
     possible, `PromptError`, and `OutputError` if the conversation cannot be saved."""
     from specgen.render.text import counted
-    from specgen.serving.chat import log
-    from specgen.serving.chat.conversation import Change
+    from specgen.serve.chat import log
+    from specgen.serve.chat.conversation import Change
 
     name, argument = command.name, command.argument
     if name == "regen":
@@ -256,7 +256,7 @@ def _do(command: Command, talk: Chat, view: _View) -> int:
 
 
 def _help() -> str:
-    from specgen.serving.chat.commands import COMMANDS
+    from specgen.serve.chat.commands import COMMANDS
 
     width = max(len(command.usage) for command in COMMANDS)
     lines = [f"{command.usage:<{width}}  {command.does}" for command in COMMANDS]
@@ -269,9 +269,9 @@ def _help() -> str:
 
 def _show_thought(talk: Chat) -> None:
     """Print the thinking block of the last answer, dim on a terminal. Raise `UsageError` if there is none."""
-    from specgen.engine.thoughts import thought_of
     from specgen.render.select import make_console
     from specgen.render.text import clean
+    from specgen.session.thoughts import thought_of
 
     thought = ""
     if talk.prompt is not None and talk.finished is not None:
@@ -323,8 +323,8 @@ def _session_file(name: str) -> Path:
 @contextlib.contextmanager
 def _opened(path: Path | None, output: Output) -> Iterator[tuple[Conversation, ChatLog | None]]:
     """Open a conversation and its log; without a file, a new conversation without a log."""
-    from specgen.serving.chat.conversation import Conversation
-    from specgen.serving.chat.log import ChatLog
+    from specgen.serve.chat.conversation import Conversation
+    from specgen.serve.chat.log import ChatLog
 
     if path is None:
         yield Conversation(), None

@@ -25,7 +25,7 @@ from specgen.measure.selection.model_choice import ModelChoice
 from specgen.measure.selection.session_opening import find_models, find_target, open_memory
 from specgen.models import cache_folder, data_folder, human_bytes
 from specgen.options import ContextOptions, KernelOptions
-from specgen.training.draft_files import identity_of, learning_folder
+from specgen.train.draft_files import identity_of, learning_folder
 
 app = typer.Typer(
     name="draft", help="Find, make or train the best draft for a target.", no_args_is_help=True
@@ -61,10 +61,10 @@ def learn(
     draft agrees with the target more often in them; otherwise they are dropped. `specgen chat` and `specgen
     serve` do this by themselves, between answers.
     """
-    from specgen.engine.calibration.weight_copies import Copies
     from specgen.llama.kernel_checks import wanted_in
-    from specgen.training.online_learning import learn_from_files
-    from specgen.training.training_loop import Budget
+    from specgen.session.calibration.weight_copies import Copies
+    from specgen.train.online_learning import learn_from_files
+    from specgen.train.training_loop import Budget
 
     target_path = find_target(target, quiet=output.quiet)
     draft_path = _draft_model(target, draft, output)
@@ -92,7 +92,7 @@ def learn(
 )
 def forget(*, target: str | None = None, output: Output) -> int:
     """Delete the answers that --learn and --lookup-store kept, and the weights learnt from them."""
-    from specgen.engine.kept_answers import read_answers
+    from specgen.session.kept_answers import read_answers
 
     learning, texts = data_folder() / "learning", cache_folder() / "texts"
     if target is None:
@@ -129,7 +129,7 @@ def _draft_model(target: str, draft: str | None, output: Output) -> Path:
 
 def _store(target: Path) -> Path:
     """Return the folder of lookup texts that were kept in a target's tokens."""
-    from specgen.decoding.drafters.lookup.store import EarlierTexts
+    from specgen.drafters.lookup.store import EarlierTexts
     from specgen.llama import LlamaModel
 
     with contextlib.closing(LlamaModel(target, vocabulary_only=True)) as model:

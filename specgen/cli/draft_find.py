@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from specgen.cli.process import Interrupt
-    from specgen.engine.loaded_models import Models
     from specgen.measure.selection.candidates import Refused
     from specgen.measure.selection.draft_search import Search
     from specgen.options import DraftSource, SessionOptions
+    from specgen.session.loaded_models import Models
     from specgen.system.progress import Progress
 
 

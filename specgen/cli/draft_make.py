@@ -18,7 +18,7 @@ from specgen.errors import UsageError
 from specgen.measure.selection.session_opening import find_target
 from specgen.models import cache_folder
 from specgen.options import Contexts, DraftOptions, GenerationOptions
-from specgen.training.draft_builder import (
+from specgen.train.draft_builder import (
     JUDGED_TOKENS,
     N_ANSWER_TOKENS,
     N_JUDGED,
@@ -34,8 +34,8 @@ from specgen.training.draft_builder import (
 
 if TYPE_CHECKING:
     from specgen.cli.process import Interrupt
-    from specgen.engine.loaded_models import Models
     from specgen.measure.selection.draft_search import Search
+    from specgen.session.loaded_models import Models
     from specgen.system.progress import Progress
 
 _TEXT = {
@@ -149,9 +149,9 @@ def make(
 
     It prints the ranking as `specgen draft find` does.
     """
-    from specgen.engine.measurements import target_costs
     from specgen.measure.proof import evenly_chosen
-    from specgen.training.target_text import is_held_back
+    from specgen.session.measurements import target_costs
+    from specgen.train.target_text import is_held_back
 
     path = find_target(target, quiet=output.quiet)
     small = _small_model(draft, kind, path, output)
@@ -210,7 +210,7 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Out
     """Return the model to fit; None without one. Raise `UsageError` if a fitted draft was asked for but is
     not possible."""
     from specgen.models import load_registry, locate
-    from specgen.training.distillation import check_library
+    from specgen.train.distillation import check_library
 
     is_asked = draft is not None or kind == "distilled"
     if kind == "heads":

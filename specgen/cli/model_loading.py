@@ -25,10 +25,10 @@ from specgen.measure.selection.session_opening import (
 from specgen.options import Contexts, DraftOptions, GenerationOptions, KernelOptions, SamplerOptions
 
 if TYPE_CHECKING:
-    from specgen.engine.calibration.memory import Memory
-    from specgen.engine.loaded_models import Models
     from specgen.measure.selection.resolve import Sources
     from specgen.options import SessionOptions
+    from specgen.session.calibration.memory import Memory
+    from specgen.session.loaded_models import Models
 
 #: Lines of llama.cpp's log that matter to users: models, memory, contexts, and what went wrong.
 _MATTERS = re.compile(

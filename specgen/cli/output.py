@@ -16,10 +16,10 @@ from specgen.errors import UsageError
 from specgen.options import GenerationOptions, Show
 
 if TYPE_CHECKING:
-    from specgen.engine.loaded_models import Models
-    from specgen.engine.prompts import Prompt
     from specgen.events import FinishedEvent
     from specgen.render.base import Renderer
+    from specgen.session.loaded_models import Models
+    from specgen.session.prompts import Prompt
     from specgen.system.progress import Progress
 
 
@@ -91,8 +91,8 @@ def show_answer(
     on_finished: Callable[[FinishedEvent], None] = lambda _finished: None,
 ) -> int:
     """Generate an answer and show it; return the exit code. `on_finished` gets its last event."""
-    from specgen.engine.engine import generate
     from specgen.events import FinishedEvent
+    from specgen.session.engine import generate
 
     interrupt = Interrupt()
     finish_reason = ""

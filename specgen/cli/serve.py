@@ -22,7 +22,7 @@ from specgen.cli.served_models import (
     read_models,
 )
 from specgen.errors import UsageError
-from specgen.serving.server.options import Limits, ServerOptions
+from specgen.serve.server.options import Limits, ServerOptions
 
 _UNITS = {"": 2**20, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -95,9 +95,9 @@ def serve(
         raise UsageError("--alias names a single model; with --models, each has a name")
     wanted = model()
     with contextlib.ExitStack() as stack:
-        from specgen.serving.server.addresses import bound_socket, url_of
-        from specgen.serving.server.model_pool import ModelPool
-        from specgen.serving.server.run import serve as answer_requests
+        from specgen.serve.server.addresses import bound_socket, url_of
+        from specgen.serve.server.model_pool import ModelPool
+        from specgen.serve.server.run import serve as answer_requests
         from specgen.system.machine import look_at_machine
 
         bound = stack.enter_context(bound_socket(server.host, server.port, limits.client_s))

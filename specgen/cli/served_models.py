@@ -23,12 +23,12 @@ from specgen.render.text import counted
 from specgen.system.toml_file import correct, read_toml
 
 if TYPE_CHECKING:
-    from specgen.engine.calibration.memory import Memory
     from specgen.llama.embeddings import Embedder
     from specgen.measure.selection.resolve import Sources
     from specgen.options import SessionOptions
-    from specgen.serving.server.jobs import Turns
-    from specgen.serving.server.model_pool import ModelEntry, OpenedModel
+    from specgen.serve.server.jobs import Turns
+    from specgen.serve.server.model_pool import ModelEntry, OpenedModel
+    from specgen.session.calibration.memory import Memory
 
 #: The default number of answers at once, if the memory has room for as many.
 _N_PARALLEL = 4
@@ -84,10 +84,10 @@ class ModelLoader:
         """Return a model of the server's pool. Files that are missing are fetched. Unless it is `alone`, it
         must fit into `memory_bytes`, if necessary with fewer answers at once. Raise `UsageError`,
         `ModelFileError`, `MemoryLimitError` or `FetchError`."""
-        from specgen.engine.memory_estimate import needed_bytes
         from specgen.llama.file_check import check_file
         from specgen.llama.model import pooling_of
-        from specgen.serving.server.model_pool import ModelEntry
+        from specgen.serve.server.model_pool import ModelEntry
+        from specgen.session.memory_estimate import needed_bytes
 
         if wanted.setup.learn and not self.learns_across:
             raise UsageError(
@@ -118,10 +118,10 @@ class ModelLoader:
     def _embedder(
         self, name: str, wanted: ModelSetup, options: SessionOptions, memory_bytes: float | None
     ) -> ModelEntry:
-        from specgen.engine.memory_estimate import embedder_bytes, embedder_context
         from specgen.llama.embeddings import Embedder
         from specgen.llama.file_check import check_file
-        from specgen.serving.server.model_pool import ModelEntry
+        from specgen.serve.server.model_pool import ModelEntry
+        from specgen.session.memory_estimate import embedder_bytes, embedder_context
 
         if wanted.setup.models.draft is not None:
             raise UsageError(f"{name} is an embedding model: leave out --draft")
@@ -151,9 +151,9 @@ class ModelLoader:
         turns: Turns,
         interrupted: Callable[[], bool],
     ) -> OpenedModel:
-        from specgen.engine.engine import Engine
-        from specgen.serving.server.model_pool import OpenedModel
-        from specgen.training.learner import Learner
+        from specgen.serve.server.model_pool import OpenedModel
+        from specgen.session.engine import Engine
+        from specgen.train.learner import Learner
 
         with contextlib.ExitStack() as stack:
             with _weights(options), turns:

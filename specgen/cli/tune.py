@@ -20,9 +20,9 @@ from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOp
 from specgen.system.machine import LoadOfOthers, busy_text, is_busy
 
 if TYPE_CHECKING:
-    from specgen.engine.loaded_models import Models
     from specgen.measure.selection.resolve import Sources
     from specgen.measure.selection.tuning import Tuning
+    from specgen.session.loaded_models import Models
 
 
 @flags.takes_options(

@@ -23,8 +23,6 @@ from specgen.render.text import counted
 
 if TYPE_CHECKING:
     from specgen.cli.process import Interrupt
-    from specgen.engine.loaded_models import Models
-    from specgen.engine.prompts import Prompt
     from specgen.measure.proof import (
         DraftingPlan,
         GreedyResult,
@@ -35,6 +33,8 @@ if TYPE_CHECKING:
         UncheckedPrompt,
     )
     from specgen.options import SessionOptions
+    from specgen.session.loaded_models import Models
+    from specgen.session.prompts import Prompt
     from specgen.system.progress import Progress
 
 #: How many of the prompts are answered again, several at once.

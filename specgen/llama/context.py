@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specgen.decoding.backend import Batch, Rollback
 from specgen.errors import BackendError, ModelFileError, WorkerLostError
 from specgen.llama.cache import Cache, SavedStates, SharedStates, StateCopies
 from specgen.llama.context_opening import ContextSize, open_context
@@ -22,6 +21,7 @@ from specgen.llama.library import last_error, layer_input, llama_cpp, llama_cpp_
 from specgen.llama.model import LlamaModel
 from specgen.llama.recurrent_rollback import Rewinder
 from specgen.llama.vocabulary import LlamaVocabulary
+from specgen.method.backend import Batch, Rollback
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden, Logits
 

@@ -17,8 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-from specgen.decoding.backend import Batch
-from specgen.decoding.hidden_trail import HiddenTrail, most_states
 from specgen.errors import PairError
 from specgen.llama.context import LlamaBackend
 from specgen.llama.eagle import EagleModel
@@ -26,6 +24,8 @@ from specgen.llama.gguf_metadata import GgufMetadata
 from specgen.llama.library import llama_cpp_ext
 from specgen.llama.model import LlamaModel
 from specgen.llama.states_context import StatesContext
+from specgen.method.backend import Batch
+from specgen.method.hidden_trail import HiddenTrail, most_states
 from specgen.options import CacheType, ContextOptions
 from specgen.system.arrays import Logits
 

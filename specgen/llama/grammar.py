@@ -1,7 +1,7 @@
 """Grammars (GBNF) over the tokens of a vocabulary, as states that are values.
 
 The tokens that llama.cpp's grammar sampler allows are allowed, and no others. It is not asked, since it follows each
-way in which a text can be read by itself (`specgen.decoding.grammar.gbnf_states`).
+way in which a text can be read by itself (`specgen.text.grammar.gbnf_states`).
 
 A token is also refused, beyond llama.cpp's rules, if the text would not be UTF-8 with it (llama.cpp
 skips wrong bytes inside a token), if it contains a NUL (llama.cpp would read only up to it), or if it
@@ -17,14 +17,14 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from specgen.decoding.grammar.base import ENDED, CachedState, GrammarState
-from specgen.decoding.grammar.gbnf import read_gbnf
-from specgen.decoding.grammar.gbnf_rules import Characters
-from specgen.decoding.grammar.gbnf_states import DEAD, GbnfStates, Stacks, TooManyWaysError
 from specgen.errors import UsageError
 from specgen.llama.token_table import BOUNDARY, INVALID, token_table, utf8_state
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.system.arrays import BoolArray, TokenArray
+from specgen.text.grammar.base import ENDED, CachedState, GrammarState
+from specgen.text.grammar.gbnf import read_gbnf
+from specgen.text.grammar.gbnf_rules import Characters
+from specgen.text.grammar.gbnf_states import DEAD, GbnfStates, Stacks, TooManyWaysError
 
 #: A state, and the bytes behind it of a character that is not complete.
 _Key: TypeAlias = tuple[Stacks, bytes]

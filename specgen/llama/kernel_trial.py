@@ -16,13 +16,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specgen.decoding.backend import Batch
 from specgen.errors import BackendError, SpecgenError
 from specgen.llama.context import LlamaBackend
 from specgen.llama.ggml_graph import new_tensor, no_data
 from specgen.llama.gguf_metadata import GgufMetadata, GgufTensor, parts_of
 from specgen.llama.library import ggml
 from specgen.llama.model import LlamaModel
+from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 
 _USUAL = ContextOptions(n_threads=2)

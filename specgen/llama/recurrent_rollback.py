@@ -22,9 +22,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from specgen.decoding.backend import Batch
 from specgen.errors import BackendError
 from specgen.llama.cache import Cache, StateCopies
+from specgen.method.backend import Batch
 from specgen.system.arrays import Logits
 
 #: The most tokens that are decoded again, in each round, before the new rows. If there are more, they

@@ -6,8 +6,8 @@ import ctypes
 
 import numpy as np
 
-from specgen.decoding.backend import Batch
 from specgen.llama.context import LlamaBackend
+from specgen.method.backend import Batch
 from specgen.system.arrays import Hidden, Logits
 
 

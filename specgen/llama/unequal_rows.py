@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specgen.decoding.backend import Batch
 from specgen.errors import BackendError
 from specgen.llama.context import LlamaBackend
 from specgen.llama.ggml_graph import copy_tensor
 from specgen.llama.library import ggml, llama_cpp
 from specgen.llama.model import LlamaModel
+from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
 

@@ -392,8 +392,8 @@ def _decode_both_ways(path: Path, options: ContextOptions) -> tuple[Logits, Logi
     """Return the logits of a text, float32[n_tokens, n_vocab], decoded in one batch and token by token."""
     import numpy as np
 
-    from specgen.decoding.backend import Batch
     from specgen.llama import LlamaBackend, LlamaModel
+    from specgen.method.backend import Batch
 
     n_tokens = 24
     model = LlamaModel(path, n_gpu_layers=options.n_gpu_layers)

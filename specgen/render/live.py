@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from specgen.engine.thoughts import is_thinking
 from specgen.events import (
     CommittedEvent,
     DraftedEvent,
@@ -24,6 +23,7 @@ from specgen.render.marks import LEGEND, Round, RoundReader, Run, coded, pens
 from specgen.render.rows import Cell, Flow, Row, append_cells, row_codes, wrap
 from specgen.render.text import can_encode, clean_line
 from specgen.render.thoughts import FoldedThought
+from specgen.session.thoughts import is_thinking
 
 _HIDE_CURSOR = "\x1b[?25l"
 _SHOW_CURSOR = "\x1b[?25h"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from specgen.render.text import clean_line, counted
-from specgen.serving.batch.runner import Tally
+from specgen.serve.batch.runner import Tally
 from specgen.system.progress import Progress, ProgressLines
 from specgen.system.units import duration
 

@@ -8,11 +8,11 @@ from itertools import zip_longest
 from rich.console import Console
 from rich.text import Text
 
-from specgen.engine.calibration.gain import is_impossible
 from specgen.events import Event, FinishedEvent, PromptEvent, undrafted_text
 from specgen.render.base import Renderer, say
 from specgen.render.marks import FAINT, legend
 from specgen.render.text import can_encode, clean_line, counted
+from specgen.session.calibration.gain import is_impossible
 from specgen.system.machine import busy_text, is_busy
 from specgen.system.units import seconds_text, three_digits
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from specgen.engine.thoughts import ThoughtReader
 from specgen.render.marks import Run
 from specgen.render.rows import Flow, Row
 from specgen.render.text import counted
+from specgen.session.thoughts import ThoughtReader
 
 #: Rows of a thinking block that are shown while it is generated.
 _N_ROWS = 5

@@ -13,13 +13,13 @@ from types import MappingProxyType
 
 import numpy as np
 
-from specgen.decoding.draft import ROOT, Draft
-from specgen.decoding.drafters import Drafter, Drafting, WrappedDrafter
-from specgen.decoding.policy import Offer, Policy, RoundPlan, Stop
-from specgen.decoding.sampling import Distribution
-from specgen.decoding.sequence import Sequence
-from specgen.decoding.verifiers import MatchVerifier, Target, Verdict, Verifier
+from specgen.drafters import Drafter, Drafting, WrappedDrafter
 from specgen.llama import LlamaBackend
+from specgen.method.draft import ROOT, Draft
+from specgen.method.policy import Offer, Policy, RoundPlan, Stop
+from specgen.method.verifiers import MatchVerifier, Target, Verdict, Verifier
+from specgen.text.sampling import Distribution
+from specgen.text.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from specgen.decoding.backend import Batch, Rollback
 from specgen.errors import BackendError, RollbackError
+from specgen.method.backend import Batch, Rollback
 from specgen.system.arrays import Logits
 
 #: Logits of the token after a text: float32[n_vocab], which may be read only.

@@ -17,13 +17,11 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from specgen.decoding.backend import Batch
-from specgen.engine.engine import Engine, generate
-from specgen.engine.loaded_models import Models
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.measure.proof import GreedyResult, check_greedy
 from specgen.measure.proof.rows import SLACK, movement
+from specgen.method.backend import Batch
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -32,6 +30,8 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
+from specgen.session.engine import Engine, generate
+from specgen.session.loaded_models import Models
 from specgen.system.arrays import Logits
 
 Kind: TypeAlias = Literal["f32", "q4_k"]

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from specgen.serving.batch import lines as batch_lines
-from specgen.serving.batch.runner import Prompting
-from specgen.serving.openai_format import request
+from specgen.serve.batch import lines as batch_lines
+from specgen.serve.batch.runner import Prompting
+from specgen.serve.formats.openai import request
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import CHATML_TEMPLATE
 from tests.helpers.cli import Result, in_process

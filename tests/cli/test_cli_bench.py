@@ -18,8 +18,6 @@ from rich.console import Console
 
 import specgen.cli
 from specgen.cli.bench import parse_policies
-from specgen.engine.calibration.memory import Memory
-from specgen.engine.calibration.threads import Threads
 from specgen.errors import UsageError
 from specgen.llama import build
 from specgen.measure.bench.plan import Field, Plan, named_apart
@@ -33,6 +31,8 @@ from specgen.options import (
     SamplerOptions,
 )
 from specgen.render.tables import bench_lines, print_bench_tables
+from specgen.session.calibration.memory import Memory
+from specgen.session.calibration.threads import Threads
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.bench import report_of, result
 

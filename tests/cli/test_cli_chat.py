@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from specgen.decoding.loop import Loop
+from specgen.method.loop import Loop
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import CHATML_TEMPLATE
 from tests.helpers.cli import Result, in_process

@@ -583,12 +583,12 @@ def test_a_context_without_memory_exits_with_8(cli: Cli) -> None:
 
 
 def test_a_bug_keeps_its_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    import specgen.engine.prompts
+    import specgen.session.prompts
 
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(specgen.engine.prompts.Prompts, "of_text", broken)
+    monkeypatch.setattr(specgen.session.prompts.Prompts, "of_text", broken)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     with pytest.raises(ZeroDivisionError):
         specgen.cli.main(["run", "-m", cli.model("target"), PROMPT])

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from specgen.engine.calibration.threads import Threads, ThreadTimes
 from specgen.llama import LlamaBackend
 from specgen.measure.selection.trial import try_draft
 from specgen.models import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
 from specgen.options import ContextOptions
+from specgen.session.calibration.threads import Threads, ThreadTimes
 from tests.helpers.cli import Result, Specgen
 
 #: Quick, and enough for a test of the command line.

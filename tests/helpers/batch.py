@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specgen.engine.loaded_models import Models
 from specgen.options import ContextOptions, GenerationOptions, SamplerOptions, SessionOptions
-from specgen.serving.batch.line_worker import WorkerJob
-from specgen.serving.batch.lines import Line, read_lines
-from specgen.serving.batch.runner import Prompting
+from specgen.serve.batch.line_worker import WorkerJob
+from specgen.serve.batch.lines import Line, read_lines
+from specgen.serve.batch.runner import Prompting
+from specgen.session.loaded_models import Models
 
 PROMPTING = Prompting(None, None, datetime(2026, 1, 1, tzinfo=timezone.utc))
 SETTINGS = {"target": "t.gguf"}

@@ -14,8 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specgen.engine.engine import generate
-from specgen.engine.loaded_models import Models
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
 from specgen.options import (
     DraftOptions,
@@ -24,6 +22,8 @@ from specgen.options import (
     SessionOptions,
     TreeShape,
 )
+from specgen.session.engine import generate
+from specgen.session.loaded_models import Models
 from specgen.testing.tiny import Architecture, TinyConfig, tiny_vocabulary, write_tiny_model
 from specgen.testing.tiny.eagle import TinyDflash, TinyEagle, write_tiny_dflash, write_tiny_eagle
 from tests.helpers.common import EXACT

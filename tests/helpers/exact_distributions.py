@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from specgen.decoding.sampling import Distribution
+from specgen.text.sampling import Distribution
 
 
 class Fate:

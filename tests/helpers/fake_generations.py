@@ -11,9 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from specgen.decoding.backend import Batch
-from specgen.decoding.draft import NO_DRAFT, ROOT, Draft
-from specgen.decoding.drafters import (
+from specgen.drafters import (
     Drafter,
     Drafters,
     Drafting,
@@ -24,22 +22,24 @@ from specgen.decoding.drafters import (
     WrappedDrafter,
     ready,
 )
-from specgen.decoding.drafters.translation import PrefixShaper, SharedShaper, Translation
-from specgen.decoding.grammar.base import GrammarState
-from specgen.decoding.loop import Loop
-from specgen.decoding.policy import FixedPolicy, Policy, RoundPlan, RoundResult
-from specgen.decoding.policy.cost_table import FREE, CostTable, Price
-from specgen.decoding.sampling import Sampler
-from specgen.decoding.sequence import Sequence
-from specgen.decoding.text_state import Shaper, TextState
-from specgen.decoding.tree_batch import Branches
-from specgen.decoding.verifiers import AutoVerifier, Verifier
-from specgen.engine.draft_models import Translated
-from specgen.engine.drafter_factory import draft_sampling, guess_sampling
+from specgen.drafters.translation import PrefixShaper, SharedShaper, Translation
 from specgen.events import Event
+from specgen.method.backend import Batch
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.loop import Loop
+from specgen.method.policy import FixedPolicy, Policy, RoundPlan, RoundResult
+from specgen.method.policy.cost_table import FREE, CostTable, Price
+from specgen.method.tree_batch import Branches
+from specgen.method.verifiers import AutoVerifier, Verifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, parse_tree
+from specgen.session.draft_models import Translated
+from specgen.session.drafter_factory import draft_sampling, guess_sampling
 from specgen.system.arrays import Logits
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, Language, random_language
+from specgen.text.grammar.base import GrammarState
+from specgen.text.sampling import Sampler
+from specgen.text.sequence import Sequence
+from specgen.text.text_state import Shaper, TextState
 
 GREEDY = SamplerOptions()
 N_VOCAB = 12

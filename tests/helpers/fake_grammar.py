@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from specgen.decoding.grammar.base import GrammarState
 from specgen.system.arrays import BoolArray, TokenArray
+from specgen.text.grammar.base import GrammarState
 
 
 class FakeGrammar:

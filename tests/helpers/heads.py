@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from specgen.engine.loaded_models import Models
 from specgen.llama.decoder_heads import write_heads
 from specgen.options import ContextOptions, GenerationOptions, SessionOptions
-from specgen.training.heads import TrainedHeads, train_heads
-from specgen.training.target_text import TargetText, write_text
-from specgen.training.training_loop import Budget
+from specgen.session.loaded_models import Models
+from specgen.train.heads import TrainedHeads, train_heads
+from specgen.train.target_text import TargetText, write_text
+from specgen.train.training_loop import Budget
 
 N_EMBD = 64
 #: Tokens of the text that the heads are made from, and of an answer.

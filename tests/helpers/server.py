@@ -14,9 +14,6 @@ from typing import Any
 import httpx
 import openai
 
-from specgen.engine.calibration.memory import Memory
-from specgen.engine.engine import Engine
-from specgen.engine.loaded_models import Models
 from specgen.options import (
     DraftOptions,
     DraftSource,
@@ -24,10 +21,13 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
-from specgen.serving.server.addresses import bound_socket, url_of
-from specgen.serving.server.model_pool import ModelEntry, ModelPool, OpenedModel
-from specgen.serving.server.options import ServerOptions
-from specgen.serving.server.run import DrainingServer, http_server
+from specgen.serve.server.addresses import bound_socket, url_of
+from specgen.serve.server.model_pool import ModelEntry, ModelPool, OpenedModel
+from specgen.serve.server.options import ServerOptions
+from specgen.serve.server.run import DrainingServer, http_server
+from specgen.session.calibration.memory import Memory
+from specgen.session.engine import Engine
+from specgen.session.loaded_models import Models
 from tests.helpers.common import EXACT
 
 #: Drafts in every round: what measured costs say of tiny models is a matter of chance.

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from specgen.decoding.draft import Draft
-from specgen.decoding.drafters import Drafting, MtpDrafter
-from specgen.decoding.policy import RoundPlan
-from specgen.engine.engine import generate
-from specgen.engine.loaded_models import Models
+from specgen.drafters import Drafting, MtpDrafter
 from specgen.events import FinishedEvent, NoticeEvent
+from specgen.method.draft import Draft
+from specgen.method.policy import RoundPlan
+from specgen.session.engine import generate
+from specgen.session.loaded_models import Models
 
 PROMPT = "abc fed cab. abcd"
 

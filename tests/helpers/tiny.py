@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specgen.testing.tiny import TinyConfig, TinyVocabulary, tiny_vocabulary, write_tiny_model
-from specgen.training.gguf_weights import initial_changes, read_weights, write_weights
+from specgen.train.gguf_weights import initial_changes, read_weights, write_weights
 
 
 def write_respelled_model(path: Path, config: TinyConfig) -> Path:

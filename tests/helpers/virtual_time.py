@@ -9,8 +9,8 @@ from typing import Any
 import llama_cpp
 import pytest
 
-from specgen.decoding.backend import Batch
 from specgen.llama import LlamaBackend
+from specgen.method.backend import Batch
 from specgen.system.arrays import Logits
 
 

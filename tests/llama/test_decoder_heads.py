@@ -10,11 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.decoding.backend import Batch
-from specgen.decoding.hidden_trail import LastHidden
-from specgen.decoding.loop import Loop
-from specgen.engine.drafter_factory import DrafterFactory
-from specgen.engine.loaded_models import Models
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama.decoder_heads import (
     DecoderHeads,
@@ -25,14 +20,19 @@ from specgen.llama.decoder_heads import (
     write_heads,
 )
 from specgen.llama.operators import FloatArray, dequantize
+from specgen.method.backend import Batch
+from specgen.method.hidden_trail import LastHidden
+from specgen.method.loop import Loop
 from specgen.options import (
     DraftOptions,
     GenerationOptions,
     Grammar,
     SessionOptions,
 )
+from specgen.session.drafter_factory import DrafterFactory
+from specgen.session.loaded_models import Models
 from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.training.heads import Adam, Network
+from specgen.train.heads import Adam, Network
 from tests.helpers.common import EXACT
 from tests.helpers.heads import make_heads, opened, prompts, trained, written
 

@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specgen.decoding.backend import Batch
-from specgen.decoding.hidden_trail import HiddenTrail
-from specgen.engine.loaded_models import Models
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.draft_kind import draft_kind
 from specgen.llama.eagle import HOOKED, EagleContext, EagleModel, EagleTrail
 from specgen.measure.selection.tuning import Tuner
+from specgen.method.backend import Batch
+from specgen.method.hidden_trail import HiddenTrail
 from specgen.options import (
     SessionOptions,
 )
+from specgen.session.loaded_models import Models
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.eagle import TinyEagle, write_tiny_eagle
 from tests.helpers.cli import Specgen, complaint

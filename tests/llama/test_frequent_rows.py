@@ -10,12 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specgen.decoding.backend import Batch
-from specgen.engine.engine import generate
-from specgen.engine.loaded_models import Models
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend, LlamaModel, frequent_rows
 from specgen.llama.kernels import Kernels
+from specgen.method.backend import Batch
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -23,6 +21,8 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
+from specgen.session.engine import generate
+from specgen.session.loaded_models import Models
 from specgen.system.arrays import Logits
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from specgen.decoding.backend import Batch
-from specgen.decoding.draft import Draft
-from specgen.decoding.drafters import AssistantDrafter
-from specgen.engine.loaded_models import Models
+from specgen.drafters import AssistantDrafter
 from specgen.errors import BackendError, PairError
 from specgen.llama.gemma4_assistant import AssistantContext
 from specgen.measure.selection.trial import measure_target, try_draft
+from specgen.method.backend import Batch
+from specgen.method.draft import Draft
 from specgen.options import (
     DraftOptions,
     GenerationOptions,
     SessionOptions,
 )
+from specgen.session.loaded_models import Models
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Specgen
 from tests.helpers.common import EXACT

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from gguf import GGUFReader, GGUFWriter
 
-from specgen.decoding.backend import Batch
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.kernels import Kernels
+from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
 from specgen.testing.tiny import TinyConfig, write_tiny_model

@@ -10,9 +10,9 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from specgen.decoding.backend import Batch
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.kernels import Kernels
+from specgen.method.backend import Batch
 from specgen.options import CacheType, ContextOptions, FlashAttention
 from specgen.system.arrays import Logits
 from specgen.testing.tiny import TinyConfig, write_tiny_model

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from specgen.engine.calibration.memory import Memory
-from specgen.engine.engine import generate
-from specgen.engine.loaded_models import Models
 from specgen.events import FinishedEvent
 from specgen.options import (
     DraftOptions,
@@ -21,6 +18,9 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
+from specgen.session.calibration.memory import Memory
+from specgen.session.engine import generate
+from specgen.session.loaded_models import Models
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("kernels")

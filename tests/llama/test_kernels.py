@@ -484,10 +484,10 @@ def test_every_command_that_loads_models_takes_the_choice(
 def test_what_was_measured_is_kept_apart_by_who_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specgen.engine.calibration.threads import Threads
     from specgen.llama import kernels
     from specgen.measure.selection.session_opening import open_memory
     from specgen.options import ContextOptions
+    from specgen.session.calibration.threads import Threads
 
     model, context = tmp_path / "model.gguf", ContextOptions()
     model.write_bytes(b"model")

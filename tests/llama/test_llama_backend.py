@@ -17,13 +17,13 @@ import numpy as np
 import psutil
 import pytest
 
-from specgen.decoding.backend import Batch
-from specgen.decoding.draft import ROOT, Draft
-from specgen.decoding.tree_batch import Branches, keep_path, pack
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel, weights
 from specgen.llama.kernels import Kernels
 from specgen.llama.library import llama_cpp
+from specgen.method.backend import Batch
+from specgen.method.draft import ROOT, Draft
+from specgen.method.tree_batch import Branches, keep_path, pack
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
 from specgen.testing.tiny import TinyConfig, write_tiny_model

@@ -12,11 +12,11 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from specgen.decoding.backend import Vocabulary
-from specgen.decoding.sampling import DryBreakers, Sampler
 from specgen.llama import LlamaModel
+from specgen.method.backend import Vocabulary
 from specgen.options import SamplerOptions
 from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.text.sampling import DryBreakers, Sampler
 from tests.helpers.llama_samplers import assert_same, native_distribution
 
 

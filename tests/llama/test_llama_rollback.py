@@ -17,11 +17,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
-from specgen.decoding.backend import Batch, Rollback
 from specgen.errors import BackendError, RollbackError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.cache import Cache
 from specgen.llama.library import llama_cpp
+from specgen.method.backend import Batch, Rollback
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
@@ -579,7 +579,7 @@ def test_a_deep_model_keeps_as_many_snapshots_as_its_graph_has_room_for(tmp_path
     program = """
 import json, sys
 from pathlib import Path
-from specgen.decoding.backend import Batch
+from specgen.method.backend import Batch
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.options import ContextOptions
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from specgen.decoding.backend import Batch
-from specgen.decoding.draft import ROOT, Draft
-from specgen.decoding.tree_batch import Branches, keep_path, pack
-from specgen.engine.prefix_cache import Slot
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
 from specgen.llama.library import llama_cpp
+from specgen.method.backend import Batch
+from specgen.method.draft import ROOT, Draft
+from specgen.method.tree_batch import Branches, keep_path, pack
+from specgen.session.prefix_cache import Slot
 from specgen.system.arrays import Logits
 from tests.llama.test_llama_rollback import OPTIONS, WAYS, loaded_models
 

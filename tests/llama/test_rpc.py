@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from specgen.cli.flags.machine import workers_of
-from specgen.decoding.backend import Batch
-from specgen.engine.calibration.memory import Memory
 from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
 from specgen.llama import LlamaBackend, LlamaModel, weights
 from specgen.llama.kernels import Kernels
 from specgen.measure.worker_checks import worker_checks
+from specgen.method.backend import Batch
 from specgen.options import ContextOptions, Workers
+from specgen.session.calibration.memory import Memory
 from specgen.system import worker_probe
 from specgen.system.arrays import Logits
 from specgen.system.worker_probe import (

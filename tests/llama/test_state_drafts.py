@@ -1,6 +1,6 @@
 """Drafts that read the target's hidden states or its cache: EAGLE-3, DFlash, MTP layers, Gemma 4 assistants, heads.
 
-Whatever they draft, the text is the target's own. `tests/decoding/test_lossless.py` has them with every sampler
+Whatever they draft, the text is the target's own. `tests/method/test_lossless.py` has them with every sampler
 and verifier; here are files of every make, trees, several answers, and llama.cpp's own program.
 """
 
@@ -16,16 +16,16 @@ from typing import Any, get_args
 
 import pytest
 
-from specgen.decoding.backend import Batch
-from specgen.engine.engine import Engine
-from specgen.engine.loaded_models import Models
 from specgen.events import DraftedEvent, NoticeEvent
 from specgen.llama import LlamaBackend
 from specgen.llama.dflash import DflashContext, DflashModel
 from specgen.llama.eagle import EagleContext
 from specgen.measure.bench.peers import SIMPLE, PeerError, find_program
 from specgen.measure.proof import SampledPlan, check_sampled
+from specgen.method.backend import Batch
 from specgen.options import SamplerOptions, parse_tree
+from specgen.session.engine import Engine
+from specgen.session.loaded_models import Models
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.eagle import TinyDflash, TinyEagle
 from tests.helpers.common import EXACT
@@ -273,7 +273,7 @@ def test_the_contexts_last_position_is_reached(folder: Path, case: Case, tree: s
 def test_sampled_text_fits_the_targets_distribution(
     folder: Path, draft: str, tree: str, verifier: str
 ) -> None:
-    """Beside what `tests/decoding/test_lossless.py` draws. False alarms: 1e-4 for each case."""
+    """Beside what `tests/method/test_lossless.py` draws. False alarms: 1e-4 for each case."""
     options: dict[str, Any] = {"tree": parse_tree(tree), "sampler": DRAWN, "verifier": verifier}
     with of_layers(draft).loaded(folder, n_tokens=12, **options) as opened:
         plan = SampledPlan(depth=2, level=1e-4, n_draws=2000)

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specgen.decoding.backend import Batch
 from specgen.errors import ModelFileError
 from specgen.llama import LlamaBackend, LlamaModel
+from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
 from specgen.testing.tiny import (

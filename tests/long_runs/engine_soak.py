@@ -20,10 +20,6 @@ from pathlib import Path
 
 import psutil
 
-from specgen.engine.calibration.memory import Memory
-from specgen.engine.engine import Engine
-from specgen.engine.loaded_models import Models
-from specgen.engine.request import Request
 from specgen.llama.kernel_checks import choose_kernels
 from specgen.models import cache_folder
 from specgen.options import (
@@ -35,6 +31,10 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
+from specgen.session.calibration.memory import Memory
+from specgen.session.engine import Engine
+from specgen.session.loaded_models import Models
+from specgen.session.request import Request
 
 _WORDS = [
     "the",

@@ -11,10 +11,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.decoding.policy.reasons import REASONS
-from specgen.engine.calibration.gain import Agreement, Costs
-from specgen.engine.calibration.threads import Threads, ThreadTimes
-from specgen.engine.calibration.weight_copies import Comparison
 from specgen.events import ReasonCount
 from specgen.measure.selection.advice import (
     advice,
@@ -25,8 +21,12 @@ from specgen.measure.selection.advice import (
 )
 from specgen.measure.selection.trial import Baseline, DraftFigures, TargetAnswer, is_tie
 from specgen.measure.selection.tuning import DraftFindings, TriedDraft, Tuning
+from specgen.method.policy.reasons import REASONS
 from specgen.options import DraftSource
 from specgen.render.tables import print_advice
+from specgen.session.calibration.gain import Agreement, Costs
+from specgen.session.calibration.threads import Threads, ThreadTimes
+from specgen.session.calibration.weight_copies import Comparison
 from specgen.system.machine import CoreTime, core_time, of_counts, share_of_others
 
 TARGET, DRAFT, OTHER = Path("/m/target.gguf"), Path("/m/draft.gguf"), Path("/m/an other.gguf")

@@ -24,10 +24,10 @@ from benchmarks.foresight import (
     share_reached,
     to_json,
 )
-from specgen.decoding.drafters import Drafter, Drafting, draft_alone, ready
-from specgen.decoding.policy import RoundPlan, draft_up_to
+from specgen.drafters import Drafter, Drafting, draft_alone, ready
 from specgen.measure.bench.plan import Field, Plan
 from specgen.measure.selection.trial import TargetAnswer, agreeing_path
+from specgen.method.policy import RoundPlan, draft_up_to
 from specgen.options import (
     AUTO_TREE,
     ContextOptions,

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 
 from benchmarks.prompt_lookup import CountingDrafter, LookupJob, run_lookup
-from specgen.engine.engine import generate
-from specgen.engine.loaded_models import Models
 from specgen.measure.bench import peers
 from specgen.measure.bench.peers import (
     LOOKUP,
@@ -40,6 +38,8 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
+from specgen.session.engine import generate
+from specgen.session.loaded_models import Models
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.common import posix
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from specgen.engine.calibration.memory import Memory
-from specgen.engine.engine import Engine, generate
-from specgen.engine.loaded_models import Models
 from specgen.errors import MemoryLimitError
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
+from specgen.session.calibration.memory import Memory
+from specgen.session.engine import Engine, generate
+from specgen.session.loaded_models import Models
 from tests.helpers.common import ROOT
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"

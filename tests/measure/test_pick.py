@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 
 import specgen.cli
-import specgen.engine.calibration.timing
+import specgen.session.calibration.timing
 from specgen.cli.model_loading import make_opener
 from specgen.cli.output import Output
-from specgen.engine.calibration.gain import WORTH, Costs, expected_gain
-from specgen.engine.calibration.memory import Memory
-from specgen.engine.calibration.timing import timed_batch_sizes
-from specgen.engine.loaded_models import Models
-from specgen.engine.measurements import known_costs, measure_costs
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import LlamaBackend
 from specgen.measure.selection.default_draft import DraftChoice
 from specgen.measure.selection.pick import Taken, refusal, take_first
 from specgen.models import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
+from specgen.session.calibration.gain import WORTH, Costs, expected_gain
+from specgen.session.calibration.memory import Memory
+from specgen.session.calibration.timing import timed_batch_sizes
+from specgen.session.loaded_models import Models
+from specgen.session.measurements import known_costs, measure_costs
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Batches that are nearly free, ones that no draft can pay for, and a draft as slow as a target.
@@ -62,7 +62,7 @@ class Measured:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     measured = Measured()
-    monkeypatch.setattr(specgen.engine.calibration.timing, "measure_sizes", measured)
+    monkeypatch.setattr(specgen.session.calibration.timing, "measure_sizes", measured)
     monkeypatch.setattr("specgen.system.machine.share_of_others", lambda *_: 0.0)
     return measured
 

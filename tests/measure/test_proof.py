@@ -19,17 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import specgen.decoding.loop
-from specgen.decoding.backend import Backend, Batch
-from specgen.decoding.draft import Draft
-from specgen.decoding.sequence import Sequence
-from specgen.decoding.text_state import Shaper, TextState
-from specgen.decoding.tree_batch import Branches, keep_path
-from specgen.engine.drafter_factory import DrafterFactory
-from specgen.engine.engine import Engine
-from specgen.engine.loaded_models import Models
-from specgen.engine.prompts import Prompt
-from specgen.engine.request import Request
+import specgen.method.loop
 from specgen.errors import PromptError
 from specgen.llama import LlamaBackend
 from specgen.measure.proof import (
@@ -54,6 +44,9 @@ from specgen.measure.proof import (
 from specgen.measure.proof.exact import Exact
 from specgen.measure.proof.memo_backend import MemoBackend
 from specgen.measure.proof.rows import movement
+from specgen.method.backend import Backend, Batch
+from specgen.method.draft import Draft
+from specgen.method.tree_batch import Branches, keep_path
 from specgen.options import (
     DraftOptions,
     DraftSource,
@@ -62,9 +55,16 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
+from specgen.session.drafter_factory import DrafterFactory
+from specgen.session.engine import Engine
+from specgen.session.loaded_models import Models
+from specgen.session.prompts import Prompt
+from specgen.session.request import Request
 from specgen.system.arrays import Logits
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import Architecture
+from specgen.text.sequence import Sequence
+from specgen.text.text_state import Shaper, TextState
 from tests.helpers.common import EXACT
 from tests.helpers.virtual_time import VirtualTime
 
@@ -253,7 +253,7 @@ def test_a_rollback_of_another_answer_is_a_defect(
                 backend.decode(batch)
         dropped.append(slot)
 
-    monkeypatch.setattr(specgen.decoding.loop, "keep_path", keep_other)
+    monkeypatch.setattr(specgen.method.loop, "keep_path", keep_other)
     with opened(models, 1, drafting=BY_COST, temperature=0.0) as loaded:
         way = ways_to_draft(BY_COST)[-1]
         assert any(result.is_defect for result in at_once(loaded, way=way))
@@ -483,7 +483,7 @@ def test_a_wrong_branch_that_is_kept_is_a_defect(
             batch.add(draft.tokens[-1], position, (slot.first,), False)
             backend.decode(batch)
 
-    monkeypatch.setattr(specgen.decoding.loop, "keep_path", keep_wrong)
+    monkeypatch.setattr(specgen.method.loop, "keep_path", keep_wrong)
     drafting = DraftOptions(policy="fixed", p_min=0.0)
     with opened(models, 1, drafting=drafting, temperature=0.0) as loaded:
         assert all(result.is_defect for result in greedy(loaded))

@@ -7,9 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from specgen.decoding.draft import Draft
-from specgen.decoding.drafters import Drafter
-from specgen.decoding.policy import RoundResult
+from specgen.drafters import Drafter
 from specgen.errors import BackendError
 from specgen.events import ReasonCount
 from specgen.measure.selection.trial import (
@@ -20,6 +18,8 @@ from specgen.measure.selection.trial import (
     replay,
     summarise,
 )
+from specgen.method.draft import Draft
+from specgen.method.policy import RoundResult
 from specgen.options import DraftOptions, GenerationOptions
 from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (

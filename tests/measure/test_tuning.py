@@ -9,11 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from specgen.engine.calibration.gain import Agreement, Costs, expected_gain
-from specgen.engine.calibration.memory import Memory
-from specgen.engine.drafter_factory import DrafterFactory
-from specgen.engine.loaded_models import Models
-from specgen.engine.measurements import is_pair_measured, known_costs, measure_if_new
 from specgen.errors import ModelFileError, PairError, PromptError
 from specgen.measure.selection.trial import Baseline, DraftFigures, measure_target
 from specgen.measure.selection.tuning import DraftFindings, TriedDraft, Tuner, Tuning
@@ -24,6 +19,11 @@ from specgen.options import (
     GenerationOptions,
     SessionOptions,
 )
+from specgen.session.calibration.gain import Agreement, Costs, expected_gain
+from specgen.session.calibration.memory import Memory
+from specgen.session.drafter_factory import DrafterFactory
+from specgen.session.loaded_models import Models
+from specgen.session.measurements import is_pair_measured, known_costs, measure_if_new
 
 PROMPTS = ("def add(a, b): return a + b # and the sum is", "Once upon a time")
 N_TOKENS = 16

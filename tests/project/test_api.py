@@ -159,7 +159,7 @@ def test_a_broken_round_fails_its_answers_alone(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("specgen.decoding.loop.keep_path", broken)
+        patch.setattr("specgen.method.loop.keep_path", broken)
         with pytest.raises(KeyboardInterrupt):
             model.engine.step()
     assert isinstance(answer.failure, BackendError)

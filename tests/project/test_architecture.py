@@ -98,7 +98,7 @@ def test_what_is_not_there_is_found() -> None:
     assert stale_paths(right) == []
     wrong = [
         "tests/project/test_layers.py::NOTHING",
-        "engine/nothing.py",
+        "session/nothing.py",
         "nothing/",
         "nothing.toml",
     ]

@@ -262,11 +262,11 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "specgen").rglob("*.py")}
     assert sources <= names
     assert {"specgen/py.typed", "specgen/measure/bench/page.html.jinja"} <= names
-    page = (ROOT / "specgen/serving/server/page").rglob("*")
+    page = (ROOT / "specgen/serve/server/page").rglob("*")
     page_files = {file.relative_to(ROOT).as_posix() for file in page if file.is_file()}
     assert len(page_files) > 12
     assert page_files <= names
-    vendor = "specgen/serving/server/page/vendor"
+    vendor = "specgen/serve/server/page/vendor"
     for licence in ("LICENSE", f"{vendor}/LICENSE-marked", f"{vendor}/LICENSE-dompurify"):
         assert f"{about}/licenses/{licence}" in names
     assert "specgen = specgen.__main__:main" in entry_points

@@ -29,10 +29,10 @@ def test_tests_bind_to_public_names() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "from specgen.decoding.loop import (\n    Loop,\n    _Round,\n)",
+        "from specgen.method.loop import (\n    Loop,\n    _Round,\n)",
         "from specgen._hidden import name",
-        "import specgen.decoding._hidden",
-        "monkeypatch.setattr('specgen.decoding.loop._helper', None)",
+        "import specgen.method._hidden",
+        "monkeypatch.setattr('specgen.method.loop._helper', None)",
         "monkeypatch.setattr(loop, '_backend', None)",
     ],
 )

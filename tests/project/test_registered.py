@@ -10,10 +10,11 @@ from typing import get_args
 
 import pytest
 
-from specgen.decoding import drafters, verifiers
-from specgen.decoding.drafters import Drafter, WrappedDrafter
-from specgen.decoding.policy import FixedPolicy, RoundResult
+from specgen import drafters
+from specgen.drafters import Drafter, WrappedDrafter
 from specgen.events import DraftedEvent
+from specgen.method import verifiers
+from specgen.method.policy import FixedPolicy, RoundResult
 from specgen.options import DraftOptions, SamplerOptions, VerifierName
 from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
 from specgen.testing.tiny import Architecture

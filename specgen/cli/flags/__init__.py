@@ -324,7 +324,7 @@ def _grammar(
     if json_schema_file is not None:
         json_schema = _read(json_schema_file, "--json-schema-file")
     if json_schema is not None:
-        from specgen.decoding.grammar.json_schema import schema_grammar
+        from specgen.text.grammar.json_schema import schema_grammar
 
         return schema_grammar(json_schema)
     return None if grammar is None else Grammar("gbnf", grammar)

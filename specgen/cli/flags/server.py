@@ -9,7 +9,7 @@ from typer import Option
 
 from specgen.cli.flags.groups import group, panel, utf8
 from specgen.errors import UsageError
-from specgen.serving.server.options import Limits, ServerOptions
+from specgen.serve.server.options import Limits, ServerOptions
 
 _MIB = 1024 * 1024
 
@@ -117,7 +117,7 @@ def server(
     **others: Any,
 ) -> ServerOptions:
     """Return the options of the server, without the limits. Raise `UsageError`."""
-    from specgen.serving.server.addresses import is_loopback
+    from specgen.serve.server.addresses import is_loopback
 
     keys = () if api_key_file is None else _keys(api_key_file)
     options = ServerOptions(api_keys=keys, **others)

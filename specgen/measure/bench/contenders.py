@@ -23,7 +23,7 @@ from specgen.measure.bench.peers import (
 )
 
 if TYPE_CHECKING:
-    from specgen.engine.loaded_models import Models
+    from specgen.session.loaded_models import Models
 
 #: The date for chat templates that write one, fixed so that prompts do not change between runs.
 NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
@@ -143,7 +143,7 @@ class SessionContender:
     def expected_s(self, prompts: Sequence[str], n_tokens: int) -> float:
         """Return about how many seconds plain decoding of so many tokens takes for each prompt, by measured costs.
         Raise `MemoryLimitError`, and `KeyboardInterrupt` if interrupted."""
-        from specgen.engine.measurements import target_costs
+        from specgen.session.measurements import target_costs
 
         costs = target_costs(self._loaded, self._interrupted)
         n_rows = max(costs.known)
@@ -151,7 +151,7 @@ class SessionContender:
         return n_read * costs.seconds(n_rows) / n_rows + len(prompts) * n_tokens * costs.seconds(1)
 
     def answer(self, prompt: str) -> Outcome:
-        from specgen.engine.engine import generate
+        from specgen.session.engine import generate
 
         loaded = self._loaded
         begun = loaded.prompts.of_text(prompt, chat=self._chat, now=NOW)
@@ -166,7 +166,7 @@ class SessionContender:
         return outcome_of(finished, tuple(notices))
 
     def warm_up(self, prompt: str) -> None:
-        from specgen.engine.engine import generate
+        from specgen.session.engine import generate
 
         loaded = self._loaded
         begun = loaded.prompts.of_text(prompt, chat=self._chat, now=NOW)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from specgen.engine.calibration.gain import is_impossible
 from specgen.measure.bench.runs import Result
+from specgen.session.calibration.gain import is_impossible
 
 #: At a draft position with fewer drafted tokens than this, an acceptance rate means nothing.
 _MIN_DRAFTED = 5

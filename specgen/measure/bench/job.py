@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specgen.engine.loaded_models import Models
 from specgen.errors import SpecgenError
 from specgen.measure.bench.contenders import SessionContender, peers_of
 from specgen.measure.bench.figures import figures_of
 from specgen.measure.bench.plan import PLAIN, Field, Plan, Stages, contender_entries
 from specgen.measure.bench.report import BenchReport, about
 from specgen.measure.bench.runs import Lineup, Runs, run_lineups
+from specgen.session.loaded_models import Models
 
 if TYPE_CHECKING:
     from specgen.measure.bench.contenders import Contender

@@ -34,8 +34,8 @@ from specgen.errors import SpecgenError
 from specgen.options import ContextOptions, SamplerOptions
 
 if TYPE_CHECKING:
-    from specgen.engine.loaded_models import Models
-    from specgen.engine.prompts import Prompt
+    from specgen.session.loaded_models import Models
+    from specgen.session.prompts import Prompt
 
 #: If it is set, programs are searched in this folder only.
 PEERS_VARIABLE = "SPECGEN_PEERS"

@@ -22,9 +22,9 @@ from specgen.options import (
 )
 
 if TYPE_CHECKING:
-    from specgen.engine.calibration.memory import Memory
     from specgen.measure.bench.contenders import Against
     from specgen.options import SessionOptions
+    from specgen.session.calibration.memory import Memory
 
 #: The name of plain decoding.
 PLAIN = "plain"
@@ -87,7 +87,7 @@ class Plan:
 
     def _context(self, model: DraftSource, context: ContextOptions) -> ContextOptions:
         """Return a model's context options, with the threads that `specgen run` would use."""
-        from specgen.engine.calibration.threads import with_threads
+        from specgen.session.calibration.threads import with_threads
 
         if self.known is None or not isinstance(model, Path):
             return context

@@ -18,11 +18,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specgen.decoding.sampling import Distribution, Sampler
-from specgen.decoding.tally import Tally
-from specgen.decoding.text_state import Shaper, TextState
-from specgen.engine.loaded_models import Models
-from specgen.engine.prompts import Prompt
 from specgen.events import Event
 from specgen.measure.proof.drafting_plans import DraftingPlan, WayName, drafted_by, tokens_told
 from specgen.measure.proof.rows import (
@@ -32,8 +27,13 @@ from specgen.measure.proof.rows import (
     movement,
     plain_rows,
 )
+from specgen.method.tally import Tally
+from specgen.session.loaded_models import Models
+from specgen.session.prompts import Prompt
 from specgen.system.arrays import Logits
 from specgen.testing.bugs import Bug
+from specgen.text.sampling import Distribution, Sampler
+from specgen.text.text_state import Shaper, TextState
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from specgen.decoding.draft import Draft
-from specgen.decoding.policy import Offer, Policy, Reason, RoundPlan, RoundResult
-from specgen.decoding.sequence import Sequence
 from specgen.errors import BackendError
 from specgen.events import CommittedEvent, DraftedEvent, Event, NoticeEvent
+from specgen.method.draft import Draft
+from specgen.method.policy import Offer, Policy, Reason, RoundPlan, RoundResult
 from specgen.options import DraftOptions, PolicyName
+from specgen.text.sequence import Sequence
 
 WayName: TypeAlias = Literal[PolicyName, "forced"]
 

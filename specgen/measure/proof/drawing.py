@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from specgen.decoding.backend import Backend
-from specgen.decoding.draft import ROOT, Draft
-from specgen.decoding.loop import Loop
-from specgen.decoding.policy import Offer, Policy, RoundPlan
-from specgen.decoding.sequence import Sequence
-from specgen.decoding.tally import Tally
-from specgen.decoding.text_state import TextMark
-from specgen.decoding.verifiers import Target, Verdict, Verifier
 from specgen.measure.proof.drafting_plans import check_drafting, drafted_by, tokens_told
+from specgen.method.backend import Backend
+from specgen.method.draft import ROOT, Draft
+from specgen.method.loop import Loop
+from specgen.method.policy import Offer, Policy, RoundPlan
+from specgen.method.tally import Tally
+from specgen.method.verifiers import Target, Verdict, Verifier
 from specgen.testing.bugs import Bug
+from specgen.text.sequence import Sequence
+from specgen.text.text_state import TextMark
 
 #: The number of an answer's first tokens that are searched for the position.
 N_SEARCHED = 48

@@ -7,12 +7,12 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from specgen.decoding.sampling import Distribution
-from specgen.decoding.text_state import Shaper, TextState
 from specgen.measure.proof.memo_backend import MemoBackend
 from specgen.measure.proof.rows import decode
 from specgen.measure.proof.statistics import Cells
 from specgen.system.arrays import Logits
+from specgen.text.sampling import Distribution
+from specgen.text.text_state import Shaper, TextState
 
 #: Prefixes that are less likely than this are not extended, because each extension costs a decode.
 _MIN_PREFIX = 0.004

@@ -14,21 +14,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, cycle, islice
 
-from specgen.decoding.loop import Loop
-from specgen.decoding.sampling import Distribution, Sampler
-from specgen.decoding.sequence import Sequence
-from specgen.decoding.text_state import Shaper, TextState
-from specgen.engine.drafter_factory import DrafterFactory
-from specgen.engine.engine import Engine
-from specgen.engine.loaded_models import CONTEXT_STEP, Models
-from specgen.engine.prompts import Prompt
-from specgen.engine.request import Request
 from specgen.errors import PromptError
 from specgen.measure.proof.differences import Comparison, GreedyResult, PlainAnswer, Watch
 from specgen.measure.proof.drafting_plans import DraftingPlan, check_drafting, tokens_told
 from specgen.measure.proof.rows import batches_at_once_move
+from specgen.method.loop import Loop
+from specgen.session.drafter_factory import DrafterFactory
+from specgen.session.engine import Engine
+from specgen.session.loaded_models import CONTEXT_STEP, Models
+from specgen.session.prompts import Prompt
+from specgen.session.request import Request
 from specgen.system.arrays import Logits
 from specgen.testing.bugs import Bug
+from specgen.text.sampling import Distribution, Sampler
+from specgen.text.sequence import Sequence
+from specgen.text.text_state import Shaper, TextState
 
 #: The memory in bytes for the rows of plain answers. Rows of an answer beyond it are not compared.
 _N_BYTES_MAX = 2**30

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from specgen.decoding.backend import Backend, Batch, HiddenBackend
-from specgen.decoding.policy.cost_table import CostTable
 from specgen.errors import BackendError, RollbackError
+from specgen.method.backend import Backend, Batch, HiddenBackend
+from specgen.method.policy.cost_table import CostTable
 from specgen.system.arrays import Hidden, Logits
 
 #: The node of the empty text.

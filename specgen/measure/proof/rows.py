@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specgen.decoding.backend import Backend, Batch
-from specgen.engine.prefix_cache import Slot
+from specgen.method.backend import Backend, Batch
+from specgen.session.prefix_cache import Slot
 from specgen.system.arrays import Logits
 
 if TYPE_CHECKING:
-    from specgen.engine.loaded_models import Models
+    from specgen.session.loaded_models import Models
 
 #: A row may move by this many times the largest movement that batches alone have caused. The factor is
 #: above 1, because drafting fills a cache in batches of several sizes.

@@ -17,13 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specgen.decoding.backend import Backend
-from specgen.decoding.loop import Loop
-from specgen.decoding.text_state import RememberingShaper, Shaper
-from specgen.engine.drafter_factory import DrafterFactory
-from specgen.engine.loaded_models import Models
-from specgen.engine.measurements import measure_if_costs_decide
-from specgen.engine.prompts import Prompt
 from specgen.llama import LlamaBackend
 from specgen.llama.gemma4_assistant import AssistantContext
 from specgen.measure.proof.drafting_plans import DraftingPlan, WayName
@@ -41,7 +34,14 @@ from specgen.measure.proof.statistics import (
     n_cells_tested,
     total_variation,
 )
+from specgen.method.backend import Backend
+from specgen.method.loop import Loop
+from specgen.session.drafter_factory import DrafterFactory
+from specgen.session.loaded_models import Models
+from specgen.session.measurements import measure_if_costs_decide
+from specgen.session.prompts import Prompt
 from specgen.testing.bugs import Bug
+from specgen.text.text_state import RememberingShaper, Shaper
 
 #: The memory in bytes for the rows of each model.
 _N_BYTES_MAX = 2**29

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specgen.engine.calibration.gain import Costs, break_even, carried_over, expected_gain
-from specgen.engine.calibration.threads import BATCH_ROWS, ThreadTimes
-from specgen.engine.calibration.weight_copies import COPY_TYPE
 from specgen.events import undrafted_text
 from specgen.measure.selection.default_draft import name_of
 from specgen.measure.selection.tuning import DraftFindings, TriedDraft, Tuning
+from specgen.session.calibration.gain import Costs, break_even, carried_over, expected_gain
+from specgen.session.calibration.threads import BATCH_ROWS, ThreadTimes
+from specgen.session.calibration.weight_copies import COPY_TYPE
 from specgen.system.machine import busy_text, is_busy
 
 if TYPE_CHECKING:
-    from specgen.engine.calibration.weight_copies import Comparison
     from specgen.measure.selection.trial import Baseline, DraftFigures
+    from specgen.session.calibration.weight_copies import Comparison
 
 #: A speed-up below this does not count as a gain: it is within the noise of the measurement.
 _LEAST_GAIN = 1.03

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError
 
 if TYPE_CHECKING:
-    from specgen.engine.calibration.gain import Costs, Gain
-    from specgen.engine.loaded_models import Models
     from specgen.measure.selection.default_draft import DraftChoice
     from specgen.options import DraftSource
+    from specgen.session.calibration.gain import Costs, Gain
+    from specgen.session.loaded_models import Models
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Taken:
 def take_first(loaded: Models, choices: Sequence[DraftChoice]) -> Taken:
     """Use the first draft that fits the target. A draft model whose gain was not measured
     must also be expected to make the target faster."""
-    from specgen.engine.calibration.gain import expected_gain
-    from specgen.engine.measurements import known_costs, measure_costs
+    from specgen.session.calibration.gain import expected_gain
+    from specgen.session.measurements import known_costs, measure_costs
 
     said: list[str] = []
     measured: list[str] = []

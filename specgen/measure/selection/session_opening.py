@@ -27,12 +27,12 @@ from specgen.options import (
 )
 
 if TYPE_CHECKING:
-    from specgen.engine.calibration.memory import Memory
-    from specgen.engine.loaded_models import Models
     from specgen.llama.kernel_checks import KernelStatus
     from specgen.measure.selection.resolve import Fetch
     from specgen.models import Registry
     from specgen.options import DraftSource
+    from specgen.session.calibration.memory import Memory
+    from specgen.session.loaded_models import Models
 
 #: Shows that the model with this name is loading, within a `with` block that gets a function for messages.
 Loading = Callable[[str], AbstractContextManager[Callable[[str], None]]]
@@ -44,7 +44,7 @@ def find_models(choice: ModelChoice, *, quiet: bool) -> Sources:
     """Return the files of the run. Missing ones are fetched, with progress on standard error."""
     from specgen.llama.mtp_layers import mtp_of
     from specgen.models import cache_folder, identify, load_registry, locate, saved_draft
-    from specgen.training.draft_files import heads_file
+    from specgen.train.draft_files import heads_file
 
     registry = load_registry()
     made_heads = partial(heads_file, cache_folder())
@@ -107,7 +107,7 @@ def session_options(
     """Return the options of a session. With `learn`, answers are kept: drafts learn from them, and n-grams
     are looked up in them."""
     from specgen.models import cache_folder, data_folder, identify
-    from specgen.training.draft_files import learning_folder
+    from specgen.train.draft_files import learning_folder
 
     learning = None
     if learn and (identity := identify(sources.target)) is not None:
@@ -169,9 +169,9 @@ class SessionOpener:
 
     def open(self, options: SessionOptions) -> Models:
         """Load the models. Raise `ModelFileError`, `MemoryLimitError` or `PairError`."""
-        from specgen.engine.loaded_models import Models
         from specgen.llama import build
         from specgen.models import human_bytes
+        from specgen.session.loaded_models import Models
 
         if self._drafts:
             options = replace(options, draft=self._drafts[0].draft)
@@ -284,10 +284,10 @@ def layers_without_gpu(
 
 def open_memory() -> Memory:
     """Return the memory of this machine with this build of llama.cpp and the kernels in use."""
-    from specgen.engine.calibration.memory import Memory
     from specgen.llama import build
     from specgen.llama.kernels import computing
     from specgen.models import memory_file
+    from specgen.session.calibration.memory import Memory
     from specgen.system.machine import look_at_machine
 
     built, machine = build(), look_at_machine()

@@ -21,27 +21,27 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specgen.decoding.backend import Batch
-from specgen.decoding.draft import NO_DRAFT, ROOT, Draft
-from specgen.decoding.drafters import draft_alone
-from specgen.decoding.hidden_trail import HiddenTrail, LastHidden
-from specgen.decoding.loop import Loop
-from specgen.decoding.policy import Reason, RoundPlan, RoundResult, draft_up_to
-from specgen.decoding.sequence import Sequence
-from specgen.decoding.tally import Tally
-from specgen.engine.agreement import read_states
-from specgen.engine.calibration.gain import Costs, speedup
-from specgen.engine.calibration.timing import time_batch, timed_batch_sizes
-from specgen.engine.drafter_factory import DrafterFactory
-from specgen.engine.measurements import measure_if_new
+from specgen.drafters import draft_alone
 from specgen.errors import BackendError, PromptError
 from specgen.events import ReasonCount
 from specgen.llama import LlamaBackend
+from specgen.method.backend import Batch
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.hidden_trail import HiddenTrail, LastHidden
+from specgen.method.loop import Loop
+from specgen.method.policy import Reason, RoundPlan, RoundResult, draft_up_to
+from specgen.method.tally import Tally
+from specgen.session.agreement import read_states
+from specgen.session.calibration.gain import Costs, speedup
+from specgen.session.calibration.timing import time_batch, timed_batch_sizes
+from specgen.session.drafter_factory import DrafterFactory
+from specgen.session.measurements import measure_if_new
 from specgen.system.arrays import Hidden
+from specgen.text.sequence import Sequence
 
 if TYPE_CHECKING:
-    from specgen.engine.loaded_models import Models
-    from specgen.engine.prompts import Prompt
+    from specgen.session.loaded_models import Models
+    from specgen.session.prompts import Prompt
 
 #: After each answer, the first `_N_OFTEN` sizes of batches are timed `_N_REPEATS` times, except a single
 #: row, which the answer itself times; the larger sizes are timed once.

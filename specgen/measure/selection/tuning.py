@@ -14,16 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specgen.engine.calibration.gain import Agreement, Costs, Gain, expected_gain
-from specgen.engine.calibration.threads import ThreadTimes, measure_threads, thread_counts
-from specgen.engine.calibration.weight_copies import Comparison
-from specgen.engine.measurements import (
-    agreement_walk,
-    known_costs,
-    measure_if_new,
-    read_for,
-    short_context,
-)
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError, SpecgenError
 from specgen.llama import default_threads
 from specgen.measure.selection.default_draft import name_of
@@ -36,9 +26,19 @@ from specgen.measure.selection.trial import (
     try_draft,
 )
 from specgen.options import DraftSource
+from specgen.session.calibration.gain import Agreement, Costs, Gain, expected_gain
+from specgen.session.calibration.threads import ThreadTimes, measure_threads, thread_counts
+from specgen.session.calibration.weight_copies import Comparison
+from specgen.session.measurements import (
+    agreement_walk,
+    known_costs,
+    measure_if_new,
+    read_for,
+    short_context,
+)
 
 if TYPE_CHECKING:
-    from specgen.engine.loaded_models import Models
+    from specgen.session.loaded_models import Models
     from specgen.system.progress import Progress
 
 #: About how many seconds of decoding the comparison of numbers of threads takes.

@@ -1,0 +1,101 @@
+"""A draft of DFlash and DSpark drafts: all its tokens from one decode."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from specgen.drafters.base import Ask, Drafting
+from specgen.drafters.expansion import DraftedChain
+from specgen.drafters.mtp import MtpDrafter
+from specgen.method.backend import Batch
+from specgen.method.draft import NO_DRAFT, ROOT
+from specgen.method.policy import RoundPlan
+from specgen.method.policy.cost_table import FREE, CostTable, Price
+from specgen.system.arrays import Logits
+
+
+class DflashDrafter(MtpDrafter):
+    """Drafts a chain with one decode of the last token and masks, a block.
+
+    Before it, the cache gets what the target's layers read for the tokens that were accepted since the
+    last draft: this decodes no token. The block leaves the cache afterwards. The row of a mask predicts
+    that mask's own token; with `predicts_from_last` each row predicts the token behind it, that of the last
+    token, too. A row does not depend on what is drawn from the rows before it, so each drawn token is from
+    a distribution that is known before, which suits every verifier.
+
+    Nothing is drafted behind tokens that the target has not read (those that n-grams found, or a grammar
+    forced, before the last one): a block begins with a single token.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        mask: int,
+        n_most: int,
+        predicts_from_last: bool,
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self._mask = mask
+        self._n_most = n_most
+        self._predicts_from_last = predicts_from_last
+        #: What filling the cache costs; it is not learnt with the blocks.
+        self._fill_costs = CostTable()
+
+    @property
+    def name(self) -> str:
+        return "dflash"
+
+    def price(self, n_context: int) -> Price:
+        if not self._costs:
+            return FREE
+        # All rows of a block are one decode; filling the cache costs less than its row of a token does.
+        block_s = self._costs.share_s(self._n_most + (not self._predicts_from_last))
+        n_new = self._n_read(n_context) - max(self._cache.n_held, self._trail.first)
+        n_behind = max(0, n_new - self._n_most - 1)
+        backlog_s = self._costs.share_s(n_behind) if n_behind else 0.0
+        return Price(block_s, 0.0, backlog_s, n_behind)
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        n_read = self._n_read(len(context))
+        if len(context) - 1 > n_read or not self._cache.find_start(n_read):
+            return NO_DRAFT
+        n_room = self._n_ctx - (len(context) - self._cache.n_skipped)
+        n_max = min(plan.n_max, self._n_most, n_room, self._n_deepest or plan.n_max)
+        if n_max < 1:
+            return NO_DRAFT
+        try:
+            yield from self._fill(context, n_read)
+            rows = yield from self._block(context[-1], n_read - self._cache.n_skipped, n_max)
+            before = context[len(context) - n_drafted :]
+            chain = DraftedChain(plan, self._shaper, self._rng, before, draws=self._draws)
+            for row in rows:
+                is_more = chain.takes(row) and chain.goes_on()
+                if not is_more or self._backend.vocabulary.is_end(chain.tokens[-1]):
+                    break
+            return chain.draft(self.name)
+        finally:
+            self._nodes.keep(ROOT, self._cache.length, 0)
+
+    def _fill(self, context: Sequence[int], n_read: int) -> Generator[Ask, Logits, None]:
+        """Add the tokens that the target has read since to the cache."""
+        while self._cache.n_held < n_read:
+            batch = Batch()
+            for index in range(self._cache.n_held, n_read)[: self._backend.n_batch]:
+                position = index - self._cache.n_skipped
+                batch.add(context[index], position, (self._slot.first,), False)
+                batch.hidden.append(self._trail.after(index))
+            yield Ask(self._backend, batch, self._fill_costs)
+            self._cache.n_held += len(batch)
+        self._trail.forget(n_read)
+
+    def _block(self, last: int, position: int, n: int) -> Generator[Ask, Logits, Logits]:
+        """Decode a block; return the logits of the n tokens behind the last one, float32[n, n_vocab]."""
+        tokens = [last, *[self._mask] * (n - self._predicts_from_last)]
+        batch = Batch()
+        for offset, token in enumerate(tokens):
+            batch.add(token, position + offset, (self._slot.first,), True)
+            batch.hidden.append(None)
+        rows = yield Ask(self._backend, batch, self._costs)
+        return rows[len(rows) - n :]

@@ -1,0 +1,291 @@
+"""How a tree of drafted tokens grows: beyond which nodes to look, and which of the found tokens to add.
+
+A draft model looks by a decode, decoder heads look at the target's hidden states. Trees grow in the
+same way for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from specgen.method.draft import ROOT, Draft
+from specgen.method.policy import RoundPlan, WhilePaying
+from specgen.method.tree_builder import TreeBuilder
+from specgen.options import TreeShape
+from specgen.system.arrays import Logits
+from specgen.text.sampling import Distribution, NoTokenAllowedError
+
+#: The guesses to consider for a position, if the shape does not ask for more; and, where costs decide, the
+#: least probability of guesses after the first.
+_N_GUESSES = 4
+_LEAST = 0.02
+
+
+class DraftShaper(Protocol):
+    """Turns rows of a draft model's logits, float32[n_vocab], into distributions over its tokens;
+    `path` holds the drafted tokens before. `Shaper` is an implementation."""
+
+    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution: ...
+
+    def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A model's prediction for a position: the likeliest tokens with their probabilities at
+    temperature 1, best first, or the distribution to draw tokens from. It is empty if the grammar
+    allows no token."""
+
+    guesses: tuple[tuple[int, float], ...] = ()
+    source: Distribution | None = None
+
+
+class Expansion(Protocol):
+    """How one tree grows, starting with the look beyond its root."""
+
+    @property
+    def walks(self) -> Sequence[Sequence[int]]:
+        """The independent chains, if the tree consists of such chains."""
+        ...
+
+    def take(self, tree: TreeBuilder, node: int, look: Look) -> None:
+        """Add tokens that a look beyond a node, or `ROOT`, found."""
+        ...
+
+    def frontier(self, tree: TreeBuilder, n_most: int) -> list[int]:
+        """Return the nodes to look beyond next, at most `n_most`; none ends the tree."""
+        ...
+
+    def cut(self, draft: Draft) -> Draft:
+        """Return the nodes of the finished tree that are proposed."""
+        ...
+
+
+def look(
+    row: Logits, shaper: DraftShaper, path: Sequence[int], n_guesses: int, *, draws: bool
+) -> Look:
+    """Return the prediction for the token after the text and a path, from logits, float32[n_vocab]."""
+    try:
+        source = shaper.distribution(row, path)
+    except NoTokenAllowedError:
+        return Look()
+    if draws:
+        return Look(source=source)
+    top = shaper.top_probability(row, path)
+    likeliest = source.ranked(n_guesses)
+    # The shaper may drop tokens, and rescales the others to a sum of 1.
+    scale = top / likeliest[0][1]
+    return Look(tuple((token, probability * scale) for token, probability in likeliest))
+
+
+class DraftedChain:
+    """A chain of tokens that a drafter drafts one by one, from a row of logits for each: the likeliest
+    tokens or, with `draws`, tokens drawn from the distributions that `shaper` makes of the rows. `before`
+    are the tokens that another drafter drafted."""
+
+    def __init__(
+        self,
+        plan: RoundPlan,
+        shaper: DraftShaper,
+        rng: np.random.Generator,
+        before: Sequence[int],
+        *,
+        draws: bool,
+    ) -> None:
+        self._plan = plan
+        self._shaper = shaper
+        self._rng = rng
+        self._before = before
+        self._draws = draws
+        self.tokens: list[int] = []
+        self._looks: list[float] = []
+        self._probabilities: list[float | None] = []
+        self._distributions: list[Distribution | None] = []
+
+    def takes(self, row: Logits) -> bool:
+        """Draft the next token from its row of logits, float32[n_vocab]; return False if none is
+        drafted. Whether one is depends on the row, and not on the token that is drawn."""
+        plan, path = self._plan, [*self._before, *self.tokens]
+        top = None
+        if plan.needs_confidence:
+            top = self._shaper.top_probability(row, path)
+        self._looks.append(1.0 if top is None else top)
+        if not plan.keeps(self._looks):
+            return False
+        try:
+            source = self._shaper.distribution(row, path)
+        except NoTokenAllowedError:  # no token, or none that the models share
+            return False
+        token = source.draw(self._rng)
+        self._probabilities.append(source.probability(token) if self._draws else top)
+        self._distributions.append(source if self._draws else None)
+        self.tokens.append(token)
+        return True
+
+    def goes_on(self) -> bool:
+        """Return whether another look is worth its cost."""
+        return self._plan.looks(self._looks)
+
+    def draft(self, origin: str) -> Draft:
+        """Return the chain as a draft; `origin` is the drafter's name."""
+        return Draft.chain(
+            self.tokens, origin, self._probabilities, self._distributions, self._looks
+        )
+
+
+class IsEnd(Protocol):
+    """Whether a token ends the text."""
+
+    def __call__(self, token_id: int, /) -> bool: ...
+
+
+def n_guesses(shape: TreeShape) -> int:
+    """Return the number of guesses for a position that a tree of this shape may need."""
+    return max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
+
+
+def make_expansion(
+    shape: TreeShape,
+    plan: RoundPlan,
+    n_max: int,
+    n_deepest: int | None,
+    rng: np.random.Generator,
+    is_end: IsEnd,
+    seconds: Callable[[int], float],
+) -> Expansion:
+    """Return the expansion of a tree of this shape, to at most `n_max` nodes on `n_deepest` levels;
+    `seconds(n)` is the time of a look beyond n nodes."""
+    n_deepest = n_max if n_deepest is None else min(n_max, n_deepest)
+    if shape.kind == "walks":
+        return Walks(shape, n_max, n_deepest, rng, is_end)
+    if shape.kind == "levels":
+        return Levels(shape, n_max, n_deepest, rng, is_end)
+    if not isinstance(plan.stop, WhilePaying):  # only costs say where a tree is worth a branch
+        return Walks(TreeShape("walks", (1, n_max)), n_max, n_deepest, rng, is_end)
+    return Worthwhile(plan.stop, seconds, n_max, n_deepest, is_end)
+
+
+class Worthwhile:
+    """Expansion for as long as it is worthwhile by the plan: all likely tokens are added, the likeliest
+    paths are followed, and the nodes that are worth a row are verified."""
+
+    walks: Sequence[Sequence[int]] = ()
+
+    def __init__(
+        self,
+        stop: WhilePaying,
+        seconds: Callable[[int], float],
+        n_max: int,
+        n_deepest: int,
+        is_end: IsEnd,
+    ) -> None:
+        self._stop = stop
+        self._seconds = seconds
+        self._n_max = n_max
+        self._n_deepest = n_deepest
+        self._is_end = is_end
+        #: For each node, the probability that it and all before it are accepted.
+        self._probabilities: list[float] = []
+        self._looks: list[float] = []
+
+    def take(self, tree: TreeBuilder, node: int, look: Look) -> None:
+        before = self._stop.before if node == ROOT else self._probabilities[node]
+        self._looks += [probability for _, probability in look.guesses[:1]]
+        for rank, (token, probability) in enumerate(look.guesses):
+            if rank == 0 or probability >= _LEAST:
+                tree.add(node, token, probability, is_end=self._is_end(token))
+                self._probabilities.append(before * self._stop.guess_probability(rank, probability))
+
+    def frontier(self, tree: TreeBuilder, n_most: int) -> list[int]:
+        return self._stop.frontier(
+            tree, self._probabilities, self._n_deepest, n_most, self._seconds
+        )
+
+    def cut(self, draft: Draft) -> Draft:
+        kept = self._stop.cut_after(draft).first(self._n_max)  # the likeliest come first
+        return replace(kept, looks=tuple(self._looks))
+
+
+@dataclass(slots=True)
+class Levels:
+    """A fixed number of children for each node of a depth: the likeliest tokens, or tokens drawn
+    without replacement."""
+
+    shape: TreeShape
+    n_max: int
+    n_deepest: int
+    rng: np.random.Generator
+    is_end: IsEnd
+    walks: tuple[tuple[int, ...], ...] = ()
+
+    def take(self, tree: TreeBuilder, node: int, look: Look) -> None:
+        depth = 0 if node == ROOT else tree.depths[node] + 1
+        n_children = min(self.shape.numbers[depth], self.n_max - len(tree))
+        for token, probability in look.guesses[:n_children]:
+            tree.add(node, token, probability, is_end=self.is_end(token))
+        source = look.source
+        for _ in range(n_children):
+            if source is None:
+                break
+            token = source.draw(self.rng)
+            probability = source.probability(token)
+            tree.add(node, token, probability, source=source, is_end=self.is_end(token))
+            source = source.without(token)
+
+    def frontier(self, tree: TreeBuilder, n_most: int) -> list[int]:
+        if len(tree) >= self.n_max:
+            return []
+        n_levels = min(self.shape.n_levels, self.n_deepest)
+        return tree.open_nodes(n_levels - 1)[:n_most]
+
+    def cut(self, draft: Draft) -> Draft:
+        return draft
+
+
+class Walks:
+    """Independent chains that are drawn at random, or one chain of the likeliest tokens if nothing is
+    drawn.
+
+    If there is no room for all, there are fewer or shorter chains; this is decided before anything
+    is drawn.
+    """
+
+    def __init__(
+        self, shape: TreeShape, n_max: int, n_deepest: int, rng: np.random.Generator, is_end: IsEnd
+    ) -> None:
+        n_walks = min(shape.numbers[0], n_max)
+        self._n_levels = min(shape.n_levels, n_deepest, n_max // n_walks)
+        self._rng = rng
+        self._is_end = is_end
+        self._walks: list[list[int]] = [[] for _ in range(n_walks)]
+        self._is_drawn = False
+
+    @property
+    def walks(self) -> Sequence[Sequence[int]]:
+        return self._walks if self._is_drawn else ()
+
+    def take(self, tree: TreeBuilder, node: int, look: Look) -> None:
+        if look.source is None:
+            for token, probability in look.guesses[:1]:
+                tree.add(node, token, probability, is_end=self._is_end(token))
+            return
+        self._is_drawn = True
+        for walk in self._walks:
+            if (walk[-1] if walk else ROOT) != node:
+                continue
+            token = look.source.draw(self._rng)
+            child = tree.child(node, token)
+            if child is None:
+                probability, is_end = look.source.probability(token), self._is_end(token)
+                child = tree.add(node, token, probability, source=look.source, is_end=is_end)
+            walk.append(child)
+
+    def frontier(self, tree: TreeBuilder, n_most: int) -> list[int]:
+        return tree.open_nodes(self._n_levels - 1)[:n_most]
+
+    def cut(self, draft: Draft) -> Draft:
+        return draft

@@ -1,0 +1,256 @@
+"""Prompt lookup: draft what followed an earlier occurrence of the text's ending, in the text itself,
+in files or in earlier answers.
+
+(Saxena, "Prompt Lookup Decoding", 2023; LLMA, Yang et al., arXiv:2304.04487; counts of what followed:
+Hu et al., "SAM Decoding", arXiv:2411.10666.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from specgen.drafters.base import Drafting, ready
+from specgen.drafters.lookup.array import MAX_MATCH, Match, SuffixArray
+from specgen.drafters.lookup.text import TextIndex
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.policy.cost_table import FREE, Price
+
+#: The origins of nodes that are drafted from the text itself, and from corpora.
+TEXT_ORIGIN: Final = "ngram"
+LOOKUP_ORIGIN: Final = "lookup"
+#: A corpus is followed if its match is longer than the text's own by at least this many tokens.
+_CLEARLY_LONGER = 2
+#: The token that followed last is drafted, unless another one followed this many times as often.
+#: This was the best of the rules that were tried in answers, prose and code, if by little.
+_CLEARLY_OFTENER = 3
+#: A token's odds for each token of the match and each occurrence that it followed, and how much each
+#: other occurrence takes from them; fitted to the same texts.
+_ODDS_A_TOKEN = 0.35
+_DISSENT = 2.0
+#: Branches end where their paths are less likely than this; and later nodes than this many get no
+#: children.
+_LEAST_CHANCE = 0.03
+_MAX_NODES = 64
+
+
+class _Guess(NamedTuple):
+    token: int
+    confidence: float
+
+
+def confidence(length: int, n_agreeing: int, n_occurrences: int) -> float:
+    """Estimate the probability, in (0, 1), that a token follows if it followed `n_agreeing` of the
+    `n_occurrences` occurrences of the last `length` tokens. It grows with the length and the agreement."""
+    dissent = 1.0 + _DISSENT * (n_occurrences - n_agreeing)
+    odds = _ODDS_A_TOKEN * length * n_agreeing / dissent
+    return odds / (1.0 + odds)
+
+
+class SuffixDrafter:
+    """Drafts, token by token, the likeliest continuation of the longest earlier occurrence of the
+    text's ending. That ending includes the draft so far.
+
+    Nothing is drafted if fewer than `min_match` tokens match; a match of more than `max_match`
+    tokens counts as one of `max_match`. `corpora` are followed where their match is clearly longer
+    than the text's own; among equally long matches, the last corpus is followed. It does not ask
+    the plan: a draft of any length costs microseconds, and its probabilities show where to cut it.
+
+    With `n_children` above 1 the draft is a tree: where occurrences went on in different ways, the
+    likeliest few of these become branches, each with what followed it. The nodes with the
+    likeliest paths are kept. `n_deepest` bounds the depth.
+    """
+
+    def __init__(
+        self,
+        min_match: int,
+        max_match: int,
+        corpora: Sequence[SuffixArray] = (),
+        *,
+        n_children: int = 1,
+        n_deepest: int | None = None,
+    ) -> None:
+        if not 1 <= min_match <= max_match:
+            raise ValueError(f"matches of {min_match} to {max_match} tokens")
+        self._min_match = min_match
+        self._max_match = max_match
+        self._corpora = tuple(corpora)
+        self._n_children = n_children
+        self._n_deepest = n_deepest
+        self._text = TextIndex(min_match)
+
+    @property
+    def name(self) -> str:
+        return TEXT_ORIGIN
+
+    def price(self, n_context: int) -> Price:
+        return FREE
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        return ready(self._look_up_text(context, plan.n_max))
+
+    def _look_up_text(self, context: Sequence[int], n_max: int) -> Draft:
+        text = self._text
+        for token in context[len(text) :]:
+            text.extend(token)
+        chain = self._chain(context, n_max)
+        if self._n_children == 1 or not len(chain):
+            return chain
+        return self._with_branches(context, chain, n_max)
+
+    def _chain(self, context: Sequence[int], n_max: int) -> Draft:
+        """Return the likeliest continuation."""
+        text = self._text
+        n_max = n_max if self._n_deepest is None else min(n_max, self._n_deepest)
+        ending = list(context[-MAX_MATCH:])
+        own = text.longest(ending)
+        lookups = [_Lookup(corpus, self._min_match, self._max_match) for corpus in self._corpora]
+        tokens: list[int] = []
+        origins: list[str] = []
+        confidences: list[float] = []
+        while len(tokens) < n_max:
+            guess = self._look_up(lookups, ending, own.length if own is not None else 0)
+            origin = LOOKUP_ORIGIN
+            if guess is None and own is not None:
+                guess = self._likeliest(text.followers(own), own.length)
+                origin = TEXT_ORIGIN
+            if guess is None:
+                break
+            tokens.append(guess.token)
+            origins.append(origin)
+            confidences.append(guess.confidence)
+            ending.append(guess.token)
+            own = self._advance(own, ending)
+            for lookup in lookups:
+                lookup.advance(guess.token)
+        if not tokens:
+            return NO_DRAFT
+        n = len(tokens)
+        parents = tuple(range(ROOT, n - 1))
+        return Draft(tuple(tokens), parents, tuple(origins), tuple(confidences), (None,) * n)
+
+    def _advance(self, match: Match | None, ending: list[int]) -> Match | None:
+        """Return the longest match of `ending` in the text; `match` is that of all but its last token."""
+        longer = self._text.advance(match, ending[-1]) if match is not None else None
+        return longer or self._text.longest(ending)
+
+    def _with_branches(self, context: Sequence[int], chain: Draft, n_max: int) -> Draft:
+        """Return a chain with branches of other tokens that followed in the text: of all nodes the `n_max`
+        with the likeliest paths."""
+        text, n_deepest = self._text, self._n_deepest or n_max
+        tokens, parents = list(chain.tokens), list(chain.parents)
+        confidences = [confidence or 0.0 for confidence in chain.probabilities]
+        origins, probabilities = list(chain.origins), []
+        ending = list(context[-MAX_MATCH:])
+        match, chance = text.longest(ending), 1.0
+        #: Positions that may get more children: node or root, ending, match, and probability of the path.
+        places = [(ROOT, ending, match, chance)]
+        for node, token in enumerate(chain.tokens):
+            chance *= confidences[node]
+            probabilities.append(chance)
+            ending = [*ending, token]
+            match = self._advance(match, ending)
+            places.append((node, ending, match, chance))
+        n_before = len(places[0][1])
+        for node, ending, match, before in places:  # the list grows meanwhile
+            if len(ending) - n_before >= n_deepest or match is None:
+                continue
+            known = {token for token, parent in zip(tokens, parents, strict=True) if parent == node}
+            for guess in self._all_that_followed(match)[: self._n_children]:
+                chance = before * guess.confidence
+                if guess.token in known or chance < _LEAST_CHANCE:
+                    continue
+                tokens.append(guess.token)
+                parents.append(node)
+                origins.append(TEXT_ORIGIN)
+                confidences.append(guess.confidence)
+                probabilities.append(chance)
+                if len(tokens) < _MAX_NODES:
+                    longer = [*ending, guess.token]
+                    places.append((len(tokens) - 1, longer, self._advance(match, longer), chance))
+        n = len(tokens)
+        whole = Draft(
+            tuple(tokens), tuple(parents), tuple(origins), tuple(confidences), (None,) * n
+        )
+        order = sorted(range(n), key=lambda node: -probabilities[node])
+        return whole.only(order[:n_max])
+
+    def _all_that_followed(self, match: Match) -> list[_Guess]:
+        """Return the tokens that followed a match in the text, likeliest first."""
+        followers = self._text.followers(match)
+        counted = [(count, place, token) for token, (count, place) in followers.items()]
+        n_all, length = len(match.places), min(match.length, self._max_match)
+        return [
+            _Guess(token, confidence(length, count, n_all))
+            for count, _, token in sorted(counted, reverse=True)
+        ]
+
+    def observe(self, result: RoundResult) -> None:
+        pass
+
+    def rewind(self, n_tokens: int) -> None:
+        self._text.rewind(n_tokens)
+
+    def _look_up(
+        self, lookups: Sequence[_Lookup], ending: Sequence[int], n_matched: int
+    ) -> _Guess | None:
+        """Return the likeliest token after the longest match in the corpus, if that match is clearly longer
+        than `n_matched`."""
+        corpus, match = None, None
+        for lookup in lookups:
+            longer = lookup.find(ending, n_matched + _CLEARLY_LONGER)
+            if longer is not None and (match is None or longer.length >= match.length):
+                corpus, match = lookup.corpus, longer
+        if corpus is None or match is None:
+            return None
+        return self._likeliest(corpus.followers(match), match.length)
+
+    def _likeliest(self, followers: Mapping[int, tuple[int, int]], length: int) -> _Guess:
+        """Choose among tokens, each with its number of occurrences and the place of the last one."""
+        n_all = n_latest = n_most = 0
+        latest = most = -1
+        last_place = most_place = -1
+        for token, (count, place) in followers.items():
+            n_all += count
+            if place > last_place:
+                latest, n_latest, last_place = token, count, place
+            if count > n_most or (count == n_most and place > most_place):
+                most, n_most, most_place = token, count, place
+        if n_most < _CLEARLY_OFTENER * n_latest:
+            most, n_most = latest, n_latest
+        return _Guess(most, confidence(min(length, self._max_match), n_most, n_all))
+
+
+class _Lookup:
+    """A corpus, and its match of the text's ending, which is kept while a draft grows."""
+
+    __slots__ = ("_match", "_max_match", "_min_match", "_n_most", "corpus")
+
+    def __init__(self, corpus: SuffixArray, min_match: int, max_match: int) -> None:
+        self.corpus = corpus
+        self._min_match = min_match
+        self._max_match = max_match
+        self._match: Match | None = None
+        #: The longest match is no longer than this.
+        self._n_most = MAX_MATCH
+
+    def find(self, ending: Sequence[int], n_least: int) -> Match | None:
+        """Return the longest match of the ending, if it has at least `n_least` tokens."""
+        n_least = max(n_least, self._min_match)
+        if n_least > min(self._max_match, self._n_most):
+            return None
+        if self._match is None:
+            self._match = self.corpus.longest(ending, shortest=n_least, longest=self._n_most)
+            # If none was found, no match has `n_least` tokens. The text's own match grows as fast
+            # as this one can, so the search is not repeated.
+            self._n_most = self._match.length if self._match is not None else n_least - 1
+        if self._match is None or self._match.length < n_least:
+            return None
+        return self._match
+
+    def advance(self, token: int) -> None:
+        """Add a token to the ending."""
+        self._n_most += 1
+        if self._match is not None:
+            self._match = self.corpus.advance(self._match, token)

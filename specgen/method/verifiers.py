@@ -1,0 +1,326 @@
+"""Verifiers: which drafted tokens are accepted, and which token follows them.
+
+Every verifier here is exact: the text that it keeps has the distribution of text from the target
+alone. In all of them *target* is the distribution that the target's logits give after a node, with
+samplers and grammar, and *draft* is the distribution that a drafted token was drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from specgen.method.draft import ROOT, Draft
+from specgen.options import VerifierName
+from specgen.system.arrays import ProbArray
+from specgen.text.sampling import Distribution
+
+#: Steps of the bisection for SpecTr's rho: as many as a float's precision allows.
+_N_HALVINGS = 50
+
+#: The target's distribution after a node of the draft, or after `ROOT`. Each call runs the samplers,
+#: so a verifier calls it once for each node that it needs.
+Target: TypeAlias = Callable[[int], Distribution]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result of a verification. `path` are the accepted nodes from the root down; `next_token` is
+    the target's own token after them, where it rejected the draft or the draft ended."""
+
+    path: tuple[int, ...]
+    next_token: int
+
+
+class Verifier(Protocol):
+    """Judges a draft."""
+
+    @property
+    def wants_draws(self) -> bool:
+        """Whether it accepts more of a draft that was drawn at random, with its distributions
+        on record, than of the draft model's most likely tokens."""
+        ...
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict: ...
+
+
+class MatchVerifier:
+    """Draw the target's token; go on while it is one of the drafted children.
+
+    The target draws each token from its own distribution with one random number a token, as in
+    plain decoding. So the same seed gives the same text with and without a draft. Any draft may
+    be judged so, however its tokens were chosen. A set of drafted children is accepted with the
+    sum of its target probabilities, which is the best possible for a draft that was not drawn at
+    random.
+    """
+
+    wants_draws = False
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        node = ROOT
+        path: list[int] = []
+        while True:
+            token = target(node).draw(rng)
+            for child in draft.children(node):
+                if draft.tokens[child] == token:
+                    break
+            else:
+                return Verdict(tuple(path), token)
+            node = child
+            path.append(child)
+
+
+class ResidualVerifier:
+    """Accept a drawn token x with probability min(1, target(x) / draft(x)); after a rejection
+    go on with the residual, normalize(max(0, target - draft)).
+
+    Speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1; Chen et al.,
+    arXiv:2302.01318, Algorithm 2), for trees by recursion over siblings (Miao et al.,
+    arXiv:2305.09781, Algorithm 2): each rejected sibling replaces the target by the residual, and
+    the next sibling is tested against that. Siblings that were drawn without replacement are tested
+    with the distribution that each was drawn from, that is, without the earlier ones (Jeon et al.,
+    arXiv:2402.14160, Algorithm 1). In independent walks a token is tested as often as it was drawn.
+    A node without a distribution was certain: its draft distribution has all its mass on the token.
+    """
+
+    wants_draws = True
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        node, walks = ROOT, draft.walks
+        path: list[int] = []
+        while True:
+            tries = draft.tries(node, walks, len(path))
+            accepted, remaining = _judged_siblings(draft, tries, target(node), rng)
+            if accepted is None:
+                return Verdict(tuple(path), remaining.draw(rng))
+            walks = _still_on(walks, accepted, len(path))
+            node = accepted
+            path.append(node)
+
+
+def _judged_siblings(
+    draft: Draft, tries: Sequence[int], remaining: Distribution, rng: np.random.Generator
+) -> tuple[int | None, Distribution]:
+    """Return the first node of `tries` that recursive rejection accepts, if any; and the residual that the
+    rejected nodes before it leave of the target, which is given as `remaining`."""
+    for child in tries:
+        drawn_from = draft.drawn_from(child)
+        token = draft.tokens[child]
+        if rng.random() * drawn_from.probability(token) < remaining.probability(token):
+            return child, remaining
+        # The residual is empty only if the two are equal up to rounding. A rejection then has no
+        # chance but for rounding, and the target itself is the right choice.
+        remaining = remaining.minus(drawn_from) or remaining
+    return None, remaining
+
+
+def _still_on(
+    walks: tuple[tuple[int, ...], ...], node: int, depth: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the walks that have `node` at this depth."""
+    return tuple(walk for walk in walks if walk[depth : depth + 1] == (node,))
+
+
+class SpecTrVerifier:
+    """Choose among the next tokens of k independent drafts: k-sequential selection (Sun et al.,
+    arXiv:2310.15141, Algorithm 2).
+
+    The drafts are tried one after the other. A token x is taken with probability min(1, target(x) / (rho
+    draft(x))), for a rho in [1, k] that is the same for all of them. After k rejections a token is drawn
+    from the missing rest, normalize(target - min(draft, target / rho) (1 - (1 - beta)^k) / beta), where
+    beta(rho) = sum of min(draft, target / rho) is the probability that a single draft is taken. rho is the
+    least one for which no token is taken too often, 1 - (1 - beta)^k <= rho beta. Recursive rejection
+    accepts the first draft as often as possible and leaves little to the others. This selection divides the
+    probability among them, and comes within a factor of 1 - 1/e of the best possible one.
+
+    Drafts that continue from the taken token stay in, so there are fewer at each step; with only one left
+    this is residual sampling. Drafts without walks (chains, siblings drawn without replacement, certain
+    tokens) are judged by `ResidualVerifier`.
+    """
+
+    wants_draws = True
+
+    def __init__(self) -> None:
+        self._residual = ResidualVerifier()
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        if not draft.walks:
+            return self._residual.verify(draft, target, rng)
+        node, walks = ROOT, draft.walks
+        path: list[int] = []
+        while True:
+            after = target(node)
+            tries = draft.tries(node, walks, len(path))
+            if not tries:
+                return Verdict(tuple(path), after.draw(rng))
+            drawn_from = draft.drawn_from(tries[0])
+            drafted = drawn_from.probabilities(after.token_ids)
+            rho = _least_rho(after.probs, drafted, len(tries))
+            for child in tries:
+                token = draft.tokens[child]
+                chance = after.probability(token) / (rho * drawn_from.probability(token))
+                if rng.random() < chance:
+                    break
+            else:
+                missing = _missing(after, drafted, rho, len(tries))
+                # None only if everything was taken, up to rounding.
+                return Verdict(tuple(path), (missing or after).draw(rng))
+            walks = _still_on(walks, child, len(path))
+            node = child
+            path.append(child)
+
+
+def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
+    """Return the least rho of k-sequential selection, up to rounding and never below it; both distributions
+    are over the same tokens, float64[m]."""
+    if k == 1:
+        return 1.0
+    low, high = 1.0, float(k)
+    # 1 - (1 - beta)^k <= k beta for all beta, so k always suffices. The difference has one sign
+    # change, since more is taken for a smaller rho.
+    for _ in range(_N_HALVINGS):
+        middle = 0.5 * (low + high)
+        beta = float(np.minimum(draft, target / middle).sum())
+        if 1.0 - (1.0 - beta) ** k <= middle * beta:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _missing(target: Distribution, draft: ProbArray, rho: float, k: int) -> Distribution | None:
+    """Return what k rejected drafts leave of the target; None if nothing is left. `draft` is over the
+    target's tokens, float64[m]."""
+    taken = np.minimum(draft, target.probs / rho)
+    beta = float(taken.sum())
+    if beta <= 0.0:
+        return target
+    left = target.probs - taken * ((1.0 - (1.0 - beta) ** k) / beta)
+    kept = left > 0.0
+    if not kept.any():
+        return None
+    left = left[kept]
+    return Distribution(target.token_ids[kept], left / left.sum())
+
+
+class BlockVerifier:
+    """Judge a drawn chain as a block. On average this never accepts fewer tokens than judging them one
+    by one (Sun et al., arXiv:2403.10444, Algorithm 2).
+
+    Judged one by one, a token that is less likely under the target than under the draft may end
+    the block, although the tokens after it would make up for it. Here the ratio of the probabilities
+    of whole prefixes decides: with r(0) = 1 and r(i) = min(1, r(i-1) target(x_i) / draft(x_i)),
+    the prefix of length i is accepted with probability h(i) = s(i) / (s(i) + 1 - r(i)), where
+    s(i) = sum over x of max(0, r(i) target(x) - draft(x)) after that prefix; the whole chain
+    with h = r. The longest accepted prefix is kept, and the token after it drawn from
+    normalize(max(0, r target - draft)).
+
+    It holds for chains whose length depends on the drafted tokens, as long as the decision to
+    stop was made before the next draw.
+
+    In a tree, each run of only children, after the text or after an accepted sibling, is such a chain. It
+    is judged as a block; if it is accepted whole, the nodes after it are judged as a new block. Siblings
+    are judged by recursive rejection. This is exact if the number of siblings at a position was fixed
+    before any token after it was drawn. If a sibling were added because of the tokens after another one,
+    the way in which that one is judged would depend on what was drawn.
+    """
+
+    wants_draws = True
+
+    def __init__(self) -> None:
+        self._residual = ResidualVerifier()
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        if draft.walks:
+            return self._residual.verify(draft, target, rng)
+        node, path = ROOT, list[int]()
+        while True:
+            run = _only_children(draft, node)
+            n_kept, after = _judged_run(draft, run, target, node, rng)
+            path += run[:n_kept]
+            if n_kept < len(run):
+                return Verdict(tuple(path), after.draw(rng))
+            children = draft.children(run[-1] if run else node)
+            accepted, after = _judged_siblings(draft, children, after, rng)
+            if accepted is None:
+                return Verdict(tuple(path), after.draw(rng))
+            node = accepted
+            path.append(node)
+
+
+def _only_children(draft: Draft, node: int) -> list[int]:
+    """Return the nodes below `node` (or `ROOT`) up to the first that has siblings."""
+    if draft.is_chain:
+        return list(range(node + 1, len(draft)))
+    run: list[int] = []
+    children = draft.children(node)
+    while len(children) == 1:
+        run += children
+        children = draft.children(children[0])
+    return run
+
+
+def _judged_run(
+    draft: Draft, run: Sequence[int], target: Target, before: int, rng: np.random.Generator
+) -> tuple[int, Distribution]:
+    """Return how many nodes of a run after `before` a block verifier keeps, and the distribution of the
+    token after them."""
+    after = kept_after = target(before)
+    ratio = kept_ratio = 1.0
+    n_kept = 0
+    for n, node in enumerate(run, 1):
+        token = draft.tokens[node]
+        ratio *= after.probability(token) / draft.drawn_from(node).probability(token)
+        if ratio == 0.0:  # no longer prefix can be accepted either
+            break
+        ratio = min(1.0, ratio)
+        after = target(node)
+        if n == len(run):
+            chance = ratio
+        else:
+            excess = after.excess(draft.drawn_from(run[n]), ratio)
+            # 0 / 0 where target and draft are equal and the ratio is 1: the next prefix is then
+            # accepted with certainty, so the probability does not matter.
+            chance = excess / (excess + 1.0 - ratio) if excess > 0.0 else 0.0
+        if rng.random() < chance:
+            n_kept, kept_ratio, kept_after = n, ratio, after
+    if n_kept < len(run):
+        drawn_from = draft.drawn_from(run[n_kept])
+        kept_after = kept_after.minus(drawn_from, kept_ratio) or kept_after
+    return n_kept, kept_after
+
+
+class AutoVerifier:
+    """Uses the verifier that accepts most of a draft: drawn chains are judged as blocks, drawn siblings
+    by recursive rejection, independent drafts by k-sequential selection, and all others by matching.
+
+    The choice depends on how the draft was made, never on its tokens, so it biases nothing.
+    """
+
+    wants_draws = True
+
+    def __init__(self) -> None:
+        self._match = MatchVerifier()
+        self._block = BlockVerifier()
+        self._spectr = SpecTrVerifier()
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        verifier: Verifier = self._match
+        if draft.is_drawn:
+            verifier = self._spectr if draft.walks else self._block
+        return verifier.verify(draft, target, rng)
+
+
+def make_verifier(name: VerifierName) -> Verifier:
+    """Make the verifier with this name."""
+    kinds: dict[VerifierName, Callable[[], Verifier]] = {
+        "auto": AutoVerifier,
+        "match": MatchVerifier,
+        "residual": ResidualVerifier,
+        "block": BlockVerifier,
+        "spectr": SpecTrVerifier,
+    }
+    return kinds[name]()

@@ -1,0 +1,297 @@
+"""The plugin of `llm`: ``llm -m specgen/NAME "prompt"``. `docs/adapters.md` says how it is used.
+
+`llm` imports it for each of its commands, so nothing heavy is imported before a model is asked.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+import llm
+from llm.parts import ReasoningPart, TextPart
+from pydantic import Field
+
+import specgen
+from specgen.models import fetch, load_registry, locate, stderr_progress
+
+if TYPE_CHECKING:
+    from specgen.session.chat_template import Role
+
+#: Logits are float32: factors near its largest number (3e38) would make infinities.
+_LARGEST = 1e30
+_LARGEST_INT = 2**31 - 1
+
+
+class AnswerOptions(llm.Options):
+    """The options of every model; the defaults are those of `specgen run`."""
+
+    temperature: float | None = Field(
+        None, ge=0, le=_LARGEST, description="0, the default, takes the most likely token each time"
+    )
+    top_k: int | None = Field(
+        None, ge=0, le=_LARGEST_INT, description="Keep the k most likely tokens; 0 keeps all"
+    )
+    top_p: float | None = Field(
+        None, ge=0, le=1, description="Keep the most likely tokens that together reach p"
+    )
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Drop tokens less likely than p times the most likely one"
+    )
+    repeat_penalty: float | None = Field(
+        None, ge=0.01, le=_LARGEST, description="Above 1, tokens that occurred become less likely"
+    )
+    presence_penalty: float | None = Field(
+        None, ge=-_LARGEST, le=_LARGEST, description="Taken off the logits of tokens that occurred"
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-_LARGEST, le=_LARGEST, description="The same for each time that they occurred"
+    )
+    seed: int | None = Field(
+        None, ge=-1, le=2**63 - 1, description="The same seed gives the same text; -1 picks one"
+    )
+    max_tokens: int | None = Field(
+        None, ge=-1, le=_LARGEST_INT, description="The most tokens of the answer; -1 is no limit"
+    )
+    stop: str | list[str] | None = Field(
+        None, description="A text that ends the answer, and is no part of it"
+    )
+    grammar: str | None = Field(None, description="A grammar (GBNF) that the answer follows")
+    draft: str | None = Field(
+        None,
+        description="What drafts: a GGUF file, a name from `specgen models list`, ngram or none. It "
+        "changes how long an answer takes, not what it says",
+    )
+    n_ctx: int | None = Field(
+        None,
+        ge=1,
+        le=_LARGEST_INT,
+        description="The room for a prompt and its answer, in tokens; by default 4096, or what the "
+        "model was trained with if that is less",
+    )
+
+
+class TargetOptions(AnswerOptions):
+    """The options of the model that takes its file as an option."""
+
+    target: str | None = Field(
+        None,
+        description="A GGUF file, or a name from `specgen models list`; without it the default pair "
+        "answers",
+    )
+
+
+#: Fields of `specgen.SamplerOptions`.
+_SAMPLING = {
+    *("temperature", "top_k", "top_p", "min_p", "seed"),
+    *("repeat_penalty", "presence_penalty", "frequency_penalty"),
+}
+
+
+class AnswerError(llm.ModelError, click.ClickException):
+    """An answer is not possible; the message says why. `llm chat` ends in a traceback after a `ModelError`,
+    but prints an exception of click's in one line; so this is both."""
+
+
+class Specgen(llm.Model):
+    """A target with a name, and its draft unless the options name another one; without any, the draft is
+    chosen as in `specgen run`."""
+
+    can_stream = True
+    supports_schema = True
+    Options = AnswerOptions  # type: ignore[assignment]  # a class like the one in its place
+
+    def __init__(self, model_id: str, target: str | None, draft: str | None = None) -> None:
+        self.model_id = model_id
+        self._target = target
+        self._draft = draft
+
+    def execute(
+        self,
+        prompt: llm.Prompt,
+        stream: bool,
+        response: llm.Response,
+        conversation: llm.Conversation | None,
+    ) -> Iterator[str]:
+        """Yield the text of the answer as it is generated, and load the model if need be. Raise
+        `AnswerError`."""
+        options: Any = prompt.options
+        try:
+            target, draft = self._pair(options)
+            model = loaded_models.get(target, draft, options.n_ctx)
+            yield from _answer(model, prompt, response)
+        except specgen.SpecgenError as error:
+            hint = f" ({error.hint})" if error.hint else ""
+            raise AnswerError(f"{error.message}{hint}") from error
+
+    def _pair(self, options: Any) -> tuple[str, str | None]:
+        """Return the target and its draft in the form for `specgen.load`."""
+        target, draft = self._target or options.target, self._draft
+        if target is None:
+            registry = load_registry()
+            pair = registry.pair(registry.default_pair)
+            target, draft = pair.target, pair.draft
+        return target, draft if options.draft is None else options.draft
+
+
+class SpecgenFile(Specgen):
+    """Any target, given by an option; without it the default pair."""
+
+    Options = TargetOptions  # type: ignore[assignment]
+
+    def __init__(self, model_id: str) -> None:
+        super().__init__(model_id, None)
+
+
+@llm.hookimpl
+def register_models(register: Callable[[llm.Model], None]) -> None:
+    """Register a model for any file, one for each pair (fetched at its first use), and one for each named
+    model on this disk."""
+    register(SpecgenFile("specgen"))
+    try:
+        registry = load_registry()
+    except specgen.SpecgenError as error:  # the models of other plugins must stay usable
+        tell_once(f"specgen: {error.message}")
+        return
+    for pair in registry.pairs.values():
+        register(Specgen(f"specgen/{pair.name}", pair.target, pair.draft))
+    for model in registry.models.values():
+        if locate(model) is not None:
+            register(Specgen(f"specgen/{model.name}", model.name))
+
+
+@functools.cache
+def tell_once(text: str) -> None:
+    """Write a line to standard error once, though `llm` asks for the models several times."""
+    sys.stderr.write(f"{text}\n")
+
+
+# --- loaded models --------------------------------------------------------------------------------
+
+
+class _LoadedModels:
+    """The models that were used. They stay loaded until the process ends; what they learnt is saved then."""
+
+    def __init__(self) -> None:
+        self._models: dict[tuple[str, str | None, int | None], specgen.Model] = {}
+        self._lock = threading.Lock()
+
+    def get(self, target: str, draft: str | None, n_ctx: int | None) -> specgen.Model:
+        """Return a model, and load it if need be. Raise what `specgen.load` raises."""
+        key = (target, draft, n_ctx)
+        with self._lock:
+            if not self._models:
+                atexit.register(self.close)
+            if key not in self._models:
+                _fetch(target, draft)
+                self._models[key] = specgen.load(target, draft, n_ctx=n_ctx)
+            return self._models[key]
+
+    def __iter__(self) -> Iterator[specgen.Model]:
+        with self._lock:
+            return iter(list(self._models.values()))
+
+    def close(self) -> None:
+        """Free all models. They are loaded again if they are used again."""
+        with self._lock:
+            models = list(self._models.values())
+            self._models.clear()
+        atexit.unregister(self.close)
+        for model in models:
+            model.close()
+
+
+loaded_models = _LoadedModels()
+
+
+def _fetch(*names: str | None) -> None:
+    """Fetch named models that are not on this disk, with progress on standard error."""
+    models = load_registry().models
+    for name in names:
+        if name is not None and name in models:
+            fetch(models[name], progress=stderr_progress())
+
+
+# --- prompts and answers --------------------------------------------------------------------------
+
+
+def _answer(model: specgen.Model, prompt: llm.Prompt, response: llm.Response) -> Iterator[str]:
+    """Yield the text of an answer. Its other figures go to the response."""
+    answer = model.submit(_asked(prompt), **_answer_options(prompt))
+    notices = []
+    with contextlib.closing(model.engine.stream(answer)) as events:
+        for event in events:
+            if isinstance(event, specgen.CommittedEvent) and event.text:
+                yield event.text
+            elif isinstance(event, specgen.NoticeEvent):
+                notices.append(event.message)
+    finished = answer.finished
+    assert finished is not None, "a stream that ends has an answer that is finished"
+    rate = finished.acceptance_rate
+    response.set_resolved_model(model.target)
+    response.set_usage(
+        input=finished.n_prompt_tokens,
+        output=finished.n_tokens,
+        details={
+            "n_cached": finished.n_cached_tokens,
+            "draft": model.draft,
+            "n_drafted": finished.n_drafted,
+            "n_accepted": finished.n_accepted,
+            "acceptance_rate": None if rate is None else round(rate, 3),
+        },
+    )
+    response.response_json = {
+        "finish_reason": finished.finish_reason,
+        "stopped_by": finished.stopped_by,
+        "seed": answer.seed,
+        "notices": notices,
+    }
+
+
+def _answer_options(prompt: llm.Prompt) -> specgen.AnswerOptions:
+    given = prompt.options.model_dump(exclude_none=True)
+    options = specgen.AnswerOptions()
+    sampling = {name: value for name, value in given.items() if name in _SAMPLING}
+    options["sampling"] = specgen.SamplerOptions(**sampling)
+    if "max_tokens" in given:
+        options["max_tokens"] = given["max_tokens"]
+    if "stop" in given:
+        stop = given["stop"]
+        options["stop"] = [stop] if isinstance(stop, str) else stop
+    if "grammar" in given:
+        options["grammar"] = given["grammar"]
+    if prompt.schema is not None:
+        assert isinstance(prompt.schema, dict), "llm makes a mapping of every schema"
+        options["json_schema"] = prompt.schema
+    return options
+
+
+def _asked(prompt: llm.Prompt) -> str | list[specgen.Message]:
+    """Return the prompt: messages, or a text if there is only a question, so that a model without a chat
+    template can continue it."""
+    messages = [_message(message) for message in prompt.messages]
+    if not messages:
+        raise specgen.PromptError("the prompt is empty", hint="give some text to continue")
+    if len(messages) == 1 and messages[0].role == "user":
+        return messages[0].content
+    return messages
+
+
+def _message(message: llm.Message) -> specgen.Message:
+    roles: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
+    if message.role not in roles:
+        raise specgen.PromptError(f"messages of the role {message.role} are not supported")
+    texts = []
+    for part in message.parts:
+        if isinstance(part, TextPart):
+            texts.append(part.text)
+        elif not isinstance(part, ReasoningPart):  # templates leave out earlier thoughts
+            kind = type(part).__name__
+            raise specgen.PromptError(f"a {kind} in a message is not supported: it is no text")
+    return specgen.Message(roles[message.role], "".join(texts))

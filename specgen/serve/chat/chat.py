@@ -1,0 +1,189 @@
+"""A conversation with a model: questions, answers, and the log of them."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+
+from specgen.errors import PromptError, UsageError
+from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, PromptEvent
+from specgen.serve.chat.conversation import Change, Conversation
+from specgen.serve.chat.log import ChatLog
+from specgen.session.engine import Engine
+from specgen.session.loaded_models import Models
+from specgen.session.prompts import Prompt
+
+#: A quarter of the context is kept free for an answer, unless answers are limited to less.
+_ANSWER_SHARE = 4
+#: If turns have to be left out, the others take at most half of the context.
+_KEPT_SHARE = 2
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the answers of this run."""
+
+    n_answers: int = 0
+    n_tokens: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+    n_prompt_tokens: int = 0
+    n_cached_tokens: int = 0
+
+    def add(self, finished: FinishedEvent) -> None:
+        """Count an answer."""
+        self.n_answers += 1
+        self.n_tokens += finished.n_tokens
+        self.n_drafted += finished.n_drafted
+        self.n_accepted += finished.n_accepted
+        self.n_prompt_tokens += finished.n_prompt_tokens
+        self.n_cached_tokens += finished.n_cached_tokens
+
+
+class Chat:
+    """Asks an engine for the answers of a conversation, and keeps the turns in a log, if there is one.
+
+    An interrupted answer is kept as it is. If nothing came, its question has no answer: `regenerate` gives it
+    one, or another question replaces it. `now` is the time that templates may write; it stays the same, so
+    that the caches stay valid.
+    """
+
+    def __init__(
+        self,
+        loaded: Models,
+        engine: Engine,
+        conversation: Conversation,
+        log: ChatLog | None = None,
+        *,
+        now: datetime.datetime,
+    ) -> None:
+        self._loaded, self._engine, self._log, self._now = loaded, engine, log, now
+        self.conversation = conversation
+        #: Whether the next answers use drafts.
+        self.drafts = True
+        self.totals = Totals()
+        #: The first and the last event of the last answer in this run.
+        self.prompt: PromptEvent | None = None
+        self.finished: FinishedEvent | None = None
+        self._n_again = 0
+
+    def ask(self, question: str) -> Generator[Event, None, None]:
+        """Answer a question, and yield the events. If the context is too small, turns are left out from the
+        front; a notice says so. Raise `PromptError` if the question alone does not fit, and any error that
+        ends an answer early. The question is then not part of the conversation, unless its answer had
+        begun."""
+        before = self.conversation.copy()
+        change = Change("question", question)
+        self.conversation.apply(change)
+        try:
+            prompt, n_gone = self._make_prompt()
+        except Exception:
+            self.conversation = before
+            raise
+        self._keep(change)
+        self._n_again = 0
+        yield from self._answer(prompt, n_gone)
+
+    def regenerate(self) -> Generator[Event, None, None]:
+        """Answer the last question again, in place of its answer. A given seed is increased each time.
+        Raise `UsageError` if there is no question, and what `ask` raises."""
+        if not self.conversation.turns:
+            raise UsageError("there is no question to answer again")
+        prompt, n_gone = self._make_prompt()
+        if not self.conversation.is_open:
+            self._n_again += 1
+        yield from self._answer(prompt, n_gone)
+
+    def change(self, change: Change) -> None:
+        """Apply a change and log it. Raise `ValueError` if it does not fit, and `OutputError` if it cannot
+        be logged; it is applied then."""
+        self.conversation.apply(change)
+        self._keep(change)
+
+    @property
+    def draft_name(self) -> str:
+        """The drafter of the next answers: a model's file, ``ngram`` or ``none``."""
+        return self._loaded.drafts.name if self.drafts else "none"
+
+    @property
+    def says_the_same_again(self) -> bool:
+        """Whether regenerating an answer gives the same answer."""
+        is_whole = self.finished is not None and self.finished.finish_reason != "interrupted"
+        return self._loaded.options.sampler.greedy and is_whole and not self.conversation.is_open
+
+    @property
+    def n_ctx(self) -> int:
+        """The size of the context in tokens."""
+        return self._engine.n_ctx
+
+    def _keep(self, change: Change) -> None:
+        if self._log is not None:
+            self._log.append(change)
+
+    def _make_prompt(self) -> tuple[Prompt, int]:
+        """Return the prompt of the answer, and how many turns were left out to fit it."""
+        conversation, n_ctx = self.conversation, self._engine.n_ctx
+        n_alone = self._n_tokens_without(len(conversation.turns) - 1)
+        if n_alone > n_ctx:
+            raise PromptError(
+                f"the message, with the system message and files, has {n_alone} tokens; the context "
+                f"has {n_ctx}",
+                hint=f"use --ctx-size {n_alone + 1} or more, or a shorter message",
+            )
+        n_answer = n_ctx // _ANSWER_SHARE
+        max_tokens = self._loaded.options.generation.max_tokens
+        if max_tokens >= 0:
+            n_answer = min(n_answer, max_tokens)
+        n_gone = conversation.make_room(
+            self._n_tokens_without, n_ctx - n_answer, n_ctx // _KEPT_SHARE
+        )
+        return self._prompt_without(conversation.n_left_out), n_gone
+
+    def _n_tokens_without(self, n_left_out: int) -> int:
+        return len(self._prompt_without(n_left_out).tokens)
+
+    def _prompt_without(self, n_left_out: int) -> Prompt:
+        messages = self.conversation.messages(n_left_out)
+        return self._loaded.prompts.of_messages(messages, now=self._now)
+
+    def _answer(self, prompt: Prompt, n_gone: int) -> Generator[Event, None, None]:
+        sampling = self._loaded.options.sampler
+        if self._n_again and sampling.seed >= 0:
+            sampling = replace(sampling, seed=sampling.seed + self._n_again)
+        answer = self._engine.insert(prompt, sampling=sampling, draft=self.drafts)
+        text, finished = "", None
+        events = self._engine.stream(answer)
+        try:
+            for event in events:
+                if isinstance(event, PromptEvent):
+                    self.prompt, self.finished = event, None
+                elif isinstance(event, CommittedEvent):
+                    text += event.text
+                elif isinstance(event, FinishedEvent):
+                    self.finished = finished = event
+                    self.totals.add(event)
+                yield event
+                if isinstance(event, PromptEvent) and n_gone:
+                    yield NoticeEvent(event.sequence, event.time_s, self._gone(n_gone))
+        finally:
+            events.close()  # cancels an answer that nobody waits for
+            if text or (finished is not None and finished.finish_reason != "interrupted"):
+                self.change(Change("answer", text))
+
+    def _gone(self, n_gone: int) -> str:
+        """Return a sentence about the turns that are left out."""
+        turns = "the oldest turn is" if n_gone == 1 else f"the {n_gone} oldest turns are"
+        message = f"the context of {self.n_ctx} tokens is full: {turns} left out from here on"
+        kept = ["the system message"] if self.conversation.system is not None else []
+        kept += ["the files"] if self.conversation.files else []
+        return f"{message} ({' and '.join(kept)} kept)" if kept else message
+
+
+def check_template(loaded: Models) -> None:
+    """Raise `UsageError` if the target has no chat template."""
+    if loaded.target.chat_template() is None:
+        raise UsageError(
+            f"a conversation needs a chat template, and {loaded.target.name} has none",
+            hint="`specgen run` continues a text without a template",
+        )

@@ -1,0 +1,1 @@
+"""Formats of OpenAI's and Anthropic's APIs."""

@@ -1,0 +1,221 @@
+"""Finds tool calls in a model's text while it is generated."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Collection
+from typing import Any, NoReturn, TypeAlias
+
+from specgen.serve.formats.openai.tool_forms import CallForm
+
+#: An addition to a message, as OpenAI's API streams it: `content`, or `tool_calls`.
+Delta: TypeAlias = dict[str, Any]
+
+#: The text that may come before a bare call, and the beginnings of that text.
+_BARE = re.compile(r"\s*(?:```(?:json)?\s*)?(?=\{)")
+_BARE_BEGUN = re.compile(r"\s*(?:`{0,2}|```(?:j|js|jso|(?:json)?\s*))")
+_FENCE = "```"
+#: The beginning of an object that names a function.
+_NAMED = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"]*)"')
+
+
+class ToolCallParser:
+    """Splits an answer into content and calls. `names` are the functions that may be called.
+
+    A call is reported when its object is complete; until then its text is held back. An answer may also begin
+    with a bare object, perhaps in a code fence: small models write calls so, whatever their template says. A
+    broken call, or a call of an unknown function, is content, but may be held back until the end of the
+    answer. The result does not depend on how the text is cut into pieces. White space around calls is left
+    out. With `one_only`, everything after the first call is left out too. With `calls_only`, a grammar makes
+    sure that the answer is nothing but calls.
+    """
+
+    def __init__(
+        self,
+        form: CallForm,
+        names: Collection[str],
+        *,
+        one_only: bool = False,
+        calls_only: bool = False,
+    ) -> None:
+        self._form = form
+        self._names = frozenset(names)
+        self._one_only = one_only
+        self._calls_only = calls_only
+        #: The number of reported calls.
+        self.n_calls = 0
+        #: Text that is neither content nor a call yet.
+        self._rest = ""
+        self._is_beginning = True
+        #: The text that may end the last reported call.
+        self._closing = ""
+        #: Whether the rest begins with an object that was incomplete at the last attempt.
+        self._is_incomplete = False
+
+    def feed(self, text: str) -> list[Delta]:
+        """Add a piece of the answer; return what is certain now."""
+        self._rest += text
+        if self._is_incomplete and "}" not in text and "]" not in text:
+            return []
+        return self._read(is_last=False)
+
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """Return the rest, at the end of the answer. What there is of a call is left out if the answer
+        `is_cut`: it is no content, and no client can use it."""
+        return self._read(is_last=True, is_cut=is_cut)
+
+    def _read(self, *, is_last: bool, is_cut: bool = False) -> list[Delta]:
+        deltas: list[Delta] = []
+        content = ""
+        #: Where in the content a call begins that has no end.
+        begun: int | None = None
+        while True:
+            if self._one_only and self.n_calls:
+                self._rest = ""
+            if not self._skip_closing(is_last):
+                break
+            start, begin = self._call_begins()
+            if start < 0:
+                n_told = len(self._rest) if is_last else self._n_certain()
+                content += self._rest[:n_told]
+                self._rest = self._rest[n_told:]
+                break
+            content += self._rest[:start]
+            self._rest, begin = self._rest[start:], begin - start
+            end, calls = self._calls(begin)
+            self._is_incomplete = end < 0 and not is_last
+            if self._is_incomplete:
+                break
+            if not calls:
+                if end < 0 and begun is None and self._is_call_begun(begin):
+                    begun = len(content)
+                # Not all of it: behind a broken call there may be another one.
+                n_text = max(1, begin)
+                content += self._rest[:n_text]
+                self._rest = self._rest[n_text:]
+            else:
+                if self._one_only:
+                    calls = calls[:1]
+                deltas += _content(content) + [self._delta(*call) for call in calls]
+                content, begun = "", None
+                is_fenced = self._rest.lstrip().startswith(_FENCE)
+                self._closing = _FENCE if is_fenced else self._form.closing
+                self._rest = self._rest[end:]
+            self._is_beginning = False
+        if is_cut:
+            content = self._without_call(content, begun)
+        if is_last and self.n_calls:
+            content = content.rstrip()
+        return deltas + _content(content)
+
+    def _is_call_begun(self, begin: int) -> bool:
+        """Return whether the rest begins as a call: with the mark, or as an object that names a function."""
+        if self._form.opening in self._rest[:begin]:
+            return True
+        named = _NAMED.match(self._rest, begin)
+        return named is not None and named[1] in self._names
+
+    def _without_call(self, content: str, begun: int | None) -> str:
+        """Return the content of an answer that was cut, without what there is of a call at its end."""
+        if self._calls_only:
+            return ""
+        content = content[:begun]
+        return content[: len(content) - self._n_begun(content)] if self.n_calls else content
+
+    def _skip_closing(self, is_last: bool) -> bool:
+        """Skip the closing text of a call; return False if only more text can show whether it is there."""
+        if not self._closing:
+            return True
+        text = self._rest.lstrip()
+        if len(text) < len(self._closing) and self._closing.startswith(text):
+            if is_last:
+                self._rest = ""
+            return is_last
+        if text.startswith(self._closing):
+            self._rest = text[len(self._closing) :]
+        self._closing = ""
+        return True
+
+    def _call_begins(self) -> tuple[int, int]:
+        """Return where the next call begins in the rest, white space before it included, and where its JSON
+        begins; -1, -1 if there is no call."""
+        bare = _BARE.match(self._rest) if self._is_beginning else None
+        if bare is not None:
+            return 0, bare.end()
+        opening = self._form.opening
+        place = self._rest.find(opening)
+        if place < 0:
+            return -1, -1
+        return len(self._rest[:place].rstrip()), place + len(opening)
+
+    def _calls(self, begin: int) -> tuple[int, list[tuple[str, str]]]:
+        """Return the end of the JSON that begins here, and its calls as names and arguments. The end is -1 if
+        the JSON is incomplete."""
+        text = self._rest
+        begin += len(text[begin:]) - len(text[begin:].lstrip())
+        if begin == len(text):
+            return -1, []
+        if text[begin] not in "{[":
+            return begin, []
+        try:
+            value, end = _DECODER.raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            return -1, []
+        calls = [self._call(each) for each in (value if isinstance(value, list) else [value])]
+        return end, [call for call in calls if call is not None] if None not in calls else []
+
+    def _call(self, value: Any) -> tuple[str, str] | None:
+        """Return the name and the arguments of a call; None if the value is no call."""
+        if not isinstance(value, dict):
+            return None
+        name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+        if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
+            return None
+        text = json.dumps(arguments, ensure_ascii=False)
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # JSON's escapes can make half a surrogate pair
+            return None
+        return name, text
+
+    def _n_certain(self) -> int:
+        """Return how many characters of the rest are content, whatever follows."""
+        if self._is_beginning and _BARE_BEGUN.fullmatch(self._rest):
+            return 0
+        text = self._rest
+        n_certain = len(text[: len(text) - self._n_begun(text)].rstrip())
+        self._is_beginning = self._is_beginning and n_certain == 0
+        return n_certain
+
+    def _n_begun(self, text: str) -> int:
+        """Return how many characters at the end of a text may be the beginning of the opening mark."""
+        opening = self._form.opening
+        return next((n for n in range(len(opening) - 1, 0, -1) if text.endswith(opening[:n])), 0)
+
+    def _delta(self, name: str, arguments: str) -> Delta:
+        index = self.n_calls
+        self.n_calls += 1
+        return {
+            "tool_calls": [
+                {
+                    "index": index,
+                    "id": f"call_{uuid.uuid4().hex[:24]}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                }
+            ]
+        }
+
+
+def _content(text: str) -> list[Delta]:
+    return [{"content": text}] if text else []
+
+
+def _refuse(constant: str) -> NoReturn:
+    """Refuse NaN and Infinity, which Python reads but JSON lacks."""
+    raise ValueError(constant)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)

@@ -1,0 +1,162 @@
+"""Requests and responses: bodies within limits, streams of events, clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, NoReturn, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from specgen.serve.server.errors import RequestError
+from specgen.serve.server.options import Limits
+
+_T = TypeVar("_T")
+#: Seconds without data after which a comment is sent, to keep a stream open, in proxies too.
+_KEEP_ALIVE_S = 15.0
+_COMMENT = b": waiting\n\n"
+
+
+async def read_json(request: Request, limits: Limits) -> Mapping[str, Any]:
+    """Return the JSON object in a request's body, and keep its size as `request.state.n_bytes`. Raise
+    `RequestError`."""
+    try:
+        data = await asyncio.wait_for(_read(request, limits.body_bytes), limits.client_s or None)
+    except asyncio.TimeoutError:
+        raise RequestError(408, "the body did not come in time", code="timeout") from None
+    except ClientDisconnect:
+        raise RequestError(400, "the body is cut off") from None
+    try:
+        body = json.loads(data, parse_constant=_refuse_constant)
+    except UnicodeDecodeError:
+        raise RequestError(400, "the body is not UTF-8", code="invalid_json") from None
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise RequestError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise RequestError(400, "the body is not a JSON object", code="invalid_json")
+    request.state.n_bytes = len(data)
+    return body
+
+
+async def _read(request: Request, n_most: int) -> bytes:
+    too_large = RequestError(
+        413, f"the body has more than {n_most} bytes", code="request_too_large"
+    )
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and int(length) > n_most > 0:
+        raise too_large
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > n_most > 0:
+            raise too_large
+    return bytes(data)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+async def while_connected(request: Request, work: Awaitable[_T]) -> _T:
+    """Return the result of `work`; if the client disconnects first, cancel it, raise `ClientDisconnect`."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_gone(request.receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return await task
+    finally:
+        for each in (task, gone):
+            each.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await each
+
+
+async def _until_gone(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A stream of server-sent events: JSON values, and `data: [DONE]` after the last one. If events are
+    `named`, the name of each is its `type`, and the last one ends the stream.
+
+    While there is no value, an `alive` event, or a comment, keeps the stream open. `on_end` is called once,
+    whatever ends the stream: everything is sent, the client disconnects, or it accepts no data for `client_s`
+    seconds.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        values: AsyncIterator[Mapping[str, Any]],
+        on_end: Callable[[], None],
+        client_s: float,
+        *,
+        named: bool = False,
+        alive: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._values = values
+        self._on_end = on_end
+        self._client_s = client_s or None
+        self._named = named
+        self._alive = _COMMENT if alive is None else self._encoded(alive)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send_all(send))
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                with contextlib.suppress(asyncio.TimeoutError):  # the client does not read: give up
+                    await sending
+        finally:
+            self._on_end()
+            for task in (sending, gone):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+
+    async def _send_all(self, send: Send) -> None:
+        start = {
+            "type": "http.response.start",
+            "status": self.status_code,
+            "headers": self.raw_headers,
+        }
+        await self._send(send, start)
+        nothing = object()
+        while True:
+            value: Any = nothing
+            # The timeout ends only the wait; a slow step goes on.
+            following = asyncio.ensure_future(anext(self._values, nothing))
+            try:
+                while not (await asyncio.wait((following,), timeout=_KEEP_ALIVE_S))[0]:
+                    await self._send_bytes(send, self._alive)
+                value = following.result()
+            finally:
+                following.cancel()
+            if value is nothing:
+                break
+            await self._send_bytes(send, self._encoded(value))
+        await self._send_bytes(send, b"" if self._named else b"data: [DONE]\n\n", more=False)
+
+    def _encoded(self, value: Mapping[str, Any]) -> bytes:
+        name = f"event: {value['type']}\n" if self._named else ""
+        return f"{name}data: {json.dumps(value)}\n\n".encode()
+
+    async def _send_bytes(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        await self._send(send, {"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _send(self, send: Send, message: Any) -> None:
+        await asyncio.wait_for(send(message), self._client_s)

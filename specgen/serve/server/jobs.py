@@ -1,0 +1,310 @@
+"""A thread that steps the engine. Requests submit jobs to it and receive their events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from specgen.errors import BackendError, SpecgenError, WorkerLostError
+from specgen.events import Event, PromptEvent
+from specgen.options import GenerationOptions, SamplerOptions, VerifierName
+from specgen.serve.server.metrics import Metrics
+from specgen.session.engine import Engine
+from specgen.session.prompts import Prompt
+from specgen.session.request import Request
+
+#: The number of an answer in its job, and an event of that answer or the error that ended it.
+JobEvent: TypeAlias = tuple[int, Event | SpecgenError]
+#: The number of latest answers whose times give the `Retry-After` of a refused request.
+_N_REMEMBERED = 16
+_LONGEST_RETRY_S = 120
+_BROKEN = "the engine has failed, and the server ends"
+_CLOSING = "the engine is closed"
+_log = logging.getLogger("specgen.serve.server")
+
+
+class Turns:
+    """A lock that threads get in the order in which they ask for it, so that none takes it twice while
+    another one waits."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._n_asked, self._n_done = 0, 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            turn = self._n_asked
+            self._n_asked += 1
+            self._changed.wait_for(lambda: self._n_done == turn)
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._n_done += 1
+            self._changed.notify_all()
+
+
+class QueueFullError(Exception):
+    """Too many answers are waiting; in about `retry_s` seconds there may be room for more."""
+
+    def __init__(self, retry_s: int) -> None:
+        super().__init__(f"too many answers are waiting; try again in {retry_s} s")
+        self.retry_s = retry_s
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRequest:
+    """One answer to generate: the arguments of `Engine.insert`."""
+
+    prompt: Prompt
+    sampling: SamplerOptions
+    generation: GenerationOptions
+    draft: bool = True
+    n_drafted_max: int | None = None
+    verifier: VerifierName | None = None
+
+
+class Job:
+    """The answers of one request; made by `EngineThread.submit`."""
+
+    def __init__(
+        self, answers: Sequence[Request], submitted_s: float, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.answers = tuple(answers)
+        self.submitted_s = submitted_s
+        self._open = dict(enumerate(answers))
+        self._loop = loop
+        #: The events that the request has not consumed yet; at most all events of its answers.
+        self._queue: asyncio.Queue[JobEvent | None] = asyncio.Queue()
+
+    async def events(self) -> AsyncIterator[JobEvent]:
+        """Yield the events until all answers are done. To be consumed in the job's event loop."""
+        while (event := await self._queue.get()) is not None:
+            yield event
+
+    @property
+    def n_open(self) -> int:
+        """The number of answers that are not done."""
+        return len(self._open)
+
+    def pass_on(self) -> list[JobEvent]:
+        """Send the request the new events of its answers, and return them. Called by the thread that steps
+        the engine, which does not wait for the request: it may be slow, or gone."""
+        news: list[JobEvent] = []
+        for number, answer in list(self._open.items()):
+            is_done = answer.is_done  # read before the events, so that none is missed
+            while answer.events:
+                news.append((number, answer.events.popleft()))
+            if answer.failure is not None:
+                news.append((number, answer.failure))
+            if is_done:
+                del self._open[number]
+        if news:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                self._loop.call_soon_threadsafe(self._put, news, not self._open)
+        return news
+
+    def fail(self, error: SpecgenError) -> None:
+        """Tell the request that its answers failed."""
+        failed: list[JobEvent] = [(0, error)]
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._put, failed, True)
+
+    def _put(self, news: list[JobEvent], is_end: bool) -> None:
+        for event in news:
+            self._queue.put_nowait(event)
+        if is_end:
+            self._queue.put_nowait(None)
+
+
+class EngineThread:
+    """Steps an engine in a separate thread while there are jobs. Use it as a context manager; its exit closes
+    the engine.
+
+    `n_waiting` answers may wait for a free slot. `turns` is held for each step: engines that share it decode in
+    turns, each with all cores. That thread calls `between_answers` while no answer is
+    generated: with True before one begins, with False after the last one. `failure` is the exception that
+    ended the thread, a bug or a lost worker; all answers have failed then.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        n_waiting: int,
+        between_answers: Callable[[bool], None] = lambda _begins: None,
+        turns: Turns | None = None,
+    ) -> None:
+        self.engine = engine
+        self._turns = turns or Turns()
+        self._between_answers = between_answers
+        self._metrics = metrics
+        self._n_waiting = n_waiting
+        self._changed = threading.Condition()
+        self._jobs: list[Job] = []
+        self._n_open = 0
+        self._is_closing = False
+        self.failure: BaseException | None = None
+        self._answer_s: deque[float] = deque(maxlen=_N_REMEMBERED)
+        self._thread = threading.Thread(target=self._run, name="specgen-engine", daemon=True)
+
+    def __enter__(self) -> EngineThread:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join()
+        self.engine.close()
+
+    @property
+    def n_open(self) -> int:
+        """The number of answers that are generated or waiting."""
+        return self._n_open
+
+    def check_room(self, n_answers: int) -> None:
+        """Raise `QueueFullError` if there is no room for `n_answers` more answers."""
+        if self._n_open + n_answers > self.engine.n_parallel + self._n_waiting:
+            raise QueueFullError(self._retry_s(n_answers))
+
+    def submit(self, asks: Sequence[AnswerRequest], loop: asyncio.AbstractEventLoop) -> Job:
+        """Submit answers, whose events go to this event loop. May be called from any thread. Raise
+        `QueueFullError`, what `Engine.insert` raises, and `BackendError` if the thread has ended; nothing is
+        submitted then."""
+        now = time.monotonic()
+        with self._changed:
+            self._check_running()
+            self.check_room(len(asks))
+            self._n_open += len(asks)
+        answers: list[Request] = []
+        try:  # without the lock: reading a grammar may take long, and the thread goes on meanwhile
+            answers.extend(map(self._submit, asks))
+            job = Job(answers, now, loop)
+            with self._changed:
+                self._check_running()
+                self._jobs.append(job)
+                self._show_load()
+                self._changed.notify()
+        except BaseException:
+            for answer in answers:
+                self.engine.cancel(answer)
+            with self._changed:
+                self._n_open -= len(asks)
+            raise
+        return job
+
+    def _check_running(self) -> None:
+        if self._is_closing or self.failure is not None:
+            raise BackendError(_BROKEN if self.failure is not None else _CLOSING)
+
+    def _submit(self, ask: AnswerRequest) -> Request:
+        return self.engine.insert(
+            ask.prompt,
+            sampling=ask.sampling,
+            generation=ask.generation,
+            draft=ask.draft,
+            n_drafted_max=ask.n_drafted_max,
+            verifier=ask.verifier,
+        )
+
+    def cancel(self, job: Job) -> None:
+        """End the answers of a job as they are, within a round."""
+        for answer in job.answers:
+            if not answer.is_done:
+                self.engine.cancel(answer)
+
+    def cancel_all(self) -> None:
+        """End all answers."""
+        with self._changed:
+            jobs = list(self._jobs)
+        for job in jobs:
+            self.cancel(job)
+
+    def _retry_s(self, n_more: int) -> int:
+        """Estimate the seconds until there is room for `n_more` more answers."""
+        known = list(self._answer_s)
+        mean_s = sum(known) / len(known) if known else 1.0
+        return max(1, min(_LONGEST_RETRY_S, round(mean_s * n_more / self.engine.n_parallel)))
+
+    # --- in the thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            self._answer_jobs()
+        except BaseException as error:  # noqa: BLE001 - nobody may wait for a thread that has ended
+            failure = error
+        with self._changed:
+            self.failure = failure
+            jobs, self._jobs = self._jobs, []
+            self._n_open -= sum(job.n_open for job in jobs)
+            self._is_closing = True
+            self._show_load()
+        for job in jobs:
+            job.fail(BackendError(_CLOSING if failure is None else _BROKEN))
+
+    def _answer_jobs(self) -> None:
+        """Step the engine until the thread is to end."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._is_closing)
+                if self._is_closing:
+                    return
+                jobs = list(self._jobs)
+            with self._turns:
+                if not self.engine.n_busy:
+                    self._between_answers(True)
+                self._step()
+            self._pass_on(jobs)
+            if not self.engine.n_busy:
+                with self._turns:
+                    self._between_answers(False)
+
+    def _step(self) -> None:
+        """Step the engine once. An error ends the answers of the round, not the server."""
+        engine = self.engine
+        n_begun, plain_s = engine.n_begun, engine.plain_round_s()
+        is_reading = engine.is_reading
+        started = time.perf_counter()
+        try:
+            events = engine.step()
+        except WorkerLostError:  # nothing more can be decoded: the server ends
+            raise
+        except BackendError as error:  # all answers of the round have failed
+            _log.error("%s: %s", self._metrics.model, error.message)
+            return
+        except Exception:  # noqa: BLE001 - a bug: the answers of the round have failed, others go on
+            _log.exception("%s: a round failed", self._metrics.model)
+            return
+        seconds = time.perf_counter() - started
+        self._metrics.count_events(events)
+        is_reading = is_reading or any(isinstance(event, PromptEvent) for event in events)
+        if plain_s is not None and not is_reading:
+            self._metrics.count_round(events, n_begun, seconds, plain_s)
+
+    def _pass_on(self, jobs: Sequence[Job]) -> None:
+        now = time.monotonic()
+        for job in jobs:
+            n_open = job.n_open
+            self._metrics.count_times(job.pass_on(), now - job.submitted_s)
+            n_done = n_open - job.n_open
+            if not n_done:
+                continue
+            self._answer_s.extend([now - job.submitted_s] * n_done)
+            with self._changed:
+                self._n_open -= n_done
+                if not job.n_open:
+                    self._jobs.remove(job)
+                self._show_load()
+
+    def _show_load(self) -> None:
+        n_parallel = self.engine.n_parallel
+        self._metrics.show_load(min(self._n_open, n_parallel), max(0, self._n_open - n_parallel))

@@ -1,0 +1,414 @@
+"""The models of a server by their names: loads them when they are asked for, and unloads idle ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from specgen.errors import BackendError, MemoryLimitError, SpecgenError
+from specgen.llama.embeddings import Embedder
+from specgen.llama.model import LlamaModel
+from specgen.models import human_bytes
+from specgen.serve.server.embedding import ServedEmbedder
+from specgen.serve.server.errors import RequestError
+from specgen.serve.server.jobs import EngineThread, Turns
+from specgen.serve.server.metrics import Metrics, ServerMetrics
+from specgen.serve.server.options import Limits
+from specgen.session.engine import Engine
+from specgen.session.loaded_models import Models
+
+#: In the words of llama.cpp's server with several models.
+ModelStatus: TypeAlias = Literal["unloaded", "loading", "loaded"]
+_log = logging.getLogger("specgen.serve.server")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model that was loaded, its engine, and what is closed after the engine. The engine's thread calls
+    `between_answers` while no answer is generated."""
+
+    loaded: Models
+    engine: Engine
+    resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    between_answers: Callable[[bool], None] = lambda _begins: None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """A model that can be served. `open` loads it, holds the turns that it gets while it decodes or opens
+    contexts, and raises `KeyboardInterrupt` if the function that it gets returns True meanwhile."""
+
+    name: str
+    open: Callable[[Turns, Callable[[], bool]], OpenedModel | Embedder]
+    #: An estimate of the memory that it takes while it is loaded.
+    n_bytes: int = 0
+    #: Whether it makes embeddings, and no text.
+    embeds: bool = False
+
+
+class ServedModel:
+    """A loaded model that generates text: what a route needs of it."""
+
+    def __init__(self, name: str, opened: OpenedModel, thread: EngineThread) -> None:
+        self.name = name
+        self.loaded = opened.loaded
+        self.thread = thread
+        self.target: LlamaModel = opened.loaded.target
+        self._resources = opened.resources
+
+    @property
+    def n_open(self) -> int:
+        """The number of answers that are generated or waiting."""
+        return self.thread.n_open
+
+    @property
+    def n_parallel(self) -> int:
+        """The number of answers that are generated at once."""
+        return self.thread.engine.n_parallel
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended the engine's thread, if one did."""
+        return self.thread.failure
+
+    def cancel_all(self) -> None:
+        """End all answers."""
+        self.thread.cancel_all()
+
+    def close(self) -> None:
+        """End the thread, and free the contexts and the models. May be called twice."""
+        with self._resources:
+            self.thread.__exit__()
+
+
+#: A loaded model.
+Served: TypeAlias = ServedModel | ServedEmbedder
+
+
+class _Place:
+    """An entry of the pool, and its model if it is loaded."""
+
+    def __init__(self, entry: ModelEntry, metrics: Metrics) -> None:
+        self.entry = entry
+        self.metrics = metrics
+        self.served: Served | None = None
+        self.failure: SpecgenError | None = None
+        self.is_loading = False
+        #: Requests that use the model now, beside those whose answers are generated.
+        self.n_leases = 0
+        #: Requests that wait for the model, and the task that will provide it.
+        self.waiting: list[asyncio.Future[Served]] = []
+        self.task: asyncio.Task[None] | None = None
+        #: A number that is larger, the later the model was asked for.
+        self.used = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the model is loaded and nobody uses it."""
+        return self.served is not None and not self.n_leases and not self.served.n_open
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a request still waits for the model."""
+        return any(not each.done() for each in self.waiting)
+
+
+class ModelPool:
+    """Maps names to models, and keeps those loaded that were used last, as far as their estimated sizes fit
+    into `memory_bytes`. Use it as a context manager; its exit closes all models.
+
+    Models are loaded and unloaded by one thread, one after the other. A model with unfinished answers stays
+    loaded: a request for one that has no room beside it waits. From then on all requests wait their turn, so
+    that a steady stream of requests for one model does not keep others waiting for ever. At most
+    `limits.n_waiting` requests wait, or one if that is 0, each at most `limits.request_s` seconds. With a single entry, any name
+    stands for it. The methods that are coroutines belong to one event loop. `note` gets a sentence when a
+    model was loaded or unloaded.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[ModelEntry],
+        limits: Limits,
+        memory_bytes: float = math.inf,
+        note: Callable[[str], None] = lambda _text: None,
+    ) -> None:
+        self.metrics = ServerMetrics()
+        self._places = {
+            entry.name: _Place(entry, Metrics(self.metrics, entry.name)) for entry in entries
+        }
+        self._limits = limits
+        self._memory_bytes = memory_bytes
+        self._note = note
+        self._turns = Turns()
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="specgen-loading")
+        self._is_ending = threading.Event()
+        #: Held by the task that provides a model.
+        self._providing = asyncio.Lock()
+        #: Set when a model may have become idle, or a request has gone.
+        self._changed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lacks_room = False
+        self._n_used = 0
+
+    def __enter__(self) -> ModelPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_ending.set()
+        self._loader.shutdown(wait=True)
+        with contextlib.ExitStack() as stack:
+            for place in self._places.values():
+                if place.served is not None:
+                    stack.callback(place.served.close)
+
+    # --- what is there ------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all models."""
+        return list(self._places)
+
+    @property
+    def loaded(self) -> list[Served]:
+        """The models that are loaded."""
+        return [place.served for place in self._places.values() if place.served is not None]
+
+    def status(self, name: str) -> ModelStatus:
+        """Return whether a model is loaded."""
+        place = self._places[name]
+        if place.is_loading:
+            return "loading"
+        return "unloaded" if place.served is None else "loaded"
+
+    def embeds(self, name: str) -> bool:
+        """Return whether a model makes embeddings."""
+        return self._places[name].entry.embeds
+
+    def has_failed(self, name: str) -> bool:
+        """Return whether the last attempt to load a model failed."""
+        return self._places[name].failure is not None
+
+    def find(self, name: object) -> str:
+        """Return the name of the model that a request's `model` stands for. Raise `RequestError`."""
+        if len(self._places) == 1:
+            return next(iter(self._places))
+        known = ", ".join(self._places)
+        if name is None:
+            raise RequestError(
+                400, f"model is missing; there are {known}", code="invalid_value", param="model"
+            )
+        if not isinstance(name, str) or name not in self._places:
+            raise RequestError(
+                404,
+                f"there is no model {name!r}; there are {known}",
+                code="model_not_found",
+                param="model",
+            )
+        return name
+
+    def served(self, name: str) -> Served | None:
+        """Return a model if it is loaded."""
+        return self._places[name].served
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended the thread of an engine, if one did."""
+        return next((model.failure for model in self.loaded if model.failure), None)
+
+    @property
+    def n_open(self) -> int:
+        """The number of answers that are generated, and of requests that wait."""
+        n_waiting = sum(len(place.waiting) for place in self._places.values())
+        return sum(model.n_open for model in self.loaded) + n_waiting
+
+    def cancel_all(self) -> None:
+        """End all answers, and refuse the requests that wait for a model. Called in the event loop."""
+        self._is_ending.set()
+        for place in self._places.values():
+            self._refuse(place, RequestError.ending())
+        for model in self.loaded:
+            model.cancel_all()
+
+    # --- leases -------------------------------------------------------------------------------
+
+    def load(self, name: str) -> Served:
+        """Load a model before the server runs. Raise what `ModelEntry.open` raises."""
+        return self._load(self._places[name])
+
+    def lease_if_ready(self, name: str) -> Served | None:
+        """Return a model that stays loaded until `release`; None if the request has to wait. Raise `RequestError` if
+        the server ends."""
+        if self._is_ending.is_set():
+            raise RequestError.ending()
+        place = self._places[name]
+        self._n_used += 1
+        place.used = self._n_used
+        if place.served is None or self._lacks_room:
+            return None
+        place.n_leases += 1
+        return place.served
+
+    async def lease(self, name: str) -> Served:
+        """Return a model that stays loaded until `release`; load it first if necessary. Raise
+        `RequestError`."""
+        model = self.lease_if_ready(name)
+        if model is not None:
+            return model
+        # Without one that waits, no model would ever be loaded.
+        n_most = max(1, self._limits.n_waiting)
+        if sum(len(place.waiting) for place in self._places.values()) >= n_most:
+            message = f"too many requests wait for models; {name} is {self.status(name)}"
+            raise RequestError(429, message, code="queue_full", headers={"Retry-After": "10"})
+        self._loop = asyncio.get_running_loop()
+        place = self._places[name]
+        answer: asyncio.Future[Served] = self._loop.create_future()
+        place.waiting.append(answer)
+        if place.task is None:
+            place.task = asyncio.ensure_future(self._provide(place))
+        limit = None
+        if self._limits.request_s > 0:
+            limit = self._loop.call_later(self._limits.request_s, self._give_up, place, answer)
+        try:
+            return await answer
+        except asyncio.CancelledError:  # the client has gone
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                self.release(name)
+            raise
+        finally:
+            if limit is not None:
+                limit.cancel()
+            if answer in place.waiting:
+                place.waiting.remove(answer)
+            self._changed.set()
+
+    def release(self, name: str) -> None:
+        """End a lease. The model stays loaded while its answers are generated."""
+        self._places[name].n_leases -= 1
+        self._changed.set()
+
+    def _give_up(self, place: _Place, answer: asyncio.Future[Served]) -> None:
+        """Refuse a request that has waited too long."""
+        if not answer.done():
+            message = f"{place.entry.name} could not be loaded in {self._limits.request_s:g} s"
+            if self._lacks_room:
+                message += ": the memory is full of models that generate answers"
+            answer.set_exception(RequestError(503, message, code="model_not_loaded"))
+
+    def _refuse(self, place: _Place, error: RequestError) -> None:
+        for answer in place.waiting:
+            if not answer.done():
+                answer.set_exception(error)
+        place.waiting.clear()
+        self._changed.set()
+
+    # --- loading ------------------------------------------------------------------------------
+
+    async def _provide(self, place: _Place) -> None:
+        """Give a model to the requests that wait for it, or the error if it cannot be loaded."""
+        try:
+            async with self._providing:
+                if place.served is None and await self._make_room(place):
+                    loop = asyncio.get_running_loop()
+                    await loop.run_in_executor(self._loader, self._load_meanwhile, place)
+                place.task = None
+                waiting, place.waiting = place.waiting, []
+                for answer in waiting:
+                    if not answer.done() and place.served is not None:
+                        place.n_leases += 1
+                        answer.set_result(place.served)
+        except SpecgenError as error:
+            place.task = None
+            status = 503 if isinstance(error, MemoryLimitError) else 500
+            message = f"{place.entry.name} cannot be loaded: {error.message}"
+            _log.error("%s", message)
+            refusal = RequestError(status, message, code="model_not_loaded")
+            self._refuse(place, RequestError.ending() if self._is_ending.is_set() else refusal)
+        except Exception:  # noqa: BLE001 - a bug: the requests fail, the server goes on
+            place.task = None
+            _log.exception("%s cannot be loaded", place.entry.name)
+            message = "the server failed; its log says how"
+            self._refuse(place, RequestError(500, message, code="bug"))
+
+    async def _make_room(self, place: _Place) -> bool:
+        """Unload models that were not used for longest, until there is room for another one, and return
+        True; False if no request waits for it any more."""
+        try:
+            while place.is_wanted:
+                others = [each for each in self._places.values() if each.served is not None]
+                idle = [each for each in others if each.is_idle]
+                n_lacking = sum(each.entry.n_bytes for each in (*others, place))
+                if n_lacking <= self._memory_bytes:
+                    return True
+                self._changed.clear()
+                if n_lacking - sum(each.entry.n_bytes for each in idle) <= self._memory_bytes:
+                    await self._unload(min(idle, key=lambda each: each.used))
+                else:
+                    self._lacks_room = True
+                    await self._changed.wait()
+            return False
+        finally:
+            self._lacks_room = False
+
+    async def _unload(self, place: _Place) -> None:
+        model, place.served = place.served, None
+        if model is None:
+            return
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._loader, model.close)
+        except Exception:  # noqa: BLE001 - it closes all that it can, so that there is room
+            _log.exception("%s was not closed as it should be", place.entry.name)
+        place.metrics.show_slots(0)
+        self._note(f"unloaded {place.entry.name}")
+
+    def _load_meanwhile(self, place: _Place) -> None:
+        """Load a model while the server runs."""
+        try:
+            self._load(place)
+        except KeyboardInterrupt:
+            raise BackendError("the server ends") from None
+
+    def _load(self, place: _Place) -> Served:
+        """Load a model, in the loader's thread or before the server runs."""
+        place.is_loading, place.failure = True, None
+        started = time.perf_counter()
+        try:
+            opened = place.entry.open(self._turns, self._is_ending.is_set)
+        except SpecgenError as error:
+            place.failure = error
+            raise
+        finally:
+            place.is_loading = False
+
+        place.served = self._served(place, opened)
+        place.metrics.show_slots(place.served.n_parallel)
+        if len(self._places) > 1:
+            seconds = time.perf_counter() - started
+            sizes = [each.entry.n_bytes for each in self._places.values() if each.served]
+            self._note(
+                f"loaded {place.entry.name} in {seconds:.1f} s: {human_bytes(place.entry.n_bytes)}; "
+                f"{human_bytes(sum(sizes))} of {human_bytes(int(self._memory_bytes))} in use"
+            )
+        return place.served
+
+    def _served(self, place: _Place, opened: OpenedModel | Embedder) -> Served:
+        """Start the thread of a model that was loaded."""
+        name, n_waiting = place.entry.name, self._limits.n_waiting
+        if isinstance(opened, Embedder):
+            return ServedEmbedder(name, opened, place.metrics, n_waiting, self._turns)
+
+        def between_answers(begins: bool) -> None:
+            opened.between_answers(begins)
+            if not begins and self._loop is not None:
+                with contextlib.suppress(RuntimeError):  # the event loop has ended
+                    self._loop.call_soon_threadsafe(self._changed.set)
+
+        thread = EngineThread(opened.engine, place.metrics, n_waiting, between_answers, self._turns)
+        return ServedModel(name, opened, thread.__enter__())

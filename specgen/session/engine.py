@@ -1,0 +1,632 @@
+"""The engine: generates several answers at once, and keeps the models loaded and the caches filled."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import secrets
+import threading
+from collections import abc, deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from specgen.errors import (
+    BackendError,
+    MemoryLimitError,
+    OutputError,
+    PromptError,
+    SpecgenError,
+    UsageError,
+    WorkerLostError,
+)
+from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
+from specgen.llama import LlamaBackend
+from specgen.method.loop import Loop, ReadBeside
+from specgen.options import GenerationOptions, SamplerOptions, VerifierName
+from specgen.session.drafter_factory import DrafterFactory
+from specgen.session.kept_answers import KeptAnswer, KeptAnswers
+from specgen.session.loaded_models import MAX_SEQUENCES, Models
+from specgen.session.measurements import measure_if_costs_decide
+from specgen.session.prefix_cache import PrefixCache, Slot, n_common
+from specgen.session.prompt_cache import CachedContext, PromptCache, why_no_prompt_cache
+from specgen.session.prompts import Prompt
+from specgen.session.request import Request
+from specgen.system.json_values import as_json
+from specgen.system.machine import LoadOfOthers
+from specgen.system.units import seconds_text
+from specgen.text.sequence import Sequence
+
+#: Waiting requests that are looked at for one that need not wait for another prompt.
+_N_LOOKED_AT = 16
+#: A prompt waits for another one if it can share at least so many more tokens of it.
+_N_WORTH_WAITING = 32
+#: The most tokens of a prompt that are read between two rounds of other answers, which wait for them, or
+#: beside a round while costs are not known.
+N_READ_BESIDE = 32
+
+
+class Engine:
+    """Generates up to `n_parallel` answers at once with loaded models, and any number one after the
+    other. Use it as a context manager; it does not close the models.
+
+    The contexts stay open: if a prompt shares a prefix with a text that is still in a cache, only the rest
+    of it is decoded, by the target and by the draft model. A round of several answers is one batch of the
+    target. `n_ctx` is the number of tokens for one prompt and its answer, by default `Models.usual_n_ctx`.
+
+    `interrupted` is called between decodes. If it returns True, the unfinished answers end with the text
+    that they have; while costs are measured, `KeyboardInterrupt` is raised. `estimate_gain` allows a few
+    decodes at the end of each answer to measure the cost of plain decoding. With `learn_alone`, the
+    acceptance statistics that an answer adds are dropped with it, so that drafts of an answer never depend
+    on the text of another one. `prepare` is called with each request and its sequence before the prefill,
+    and may change the sequence.
+
+    Several threads may use the engine: one at a time steps it, for the answers of all. An answer that
+    fails or is cancelled ends alone. Raises `MemoryLimitError` if the contexts do not fit into memory.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        *,
+        n_parallel: int = 1,
+        n_ctx: int | None = None,
+        interrupted: Callable[[], bool] = lambda: False,
+        estimate_gain: bool = False,
+        learn_alone: bool = False,
+        prepare: Callable[[Request, Sequence], None] = lambda _request, _generation: None,
+    ) -> None:
+        if n_parallel < 1:
+            raise UsageError(f"{n_parallel} answers at once: give 1 or more")
+        n_most = MAX_SEQUENCES // models.n_sequences_max
+        if n_parallel > n_most:
+            raise UsageError(
+                f"{n_parallel} answers at once: with drafts of this shape at most {n_most} are possible",
+                hint="--tree off allows more",
+            )
+        self._models = models
+        self._factory = DrafterFactory(models, learn_alone)
+        #: The room for one prompt and its answer, in tokens.
+        self.n_ctx = n_ctx if n_ctx is not None else models.usual_n_ctx
+        #: The parts of the caches, and what each is doing.
+        self.slots = PrefixCache(n_parallel)
+        #: Held while the queue changes.
+        self._lock = threading.Lock()
+        #: Held while the engine steps: as long as another thread holds it, nothing is decoded.
+        self.stepping = threading.RLock()
+        self._waiting: deque[Request] = deque()
+        self._n_inserted = 0
+        self._reads_oldest = False
+        self._is_closed = False
+        self._estimates_gain = estimate_gain
+        self._prepare = prepare
+        learning = models.options.learning
+        self._kept = KeptAnswers(learning) if learning is not None else None
+        self._notices: deque[str] = deque()
+        self._resources = contextlib.ExitStack()
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
+            target, _ = self._resources.enter_context(
+                models.contexts(self.n_ctx, drafts=False, n_slots=n_parallel)
+            )
+            #: The target's context, in which the answers are generated. Nobody else may decode in it.
+            self.target: LlamaBackend = target
+            self._loop = Loop(target, models.clock, interrupted)
+            self._draft_contexts = self._resources.enter_context(contextlib.ExitStack())
+            #: The draft model's context, and those of the models that draft for it.
+            self.drafts = self._open_drafts()
+            draft = self.drafts[0] if self.drafts else None
+            #: Seconds that the measurement of drafting costs took; 0 if they were known.
+            self.measured_s = measure_if_costs_decide(models, target, draft, interrupted)
+            self._notices.extend(models.notices(self.n_ctx))
+            if models.options.prompt_cache is not None:
+                self._use_prompt_cache(models.options.prompt_cache)
+            on_error.pop_all()
+        if self.measured_s:
+            self.tell(
+                f"measured the costs of drafting and the expected acceptance in {seconds_text(self.measured_s)}"
+                + ("; the machine was busy, so they will be measured again") * models.costs.was_busy
+            )
+
+    @classmethod
+    def largest(
+        cls,
+        models: Models,
+        n_parallel: int,
+        n_ctx: int | None,
+        *,
+        is_fixed: bool,
+        interrupted: Callable[[], bool] = lambda: False,
+        learn_alone: bool = False,
+    ) -> Engine:
+        """Return an engine for up to `n_parallel` answers of `n_ctx` tokens each. Unless the number
+        `is_fixed`, it is halved until the contexts fit into memory, and 1 for models that cannot make
+        several answers at once, with a notice. Raise `MemoryLimitError`, `UsageError` if a fixed number is
+        not possible."""
+        notice = None
+        if not is_fixed and n_parallel > 1 and (why := models.drafts.why_one_sequence):
+            n_parallel, notice = 1, f"{why}: answers are made one after the other"
+        while True:
+            try:
+                engine = cls(
+                    models,
+                    n_parallel=n_parallel,
+                    n_ctx=n_ctx,
+                    interrupted=interrupted,
+                    learn_alone=learn_alone,
+                )
+            except MemoryLimitError:
+                if is_fixed or n_parallel == 1:
+                    raise
+                n_parallel //= 2
+                continue
+            if notice is not None:
+                engine.tell(notice)
+            return engine
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the contexts. Answers that are not done fail. May be called twice."""
+        with self.stepping:
+            try:
+                self._resources.close()
+            finally:
+                self._fail_all(BackendError("the engine is closed"))
+
+    def _fail_all(self, error: SpecgenError) -> None:
+        """End the answers that are not done with an error, and take no more."""
+        with self._lock:
+            self._is_closed = True
+            waiting, self._waiting = list(self._waiting), deque()
+        for request in (*waiting, *(slot.request for slot in self.slots)):
+            if request is not None and not request.is_done:
+                request.failure = error
+        for slot in self.slots:
+            slot.free()
+
+    @property
+    def n_parallel(self) -> int:
+        """The most answers that are generated at once."""
+        return len(self.slots)
+
+    def insert(
+        self,
+        prompt: str | Prompt,
+        *,
+        sampling: SamplerOptions | None = None,
+        generation: GenerationOptions | None = None,
+        draft: bool = True,
+        n_drafted_max: int | None = None,
+        verifier: VerifierName | None = None,
+    ) -> Request:
+        """Queue a request, with the models' options unless others are given. A text becomes a user's turn
+        in the model's chat template, if it has one. Without `draft`, the answer is decoded plainly;
+        `n_drafted_max` limits the tokens that are drafted in a round. Raise `PromptError` if the prompt is
+        invalid or too long for the context, `UsageError` if the options cannot be met, and `BackendError`
+        if the engine is closed."""
+        models = self._models
+        if isinstance(prompt, str):
+            prompt = models.prompts.of_text(prompt)
+        if len(prompt.tokens) > self.n_ctx:
+            raise PromptError(
+                f"the prompt has {len(prompt.tokens)} tokens, but the context has {self.n_ctx}",
+                hint=f"use a context of {len(prompt.tokens) + 1} tokens or more",
+            )
+        settings = models.settings.changed(
+            models.target, sampling, generation, n_drafted_max=n_drafted_max, verifier=verifier
+        )
+        seed = settings.sampling.seed
+        seed = seed if seed >= 0 else secrets.randbits(32)
+        with self._lock:
+            if self._is_closed:
+                raise BackendError("the engine is closed")
+            request = Request(self._n_inserted, prompt, settings, seed, draft)
+            self._n_inserted += 1
+            self._waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End an answer at the next step, with the text that it has by then."""
+        request.is_cancelled = True
+
+    def reload_draft(self) -> bool:
+        """Load the draft model again, with the weights that it learnt last, and return True. While
+        answers are being generated, do nothing and return False. The draft model's new contexts are
+        empty. Raise `ModelFileError` or `MemoryLimitError`; nothing drafts then."""
+        with self.stepping:
+            if self.n_busy:
+                return False
+            self._draft_contexts.close()
+            self.drafts = ()
+            self._models.change_draft(self._models.drafts.source)
+            self.drafts = self._open_drafts()
+            return True
+
+    def tell(self, message: str) -> None:
+        """Add a message to the events of the next answer, as a `NoticeEvent`."""
+        self._notices.append(message)
+
+    def _open_drafts(self) -> tuple[LlamaBackend, ...]:
+        """Open contexts of the draft model and of the models that draft for it."""
+        contexts = self._models.draft_contexts(
+            self.n_ctx, target=self.target, n_slots=len(self.slots)
+        )
+        return self._draft_contexts.enter_context(contexts)
+
+    def _use_prompt_cache(self, file: Path) -> None:
+        """Let the contexts hold the text of a prompt cache, and write theirs to it before they are closed."""
+        if why := why_no_prompt_cache(self.target):
+            self.tell(f"--prompt-cache has no effect: {self._models.target.name} {why}")
+            return
+        cache = PromptCache(file)
+        if problem := cache.restore(self._cached_contexts()):
+            self.tell(problem)
+        # Draft contexts may be opened again until then.
+        self._resources.callback(lambda: cache.save(self._cached_contexts()))
+
+    def _cached_contexts(self) -> list[CachedContext]:
+        """Return the contexts whose texts a prompt cache keeps."""
+        options = self._models.options
+        found = [CachedContext(self.target, options.target_context)]
+        if self._models.drafts.from_states is None:
+            own = (draft for draft in self.drafts if draft.rollback == "cells")
+            found += (CachedContext(draft, options.draft_context) for draft in own)
+        return found
+
+    def take_notices(self) -> list[str]:
+        """Return the messages that wait for the next answer. That answer no longer gets them."""
+        notices = list(self._notices)
+        self._notices.clear()
+        return notices
+
+    @property
+    def n_busy(self) -> int:
+        """The number of answers that are being generated, including those in prefill."""
+        return self.slots.n_busy
+
+    @property
+    def n_begun(self) -> int:
+        """The number of unfinished answers that have their first token."""
+        return len(self.slots.decoding())
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a prompt is being prefilled."""
+        return bool(self.slots.reading())
+
+    def plain_round_s(self) -> float | None:
+        """Return the expected seconds of a round without drafts for the answers that have started, by the
+        measured costs; None if there are none, or nothing was measured."""
+        begun = self.slots.decoding()
+        if not begun:
+            return None
+        table = self._models.costs.table(n_past=begun[0].n_prompt)
+        return table.seconds(len(begun)) if table else None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no answer is waiting or being generated."""
+        return not self._waiting and not self.slots.n_busy
+
+    def step(self) -> list[Event]:
+        """Start the next request if there is room for its answer, decode a piece of one prompt, and run one
+        round of all answers that have started. Return the events. An answer that fails has a `failure` and
+        no more events. Raise `BackendError` if the target cannot decode the round's batch; all answers of
+        the round have failed then."""
+        with self.stepping:
+            events = self._begin_next()
+            reading = self._next_reading()
+            if reading is None or self._can_read_beside(reading):
+                return events + self._round(reading)
+            return events + self._read_piece(reading) + self._round()
+
+    def _round(self, reading: Slot | None = None) -> list[Event]:
+        """Run a round of all answers that have begun, and return its events. A piece of the prompt of the
+        slot `reading` is read in the same batch."""
+        decoding = self.slots.decoding()
+        busy = decoding if reading is None else [*decoding, reading]
+        requests: dict[int, Request] = {}
+        sequences: list[Sequence] = []
+        for slot in busy:
+            assert slot.request is not None
+            assert slot.sequence is not None
+            requests[slot.request.index] = slot.request
+            sequences.append(slot.sequence)
+            if slot.request.is_cancelled:
+                slot.sequence.finish("interrupted")
+        beside = None
+        if reading is not None:
+            beside = ReadBeside(sequences.pop(), self._n_rows_beside, self._share_of_own)
+        try:
+            events = self._loop.round(sequences, beside)
+        except WorkerLostError:  # the answers have not failed: another process may make them
+            raise
+        except BaseException as error:  # also Ctrl-C in the middle of a round
+            for slot in busy:
+                if slot.sequence is not None and not slot.sequence.is_finished:
+                    self._fail(slot, _why(error))
+                self._settle(slot)
+            raise
+        for event in events:
+            requests[event.sequence].events.append(event)
+        for slot in busy:
+            events += self._settle(slot)
+        return events
+
+    def _can_read_beside(self, reading: Slot) -> bool:
+        """Return whether a piece of a prompt can be read in the batch of a round: a row must have the same
+        logits in any batch, and no rows of recurrent states or hidden states may be wanted."""
+        decoding = self.slots.decoding()
+        assert reading.request is not None
+        return (
+            bool(decoding)
+            and self._models.target.has_equal_rows
+            and self.target.rollback == "cells"
+            and not reading.request.is_cancelled
+            and not any(slot.sequence and slot.sequence.hidden is not None for slot in decoding)
+        )
+
+    def _n_rows_beside(self, n_own: int) -> int:
+        """Return how many tokens of a prompt are read beside a round's own rows: as many as take no longer
+        than these, so that running answers keep half of their pace."""
+        table = self._models.costs.table()
+        if not table:
+            return N_READ_BESIDE
+        n_most, limit_s = self.target.n_batch, 2 * table.seconds(n_own)
+        return bisect.bisect(range(1, n_most), limit_s, key=lambda n: table.seconds(n_own + n))
+
+    def _share_of_own(self, n_own: int, n_all: int) -> float:
+        """Return the share of a batch's time that a round's own rows take."""
+        table = self._models.costs.table()
+        return min(1.0, table.seconds(n_own) / table.seconds(n_all)) if table else n_own / n_all
+
+    def run(self) -> Iterator[Event]:
+        """Generate all queued answers, and yield their events as they come."""
+        while not self.is_idle:
+            yield from self.step()
+
+    def stream(self, request: Request) -> Generator[Event, None, None]:
+        """Yield the events of one answer until it is done; other answers advance at the same time. Raise
+        the error that ended the answer early; if a worker was lost, a summary of the text so far comes
+        first. If the iterator is closed early, the request is cancelled."""
+        try:
+            while True:
+                is_done = request.is_done  # asked before its events: another thread may step
+                while request.events:
+                    yield request.events.popleft()
+                if is_done:
+                    break
+                try:
+                    self.step()
+                except WorkerLostError:
+                    yield from self._cut_short(request)
+                    raise
+        finally:
+            if not request.is_done:  # nobody wants the rest
+                self.cancel(request)
+        if request.failure is not None:
+            raise request.failure
+
+    def answers(self, prompts: abc.Sequence[str | Prompt]) -> list[str]:
+        """Return the answers to prompts, in their order. Up to `n_parallel` of them are generated at once.
+        Raise the first failure."""
+        requests = [self.insert(prompt) for prompt in prompts]
+        for _ in self.run():
+            pass
+        return [request.text for request in requests]
+
+    def _cut_short(self, request: Request) -> Iterator[Event]:
+        """Yield the summary of an answer that has started and cannot continue; the target decodes nothing."""
+        for slot in self.slots:
+            sequence = slot.sequence
+            if slot.request is request and sequence is not None and sequence.is_started:
+                sequence.finish("interrupted")
+                yield sequence.finished_event(self._loop.now_s, None, "")
+
+    # --- how answers begin and end -----------------------------------------------------------
+
+    def _begin_next(self) -> list[Event]:
+        """Begin the next request, if there is one and a slot is free. Return the events."""
+        request = self._next_waiting()
+        if request is None:
+            return []
+        return self._begin(request, self.slots.free_slot(request.prompt.tokens, self.target))
+
+    def _next_reading(self) -> Slot | None:
+        """Return the slot whose prompt is read next. By turns it is the one with the fewest tokens left and
+        the oldest one: a short prompt need not wait for a long one, and many short ones do not keep a long
+        one waiting."""
+        self._reads_oldest = not self._reads_oldest
+        key = _age if self._reads_oldest else self._n_unread
+        return min(self.slots.reading(), key=key, default=None)
+
+    def _next_waiting(self) -> Request | None:
+        """Take the next request from the queue if a slot is free. A request waits for a prompt with the
+        same prefix that is being prefilled: then it shares those cells."""
+        if self.n_busy == self.n_parallel:
+            return None
+        reading = self.slots.reading() if self.target.can_branch else []
+        with self._lock:
+            for request in itertools.islice(self._waiting, _N_LOOKED_AT):
+                if not any(self._would_share_more(request, slot) for slot in reading):
+                    self._waiting.remove(request)
+                    return request
+        return None
+
+    def _would_share_more(self, request: Request, slot: Slot) -> bool:
+        """Return whether a request can share more of the prompt that a slot is decoding, once that is
+        decoded."""
+        assert slot.request is not None
+        n_read = self.target.length(slot.branches(self.target).first)
+        return (
+            n_common(request.prompt.tokens, slot.request.prompt.tokens) > n_read + _N_WORTH_WAITING
+        )
+
+    def _n_unread(self, slot: Slot) -> tuple[int, int]:
+        """Return the number of tokens that a slot has to read, and then its request's age."""
+        return slot.n_prompt - self.target.length(slot.branches(self.target).first), _age(slot)
+
+    def _read_piece(self, slot: Slot) -> list[Event]:
+        """Read a piece of a slot's prompt, and return the events."""
+        request, sequence = slot.request, slot.sequence
+        assert request is not None
+        assert sequence is not None
+        # Unless a row has the same logits in any batch, the pieces must be those of an answer alone.
+        may_be_short = self.slots.decoding() and self._models.target.has_equal_rows
+        n_most = N_READ_BESIDE if may_be_short else None
+        try:
+            if request.is_cancelled:
+                sequence.finish("interrupted")
+            events = self._loop.read(sequence, n_most)
+        except WorkerLostError:
+            raise
+        except BaseException as error:
+            self._fail(slot, _why(error))
+            if not isinstance(error, SpecgenError):
+                raise
+            return []
+        request.events.extend(events)
+        return events + self._settle(slot)
+
+    def _begin(self, request: Request, slot: Slot) -> list[Event]:
+        slot.request, slot.used_last = request, request.index
+        request.load = LoadOfOthers()
+        try:
+            # The state behind a prefix may be forgotten, and the first row of the draft reads it.
+            n_again = 1 if self._models.drafts.from_states is not None else 0
+            slot.share_prefix(self.target, request.prompt.tokens, n_again=n_again)
+            slot.sequence = self._factory.sequence(
+                request.prompt,
+                self.n_ctx,
+                self.drafts[0] if self.drafts else None,
+                request.seed,
+                helpers=self.drafts[1:],
+                plain=not request.drafts,
+                settings=request.settings,
+                slot=slot,
+                index=request.index,
+            )
+            self._prepare(request, slot.sequence)
+            events: list[Event] = [self._prompt_event(request)]
+            while self._notices:
+                message = self._notices.popleft()
+                events.append(NoticeEvent(request.index, self._loop.now_s, message))
+        except WorkerLostError:
+            raise
+        except BaseException as error:
+            self._fail(slot, _why(error))
+            if not isinstance(error, SpecgenError):
+                raise
+            return []
+        request.events.extend(events)
+        return events
+
+    def _prompt_event(self, request: Request) -> PromptEvent:
+        """Return the event that describes the models and options of a request."""
+        models, prompt, settings = self._models, request.prompt, request.settings
+        drafts = models.drafts
+        draft = drafts.main if request.drafts else None
+        grammar = settings.generation.grammar
+        return PromptEvent(
+            sequence=request.index,
+            time_s=self._loop.now_s,
+            text=prompt.text,
+            n_prompt_tokens=len(prompt.tokens),
+            target=models.target.name,
+            draft=drafts.name if request.drafts else "none",
+            translation=draft.translated(settings) if draft is not None else None,
+            draft_weights=models.costs.context_options(draft.model.path).weights if draft else None,
+            kernels=models.target.kernels,
+            n_ctx=self.n_ctx,
+            sampler=as_json(replace(settings.sampling, seed=request.seed)),
+            verifier=settings.verifier,
+            grammar=grammar.text if grammar is not None else None,
+        )
+
+    def _settle(self, slot: Slot) -> list[Event]:
+        """Free a slot if its request is done, and return the events of the answer's end."""
+        request, sequence = slot.request, slot.sequence
+        if request is None or sequence is None or not sequence.is_finished:
+            return []
+        if sequence.failure is not None:
+            self._fail(slot, sequence.failure)
+            return []
+        notices: list[Event] = []
+        try:
+            self._keep(request.prompt, sequence.tokens)
+        except OutputError as error:  # the answer itself has not failed
+            message = f"the answer is not kept for the draft to learn from: {error.message}"
+            notices.append(NoticeEvent(request.index, self._loop.now_s, message))
+        others_share = None if request.load is None else request.load.share
+        costs = self._models.costs.table(n_past=sequence.n_prompt)
+        events = notices + [
+            replace(event, others_share=others_share)
+            for event in self._loop.finish(
+                sequence, estimate_gain=self._estimates_gain, costs=costs
+            )
+        ]
+        request.events.extend(events)
+        (request.finished,) = [event for event in events if isinstance(event, FinishedEvent)]
+        slot.free()
+        return events
+
+    def _keep(self, prompt: Prompt, tokens: abc.Sequence[int]) -> None:
+        """Store a finished text, prompt and answer, for lookups of later answers and for drafts to learn
+        from, if the options ask for that. Raise `OutputError` if it cannot be written for learning; it is
+        then written with the next one."""
+        self._models.keep_text(tokens)
+        if self._kept is None:
+            return
+        own = self._models.drafts.own_vocabulary if prompt.draft_tokens is not None else None
+        self._kept.add(
+            KeptAnswer(
+                prompt.without_head().tokens,
+                tuple(tokens[len(prompt.tokens) :]),
+                draft_prompt=prompt.draft_tokens if own is not None else None,
+                draft_vocabulary=own.vocabulary.digest() if own is not None else None,
+            )
+        )
+
+    def _fail(self, slot: Slot, error: SpecgenError) -> None:
+        """End an answer with an error, and clear its slot."""
+        slot.fail(error, (self.target, *self.drafts))
+
+
+def _age(slot: Slot) -> int:
+    """Return the number of a slot's request: the lower, the older."""
+    assert slot.request is not None
+    return slot.request.index
+
+
+def generate(
+    models: Models,
+    prompt: Prompt,
+    *,
+    interrupted: Callable[[], bool] = lambda: False,
+    estimate_gain: bool = True,
+) -> Generator[Event, None, None]:
+    """Generate an answer to a prompt in contexts of its own, and yield its events; the last one is a
+    `FinishedEvent`.
+
+    `interrupted` and `estimate_gain` are those of `Engine`. Raise `PromptError` if the prompt does not fit
+    into the context, `MemoryLimitError` if the context does not fit into memory, and `BackendError` if the
+    models are closed.
+    """
+    n_ctx = models.context_size(len(prompt.tokens))
+    with Engine(
+        models, n_ctx=n_ctx, interrupted=interrupted, estimate_gain=estimate_gain
+    ) as engine:
+        yield from engine.stream(engine.insert(prompt))
+
+
+def _why(error: BaseException) -> SpecgenError:
+    """Return the failure of the answers in a round that an exception ended."""
+    if isinstance(error, SpecgenError):
+        return error
+    return BackendError(f"the round was broken off: {type(error).__name__}")

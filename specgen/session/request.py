@@ -1,0 +1,143 @@
+"""A request for one answer, and its settings: samplers, grammar, drafting, and where the answer ends."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from specgen.errors import SpecgenError, UsageError
+from specgen.events import Event, FinishedEvent
+from specgen.llama import LlamaGrammar, LlamaModel
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
+from specgen.session.prompts import Prompt
+from specgen.system.machine import LoadOfOthers
+from specgen.text.grammar.base import GrammarState
+from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
+from specgen.text.sampling import DryBreakers, Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSettings:
+    """Samplers, grammar and drafting options of one request. Requests with the same settings share one
+    object; it never changes."""
+
+    #: The options as they were given.
+    sampling: SamplerOptions
+    generation: GenerationOptions
+    drafting: DraftOptions
+    #: The options that the sampler uses: `sampling`, with the biases that `generation` adds.
+    in_use: SamplerOptions
+    breakers: DryBreakers | None
+    sampler: Sampler
+    #: The grammar at the beginning of an answer.
+    grammar: GrammarState | None
+
+    @staticmethod
+    def of(
+        model: LlamaModel,
+        sampling: SamplerOptions,
+        generation: GenerationOptions,
+        drafting: DraftOptions,
+    ) -> RequestSettings:
+        """Build the samplers and the grammar. Raise `UsageError` if a bias names a token that does
+        not exist, or the grammar is invalid."""
+        vocabulary, in_use = model.vocabulary, sampling
+        for token, _ in sampling.logit_bias:
+            if not 0 <= token < vocabulary.n_tokens:
+                raise UsageError(
+                    f"--logit-bias: there is no token {token}: "
+                    f"{model.name} has {vocabulary.n_tokens} tokens"
+                )
+        if generation.ignore_eos:
+            never = tuple((token, -math.inf) for token in vocabulary.end_tokens())
+            in_use = replace(in_use, logit_bias=in_use.logit_bias + never)
+        breakers = None
+        if in_use.dry_multiplier > 0.0:
+            breakers = DryBreakers.of(vocabulary, in_use.dry_breakers)
+        grammar = None
+        if generation.grammar is not None:
+            shown = vocabulary.showing(generation.shown_controls)
+            if generation.grammar.form == "gbnf":
+                grammar = LlamaGrammar(shown, generation.grammar.text).start
+            else:
+                grammar = LlguidanceGrammar(shown, generation.grammar).start
+        return RequestSettings(
+            sampling, generation, drafting, in_use, breakers, Sampler(in_use, breakers), grammar
+        )
+
+    def changed(
+        self,
+        model: LlamaModel,
+        sampling: SamplerOptions | None = None,
+        generation: GenerationOptions | None = None,
+        *,
+        n_drafted_max: int | None = None,
+        verifier: VerifierName | None = None,
+    ) -> RequestSettings:
+        """Return these settings with some options changed; those that are None stay. Samplers and the
+        grammar are rebuilt only if they change. Raise `UsageError` as `of` does, and if `n_drafted_max` is
+        given while drafts have a fixed shape."""
+        sampling, generation = sampling or self.sampling, generation or self.generation
+        drafting = self.drafting
+        if verifier is not None:
+            drafting = replace(drafting, verifier=verifier)
+        if n_drafted_max is not None:
+            if drafting.tree.is_fixed:
+                raise UsageError(
+                    f"{n_drafted_max} drafted tokens: drafts have the fixed shape {drafting.tree}"
+                )
+            drafting = replace(drafting, max_tokens=min(n_drafted_max, drafting.n_max))
+        as_before = (self.sampling, self.generation.grammar, self.generation.ignore_eos)
+        is_as_before = (sampling, generation.grammar, generation.ignore_eos) == as_before
+        if is_as_before and generation.shown_controls == self.generation.shown_controls:
+            return replace(self, generation=generation, drafting=drafting)
+        return RequestSettings.of(model, sampling, generation, drafting)
+
+    def most_likely(self) -> RequestSettings:
+        """Return the settings at temperature 0, for a model that drafts for a draft model."""
+        in_use = replace(self.in_use, temperature=0.0, dynatemp_range=0.0)
+        return replace(self, in_use=in_use, sampler=Sampler(in_use, self.breakers))
+
+    @property
+    def verifier(self) -> VerifierName:
+        """The verifier. With ``auto``, drafts are matched if the user gave a seed and draft lengths
+        depend on measured times: the seed then gives the same text every time."""
+        is_timed = self.drafting.is_by_cost and self.sampling.seed >= 0
+        return "match" if self.drafting.verifier == "auto" and is_timed else self.drafting.verifier
+
+
+@dataclass(eq=False)
+class Request:
+    """A request for an answer to an engine: waiting, being generated, or done."""
+
+    #: Its number among the engine's requests, from 0: the `sequence` of its events.
+    index: int
+    prompt: Prompt
+    settings: RequestSettings
+    seed: int
+    #: Whether drafts are made for it.
+    drafts: bool = True
+    #: The summary, once it is finished.
+    finished: FinishedEvent | None = None
+    #: The error that ended it early.
+    failure: SpecgenError | None = None
+    is_cancelled: bool = False
+    #: What other programs take of the machine since it began; None if that is not measured.
+    load: LoadOfOthers | None = None
+    #: Events that `Engine.stream` has not yielded yet.
+    events: deque[Event] = field(default_factory=deque)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is finished or has failed."""
+        return self.finished is not None or self.failure is not None
+
+    @property
+    def text(self) -> str:
+        """The whole answer. Raise the error that ended it early, or `RuntimeError` if it is not done."""
+        if self.failure is not None:
+            raise self.failure
+        if self.finished is None:
+            raise RuntimeError(f"answer {self.index} is not done")
+        return self.finished.text

@@ -1,0 +1,368 @@
+"""Reads a grammar in GBNF, llama.cpp's form, and says what is wrong with it.
+
+llama.cpp is not asked: it prints its reasons to stderr only, and some grammars that it accepts hang or kill the
+process: ``x{5,3}``, left recursion through a rule that can be empty by way of another rule, rules that derive
+nothing, deeply nested groups. This reader expands rules as llama.cpp does and refuses those.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from specgen.errors import UsageError
+from specgen.text.grammar.gbnf_recursion import check_left_recursion
+from specgen.text.grammar.gbnf_rules import (
+    ANY_CHARACTER,
+    Characters,
+    Gbnf,
+    Reference,
+    Rule,
+    Sequence,
+)
+
+#: llama.cpp's own limit on repetitions; a larger maximum means "any number" to it.
+_MAX_REPETITIONS = 2000
+#: The most elements of all rules, with repetitions written out: llama.cpp copies them all for each state.
+_MAX_ELEMENTS = 50_000
+#: llama.cpp's parser calls itself this deep.
+_MAX_DEPTH = 1000
+
+_LAST_CHARACTER = 0x10FFFF
+_WORD = frozenset(string.ascii_letters + string.digits + "-")
+_ESCAPES = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-"}
+_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+
+
+#: The rule that a text has to follow.
+ROOT = "root"
+
+
+def read_gbnf(text: str) -> Gbnf:
+    """Read a grammar. Raises `UsageError` for one that llama.cpp would refuse, or that would break it."""
+    reader = _Reader(text)
+    reader.read()
+    _check_defined(reader)
+    check_left_recursion([rule or [] for rule in reader.rules], reader.fail_rule)
+    return Gbnf([rule or [] for rule in reader.rules], reader.named[ROOT][0])
+
+
+@dataclass(slots=True)
+class _Open:
+    """A rule or a group that is being read."""
+
+    rule: int
+    alternatives: Rule
+    n_rules_before: int = 0
+    #: Where in the last alternative the item begins that a repetition sign would repeat.
+    item_start: int = 0
+    n_item_rules: int = 1
+
+    @property
+    def sequence(self) -> Sequence:
+        return self.alternatives[-1]
+
+
+class _Reader:
+    """llama.cpp's grammar parser, without its recursion."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.position = 0
+        self.rules: list[Rule | None] = []
+        self.names: list[str] = []
+        #: Ids and lines of first mention of the rules that have names of their own.
+        self.named: dict[str, tuple[int, int]] = {}
+        self._n_elements = 0
+        self._open: list[_Open] = []
+
+    def read(self) -> None:
+        if "\0" in self.text:
+            raise UsageError("the grammar contains a NUL character")
+        if any("\ud800" <= character <= "\udfff" for character in self.text):
+            raise UsageError("the grammar is not valid UTF-8")
+        self._skip_space(newlines=True)
+        if not self._peek():
+            raise UsageError(
+                "the grammar is empty", hint='give at least a rule root: root ::= "yes" | "no"'
+            )
+        while self._peek():
+            self._read_rule()
+
+    def fail(self, what: str, line: int | None = None) -> NoReturn:
+        if line is None:
+            line = self._line()
+        raise UsageError(f"the grammar, line {line}: {what}")
+
+    # --- characters ---------------------------------------------------------------------
+
+    def fail_rule(self, rule: int, what: str) -> NoReturn:
+        """Refuse the grammar for a rule, at the line where the rule is first named."""
+        name = self.names[rule]
+        self.fail(f"rule {name!r} {what}", self.named[name][1])
+
+    def _line(self) -> int:
+        return self.text.count("\n", 0, self.position) + 1
+
+    def _peek(self, ahead: int = 0) -> str:
+        index = self.position + ahead
+        return self.text[index] if index < len(self.text) else ""
+
+    def _expected(self, what: str) -> NoReturn:
+        found = self.text[self.position : self.position + 16].split("\n")[0]
+        at_end = self.position >= len(self.text)
+        self.fail(f"expected {what}, found {'the end' if at_end else repr(found or 'line end')}")
+
+    def _skip_space(self, *, newlines: bool) -> None:
+        blank = " \t\r\n" if newlines else " \t"
+        while self._peek():
+            if self._peek() == "#":
+                while self._peek() and self._peek() not in "\r\n":
+                    self.position += 1
+            elif self._peek() in blank:
+                self.position += 1
+            else:
+                return
+
+    def _read_while(self, accept: Callable[[str], bool], what: str) -> str:
+        start = self.position
+        while self._peek() and accept(self._peek()):
+            self.position += 1
+        if start == self.position:
+            self._expected(what)
+        return self.text[start : self.position]
+
+    def _name(self) -> str:
+        return self._read_while(_WORD.__contains__, "the name of a rule")
+
+    def _integer(self) -> int:
+        digits = self._read_while(string.digits.__contains__, "a number")
+        if len(digits) > 18:
+            self.fail(f"the number {digits[:18]}... is too large")
+        return int(digits)
+
+    def _character(self) -> int:
+        """Parse one character of a literal or a set, escaped or not."""
+        character = self._peek()
+        if not character:
+            self._expected("a closing quote or bracket")
+        self.position += 1
+        if character != "\\":
+            return ord(character)
+        escape = self._peek()
+        self.position += 1
+        if escape in _HEX_DIGITS:
+            digits = self.text[self.position : self.position + _HEX_DIGITS[escape]]
+            if len(digits) < _HEX_DIGITS[escape] or not set(digits) <= set(string.hexdigits):
+                self._expected(f"{_HEX_DIGITS[escape]} hexadecimal digits after \\{escape}")
+            self.position += len(digits)
+            return int(digits, 16)
+        if escape not in _ESCAPES:  # also where there is none
+            self.fail(f"unknown escape \\{escape}")
+        return ord(_ESCAPES[escape])
+
+    # --- rules --------------------------------------------------------------------------
+
+    def _new_rule(self, name: str) -> int:
+        self.rules.append(None)
+        self.names.append(name)
+        return len(self.rules) - 1
+
+    def _named_rule(self, name: str) -> int:
+        if name not in self.named:
+            self.named[name] = (self._new_rule(name), self._line())
+        return self.named[name][0]
+
+    def _count(self, n: int) -> None:
+        self._n_elements += n
+        if self._n_elements > _MAX_ELEMENTS:
+            self.fail(
+                f"more than {_MAX_ELEMENTS} characters and references, repetitions written out"
+            )
+
+    def _read_rule(self) -> None:
+        name = self._name()
+        self._skip_space(newlines=False)
+        if self.text[self.position : self.position + 3] != "::=":
+            self._expected(f"::= after {name!r}")
+        rule = self._named_rule(name)
+        self.position += 3
+        self._skip_space(newlines=True)
+        self._open = [_Open(rule, [[]])]
+        while self._read_item():
+            pass
+        if len(self._open) > 1:
+            self._expected("')'")
+        self.rules[rule] = self._open[0].alternatives
+        if self._peek() and self._peek() not in "\r\n":
+            self._expected("the end of the line")
+        self._skip_space(newlines=True)
+
+    def _read_item(self) -> bool:
+        """Parse the next item of the innermost open group; return False at the end of the rule."""
+        character = self._peek()
+        if not character:
+            return False
+        if character in _WORD:
+            self._add([Reference(self._named_rule(self._name()))])
+        elif character in self._READERS:
+            self._READERS[character](self)
+        elif not (character == ")" and len(self._open) > 1):
+            return False
+        else:
+            self._close_group()
+        self._skip_space(newlines=len(self._open) > 1)
+        return True
+
+    def _add(self, elements: Sequence, n_item_rules: int = 1) -> None:
+        inner = self._open[-1]
+        inner.item_start = len(inner.sequence)
+        inner.n_item_rules = n_item_rules
+        self._count(len(elements))
+        inner.sequence.extend(elements)
+
+    def _literal(self) -> None:
+        self.position += 1
+        elements: Sequence = []
+        while self._peek() != '"':
+            code_point = self._character()
+            elements.append(Characters(((code_point, code_point),)))
+        self.position += 1
+        self._add(elements)
+
+    def _set(self) -> None:
+        self.position += 1
+        negated = self._peek() == "^"
+        self.position += negated
+        ranges = []
+        while self._peek() != "]":
+            low = high = self._character()
+            if self._peek() == "-" and self._peek(1) != "]":
+                self.position += 1
+                high = self._character()
+                if high < low:
+                    self.fail(f"there is nothing from {chr(low)!r} to {chr(high)!r}")
+            ranges.append((low, high))
+        self.position += 1
+        # An empty set adds nothing to the rule, negated or not: llama.cpp's reading.
+        self._add([Characters(tuple(ranges), negated)] if ranges else [])
+
+    def _any(self) -> None:
+        self.position += 1
+        self._add([ANY_CHARACTER])
+
+    def _token(self) -> NoReturn:
+        # llama.cpp's two halves disagree about a token whose first characters fit and which
+        # the rest of the rule names: one allows it, the other ends the process over it.
+        end = self.text.find(">", self.position) + 1
+        shown = self.text[self.position : min(end or len(self.text), self.position + 40)]
+        self.fail(f"names a token, {shown.splitlines()[0]}: only characters are supported")
+
+    def _alternative(self) -> None:
+        self.position += 1
+        inner = self._open[-1]
+        inner.alternatives.append([])
+        inner.item_start, inner.n_item_rules = 0, 1
+        self._skip_space(newlines=True)
+
+    def _open_group(self) -> None:
+        if len(self._open) > _MAX_DEPTH:
+            self.fail(f"groups nested more than {_MAX_DEPTH} deep")
+        self.position += 1
+        before = len(self.rules)
+        name = self.names[self._open[0].rule]
+        self._open.append(_Open(self._new_rule(name), [[]], before))
+
+    def _close_group(self) -> None:
+        self.position += 1
+        group = self._open.pop()
+        self.rules[group.rule] = group.alternatives
+        self._add([Reference(group.rule)], max(1, len(self.rules) - group.n_rules_before))
+
+    def _star(self) -> None:
+        self.position += 1
+        self._repeat(0, None)
+
+    def _plus(self) -> None:
+        self.position += 1
+        self._repeat(1, None)
+
+    def _optional(self) -> None:
+        self.position += 1
+        self._repeat(0, 1)
+
+    def _braces(self) -> None:
+        nested = len(self._open) > 1
+        self.position += 1
+        self._skip_space(newlines=nested)
+        least = self._integer()
+        self._skip_space(newlines=nested)
+        most: int | None = least
+        if self._peek() == ",":
+            self.position += 1
+            self._skip_space(newlines=nested)
+            most = self._integer() if self._peek() in string.digits and self._peek() else None
+            self._skip_space(newlines=nested)
+        if self._peek() != "}":
+            self._expected("'}'")
+        self.position += 1
+        if least > _MAX_REPETITIONS:
+            self.fail(f"{least} repetitions; llama.cpp takes {_MAX_REPETITIONS} at most")
+        if most is not None and most < least:  # llama.cpp would make 2^64 rules
+            self.fail(f"at least {least} and at most {most} repetitions")
+        self._repeat(least, None if most is not None and most > _MAX_REPETITIONS else most)
+
+    def _repeat(self, least: int, most: int | None) -> None:
+        """Repeat an item: x{2,4} is x x (x (x)?)?, and x* is a rule of its own, y ::= x y |"""
+        inner = self._open[-1]
+        sequence = inner.sequence
+        item = sequence[inner.item_start :]
+        if not item:
+            self.fail("nothing before a repetition")
+        n_times = most or least or 1
+        inner.n_item_rules *= n_times
+        if inner.n_item_rules > _MAX_REPETITIONS:
+            self.fail(
+                f"repetitions of repetitions make {inner.n_item_rules} rules; "
+                f"llama.cpp takes {_MAX_REPETITIONS} at most"
+            )
+        n_optional = 1 if most is None else most - least
+        self._count(max(0, least - 1) * len(item) + n_optional * (len(item) + 1))
+        if least == 0:
+            del sequence[inner.item_start :]
+        else:
+            sequence.extend(item * (least - 1))
+        name = self.names[self._open[0].rule]
+        last: int | None = None
+        for _ in range(n_optional):
+            rule = self._new_rule(name)
+            tail = rule if most is None else last
+            self.rules[rule] = [[*item, *([] if tail is None else [Reference(tail)])], []]
+            last = rule
+        if last is not None:
+            sequence.append(Reference(last))
+
+    _READERS: dict[str, Callable[[_Reader], None]] = {  # noqa: RUF012
+        '"': _literal,
+        "[": _set,
+        "<": _token,
+        "!": _token,
+        ".": _any,
+        "(": _open_group,
+        "|": _alternative,
+        "*": _star,
+        "+": _plus,
+        "?": _optional,
+        "{": _braces,
+    }
+
+
+def _check_defined(reader: _Reader) -> None:
+    for name, (rule, line) in reader.named.items():
+        if reader.rules[rule] is None:
+            reader.fail(f"there is no rule {name!r}", line)
+    if ROOT not in reader.named:
+        names = ", ".join(list(reader.named)[:8])
+        raise UsageError(f"the grammar has no rule {ROOT!r}", hint=f"it has {names}")

@@ -1,0 +1,240 @@
+"""Grammars that llguidance follows (JSON schemas, and its own form of Lark), with states that are values.
+
+llguidance (https://github.com/guidance-ai/llguidance) finds the allowed tokens of the whole vocabulary in
+some tens of microseconds, and copies a state in a few. If the grammar forces a text, it allows only the
+tokens in which the model's own tokenizer writes that text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from specgen.errors import BackendError, UsageError
+from specgen.options import Grammar
+from specgen.system.arrays import BoolArray, TokenArray
+from specgen.text.grammar.base import ENDED, CachedState, GrammarState
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+#: The form of JSON: a space after commas and colons, and no other white space, since a model could write any
+#: amount of it.
+JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_BITS_OF_A_WORD = 32
+#: The prefix of the names of tokens that are no text.
+_SPECIAL = b"\xff"
+
+
+class Vocabulary(Protocol):
+    """The methods that a vocabulary needs here."""
+
+    @property
+    def n_tokens(self) -> int: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def end_tokens(self) -> Sequence[int]: ...
+
+    def tokenize_inside(self, text: str, *, parse_special: bool) -> list[int]: ...
+
+
+class LlguidanceGrammar:
+    """A grammar over the tokens of a vocabulary; every text begins at `start`.
+
+    Raises `UsageError` if llguidance does not accept the grammar.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
+        from llguidance import LLMatcher
+
+        if not vocabulary.end_tokens():
+            raise UsageError(
+                "the model has no end-of-text token, so it cannot follow a grammar or a schema"
+            )
+        try:
+            with _panics():
+                matcher = LLMatcher(_tokenizer(vocabulary), _compiled(grammar), log_level=0)
+        except _PanicError as error:
+            raise UsageError(f"the grammar cannot be followed: {error}") from error
+        if matcher.is_error():
+            raise UsageError(f"the grammar cannot be followed: {_line(matcher.get_error())}")
+        self.n_tokens = vocabulary.n_tokens
+        #: int64[n]: the end-of-text tokens.
+        self.ends: TokenArray = np.array(vocabulary.end_tokens(), np.int64)
+        self._matcher = matcher
+        try:  # here, where the one who asked waits, and not in a round that others share
+            self._first = _State(self, matcher).mask()
+        except BackendError as error:
+            raise UsageError(error.message) from error
+
+    @property
+    def start(self) -> GrammarState:
+        """The state at the start of a text. It is new each time, since a state keeps all that follow it."""
+        return _State(self, self._matcher.deep_copy(), self._first)
+
+
+class _State(CachedState):
+    """The state of a grammar after a text. Its matcher never advances: children have copies."""
+
+    __slots__ = ("_allowed", "_grammar", "_matcher")
+
+    def __init__(
+        self, grammar: LlguidanceGrammar, matcher: LLMatcher, allowed: BoolArray | None = None
+    ) -> None:
+        super().__init__(grammar.n_tokens)
+        self._grammar = grammar
+        self._matcher = matcher
+        self._allowed = allowed
+
+    def allows(self, token_ids: TokenArray) -> BoolArray:
+        token_ids = np.asarray(token_ids, np.int64)
+        if len(token_ids):
+            self._check_exist(token_ids)
+        found: BoolArray = self.mask()[token_ids]
+        return found
+
+    def _find_forced(self) -> int | None:
+        allowed, ends = self.mask(), self._grammar.ends
+        n_allowed = int(np.count_nonzero(allowed))
+        if n_allowed == 1:
+            return int(allowed.argmax())
+        allowed_ends = ends[allowed[ends]]
+        return int(allowed_ends[0]) if n_allowed and n_allowed == len(allowed_ends) else None
+
+    def _make_child(self, token_id: int) -> GrammarState:
+        if token_id in self._grammar.ends:
+            return ENDED
+        matcher = self._matcher.deep_copy()
+        with _failures():
+            is_taken = matcher.consume_token(token_id)
+        if not is_taken:
+            raise _failure(matcher)
+        return _State(self._grammar, matcher)
+
+    def mask(self) -> BoolArray:
+        """Return the allowed tokens: bool[n_tokens]."""
+        if self._allowed is None:
+            n_tokens = self._grammar.n_tokens
+            words = np.zeros(-(-n_tokens // _BITS_OF_A_WORD), np.uint32)
+            # Two threads must not ask one matcher at the same time, but each may ask a copy.
+            matcher = self._matcher.deep_copy()
+            with _failures():
+                matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            if matcher.is_error():
+                raise _failure(matcher)
+            bits = np.unpackbits(words.view(np.uint8), count=n_tokens, bitorder="little")
+            self._allowed = bits.view(np.bool_)
+        return self._allowed
+
+
+def problem_of(grammar: Grammar) -> str | None:
+    """Return llguidance's objection to a grammar; None if there is none."""
+    is_wrong, messages = objections_to(grammar)
+    return "; ".join(messages) if is_wrong else None
+
+
+def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:
+    """Return whether llguidance refuses a grammar, and its messages. Those about a grammar that it does not
+    refuse say what it ignores."""
+    from llguidance import LLMatcher
+
+    try:
+        with _panics():
+            return LLMatcher.validate_grammar_with_warnings(_compiled(grammar))
+    except (ValueError, _PanicError) as error:
+        return True, [str(error)]
+
+
+def _compiled(grammar: Grammar) -> str:
+    from llguidance import LLMatcher
+
+    if grammar.form == "json_schema":
+        return LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_FORM)  # type: ignore[arg-type]
+    return LLMatcher.grammar_from_lark(grammar.text)
+
+
+class _PanicError(Exception):
+    """A bug in llguidance, which it reports by an exception without a name of its own."""
+
+
+@contextlib.contextmanager
+def _panics() -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise _PanicError(_line(str(error))) from error
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """Translate errors while a text is generated. Raise `BackendError`."""
+    try:
+        with _panics():
+            yield
+    except _PanicError as error:
+        raise BackendError(f"the grammar cannot be followed any further: {error}") from error
+
+
+def _failure(matcher: LLMatcher) -> BackendError:
+    return BackendError(f"the grammar cannot be followed any further: {_line(matcher.get_error())}")
+
+
+def _line(text: str) -> str:
+    return text.strip().split("\n", maxsplit=1)[0]
+
+
+# --- tokens -----------------------------------------------------------------------------------
+
+_tokenizers: weakref.WeakKeyDictionary[Vocabulary, LLTokenizer] = weakref.WeakKeyDictionary()
+#: Making one takes up to a second, and two threads may want the same one.
+_making = threading.Lock()
+
+
+def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    """Return llguidance's form of a vocabulary, made once."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    with _making:
+        found = _tokenizers.get(vocabulary)
+        if found is None:
+            tokens = TokenizerWrapper(_Tokens(vocabulary))
+            ends = list(vocabulary.end_tokens())
+            found = LLTokenizer(tokens, n_vocab=vocabulary.n_tokens, eos_token=ends)
+            _tokenizers[vocabulary] = found
+        return found
+
+
+class _Tokens:
+    """A vocabulary in llguidance's interface."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = weakref.ref(vocabulary)
+        ends = list(vocabulary.end_tokens())
+        self.eos_token_id = ends[0]
+        self.bos_token_id = None
+        pieces = [vocabulary.token_bytes(token_id) for token_id in range(vocabulary.n_tokens)]
+        for token_id in ends:
+            pieces[token_id] = b""
+        #: The names of tokens; tokens that add nothing to the text get names that no text has.
+        self.tokens = [
+            piece or _SPECIAL + f"[{number}]".encode() for number, piece in enumerate(pieces)
+        ]
+        self.special_token_ids = [number for number, piece in enumerate(pieces) if not piece]
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the tokens in which the model's tokenizer writes a text that a grammar forces."""
+        vocabulary = self._vocabulary()
+        if vocabulary is None or not isinstance(text, str):
+            raise TypeError("a text of an open vocabulary is wanted")
+        tokens = vocabulary.tokenize_inside(text, parse_special=True)
+        if all(vocabulary.token_bytes(token) for token in tokens):
+            return tokens
+        return vocabulary.tokenize_inside(text, parse_special=False)

@@ -1,0 +1,186 @@
+"""The chain of samplers: from a row of logits to the distribution that a token is drawn from.
+
+The order is `SamplerOptions.samplers`, by default llama.cpp's: penalties, DRY, top-n-sigma, top-k,
+typical, top-p, min-p, XTC, temperature. Logit biases come before them all. Each sampler gets the
+result of the one before; those that are switched off cost nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from specgen.errors import BackendError
+from specgen.options import SamplerOptions
+from specgen.system.arrays import Logits, ProbArray, TokenArray
+from specgen.text.sampling.candidates import Candidates, check_finite
+from specgen.text.sampling.distribution import Distribution
+from specgen.text.sampling.dry import DryBreakers
+from specgen.text.sampling.masking import Allows, allowed, allowed_top_k
+from specgen.text.sampling.steps import Cut, Edit, Fork, Scale, n_history, steps_for
+from specgen.text.sampling.temperatures import softmax, temperature
+from specgen.text.sampling.truncation import xtc
+
+#: The history for samplers that look at no text.
+NO_HISTORY: TokenArray = np.zeros(0, np.int64)
+NO_HISTORY.flags.writeable = False
+
+
+class Sampler:
+    """A chain of samplers, made once for its options.
+
+    It has no state: the same arguments give the same distribution. The text so far is an argument,
+    so one sampler judges a tree of drafts, with one history a node.
+    """
+
+    def __init__(self, options: SamplerOptions, breakers: DryBreakers | None = None) -> None:
+        """Make a chain of samplers. `breakers` are the sequence breakers of DRY; None means that there are
+        none."""
+        steps = steps_for(options, breakers or DryBreakers())
+        #: Edits at the beginning of the chain change the row itself, and are undone afterwards.
+        self._edits: list[Edit] = []
+        for step in steps:
+            if not isinstance(step, Edit):
+                break
+            self._edits.append(step)
+        self._steps = steps[len(self._edits) :]
+        self._greedy = options.greedy
+        self._takes_best = self._greedy and all(
+            isinstance(step, Scale) or (isinstance(step, Cut) and step.keeps_best)
+            for step in self._steps
+        )
+        #: A temperature that comes last is left to the softmax.
+        self._temperature = 1.0
+        last = self._steps[-1] if self._steps else None
+        if isinstance(last, Scale) and last.temperature > 0.0:
+            self._temperature = last.temperature
+            self._steps.pop()
+        self._n_history = n_history(options)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the chain keeps only its most likely token: the temperature is 0 or less."""
+        return self._greedy
+
+    @property
+    def is_random(self) -> bool:
+        """Whether a distribution may have more than one token: if the chain is not greedy, or if XTC
+        forks it."""
+        return not self._greedy or any(isinstance(step, Fork) for step in self._steps)
+
+    @property
+    def n_history(self) -> int:
+        """How many of the last tokens of the text the chain looks at; -1 is all of them."""
+        return self._n_history
+
+    def distribution(
+        self, logits: Logits, history: TokenArray = NO_HISTORY, allows: Allows | None = None
+    ) -> Distribution:
+        """Return the chain's distribution for a row of logits, float32[n_vocab].
+
+        `history` holds the last tokens of the text, including the prompt, oldest first: int64[n],
+        where n is at least `n_history` if the text is that long. `logits` is written to and
+        restored. `allows` is a grammar that masks the logits before the chain; it is asked about
+        as few tokens as the chain permits (see `specgen.text.sampling.masking`).
+
+        Raise `BackendError` if the row has no finite maximum, and `NoTokenAllowedError` if the grammar
+        leaves nothing.
+
+        XTC removes tokens at random, with a given probability. A token after it is therefore drawn from a
+        mixture: with that probability from the rest of the chain without these tokens, and otherwise from
+        the rest of the chain with all candidates. The mixture is returned, so it is exact for speculative
+        sampling, and no random number is used here. (At temperature 0 it is a mixture of two certain
+        tokens.)
+        """
+        if not self._edits:
+            return self._of_row(logits, history, allows)
+        edited: list[tuple[TokenArray, Logits]] = []
+        try:
+            for edit in self._edits:
+                token_ids, amounts = _within(*edit.affected(history), len(logits))
+                before = logits[token_ids]
+                edited.append((token_ids, before))
+                with np.errstate(over="ignore"):  # a large penalty: minus infinity
+                    logits[token_ids] = edit.change(before, amounts)
+            return self._of_row(logits, history, allows)
+        finally:
+            for token_ids, before in reversed(edited):
+                logits[token_ids] = before
+
+    def _of_row(self, logits: Logits, history: TokenArray, allows: Allows | None) -> Distribution:
+        token_id = int(logits.argmax())
+        top = float(logits[token_id])
+        if top == -np.inf and self._edits:
+            raise BackendError("the logit biases and penalties leave no token to choose")
+        check_finite(top)
+        if self._takes_best:
+            if allows is not None and not allows(np.array([token_id]))[0]:
+                token_id = int(allowed_top_k(logits, allows, 1).ids()[0])
+            return Distribution.certain(token_id)
+        candidates = Candidates.whole(logits)
+        n_done = 0
+        if allows is not None:
+            candidates, n_done = self._masked(candidates, history, allows)
+        return self._run(candidates, n_done, history)
+
+    def _masked(
+        self, candidates: Candidates, history: TokenArray, allows: Allows
+    ) -> tuple[Candidates, int]:
+        """Return the candidates after the mask and the first steps, and the number of these steps."""
+        for n_done, step in enumerate(self._steps):
+            if isinstance(step, Cut) and step.apply_masked is not None:
+                return step.apply_masked(candidates.scores, allows), n_done + 1
+            if not isinstance(step, (Edit, Scale)):
+                return allowed(candidates.scores, allows), n_done
+            # Edits and scales treat each token by itself, so the mask may come after them.
+            candidates = _applied(step, candidates, history)
+        return allowed(candidates.scores, allows), len(self._steps)
+
+    def _run(self, candidates: Candidates, n_done: int, history: TokenArray) -> Distribution:
+        """Return the distribution after all steps but the first `n_done`."""
+        for n, step in enumerate(self._steps[n_done:], n_done + 1):
+            if not isinstance(step, Fork):
+                candidates = _applied(step, candidates, history)
+                continue
+            removed = xtc(candidates, step.threshold)
+            if removed is not candidates:
+                return Distribution.mixture(
+                    step.probability,
+                    self._run(removed, n, history),
+                    self._run(candidates, n, history),
+                )
+        return softmax(candidates, self._temperature)
+
+
+def _applied(step: Edit | Scale | Cut, candidates: Candidates, history: TokenArray) -> Candidates:
+    if isinstance(step, Cut):
+        return step.apply(candidates)
+    if isinstance(step, Scale):
+        return temperature(candidates, step.temperature)
+    return _edited(candidates, step, history)
+
+
+def _edited(candidates: Candidates, edit: Edit, history: TokenArray) -> Candidates:
+    """Return the candidates by id, with new scores for the tokens that `edit` affects."""
+    candidates = candidates.by_id()
+    token_ids, amounts = edit.affected(history)
+    scores = candidates.scores.astype(np.float64)
+    if candidates.token_ids is None:
+        positions, amounts = _within(token_ids, amounts, len(scores))
+    else:
+        _, positions, affected = np.intersect1d(
+            candidates.token_ids, token_ids, assume_unique=True, return_indices=True
+        )
+        amounts = amounts[affected]
+    scores[positions] = edit.change(scores[positions], amounts)
+    return candidates._replace(scores=scores)
+
+
+def _within(
+    token_ids: TokenArray, amounts: ProbArray, n_vocab: int
+) -> tuple[TokenArray, ProbArray]:
+    """Drop the ids that the row does not have, with their amounts: two models may share only some tokens of
+    their vocabularies."""
+    if not len(token_ids) or 0 <= token_ids[0] <= token_ids[-1] < n_vocab:
+        return token_ids, amounts
+    start, end = token_ids.searchsorted((0, n_vocab))
+    return token_ids[start:end], amounts[start:end]

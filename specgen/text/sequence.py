@@ -1,0 +1,211 @@
+"""The state of one answer: its tokens, its text, and when it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from specgen.drafters import Drafters
+from specgen.errors import SpecgenError
+from specgen.events import FinishedEvent, FinishReason
+from specgen.method.backend import Vocabulary
+from specgen.method.hidden_trail import TargetStates
+from specgen.method.policy import Offer, Policy
+from specgen.method.policy.cost_table import ALONE, Others
+from specgen.method.tally import Tally
+from specgen.method.tree_batch import Branches
+from specgen.method.verifiers import Verifier
+from specgen.options import GenerationOptions
+from specgen.text.text_state import Shaper, TextState, TextStream
+
+#: The expected number of tokens of an answer that has just begun. (In replays of 31 answers on three
+#: pairs, 8 to 16 gave the best geometric mean; in replays of 75 answers, 4 to 8. For a short answer, a
+#: draft that reads the prompt costs more than it can save.)
+_N_EXPECTED = 8
+
+
+@dataclass(slots=True)
+class Sequence:
+    """The state of one answer. The loop changes it. `n_ctx` is the most tokens that may be decoded,
+    prompt and answer together. `state` starts with the prompt.
+
+    `drafters` is None for plain decoding, and becomes None when drafting fails.
+    """
+
+    vocabulary: Vocabulary
+    options: GenerationOptions
+    n_ctx: int
+    drafters: Drafters | None
+    policy: Policy
+    verifier: Verifier
+    #: The target's samplers over `state`.
+    shaper: Shaper
+    #: The committed text, prompt and answer; the drafter may share it.
+    state: TextState
+    rng: np.random.Generator
+    slot: Branches = field(default_factory=Branches)
+    #: The number of the answer in events, their `sequence`.
+    index: int = 0
+    #: Tokens that end this answer, besides the vocabulary's end tokens.
+    ends: frozenset[int] = frozenset()
+    text: TextStream = field(init=False)
+    tally: Tally = field(default_factory=Tally)
+    finish_reason: FinishReason | None = None
+    #: The clock's time when the first piece of the prompt was read; None before.
+    read_since_s: float | None = None
+    #: Whether the prompt is read, and the first token committed.
+    is_started: bool = False
+    #: Why nothing drafts, while `drafters` is None.
+    why_undrafted: Literal["off", "failed"] = "off"
+    #: The number of its rows in the last round's batch.
+    n_rows: int = 1
+    #: Takes the target's hidden states; None if no drafter needs them.
+    hidden: TargetStates | None = None
+    #: The number of prompt tokens that the cache held already.
+    n_cached: int = 0
+    #: The error that ended the answer early; it then has no `finish_reason`.
+    failure: SpecgenError | None = None
+    stopped_by: str | None = None
+    n_prompt: int = field(init=False)
+    #: Whether the last token of `tokens` ends the text; it is then not part of the answer.
+    _has_end_token: bool = False
+
+    def __post_init__(self) -> None:
+        self.n_prompt = len(self.state.tokens)
+        if not self.n_prompt:
+            raise ValueError("a sequence needs at least one prompt token")
+        self.text = TextStream(self.options.stop)
+        if self.options.max_tokens == 0:
+            self.finish_reason = "length"
+
+    @property
+    def tokens(self) -> list[int]:
+        """All committed tokens, prompt and answer."""
+        return self.state.tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None or self.failure is not None
+
+    @property
+    def answer(self) -> list[int]:
+        """The answer's tokens, without the one that ended it."""
+        end = len(self.tokens) - 1 if self._has_end_token else len(self.tokens)
+        return self.tokens[self.n_prompt : end]
+
+    @property
+    def n_answer(self) -> int:
+        return len(self.tokens) - self.n_prompt - self._has_end_token
+
+    @property
+    def n_draftable(self) -> int:
+        """The most drafted tokens that could still become part of the answer.
+
+        The target adds a token of its own to those that it accepts, and each row of a batch needs a cell
+        of the context.
+        """
+        n = self.n_ctx - len(self.tokens)
+        if self.options.max_tokens >= 0:
+            n = min(n, self.options.max_tokens - self.n_answer - 1)
+        return max(0, n)
+
+    @property
+    def n_expected(self) -> int:
+        """The expected number of tokens that the answer still gets: as many as it has, since long answers
+        tend to go on for longer, but no more than there is room for."""
+        n = max(_N_EXPECTED, self.n_answer)
+        return min(n, self.n_draftable + 1)
+
+    def offer(self, n_most: int, others: Others = ALONE) -> Offer:
+        """Return what is known before a round of at most `n_most` drafted tokens. The free drafter proposes
+        now. There must be `drafters`."""
+        drafters, n_text = self.drafters, len(self.tokens)
+        assert drafters is not None, "something drafts"
+        n_most = min(n_most, self.policy.n_max, self.n_draftable)
+        found = drafters.look_up(self.tokens, n_most)
+        return Offer(
+            self.n_expected,
+            n_most,
+            found,
+            drafters.model_name,
+            lambda n_found: drafters.price(n_text + n_found),
+            others,
+        )
+
+    def commit(self, token: int) -> str:
+        """Add the target's next token, and return the text that may now be shown.
+
+        Sets `finish_reason` if the answer ends with this token. Only here can the content of an answer
+        end it, one token at a time, so that a draft cannot move the end.
+        """
+        self.state.commit(token)
+        if self.vocabulary.is_end(token) or token in self.ends:
+            self._has_end_token = True
+            self.finish("stop", self.vocabulary.token_text(token))
+            return self.text.flush()
+        shown = self.text.push(self.vocabulary.token_bytes(token))
+        if self.text.stopped_by is not None:
+            self.finish("stop", self.text.stopped_by)
+        elif self.n_answer == self.options.max_tokens:
+            self.finish("length")
+            shown += self.text.flush()
+        elif len(self.tokens) > self.n_ctx:
+            self.finish("context")
+            shown += self.text.flush()
+        return shown
+
+    def finish(self, reason: FinishReason, stopped_by: str | None = None) -> None:
+        """End the answer. If it is called again, the first reason stays."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            self.stopped_by = stopped_by
+
+    def finished_event(
+        self, time_s: float, plain_token_s: float | None, how: str, n_plain: int = 1
+    ) -> FinishedEvent:
+        """Return the summary. `plain_token_s` is the cost of a token without a draft, if known, `how` says how
+        it was measured, and `n_plain` by how many independent times."""
+        tally = self.tally
+        tokens_per_s = tally.tokens_per_s(len(self.tokens) - self.n_prompt)
+        plain_tokens_per_s = 1.0 / plain_token_s if plain_token_s else None
+        speedup = tokens_per_s / plain_tokens_per_s if tokens_per_s and plain_tokens_per_s else None
+        error = 1.0 + tally.speedup_error(n_plain)
+        return FinishedEvent(
+            sequence=self.index,
+            time_s=time_s,
+            text=self.text.text,
+            token_ids=tuple(self.answer),
+            finish_reason=self.finish_reason or "interrupted",
+            stopped_by=self.stopped_by,
+            n_prompt_tokens=self.n_prompt,
+            n_cached_tokens=self.n_cached,
+            n_tokens=self.n_answer,
+            n_rounds=tally.n_rounds,
+            n_forced=tally.n_forced,
+            n_drafted=tally.n_drafted,
+            n_accepted=tally.n_accepted,
+            acceptance_rate=tally.acceptance_rate,
+            mean_accepted_length=tally.mean_accepted_length,
+            accepted_by_depth=tuple(tally.accepted_by_depth),
+            drafted_by_depth=tuple(tally.drafted_by_depth),
+            accepted_by_rank=tuple(tally.accepted_by_rank),
+            drafted_by_rank=tuple(tally.drafted_by_rank),
+            tokens_per_s=tokens_per_s,
+            time_to_first_token_s=tally.first_token_s,
+            prompt_s=tally.prompt_s,
+            draft_s=tally.draft_s,
+            target_s=tally.target_s,
+            loop_s=tally.loop_s,
+            wall_s=tally.wall_s,
+            undrafted=tally.reasons,
+            ends_grammar=self._has_end_token and self.state.has_grammar,
+            plain_tokens_per_s=plain_tokens_per_s,
+            estimated_speedup=speedup,
+            estimated_speedup_range=None if speedup is None else (speedup / error, speedup * error),
+            estimated_whole_speedup=tally.whole_speedup(
+                len(self.tokens) - self.n_prompt, plain_token_s
+            ),
+            estimate=how if plain_tokens_per_s else None,
+        )

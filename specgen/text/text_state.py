@@ -1,0 +1,248 @@
+"""The committed text of a sequence, its grammar state, and the characters of its tokens."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.system.arrays import Logits, TokenArray
+from specgen.text.grammar.base import GrammarState
+from specgen.text.sampling import Distribution, Sampler, top_probability
+
+#: Tokens to make room for behind the text; there is more if a text outgrows it.
+_ROOM = 512
+#: Distributions over more tokens than this are too large to remember thousands of them.
+_MAX_REMEMBERED = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class TextMark:
+    """A position in a text."""
+
+    n_tokens: int
+    grammar: GrammarState | None
+
+
+class TextState:
+    """The committed tokens of one text, and its grammar state.
+
+    `prompt` comes before the answer: penalties see it, the grammar does not.
+    """
+
+    def __init__(self, prompt: Sequence[int], grammar: GrammarState | None = None) -> None:
+        #: All committed tokens, prompt and answer. Read only; `commit` adds to it.
+        self.tokens: list[int] = list(prompt)
+        self._grammar = grammar
+        self._history = np.zeros(len(prompt) + _ROOM, np.int64)
+        self._history[: len(prompt)] = self.tokens
+
+    @property
+    def has_grammar(self) -> bool:
+        return self._grammar is not None
+
+    def commit(self, token: int) -> None:
+        """Add a token to the text. Raise ValueError if the grammar does not allow it."""
+        if self._grammar is not None:
+            self._grammar = self._grammar.after(token)
+        self._reserve(1)
+        self._history[len(self.tokens)] = token
+        self.tokens.append(token)
+
+    def mark(self) -> TextMark:
+        """Return a mark of this position in the text, for `rewind`."""
+        return TextMark(len(self.tokens), self._grammar)
+
+    def rewind(self, mark: TextMark) -> None:
+        """Take back the tokens that were committed since the mark."""
+        del self.tokens[mark.n_tokens :]
+        self._grammar = mark.grammar
+
+    def history(self, path: Sequence[int], n_last: int) -> TokenArray:
+        """Return the last `n_last` tokens (-1: all) of the text followed by `path`, oldest first: int64[m].
+        The array is a view, valid until the next call."""
+        if n_last == 0:
+            return self._history[:0]
+        self._reserve(len(path))
+        end = len(self.tokens) + len(path)
+        self._history[len(self.tokens) : end] = path
+        return self._history[0 if n_last < 0 else max(0, end - n_last) : end]
+
+    def grammar(self, path: Sequence[int] = ()) -> GrammarState | None:
+        """Return the grammar's state after the text and `path`; None without a grammar."""
+        state = self._grammar
+        if state is not None:
+            for token in path:
+                state = state.after(token)
+        return state
+
+    def forced(self, path: Sequence[int] = ()) -> int | None:
+        """Return the only token that the grammar allows after the text and `path`; None if there are
+        several, or no grammar."""
+        grammar = self.grammar(path)
+        return grammar.forced() if grammar is not None else None
+
+    def within_grammar(self, draft: Draft, before: Sequence[int] = ()) -> Draft:
+        """Return the nodes of a draft that the grammar allows after the text and the tokens `before`.
+        Without a grammar these are all nodes; none if the grammar rejects `before`."""
+        if self._grammar is None or not len(draft):
+            return draft
+        try:
+            states = {ROOT: self.grammar(before)}
+        except ValueError:
+            return NO_DRAFT
+        for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+            state = states.get(parent)
+            if state is not None and state.allows(np.array([token]))[0]:
+                states[node] = state.after(token)
+        return draft.only([node for node in states if node != ROOT])
+
+    def _reserve(self, n: int) -> None:
+        """Make room for n tokens after the text."""
+        n_needed = len(self.tokens) + n
+        if n_needed > len(self._history):
+            self._history = np.resize(self._history, max(n_needed, 2 * len(self._history)))
+
+
+class Shaper:
+    """Turns a row of logits into the distribution of the next token, by the samplers and the grammar."""
+
+    def __init__(self, sampler: Sampler, state: TextState) -> None:
+        self._sampler = sampler
+        self._state = state
+        self._looks_back = sampler.n_history != 0 or state.has_grammar
+
+    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
+        """Return the distribution after the text and `path`, from the model's logits there,
+        float32[n_vocab]. Raise `BackendError` if the row has values that are no numbers, or if the grammar
+        allows no token."""
+        if not self._looks_back:
+            return self._sampler.distribution(logits)
+        grammar = self._state.grammar(path)
+        forced = grammar.forced() if grammar is not None else None
+        if forced is not None:
+            # The mask alone may allow more: where a text can only end, there may be several end
+            # tokens. One of these is taken, the same for the drafter and the verifier.
+            return Distribution.certain(forced)
+        return self._sampler.distribution(
+            logits,
+            self._state.history(path, self._sampler.n_history),
+            grammar.allows if grammar is not None else None,
+        )
+
+    def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float:
+        """Return the largest probability of a token after the text and `path`: 1 if the grammar forces the
+        token, else that of the logits there, float32[n_vocab], at temperature 1."""
+        return 1.0 if self._state.forced(path) is not None else top_probability(logits)
+
+
+class RememberingShaper(Shaper):
+    """A shaper that computes the distribution after each text once: for texts that come again and
+    again, with the same logits each time."""
+
+    def __init__(self, sampler: Sampler, state: TextState) -> None:
+        super().__init__(sampler, state)
+        self._n_fixed = len(state.tokens)
+        self._known: dict[tuple[int, ...], Distribution] = {}
+
+    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
+        text = (*self._state.tokens[self._n_fixed :], *path)
+        found = self._known.get(text)
+        if found is None:
+            found = super().distribution(logits, path)
+            if len(found.token_ids) <= _MAX_REMEMBERED:
+                self._known[text] = found
+        return found
+
+
+class StopScanner:
+    """Finds stop strings in text that arrives in pieces, also across the borders of pieces.
+
+    Text that may be a prefix of a stop string is held back until more text decides it.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if not all(stops):
+            raise ValueError("a stop string is empty")
+        self._stops = tuple(stops)
+        self._held = ""
+        #: The stop string that was found.
+        self.found: str | None = None
+
+    def push(self, text: str) -> str:
+        """Take a piece; return the text that may be shown now. If that completes a stop string,
+        `found` is set, the text before it is returned, and no more text may be pushed."""
+        if not self._stops:
+            return text
+        text = self._held + text
+        hits = [(index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
+        if hits:
+            index, self.found = min(hits)
+            self._held = ""
+            return text[:index]
+        n_held = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - n_held :]
+        return text[: len(text) - n_held]
+
+    def flush(self) -> str:
+        """Return the text that is still held back, since the text has ended."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest ending of `text` that is a prefix of `stop`, but not all of it."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+class TextStream:
+    """Turns the bytes of tokens into text.
+
+    An incomplete character is held back and comes with the token that completes it. Bytes that are
+    not UTF-8 become U+FFFD.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._scanner = StopScanner(stops)
+        self._text: list[str] = []
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that the text ended with, if it did."""
+        return self._scanner.found
+
+    @property
+    def text(self) -> str:
+        """All text that was returned so far."""
+        return "".join(self._text)
+
+    def push(self, token_bytes: bytes) -> str:
+        """Return the text that may be shown after this token."""
+        return self._add(self._scanner.push(self._decoder.decode(token_bytes)))
+
+    def flush(self) -> str:
+        """Return the rest, at the end of the text; incomplete characters become U+FFFD."""
+        rest = self._decoder.decode(b"", final=True)
+        if self._scanner.found is not None:
+            return ""
+        text = self._scanner.push(rest)
+        return self._add(text + self._scanner.flush())
+
+    def preview(self, before: bytes, token_bytes: bytes) -> str:
+        """Decode `token_bytes` after `before` without consuming them."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        decoder.setstate(self._decoder.getstate())
+        decoder.decode(before)
+        return decoder.decode(token_bytes, final=True)
+
+    def _add(self, text: str) -> str:
+        if text:
+            self._text.append(text)
+        return text

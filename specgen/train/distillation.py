@@ -1,0 +1,207 @@
+"""Fits a draft model to a target's own text, and writes it as a GGUF file.
+
+Training changes the scales of the blocks of its matrices (`specgen.train.gguf_weights`). It fits
+the tokens that the target chose (hard labels) and, where they are known, the tokens that it found
+likeliest (distillation as in DistillSpec, Zhou et al., arXiv:2310.08461). The draft has to agree with
+the target only on the target's own text, so some ten thousand tokens of it suffice for a gain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specgen.errors import MemoryLimitError, UsageError
+from specgen.system.atomic_files import new_beside
+from specgen.system.json_lines import write_errors
+from specgen.train.gguf_weights import GgufWeights, read_weights, write_weights
+from specgen.train.training_data import N_COLUMNS, Rows, TrainingText, pack_split
+from specgen.train.training_loop import Budget, Schedule, TrainingState, train
+
+if TYPE_CHECKING:
+    from specgen.train.transformer import Trainer
+
+#: The learning rate of Adam at its peak.
+RATE = 6e-3
+#: The weight of the target's distribution in the loss, where it is known; the rest is
+#: on the token that the target chose. With 1, a second pass does not overfit.
+SOFTNESS = 1.0
+#: The number of rows in a step, and passes over the text at most.
+N_ROWS = 3
+N_PASSES = 2
+#: Judgements in a pass over the text, and the number without an improvement after which training ends.
+_JUDGED_PER_PASS = 3
+_PATIENCE = 4
+#: The learning rate rises in a quarter of the steps, but in so many at most, and falls to this share of its peak.
+_MOST_RISING = 20
+_LAST_SHARE = 0.05
+#: The fewest tokens of answers to learn from, and to judge by.
+_LEAST_LEARNT = 1000
+_LEAST_JUDGED = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """The result of a training. An agreement is the share of the held-back answers' tokens that the draft
+    finds likeliest: before, and after, the latter of the weights as written to the file."""
+
+    agreement_before: float
+    agreement_after: float
+    n_steps: int
+    seconds: float
+
+
+def distil(
+    draft: Path,
+    texts: Sequence[TrainingText],
+    output: Path,
+    budget: Budget,
+    *,
+    rate: float = RATE,
+    softness: float = SOFTNESS,
+) -> Distilled | None:
+    """Train a draft on texts and write it to `output`; None if interrupted.
+
+    The state is kept beside `output` during the training, so the same call continues a training
+    that was interrupted or killed. Raises `UsageError` if JAX is not installed or there is too little text,
+    `ModelFileError` if the draft cannot be trained, `MemoryLimitError` and `OutputError`.
+    """
+    check_library()
+    learnt, judged = pack_split(texts)
+    if learnt.n_labels < _LEAST_LEARNT or judged.n_labels < _LEAST_JUDGED:
+        raise UsageError(
+            f"{learnt.n_labels} tokens to learn from and {judged.n_labels} to judge by: too few",
+            hint=f"give more --minutes or --prompts: a draft needs {_LEAST_LEARNT} and {_LEAST_JUDGED}",
+        )
+    weights = read_weights(draft)
+    check_memory(draft, weights)
+    from specgen.train.transformer import Trainer
+
+    trainer = Trainer(weights, softness=softness)
+    with write_errors(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+    n_batch = min(N_ROWS, len(learnt))
+    n_per_pass = len(learnt) // n_batch
+    schedule = Schedule(
+        len(learnt),
+        n_batch,
+        N_PASSES,
+        rate,
+        n_rising=1 + min(_MOST_RISING, N_PASSES * n_per_pass // 4),
+        last_share=_LAST_SHARE,
+        judged_every=max(1, n_per_pass // _JUDGED_PER_PASS),
+        patience=_PATIENCE,
+    )
+    key = _key(draft, learnt, judged, f"scales {N_PASSES} {rate} {softness}")
+    saved = _SavedTraining(output.with_name(f"{output.name}.training"), key, trainer)
+    resumed = saved.resumed()
+    if resumed is None:
+        score = trainer.judge(judged)
+        resumed = score.agreement, TrainingState(score.loss, trainer.changes())
+    before, state = resumed
+    save = partial(saved.save, before, state)
+    if not train_scales(trainer, learnt, judged, state, schedule, budget, save):
+        return None
+    with write_errors(output), new_beside(output) as new:
+        write_weights(draft, state.best, new)
+        after = Trainer(read_weights(new)).judge(judged)
+        new.replace(output)
+    saved.file.unlink(missing_ok=True)
+    return Distilled(before, after.agreement, state.n_steps, state.seconds)
+
+
+def train_scales(
+    trainer: Trainer,
+    learnt: Rows,
+    judged: Rows,
+    state: TrainingState,
+    schedule: Schedule,
+    budget: Budget,
+    save: Callable[[], None] = lambda: None,
+) -> bool:
+    """Train on rows, judged by others, as `train` does; return False if interrupted."""
+    return train(
+        state,
+        schedule,
+        budget,
+        step=lambda rows, rate: trainer.step(learnt.pick(rows), rate),
+        # The loss tells steps apart that agree on as many of a few thousand tokens.
+        loss=lambda: trainer.judge(judged).loss,
+        parameters=trainer.changes,
+        save=save,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedTraining:
+    """The file with the state of a training, its trainer's included. A file with another key does not count."""
+
+    file: Path
+    key: str
+    trainer: Trainer
+
+    def save(self, before: float, state: TrainingState) -> None:
+        numbers = [before, state.best_loss, state.n_steps, state.seconds, state.n_worse]
+        best = {f"best_{name}": values for name, values in state.best.items()}
+        with write_errors(self.file):
+            self.trainer.save(self.file, key=self.key, numbers=numbers, **best)
+
+    def resumed(self) -> tuple[float, TrainingState] | None:
+        """Restore the trainer, and return the agreement before the training with its state; None if there
+        is no whole file."""
+        try:
+            with self.file.open("rb") as file, np.load(file) as saved:
+                if str(saved["key"]) != self.key:
+                    return None
+                names = [name for name in saved.files if name.startswith("best_")]
+                best = {name.removeprefix("best_"): saved[name] for name in names}
+                before, best_loss, n_steps, seconds, n_worse = saved["numbers"].tolist()
+                self.trainer.restore(saved)
+        except (OSError, KeyError, ValueError, zipfile.BadZipFile, EOFError):
+            return None
+        return before, TrainingState(best_loss, best, int(n_steps), seconds, int(n_worse))
+
+
+def _key(draft: Path, learnt: Rows, judged: Rows, settings: str) -> str:
+    """Return a digest of the draft, the data and the settings."""
+    found = hashlib.sha256(f"{draft.name} {draft.stat().st_size} {settings}".encode())
+    for rows in (learnt, judged):
+        found.update(rows.tokens.tobytes() + rows.labels.tobytes())
+    return found.hexdigest()
+
+
+def check_library() -> None:
+    """Raise `UsageError` if JAX or optax is not installed."""
+    for name in ("jax", "optax"):
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(
+                f"training a draft needs {name}, which is not installed",
+                hint="pip install 'specgen-gguf[train]'",
+            )
+
+
+def check_memory(draft: Path, weights: GgufWeights) -> None:
+    """Raise `MemoryLimitError` if the weights and the values of a step do not fit the free memory."""
+    import psutil
+
+    shape = weights.hyperparameters
+    n_vocab = len(weights.tensors["token_embd.weight"])
+    n_ff = max(len(weights.tensors[f"blk.{i}.ffn_up.weight"]) for i in range(shape.n_layer))
+    # The outputs of a layer's matrices for each token, and some copies of a row's logits.
+    states = shape.n_layer * (8 * shape.n_embd + 4 * n_ff) * N_ROWS * N_COLUMNS
+    needed = 4 * (weights.n_parameters + states + 4 * N_COLUMNS * n_vocab)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise MemoryLimitError(
+            f"{draft}: training it needs about {needed / 2**30:.1f} GiB more, "
+            f"{available / 2**30:.1f} GiB are free",
+            hint="train a smaller draft, or close other programs",
+        )

@@ -1,0 +1,215 @@
+"""Builds drafts for a target in a given time: first the target's own text, then a draft of each kind."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from specgen.models import human_bytes
+from specgen.system.atomic_files import new_beside
+from specgen.system.json_lines import write_errors
+from specgen.system.progress import Progress
+from specgen.train.draft_files import distilled_file, heads_file, identity_of, text_folder
+
+if TYPE_CHECKING:
+    from specgen.method.policy.cost_table import CostTable
+    from specgen.session.loaded_models import Models
+    from specgen.train.target_text import TargetText
+    from specgen.train.training_loop import Budget
+
+Kind: TypeAlias = Literal["heads", "distilled"]
+
+#: Tokens of the target's own text for making drafts; with twice as many, heads agree only a little more.
+N_TOKENS = 40_000
+#: The most tokens of an answer, and the number of answers that are generated at once.
+N_ANSWER_TOKENS = 256
+N_PARALLEL = 16
+#: The largest share of the time that is spent on the text, once drafts are compared.
+_SHARE_OF_TEXT = 0.6
+#: The number of prompts on which drafts are compared, and of tokens of their answers.
+N_JUDGED, _LEAST_JUDGED, JUDGED_TOKENS = 8, 2, 96
+#: The share of the time for which drafts are compared. About how long it takes to open a draft and time its
+#: decodes, in seconds, and to replay an answer with it, as a share of the target's time.
+_SHARE_OF_JUDGING, _OPENING_S, _TRIAL_SHARE = 0.4, 3.0, 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """The text to make drafts from: answers to `prompts`, `n_tokens` tokens in all, `n_parallel` answers at
+    once, each with at most `max_tokens` tokens."""
+
+    prompts: Sequence[str]
+    n_tokens: int = N_TOKENS
+    max_tokens: int = N_ANSWER_TOKENS
+    n_parallel: int = N_PARALLEL
+
+
+@dataclass(frozen=True, slots=True)
+class TimePlan:
+    """How the time for making drafts is divided, in seconds, and what fits into it: tokens of the target's
+    text, and prompts on which the drafts are compared."""
+
+    text_s: float
+    training_s: float
+    judging_s: float
+    n_tokens: int
+    n_judged: int
+
+
+def plan_time(
+    left_s: float, costs: CostTable, n_drafts: int, n_parallel: int, *, n_most: int = N_JUDGED
+) -> TimePlan:
+    """Divide the time by the target's costs. `n_drafts` are compared, on at most `n_most` prompts."""
+    prompt_s = JUDGED_TOKENS * costs.seconds(1) * (1.0 + _TRIAL_SHARE * n_drafts)
+    opening_s = _OPENING_S * n_drafts
+    n_judged = int((_SHARE_OF_JUDGING * left_s - opening_s) / prompt_s)
+    n_judged = max(_LEAST_JUDGED, min(n_most, n_judged))
+    judging_s = opening_s + n_judged * prompt_s
+    making_s = max(0.0, left_s - judging_s)
+    text_s = _SHARE_OF_TEXT * making_s
+    n_tokens = int(text_s * n_parallel / costs.seconds(n_parallel))
+    return TimePlan(text_s, making_s - text_s, judging_s, n_tokens, n_judged)
+
+
+def own_prompts() -> list[str]:
+    """Return the prompts that come with specgen."""
+    text = resources.files("specgen.train").joinpath("prompts.jsonl").read_text("utf-8")
+    return [json.loads(line)["prompt"] for line in text.splitlines()]
+
+
+class DraftBuilder:
+    """Builds drafts for a target, in a cache folder.
+
+    `clock` gives seconds. `tell` gets a sentence about each result; `interrupted` returns whether to stop.
+    """
+
+    def __init__(
+        self,
+        loaded: Models,
+        text: TextOptions,
+        cache: Path,
+        *,
+        clock: Callable[[], float],
+        progress: Progress,
+        tell: Callable[[str], None],
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self._loaded = loaded
+        self._text_options = text
+        self._cache = cache
+        self._clock = clock
+        self._progress = progress
+        self._tell = tell
+        self._interrupted = interrupted
+        self._target = loaded.options.target
+        self._identity = identity_of(self._target)
+        #: The folder of the text.
+        self.folder = text_folder(cache, self._identity)
+
+    def make(self, kinds: Sequence[Kind], small: Path | None, minutes: float) -> list[Path] | None:
+        """Make drafts of these kinds in about `minutes` and return their files; None if interrupted.
+
+        After an interruption the text is kept. `small` is the model that a distilled draft is made from.
+        Raise what making each kind raises: `UsageError`, `PairError`, `ModelFileError`, `MemoryLimitError`,
+        `OutputError`.
+        """
+        started_s = self._clock()
+        n_have = self.write_text(until_s=started_s + _SHARE_OF_TEXT * 60.0 * minutes)
+        if n_have < self._text_options.n_tokens and not self._interrupted():
+            self._tell(
+                f"{n_have} tokens to learn from; more time or more --prompts would give more"
+            )
+        made: list[Path] = []
+        for number, kind in enumerate(kinds):
+            if self._interrupted():
+                return None
+            now_s = self._clock()
+            until_s = now_s + (started_s + 60.0 * minutes - now_s) / (len(kinds) - number)
+            if kind == "distilled":
+                assert small is not None, "a distilled draft is made from a model"
+                file = self._distil(small, until_s)
+            else:
+                file = self._train_heads(until_s)
+            if file is None:
+                return None
+            made.append(file)
+        return made
+
+    def write_text(self, until_s: float = math.inf) -> int:
+        """Let the target write text until the clock reaches `until_s`; return the number of tokens there are.
+
+        Raises what `specgen.train.target_text.write_text` raises."""
+        from specgen.train.target_text import bytes_of, write_text
+
+        options = self._text_options
+        size = human_bytes(bytes_of(options.n_tokens, self._loaded.target.n_embd))
+        self._tell(f"up to {options.n_tokens} tokens of text, {size}, in {self.folder}")
+        return write_text(
+            self._loaded,
+            options.prompts,
+            self.folder,
+            self._budget(until_s, f"{self._target.name} writes"),
+            n_tokens=options.n_tokens,
+            n_parallel=options.n_parallel,
+            max_tokens=options.max_tokens,
+        )
+
+    def _budget(self, until_s: float, label: str) -> Budget:
+        from specgen.train.training_loop import Budget
+
+        progress = partial(self._progress, label)
+        return Budget(self._clock, until_s, self._interrupted, progress)
+
+    def _text(self) -> TargetText:
+        from specgen.train.target_text import TargetText
+
+        n_embd = self._loaded.target.n_embd
+        return TargetText(self.folder, n_embd, self._text_options.prompts)
+
+    def _train_heads(self, until_s: float) -> Path | None:
+        from specgen.llama.decoder_heads import write_heads
+        from specgen.train.heads import train_heads
+
+        budget = self._budget(until_s, "training heads")
+        trained = train_heads(self._text(), self._target, self._loaded.target, budget)
+        if trained is None:
+            return None
+        heads = heads_file(self._cache, self._identity)
+        with write_errors(heads), new_beside(heads) as new:
+            write_heads(new, trained.weights)
+            new.replace(heads)
+        first = ", ".join(f"{share:.2f}" for share in trained.after.top_1)
+        among = ", ".join(f"{share:.2f}" for share in trained.after.top_4)
+        self._tell(
+            f"on held-back answers the heads' first guess is right for {first} of the tokens one, two "
+            f"and three ahead, one of their first four for {among} ({trained.n_samples} places learnt "
+            f"from, {trained.n_steps} steps)"
+        )
+        return heads
+
+    def _distil(self, draft: Path, until_s: float) -> Path | None:
+        from specgen.llama import LlamaModel
+        from specgen.train.distillation import distil
+        from specgen.train.training_data import training_texts
+
+        with contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small:
+            now = datetime.datetime.now().astimezone()
+            texts = training_texts(self._text(), self._loaded.target, small, now)
+        output = distilled_file(self._cache, self._identity, draft)
+        fitted = distil(draft, texts, output, self._budget(until_s, f"fitting {draft.name}"))
+        if fitted is None:
+            return None
+        self._tell(
+            f"{draft.name} agrees with the target on {fitted.agreement_after:.1%} of the tokens of "
+            f"held-back answers, before it was fitted on {fitted.agreement_before:.1%} "
+            f"({fitted.n_steps} steps)"
+        )
+        return output

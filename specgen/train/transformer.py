@@ -1,0 +1,320 @@
+"""Llama, Qwen2, Qwen3 and Gemma 3 in JAX: the forward pass over several texts at once, and the training of the
+scales of a draft's blocks.
+
+The architectures differ in little: Qwen2 adds biases to queries, keys and values; Qwen3 and
+Gemma 3 normalise each head's queries and keys; Gemma 3 also scales its embeddings, normalises
+what a layer adds, gates with GELU, and limits most layers to a window. The tensors in the file show the
+biases and norms of queries and keys; the rest depends on the architecture.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from specgen.errors import ModelFileError
+from specgen.system.atomic_files import new_beside
+from specgen.train.gguf_weights import (
+    GgufWeights,
+    Hyperparameters,
+    apply_changes,
+    initial_changes,
+)
+from specgen.train.training_data import Rows
+
+#: Tensors by name. The tensors of layers are stacked and named without "blk.N.": the first axis is the layer.
+Parameters: TypeAlias = dict[str, Any]
+#: The names of a layer's matrices, which `_linear` multiplies by.
+LAYER_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+_NO_WINDOW = np.iinfo(np.int32).max
+#: The longest gradient: longer ones are scaled down, so that one odd batch does not undo the others.
+_MOST_GRADIENT = 1.0
+#: The decay of Adam's second moment, faster than usual: there are only some hundred steps.
+_SECOND_MOMENT = 0.99
+_OPTIMIZER = optax.chain(
+    optax.clip_by_global_norm(_MOST_GRADIENT), optax.scale_by_adam(b2=_SECOND_MOMENT)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StackedParameters:
+    """The parameters of a transformer: those of its layers, stacked, and all others."""
+
+    layers: Parameters
+    others: Parameters
+
+
+def stack_layers(weights: GgufWeights) -> StackedParameters:
+    """Return a file's tensors in the form that `hidden_states` takes; layers' names are without "blk.N."."""
+    names = [name.removeprefix("blk.0.") for name in weights.tensors if name.startswith("blk.0.")]
+    order = range(weights.hyperparameters.n_layer)  # a file may have them in another one
+    layers = {name: np.stack([weights.tensors[f"blk.{i}.{name}"] for i in order]) for name in names}
+    others = {name: each for name, each in weights.tensors.items() if not name.startswith("blk.")}
+    return StackedParameters(layers, others)
+
+
+def output_matrix(others: Parameters) -> jax.Array:
+    """Return the matrix that turns `hidden_states` into logits: float32[n_vocab, n_embd]."""
+    name = "output.weight" if "output.weight" in others else "token_embd.weight"
+    return jnp.asarray(others[name])
+
+
+def hidden_states(
+    hyperparameters: Hyperparameters,
+    layers: Parameters,
+    others: Parameters,
+    tokens: jax.Array,
+    texts: jax.Array,
+    positions: jax.Array,
+) -> jax.Array:
+    """Return the hidden state of each token for the output matrix: float32[n_rows, n_columns, n_embd].
+
+    `tokens`, `texts` and `positions` are int32[n_rows, n_columns]. A row holds several texts one after the
+    other; a token sees only itself and the tokens before it with the same number in `texts`. `positions`
+    count from 0 in each text.
+    """
+    shape = hyperparameters
+    states = others["token_embd.weight"][tokens]
+    if shape.architecture == "gemma3":
+        states = states * math.sqrt(shape.n_embd)
+    distances = positions[:, :, None] - positions[:, None, :]
+    is_seen = (texts[:, :, None] == texts[:, None, :]) & (distances >= 0)
+    windows = np.array([window or _NO_WINDOW for window in shape.windows], np.int32)
+    frequencies = _frequencies(shape, others.get("rope_freqs.weight"))
+
+    def step(states: jax.Array, of_layer: Any) -> tuple[jax.Array, None]:
+        layer, window, frequency = of_layer
+        angles = positions[:, :, None, None] * frequency
+        mask = is_seen & (distances < window)
+        return _layer(shape, layer, states, mask, angles), None
+
+    # The backward pass keeps the outputs of matrices and recomputes the rest, since attention scores
+    # would take the most memory.
+    step = jax.checkpoint(step, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    states, _ = jax.lax.scan(step, states, (layers, windows, frequencies))
+    return _normed(shape, states, others["output_norm.weight"])
+
+
+def _frequencies(shape: Hyperparameters, divisors: Any) -> Any:
+    """Return the angle between neighbouring positions, for each layer and pair: float32[n_layer, head_size
+    / 2]."""
+    exponents = -np.arange(0, shape.head_size, 2, dtype=np.float32) / shape.head_size
+    bases = np.array(shape.rope_bases, np.float32)[:, None]
+    found = bases**exponents / np.array(shape.rope_factors, np.float32)[:, None]
+    return found if divisors is None else found / divisors
+
+
+def _layer(
+    shape: Hyperparameters, layer: Parameters, states: jax.Array, mask: jax.Array, angles: jax.Array
+) -> jax.Array:
+    is_gemma = shape.architecture == "gemma3"
+    inputs = _normed(shape, states, layer["attn_norm.weight"])
+    added = _attention(shape, layer, inputs, mask, angles)
+    if is_gemma:
+        added = _normed(shape, added, layer["post_attention_norm.weight"])
+    states = states + added
+    inputs = _normed(shape, states, layer["ffn_norm.weight"])
+    gate = _linear(layer, "ffn_gate", inputs)
+    gate = jax.nn.gelu(gate, approximate=True) if is_gemma else jax.nn.silu(gate)
+    added = _linear(layer, "ffn_down", gate * _linear(layer, "ffn_up", inputs))
+    if is_gemma:
+        added = _normed(shape, added, layer["post_ffw_norm.weight"])
+    return states + added
+
+
+def _attention(
+    shape: Hyperparameters, layer: Parameters, inputs: jax.Array, mask: jax.Array, angles: jax.Array
+) -> jax.Array:
+    n_rows, n_columns = inputs.shape[:2]
+    size, n_kv = shape.head_size, shape.n_head_kv
+
+    def heads(name: str, n: int) -> jax.Array:
+        return _linear(layer, name, inputs).reshape(n_rows, n_columns, n, size)
+
+    queries, keys = heads("attn_q", shape.n_head), heads("attn_k", n_kv)
+    values = heads("attn_v", n_kv)
+    if "attn_q_norm.weight" in layer:
+        queries = _normed(shape, queries, layer["attn_q_norm.weight"])
+        keys = _normed(shape, keys, layer["attn_k_norm.weight"])
+    queries, keys = _rotated(shape, queries, angles), _rotated(shape, keys, angles)
+    # A head of keys serves a group of query heads.
+    queries = queries.reshape(n_rows, n_columns, n_kv, shape.n_head // n_kv, size)
+    scores = jnp.einsum("bqkgs,btks->bkgqt", queries, keys) / math.sqrt(size)
+    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+    mixed = jnp.einsum("bkgqt,btks->bqkgs", jax.nn.softmax(scores, axis=-1), values)
+    return _linear(layer, "attn_output", mixed.reshape(n_rows, n_columns, -1))
+
+
+def _rotated(shape: Hyperparameters, values: jax.Array, angles: jax.Array) -> jax.Array:
+    """Return queries or keys rotated by their positions. In GGUF files of Llama the two values of a pair
+    are neighbours; in the others they are half a head apart."""
+    axis = -1 if shape.architecture == "llama" else -2
+    pairs = (2, -1) if axis == -2 else (-1, 2)
+    first, second = jnp.moveaxis(values.reshape(*values.shape[:-1], *pairs), axis, 0)
+    cosine, sine = jnp.cos(angles), jnp.sin(angles)
+    rotated = (first * cosine - second * sine, first * sine + second * cosine)
+    return jnp.stack(rotated, axis).reshape(values.shape)
+
+
+def _normed(shape: Hyperparameters, values: jax.Array, weights: jax.Array) -> jax.Array:
+    mean_square = jnp.mean(jnp.square(values), axis=-1, keepdims=True)
+    return values * jax.lax.rsqrt(mean_square + shape.norm_epsilon) * weights
+
+
+def _linear(layer: Parameters, name: str, inputs: jax.Array) -> jax.Array:
+    """Return inputs times a matrix, with the factors of its blocks if it has some, plus the bias if there
+    is one."""
+    matrix = layer[f"{name}.weight"]
+    if f"{name}.factors" in layer:
+        matrix = apply_changes(matrix, layer[f"{name}.factors"])
+    found: jax.Array = inputs @ matrix.T
+    if f"{name}.bias" in layer:
+        found = found + layer[f"{name}.bias"]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How well a draft predicts the tokens of answers."""
+
+    #: The share of tokens that the draft finds likeliest.
+    agreement: float
+    #: The mean negative log-probability of the tokens.
+    loss: float
+
+
+class Trainer:
+    """Trains factors for the blocks of a draft's weights; the weights themselves do not change.
+
+    Raises `ModelFileError` if no matrix has scales. `softness` is the share of the loss that is the
+    cross-entropy with the target's likeliest tokens (forward KL of DistillSpec, Zhou et al.,
+    arXiv:2310.08461, over these tokens alone), in rows that have them; the rest
+    is the cross-entropy with the target's choice.
+    """
+
+    def __init__(self, weights: GgufWeights, *, softness: float = 0.0) -> None:
+        self._softness = softness
+        self._shape = weights.hyperparameters
+        stacked = stack_layers(weights)
+        self._frozen = jax.tree.map(jnp.asarray, (stacked.layers, stacked.others))
+        names = [f"{name}.weight" for name in LAYER_MATRICES]
+        order = range(self._shape.n_layer)
+        start = initial_changes(
+            {name: stacked.layers[name] for name in names},
+            {name: [weights.types[f"blk.{i}.{name}"] for i in order] for name in names},
+        )
+        if not start:
+            types = ", ".join(sorted(set(weights.types.values())))
+            raise ModelFileError(f"no matrix has scales that can be trained (types: {types})")
+        self._changes: Parameters = jax.tree.map(jnp.asarray, start)
+        self._moments: Any = _OPTIMIZER.init(self._changes)
+
+    def step(self, rows: Rows, rate: float) -> None:
+        """Take a step of Adam with the learning rate `rate` on the mean loss of some rows."""
+        self._changes, self._moments = _step(
+            self._shape,
+            self._changes,
+            self._moments,
+            self._frozen,
+            _arrays(rows),
+            rate,
+            self._softness,
+        )
+
+    def judge(self, rows: Rows) -> Score:
+        """Return how well the draft with its present factors predicts the labels of rows."""
+        loss = n_right = 0.0
+        for index in range(len(rows)):
+            row = _arrays(rows.pick(np.array([index])))
+            sums = _sums(self._shape, self._changes, self._frozen, row, 0.0)
+            loss, n_right = loss + float(sums[0]), n_right + float(sums[1])
+        return Score(n_right / rows.n_labels, loss / rows.n_labels)
+
+    def changes(self) -> Parameters:
+        """Return a copy of the changes of the factors, with the names and shapes of
+        `initial_changes`."""
+        return {name: np.array(values) for name, values in self._changes.items()}
+
+    def save(self, path: Path, **others: Any) -> None:
+        """Write the changes, the optimizer's state and other arrays to a file, whole. Raises `OSError`."""
+        leaves = jax.tree.leaves((self._changes, self._moments))
+        arrays: dict[str, Any] = {f"state_{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
+        with new_beside(path) as new:
+            with new.open("wb") as file:
+                np.savez(file, **arrays, **others)
+            new.replace(path)
+
+    def restore(self, saved: Any) -> None:
+        """Restore the state from the arrays that `save` wrote. Raises `KeyError` or `ValueError` if they
+        belong to another model."""
+        leaves, structure = jax.tree.flatten((self._changes, self._moments))
+        found = [saved[f"state_{index}"] for index in range(len(leaves))]
+        if any(old.shape != new.shape for old, new in zip(leaves, found, strict=True)):
+            raise ValueError("the saved arrays are of other shapes")
+        self._changes, self._moments = jax.tree.unflatten(structure, map(jnp.asarray, found))
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+def _step(
+    shape: Hyperparameters,
+    changes: Parameters,
+    moments: Any,
+    frozen: Any,
+    rows: Any,
+    rate: float,
+    softness: float,
+) -> tuple[Parameters, Any]:
+    """Return the changes of the factors and Adam's moments after a step."""
+
+    def mean_loss(changes: Parameters) -> jax.Array:
+        loss, _, n_labels = _sums(shape, changes, frozen, rows, softness)
+        mean: jax.Array = loss / n_labels
+        return mean
+
+    gradients = jax.grad(mean_loss)(changes)
+    directions, moments = _OPTIMIZER.update(gradients, moments)
+    return jax.tree.map(lambda old, step: old - rate * step, changes, directions), moments
+
+
+@partial(jax.jit, static_argnums=0)
+def _sums(
+    shape: Hyperparameters, changes: Parameters, frozen: Any, rows: Any, softness: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return three sums over the rows' labels: their losses (without softness, negative log-probabilities), how many
+    are the likeliest token, and how many there are."""
+    layers, others = frozen
+    tokens, texts, positions, labels, top_tokens, top_probabilities = rows
+    states = hidden_states(shape, {**layers, **changes}, others, tokens, texts, positions)
+    output = output_matrix(others)
+
+    def of_row(row: Any) -> tuple[jax.Array, jax.Array]:
+        states, labels, top_tokens, shares = row
+        logits = states @ output.T
+        wanted = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], axis=1)[:, 0]
+        if top_tokens.shape[-1]:
+            of_top = jnp.take_along_axis(logits, top_tokens, axis=1)
+            mass = jnp.maximum(shares.sum(axis=-1), 1e-6)
+            mean_of_top = (of_top * shares).sum(axis=-1) / mass
+            wanted = (1.0 - softness) * wanted + softness * mean_of_top
+        losses = jax.nn.logsumexp(logits, axis=-1) - wanted
+        is_label = labels >= 0
+        is_right = is_label & (logits.argmax(axis=-1) == labels)
+        return jnp.sum(jnp.where(is_label, losses, 0.0)), jnp.sum(is_right)
+
+    # One row at a time, and recomputed for the gradient: the logits of a few tokens take a megabyte.
+    losses, n_right = jax.lax.map(
+        jax.checkpoint(of_row), (states, labels, top_tokens, top_probabilities)
+    )
+    return losses.sum(), n_right.sum(), jnp.sum(labels >= 0)
+
+
+def _arrays(rows: Rows) -> tuple[jax.Array, ...]:
+    return tuple(map(jnp.asarray, rows.arrays))

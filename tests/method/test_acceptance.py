@@ -1,0 +1,272 @@
+"""How often a drafter's tokens are accepted, learnt from what became of them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgen.method.policy.acceptance import (
+    N_BINS,
+    NGRAM_ORIGINS,
+    AcceptanceCounts,
+    AcceptanceRates,
+    TextWorths,
+    model_start,
+    new_acceptance_rates,
+)
+from specgen.method.policy.acceptance import ngram_start as start_of_ngrams
+
+CONFIDENCES = st.floats(0.0, 1.0)
+#: One confidence of each bin.
+OF_EACH_BIN = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93, 0.98, 1.0)
+
+
+def judged(acceptance: AcceptanceRates, truth: dict[float, float], n: int, seed: int = 0) -> None:
+    """Judge tokens of these confidences, each accepted with its chance."""
+    rng = np.random.default_rng(seed)
+    confidences = list(truth)
+    for index in rng.integers(0, len(confidences), n):
+        confidence = confidences[index]
+        acceptance.see(confidence)
+        acceptance.judge(confidence, accepted=bool(rng.random() < truth[confidence]))
+
+
+def test_there_is_a_bin_for_each_confidence() -> None:
+    assert len(OF_EACH_BIN) == N_BINS
+    acceptance = AcceptanceRates()
+    for index, confidence in enumerate(OF_EACH_BIN):
+        before = acceptance.counts.n_judged.copy()
+        acceptance.judge(confidence, accepted=True)
+        assert np.flatnonzero(acceptance.counts.n_judged != before).tolist() == [index]
+        assert acceptance.curve()[index] == acceptance.chance(confidence)
+
+
+def test_before_anything_was_seen_a_surer_drafter_is_held_to_be_right_more_often() -> None:
+    for origin, start in (("model", model_start), *((o, start_of_ngrams) for o in NGRAM_ORIGINS)):
+        curve = np.array(new_acceptance_rates(origin).curve())
+        assert np.all(np.diff(curve) > 0.0)
+        assert curve[0] == pytest.approx(start(0.05))
+        assert 0.0 < new_acceptance_rates(origin).mean() < 1.0
+        assert new_acceptance_rates(origin).n_judged == 0.0
+    # An unsure model may be right; a repetition that was never one is hardly so.
+    assert new_acceptance_rates("model").chance(0.0) > new_acceptance_rates("ngram").chance(0.0)
+
+
+@pytest.mark.parametrize("over", [0.0, 0.2, -0.2])
+def test_the_curve_becomes_what_was_accepted(over: float) -> None:
+    truth = {c: min(0.97, max(0.03, c + over)) for c in OF_EACH_BIN}
+    acceptance = AcceptanceRates()
+    judged(acceptance, truth, 12_000)
+    acceptance = acceptance.for_new_text()
+    for confidence, chance in truth.items():
+        assert acceptance.chance(confidence) == pytest.approx(chance, abs=0.07)
+
+
+def test_a_text_that_deviates_moves_all_chances_and_the_next_one_begins_without() -> None:
+    acceptance = AcceptanceRates()
+    judged(acceptance, dict.fromkeys(OF_EACH_BIN, 0.6), 6000)
+    acceptance = acceptance.for_new_text()
+    before = np.array(acceptance.curve())
+    for _ in range(40):
+        acceptance.judge(0.85, accepted=False)
+    during = np.array(acceptance.curve())
+    # Those of which this text said nothing too.
+    assert np.all(during < before - 0.1)
+    acceptance = acceptance.for_new_text()
+    after = np.array(acceptance.curve())
+    others = [index for index in range(N_BINS) if OF_EACH_BIN[index] != 0.85]
+    assert after[others] == pytest.approx(before[others], abs=1e-9)
+    assert after[OF_EACH_BIN.index(0.85)] < before[OF_EACH_BIN.index(0.85)]
+
+
+def test_what_is_never_accepted_soon_promises_little_and_may_recover() -> None:
+    acceptance = AcceptanceRates()
+    for _ in range(60):
+        acceptance.judge(0.9, accepted=False)
+    assert acceptance.chance(0.9) < 0.1
+    for _ in range(120):
+        acceptance.judge(0.9, accepted=True)
+    assert acceptance.chance(0.9) > 0.6
+
+
+@given(st.lists(st.tuples(CONFIDENCES, st.booleans()), max_size=300))
+def test_a_chance_is_never_certain_and_what_was_counted_makes_sense(
+    tokens: list[tuple[float, bool]],
+) -> None:
+    acceptance = AcceptanceRates()
+    for confidence, accepted in tokens:
+        acceptance.see(confidence)
+        acceptance.judge(confidence, accepted=accepted)
+    curve = np.array(acceptance.curve())
+    assert np.all((curve > 0.0) & (curve < 1.0))
+    assert acceptance.frequencies().sum() == pytest.approx(1.0)
+    assert curve.min() - 1e-12 <= acceptance.mean() <= curve.max() + 1e-12
+    counts = acceptance.counts
+    assert np.all(counts.n_accepted <= counts.n_judged + 1e-9)
+    assert acceptance.n_judged <= len(tokens) + 1e-9
+
+
+@given(st.lists(st.tuples(CONFIDENCES, st.booleans()), max_size=50), CONFIDENCES)
+def test_an_accepted_token_never_lowers_a_chance_and_a_refused_one_never_raises_it(
+    tokens: list[tuple[float, bool]], confidence: float
+) -> None:
+    accepting, refusing = AcceptanceRates(), AcceptanceRates()
+    for acceptance, last in ((accepting, True), (refusing, False)):
+        for seen, accepted in tokens:
+            acceptance.judge(seen, accepted=accepted)
+        before = np.array(acceptance.curve())
+        acceptance.judge(confidence, accepted=last)
+        difference = acceptance.curve() - before
+        assert np.all(difference >= -2e-3) if last else np.all(difference <= 2e-3)
+
+
+def test_old_counts_fade_and_new_ones_outweigh_them() -> None:
+    acceptance = AcceptanceRates()
+    judged(acceptance, {0.55: 0.9}, 20_000)
+    # As many as are remembered, not as there were.
+    assert acceptance.n_judged < 2000
+    judged(acceptance, {0.55: 0.2}, 4000, seed=1)
+    acceptance = acceptance.for_new_text()
+    assert acceptance.chance(0.55) < 0.35
+
+
+def test_what_was_not_seen_for_long_is_not_forgotten() -> None:
+    acceptance = AcceptanceRates()
+    judged(acceptance, {0.15: 0.9}, 400)
+    kept = acceptance.counts.n_judged[1]
+    judged(acceptance, {0.98: 0.5}, 5000)
+    assert acceptance.counts.n_judged[1] == kept
+
+
+def test_the_frequencies_are_those_of_what_was_seen_judged_or_not() -> None:
+    acceptance = AcceptanceRates()
+    rng = np.random.default_rng(2)
+    for _ in range(1000):
+        acceptance.see(0.15 if rng.random() < 0.3 else 0.98)
+    frequencies = acceptance.frequencies()
+    assert frequencies[1] == pytest.approx(0.3, abs=0.06)
+    assert frequencies[10] == pytest.approx(0.7, abs=0.06)
+    assert acceptance.n_judged == 0.0
+    assert acceptance.mean() == pytest.approx(float(frequencies @ acceptance.curve()))
+
+
+def test_counts_of_earlier_texts_are_gone_on_from() -> None:
+    first = AcceptanceRates()
+    judged(first, {0.75: 0.3}, 500)
+    kept = AcceptanceCounts(
+        first.counts.n_judged.copy(), first.counts.n_accepted.copy(), first.counts.n_seen.copy()
+    )
+    second = new_acceptance_rates("model", kept)
+    first = first.for_new_text()
+    assert second.curve() == pytest.approx(first.curve())
+    second.judge(0.75, accepted=True)
+    assert second.counts is kept
+    assert second.n_judged > first.n_judged
+
+
+def test_whatever_changes_the_chances_changes_the_version() -> None:
+    acceptance = AcceptanceRates()
+    versions = [acceptance.version]
+    acceptance.judge(0.5, accepted=True)
+    versions.append(acceptance.version)
+    acceptance.see(0.5)
+    versions.append(acceptance.version)
+    assert len(set(versions)) == 3
+
+
+def test_the_shift_of_a_text_is_bounded() -> None:
+    acceptance = AcceptanceRates()
+    judged(acceptance, {0.55: 0.5}, 3000)
+    acceptance = acceptance.for_new_text()
+    kept = acceptance.chance(0.15)
+    for _ in range(500):
+        acceptance.judge(0.55, accepted=False)
+    moved = acceptance.chance(0.15)
+    # Of another confidence, nothing was seen: what this text can do to it has an end.
+    assert 0.0 < math.log(kept / (1.0 - kept)) - math.log(moved / (1.0 - moved)) <= 2.5 + 1e-6
+
+
+def test_how_sure_it_is_in_the_present_text_counts_most() -> None:
+    acceptance = AcceptanceRates()
+    for _ in range(500):
+        acceptance.see(0.15)
+    acceptance = acceptance.for_new_text()
+    assert acceptance.frequencies()[1] > 0.9
+    for _ in range(20):
+        acceptance.see(0.98)
+    assert acceptance.frequencies()[10] == pytest.approx(0.5, abs=0.03)
+    acceptance = acceptance.for_new_text()
+    assert acceptance.frequencies()[1] > 0.85
+
+
+# --- what texts are worth ----------------------------------------------------------------------
+
+
+def test_before_any_text_the_next_is_worth_what_was_thought() -> None:
+    mean, deviation = TextWorths(start=0.3).of_next(look=0.2)
+    assert mean == 0.3
+    assert deviation > 0.3
+    # What gains nothing but costs its looks is worth that in all texts.
+    mean, deviation = TextWorths(start=-0.2).of_next(look=0.2)
+    assert mean == -0.2
+    assert deviation < 0.1
+
+
+@pytest.mark.parametrize(("middle", "spread"), [(0.4, 0.5), (-0.3, 0.1), (0.0, 0.3)])
+def test_after_many_texts_the_next_is_worth_what_they_were(middle: float, spread: float) -> None:
+    rng = np.random.default_rng(0)
+    worths = TextWorths(start=0.2)
+    for worth in rng.normal(middle, spread, 300):
+        worths.add(float(worth), 1.0)
+    mean, deviation = worths.of_next(look=0.2)
+    assert mean == pytest.approx(middle, abs=0.15)
+    assert deviation == pytest.approx(spread, abs=0.12)
+
+
+def test_a_few_bad_texts_leave_it_open_what_the_next_is_like() -> None:
+    worths = TextWorths(start=0.2)
+    for _ in range(4):
+        worths.add(-0.2, 0.5)
+    mean, deviation = worths.of_next(look=0.2)
+    assert -0.2 < mean < 0.1
+    assert deviation > 0.3
+
+
+def test_a_text_counts_once_and_by_how_much_was_seen_of_it() -> None:
+    acceptance = AcceptanceRates()
+    worths = acceptance.counts.worths
+    acceptance.expect(0.5)
+    assert worths.start == 0.5
+    acceptance.see(0.9)
+    acceptance.end_text()
+    assert worths.n == 0.0  # too little was seen
+    for n_looks in (10, 100):
+        before = worths.n
+        acceptance = acceptance.for_new_text()
+        for _ in range(n_looks):
+            acceptance.see(0.9)
+        acceptance.expect(0.7)
+        acceptance.end_text()
+        acceptance.end_text()
+        acceptance = acceptance.for_new_text()
+        assert worths.n - before == pytest.approx(n_looks / (n_looks + 20), abs=0.05)
+    assert worths.total / worths.n == pytest.approx(0.7)
+    assert worths.start == 0.5
+
+
+def test_what_may_be_lost_is_bounded_and_comes_back_slowly() -> None:
+    worths = TextWorths(start=0.2)
+    first = worths.allowance
+    for _ in range(10):
+        worths.account(-4.0, 1)
+    assert worths.allowance == pytest.approx(first - 40.0, abs=1.0)
+    for _ in range(1000):
+        worths.account(0.0, 1)
+    assert worths.allowance == pytest.approx(first - 20.0, abs=2.0)
+    for _ in range(1000):
+        worths.account(2.0, 3)
+    assert worths.allowance < 100.0  # what was saved once is no credit for ever

@@ -1,0 +1,730 @@
+"""Texts that follow a grammar, and texts against repetition: the same with and without drafts."""
+
+from __future__ import annotations
+
+import time
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specgen.drafters import Drafter, Drafters
+from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
+from specgen.method.draft import ROOT, Draft
+from specgen.method.loop import Loop
+from specgen.method.verifiers import MatchVerifier, Verifier
+from specgen.options import (
+    DraftOptions,
+    GenerationOptions,
+    Grammar,
+    SamplerOptions,
+    SessionOptions,
+    VerifierName,
+)
+from specgen.session.engine import generate
+from specgen.session.loaded_models import Models
+from specgen.system.arrays import Logits
+from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
+from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
+from specgen.text.sampling import Distribution, NoTokenAllowedError
+from specgen.text.sequence import Sequence
+from specgen.text.text_state import Shaper, TextState
+from tests.helpers.common import EXACT, UNFILTERED
+from tests.helpers.fake_generations import (
+    PROMPT,
+    Clock,
+    NoDrafter,
+    Setup,
+    model_drafter,
+    ngram_drafter,
+)
+from tests.helpers.fake_grammar import FakeGrammar
+from tests.registry import CACHES, ON_FAKES, VERIFIERS, Text
+from tests.registry import DRAFTERS as CASES
+
+N_VOCAB = 12
+#: Token 10 and 11 end a text.
+ENDS = (10, 11)
+LETTERS = FakeVocabulary.letters(N_VOCAB, ends=ENDS)
+LANGUAGE = random_language(N_VOCAB, seed=7)
+AGAINST_REPETITION = {
+    "repeat_penalty": 1.6,
+    "frequency_penalty": 0.4,
+    "presence_penalty": 0.3,
+    "repeat_last_n": 7,
+    "dry_multiplier": 0.9,
+    "dry_allowed_length": 1,
+    "dry_last_n": -1,
+}
+Rules: TypeAlias = dict[int, dict[int, int]]
+
+
+def run_of(tokens: abc.Sequence[int], first: int, last: int) -> Rules:
+    """Rules that force these tokens, from one state to another; between them 1000, 1001, ..."""
+    states = [first, *(1000 * first + 1000 + i for i in range(len(tokens) - 1)), last]
+    return {
+        state: {token: after}
+        for state, token, after in zip(states, tokens, states[1:], strict=False)
+    }
+
+
+def grammar(rules: Rules, *may_end: int) -> FakeGrammar:
+    return FakeGrammar(rules, may_end=frozenset(may_end), end_tokens=ENDS)
+
+
+def digits(n: int) -> list[int]:
+    return [i * i % 9 for i in range(n)]
+
+
+#: A choice, a run that is forced, and so on: the shape of JSON with long keys.
+def rounds_of(n_forced: int) -> FakeGrammar:
+    choice: Rules = {0: dict.fromkeys(range(6), 1), 1: dict.fromkeys(range(3, 9), 2)}
+    return grammar({**choice, **run_of(digits(n_forced), 2, 0)})
+
+
+GRAMMARS: dict[str, Callable[[], FakeGrammar]] = {
+    "choices": lambda: grammar({0: dict.fromkeys(range(5), 1), 1: dict.fromkeys(range(4, 9), 0)}),
+    "single forced": lambda: rounds_of(1),
+    "short runs": lambda: rounds_of(3),
+    "runs longer than what rides along": lambda: rounds_of(18),
+    "runs longer than a batch": lambda: rounds_of(21),
+    "forced at the start": lambda: grammar(
+        {**run_of(digits(5), 0, 5), 5: dict.fromkeys(range(9), 6), 6: dict.fromkeys(range(9), 5)}
+    ),
+    "long run at the start": lambda: grammar(
+        {**run_of(digits(30), 0, 5), 5: dict.fromkeys(range(9), 5)}
+    ),
+    "may end": lambda: grammar({0: dict.fromkeys(range(9), 1), 1: dict.fromkeys(range(5), 0)}, 0),
+    "forced end": lambda: grammar(
+        {
+            **{i: dict.fromkeys(range(9), i + 1) for i in range(6)},
+            **run_of(digits(4), 6, 7),
+        },
+        7,
+    ),
+    "one choice and the end": lambda: grammar({0: dict.fromkeys(range(9), 1)}, 1),
+}
+
+
+def model(language: Language, sampler: SamplerOptions | None = None) -> DrafterOf:
+    return lambda state, own: model_drafter(language, LETTERS, sampler or own, state=state)[0]
+
+
+@dataclass
+class GrammarTrees(NoDrafter):
+    """Random trees, most of whose tokens the grammar allows."""
+
+    state: TextState
+    rng: np.random.Generator
+    name: str = "tree"
+
+    def draft(self, context: abc.Sequence[int], n_max: int) -> Draft:
+        tokens: list[int] = []
+        parents: list[int] = []
+        texts: dict[int, tuple[int, ...]] = {ROOT: ()}
+        for _ in range(int(self.rng.integers(0, n_max + 1))):
+            parent = int(self.rng.integers(ROOT, len(tokens)))
+            candidates = np.arange(N_VOCAB)
+            if self.rng.random() < 0.8:
+                try:
+                    at = self.state.grammar(texts[parent])
+                except ValueError:
+                    continue
+                if at is not None:
+                    candidates = candidates[at.allows(candidates)]
+            siblings = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
+            free = [int(token) for token in candidates if int(token) not in siblings]
+            if not free or len(siblings) == 2:
+                continue
+            row = LANGUAGE((*context, *texts[parent]))
+            best = max(free, key=lambda token: float(row[token]))
+            token = best if self.rng.random() < 0.6 else int(self.rng.choice(free))
+            # At most 8 leaves.
+            if parent in parents and len(set(range(len(tokens))) - set(parents)) == 8:
+                continue
+            texts[len(tokens)] = (*texts[parent], token)
+            tokens.append(token)
+            parents.append(parent)
+        n = len(tokens)
+        return Draft(tuple(tokens), tuple(parents), ("tree",) * n, (None,) * n, (None,) * n)
+
+
+#: What makes a drafter for a text that the target's samplers, given too, shape.
+class DrafterOf(Protocol):
+    def __call__(self, state: TextState, own: SamplerOptions) -> Drafter | Drafters: ...
+
+
+def registered(name: str) -> DrafterOf:
+    """A drafter of the registry, whose model is often right."""
+    make, language = ON_FAKES[name], noisy(LANGUAGE, 1.5)
+    return lambda state, own: make(Text(state, language, LETTERS, own))
+
+
+DRAFTERS: dict[str, DrafterOf] = {
+    "perfect": model(LANGUAGE),
+    "good": model(noisy(LANGUAGE, 1.5)),
+    "greedy": lambda state, own: model_drafter(
+        noisy(LANGUAGE, 1.5), LETTERS, replace(own, temperature=0.0), state=state
+    )[0],
+    "bad": model(random_language(N_VOCAB, seed=8)),
+    "ngram": lambda state, own: ngram_drafter(),
+    "ngram or good": lambda state, own: Drafters(
+        ngram_drafter(),
+        model_drafter(noisy(LANGUAGE, 1.5), LETTERS, own, state=state)[0],
+        state=state,
+    ),
+    "tree": lambda state, own: GrammarTrees(state, np.random.default_rng(5)),
+    **{name: registered(name) for name in ("staged by a model", "tree of guesses")},
+    **{
+        name: registered(name)
+        for name, case in CASES.items()
+        if case.translated != "off" and case.grammar
+    },
+}
+
+
+@dataclass
+class Run:
+    setup: Setup
+    generation: Sequence
+    events: list[Event]
+
+    @property
+    def summary(self) -> FinishedEvent:
+        assert isinstance(self.events[-1], FinishedEvent)
+        return self.events[-1]
+
+
+def run(
+    rules: FakeGrammar | None,
+    drafter: str | DrafterOf | None = None,
+    sampler: SamplerOptions | None = None,
+    *,
+    n_draft: int = 5,
+    max_tokens: int = 60,
+    stop: abc.Sequence[str] = (),
+    n_ctx: int = 256,
+    n_batch: int = 20,
+    seed: int = 0,
+    language: Language = LANGUAGE,
+    verifier: Verifier | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Run:
+    sampler = sampler or SamplerOptions()
+    make = DRAFTERS[drafter] if isinstance(drafter, str) else drafter
+    setup = Setup(
+        language=language,
+        vocabulary=LETTERS,
+        drafter=None if make is None else lambda state: make(state, sampler),
+        sampler=sampler,
+        grammar=None if rules is None else rules.start,
+        drafting=DraftOptions(policy="fixed", max_tokens=n_draft, p_min=0.0),
+        options=GenerationOptions(max_tokens=max_tokens, stop=tuple(stop)),
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        seed=seed,
+        verifier=verifier,
+    )
+    done = Run(setup, *setup.run(interrupted))
+    check(done)
+    return done
+
+
+def check(done: Run) -> None:
+    """What holds for every run."""
+    generation, summary, target = done.generation, done.summary, done.setup.target
+    answer = generation.tokens[generation.n_prompt :]
+    committed = [event for event in done.events if isinstance(event, CommittedEvent)]
+    pieces = [piece for event in committed for piece in event.pieces]
+    if generation.finish_reason == "interrupted":  # its last piece may be told twice
+        pieces = pieces[: len(answer)]
+    assert [piece.token_id for piece in pieces] == answer
+    assert "".join(event.text for event in committed) == summary.text
+    assert not any(isinstance(event, NoticeEvent) for event in done.events)
+    # The grammar allows the text, and whatever is told of a draft.
+    state = TextState(done.setup.prompt, done.setup.grammar)
+    n_told = 0
+    for event in done.events:
+        if isinstance(event, DraftedEvent):
+            assert n_told == len(state.tokens) - generation.n_prompt
+            texts: dict[int, tuple[int, ...]] = {ROOT: ()}
+            for index, node in enumerate(event.nodes):
+                texts[index] = (*texts[node.parent], node.token_id)
+                state.grammar(texts[index])  # raises ValueError if not
+        elif isinstance(event, CommittedEvent):
+            for piece in event.pieces:
+                if n_told == len(answer):
+                    break
+                forced = state.forced()
+                if piece.kind == "forced":
+                    assert piece.token_id == forced
+                assert (piece.origin == "grammar") == (piece.kind == "forced")
+                assert (piece.origin == "target") == (piece.kind in ("plain", "corrected", "bonus"))
+                if forced is not None:  # no model was asked alone
+                    assert piece.token_id == forced
+                    assert piece.kind != "plain"
+                state.commit(piece.token_id)
+                n_told += 1
+    kinds = [piece.kind for piece in pieces]
+    assert summary.n_forced == generation.tally.n_forced == kinds.count("forced")
+    assert summary.n_accepted == kinds.count("accepted")
+    if summary.n_rounds:
+        n_start = sum(len(event.pieces) for event in committed if event.round == 0)
+        n_asked = sum(kind != "forced" for kind in kinds[n_start:])
+        assert summary.mean_accepted_length == pytest.approx(n_asked / summary.n_rounds)
+    # No row is decoded twice: what the cache holds, and what was refused.
+    length = target.length(0)
+    assert target.n_decoded_rows == length + summary.n_drafted - summary.n_accepted
+    assert target.text(0) == tuple(generation.tokens[:length])
+    assert all(target.length(branch) == 0 for branch in range(1, 8))
+    assert summary.wall_s == pytest.approx(summary.draft_s + summary.target_s + summary.loop_s)
+
+
+def oracle(rules: FakeGrammar, *, max_tokens: int = 60) -> list[int]:
+    """The answer at temperature 0, from the definition; without the token that ends it."""
+    state, text = 0, list(PROMPT)
+    answer: list[int] = []
+    while len(answer) < max_tokens:
+        allowed = rules.rules.get(state, {})
+        row = LANGUAGE(tuple(text))
+        token = max(allowed, key=lambda token: float(row[token]))
+        if token in ENDS:
+            break
+        text.append(token)
+        answer.append(token)
+        state = allowed[token]
+    return answer
+
+
+# --- the same text
+
+
+@pytest.mark.parametrize("n_draft", [1, 2, 5, 9])
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_greedy_text_is_the_constrained_plain_text(name: str, kind: str, n_draft: int) -> None:
+    plain = run(GRAMMARS[name]())
+    fast = run(GRAMMARS[name](), kind, n_draft=n_draft)
+    assert plain.generation.answer == oracle(GRAMMARS[name]())
+    assert fast.generation.tokens == plain.generation.tokens
+    assert fast.summary.text == plain.summary.text
+    assert fast.summary.finish_reason == plain.summary.finish_reason
+    assert fast.summary.stopped_by == plain.summary.stopped_by
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_matching_keeps_a_seeds_constrained_text(name: str, kind: str, seed: int) -> None:
+    plain = run(GRAMMARS[name](), None, UNFILTERED, seed=seed)
+    fast = run(GRAMMARS[name](), kind, UNFILTERED, seed=seed, verifier=MatchVerifier())
+    assert fast.generation.tokens == plain.generation.tokens
+    assert fast.summary.finish_reason == plain.summary.finish_reason
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("kind", ["good", "bad", "tree"])
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_every_verifier_stays_within_the_grammar(
+    name: str, kind: str, verifier: VerifierName
+) -> None:
+    for seed in range(3):
+        run(GRAMMARS[name](), kind, UNFILTERED, seed=seed, verifier=VERIFIERS[verifier].make())
+
+
+def test_drafts_that_are_perfect_are_kept_whole_whatever_is_forced() -> None:
+    """A draft model equal to the target loses nothing to forced tokens between the rounds."""
+    for name in ("choices", "short runs", "runs longer than a batch"):
+        done = run(GRAMMARS[name](), "perfect")
+        assert done.summary.n_drafted > 10
+        assert done.summary.acceptance_rate == 1.0
+
+
+@st.composite
+def automata(draw: st.DrawFn) -> FakeGrammar:
+    """Any automaton without dead ends: few choices, so that much is forced."""
+    n_states = draw(st.integers(1, 6))
+    states = st.integers(0, n_states - 1)
+    rules = {
+        state: draw(st.dictionaries(st.integers(0, 9), states, min_size=0, max_size=3))
+        for state in range(n_states)
+    }
+    may_end = draw(st.frozensets(states)) | {state for state in rules if not rules[state]}
+    return FakeGrammar(rules, may_end=may_end, end_tokens=ENDS)
+
+
+@settings(max_examples=150)
+@given(
+    rules=automata(),
+    kind=st.sampled_from(sorted(DRAFTERS)),
+    n_draft=st.integers(1, 9),
+    max_tokens=st.integers(0, 40),
+    n_batch=st.integers(1, 30),
+    n_ctx=st.integers(len(PROMPT), 60),
+    against_repetition=st.booleans(),
+)
+def test_any_automaton(
+    rules: FakeGrammar,
+    kind: str,
+    n_draft: int,
+    max_tokens: int,
+    n_batch: int,
+    n_ctx: int,
+    against_repetition: bool,
+) -> None:
+    changes = AGAINST_REPETITION if against_repetition else {}
+    for sampler in (SamplerOptions(), UNFILTERED):
+        options = replace(sampler, **changes)  # type: ignore[arg-type]
+        limits = {"max_tokens": max_tokens, "n_ctx": n_ctx, "n_batch": n_batch}
+        plain = run(rules, None, options, **limits)  # type: ignore[arg-type]
+        fast = run(
+            rules,
+            kind,
+            options,
+            n_draft=n_draft,
+            verifier=MatchVerifier(),
+            **limits,  # type: ignore[arg-type]
+        )
+        assert fast.generation.tokens == plain.generation.tokens
+        assert fast.summary.finish_reason == plain.summary.finish_reason
+        if max_tokens and not against_repetition and sampler is not UNFILTERED and n_ctx == 60:
+            assert plain.generation.answer == oracle(rules, max_tokens=max_tokens)
+
+
+def test_of_what_is_found_the_grammar_keeps_what_it_allows() -> None:
+    rules = grammar({0: {3: 1}, 1: {4: 2, 9: 2}, 2: {7: 0}})
+    text = [5, 1, 2, 3, 4, 6, 8, 1, 2]
+    state = TextState(text, rules.start)
+    free, within = Drafters(ngram_drafter()), Drafters(ngram_drafter(), state=state)
+    assert free.look_up(text, 4).tokens == (3, 4, 6, 8)
+    assert within.look_up(text, 4).tokens == (3, 4)
+    # Behind a token that is drafted only, and behind one that the grammar forbids.
+    assert within.look_up([*text, 3], 4, 1).tokens == (4,)
+    assert within.look_up([*text[:-2], 8, 1], 4, 1).tokens == ()
+
+
+# --- what is forced
+
+
+def test_a_text_that_is_all_forced_needs_no_decode() -> None:
+    for n in (1, 5, 40):
+        rules = grammar(run_of(digits(n), 0, 5), 5)
+        for kind in (None, "good", "tree"):
+            done = run(rules, kind)
+            assert done.generation.answer == digits(n)
+            assert (done.summary.finish_reason, done.summary.stopped_by) == ("stop", "k")
+            assert done.setup.target.n_decodes == 0
+            assert done.summary.n_forced == n + 1
+            assert done.summary.n_rounds == 0
+            assert done.summary.tokens_per_s is None
+            assert done.summary.time_to_first_token_s is not None
+
+
+def test_an_empty_answer_may_be_forced() -> None:
+    done = run(grammar({}, 0), "good")
+    assert done.generation.answer == []
+    assert done.summary.finish_reason == "stop"
+    assert done.setup.target.n_decodes == 0
+
+
+@pytest.mark.parametrize("n_forced", [1, 2, 15, 16, 17, 19, 20, 21, 45])
+@pytest.mark.parametrize("kind", [None, "perfect", "bad", "tree"])
+def test_what_is_forced_is_decoded_with_what_follows(kind: str | None, n_forced: int) -> None:
+    done = run(rounds_of(n_forced), kind, max_tokens=3 * (n_forced + 2))
+    # At most one more decode a round for what does not ride along.
+    n_rounds = done.summary.n_rounds
+    n_batches = -(-n_forced // 20)
+    assert done.setup.target.n_decodes <= 1 + n_rounds * (1 + n_batches * (n_forced >= 15))
+    if n_forced + 5 <= 16:
+        assert done.setup.target.n_decodes == 1 + n_rounds
+
+
+@pytest.mark.parametrize("max_tokens", range(30))
+@pytest.mark.parametrize("kind", [None, "perfect", "bad", "tree"])
+def test_the_token_limit_cuts_a_forced_run_exactly(kind: str | None, max_tokens: int) -> None:
+    whole = run(rounds_of(9)).generation.answer
+    done = run(rounds_of(9), kind, max_tokens=max_tokens)
+    assert done.generation.answer == whole[:max_tokens]
+    assert done.summary.finish_reason == "length"
+
+
+@pytest.mark.parametrize("n_ctx", range(len(PROMPT), len(PROMPT) + 25))
+@pytest.mark.parametrize("kind", [None, "perfect", "bad", "tree"])
+def test_the_context_ends_a_forced_run_exactly(kind: str | None, n_ctx: int) -> None:
+    whole = run(rounds_of(9)).generation.tokens
+    for name in ("a run first", "a choice first"):
+        rules = rounds_of(9)
+        if name == "a run first":
+            rules = grammar({**run_of(digits(12), 0, 5), 5: dict.fromkeys(range(9), 5)})
+            whole = run(rules).generation.tokens
+        done = run(rules, kind, max_tokens=-1, n_ctx=n_ctx)
+        assert done.generation.tokens == (whole if name == "a run first" else CHOICE)[: n_ctx + 1]
+        assert done.summary.finish_reason == "context"
+
+
+CHOICE = run(rounds_of(9)).generation.tokens
+
+
+@pytest.mark.parametrize("start", range(24))
+@pytest.mark.parametrize("kind", [None, "perfect", "tree"])
+def test_a_stop_string_in_forced_text_is_exact(kind: str | None, start: int) -> None:
+    for rules in (rounds_of(9), grammar(run_of(digits(40), 0, 5), 5)):
+        text = run(rules).summary.text
+        stop = text[start : start + 3]
+        done = run(rules, kind, stop=("never", stop))
+        assert done.summary.text == text[: text.index(stop)]
+        assert (done.summary.finish_reason, done.summary.stopped_by) == ("stop", stop)
+
+
+@pytest.mark.parametrize("after", range(9))
+@pytest.mark.parametrize("kind", [None, "good"])
+def test_an_interruption_keeps_what_was_forced(kind: str | None, after: int) -> None:
+    """Also the text that was held back, as it might have become a stop string."""
+    for rules in (rounds_of(4), GRAMMARS["long run at the start"]()):
+        whole = run(rules)
+        calls = iter(range(1000))
+        held = whole.summary.text[27:30] + "?"
+        done = run(rules, kind, stop=[held], interrupted=lambda: next(calls) >= after)  # noqa: B023
+        assert done.summary.finish_reason == "interrupted"
+        n = len(done.generation.answer)
+        assert whole.generation.answer[:n] == done.generation.answer
+        assert done.summary.text == whole.summary.text[:n]
+        if after == 0:
+            assert n == (30 if rules.rules[0].keys() == {0} else 0)
+
+
+def test_the_speed_does_not_count_what_was_forced_before_the_prompt_was_decoded() -> None:
+    done = run(GRAMMARS["long run at the start"](), None, max_tokens=34)
+    tally = done.generation.tally
+    assert tally.n_start_tokens == 31
+    assert tally.first_token_s is not None
+    assert tally.first_token_s < tally.start_s
+    expected = 3 / (tally.wall_s - tally.start_s)
+    assert done.summary.tokens_per_s == pytest.approx(expected)
+
+
+# --- dead ends
+
+
+def dead_end(depth: int) -> FakeGrammar:
+    """After some choices nothing is allowed any more."""
+    return grammar({i: dict.fromkeys(range(9), i + 1) for i in range(depth)} | {depth: {}})
+
+
+@pytest.mark.parametrize("depth", range(9))
+@pytest.mark.parametrize("kind", [None, *DRAFTERS])
+def test_a_dead_end_is_an_error_and_tells_nothing_wrong(kind: str | None, depth: int) -> None:
+    whole = run(grammar({i: dict.fromkeys(range(9), i + 1) for i in range(depth)}, depth))
+    rules = dead_end(depth)
+    setup = Setup(
+        vocabulary=LETTERS,
+        grammar=rules.start,
+        drafter=None if kind is None else lambda state: DRAFTERS[kind](state, SamplerOptions()),
+    )
+    loop = Loop(setup.backend(), Clock())
+    generation = setup.generation()
+
+    def to_the_end() -> None:
+        assert not any(isinstance(event, NoticeEvent) for event in loop.run(generation))
+
+    with pytest.raises(NoTokenAllowedError, match="the grammar allows no token here"):
+        to_the_end()
+    n = len(generation.answer)
+    assert generation.answer == whole.generation.answer[:n]
+    assert generation.text.text == whole.summary.text[:n]
+    if kind is None:
+        assert n == depth
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_a_dead_end_that_only_the_draft_goes_to_does_no_harm(verifier: VerifierName) -> None:
+    """The draft loves token 8, after which nothing may come; the target never says it."""
+
+    def loves(token: int, by: float) -> Language:
+        def logits(text: tuple[int, ...]) -> Logits:
+            row = LANGUAGE(text).copy()
+            row[token] += by
+            return row
+
+        return logits
+
+    rules = grammar({0: {**dict.fromkeys(range(8), 0), 8: 1}, 1: {}})
+    for sampler in (SamplerOptions(), UNFILTERED):
+        for drafter in (model(loves(8, 6.0)), lambda state, own: GrammarTrees(state, RNG)):
+            done = run(
+                rules,
+                drafter,
+                sampler,
+                language=loves(8, -60.0),
+                verifier=VERIFIERS[verifier].make(),
+            )
+            assert 8 not in done.generation.answer
+            assert done.summary.n_drafted > 20
+
+
+RNG = np.random.default_rng(3)
+
+
+# --- several at once
+
+
+@pytest.mark.parametrize("kinds", [("good", "tree"), ("tree", "perfect"), (None, "good")])
+@pytest.mark.parametrize("n_forced", [3, 18, 50])
+def test_a_constrained_text_and_a_free_one_share_their_rounds(
+    kinds: tuple[str | None, str | None], n_forced: int
+) -> None:
+    grammars = [rounds_of(n_forced), None, rounds_of(2)]
+    setups = []
+    for kind, rules in zip((*kinds, "ngram"), grammars, strict=True):
+        make = DRAFTERS[kind] if kind else None
+        setups.append(
+            Setup(
+                vocabulary=LETTERS,
+                grammar=rules.start if rules else None,
+                drafter=None if make is None else partial(make, own=SamplerOptions()),
+                n_batch=20,
+            )
+        )
+    plains = [replace(setup, drafter=None).run()[0].tokens for setup in setups]
+    loop = Loop(setups[0].backend(len(setups)), Clock())
+    generations = [setup.generation(index) for index, setup in enumerate(setups)]
+    for generation in generations:
+        loop.start(generation)
+    while not all(generation.is_finished for generation in generations):
+        loop.round(generations)
+    assert [generation.tokens for generation in generations] == plains
+    assert generations[0].tally.n_forced > 0
+    assert generations[1].tally.n_forced == 0
+
+
+# --- against repetition
+
+
+def babbling(text: tuple[int, ...]) -> Logits:
+    """Says the same few words over and over, unless it is penalised for it."""
+    row = np.linspace(2.0, 0.0, N_VOCAB, dtype=np.float32)
+    row[(text[-1] + 1) % 4] += 1.5
+    row[list(ENDS)] = -50.0
+    return row
+
+
+PENALISED = {
+    "repeat": {"repeat_penalty": 3.0},
+    "frequency": {"frequency_penalty": 0.35},
+    "presence in a window": {"presence_penalty": 2.5, "repeat_last_n": 5},
+    "dry": {"dry_multiplier": 0.8, "dry_allowed_length": 2, "dry_last_n": -1},
+    "all": AGAINST_REPETITION,
+}
+CHATTERERS: dict[str, DrafterOf] = {
+    "same samplers": model(babbling),
+    "samplers that do not look back": model(babbling, SamplerOptions()),
+    "ngram": DRAFTERS["ngram"],
+    "tree": lambda state, own: GrammarTrees(state, np.random.default_rng(1)),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", CHATTERERS)
+@pytest.mark.parametrize("name", PENALISED)
+@pytest.mark.parametrize("constrained", [False, True])
+def test_penalties_hold_within_drafts(
+    name: str, kind: str, temperature: float, constrained: bool
+) -> None:
+    sampler = replace(UNFILTERED, temperature=temperature, **PENALISED[name])  # type: ignore[arg-type]
+    words: Rules = {i: dict.fromkeys(range(9), i + 1) for i in range(4)}
+    rules = grammar({**words, 4: {9: 0}}) if constrained else None
+    for seed in range(3):
+        plain = run(rules, None, sampler, language=babbling, seed=seed)
+        without = run(rules, None, replace(UNFILTERED, temperature=temperature), language=babbling)
+        assert plain.generation.tokens != without.generation.tokens
+        fast = run(
+            rules,
+            CHATTERERS[kind],
+            sampler,
+            language=babbling,
+            seed=seed,
+            n_draft=8,
+            verifier=MatchVerifier(),
+        )
+        assert fast.generation.tokens == plain.generation.tokens
+
+
+def test_a_draft_model_with_the_same_samplers_and_opinion_is_always_right() -> None:
+    for changes in PENALISED.values():
+        done = run(
+            None,
+            CHATTERERS["same samplers"],
+            SamplerOptions(**changes),  # type: ignore[arg-type]
+            language=babbling,
+            n_draft=8,
+        )
+        assert done.summary.acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("name", PENALISED)
+def test_without_the_path_the_text_would_be_another(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That the tests above can fail: penalties that see the committed text only."""
+    sampler = SamplerOptions(**PENALISED[name])  # type: ignore[arg-type]
+    plain = run(None, None, sampler, language=babbling)
+    history = TextState.history
+    monkeypatch.setattr(TextState, "history", lambda self, path, n: history(self, (), n))
+    fast = run(None, CHATTERERS["same samplers"], sampler, language=babbling, n_draft=8)
+    assert fast.generation.tokens != plain.generation.tokens
+
+
+def test_without_the_path_the_grammar_would_be_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for the masks inside drafts."""
+    original = Shaper.distribution
+
+    def blind(self: Shaper, logits: Logits, path: abc.Sequence[int] = ()) -> Distribution:
+        return original(self, logits)
+
+    monkeypatch.setattr(Shaper, "distribution", blind)
+    with pytest.raises((ValueError, AssertionError)):
+        run(GRAMMARS["choices"](), "perfect")
+
+
+# --- on tiny models of every kind of cache
+
+
+@pytest.mark.parametrize("architecture", CACHES.values())
+def test_long_forced_runs_on_tiny_models(tmp_path: Path, architecture: Architecture) -> None:
+    """Forced text longer than what rides along with a draft, and than a batch; the cache drops
+    what was refused, in each of its ways, right behind it."""
+    config = TinyConfig(architecture=architecture, logit_scale=3.0, unprintable_scale=0.0)
+    write_tiny_model(tmp_path / "target.gguf", config)
+    write_tiny_model(tmp_path / "draft.gguf", config.draft(0.1))
+    context = replace(EXACT, n_batch=16)
+    gbnf = 'root ::= "{{" ([a-e] [a-e ] [a-e] "(0123456789)(0123456789)" | [x-z] [x-z] "#~#~# ")+'
+    options = SessionOptions(
+        target=tmp_path / "target.gguf",
+        draft=tmp_path / "draft.gguf",
+        drafting=DraftOptions(
+            policy="fixed", max_tokens=4, p_min=0.0, ngram_min=1, verifier="match"
+        ),
+        generation=GenerationOptions(max_tokens=150, grammar=Grammar("gbnf", gbnf)),
+        target_context=context,
+        draft_context=context,
+    )
+    texts: dict[str, FinishedEvent] = {}
+    for temperature in (0.0, 1.0):
+        sampler = SamplerOptions(temperature=temperature, top_p=1.0, min_p=0.0, seed=4)
+        for draft in ("none", "ngram", tmp_path / "draft.gguf"):
+            changed = replace(options, sampler=sampler, draft=draft)
+            with Models(changed, time.perf_counter) as loaded:
+                texts[str(draft)] = list(generate(loaded, loaded.prompts.of_text("a", chat=False)))[
+                    -1
+                ]  # type: ignore[assignment]
+        for other in texts.values():
+            assert other.token_ids == texts["none"].token_ids
+        assert texts["none"].n_forced > 40
+        assert texts["ngram"].n_drafted > 0

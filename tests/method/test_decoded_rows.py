@@ -1,0 +1,259 @@
+"""Which rows the models decode: none that they hold, and none that nobody asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from specgen.drafters import Drafter, Drafters, Guesses, SuffixDrafter
+from specgen.events import DraftedEvent, DraftNode, Event, NoticeEvent
+from specgen.method.backend import Batch
+from specgen.method.draft import Draft
+from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan, RoundResult
+from specgen.method.policy.plan import Whole
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
+from specgen.system.arrays import Logits
+from specgen.testing.fake_backend import (
+    FakeBackend,
+    FakeVocabulary,
+    Language,
+    noisy,
+    random_language,
+)
+from specgen.text.text_state import TextState
+from tests.helpers.fake_generations import GREEDY, N_VOCAB, PROMPT, Setup
+from tests.registry import DRAFTERS as CASES
+from tests.registry import ON_FAKES, Text, model
+
+LANGUAGE = random_language(N_VOCAB, seed=7)
+LETTERS = FakeVocabulary.letters(N_VOCAB)
+RANDOM = SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0)
+
+
+@dataclass
+class Watched(FakeBackend):
+    """Notes each batch, and fails where a sequence is cut back further than what it goes on
+    with asks for: what is cut off first must not be what is decoded next."""
+
+    batches: list[list[int]] = field(default_factory=list)
+    #: The text up to and with each row that was decoded.
+    texts: list[tuple[int, ...]] = field(default_factory=list)
+    cut: tuple[int, ...] = ()
+
+    def decode(self, batch: Batch) -> Logits:
+        if self.cut:
+            own = self.text(0)
+            assert self.cut[: len(own)] == own
+            assert self.cut[len(own)] != batch.tokens[0], f"{self.cut[len(own)]} was there"
+        self.cut = ()
+        logits = FakeBackend.decode(self, batch)
+        self.batches.append(list(batch.tokens))
+        self.texts += [self.text(0, position + 1) for position in batch.positions]
+        return logits
+
+    def remove(self, sequence: int, start: int = 0) -> None:
+        # Of two cuts without a decode between them the first one counts.
+        self.cut = self.cut or self.text(sequence)
+        FakeBackend.remove(self, sequence, start)
+        if self.cut == self.text(sequence):
+            self.cut = ()
+
+
+@dataclass
+class Models:
+    """The draft models of a text: what they say, and their backends."""
+
+    noise: float
+    sampler: SamplerOptions = GREEDY
+    n_guess: int = 3
+    backends: list[Watched] = field(default_factory=list)
+
+    def open(self, vocabulary: FakeVocabulary, language: Language) -> Watched:
+        backend = Watched(vocabulary, language, n_ctx=256, n_batch=64, n_sequences=1)
+        self.backends.append(backend)
+        return backend
+
+    def text(self, state: TextState) -> Text:
+        language = noisy(LANGUAGE, self.noise)
+        return Text(state, language, LETTERS, self.sampler, 99, self.n_guess, self.open)
+
+
+class UpToTwo(Whole):
+    """A draft of at most two tokens of a model: it has looked for a third one before it stops."""
+
+    def keeps(self, confidences: Sequence[float]) -> bool:
+        return len(confidences) <= 2
+
+
+class Extending(FixedPolicy):
+    """Takes three tokens of n-grams, or where they find fewer two of the model; and lets the
+    other one go on from there."""
+
+    def plan(self, offer: Offer) -> RoundPlan:
+        n_max, found = min(self.n_max, offer.n_most), offer.found.first(3)
+        if n_max < 1:
+            return RoundPlan(Reason("no room"))
+        if len(found) == 3:
+            both = Reason("found and model")
+            return RoundPlan(both, n_max - 3, found, drafter=offer.drafter)
+        return RoundPlan(
+            Reason("model"), n_max, stop=UpToTwo(), extends=True, drafter=offer.drafter
+        )
+
+
+#: All that decodes with draft models in the target's own vocabulary, along one branch.
+DRAFTERS = [name for name, case in CASES.items() if case.watched]
+COMBINED = [name for name in DRAFTERS if CASES[name].kind is Drafters]
+STAGED = [name for name in DRAFTERS if "staged" in name]
+TWICE = [*STAGED, "all at once"]
+in_every_way = pytest.mark.parametrize("name", DRAFTERS)
+
+
+def setup(models: Models, name: str, n_draft: int, n_tokens: int = 60, p_min: float = 0.0) -> Setup:
+    return Setup(
+        language=LANGUAGE,
+        vocabulary=LETTERS,
+        sampler=models.sampler,
+        drafter=lambda state: ON_FAKES[name](models.text(state)),
+        policy=Extending if name in COMBINED else None,
+        drafting=DraftOptions(policy="fixed", max_tokens=n_draft, p_min=p_min),
+        options=GenerationOptions(max_tokens=n_tokens),
+    )
+
+
+@in_every_way
+@pytest.mark.parametrize("sampler", [GREEDY, RANDOM], ids=["greedy", "random"])
+@pytest.mark.parametrize("noise", [0.0, 0.7, 3.0])
+@pytest.mark.parametrize("n_draft", [1, 3, 6])
+def test_nothing_that_a_model_holds_is_decoded_again(
+    name: str, sampler: SamplerOptions, noise: float, n_draft: int
+) -> None:
+    models = Models(noise, sampler)
+    made = setup(models, name, n_draft)
+    generation, events = made.run()
+    failed = [event.detail for event in events if isinstance(event, NoticeEvent)]
+    assert not failed, failed[0]
+    for backend in models.backends:
+        # Of fewer tokens than three there is nothing to guess. All others take part.
+        assert backend.texts or n_draft < 3
+        wrong = len(backend.texts) - len(set(backend.texts))
+        # A wrong guess of what a draft model would say may be what the target says.
+        assert wrong == 0 or name in TWICE
+    if name in COMBINED and n_draft == 6:
+        # Each of the two went on from the other's draft.
+        origins = [tuple(node.origin for node in nodes) for nodes in drafts(events)]
+        for first, second in (("ngram", "model"), ("model", "ngram")):
+            assert any(o[0] == first and second in o for o in origins)
+    # The target: the prompt, then one batch a round; the last token needs no decode.
+    tally = generation.tally
+    assert made.target.n_decodes == 1 + tally.n_rounds
+    assert made.target.n_decoded_rows == len(PROMPT) + tally.n_rounds + tally.n_drafted
+
+
+def test_what_was_committed_rides_in_the_next_batch() -> None:
+    """With a draft that is always right each round accepts all of it."""
+    models = Models(noise=0.0)
+    made = setup(models, "model", n_draft=4, n_tokens=25)
+    generation, _ = made.run()
+    text = generation.tokens[len(PROMPT) :]
+    (draft,) = models.backends
+    # The target's token; the draft; the target's token again, five tokens a round. The draft
+    # model reads the last token that it drafted, and the target's, in one batch.
+    expected = [[*PROMPT, text[0]]]
+    for start in range(0, 20, 5):
+        expected += [[token] for token in text[start + 1 : start + 4]]
+        expected += [list(text[start + 4 : start + 6])]
+    assert draft.batches[: len(expected)] == expected
+    # The target reads its own token and the next draft in one batch.
+    assert made.target.decoded[len(PROMPT) :] == text[: len(made.target.decoded) - len(PROMPT)]
+    assert made.target.n_decodes == 1 + 25 // 5
+
+
+def test_a_text_that_went_on_as_the_model_drafted_beyond_what_was_verified() -> None:
+    """It is read already, and so is what follows."""
+
+    class FirstTwo(Whole):
+        def cut(self, draft: Draft) -> Draft:
+            return draft.first(2)
+
+    class Short(FixedPolicy):
+        def plan(self, offer: Offer) -> RoundPlan:
+            return replace(super().plan(offer), stop=FirstTwo())
+
+    models = Models(noise=0.0)
+    made = setup(models, "model", n_draft=4, n_tokens=25)
+    made.policy = Short
+    generation, _ = made.run()
+    text = generation.tokens[len(PROMPT) :]
+    (draft,) = models.backends
+    # Four tokens are drafted, of which the last one is not read, and three come of each round.
+    assert generation.tally.n_rounds == 8
+    assert draft.batches[:7] == [[*PROMPT, text[0]], *([token] for token in text[1:7])]
+    assert draft.n_decoded_rows == len(set(draft.texts))
+
+
+def test_after_a_refusal_the_model_reads_the_target_s_token_alone() -> None:
+    models = Models(noise=3.0)
+    generation, _ = setup(models, "model", n_draft=3).run()
+    (draft,) = models.backends
+    firsts = [batch for batch in draft.batches[1:] if len(batch) > 1]
+    assert all(len(batch) == 2 for batch in firsts)
+    assert len(firsts) < generation.tally.n_rounds / 2
+    # All of the text but the last token, and of the drafts what came to nothing.
+    read = [text for text in draft.texts if list(text) == generation.tokens[: len(text)]]
+    assert len(read) == len(max(read, key=len))
+
+
+@pytest.mark.parametrize("name", STAGED)
+@pytest.mark.parametrize("sampler", [GREEDY, RANDOM], ids=["greedy", "random"])
+@pytest.mark.parametrize("n_guess", [1, 8])
+@pytest.mark.parametrize("noise", [0.0, 0.7, 3.0])
+@pytest.mark.parametrize("p_min", [0.0, 0.4])
+def test_guesses_change_what_is_decoded_at_once_and_nothing_that_is_drafted(
+    name: str, sampler: SamplerOptions, n_guess: int, noise: float, p_min: float
+) -> None:
+    """The drafts are those of the model alone, and so is what comes of them."""
+    alone_too, staged = (Models(noise, sampler, n_guess) for _ in range(2))
+    plain, plain_events = setup(alone_too, "model", 6, p_min=p_min).run()
+    fast, events = setup(staged, name, 6, p_min=p_min).run()
+    assert fast.tokens == plain.tokens
+    assert drafts(events) == drafts(plain_events)
+    backend, guessed = alone_too.backends[-1], staged.backends[-1]
+    assert guessed.n_decodes <= backend.n_decodes
+    n_right = backend.n_decodes - guessed.n_decodes
+    assert n_right > 0 or name != "staged by a model" or noise > 0.0
+    # What was guessed wrongly was read for nothing, the rest would have been read anyway.
+    assert guessed.n_decoded_rows >= backend.n_decoded_rows
+
+
+def test_guesses_that_are_not_taken_are_compared_with_what_is_drafted() -> None:
+    """So a policy learns that they would have been right, and takes them."""
+    results: list[RoundResult] = []
+
+    class Declining(FixedPolicy):
+        def plan(self, offer: Offer) -> RoundPlan:
+            return RoundPlan(Reason("acceptance"))
+
+        def observe(self, result: RoundResult) -> None:
+            results.append(result)
+
+    models = Models(noise=0.0)
+
+    def declined(state: TextState) -> Drafter:
+        policy = Declining(DraftOptions(policy="fixed"))
+        return model(models.text(state), Guesses(Drafters(SuffixDrafter(1, 8)), policy))
+
+    made = setup(models, "model", 6)
+    made.drafter = declined
+    made.run()
+    found = [(draft, result) for result in results for draft in result.proposed if len(draft)]
+    assert any(draft.tokens == result.committed for draft, result in found)
+    for draft, result in found:
+        assert len(draft) == len(result.committed) == 1
+        assert not len(result.draft)
+
+
+def drafts(events: Sequence[Event]) -> list[tuple[DraftNode, ...]]:
+    return [event.nodes for event in events if isinstance(event, DraftedEvent)]

@@ -1,0 +1,285 @@
+"""The draft model, by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgen.drafters import ModelDrafter, draft_alone
+from specgen.drafters.base import propose_together
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.policy import FixedPolicy, Offer, draft_up_to
+from specgen.options import DraftOptions, SamplerOptions
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
+from specgen.text.sampling import distribution
+from tests.helpers.fake_generations import N_VOCAB, Clock, model_drafter
+
+LANGUAGE = random_language(N_VOCAB, seed=2)
+LETTERS = FakeVocabulary.letters(N_VOCAB)
+
+
+def policy(max_tokens: int = 4, *, p_min: float = 0.0, min_tokens: int = 0) -> FixedPolicy:
+    return FixedPolicy(
+        DraftOptions(policy="fixed", max_tokens=max_tokens, p_min=p_min, min_tokens=min_tokens)
+    )
+
+
+def propose(drafter: ModelDrafter, context: Sequence[int], n_max: int, by: FixedPolicy) -> Draft:
+    """What a drafter proposes by a policy's plan."""
+    plan = by.plan(Offer(100, n_max, drafter="model"))
+    return draft_alone(drafter.propose(context, plan))
+
+
+# --- a draft model
+
+
+def test_an_interruption_ends_the_reading_of_a_long_text() -> None:
+    drafter, backend = model_drafter(LANGUAGE, LETTERS, n_batch=8)
+    context = [n % N_VOCAB for n in range(100)]
+    asked = iter(range(100))
+    (proposal,) = propose_together(
+        [drafter.propose(context, draft_up_to(4))], Clock(), lambda: next(asked) >= 2
+    )
+    assert backend.length(0) == 16  # two pieces of 8
+    assert (len(proposal.draft), proposal.error) == (0, None)
+
+
+def test_a_greedy_draft_is_what_the_model_would_say() -> None:
+    drafter, backend = model_drafter(LANGUAGE, LETTERS)
+    context = [1, 2, 3]
+    draft = propose(drafter, context, 4, policy())
+    text = list(context)
+    for token in draft.tokens:
+        assert token == int(LANGUAGE(tuple(text)).argmax())
+        text.append(token)
+    assert draft.is_chain
+    assert not draft.is_drawn
+    assert backend.length(0) == len(context) + 3  # the last drafted token waits
+
+
+def test_a_drawn_draft_carries_the_distributions_it_was_drawn_from() -> None:
+    options = SamplerOptions(temperature=1.2, top_k=5, top_p=0.9, min_p=0.01)
+    drafter, _ = model_drafter(LANGUAGE, LETTERS, options)
+    draft = propose(drafter, [1, 2, 3], 4, policy())
+    assert draft.is_drawn
+    for node, source in enumerate(draft.distributions):
+        assert source is not None
+        text = (1, 2, 3, *draft.tokens[:node])
+        expected = distribution(LANGUAGE(text), options)
+        assert source.token_ids.tolist() == expected.token_ids.tolist()
+        assert source.probs == pytest.approx(expected.probs)
+        assert draft.probabilities[node] == source.probability(draft.tokens[node]) > 0
+
+
+def test_drafting_stops_where_the_model_is_unsure() -> None:
+    for p_min in (0.2, 0.4, 0.6, 0.9):
+        drafter, _ = model_drafter(LANGUAGE, LETTERS)
+        draft = propose(drafter, [1, 2, 3], 16, policy(16, p_min=p_min))
+        text = [1, 2, 3]
+        for token in draft.tokens:
+            row = LANGUAGE(tuple(text)).astype(np.float64)
+            assert 1 / np.exp(row - row.max()).sum() >= p_min
+            text.append(token)
+        row = LANGUAGE(tuple(text)).astype(np.float64)
+        assert len(draft) == 16 or 1 / np.exp(row - row.max()).sum() < p_min
+
+
+def test_drafting_ends_with_an_end_token_and_skips_what_is_biased_away() -> None:
+    first = int(LANGUAGE((1, 2, 3)).argmax())
+    ending = FakeVocabulary.letters(N_VOCAB, ends=[first])
+    drafter, _ = model_drafter(LANGUAGE, ending)
+    assert propose(drafter, [1, 2, 3], 8, policy(8)).tokens == (first,)
+    drafter, _ = model_drafter(LANGUAGE, ending, SamplerOptions(logit_bias=((first, -math.inf),)))
+    draft = propose(drafter, [1, 2, 3], 8, policy(8))
+    assert len(draft) == 8
+    assert first not in draft.tokens
+    drafter, _ = model_drafter(LANGUAGE, LETTERS, n_shared_tokens=4)
+    assert max(propose(drafter, [1, 2, 3], 8, policy(8)).tokens) < 4
+
+
+def test_proposing_twice_for_one_text_gives_the_same_draft() -> None:
+    drafter, backend = model_drafter(LANGUAGE, LETTERS)
+    once = propose(drafter, [1, 2, 3], 4, policy())
+    again = propose(drafter, [1, 2, 3], 4, policy())
+    assert once == again
+    shorter = propose(drafter, [1, 2, 3, int(once.tokens[0])], 3, policy())
+    assert shorter.tokens == once.tokens[1:]
+    assert backend.text(0)[:4] == (1, 2, 3, once.tokens[0])
+
+
+def test_the_cache_follows_a_text_that_went_another_way() -> None:
+    first, second, third, _ = propose(
+        model_drafter(LANGUAGE, LETTERS)[0], [1, 2, 3], 4, policy()
+    ).tokens
+    other = (first + 1) % N_VOCAB
+    for context in ([1, 2, 3, other, second, third, 5], [1, 2, 3, first, other, third, 7]):
+        drafter, backend = model_drafter(LANGUAGE, LETTERS)
+        propose(drafter, [1, 2, 3], 4, policy())
+        fresh, _ = model_drafter(LANGUAGE, LETTERS)
+        assert propose(drafter, context, 1, policy()) == propose(fresh, context, 1, policy())
+        assert backend.text(0) == tuple(context)
+
+
+@pytest.mark.parametrize("n_kept", range(6))
+def test_a_rewound_drafter_goes_on_as_a_fresh_one(n_kept: int) -> None:
+    drafter, backend = model_drafter(LANGUAGE, LETTERS)
+    propose(drafter, [1, 2, 3, 4], 4, policy())
+    propose(drafter, [1, 2, 3, 4, 5, 6], 4, policy())
+    drafter.rewind(n_kept)
+    text = [*[1, 2, 3, 4, 5, 6][:n_kept], 9, 8]
+    fresh, _ = model_drafter(LANGUAGE, LETTERS)
+    assert propose(drafter, text, 3, policy()) == propose(fresh, text, 3, policy())
+    assert backend.text(0)[: len(text)] == tuple(text)
+
+
+def test_a_drafter_rewound_to_the_beginning_begins_anew() -> None:
+    drafter, backend = model_drafter(LANGUAGE, LETTERS)
+    propose(drafter, [1, 2, 3, 4], 4, policy())
+    drafter.rewind(0)
+    assert backend.length(0) == 0
+    fresh, _ = model_drafter(LANGUAGE, LETTERS)
+    assert propose(drafter, [5, 6], 4, policy()) == propose(fresh, [5, 6], 4, policy())
+
+
+# --- a text that outgrows the draft model's context
+
+
+def grown(
+    n_ctx: int, n_tokens: int, n_max: int = 4, n_step: int = 1
+) -> Iterator[tuple[list[int], Draft, FakeBackend, int]]:
+    """A text of random tokens that grows by `n_step` of them; after each step, the text, the
+    draft, the backend and how many rows the proposal decoded."""
+    drafter, backend = model_drafter(LANGUAGE, LETTERS, n_ctx=n_ctx, n_batch=8)
+    tokens = np.random.default_rng(3).integers(0, N_VOCAB, n_tokens).tolist()
+    for length in range(1, n_tokens + 1, n_step):
+        n_before = backend.n_decoded_rows
+        draft = propose(drafter, tokens[:length], n_max, policy(n_max))
+        yield tokens[:length], draft, backend, backend.n_decoded_rows - n_before
+
+
+@pytest.mark.parametrize("n_ctx", [10, 11, 16, 33, 64])
+@pytest.mark.parametrize("n_max", [1, 4, 8, 40])
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_drafting_goes_on_when_the_text_outgrows_the_context(
+    n_ctx: int, n_max: int, n_step: int
+) -> None:
+    n_rows = n_drafted = 0
+    is_whole = True
+    for context, draft, backend, n_decoded in grown(n_ctx, 5 * n_ctx, n_max, n_step):
+        held = backend.text(0)
+        n_ahead = max(0, len(draft) - 1)
+        assert len(held) <= n_ctx
+        seen = held[: len(held) - n_ahead]
+        # The text's first few tokens and the latest; all of it while there is room.
+        n_latest = len(seen) - 4
+        is_whole = seen == tuple(context)
+        assert is_whole or seen == (*context[:4], *context[len(context) - n_latest :])
+        assert is_whole or len(seen) >= n_ctx // 2
+        # What follows is the most likely text after what the model sees.
+        assert 1 <= len(draft) <= n_max
+        assert len(draft) == n_max or len(draft) >= max(1, n_ctx // 4)
+        for node, token in enumerate(draft.tokens):
+            assert token == int(LANGUAGE((*seen, *draft.tokens[:node])).argmax())
+        n_drafted += len(draft)
+        n_rows += n_decoded
+    assert not is_whole
+    # What was drafted, the text, and half a context each time that the rest was used up.
+    assert n_rows <= n_drafted + (1 + (n_ctx / 2) / max(1, n_ctx / 4 - 4)) * 5 * n_ctx
+
+
+def test_the_window_slides_by_half_the_context() -> None:
+    refills = []
+    for context, _, backend, n_decoded in grown(64, 400):
+        if n_decoded > 8:
+            assert n_decoded == 32 + 3
+            assert backend.text(0)[:32] == (*context[:4], *context[-28:])
+            refills.append(len(context))
+    assert refills[0] == 62
+    assert set(np.diff(refills)) == {30}
+
+
+@pytest.mark.parametrize("n_ctx", range(1, 10))
+def test_a_tiny_context_is_used_while_it_lasts(n_ctx: int) -> None:
+    """There is no room for a beginning and an end."""
+    lengths = [
+        (len(context), len(draft)) for context, draft, _, _ in grown(n_ctx, 24) if len(draft)
+    ]
+    assert lengths[0][0] == 1
+    assert max(context for context, _ in lengths) >= n_ctx - max(1, n_ctx // 4)
+    assert all(context <= n_ctx for context, _ in lengths)
+
+
+def test_a_long_prompt_is_seen_by_its_ends() -> None:
+    drafter, backend = model_drafter(LANGUAGE, LETTERS, n_ctx=32)
+    prompt = [i % N_VOCAB for i in range(500)]
+    assert len(propose(drafter, prompt, 4, policy())) == 4
+    assert backend.text(0)[:16] == (*prompt[:4], *prompt[-12:])
+    assert backend.n_decoded_rows == 16 + 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1, max_size=8))
+def test_a_window_that_is_rewound_agrees_with_the_text(steps: list[tuple[int, int]]) -> None:
+    rng = np.random.default_rng(4)
+    drafter, backend = model_drafter(LANGUAGE, LETTERS, n_ctx=24)
+    text: list[int] = []
+    for n_kept, n_new in steps:
+        if n_kept < len(text):
+            drafter.rewind(n_kept)
+            del text[n_kept:]
+        text += rng.integers(0, N_VOCAB, n_new).tolist()
+        draft = propose(drafter, text, 3, policy(3))
+        assert len(draft) == 3
+        seen = backend.text(0)[:-2]
+        n_latest = len(seen) - 4
+        assert seen in (tuple(text), (*text[:4], *text[len(text) - n_latest :]))
+        assert draft.tokens[0] == int(LANGUAGE(seen).argmax())
+
+
+def test_a_rewind_within_the_window_costs_nothing() -> None:
+    drafter, backend = model_drafter(LANGUAGE, LETTERS, n_ctx=32)
+    text = [i % N_VOCAB for i in range(40)]
+    propose(drafter, text, 4, policy())
+    n_rows = backend.n_decoded_rows
+    drafter.rewind(36)
+    propose(drafter, [*text[:36], 7], 1, policy(1))
+    assert backend.n_decoded_rows == n_rows + 1
+    assert backend.text(0) == (*text[:4], *text[28:36], 7)
+    drafter.rewind(20)  # below it
+    propose(drafter, [*text[:20], 7], 1, policy(1))
+    assert backend.text(0) == (*text[:20], 7)
+
+
+# --- policies
+
+
+def test_short_drafts_are_dropped_unless_they_were_drawn_at_random() -> None:
+    fixed_stop = policy(4, min_tokens=3).plan(Offer(100, 4, drafter="model")).stop
+    assert fixed_stop.cut(Draft.chain([1, 2], "ngram")) is NO_DRAFT
+    long = Draft.chain([1, 2, 3], "ngram")
+    assert fixed_stop.cut(long) is long
+    source = distribution(LANGUAGE((1,)), SamplerOptions(temperature=1.0))
+    drawn = Draft.chain([1], "model", distributions=[source])
+    assert fixed_stop.cut(drawn) is drawn
+
+
+# --- trees
+
+
+def test_a_draft_is_a_tree_and_nothing_else() -> None:
+    tree = Draft((1, 2, 3, 4), (ROOT, 0, ROOT, 1), ("t",) * 4, (None,) * 4, (None,) * 4)
+    assert tree.children(ROOT) == [0, 2]
+    assert tree.path(3) == [0, 1, 3]
+    assert tree.leaves() == [2, 3]
+    assert tree.depths() == [0, 1, 0, 2]
+    assert not tree.is_chain
+    assert tree.first(2) == Draft.chain([1, 2], "t")
+    assert tree.first(9) is tree
+    with pytest.raises(ValueError, match="parents come first"):
+        Draft((1, 2), (ROOT, 1), ("t",) * 2, (None,) * 2, (None,) * 2)
+    with pytest.raises(ValueError, match="each of its fields"):
+        Draft((1, 2), (ROOT, 0), ("t",), (None,) * 2, (None,) * 2)

@@ -1,0 +1,549 @@
+"""Grammars: what may come next, in states that are values; and what is wrong with bad ones."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import re
+import string
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specgen.errors import UsageError
+from specgen.llama import LlamaModel, LlamaVocabulary
+from specgen.llama.grammar import LlamaGrammar
+from specgen.llama.library import llama_cpp
+from specgen.llama.token_table import BOUNDARY, INVALID, utf8_state
+from specgen.system.arrays import BoolArray
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.text.grammar.base import GrammarState
+from specgen.text.grammar.gbnf import read_gbnf
+from tests.helpers.fake_grammar import FakeGrammar
+
+JSON = r"""
+root   ::= object
+value  ::= object | array | string | number | ("true" | "false" | "null") ws
+object ::= "{" ws ( string ":" ws value ("," ws string ":" ws value)* )? "}" ws
+array  ::= "[" ws ( value ("," ws value)* )? "]" ws
+string ::= "\"" ( [^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) )* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+ws     ::= | " " | "\n" [ \t]{0,20}
+"""
+#: Grammars and, for their texts, regular expressions.
+GRAMMARS = {
+    "words": ('root ::= ("the" | " and" | "ing")+ "."', r"(the| and|ing)+\."),
+    "characters": ("root ::= [é-ü😀-😃]+ [^a-zéà]{2} [x]?", r"[é-ü😀-😃]+[^a-zéà]{2}x?"),
+    "no ascii": ("root ::= [^\\x00-\\x7Fé]{1,3}", r"[^\x00-\x7Fé]{1,3}"),
+    "any": ('root ::= .{3} "é" | "€€"', r"(?s:...)é|€€"),
+    "one text": ('root ::= "def é😀 self"', "def é😀 self"),
+    "optional": ('root ::= "a"? "b"{0,2} "cc"{1,2}', "a?b{0,2}(cc){1,2}"),
+    "empty stars": ('root ::= ("a"*)* "b"', "a*b"),
+    "or nothing": ('root ::= "" | "x" root', "x*"),
+    "many ways": ("root ::= ([a-c]? [b-e]?)+ " + '"a"? ' * 5 + '"."', r"[a-e]*\."),
+}
+#: Some 10^13 ways to read a text of 12 characters.
+CHAIN = "".join(f'"{letter}"? ' for letter in string.ascii_lowercase * 200) + '"."'
+
+
+@pytest.fixture(scope="module", params=["bpe", "spm"])
+def vocabulary(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LlamaVocabulary]:
+    path = tmp_path_factory.mktemp("grammar") / "tiny.gguf"
+    write_tiny_model(path, TinyConfig(tokenizer=request.param, n_embd=32, n_layer=1))
+    model = LlamaModel(path, n_gpu_layers=0)
+    yield model.vocabulary
+    model.close()
+
+
+class Reference:
+    """What llama.cpp says about the whole vocabulary, and what the text says about UTF-8."""
+
+    def __init__(self, vocabulary: LlamaVocabulary, gbnf: str) -> None:
+        self.vocabulary = vocabulary
+        self.gbnf = gbnf
+
+    def allowed(self, path: list[int]) -> BoolArray:
+        sampler = llama_cpp.llama_sampler_init_grammar(
+            self.vocabulary.handle, self.gbnf.encode(), b"root"
+        )
+        for token_id in path:
+            llama_cpp.llama_sampler_accept(sampler, token_id)
+        n = self.vocabulary.n_tokens
+        data = (llama_cpp.llama_token_data * n)(
+            *(llama_cpp.llama_token_data(id=i, logit=0.0, p=0.0) for i in range(n))
+        )
+        array = llama_cpp.llama_token_data_array(data=data, size=n, selected=-1, sorted=False)
+        llama_cpp.llama_sampler_apply(sampler, ctypes.byref(array))
+        llama_cpp.llama_sampler_free(sampler)
+        text = b"".join(map(self.vocabulary.token_bytes, path))
+        return np.array(
+            [
+                data[i].logit == 0.0
+                and (self.vocabulary.is_end(i) or self._fits(text, self.vocabulary.token_bytes(i)))
+                for i in range(n)
+            ]
+        )
+
+    @staticmethod
+    def _fits(text: bytes, piece: bytes) -> bool:
+        if not piece or b"\0" in piece:
+            return False
+        try:
+            (text + piece).decode()
+        except UnicodeDecodeError as error:
+            return error.reason == "unexpected end of data"
+        return True
+
+    def forced(self, path: list[int]) -> int | None:
+        allowed = set(np.flatnonzero(self.allowed(path)).tolist())
+        ends = [token for token in self.vocabulary.end_tokens() if token in allowed]
+        if len(allowed) == 1 or (ends and allowed == set(ends)):
+            return ends[0] if ends else allowed.pop()
+        return None
+
+
+def token_of(vocabulary: LlamaVocabulary, piece: bytes) -> int:
+    return next(t for t in range(vocabulary.n_tokens) if vocabulary.token_bytes(t) == piece)
+
+
+def every(vocabulary: LlamaVocabulary) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.arange(vocabulary.n_tokens)
+
+
+def walk(
+    vocabulary: LlamaVocabulary,
+    state: GrammarState,
+    rng: np.random.Generator,
+    n_tokens: int = 60,
+) -> tuple[list[int], GrammarState]:
+    """A path of random tokens, ended as soon as that may be once it is long."""
+    path: list[int] = []
+    while True:
+        allowed = np.flatnonzero(state.allows(every(vocabulary)))
+        if not len(allowed):
+            return path, state
+        ends = [token for token in allowed.tolist() if vocabulary.is_end(token)]
+        token = int(rng.choice(ends if ends and len(path) > n_tokens else allowed))
+        path.append(token)
+        state = state.after(token)
+        if len(path) > 5000:
+            pytest.fail("the text does not end")
+
+
+def text_of(vocabulary: LlamaVocabulary, path: list[int]) -> str:
+    return b"".join(map(vocabulary.token_bytes, path)).decode()
+
+
+# --- what may come next ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_random_texts_conform(vocabulary: LlamaVocabulary, name: str) -> None:
+    gbnf, pattern = GRAMMARS[name]
+    grammar = LlamaGrammar(vocabulary, gbnf)
+    for seed in range(20):
+        path, _ = walk(vocabulary, grammar.start, np.random.default_rng(seed), 8)
+        assert vocabulary.is_end(path[-1])
+        assert re.fullmatch(pattern, text_of(vocabulary, path)), path
+
+
+# Random JSON nests without end: close what is open once the text is long.
+def closing(vocabulary: LlamaVocabulary, state: GrammarState, path: list[int]) -> None:
+    close = [token_of(vocabulary, piece) for piece in (b'"', b"}", b"]", b"0")]
+    while True:
+        for token in [*vocabulary.end_tokens(), *close]:
+            if state.allows(np.array([token]))[0]:
+                break
+        else:
+            token = int(np.flatnonzero(state.allows(every(vocabulary)))[0])
+        path.append(token)
+        if vocabulary.is_end(token):
+            return
+        state = state.after(token)
+        assert len(path) < 500
+
+
+def random_json(vocabulary: LlamaVocabulary, gbnf: str, seed: int) -> str:
+    rng = np.random.default_rng(seed)
+    state, path = LlamaGrammar(vocabulary, gbnf).start, []
+    for _ in range(30):
+        allowed = np.flatnonzero(state.allows(every(vocabulary)))
+        token = int(rng.choice(allowed))
+        path.append(token)
+        if vocabulary.is_end(token):
+            break
+        state = state.after(token)
+    else:
+        closing(vocabulary, state, path)
+    return text_of(vocabulary, path)
+
+
+def test_random_json_is_json(vocabulary: LlamaVocabulary) -> None:
+    for seed in range(20):
+        assert isinstance(json.loads(random_json(vocabulary, JSON, seed)), dict)
+
+
+_MATTERS = [*(gbnf for gbnf, _ in GRAMMARS.values()), JSON]
+
+
+@given(gbnf=st.sampled_from(_MATTERS), seed=st.integers(0, 2**32), length=st.integers(0, 12))
+@settings(max_examples=60)
+def test_allowed_and_forced_tokens_equal_brute_force(
+    vocabulary: LlamaVocabulary, gbnf: str, seed: int, length: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    reference = Reference(vocabulary, gbnf)
+    state, path = LlamaGrammar(vocabulary, gbnf).start, []
+    for _ in range(length):
+        allowed = np.flatnonzero(state.allows(every(vocabulary)))
+        # Half the time a short token: those come between the bytes of a character.
+        short = [t for t in allowed.tolist() if len(vocabulary.token_bytes(t)) == 1]
+        token = int(rng.choice(short if short and rng.random() < 0.5 else allowed))
+        if vocabulary.is_end(token):
+            break
+        path.append(token)
+        if rng.random() < 0.5:
+            state.forced()  # leaves things behind that must not matter
+        state = state.after(token)
+    expected = reference.allowed(path)
+    one_by_one = [bool(state.allows(np.array([t]))[0]) for t in np.flatnonzero(expected)[:20]]
+    assert all(one_by_one)
+    assert (state.allows(every(vocabulary)) == expected).all()
+    assert state.forced() == reference.forced(path)
+    some = rng.integers(0, vocabulary.n_tokens, 50)
+    assert (state.allows(some) == expected[some]).all()
+
+
+def test_kinds_of_tokens_answer_for_all(
+    vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.llama.grammar.VERY_MANY", 1)
+    for gbnf in _MATTERS:
+        state, reference = LlamaGrammar(vocabulary, gbnf).start, Reference(vocabulary, gbnf)
+        rng, path = np.random.default_rng(0), list[int]()
+        for _ in range(5):
+            allowed = state.allows(every(vocabulary))
+            assert (allowed == reference.allowed(path)).all()
+            token = int(rng.choice(np.flatnonzero(allowed)))
+            if vocabulary.is_end(token):
+                break
+            path.append(token)
+            state = state.after(token)
+
+
+def test_a_character_may_come_in_pieces(vocabulary: LlamaVocabulary) -> None:
+    grammar = LlamaGrammar(vocabulary, 'root ::= "é" | "è"')
+    pieces = {vocabulary.token_bytes(t): t for t in range(vocabulary.n_tokens)}
+    state = grammar.start
+    assert state.allows(np.array([pieces[b"\xc3"], pieces[b"\xc2"]])).tolist() == [True, False]
+    within = state.after(pieces[b"\xc3"])
+    assert within.forced() is None
+    assert [
+        piece for piece, token in pieces.items() if piece and within.allows(np.array([token]))[0]
+    ] in ([b"\xa8", b"\xa9"], [b"\xa9", b"\xa8"])
+    one = LlamaGrammar(vocabulary, 'root ::= "è"').start.after(pieces[b"\xc3"])
+    assert one.forced() == pieces[b"\xa8"]
+
+
+def test_the_text_ends_where_the_grammar_does(vocabulary: LlamaVocabulary) -> None:
+    ends = np.array(vocabulary.end_tokens())
+    a, b = token_of(vocabulary, b"a"), token_of(vocabulary, b"b")
+    state = LlamaGrammar(vocabulary, 'root ::= "a" "b"?').start
+    assert not state.allows(ends).any()
+    state = state.after(a)
+    assert state.allows(ends).all()
+    assert state.forced() is None  # it may go on
+    state = state.after(b)
+    assert state.forced() == ends[0]
+    over = state.after(int(ends[0]))
+    assert not over.allows(every(vocabulary)).any()
+    assert over.forced() is None
+    with pytest.raises(ValueError, match="the text has ended"):
+        over.after(a)
+
+
+def test_a_wrong_token_is_an_error_and_not_the_end_of_the_process(
+    vocabulary: LlamaVocabulary,
+) -> None:
+    state = LlamaGrammar(vocabulary, 'root ::= "a"').start
+    for token_id in range(vocabulary.n_tokens):
+        if not state.allows(np.array([token_id]))[0]:
+            with pytest.raises(ValueError, match=f"does not allow token {token_id}"):
+                state.after(token_id)
+    for token_id in (-1, vocabulary.n_tokens, 2**40):
+        with pytest.raises(ValueError, match=f"no token {token_id}"):
+            state.after(token_id)
+        with pytest.raises(ValueError, match=f"no token {token_id}"):
+            state.allows(np.array([0, token_id]))
+    assert state.allows(np.array([], np.int64)).tolist() == []
+
+
+def test_control_tokens_are_no_text(vocabulary: LlamaVocabulary) -> None:
+    (control,) = vocabulary.tokenize("<|im_start|>", add_special=False, parse_special=True)
+    assert vocabulary.token_bytes(control) == b""
+    anything = LlamaGrammar(vocabulary, "root ::= .*").start
+    assert not anything.allows(np.array([control]))[0]  # llama.cpp takes it for its name
+
+
+def test_long_chains_of_optional_items_are_refused_or_end_the_text(
+    vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp would follow each way in which a token fits into them."""
+    with pytest.raises(UsageError, match="in too many ways"):
+        LlamaGrammar(vocabulary, f"root ::= {CHAIN}")
+    later = LlamaGrammar(vocabulary, f'root ::= "x." {CHAIN}').start
+    x, dot, a = (token_of(vocabulary, piece) for piece in (b"x", b".", b"a"))
+    inside = later.after(x).after(dot)
+    assert inside.allows(np.array([a])).all()
+    monkeypatch.setattr("specgen.llama.grammar.VERY_MANY", 1)
+    assert not inside.allows(every(vocabulary)).any()
+    assert inside.forced() is None
+    same = LlamaGrammar(vocabulary, "root ::= " + '"a"? ' * 500 + '"."').start
+    for _ in range(20):
+        assert same.allows(np.array([a, dot, x])).tolist() == [True, True, False]
+        same = same.after(a)
+
+
+# --- states are values ----------------------------------------------------------------------
+
+
+def test_branches_do_not_disturb_each_other(vocabulary: LlamaVocabulary) -> None:
+    start = LlamaGrammar(vocabulary, JSON).start
+    paths = [walk(vocabulary, start, np.random.default_rng(seed), 0)[0][:12] for seed in range(8)]
+    states = [start] * len(paths)
+    for step in range(12):  # all branches grow together
+        states = [
+            state.after(path[step]) if step < len(path) else state
+            for state, path in zip(states, paths, strict=True)
+        ]
+    reference = Reference(vocabulary, JSON)
+    for path, state in zip(paths, states, strict=True):
+        if not vocabulary.is_end(path[-1]):
+            assert (state.allows(every(vocabulary)) == reference.allowed(path)).all()
+    assert (start.allows(every(vocabulary)) == reference.allowed([])).all()
+
+
+def test_the_same_path_is_the_same_state(vocabulary: LlamaVocabulary) -> None:
+    grammar = LlamaGrammar(vocabulary, JSON)
+    start = grammar.start
+    brace = token_of(vocabulary, b"{")
+    assert start.after(brace) is start.after(brace)
+
+
+def test_texts_with_the_same_future_share_a_state(vocabulary: LlamaVocabulary) -> None:
+    a, brace, quote = (token_of(vocabulary, piece) for piece in (b"a", b"{", b'"'))
+    string = LlamaGrammar(vocabulary, JSON).start.after(brace).after(quote)
+    assert string.after(a) is string.after(a).after(a) is string
+    assert string.after(quote) is not string
+    counted = LlamaGrammar(vocabulary, 'root ::= "a"{3}').start
+    assert counted.after(a) is not counted.after(a).after(a)
+
+
+def test_memory_is_freed(vocabulary: LlamaVocabulary) -> None:
+    grammar = LlamaGrammar(vocabulary, JSON)
+    a = token_of(vocabulary, b"a")
+
+    def string() -> GrammarState:
+        return grammar.start.after(token_of(vocabulary, b"{")).after(token_of(vocabulary, b'"'))
+
+    def rss() -> int:
+        gc.collect()
+        return psutil.Process().memory_info().rss
+
+    state = string()
+    for _ in range(1000):
+        state = state.after(a)
+    before = rss()
+    for _ in range(10_000):  # a text that goes on: the past is forgotten
+        state = state.after(a)
+    for _ in range(1000):  # texts that end
+        string().after(a).forced()
+    assert rss() - before < 8 * 2**20
+
+
+def test_a_grammar_keeps_a_bounded_number_of_states(
+    vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.llama.grammar.MOST_STATES", 3)
+    gbnf = 'root ::= "(" root ")" | "a"'
+    grammar, reference = LlamaGrammar(vocabulary, gbnf), Reference(vocabulary, gbnf)
+    left, right, a = (token_of(vocabulary, piece) for piece in (b"(", b")", b"a"))
+    path = [*[left] * 20, a, *[right] * 10]
+    states = [grammar.start]
+    for token in path:
+        states.append(states[-1].after(token))
+    for n in (2, 20, 21, 25):  # dropped states work as before
+        assert (states[n].allows(every(vocabulary)) == reference.allowed(path[:n])).all()
+        if n < 20:
+            assert states[n].after(left).allows(np.array([a])).all()
+
+
+def test_a_long_chain_of_states_can_be_dropped(vocabulary: LlamaVocabulary) -> None:
+    start = state = LlamaGrammar(vocabulary, "root ::= .*").start
+    a = token_of(vocabulary, b"a")
+    for _ in range(20_000):
+        state = state.after(a)
+    del start, state
+
+
+def test_states_outlive_the_model(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "tiny.gguf", TinyConfig(n_embd=32, n_layer=1))
+    model = LlamaModel(tmp_path / "tiny.gguf", n_gpu_layers=0)
+    grammar = LlamaGrammar(model.vocabulary, JSON)
+    state = grammar.start.after(int(np.flatnonzero(grammar.start.allows(np.arange(300)))[0]))
+    model.close()
+    del grammar, state  # only freed, not asked
+
+
+def test_threads_may_share_a_grammar(vocabulary: LlamaVocabulary) -> None:
+    grammar = LlamaGrammar(vocabulary, JSON)
+    alone = [walk(vocabulary, grammar.start, np.random.default_rng(s), 0)[0][:20] for s in range(4)]
+    found: list[list[int]] = [[] for _ in alone]
+
+    def work(seed: int) -> None:
+        found[seed] = walk(vocabulary, grammar.start, np.random.default_rng(seed), 0)[0][:20]
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(len(alone))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == alone
+
+
+# --- bad grammars ---------------------------------------------------------------------------
+
+_DEEP = "\n".join(f'r{i} ::= r{i + 1} "x" | r{i + 1} "y"' for i in range(60))
+BAD = {
+    "": "the grammar is empty",
+    "# nothing": "the grammar is empty",
+    'a ::= "b"': "the grammar has no rule 'root'",
+    'root ::= "a"\nb ::= c': "line 2: there is no rule 'c'",
+    'root = "a"': "line 1: expected ::= after 'root', found '= \"a\"'",
+    'root ::= "a': "expected a closing quote or bracket, found the end",
+    "root ::= [a": "expected a closing quote or bracket, found the end",
+    'root ::= ("a"': "expected '\\)', found the end",
+    'root ::= "a" )': "expected the end of the line, found '\\)'",
+    'root ::= "a"\n | "b"': "line 2: expected the name of a rule",
+    'root ::= "\\q"': "unknown escape \\\\q",
+    'root ::= "\\x4"': "expected 2 hexadecimal digits",
+    "root ::= *": "nothing before a repetition",
+    'root ::= "a"{': "expected a number",
+    'root ::= "a"{5,3}': "at least 5 and at most 3",
+    'root ::= "a"{3000}': "3000 repetitions",
+    "root ::= [z-a]": "nothing from 'z' to 'a'",
+    'root ::= "a"{1000}{1000}': "1000000 rules",
+    'root ::= "a"{99999999999999999999}': "too large",
+    'root ::= "' + "x" * 40_000 + '"{2}': "more than 50000",
+    "root ::= " + "(" * 100_000: "nested more than 1000 deep",
+    'root ::= root "a" | "b"': "rule 'root' begins with itself",
+    'root ::= a\na ::= b "x"\nb ::= root | "y"': "begins with itself",
+    # These llama.cpp takes, and then takes all memory, or aborts.
+    'root ::= a root "z" | "x"\na ::= b\nb ::= "" | "y"': "by way of an empty rule",
+    'root ::= a root\na ::= b\nb ::= ""': "derives no text",
+    f'root ::= r0\n{_DEEP}\nr60 ::= "z"': "too many ways",
+    'root ::= "a\0b"': "NUL",
+    'root ::= "\ud800"': "not valid UTF-8",
+    'root ::= <think> "a"': "names a token, <think>: only characters",
+    'root ::= "a" !<[5]> .': r"names a token, !<\[5\]>: only characters",
+    "root ::= <": "names a token, <: only characters",
+}
+
+
+@pytest.mark.parametrize("gbnf", BAD, ids=lambda gbnf: repr(gbnf[:30]))
+def test_a_bad_grammar_is_one_line_and_nothing_else(
+    vocabulary: LlamaVocabulary, gbnf: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError, match=BAD[gbnf]) as caught:
+        LlamaGrammar(vocabulary, gbnf)
+    assert "\n" not in caught.value.message
+    assert capfd.readouterr() == ("", "")
+
+
+_PIECES = [
+    '"a"',
+    "[^b]",
+    "x",
+    "root",
+    "(",
+    ")",
+    "|",
+    "*",
+    "+",
+    "?",
+    "{2}",
+    "{0,2}",
+    ".",
+    '""',
+    "\n",
+]
+
+
+@given(parts=st.lists(st.sampled_from([*_PIECES, "root ::= ", "x ::= "]), max_size=12))
+@settings(max_examples=300)
+def test_what_the_reader_takes_llama_takes(vocabulary: LlamaVocabulary, parts: list[str]) -> None:
+    gbnf = "root ::= " + " ".join(parts)
+    try:
+        read_gbnf(gbnf)
+    except UsageError:
+        return
+    state = LlamaGrammar(vocabulary, gbnf).start
+    for _ in range(3):  # none of these ends the process
+        allowed = np.flatnonzero(state.allows(every(vocabulary)))
+        if len(allowed):
+            state = state.after(int(allowed[0]))
+
+
+def test_classes_of_characters() -> None:
+    classes = read_gbnf('root ::= [a-f] "b" [^"] "\\U0010FFFF"').character_classes()
+    number = dict(classes)
+    assert number[0] == number[ord("#")] == number[ord("g")]
+    assert number[ord("a")] == number[ord("c")] != number[ord("b")]
+    assert len({number[ord(c)] for c in 'ab"g'}) == 4
+    assert number[0x10FFFF] != number[ord("g")]
+
+
+@given(st.binary(max_size=5), st.binary(max_size=5))
+def test_utf8_states_agree_with_python(text: bytes, piece: bytes) -> None:
+    whole = text + piece
+    state = utf8_state(text)
+    if state != INVALID:
+        state = utf8_state(piece, state)
+    try:
+        whole.decode()
+        expected = "whole"
+    except UnicodeDecodeError as error:
+        expected = "part" if error.reason == "unexpected end of data" else "wrong"
+    if b"\0" in whole:
+        expected = "wrong"
+    found = {BOUNDARY: "whole", INVALID: "wrong"}.get(state, "part")
+    assert found == expected
+
+
+# --- the fake -------------------------------------------------------------------------------
+
+
+def test_the_fake_grammar_keeps_the_interface() -> None:
+    grammar = FakeGrammar({0: {5: 1, 6: 1}, 1: {7: 0}}, may_end=frozenset({2, 0}), end_tokens=(9,))
+    start = grammar.start
+    assert start.allows(np.array([5, 6, 7, 9])).tolist() == [True, True, False, True]
+    assert start.forced() is None
+    after = start.after(5)
+    assert after is start.after(5)
+    assert after.forced() == 7
+    over = start.after(9)
+    assert over.forced() is None
+    assert not over.allows(np.arange(10)).any()
+    with pytest.raises(ValueError, match="does not allow token 7"):
+        start.after(7)
+    assert FakeGrammar({}, may_end=frozenset({0}), end_tokens=(3, 4)).start.forced() == 3

@@ -1,0 +1,409 @@
+"""JSON schemas: every text of an accepted one conforms, and what cannot be honoured is refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from specgen.errors import BackendError, UsageError
+from specgen.events import FinishedEvent
+from specgen.llama import LlamaModel, LlamaVocabulary
+from specgen.options import (
+    DraftOptions,
+    GenerationOptions,
+    Grammar,
+    SamplerOptions,
+    SessionOptions,
+)
+from specgen.session.engine import generate
+from specgen.session.loaded_models import Models
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.text.grammar.base import GrammarState
+from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
+from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
+from tests.helpers.common import EXACT
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 3, "maximum": 120},
+        "kind": {"enum": ["alpha", 'b"e"ta', "é", None, 3]},
+        "items": {"type": "array", "items": {"$ref": "#/$defs/item"}, "maxItems": 3},
+    },
+    "required": ["name", "age", "kind"],
+    "$defs": {"item": {"type": "object", "properties": {"x": {"type": "boolean"}}}},
+}
+#: Schemas that are honoured.
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "person": PERSON,
+    "any object": {},
+    "minItems without items": {"type": "array", "minItems": 2, "maxItems": 3},
+    "prefixItems": {
+        "type": "array",
+        "prefixItems": [{"const": 1}, {"type": "boolean"}],
+        "items": False,
+        "minItems": 2,
+    },
+    "numbers": {"type": "number", "exclusiveMinimum": -2, "maximum": 2.5},
+    "multiples": {"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 100},
+    "several types": {"type": ["string", "null"], "maxLength": 3, "minLength": 2},
+    "const": {"const": {"a": ['"\\\n\té', 1.5, None, True]}},
+    "anyOf": {
+        "anyOf": [{"type": "boolean"}, {"type": "object", "properties": {"a": {"const": 1}}}]
+    },
+    "oneOf apart": {"oneOf": [{"type": "integer", "maximum": 9}, {"type": "null"}]},
+    "allOf": {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]},
+    "pattern": {"type": "string", "pattern": r"^(\d{3}-)?[a-cé]{2,4}\.(com|org)$"},
+    "pattern anywhere": {"type": "string", "pattern": "ab", "maxLength": 5},
+    "format": {"type": "string", "format": "date"},
+    "patternProperties": {
+        "type": "object",
+        "patternProperties": {"^x[0-9]$": {"type": "integer"}},
+        "additionalProperties": False,
+        "maxProperties": 2,
+    },
+    "additionalProperties": {
+        "type": "object",
+        "properties": {"a": {"type": "null"}},
+        "additionalProperties": {"type": "boolean"},
+    },
+    "a reference to itself": {
+        "type": "object",
+        "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["next"],
+    },
+    "escaped references": {"$ref": "#/$defs/a~1b%20c", "$defs": {"a/b c": {"enum": ["a~b"]}}},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("schemas") / "model.gguf"
+    return write_tiny_model(path, TinyConfig(logit_scale=1.0, control_scale=1.0, n_ctx_train=2048))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(model: Path) -> Iterator[LlamaVocabulary]:
+    opened = LlamaModel(model, vocabulary_only=True)
+    yield opened.vocabulary
+    opened.close()
+
+
+def followed(vocabulary: LlamaVocabulary, grammar: Grammar, seed: int) -> str:
+    """A text of a grammar: random tokens, and from some length on those that end it soon."""
+    rng, text = np.random.default_rng(seed), b""
+    state = LlguidanceGrammar(vocabulary, grammar).start
+    every = np.arange(vocabulary.n_tokens)
+    closing = b'"}]0'
+    for number in range(400):
+        allowed = np.flatnonzero(state.allows(every)).tolist()
+        assert allowed, text
+        soon = [
+            token
+            for token in allowed
+            if vocabulary.is_end(token) or vocabulary.token_bytes(token) in closing
+        ]
+        token = int(rng.choice(soon if number > 30 and soon else allowed))
+        text += vocabulary.token_bytes(token)
+        if vocabulary.is_end(token):
+            return text.decode()
+        state = state.after(token)
+    raise AssertionError(f"no end: {text!r}")
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_text_conforms(vocabulary: LlamaVocabulary, name: str) -> None:
+    schema = SCHEMAS[name]
+    grammar = schema_grammar(json.dumps(schema))
+    for seed in range(12):
+        value = json.loads(followed(vocabulary, grammar, seed))
+        jsonschema.validate(value, schema, jsonschema.Draft202012Validator)
+
+
+def test_an_empty_schema_is_an_object(vocabulary: LlamaVocabulary) -> None:
+    for seed in range(5):
+        assert isinstance(json.loads(followed(vocabulary, schema_grammar("{}"), seed)), dict)
+
+
+def test_properties_are_those_that_are_named_in_their_order(vocabulary: LlamaVocabulary) -> None:
+    for seed in range(20):
+        value = json.loads(followed(vocabulary, schema_grammar(json.dumps(PERSON)), seed))
+        assert list(value) == [name for name in PERSON["properties"] if name in value]
+        for item in value.get("items", []):
+            assert set(item) <= {"x"}
+
+
+def test_objects_that_hold_together_stay_open() -> None:
+    """One of them names what is additional to another."""
+    a = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
+    b = {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]}
+    for schema in (
+        {"allOf": [a, b]},
+        {"$ref": "#/$defs/a", "properties": b["properties"], "$defs": {"a": a}},
+        {**a, "anyOf": [b, {"properties": {"c": True}}]},
+        {"type": "object", "properties": {"a": {}}, "required": ["a", "c"]},
+        {"type": "object", "properties": {"a": {}}, "required": ["a"], "minProperties": 2},
+    ):
+        assert "additionalProperties" not in schema_grammar(json.dumps(schema)).text
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ("{", "is not JSON"),
+        ('{"maximum": NaN}', "NaN"),
+        ("[1]", "not an object"),
+        ("true", "not an object"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "deep"),
+        ('{"items":' * 500 + "{}" + "}" * 500, "recursion"),
+        ('{"type": "string", "pattern": "^((((a{100}){100}){100}){100})$"}', "too large"),
+        ('{"type": "string", "pattern": "(a|bc){99999999999}"}', "too large"),
+        ('{"patternProperties": {"(a{200}){200}": {}}}', "too large"),
+        ('{"type": "integer", "multipleOf": 100000007}', "too large"),
+        (json.dumps({"multipleOf": 10**400}), "too large"),
+        ('{"allOf": [{"multipleOf": 101}, {"multipleOf": 103}, {"multipleOf": 107}]}', "too large"),
+        (json.dumps({"enum": [*range(10_001)]}), "too large"),
+        ('{"properties": {"a": {}}, "required": [{}]}', "cannot be enforced"),
+        ('{"type": "foo"}', "foo"),
+        ('{"type": "string", "minLength": 5, "maxLength": 2}', "minLength"),
+        ('{"allOf": [{"type": "string"}, {"type": "integer"}]}', "incompatible"),
+        ('{"type": "object", "required": ["a"], "additionalProperties": false}', "'a'"),
+        ('{"enum": []}', "empty"),
+        ('{"anyOf": []}', "empty"),
+        ('{"not": {"type": "string"}}', '"not"'),
+        ('{"type": "array", "uniqueItems": true}', '"uniqueItems"'),
+        ('{"type": "array", "contains": {}}', '"contains"'),
+        ('{"if": {"type": "string"}, "then": {}}', '"if"'),
+        ('{"dependentRequired": {"a": ["b"]}}', '"dependentRequired"'),
+        ('{"properties": {"a": {"propertyNames": {}}}}', '"propertyNames"'),
+        ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf"),
+        ('{"type": "string", "format": "nonsense"}', "nonsense"),
+        ('{"type": "string", "pattern": "^(?=a)b$"}', "look"),
+        ('{"type": "string", "pattern": "^(a$"}', "regex"),
+        ('{"$ref": "https://example.com/x.json"}', "example.com"),
+        ('{"$ref": "other.json"}', "other.json"),
+        ('{"$ref": "#/$defs/a"}', "/$defs/a"),
+        # llguidance cuts such a value in the middle of a character.
+        (json.dumps({"type": "array", "maxItems": "é" * 300}), "cannot be enforced"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(schema: str, named: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        schema_grammar(schema)
+    assert named in caught.value.message
+    assert "\n" not in caught.value.message
+    assert len(caught.value.message) < 500
+
+
+@pytest.mark.parametrize(
+    ("odd", "left_out"),
+    [
+        ({"type": "integer"}, ()),
+        ({"type": "object", "propertyNames": {"pattern": "^a"}}, ("propertyNames",)),
+        ({"not": {"type": "string"}, "contains": {}, "type": "array"}, ("contains", "not")),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ("oneOf",)),
+        ({"type": "string", "format": "nonsense"}, ("format nonsense",)),
+        ({"type": "string", "pattern": "^(?=a)b$", "maxLength": 3}, ("pattern",)),
+        ({"type": "object", "patternProperties": {"^(?!a)": {}}}, ("patternProperties",)),
+        ({"$ref": "https://example.com/x.json"}, ("$ref https://example.com/x.json",)),
+    ],
+)
+def test_a_lenient_grammar_enforces_the_rest(
+    vocabulary: LlamaVocabulary, odd: dict[str, Any], left_out: tuple[str, ...]
+) -> None:
+    rest = {"type": "object", "properties": {"n": {"enum": [3, 4]}}, "required": ["n"]}
+    schema = {**rest, "properties": {**rest["properties"], "odd": odd}}  # type: ignore[dict-item]
+    grammar, found = lenient_schema_grammar(json.dumps(schema))
+    assert found == left_out
+    for seed in range(4):
+        jsonschema.validate(json.loads(followed(vocabulary, grammar, seed)), rest)
+
+
+@pytest.mark.parametrize("schema", ["[1]", '{"type": "foo"}', '{"enum": []}', '{"$ref": "#/a"}'])
+def test_a_lenient_grammar_needs_a_schema_too(schema: str) -> None:
+    with pytest.raises(UsageError):
+        lenient_schema_grammar(schema)
+
+
+def test_huge_schemas_end(vocabulary: LlamaVocabulary) -> None:
+    """Honoured or refused: with so many values or so much repetition, some work has to be bounded."""
+    many = {"enum": [f"value number {n}" for n in range(5000)]}
+    assert json.loads(followed(vocabulary, schema_grammar(json.dumps(many)), 0)) in many["enum"]
+    for pattern in ("^(a{1000}){1000}$", "^((a|b|c){1,99}){1,99}x$", "^(a|aa|aaa)*b$" * 50):
+        schema = {"type": "string", "pattern": pattern}
+        with contextlib.suppress(UsageError):
+            state = LlguidanceGrammar(vocabulary, schema_grammar(json.dumps(schema))).start
+            assert state.allows(np.arange(vocabulary.n_tokens)).any()
+
+
+# --- states -----------------------------------------------------------------------------------
+
+
+def test_allowed_and_forced_tokens(vocabulary: LlamaVocabulary) -> None:
+    grammar = Grammar("lark", 'start: "é" ("€" | "")')
+    ends = list(vocabulary.end_tokens())
+    every = np.arange(vocabulary.n_tokens)
+    state: GrammarState = LlguidanceGrammar(vocabulary, grammar).start
+    text = b""
+    for _ in range(2):  # a character in pieces of a byte, where there is no token of the whole
+        allowed = np.flatnonzero(state.allows(every)).tolist()
+        assert allowed
+        assert all("é€".encode().startswith(vocabulary.token_bytes(t)) for t in allowed)
+        if len(allowed) == 1:
+            assert state.forced() == allowed[0]
+        text += vocabulary.token_bytes(allowed[0])
+        state = state.after(allowed[0])
+        if text == "é".encode():
+            break
+    assert state.allows(np.array(ends)).all()
+    assert state.forced() is None
+    over = state.after(ends[0])
+    assert not over.allows(every).any()
+    assert over.forced() is None
+    with pytest.raises(ValueError, match="the text has ended"):
+        over.after(5)
+    with pytest.raises(ValueError, match="does not allow"):
+        state.after(int(np.flatnonzero(~state.allows(every))[0]))
+    for wrong in (-1, vocabulary.n_tokens):
+        with pytest.raises(ValueError, match="no token"):
+            state.allows(np.array([wrong]))
+
+
+def test_only_the_end_may_come_after_the_whole(vocabulary: LlamaVocabulary) -> None:
+    state = LlguidanceGrammar(vocabulary, schema_grammar('{"const": 1}')).start
+    one = state.forced()
+    assert one is not None
+    after = state.after(one)
+    assert after is state.after(one)
+    assert after.forced() == vocabulary.end_tokens()[0]
+    allowed = np.flatnonzero(after.allows(np.arange(vocabulary.n_tokens)))
+    assert set(allowed.tolist()) == set(vocabulary.end_tokens())
+
+
+def test_control_tokens_are_no_text(vocabulary: LlamaVocabulary) -> None:
+    state = LlguidanceGrammar(vocabulary, schema_grammar('{"type": "string"}')).start
+    quote = next(t for t in range(vocabulary.n_tokens) if vocabulary.token_bytes(t) == b'"')
+    silent = [t for t in range(vocabulary.n_tokens) if not vocabulary.token_bytes(t)]
+    assert silent
+    assert not state.after(quote).allows(np.array(silent)).any()
+
+
+def test_branches_do_not_disturb_each_other(vocabulary: LlamaVocabulary) -> None:
+    grammar = schema_grammar('{"type": "string", "maxLength": 4}')
+    every = np.arange(vocabulary.n_tokens)
+    rng = np.random.default_rng(0)
+    states = [LlguidanceGrammar(vocabulary, grammar).start]
+    seen = [states[0].allows(every).copy()]
+    for _ in range(60):
+        number = int(rng.integers(len(states)))
+        allowed = np.flatnonzero(seen[number])
+        if len(allowed):
+            states.append(states[number].after(int(rng.choice(allowed))))
+            seen.append(states[-1].allows(every).copy())
+    for state, before in zip(states, seen, strict=True):
+        assert (state.allows(every) == before).all()
+
+
+def test_threads_may_share_a_grammar(vocabulary: LlamaVocabulary) -> None:
+    grammar = schema_grammar(json.dumps(PERSON))
+    expected = [followed(vocabulary, grammar, seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda seed: followed(vocabulary, grammar, seed), [*range(4)] * 4))
+    assert found == expected * 4
+
+
+def test_a_closed_model_is_freed(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "model.gguf", TinyConfig())
+    opened = LlamaModel(path, vocabulary_only=True)
+    LlguidanceGrammar(opened.vocabulary, schema_grammar("{}"))
+    kept = weakref.ref(opened.vocabulary)
+    opened.close()
+    del opened
+    gc.collect()
+    assert kept() is None
+
+
+def test_what_can_be_followed_no_further_is_an_error(
+    vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_good = 1
+
+    class Broken:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.is_broken = False
+            self.n_masks = 0
+            self.n_good = n_good
+
+        @staticmethod
+        def grammar_from_json_schema(*_: object, **__: object) -> str:
+            return ""
+
+        def deep_copy(self) -> Broken:
+            return self
+
+        def unsafe_compute_mask_ptr(self, pointer: int, n_bytes: int) -> None:
+            ctypes.memset(pointer, 255, n_bytes)  # every token is allowed
+            self.is_broken = self.n_masks >= self.n_good
+            self.n_masks += 1
+
+        def consume_token(self, _token: int) -> bool:
+            return True
+
+        def is_error(self) -> bool:
+            return self.is_broken
+
+        def get_error(self) -> str:
+            return "too complex\nand more"
+
+    grammar = schema_grammar("{}")
+    monkeypatch.setattr("llguidance.LLMatcher", Broken)
+    state = LlguidanceGrammar(vocabulary, grammar).start.after(1)
+    with pytest.raises(BackendError, match="too complex$"):
+        state.allows(np.array([1]))
+    # At the start of a text, the grammar is refused.
+    n_good = 0
+    with pytest.raises(UsageError, match="too complex$"):
+        LlguidanceGrammar(vocabulary, grammar)
+
+
+# --- answers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_change_nothing(model: Path, tmp_path: Path, temperature: float) -> None:
+    config = TinyConfig(logit_scale=1.0, control_scale=1.0, n_ctx_train=2048)
+    draft = write_tiny_model(tmp_path / "draft.gguf", config.draft(0.05))
+    options = SessionOptions(
+        target=model,
+        sampler=SamplerOptions(temperature=temperature, seed=3),
+        drafting=DraftOptions(policy="fixed", max_tokens=4, ngram_min=1, verifier="match"),
+        generation=GenerationOptions(
+            max_tokens=300, grammar=schema_grammar(json.dumps(SCHEMAS["person"]))
+        ),
+        target_context=EXACT,
+        draft_context=EXACT,
+    )
+    answers: list[FinishedEvent] = []
+    for source in ("none", "ngram", draft):
+        with Models(replace(options, draft=source), time.perf_counter) as loaded:
+            *_, last = generate(loaded, loaded.prompts.of_text("the cat"))
+        assert isinstance(last, FinishedEvent)
+        answers.append(last)
+    assert len({answer.token_ids for answer in answers}) == 1
+    assert answers[-1].n_accepted + answers[-1].n_forced > 0
+    assert answers[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(answers[0].text), SCHEMAS["person"])

@@ -1,0 +1,281 @@
+"""Log-probabilities: the raw model's, whatever drafts, samplers and grammars do."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgen.events import CommittedEvent, Event, Piece, to_json_object
+from specgen.method.backend import Batch
+from specgen.method.verifiers import MatchVerifier, Verifier
+from specgen.options import (
+    DraftOptions,
+    DraftSource,
+    GenerationOptions,
+    Grammar,
+    SamplerOptions,
+    SessionOptions,
+)
+from specgen.session.engine import generate
+from specgen.session.loaded_models import Models
+from specgen.system.arrays import Logits
+from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.text.sampling.logprobs import log_probabilities, most_likely
+from specgen.text.text_state import TextState
+from tests.helpers.common import EXACT, UNFILTERED
+from tests.helpers.fake_generations import (
+    N_VOCAB,
+    PROMPT,
+    Setup,
+    TreeDrafter,
+    model_drafter,
+    ngram_drafter,
+)
+from tests.helpers.fake_grammar import FakeGrammar
+
+LANGUAGE = random_language(N_VOCAB, seed=7)
+LETTERS = FakeVocabulary.letters(N_VOCAB)
+#: Samplers that leave little of the raw model's opinion.
+SHAPED = SamplerOptions(
+    temperature=0.7,
+    top_k=3,
+    repeat_penalty=1.5,
+    frequency_penalty=0.5,
+    dry_multiplier=0.8,
+    dry_allowed_length=1,
+    logit_bias=((2, 3.0), (4, -math.inf)),
+)
+
+
+def log_softmax(row: Logits) -> npt.NDArray[np.float64]:
+    """From the definition, in float64."""
+    exact = row.astype(np.float64)
+    shifted = exact - exact.max()
+    with np.errstate(divide="ignore"):
+        result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return result
+
+
+def pieces_of(events: Sequence[Event]) -> list[Piece]:
+    return [p for event in events if isinstance(event, CommittedEvent) for p in event.pieces]
+
+
+# --- the functions
+
+
+@given(
+    values=st.lists(
+        st.floats(-200, 200, width=32) | st.just(-math.inf), min_size=1, max_size=50
+    ).filter(lambda row: max(row) > -math.inf),
+    shift=st.sampled_from([0.0, 1e4, -1e4]),
+)
+def test_values_are_those_of_the_definition(values: list[float], shift: float) -> None:
+    row = (np.array(values) + shift).astype(np.float32)
+    before = row.copy()
+    found = log_probabilities(row, range(len(row)))
+    assert found == pytest.approx(log_softmax(row).tolist(), abs=1e-5, rel=1e-6)
+    assert max(found) <= 1e-6
+    assert math.fsum(map(math.exp, found)) == pytest.approx(1.0, abs=1e-5)
+    assert row.tobytes() == before.tobytes()
+    for n in (0, 1, 3, 100):
+        top = most_likely(row, n)
+        possible = int(np.count_nonzero(row > -np.inf))
+        assert len(top) == min(n, possible)
+        assert top == sorted(range(len(row)), key=lambda i: (-row[i], i))[: len(top)]
+
+
+def test_a_large_vocabulary_loses_no_precision() -> None:
+    row = np.random.default_rng(0).normal(0, 2, 150_000).astype(np.float32)
+    exact = log_softmax(row)
+    found = log_probabilities(row, [0, 1, int(row.argmax()), 149_999])
+    assert found == pytest.approx([exact[i] for i in (0, 1, row.argmax(), -1)], abs=1e-5)
+
+
+# --- on the fake backend
+
+DRAFTERS: dict[str, Callable[[TextState, SamplerOptions], object]] = {
+    "perfect": lambda state, own: model_drafter(LANGUAGE, LETTERS, own, state=state)[0],
+    "good": lambda state, own: model_drafter(noisy(LANGUAGE, 1.5), LETTERS, own, state=state)[0],
+    "ngram": lambda state, own: ngram_drafter(),
+    "tree": lambda state, own: TreeDrafter(LANGUAGE, 4, 0.7, np.random.default_rng(5)),
+}
+#: Two choices, then two tokens that are forced.
+GRAMMAR = FakeGrammar(
+    {0: dict.fromkeys(range(9), 1), 1: dict.fromkeys(range(9), 2), 2: {10: 3}, 3: {9: 0}}
+)
+
+
+def run(
+    kind: str | None,
+    sampler: SamplerOptions,
+    *,
+    logprobs: int | None = 3,
+    grammar: FakeGrammar | None = None,
+    verifier: Verifier | None = None,
+) -> list[Piece]:
+    make = DRAFTERS[kind] if kind else None
+    setup = Setup(
+        drafter=None if make is None else lambda state: make(state, sampler),  # type: ignore[arg-type,return-value]
+        sampler=sampler,
+        grammar=grammar.start if grammar else None,
+        drafting=DraftOptions(policy="fixed", max_tokens=4, p_min=0.0),
+        options=GenerationOptions(max_tokens=40, logprobs=logprobs),
+        verifier=verifier,
+    )
+    return pieces_of(setup.run()[1])
+
+
+@pytest.mark.parametrize(
+    "sampler", [SamplerOptions(), UNFILTERED, SHAPED, replace(SHAPED, temperature=0)]
+)
+@pytest.mark.parametrize("kind", [None, *DRAFTERS])
+@pytest.mark.parametrize("constrained", [False, True])
+def test_every_token_has_the_raw_models(
+    kind: str | None, sampler: SamplerOptions, constrained: bool
+) -> None:
+    pieces = run(kind, sampler, grammar=GRAMMAR if constrained else None)
+    text = list(PROMPT)
+    kinds = set()
+    for piece in pieces:
+        expected = log_softmax(LANGUAGE(tuple(text)))
+        text.append(piece.token_id)
+        kinds.add(piece.kind)
+        if piece.kind == "forced":
+            assert (piece.logprob, piece.top_logprobs) == (None, ())
+            continue
+        assert piece.logprob == pytest.approx(expected[piece.token_id], abs=1e-5)
+        top = (-expected).argsort(kind="stable")[:3].tolist()
+        assert [other.token_id for other in piece.top_logprobs] == top
+        for other in piece.top_logprobs:
+            assert other.logprob == pytest.approx(expected[other.token_id], abs=1e-5)
+            assert other.text == LETTERS.token_text(other.token_id)
+    assert len(pieces) == 40
+    assert kinds >= {"plain"}
+    if kind in ("good", "tree") and sampler != SHAPED:
+        assert kinds >= {"accepted", "corrected"}
+    if kind == "perfect" and sampler.temperature == 0:
+        assert kinds >= {"accepted", "bonus"}
+    if kind is None or not constrained:
+        assert ("forced" in kinds) == constrained
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("constrained", [False, True])
+def test_the_values_are_those_of_plain_decoding(kind: str, constrained: bool) -> None:
+    grammar = GRAMMAR if constrained else None
+    for sampler in (SamplerOptions(), UNFILTERED, SHAPED):
+        plain = run(None, sampler, grammar=grammar)
+        fast = run(kind, sampler, grammar=grammar, verifier=MatchVerifier())
+        for ours, theirs in zip(fast, plain, strict=True):
+            assert ours.token_id == theirs.token_id
+            # Forced tokens within a draft are verified like others, and have a value then.
+            if "forced" not in (ours.kind, theirs.kind):
+                assert (ours.logprob, ours.top_logprobs) == (theirs.logprob, theirs.top_logprobs)
+
+
+def test_how_many_are_told_is_as_asked() -> None:
+    for n in (0, 1, N_VOCAB, 100):
+        for piece in run("good", UNFILTERED, logprobs=n):
+            assert piece.logprob is not None
+            assert len(piece.top_logprobs) == min(n, N_VOCAB)
+    for piece in run("good", UNFILTERED, logprobs=None):
+        assert (piece.logprob, piece.top_logprobs) == (None, ())
+
+
+# --- on tiny models
+
+TARGET = TinyConfig(logit_scale=3.0)
+TEXT = "def add(a, b): return a + b # and the sum is the sum is"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_tiny_model(folder / "target.gguf", TARGET)
+    write_tiny_model(folder / "draft.gguf", TARGET.draft(0.03))
+    return folder
+
+
+def answer(
+    models: Path, draft: str, sampler: SamplerOptions, **generation: object
+) -> tuple[list[Piece], list[npt.NDArray[np.float64]]]:
+    """The pieces of an answer, and the target's log-probabilities before each, decoded anew."""
+    sources: dict[str, DraftSource] = {"model": models / "draft.gguf", "ngram": "ngram"}
+    options = SessionOptions(
+        target=models / "target.gguf",
+        draft=sources.get(draft, "none"),
+        sampler=sampler,
+        drafting=DraftOptions(
+            policy="fixed", max_tokens=4, p_min=0.0, ngram_min=1, verifier="match"
+        ),
+        generation=GenerationOptions(**{"max_tokens": 30, "logprobs": 5, **generation}),  # type: ignore[arg-type]
+        target_context=EXACT,
+        draft_context=EXACT,
+    )
+    with Models(options, time.perf_counter) as loaded:
+        events = list(generate(loaded, loaded.prompts.of_text(TEXT, chat=False)))
+        pieces = pieces_of(events)
+        prompt = loaded.prompts.of_text(TEXT, chat=False).tokens
+        rows = []
+        with loaded.contexts(256, drafts=False) as (target, _):
+            batch = Batch()
+            for position, token in enumerate(prompt):
+                batch.add(token, position, (0,), position == len(prompt) - 1)
+            for piece in pieces:
+                rows.append(log_softmax(target.decode(batch)[-1]))
+                batch = Batch()
+                batch.add(piece.token_id, target.length(0), (0,), True)
+    for event in events:  # no NaN, no infinity
+        json.dumps(to_json_object(event), allow_nan=False)
+    return pieces, rows
+
+
+@pytest.mark.parametrize(
+    ("sampler", "generation"),
+    [
+        (SamplerOptions(), {}),
+        (replace(UNFILTERED, seed=3), {}),
+        (replace(SHAPED, seed=3), {"ignore_eos": True}),
+        (
+            replace(SHAPED, seed=3),
+            {"grammar": Grammar("gbnf", 'root ::= ([a-f] "--" [a-f ] | "zz")+')},
+        ),
+    ],
+    ids=["greedy", "random", "shaped", "grammar"],
+)
+@pytest.mark.parametrize("draft", ["none", "model", "ngram"])
+def test_a_tiny_models_values_are_its_own(
+    models: Path, draft: str, sampler: SamplerOptions, generation: dict[str, object]
+) -> None:
+    pieces, rows = answer(models, draft, sampler, **generation)
+    n_checked = 0
+    for piece, row in zip(pieces, rows, strict=True):
+        if piece.kind == "forced":
+            assert (piece.logprob, piece.top_logprobs) == (None, ())
+            continue
+        n_checked += 1
+        assert piece.logprob == pytest.approx(row[piece.token_id], abs=2e-5)
+        assert len(piece.top_logprobs) == 5
+        told = [other.logprob for other in piece.top_logprobs]
+        assert told == pytest.approx(np.sort(row)[::-1][:5].tolist(), abs=2e-5)
+        assert told == sorted(told, reverse=True)
+    assert n_checked > 5
+    plain, _ = answer(models, "none", sampler, **generation)
+    for ours, theirs in zip(pieces, plain, strict=True):
+        assert ours.token_id == theirs.token_id
+        if "forced" not in (ours.kind, theirs.kind):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=2e-5)
+            assert [t.token_id for t in ours.top_logprobs] == [
+                t.token_id for t in theirs.top_logprobs
+            ]

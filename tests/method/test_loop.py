@@ -1,0 +1,371 @@
+"""Greedy speculative text equals plain text, whatever drafts and wherever the answer ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from specgen.drafters import Drafter, Drafters, ModelDrafter, draft_alone
+from specgen.errors import BackendError
+from specgen.events import (
+    CommittedEvent,
+    DraftedEvent,
+    Event,
+    FinishedEvent,
+    NoticeEvent,
+    ReadingEvent,
+    VerifiedEvent,
+)
+from specgen.method.draft import Draft
+from specgen.method.loop import Loop
+from specgen.method.policy import draft_up_to
+from specgen.method.verifiers import MatchVerifier
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
+from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
+from specgen.text.text_state import TextState
+from tests.helpers.fake_generations import (
+    GREEDY,
+    N_VOCAB,
+    PROMPT,
+    Clock,
+    DeafDrafter,
+    FailingDrafter,
+    NonsenseDrafter,
+    Setup,
+    model_drafter,
+)
+from tests.registry import DRAFTERS as DRAFTER_CASES
+from tests.registry import ON_FAKES, VERIFIERS, Text
+
+LANGUAGE = random_language(N_VOCAB, seed=7)
+LETTERS = FakeVocabulary.letters(N_VOCAB)
+
+#: Draft models of every quality, and everything else that drafts.
+QUALITIES = {
+    "perfect": LANGUAGE,
+    "good": noisy(LANGUAGE, 1.5),
+    "bad": random_language(N_VOCAB, seed=8),
+    # It drafts what the target finds least likely.
+    "adversarial": lambda text: -LANGUAGE(text),
+}
+DRAFTERS = [*QUALITIES, *(name for name in ON_FAKES if name != "model")]
+
+
+def drafter(
+    kind: str, vocabulary: FakeVocabulary = LETTERS, sampler: SamplerOptions = GREEDY
+) -> Callable[[TextState], Drafter | Drafters]:
+    """What drafts for a text, some of it right. Random trees know what the target says."""
+    language = QUALITIES.get(kind, LANGUAGE if "random" in kind else QUALITIES["good"])
+    make = ON_FAKES.get(kind, ON_FAKES["model"])
+    return lambda state: make(Text(state, language, vocabulary, sampler))
+
+
+def good() -> ModelDrafter:
+    return model_drafter(QUALITIES["good"], LETTERS)[0]
+
+
+def finished(events: list[Event]) -> FinishedEvent:
+    assert isinstance(events[-1], FinishedEvent)
+    return events[-1]
+
+
+@pytest.mark.parametrize("n_draft", range(17))
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_greedy_text_equals_plain_text(kind: str, n_draft: int) -> None:
+    plain, _ = Setup().run()
+    setup = Setup(
+        drafter=drafter(kind), drafting=DraftOptions(policy="fixed", max_tokens=n_draft, p_min=0.0)
+    )
+    fast, events = setup.run()
+    assert fast.tokens == plain.tokens
+    assert fast.text.text == plain.text.text
+    assert fast.finish_reason == "length"
+    assert not any(isinstance(event, NoticeEvent) for event in events)
+    # The cache holds the text, all but the last token, and nothing else.
+    assert setup.target.text(0) == tuple(fast.tokens[:-1])
+    assert all(setup.target.length(branch) == 0 for branch in range(1, 8))
+    if kind == "perfect" and n_draft > 1:
+        assert finished(events).mean_accepted_length == pytest.approx(n_draft + 1, rel=0.35)
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_greedy_text_equals_plain_text_whoever_judges(kind: str, verifier: VerifierName) -> None:
+    plain, _ = Setup().run()
+    fast, events = Setup(drafter=drafter(kind), verifier=VERIFIERS[verifier].make()).run()
+    assert fast.tokens == plain.tokens
+    assert (finished(events).n_drafted > 0) == (kind != "nothing")
+
+
+@pytest.mark.parametrize("max_tokens", range(25))
+@pytest.mark.parametrize("kind", ["perfect", "good", "random tree", "tree of guesses"])
+def test_the_token_limit_is_exact_at_every_position(kind: str, max_tokens: int) -> None:
+    options = GenerationOptions(max_tokens=max_tokens)
+    plain, _ = Setup(options=options).run()
+    fast, events = Setup(options=options, drafter=drafter(kind)).run()
+    assert len(plain.answer) == max_tokens
+    assert fast.tokens == plain.tokens
+    assert finished(events).finish_reason == "length"
+    assert finished(events).n_tokens == max_tokens
+
+
+@pytest.mark.parametrize("end_token", range(N_VOCAB))
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_the_end_of_text_inside_a_draft_ends_the_answer(kind: str, end_token: int) -> None:
+    vocabulary = FakeVocabulary.letters(N_VOCAB, ends=[end_token])
+    options = GenerationOptions(max_tokens=60)
+    plain, _ = Setup(vocabulary=vocabulary, options=options).run()
+    fast, events = Setup(
+        vocabulary=vocabulary, options=options, drafter=drafter(kind, vocabulary)
+    ).run()
+    assert fast.answer == plain.answer
+    assert fast.finish_reason == plain.finish_reason
+    assert end_token not in fast.answer
+    if plain.finish_reason == "stop":
+        assert finished(events).stopped_by == vocabulary.token_text(end_token)
+
+
+@pytest.mark.parametrize("start", range(2, 24))
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", ["perfect", "good", "ngram", "random tree"])
+def test_a_stop_string_is_exact_at_every_position(kind: str, start: int, length: int) -> None:
+    text = Setup().run()[0].text.text
+    stop = text[start : start + length]
+    options = GenerationOptions(max_tokens=40, stop=("never", stop))
+    plain, _ = Setup(options=options).run()
+    fast, events = Setup(options=options, drafter=drafter(kind)).run()
+    assert plain.text.text == text[: text.index(stop)]
+    assert fast.text.text == plain.text.text
+    assert fast.tokens == plain.tokens
+    assert finished(events).finish_reason == "stop"
+    assert finished(events).stopped_by == stop
+
+
+@pytest.mark.parametrize("n_ctx", range(len(PROMPT), len(PROMPT) + 14))
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_the_context_ends_where_it_does_without_a_draft(kind: str, n_ctx: int) -> None:
+    options = GenerationOptions(max_tokens=-1)
+    plain, _ = Setup(options=options, n_ctx=n_ctx).run()
+    fast, events = Setup(options=options, n_ctx=n_ctx, drafter=drafter(kind)).run()
+    # The last cell can be decoded, and what follows it is known.
+    assert len(plain.tokens) == n_ctx + 1
+    assert fast.tokens == plain.tokens
+    assert finished(events).finish_reason == "context"
+
+
+def test_a_draft_with_a_smaller_context_drafts_until_it_is_full() -> None:
+    plain, _ = Setup().run()
+    small, backend = model_drafter(LANGUAGE, LETTERS, n_ctx=20)
+    fast, events = Setup(drafter=small).run()
+    assert fast.tokens == plain.tokens
+    assert backend.n_decoded_rows > 10
+    assert not any(isinstance(event, NoticeEvent) for event in events)
+
+
+@pytest.mark.parametrize("n_batch", [1, 2, 3, 5, 64])
+def test_long_prompts_are_decoded_in_batches(n_batch: int) -> None:
+    prompt = [i * i % N_VOCAB for i in range(41)]
+    plain, _ = Setup(prompt=prompt).run()
+    slow, backend = model_drafter(LANGUAGE, LETTERS, n_batch=n_batch)
+    fast, _ = Setup(prompt=prompt, n_batch=n_batch, drafter=slow).run()
+    assert fast.tokens == plain.tokens
+    assert backend.n_decodes >= -(-len(prompt) // n_batch)
+
+
+@pytest.mark.parametrize("n_batch", [1, 7, 40, 41, 64])
+def test_reading_a_prompt_in_pieces_tells_how_far_it_is(n_batch: int) -> None:
+    prompt = [i * i % N_VOCAB for i in range(41)]
+    _, events = Setup(prompt=prompt, n_batch=n_batch).run()
+    told = [event for event in events if isinstance(event, ReadingEvent)]
+    assert [event.n_read for event in told] == list(range(n_batch, 41, n_batch))
+    assert all(event.n_prompt_tokens == 41 for event in told)
+    # Each piece takes the same time, so the estimate is proportional to what is left.
+    spent_s = [event.left_s / (41 - event.n_read) * event.n_read for event in told]
+    assert spent_s == pytest.approx(
+        [spent_s[0] * (i + 1) for i in range(len(told))] if told else []
+    )
+    first = next(i for i, event in enumerate(events) if isinstance(event, CommittedEvent))
+    assert all(events.index(event) < first for event in told)
+
+
+@pytest.mark.parametrize("n_draft", [1, 3, 8])
+@pytest.mark.parametrize("noise", [0.0, 1.5, 20.0])
+def test_the_draft_model_never_decodes_a_token_twice(noise: float, n_draft: int) -> None:
+    drafts, backend = model_drafter(noisy(LANGUAGE, noise), LETTERS)
+    generation, events = Setup(
+        drafter=drafts,
+        drafting=DraftOptions(policy="fixed", max_tokens=n_draft, p_min=0.0),
+        prompt=PROMPT * 3,
+    ).run()
+    # Every token of the text at most once, and every refused draft token at most once; the
+    # last token of each draft not at all unless it was accepted.
+    n_rejected = finished(events).n_drafted - finished(events).n_accepted
+    assert backend.n_decoded_rows <= len(generation.tokens) + n_rejected
+    # And what it holds is the text: a draft that follows something else is only slower.
+    draft_alone(drafts.propose(generation.tokens, draft_up_to(1)))
+    assert backend.text(0) == tuple(generation.tokens)
+
+
+def test_a_failing_drafter_ends_drafting_and_not_the_answer() -> None:
+    plain, _ = Setup().run()
+    for error in (BackendError("no more room"), ZeroDivisionError("a bug")):
+        fast, events = Setup(drafter=FailingDrafter(good(), 3, error)).run()
+        assert fast.tokens == plain.tokens
+        notices = [event for event in events if isinstance(event, NoticeEvent)]
+        assert len(notices) == 1
+        assert str(error) in notices[0].message
+        assert "Traceback" in notices[0].detail
+        n_drafts = sum(isinstance(event, DraftedEvent) for event in events)
+        assert n_drafts == 3
+
+
+#: What a drafter with a bug may return, and what is said of it.
+NONSENSE: dict[str, Callable[[Draft, int], object]] = {
+    "no draft": lambda _draft, _n_max: None,
+    "there is no token 12": lambda _draft, _n_max: Draft.chain([1, N_VOCAB], "model"),
+    "there is no token -1": lambda _draft, _n_max: Draft.chain([-1], "model"),
+    "there is no token 2.5": lambda _draft, _n_max: Draft.chain(cast(list[int], [2.5]), "model"),
+    "there is no token 'a'": lambda _draft, _n_max: Draft.chain(cast(list[int], ["a"]), "model"),
+    "at most were asked for": lambda _draft, n_max: Draft.chain([1] * (n_max + 1), "model"),
+    "parents come first": lambda _draft, _n_max: Draft(
+        (1, 2), (1, 0), ("a",) * 2, (None,) * 2, (None,) * 2
+    ),
+    "needs 2 of each of its fields": lambda _draft, _n_max: Draft((1, 2), (-1,), (), (), ()),
+}
+
+
+@pytest.mark.parametrize("said", NONSENSE)
+def test_a_drafter_that_talks_nonsense_ends_drafting_and_not_the_answer(said: str) -> None:
+    plain, _ = Setup().run()
+    fast, events = Setup(drafter=NonsenseDrafter(good(), 2, NONSENSE[said])).run()
+    assert fast.tokens == plain.tokens
+    notices = [event for event in events if isinstance(event, NoticeEvent)]
+    assert len(notices) == 1
+    assert said in notices[0].message
+    assert sum(isinstance(event, DraftedEvent) for event in events) == 2
+
+
+def test_a_drafter_that_fails_when_it_is_told_of_a_round_ends_drafting() -> None:
+    plain, _ = Setup().run()
+    fast, events = Setup(drafter=DeafDrafter(good())).run()
+    assert fast.tokens == plain.tokens
+    notices = [event for event in events if isinstance(event, NoticeEvent)]
+    assert ["told of a round" in notice.message for notice in notices] == [True]
+    assert sum(isinstance(event, DraftedEvent) for event in events) == 1
+
+
+@pytest.mark.parametrize("after", range(8))
+def test_an_interruption_keeps_the_text_so_far(after: int) -> None:
+    plain, _ = Setup().run()
+    calls = iter(range(1000))
+    fast, events = Setup(drafter=drafter("good")).run(lambda: next(calls) >= after)
+    assert finished(events).finish_reason == "interrupted"
+    assert len(fast.tokens) < len(plain.tokens)
+    assert plain.tokens[: len(fast.tokens)] == fast.tokens
+    assert (finished(events).n_tokens == 0) == (after == 0)
+
+
+@pytest.mark.parametrize("after", range(12))
+def test_an_interruption_releases_text_that_was_held_back(after: int) -> None:
+    text = Setup().run()[0].text.text
+    options = GenerationOptions(max_tokens=40, stop=(text[5:9] + "?",))
+    calls = iter(range(1000))
+    fast, events = Setup(options=options).run(lambda: next(calls) >= after)
+    shown = "".join(event.text for event in events if isinstance(event, CommittedEvent))
+    assert shown == fast.text.text == text[: fast.n_answer]
+
+
+def test_a_biased_end_token_is_never_chosen() -> None:
+    vocabulary = FakeVocabulary.letters(N_VOCAB, ends=[0, 3, 4])
+    never = tuple((token, -math.inf) for token in (0, 3, 4))
+    for sampler in (
+        SamplerOptions(logit_bias=never),
+        SamplerOptions(temperature=1.0, top_k=0, min_p=0, top_p=1, logit_bias=never),
+    ):
+        fast, _ = Setup(
+            vocabulary=vocabulary,
+            options=GenerationOptions(max_tokens=50),
+            sampler=sampler,
+            drafter=model_drafter(LANGUAGE, vocabulary, sampler)[0],
+        ).run()
+        assert fast.finish_reason == "length"
+        assert not {0, 3, 4} & set(fast.answer)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_matching_keeps_a_seeds_text_above_temperature_0(seed: int) -> None:
+    sampler = SamplerOptions(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    plain, _ = Setup(sampler=sampler, seed=seed).run()
+    other, _ = Setup(sampler=sampler, seed=seed + 1).run()
+    assert other.tokens != plain.tokens
+    for kind in DRAFTERS:
+        # A draft without draws is matched anyway.
+        draws = kind in QUALITIES or DRAFTER_CASES[kind].draws
+        setup = Setup(
+            sampler=sampler,
+            seed=seed,
+            drafter=drafter(kind, sampler=sampler),
+            verifier=MatchVerifier() if draws else None,
+        )
+        fast, events = setup.run()
+        assert fast.tokens == plain.tokens
+        assert (finished(events).n_drafted > 0) == (kind != "nothing")
+
+
+def test_events_tell_the_answer_and_account_for_every_token() -> None:
+    for kind in DRAFTERS:
+        generation, events = Setup(drafter=drafter(kind)).run()
+        summary = finished(events)
+        committed = [event for event in events if isinstance(event, CommittedEvent)]
+        assert "".join(event.text for event in committed) == summary.text
+        assert [p.token_id for event in committed for p in event.pieces] == generation.answer
+        assert summary.token_ids == tuple(generation.answer)
+        assert [event.round for event in committed] == list(range(summary.n_rounds + 1))
+        assert committed[-1].n_tokens == summary.n_tokens
+        drafted = [event for event in events if isinstance(event, DraftedEvent)]
+        verified = [event for event in events if isinstance(event, VerifiedEvent)]
+        assert sum(len(event.nodes) for event in drafted) == summary.n_drafted
+        accepted = sum(p.kind == "accepted" for event in committed for p in event.pieces)
+        assert accepted == summary.n_accepted
+        assert sum(summary.accepted_by_depth) == summary.n_accepted
+        assert sum(summary.drafted_by_depth) == summary.n_drafted
+        for draft_event, verdict in zip(drafted, verified, strict=True):
+            lost = {node for branch in verdict.rejected for node in branch.nodes}
+            assert lost | set(verdict.accepted) == set(range(len(draft_event.nodes)))
+            assert not lost & set(verdict.accepted)
+        assert summary.wall_s == pytest.approx(summary.draft_s + summary.target_s + summary.loop_s)
+
+
+def test_several_generations_share_a_batch_and_keep_their_texts() -> None:
+    prompts = [(3, 1, 4), (1, 5, 9, 2, 6), (5,)]
+    plains = [Setup(prompt=prompt).run()[0].tokens for prompt in prompts]
+    setups = [
+        Setup(prompt=prompts[0], drafter=drafter("good")),
+        Setup(prompt=prompts[1], drafter=drafter("wide random tree")),
+        Setup(prompt=prompts[2], options=GenerationOptions(max_tokens=9)),
+    ]
+    loop = Loop(setups[0].backend(len(setups)), Clock())
+    generations = [setup.generation(index) for index, setup in enumerate(setups)]
+    for generation in generations:
+        loop.start(generation)
+    n_decodes = setups[0].target.n_decodes
+    n_rounds = 0
+    while any(generation.finish_reason is None for generation in generations):
+        loop.round(generations)
+        n_rounds += 1
+    assert setups[0].target.n_decodes - n_decodes == n_rounds
+    assert generations[0].tokens == plains[0]
+    assert generations[1].tokens == plains[1]
+    assert generations[2].tokens == plains[2][: 1 + 9]
+
+
+def test_the_cost_of_plain_decoding_is_measured_without_a_trace() -> None:
+    setup = Setup(drafter=drafter("perfect"))
+    generation, _ = setup.run()
+    before = setup.target.text(0)
+    loop = Loop(setup.target, Clock())
+    assert loop.plain_token_s(generation) is not None
+    assert setup.target.text(0) == before

@@ -1,0 +1,427 @@
+"""A parallel draft model: what it predicts in one decode, and what is in its cache then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgen.drafters import ParallelDrafter, draft_alone
+from specgen.drafters.base import propose_together
+from specgen.method.draft import ROOT, Draft
+from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, draft_up_to
+from specgen.method.policy.cost_table import CostTable, Price
+from specgen.method.verifiers import make_verifier
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, parse_tree
+from specgen.system.arrays import Logits
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
+from specgen.text.sampling import Sampler, distribution
+from specgen.text.text_state import Shaper, TextState
+from tests.helpers.fake_generations import GREEDY, N_VOCAB, Clock, Setup
+
+LANGUAGE = random_language(N_VOCAB, seed=2)
+LETTERS = FakeVocabulary.letters(N_VOCAB)
+MASK = N_VOCAB - 1
+RANDOM = SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0)
+
+
+def parallel(
+    sampler: SamplerOptions = GREEDY,
+    *,
+    language: object = LANGUAGE,
+    vocabulary: FakeVocabulary = LETTERS,
+    backend: FakeBackend | None = None,
+    n_ctx: int = 256,
+    n_batch: int = 64,
+    recurrent: bool = False,
+    n_most: int = 16,
+    shape: str = "",
+    costs: CostTable | None = None,
+    state: TextState | None = None,
+    sequence: int = 0,
+    held: Sequence[int] = (),
+    draws: bool | None = None,
+) -> tuple[ParallelDrafter, FakeBackend]:
+    backend = backend or FakeBackend(
+        vocabulary,
+        language,  # type: ignore[arg-type]
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        n_sequences=1,
+        recurrent=recurrent,
+    )
+    chain = Sampler(sampler)
+    drafter = ParallelDrafter(
+        backend,
+        Shaper(chain, state or TextState(())),
+        np.random.default_rng(99),
+        mask=MASK,
+        draws=chain.is_random if draws is None else draws,
+        n_shared_tokens=vocabulary.n_tokens,
+        n_most=n_most,
+        branches=bool(shape),
+        shape=parse_tree(shape) if shape else None,
+        costs=costs,
+        sequence=sequence,
+        held=held,
+    )
+    return drafter, backend
+
+
+def propose(drafter: ParallelDrafter, text: Sequence[int], n_max: int) -> Draft:
+    return draft_alone(drafter.propose(text, draft_up_to(n_max)))
+
+
+def predicted(text: Sequence[int], n: int) -> list[int]:
+    """The likeliest tokens of the rows behind a text with masks."""
+    return [int(LANGUAGE((*text, *[MASK] * i)).argmax()) for i in range(n)]
+
+
+# --- one proposal
+
+
+@pytest.mark.parametrize("n_max", [1, 2, 5, 16])
+def test_one_decode_of_the_text_and_masks_predicts_all_tokens(n_max: int) -> None:
+    drafter, backend = parallel()
+    draft = propose(drafter, [1, 2, 3], n_max)
+    assert list(draft.tokens) == predicted([1, 2, 3], n_max)
+    assert draft.is_chain
+    assert not draft.is_drawn
+    assert backend.n_decodes == 1
+    assert backend.decoded == [1, 2, 3, *[MASK] * (n_max - 1)]
+    assert backend.text(0) == (1, 2, 3)
+
+
+def test_a_drawn_draft_carries_the_distributions_of_its_rows() -> None:
+    drafter, backend = parallel(RANDOM)
+    draft = propose(drafter, [1, 2, 3], 4)
+    assert draft.is_drawn
+    for node, source in enumerate(draft.distributions):
+        assert source is not None
+        expected = distribution(LANGUAGE((1, 2, 3, *[MASK] * node)), RANDOM)
+        assert source.token_ids.tolist() == expected.token_ids.tolist()
+        assert source.probs == pytest.approx(expected.probs)
+        assert draft.probabilities[node] == source.probability(draft.tokens[node]) > 0
+    assert backend.text(0) == (1, 2, 3)
+
+
+def test_penalties_count_the_tokens_drafted_before() -> None:
+    once = replace(GREEDY, presence_penalty=100.0)
+    drafter, _ = parallel(once, state=TextState([1, 2, 3]))
+    draft = propose(drafter, [1, 2, 3], N_VOCAB - 3)
+    assert sorted({1, 2, 3, *draft.tokens}) == list(range(N_VOCAB))
+
+
+def test_the_plan_says_how_many_tokens_are_predicted() -> None:
+    drafter, backend = parallel()
+    plan = replace(draft_up_to(8), n_at_once=3)
+    assert len(draft_alone(drafter.propose([1, 2], plan))) == 3
+    assert backend.decoded == [1, 2, MASK, MASK]
+
+
+def test_no_more_is_predicted_than_the_context_has_rows_of_logits_for() -> None:
+    backend = FakeBackend(LETTERS, LANGUAGE, n_sequences=1, n_outputs=3)
+    drafter, _ = parallel(backend=backend)
+    assert len(propose(drafter, [1, 2], 8)) == 3
+
+
+def test_the_draft_stops_where_a_row_is_unsure() -> None:
+    class UntilThird(RoundPlan):
+        def keeps(self, confidences: Sequence[float]) -> bool:
+            return len(confidences) < 3
+
+    drafter, backend = parallel()
+    draft = draft_alone(drafter.propose([4, 5], UntilThird(draft_up_to(6).reason, 6)))
+    assert list(draft.tokens) == predicted([4, 5], 2)
+    assert len(draft.looks) == 3
+    assert backend.text(0) == (4, 5)
+
+
+def test_the_draft_ends_with_an_end_token() -> None:
+    text = next(
+        [a, b] for a in range(9) for b in range(9) if len(set(predicted([a, b], 4)[:3])) == 3
+    )
+    expected = predicted(text, 4)
+    ending = FakeVocabulary.letters(N_VOCAB, ends=[expected[1]])
+    drafter, backend = parallel(vocabulary=ending)
+    assert list(propose(drafter, text, 4).tokens) == expected[:2]
+    assert backend.text(0) == tuple(text)
+
+
+# --- the cache
+
+
+def test_tokens_that_became_text_are_read_with_the_next_decode() -> None:
+    drafter, backend = parallel()
+    text = [1, 2, 3]
+    draft = propose(drafter, text, 3)
+    for n_accepted, n_max in ((2, 3), (0, 1), (3, 2)):
+        new = [*draft.tokens[:n_accepted], 7]
+        text += new
+        n_rows, n_decodes = backend.n_decoded_rows, backend.n_decodes
+        draft = propose(drafter, text, n_max)
+        assert backend.decoded[n_rows:] == [*new, *[MASK] * (n_max - 1)]
+        assert backend.n_decodes == n_decodes + 1
+        assert backend.text(0) == tuple(text)
+        assert list(draft.tokens) == predicted(text, n_max)
+        draft = propose(drafter, text, 3)
+
+
+def test_proposing_again_reads_the_last_token_again() -> None:
+    drafter, backend = parallel()
+    assert propose(drafter, [1, 2, 3], 3) == propose(drafter, [1, 2, 3], 3)
+    assert backend.decoded == [1, 2, 3, MASK, MASK, 3, MASK, MASK]
+
+
+def test_a_prefix_that_the_cache_holds_is_not_read_again() -> None:
+    _, backend = parallel()
+    propose(parallel(backend=backend)[0], [1, 2, 3, 4], 1)
+    backend.remove(0, 3)
+    drafter, _ = parallel(backend=backend, held=[1, 2, 3])
+    n_rows = backend.n_decoded_rows
+    draft = propose(drafter, [1, 2, 3, 9], 3)
+    assert backend.decoded[n_rows:] == [9, MASK, MASK]
+    assert list(draft.tokens) == predicted([1, 2, 3, 9], 3)
+
+
+@pytest.mark.parametrize("n_batch", [4, 8, 64])
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_long_prompt_is_read_in_pieces(n_batch: int, recurrent: bool) -> None:
+    backend = FakeBackend(
+        LETTERS, LANGUAGE, n_batch=n_batch, n_outputs=4, n_sequences=1, recurrent=recurrent
+    )
+    drafter, _ = parallel(backend=backend)
+    prompt = [i % 9 for i in range(30)]
+    assert list(propose(drafter, prompt, 4).tokens) == predicted(prompt, 4)
+    assert backend.text(0) == tuple(prompt)
+    assert backend.n_decoded_rows == 30 + 3
+
+
+steps = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(1, 9), st.integers(1, 6)), min_size=1, max_size=8
+)
+
+
+@given(steps, st.booleans())
+def test_whatever_becomes_of_drafts_the_next_one_is_that_of_a_fresh_drafter(
+    steps: list[tuple[int, int, int]], recurrent: bool
+) -> None:
+    rng = np.random.default_rng(4)
+    drafter, backend = parallel(recurrent=recurrent)
+    text: list[int] = []
+    for n_kept, n_new, n_max in steps:
+        if n_kept < len(text) and not recurrent:
+            drafter.rewind(n_kept)
+            del text[n_kept:]
+        text += rng.integers(0, N_VOCAB, n_new).tolist()
+        draft = propose(drafter, text, n_max)
+        assert list(draft.tokens) == predicted(text, n_max)
+        assert backend.text(0) == tuple(text)
+
+
+@pytest.mark.parametrize("n_max", [1, 3, 8])
+def test_the_last_position_of_the_context_is_used(n_max: int) -> None:
+    lengths = {}
+    for n in range(1, 13):
+        text = [i % 9 for i in range(n)]
+        drafter, backend = parallel(n_ctx=12)
+        draft = propose(drafter, text, n_max)
+        lengths[n] = len(draft)
+        if backend.length(0) == n:  # otherwise the window slid
+            assert list(draft.tokens) == predicted(text, len(draft))
+    assert lengths[12] >= 1
+    assert lengths[12 - n_max + 1] == n_max
+
+
+@pytest.mark.parametrize("n_ctx", [10, 16, 33])
+def test_drafting_goes_on_when_the_text_outgrows_the_context(n_ctx: int) -> None:
+    drafter, backend = parallel(n_ctx=n_ctx)
+    tokens = np.random.default_rng(3).integers(0, N_VOCAB, 4 * n_ctx).tolist()
+    for length in range(1, len(tokens) + 1, 3):
+        text = tokens[:length]
+        draft = propose(drafter, text, 4)
+        seen = backend.text(0)
+        n_latest = len(seen) - 4
+        assert seen in (tuple(text), (*text[:4], *text[len(text) - n_latest :]))
+        assert len(draft) >= 1
+        assert list(draft.tokens) == predicted(seen, len(draft))
+
+
+# --- several sequences
+
+
+def test_the_drafts_of_all_sequences_in_one_cache_are_one_decode() -> None:
+    backend = FakeBackend(LETTERS, LANGUAGE, n_sequences=3)
+    drafters = [parallel(backend=backend, sequence=number)[0] for number in range(3)]
+    texts = ([1, 2, 3], [4], [5, 6])
+    for n_max in (4, 2):
+        n_decodes = backend.n_decodes
+        plans = [draft_up_to(n_max) for _ in drafters]
+        together = [
+            drafter.propose(text, plan)
+            for drafter, text, plan in zip(drafters, texts, plans, strict=True)
+        ]
+        proposals = propose_together(together, Clock())
+        assert backend.n_decodes == n_decodes + 1
+        for number, (text, proposal) in enumerate(zip(texts, proposals, strict=True)):
+            assert proposal.error is None
+            assert list(proposal.draft.tokens) == predicted(text, n_max)
+            assert backend.text(number) == tuple(text)
+            text.append(number)
+
+
+# --- trees
+
+
+def test_all_nodes_of_a_depth_have_children_from_one_row() -> None:
+    sampler = SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0)
+    drafter, backend = parallel(sampler, shape="3,2,1", draws=False)
+    draft = propose(drafter, [1, 2, 3], 15)
+    assert backend.decoded == [1, 2, 3, MASK, MASK]
+    assert backend.text(0) == (1, 2, 3)
+    likeliest = [LANGUAGE((1, 2, 3, *[MASK] * i)).argsort()[::-1] for i in range(3)]
+    depths: list[int] = []
+    for node, parent in enumerate(draft.parents):
+        depths.append(0 if parent == ROOT else depths[parent] + 1)
+        siblings = [n for n in range(node) if draft.parents[n] == parent]
+        assert draft.tokens[node] == likeliest[depths[node]][len(siblings)]
+    assert depths.count(0) == 3
+    assert depths.count(1) == depths.count(2) == 6
+
+
+def test_drawn_walks_and_levels_carry_distributions_of_the_rows() -> None:
+    for shape in ("2,2", "3x4"):
+        drafter, backend = parallel(RANDOM, shape=shape)
+        draft = propose(drafter, [1, 2, 3], 12)
+        assert draft.is_drawn
+        assert backend.n_decodes == 1
+        for node, parent in enumerate(draft.parents):
+            depth, above = 0, parent
+            while above != ROOT:
+                depth, above = depth + 1, draft.parents[above]
+            source = draft.distributions[node]
+            row = distribution(LANGUAGE((1, 2, 3, *[MASK] * depth)), RANDOM)
+            assert source is not None
+            assert set(source.token_ids.tolist()) <= set(row.token_ids.tolist())
+
+
+# --- the loop
+
+
+def seeing_through_masks(text: tuple[int, ...]) -> Logits:
+    """A language that predicts behind a mask what follows the likeliest token in its place: that of a
+    parallel draft which was trained as well as can be."""
+    read: list[int] = []
+    for token in text:
+        read.append(int(LANGUAGE(tuple(read)).argmax()) if token == MASK else token)
+    return noisy(LANGUAGE, 0.3)(tuple(read))
+
+
+@pytest.mark.parametrize("sampler", [GREEDY, RANDOM], ids=["greedy", "random"])
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("n_draft", [1, 2, 5])
+def test_the_text_is_that_of_plain_decoding(
+    sampler: SamplerOptions, recurrent: bool, n_draft: int
+) -> None:
+    backends: list[FakeBackend] = []
+
+    def made(state: TextState) -> ParallelDrafter:
+        drafter, backend = parallel(
+            sampler, language=seeing_through_masks, recurrent=recurrent, state=state
+        )
+        backends.append(backend)
+        return drafter
+
+    plain = Setup(language=LANGUAGE, sampler=sampler)
+    drafted = replace(
+        plain,
+        drafter=made,
+        drafting=DraftOptions(policy="fixed", max_tokens=n_draft, p_min=0.0),
+        verifier=make_verifier("match"),  # with it, a seed's text is the same also if it is drawn
+    )
+    expected, _ = plain.run()
+    found, _ = drafted.run()
+    assert found.tokens == expected.tokens
+    tally = found.tally
+    assert tally.n_accepted > 0
+    (backend,) = backends
+    text = tuple(found.tokens)
+    assert backend.text(0) == text[: backend.length(0)]
+    if not recurrent:
+        assert backend.n_decodes <= tally.n_rounds
+
+
+def test_an_answer_that_ends_in_the_middle_of_a_draft_ends_there() -> None:
+    plain = Setup(language=LANGUAGE, options=GenerationOptions(max_tokens=60))
+    answer = plain.run()[0].answer
+    end = answer[7]
+    ending = FakeVocabulary.letters(N_VOCAB, ends=[end])
+    expected, _ = replace(plain, vocabulary=ending).run()
+    drafter, _ = parallel(language=seeing_through_masks, vocabulary=ending)
+    found, _ = replace(plain, vocabulary=ending, drafter=drafter).run()
+    assert found.tokens == expected.tokens
+    assert found.finish_reason == expected.finish_reason == "stop"
+
+
+# --- the policy
+
+
+def cost_policy(n_max: int = 16) -> CostAwarePolicy:
+    target = CostTable({n: 1.0 + 0.05 * n for n in range(1, n_max + 2)})
+    options = DraftOptions(max_tokens=n_max)
+    return CostAwarePolicy(options, target)
+
+
+def at_once(first_s: float, row_s: float, n: int = 16) -> Price:
+    return Price(first_s, 0.0, at_once_s=tuple(first_s + row_s * i for i in range(n)))
+
+
+def planned(price: Price, n_most: int = 16) -> RoundPlan:
+    return cost_policy().plan(Offer(400, n_most, drafter="model", price=lambda _n: price))
+
+
+def test_the_decode_predicts_the_more_tokens_the_cheaper_its_rows_are() -> None:
+    chosen = [planned(at_once(0.05, row_s)).n_at_once for row_s in (0.001, 0.02, 0.2, 2.0)]
+    assert all(n is not None for n in chosen)
+    numbers = [n for n in chosen if n is not None]
+    assert numbers == sorted(numbers, reverse=True)
+    assert numbers[0] > 4
+    assert numbers[-1] == 1
+
+
+def test_steps_in_the_cost_of_the_draft_s_rows_are_made_use_of() -> None:
+    flat_up_to_four = Price(0.05, 0.0, at_once_s=(0.05,) * 4 + (3.0,) * 12)
+    assert planned(flat_up_to_four).n_at_once == 4
+
+
+def test_a_draft_whose_rows_cost_too_much_is_not_decoded() -> None:
+    plan = planned(at_once(1.5, 1.5))
+    assert plan.n_max == 0
+    assert plan.reason.name == "row cost"
+
+
+def test_other_drafts_are_priced_as_before() -> None:
+    plan = planned(Price(0.05, 0.02))
+    assert plan.n_max == 16
+    assert plan.n_at_once is None
+
+
+def test_the_price_is_that_of_one_decode() -> None:
+    costs = CostTable({1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7, 16: 2.5, 64: 10.0})
+    drafter, backend = parallel(costs=costs, n_most=6)
+    price = drafter.price(1)
+    assert price.seconds(1) == costs.seconds(1)
+    assert price.seconds(6) == costs.seconds(6)
+    propose(drafter, [1, 2, 3], 4)
+    # Two accepted tokens and the target's own are read with the masks.
+    price = drafter.price(6)
+    assert price.seconds(1) == pytest.approx(costs.seconds(3))
+    assert price.seconds(4) == pytest.approx(costs.seconds(6))
+    assert price.next_s == price.backlog_s == 0.0
+    # More than a round can bring is prefill.
+    assert drafter.price(60).n_unread == 60 - 3 - 7
+    assert backend.text(0) == (1, 2, 3)

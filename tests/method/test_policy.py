@@ -1,0 +1,863 @@
+"""How much is drafted: fixed lengths, an adapting bound, and what measured costs say."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specgen.drafters import draft_alone
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.policy import (
+    CostAwarePolicy,
+    FixedPolicy,
+    Offer,
+    Policy,
+    Reason,
+    RoundPlan,
+    RoundResult,
+    ThresholdPolicy,
+    WhilePaying,
+    draft_up_to,
+)
+from specgen.method.policy.acceptance import AcceptanceRates
+from specgen.method.policy.cost_table import FREE, CostTable, Price
+from specgen.options import FIXED_LENGTH, FIXED_P_MIN, LONGEST_DRAFT, DraftOptions, SamplerOptions
+from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
+from specgen.text.sampling import distribution
+from tests.helpers.fake_generations import N_VOCAB, model_drafter
+from tests.helpers.simulated_drafting import WRONG, Run, World, run, steps, text
+
+LANGUAGE = random_language(N_VOCAB, seed=3)
+LETTERS = FakeVocabulary.letters(N_VOCAB)
+FLAT = dict.fromkeys(range(1, 18), 1.0)
+
+
+def cost_aware(
+    table: dict[int, float] | None = None,
+    acceptance: dict[str, AcceptanceRates] | None = None,
+    max_tokens: int | None = None,
+    p_min: float | None = None,
+) -> CostAwarePolicy:
+    options = DraftOptions(max_tokens=max_tokens, p_min=p_min)
+    return CostAwarePolicy(options, CostTable(FLAT if table is None else table), acceptance)
+
+
+def fixed(max_tokens: int = 4, p_min: float = 0.0, min_tokens: int = 0) -> FixedPolicy:
+    return FixedPolicy(
+        DraftOptions(policy="fixed", max_tokens=max_tokens, p_min=p_min, min_tokens=min_tokens)
+    )
+
+
+def threshold(
+    max_tokens: int = 16, p_min: float | None = None, min_tokens: int = 0
+) -> ThresholdPolicy:
+    return ThresholdPolicy(
+        DraftOptions(policy="threshold", max_tokens=max_tokens, p_min=p_min, min_tokens=min_tokens)
+    )
+
+
+def planned(
+    policy: Policy,
+    found: Draft = NO_DRAFT,
+    *,
+    n_left: int = 100,
+    price: Price = FREE,
+    drafter: str | None = "model",
+) -> RoundPlan:
+    """The plan of a round with room for the longest draft."""
+    return policy.plan(Offer(n_left, policy.n_max, found, drafter, lambda _n: price))
+
+
+def cut(policy: Policy, draft: Draft) -> Draft:
+    """What is verified of a draft in the round that begins."""
+    return planned(policy).stop.cut(draft)
+
+
+def result(
+    draft: Draft,
+    n_accepted: int,
+    target_s: float = 1.0,
+    draft_s: float = 0.0,
+    own: int = 99,
+    *,
+    plan: RoundPlan | None = None,
+    whole: Draft | None = None,
+) -> RoundResult:
+    """The result of a round in which `draft` was verified, of the `whole` that was proposed."""
+    path = tuple(range(n_accepted))
+    committed = (*draft.tokens[:n_accepted], own)
+    if plan is None:
+        by_ngrams = len(draft) and draft.origins[0] == "ngram"
+        plan = RoundPlan(Reason("found"), found=draft) if by_ngrams else RoundPlan(Reason("model"))
+    proposed = (draft if whole is None else whole,)
+    return RoundResult(plan, draft, path, draft_s, target_s, 1 + len(draft), committed, proposed)
+
+
+def chain(*probabilities: float | None, origin: str = "model") -> Draft:
+    return Draft.chain(range(len(probabilities)), origin, probabilities)
+
+
+def drawn(*probabilities: float, origin: str = "model") -> Draft:
+    source = distribution(LANGUAGE((1,)), SamplerOptions(temperature=1.0))
+    n = len(probabilities)
+    return Draft.chain(range(n), origin, probabilities, [source] * n)
+
+
+def tree() -> Draft:
+    return Draft((1, 2, 3), (ROOT, ROOT, 0), ("t",) * 3, (0.9,) * 3, (None,) * 3)
+
+
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "fixed": partial(fixed, max_tokens=8, p_min=0.4),
+    "threshold": threshold,
+    "cost": cost_aware,
+}
+
+
+# --- what all of them hold to
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=16), st.data())
+def test_what_was_drawn_at_random_is_never_dropped(
+    name: str, probabilities: list[float], data: st.DataObject
+) -> None:
+    """To drop it for what it says would bias the answer."""
+    stop = planned(POLICIES[name]()).stop
+    draft = drawn(*probabilities)
+    assert stop.cut(draft) == draft
+    # What stands before it has to stay too; what comes after it need not.
+    mixed = (
+        chain(*[0.01] * data.draw(st.integers(0, 4)), origin="ngram")
+        .followed_by(draft)
+        .followed_by(chain(*[0.01] * data.draw(st.integers(0, 4)), origin="ngram"))
+    )
+    n_drawn = max(n + 1 for n in range(len(mixed)) if mixed.distributions[n] is not None)
+    kept = stop.cut(mixed)
+    assert len(kept) >= n_drawn
+    assert kept == mixed.first(len(kept))
+
+
+def test_a_tree_behind_drawn_tokens_is_cut_to_what_is_worth_its_rows() -> None:
+    behind = Draft(
+        (1, 2, 3, 4), (ROOT, ROOT, 0, 2), ("ngram",) * 4, (0.6, 0.3, 0.9, 0.2), (None,) * 4
+    )
+    whole = drawn(0.9, 0.9).followed_by(behind)
+    dear = {n: 0.9 + 0.1 * n for n in range(1, 18)}
+    for costs, n_behind in ((FLAT, 4), (dear, 2), ({1: 1.0, 2: 9.0}, 0)):
+        kept = cut(cost_aware(costs), whole)
+        assert kept.first(2) == whole.first(2)
+        assert len(kept) == 2 + n_behind
+    # A node that was drawn beside others stays, and so does all else.
+    source = whole.distributions[0]
+    beside = Draft((1, 2, 3), (ROOT, ROOT, 0), ("t",) * 3, (0.1,) * 3, (source, source, None))
+    assert cut(cost_aware({1: 1.0, 2: 9.0}), beside) == beside
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_trimmed_draft_is_the_beginning_of_it(name: str) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        draft = chain(*rng.random(int(rng.integers(0, 17))).tolist())
+        kept = cut(POLICIES[name](), draft)
+        assert kept == draft.first(len(kept))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_tree_is_verified_whole(name: str) -> None:
+    policy = POLICIES[name]()
+    assert cut(policy, tree()) == tree()
+    policy.observe(result(tree(), 1))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("noise", [0.5, 2.0])
+def test_whether_a_token_is_drafted_is_decided_before_it_is_drawn(name: str, noise: float) -> None:
+    """Of drafts that begin alike, all go on or none does; otherwise it would be the token that
+    decides whether it is drafted."""
+    sampler = SamplerOptions(temperature=1.5, top_k=4, top_p=1.0, min_p=0.0)
+    policy = POLICIES[name]()
+    language = noisy(LANGUAGE, noise)
+    n_texts = 0
+    for context in ([1, 2, 3], [5, 4], [7, 7, 1], [2]):
+        drafts: list[Draft] = []
+        for seed in range(150):
+            drafter, _ = model_drafter(language, LETTERS, sampler, seed=seed)
+            plan = planned(copy.deepcopy(policy), n_left=50)
+            plan = replace(plan, n_max=min(6, plan.n_max))
+            drafts.append(plan.stop.cut(draft_alone(drafter.propose(context, plan))))
+        texts = {draft.tokens for draft in drafts}
+        ended = {tokens for tokens in texts if len(tokens) < 6}
+        for tokens, n in itertools.product(texts, range(6)):
+            assert len(tokens) <= n or tokens[:n] not in ended
+        n_texts += len(texts)
+        # The policy is in another state for the next text.
+        for draft in drafts[:10]:
+            policy.observe(result(draft, len(draft) // 2))
+    assert n_texts > 15
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_draft_is_longer_than_the_longest(name: str) -> None:
+    plan = planned(POLICIES[name](max_tokens=3, p_min=0.0))
+    assert plan.n_max == 3
+    assert [plan.keeps([1.0] * n) for n in range(1, 6)] == [True, True, True, False, False]
+    assert [plan.looks([1.0] * n) for n in range(1, 4)] == [True, True, False]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_draft_below_the_bound_on_each_token_goes_no_further(name: str) -> None:
+    plan = planned(POLICIES[name](p_min=0.6))
+    assert plan.keeps([0.9])
+    assert not plan.keeps([0.9, 0.59])
+
+
+def test_the_lengths_where_the_user_names_none_are_those_of_the_policy() -> None:
+    assert FixedPolicy(DraftOptions(policy="fixed")).n_max == FIXED_LENGTH
+    assert ThresholdPolicy(DraftOptions(policy="threshold")).n_max == LONGEST_DRAFT
+    assert cost_aware().n_max == LONGEST_DRAFT
+    assert DraftOptions(policy="fixed").stops_below == FIXED_P_MIN
+    assert DraftOptions().stops_below == 0.0
+    assert DraftOptions(policy="fixed", p_min=0.1).stops_below == 0.1
+    assert (DraftOptions().adds_ngrams, DraftOptions(policy="fixed").adds_ngrams) == (True, False)
+    assert not DraftOptions(ngrams=False).adds_ngrams
+    assert DraftOptions().policy == "cost"
+
+
+# --- fixed lengths
+
+
+def test_fixed_drafts_look_at_nothing_but_the_bound() -> None:
+    policy = fixed(4, p_min=0.5)
+    assert planned(policy).needs_confidence
+    assert not planned(fixed(4)).needs_confidence
+    for _ in range(20):
+        plan = planned(policy, n_left=1, price=Price(1e9, 1e9, 1e9))
+        assert plan.n_max == 4
+        assert plan.keeps([0.5])
+        assert not plan.keeps([0.49])
+        policy.observe(result(chain(0.5), 0, target_s=1e6))
+
+
+def test_of_fixed_drafts_the_first_drafter_that_has_one_is_used() -> None:
+    found = chain(0.1, 0.1, origin="ngram")
+    plan = planned(fixed(4), found)
+    assert (plan.found, plan.n_max, plan.extends) == (found, 0, False)
+    plan = planned(fixed(4))
+    assert (plan.found, plan.n_max, plan.extends) == (NO_DRAFT, 4, False)
+    assert planned(fixed(4), drafter=None).reason == Reason("nothing found")
+    assert fixed(4).plan(Offer(100, 0, found, "model")).reason == Reason("no room")
+    assert len(fixed(4).plan(Offer(100, 1, found, "model")).found) == 1
+
+
+def test_short_fixed_drafts_are_dropped() -> None:
+    policy = fixed(4, min_tokens=3)
+    assert cut(policy, chain(0.9, 0.9)) is NO_DRAFT
+    assert len(cut(policy, chain(0.1, 0.1, 0.1))) == 3
+
+
+# --- an adapting bound
+
+
+def test_the_bound_falls_when_all_is_accepted_and_rises_when_all_is_refused() -> None:
+    policy = threshold()
+    start = policy.bound
+    draft = chain(0.9, 0.9, 0.9, 0.9)
+    policy.observe(result(draft, 4))
+    assert policy.bound < start
+    # Of a share of a quarter that is refused nothing follows.
+    middle = policy.bound
+    policy.observe(result(draft, 3))
+    assert policy.bound == pytest.approx(middle)
+    # The bound moves by what differs from that share: all refused is three times as far from it.
+    policy.observe(result(draft, 0))
+    risen = math.log(policy.bound) - math.log(middle)
+    assert risen == pytest.approx(3.0 * (math.log(start) - math.log(middle)))
+
+
+def test_the_bound_stays_within_its_limits_and_falls_slowly_where_nothing_is_drafted() -> None:
+    policy = threshold()
+    draft = chain(0.9)
+    for _ in range(100):
+        policy.observe(result(draft, 0))
+    assert policy.bound == pytest.approx(0.9)
+    before = policy.bound
+    policy.observe(result(NO_DRAFT, 0))
+    assert 0.95 * before < policy.bound < before
+    for _ in range(500):
+        policy.observe(result(draft, 1))
+    assert policy.bound == pytest.approx(0.01)
+    for _ in range(500):
+        policy.observe(result(NO_DRAFT, 0))
+    assert policy.bound == pytest.approx(0.01)
+
+
+def test_the_bound_is_on_the_draft_as_a_whole() -> None:
+    policy = threshold()
+    bound = policy.bound
+    n = int(math.log(bound) / math.log(0.8))  # tokens of 0.8 that are above it together
+    plan = planned(policy)
+    assert [plan.keeps([0.8] * i) for i in range(1, n + 2)] == [True] * n + [False]
+    assert len(plan.stop.cut(chain(*[0.8] * 16))) == n
+    # A sure draft grows long, an unsure one not at all.
+    assert all(plan.keeps([0.999] * i) for i in range(1, 17))
+    assert not plan.keeps([0.9 * bound])
+
+
+def test_an_n_gram_whose_probability_nobody_knows_is_not_cut() -> None:
+    assert len(cut(threshold(), chain(*[None] * 16, origin="ngram"))) == 16
+
+
+def test_short_drafts_are_dropped_where_the_bound_leaves_too_little() -> None:
+    policy = threshold(min_tokens=3)
+    assert cut(policy, chain(0.9, 0.9, 0.01)) is NO_DRAFT
+    assert len(cut(policy, chain(0.9, 0.9, 0.9))) == 3
+
+
+@pytest.mark.parametrize("over", [0.0, 0.15, -0.15])
+def test_a_fixed_share_of_what_is_drafted_is_refused_in_the_long_run(over: float) -> None:
+    """Whatever a model's probabilities are worth. (Rounds without a draft lower the bound a
+    little, so that the share is larger where there are many.)"""
+    confidences, rights = text(20_000, lambda c: min(1.0, max(0.0, c + over)), seed=4)
+    world = World(lambda _: 1.0, 0.0, confidences, rights)
+    policy = threshold()
+    refused: list[float] = []
+    bounds: list[float] = []
+    observe = policy.observe
+
+    def observed(told: RoundResult) -> None:
+        if len(told.draft):
+            refused.append(1.0 - len(told.path) / len(told.draft))
+        observe(told)
+        bounds.append(policy.bound)
+
+    policy.observe = observed  # type: ignore[method-assign,assignment]
+    n_rounds = run(world, policy).n_rounds
+    share = float(np.mean(refused))
+    expected = 0.25 + 0.025 * (n_rounds - len(refused)) / len(refused)
+    if max(bounds) < 0.89:
+        assert share == pytest.approx(expected, abs=0.02)
+    else:  # a bound as high as it may be is not always high enough
+        assert expected - 0.02 < share < 0.4
+
+
+# --- costs: how well it does
+
+CURVES: dict[str, Callable[[int], float]] = {
+    "flat": lambda _: 1.0,
+    "gentle": lambda n: 0.9 + 0.1 * n,
+    "linear": lambda n: 0.6 + 0.4 * n,
+    "steep": lambda n: 0.3 + 0.7 * n,
+    "steps of four": steps({1: 1.0, 5: 2.0, 9: 3.0, 13: 4.0}),
+    "a cliff": steps({1: 1.0, 9: 3.0}),
+    "jagged": steps({1: 1.0, 2: 1.6, 3: 1.7, 5: 2.4, 8: 2.5, 9: 4.0}),
+    "in proportion": lambda n: 1.0 * n,
+}
+TRUTHS: dict[str, Callable[[float], float]] = {
+    "honest": lambda c: c,
+    "better than it says": lambda c: 0.1 + 0.88 * c,
+    "half as good": lambda c: 0.1 + 0.5 * c,
+    "too sure": lambda c: c**3,
+    "says nothing": lambda _: 0.7,
+}
+
+
+@pytest.mark.parametrize("sureness", [0.0, 1.0])
+@pytest.mark.parametrize("truth", TRUTHS)
+@pytest.mark.parametrize("curve", CURVES)
+def test_in_the_long_run_it_is_about_as_quick_as_the_best_fixed_length(
+    curve: str, truth: str, sureness: float
+) -> None:
+    ratios = []
+    for draft_s in (0.02, 0.1, 0.3):
+        first, world = (  # the first text is to learn from
+            World(CURVES[curve], draft_s, *text(1200, TRUTHS[truth], sureness=sureness, seed=seed))
+            for seed in (1, 2)
+        )
+        table, acceptance = CostTable(first.table()), dict[str, AcceptanceRates]()
+        run(first, CostAwarePolicy(DraftOptions(), table, acceptance))
+        found = run(world, CostAwarePolicy(DraftOptions(), table, acceptance))
+        best, best_s = world.best_fixed()
+        ratios.append(best_s / found.seconds)
+        assert ratios[-1] > (0.94 if world.plain_s > 1.2 * best_s else 0.88), (draft_s, best)
+        assert world.plain_s / found.seconds > 0.98
+    assert np.mean(ratios) > 0.94
+
+
+@pytest.mark.parametrize("curve", ["flat", "gentle", "linear"])
+def test_where_the_model_knows_what_it_knows_it_is_quicker_than_any_fixed_length(
+    curve: str,
+) -> None:
+    first, world = (
+        World(CURVES[curve], 0.1, *text(3000, lambda c: c, sureness=2.0, seed=seed))
+        for seed in (1, 2)
+    )
+    table, acceptance = CostTable(first.table()), dict[str, AcceptanceRates]()
+    run(first, CostAwarePolicy(DraftOptions(), table, acceptance))
+    found = run(world, CostAwarePolicy(DraftOptions(), table, acceptance))
+    assert found.seconds < 0.97 * world.best_fixed()[1]
+
+
+HOPELESS: dict[str, tuple[Callable[[float], float], float]] = {
+    "always wrong": (lambda _: 0.0, 0.1),
+    "random": (lambda _: 0.05, 0.1),
+    "hardly ever right and nearly free": (lambda _: 0.03, 0.01),
+    "as dear as the target": (lambda c: c, 1.0),
+    "dearer than the target": (lambda _: 0.95, 1.5),
+}
+
+
+@pytest.mark.parametrize("sureness", [0.0, 1.0])
+@pytest.mark.parametrize("kind", HOPELESS)
+@pytest.mark.parametrize("curve", CURVES)
+def test_a_draft_that_cannot_pay_costs_next_to_nothing(
+    curve: str, kind: str, sureness: float
+) -> None:
+    """Of a first text of which nothing is known, too."""
+    truth, draft_s = HOPELESS[kind]
+    confidences, rights = text(1200, truth, sureness=sureness, seed=3)
+    world = World(CURVES[curve], draft_s, confidences, rights)
+    if world.plain_s > 1.02 * world.best_fixed()[1]:
+        pytest.skip("it pays after all")
+    for backlog_s in (0.0, 5.0):
+        found = run(world, cost_aware(world.table()), backlog_s=backlog_s)
+        assert (world.plain_s + backlog_s) / found.seconds > 0.97, backlog_s
+
+
+@dataclass
+class Texts:
+    """Texts of 160 tokens, one after the other, which a model has to read first for the time of ten
+    tokens; what is learnt is kept. How sure it is shows which kind a text is."""
+
+    curve: str
+    draft_s: float
+    backlog_s: float = 10.0
+    acceptance: dict[str, AcceptanceRates] = field(default_factory=dict)
+    table: CostTable = field(default_factory=CostTable)
+    ratios: list[float] = field(default_factory=list)
+
+    def go_on(
+        self, confidence: float, seed: int, slowness: Callable[[], float] = lambda: 1.0
+    ) -> Run:
+        rng = np.random.default_rng(seed)
+        confidences = np.clip(rng.normal(confidence, 0.1, 160), 0.02, 0.999)
+        rights = (rng.random(160) < confidences).astype(np.float64)
+        world = World(CURVES[self.curve], self.draft_s, confidences, rights)
+        if not self.table:
+            self.table = CostTable(world.table())
+        policy = CostAwarePolicy(DraftOptions(), self.table, self.acceptance)
+        found = run(world, policy, backlog_s=self.backlog_s, slowness=slowness)
+        self.ratios.append(world.plain_s / found.seconds)
+        return found
+
+
+@pytest.mark.parametrize(("curve", "draft_s"), [("jagged", 0.2), ("linear", 0.1)])
+def test_texts_that_suit_a_draft_badly_do_not_keep_it_from_others(
+    curve: str, draft_s: float
+) -> None:
+    texts = Texts(curve, draft_s)
+    for seed in range(6):
+        texts.go_on(0.25, seed)
+    looks = [texts.go_on(0.96, seed).n_looks for seed in range(6, 14)]
+    assert min(looks[-4:]) > 60
+    assert min(texts.ratios) > 0.85
+    assert np.mean(texts.ratios[:6]) > 0.94
+    assert np.mean(texts.ratios[-4:]) > 1.25
+
+
+@pytest.mark.parametrize(("n_quiet", "slowness"), [(9, 30.0), (30, 100.0)])
+@pytest.mark.parametrize(
+    ("curve", "draft_s"), [("gentle", 0.05), ("gentle", 0.3), ("linear", 0.05)]
+)
+def test_a_machine_that_stands_still_now_and_then_costs_no_draft_its_later_texts(
+    curve: str, draft_s: float, n_quiet: int, slowness: float
+) -> None:
+    texts = Texts(curve, draft_s, backlog_s=1.0)
+    for seed in range(4):
+        texts.go_on(0.9, seed)
+    rng = np.random.default_rng(4)
+    for seed in range(4, 6):
+        texts.go_on(0.9, seed, lambda: float(rng.choice([1.0] * n_quiet + [slowness])))
+    for seed in range(6, 12):
+        texts.go_on(0.9, seed)
+    assert np.mean(texts.ratios[6:]) > 0.9 * np.mean(texts.ratios[:4])
+
+
+@pytest.mark.parametrize(("curve", "draft_s"), [("steep", 0.2), ("linear", 0.3), ("jagged", 0.3)])
+def test_a_draft_that_pays_in_no_text_costs_next_to_nothing_in_the_long_run(
+    curve: str, draft_s: float
+) -> None:
+    texts = Texts(curve, draft_s)
+    for seed in range(40):
+        texts.go_on(0.25, seed)
+    assert np.mean(texts.ratios[:8]) > 0.93
+    assert np.mean(texts.ratios[8:]) > 0.97
+
+
+def test_what_costs_more_than_it_could_ever_gain_is_not_begun() -> None:
+    confidences, rights = text(400, lambda _: 1.0, sureness=0.0)
+    for curve, draft_s in (("flat", 1.5), ("in proportion", 0.1), ("gentle", 0.95)):
+        world = World(CURVES[curve], draft_s, confidences, rights)
+        assert run(world, cost_aware(world.table())).n_looks == 0, curve
+
+
+def test_what_the_model_has_to_read_first_is_weighed_against_the_rest_of_the_answer() -> None:
+    confidences, rights = text(60, lambda _: 0.8, sureness=0.0)
+    world = World(CURVES["flat"], 0.1, confidences, rights)
+    assert run(world, cost_aware(world.table()), backlog_s=500.0).n_looks == 0
+    assert run(world, cost_aware(world.table()), backlog_s=2.0).n_looks > 0
+    policy, price = cost_aware(), Price(0.1, 0.1, 10.0, 100)
+    # At first nothing is known of how long the answer is: it may end at once.
+    plan = planned(policy, n_left=4000, price=price)
+    assert (plan.n_max, plan.reason.name) == (0, "prefill")
+    assert str(plan.reason) == "the draft must first read 100 tokens, 10.0 s"
+    for _ in range(40):  # of the time so far no more than a part is risked
+        policy.observe(result(NO_DRAFT, 0))
+    starts = [planned(policy, n_left=n, price=price).n_max > 0 for n in (4, 40, 400, 4000)]
+    assert starts == sorted(starts)
+    assert starts[0] is False
+    assert starts[-1] is True
+
+
+def test_a_model_is_not_read_for_a_text_that_n_grams_draft() -> None:
+    """It would draft in the few rounds that they leave."""
+
+    def rounds_to_begin(share: float) -> int:
+        """So many rounds have to be left, where n-grams draft in a share of the rounds."""
+        policy = cost_aware()
+        for number in range(40):
+            is_drafted = number % 10 < 10 * share
+            found = chain(0.99, origin="ngram") if is_drafted else NO_DRAFT
+            plan = planned(policy, found, n_left=4000, drafter=None)
+            assert len(plan.found) == is_drafted
+            # Refused, and at no cost: only who drafts is another matter.
+            policy.observe(result(plan.found, 0, plan=plan))
+        for n_left in range(4, 4000):
+            if planned(policy, n_left=n_left, price=Price(0.1, 0.1, 10.0)).n_max > 0:
+                return n_left
+        raise AssertionError("it never begins")
+
+    seldom, half, mostly = map(rounds_to_begin, (0.0, 0.5, 0.8))
+    assert 1.5 * seldom < half
+    assert 1.5 * half < mostly
+
+
+def test_the_steps_of_a_jagged_table_are_made_use_of() -> None:
+    """Up to four rows cost the same, and four more cost as much again: drafts of 3 and 7."""
+    table = {n: CURVES["steps of four"](n) for n in range(1, 18)}
+    acceptance = {"model": AcceptanceRates()}
+    for _ in range(300):
+        acceptance["model"].judge(0.93, accepted=True)
+        acceptance["model"].judge(0.55, accepted=False)
+    policy = cost_aware(table, acceptance)
+    assert len(cut(policy, chain(*[0.93] * 15))) in (3, 7, 11, 15)
+    # Where tokens come cheap already, two that are right are not worth another step.
+    for _ in range(60):
+        plan = planned(policy)
+        policy.observe(result(plan.stop.cut(chain(0.93, 0.93, 0.93)), 3, plan=plan))
+    assert len(cut(policy, chain(*[0.93] * 5, *[0.55] * 11))) == 3
+    confidences, rights = text(2000, lambda _: 0.85, sureness=0.0)
+    world = World(CURVES["steps of four"], 0.02, confidences, rights)
+    lengths = Counter(run(world, CostAwarePolicy(DraftOptions(), CostTable(table))).lengths)
+    assert sum(lengths[n] for n in (0, 3, 7, 11, 15)) > 0.9 * lengths.total()
+    assert lengths[3] + lengths[7] > 0.5 * lengths.total()
+
+
+def test_a_chain_that_is_known_is_cut_where_it_is_worth_most() -> None:
+    """Against a search over all lengths."""
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        seconds = np.cumsum(rng.uniform(0.0, 0.6, 17)) + 1.0
+        policy = cost_aware(dict(enumerate(seconds.tolist(), 1)))
+        draft = chain(*rng.uniform(0.3, 1.0, 16).tolist(), origin="ngram")
+        plan = planned(policy, draft, drafter=None)
+        assert isinstance(plan.stop, WhilePaying)
+        values = [plan.stop.worth_of(draft.first(n)) for n in range(17)]
+        assert len(plan.found) == values.index(max(values))
+        assert plan.reason.name == ("found" if len(plan.found) else "acceptance")
+
+
+def copied(policy: CostAwarePolicy, n_rounds: int, *, right: bool) -> list[int]:
+    """How much of n-grams that are somewhat sure is drafted in each of so many rounds, in a text
+    that they copy, or in one that has nothing to do with them."""
+    lengths, text = [], 0
+    for _ in range(n_rounds):
+        proposed = range(text, text + 8) if right else [WRONG] * 8
+        whole = Draft.chain(list(proposed), "ngram", [0.75] * 8)
+        plan = planned(policy, whole, drafter=None)
+        draft = plan.found
+        lengths.append(len(draft))
+        n_right = len(draft) if right else 0
+        committed = tuple(range(text, text + n_right + 1))
+        n_rows, path = len(draft) + 1, tuple(range(n_right))
+        policy.observe(
+            RoundResult(plan, draft, path, 0.0, DEAR_ROWS[n_rows], n_rows, committed, (whole,))
+        )
+        text += n_right + 1
+    return lengths
+
+
+#: A second row costs most of a token, and each further one a good half.
+DEAR_ROWS = {n: 1.0 if n == 1 else 1.7 + 0.55 * (n - 2) for n in range(1, 18)}
+
+
+def test_n_grams_that_were_right_without_being_followed_are_followed() -> None:
+    """At first no length is worth it; that the text goes as they say is seen at no cost."""
+    lengths = copied(cost_aware(DEAR_ROWS), 40, right=True)
+    assert lengths[0] == 0
+    assert all(n >= 4 for n in lengths[25:])
+    assert set(copied(cost_aware(DEAR_ROWS), 200, right=False)) == {0}
+
+
+def test_to_draft_nothing_is_a_legal_answer() -> None:
+    policy = cost_aware({n: 1.0 * n for n in range(1, 18)})
+    assert len(cut(policy, chain(*[0.99] * 8))) == 0
+    plan = planned(policy, chain(0.99, origin="ngram"), price=Price(0.1, 0.1))
+    assert (len(plan.found), plan.n_max, plan.reason.name) == (0, 0, "row cost")
+    assert not plan.keeps([1.0])
+
+
+def test_before_anything_was_measured_the_first_decodes_are_plain() -> None:
+    policy = CostAwarePolicy(DraftOptions(), CostTable())
+    assert planned(policy) == RoundPlan(Reason("costs unknown"))
+    policy.observe(result(NO_DRAFT, 0, target_s=1.0))
+    assert planned(policy).n_max == LONGEST_DRAFT
+
+
+def test_what_plain_decoding_costs_does_not_go_stale() -> None:
+    confidences, rights = text(4000, lambda _: 1.0, sureness=0.0)
+    world = World(CURVES["flat"], 0.01, confidences, rights)
+    lengths = run(world, cost_aware(world.table())).lengths
+    gaps = np.diff([0, *np.flatnonzero(np.array(lengths) == 0)])
+    assert lengths.count(0) < 0.05 * len(lengths)
+    assert gaps.max() <= 70
+
+
+def test_a_machine_that_is_not_what_it_was_is_found_out() -> None:
+    """Batches cost nothing more by the table, and as much as their rows in truth."""
+    confidences, rights = text(3000, lambda _: 0.8, sureness=0.0)
+    world = World(CURVES["in proportion"], 0.1, confidences, rights)
+    found = run(world, cost_aware(FLAT))
+    assert world.plain_s / found.seconds > 0.94
+    assert np.mean(found.lengths[-200:]) < 0.5
+
+
+def test_a_text_that_changes_is_followed() -> None:
+    """A draft that is right in the first half and the last quarter only."""
+    rng = np.random.default_rng(6)
+    right = np.concatenate([rng.random(1000) < p for p in (0.85, 0.85, 0.0, 0.85)])
+    world = World(CURVES["gentle"], 0.1, np.full(4000, 0.75), right.astype(np.float64))
+    found = run(world, cost_aware(world.table()))
+    apart = sum(
+        World(
+            world.target_s, 0.1, world.confidences[i : i + 1000], world.rights[i : i + 1000]
+        ).best_fixed()[1]
+        for i in range(0, 4000, 1000)
+    )
+    assert found.seconds < 1.12 * apart
+
+
+def test_a_text_that_suits_no_draft_says_nothing_about_the_next() -> None:
+    table = CostTable(World(CURVES["flat"], 0.1, *text(1, lambda c: c)).table())
+    acceptance: dict[str, AcceptanceRates] = {}
+    good = World(CURVES["flat"], 0.1, *text(600, lambda _: 0.85, sureness=0.0, seed=1))
+    bad = World(CURVES["flat"], 0.1, *text(300, lambda _: 0.1, sureness=0.0, seed=2))
+    before = run(good, CostAwarePolicy(DraftOptions(), table, acceptance)).seconds
+    run(bad, CostAwarePolicy(DraftOptions(), table, acceptance))
+    assert run(good, CostAwarePolicy(DraftOptions(), table, acceptance)).seconds < 1.1 * before
+
+
+# --- costs: what is learnt
+
+
+def judged(
+    policy: CostAwarePolicy, acceptance: dict[str, AcceptanceRates], act: Callable[[], None]
+) -> float:
+    """By how many judged tokens the model's counts grow."""
+    before = acceptance["model"].n_judged if "model" in acceptance else 0.0
+    act()
+    return round(acceptance["model"].n_judged - before, 1) if "model" in acceptance else 0.0
+
+
+@pytest.mark.parametrize(("n_accepted", "n_judged"), [(0, 1), (1, 2), (3, 4), (4, 4)])
+def test_a_token_is_judged_only_if_those_before_it_were_accepted(
+    n_accepted: int, n_judged: int
+) -> None:
+    acceptance: dict[str, AcceptanceRates] = {}
+    policy = cost_aware(acceptance=acceptance)
+    draft = cut(policy, chain(0.95, 0.95, 0.95, 0.95))
+    assert len(draft) == 4
+    grown = judged(policy, acceptance, lambda: policy.observe(result(draft, n_accepted)))
+    assert grown == n_judged
+    accepted = acceptance["model"].counts.n_accepted.sum()
+    assert accepted == pytest.approx(n_accepted, abs=0.1)
+
+
+def test_what_was_not_worth_verifying_is_compared_with_the_text_as_it_comes() -> None:
+    acceptance: dict[str, AcceptanceRates] = {}
+    policy = cost_aware({n: 1.0 * n for n in range(1, 18)}, acceptance)
+    for tokens, n_judged in (((0, 1), 2), ((2, 7), 2), ((5,), 0)):
+        plan, whole = planned(policy), NO_DRAFT
+        if tokens == (0, 1):
+            whole = chain(0.9, 0.9, 0.9, 0.9, 0.9)
+            assert len(plan.stop.cut(whole)) == 0
+        told = RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, tokens, (whole,))
+        assert judged(policy, acceptance, lambda told=told: policy.observe(told)) == n_judged  # type: ignore[misc]
+    assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(3.0, abs=0.1)
+
+
+def test_of_a_drawn_draft_it_counts_how_sure_the_model_was_before_the_draw() -> None:
+    acceptance: dict[str, AcceptanceRates] = {}
+    policy = cost_aware(acceptance=acceptance)
+    plan = planned(policy)
+    # The tokens that were drawn are unlikely ones.
+    draft = plan.stop.cut(replace(drawn(0.05, 0.15), looks=(0.93, 0.55)))
+    policy.observe(result(draft, 1, plan=plan))
+    counts = acceptance["model"].counts
+    assert np.flatnonzero(counts.n_judged).tolist() == [5, 9]
+    assert np.flatnonzero(counts.n_accepted).tolist() == [9]
+
+
+def test_of_a_drawn_draft_behind_n_grams_it_counts_the_same() -> None:
+    acceptance: dict[str, AcceptanceRates] = {}
+    policy = cost_aware(acceptance=acceptance)
+    found = chain(None, None, None, origin="ngram")
+    plan = planned(policy, found, price=Price(0.4, 0.4))
+    assert (plan.found, plan.n_max, plan.reason.name) == (found, 13, "found and model")
+    assert plan.keeps([0.93])
+    behind = replace(drawn(0.05, 0.15), looks=(0.93, 0.55))
+    draft = plan.stop.cut(found.followed_by(behind))
+    assert len(draft) == 5
+    policy.observe(replace(result(draft, 4, plan=plan), proposed=(found, draft)))
+    counts = acceptance["model"].counts
+    assert np.flatnonzero(counts.n_judged).tolist() == [5, 9]
+    assert np.flatnonzero(counts.n_accepted).tolist() == [9]
+    assert acceptance["ngram"].counts.n_judged.sum() == pytest.approx(3.0, abs=0.1)
+
+
+def test_a_drafts_end_that_was_cut_off_is_learnt_of() -> None:
+    """What was found is proposed whole, and what is verified of it again as a part of the draft."""
+    acceptance: dict[str, AcceptanceRates] = {}
+    policy = cost_aware({1: 1.0, 2: 1.0, 3: 50.0}, acceptance)
+    plan, whole = planned(policy), chain(0.95, 0.95, 0.95)
+    once = plan.stop.cut(whole)
+    assert len(once) == 1
+    policy.observe(RoundResult(plan, once, (0,), 0.0, 1.0, 2, (0, 1), (whole, once)))
+    policy.observe(RoundResult(planned(policy), NO_DRAFT, (), 0.0, 1.0, 1, (7,)))
+    assert acceptance["model"].n_judged == pytest.approx(3.0, abs=0.1)
+    assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(2.0, abs=0.1)
+
+
+def test_drafters_are_learnt_about_apart() -> None:
+    acceptance: dict[str, AcceptanceRates] = {}
+    policy = cost_aware(acceptance=acceptance)
+    for _ in range(30):
+        whole = chain(0.9, 0.9, origin="ngram")
+        plan = planned(policy, whole, drafter=None)
+        policy.observe(result(plan.found, 0, plan=plan, whole=whole))
+    assert set(acceptance) == {"ngram"}
+    stop = planned(policy, drafter=None).stop
+    assert isinstance(stop, WhilePaying)
+    assert stop.chance("ngram", 0.9) < stop.chance("model", 0.9)
+
+
+def test_every_decode_corrects_the_table() -> None:
+    table = CostTable({1: 1.0, 2: 1.1, 3: 1.2})
+    policy = CostAwarePolicy(DraftOptions(), table)
+    planned(policy)
+    policy.observe(result(chain(0.9, 0.9), 2, target_s=1.8))
+    assert table.n_seen(3) == 1
+    assert table.seconds(3) > 1.2
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.floats(0.001, 10.0), min_size=1, max_size=17),
+    st.lists(
+        st.tuples(
+            st.lists(st.floats(0.0, 1.0), max_size=6), st.integers(0, 6), st.floats(1e-4, 100.0)
+        ),
+        max_size=30,
+    ),
+    st.floats(0.0, 5.0),
+)
+def test_whatever_happens_its_answers_are_finite(
+    seconds: list[float],
+    rounds: Sequence[tuple[list[float], int, float]],
+    draft_s: float,
+) -> None:
+    policy = cost_aware(dict(enumerate(seconds, 1)))
+    for confidences, n_right, target_s in rounds:
+        plan = planned(policy, n_left=50, price=Price(draft_s, draft_s, draft_s))
+        kept: list[float] = []
+        for confidence in confidences[: plan.n_max]:
+            if not plan.keeps([*kept, confidence]):
+                break
+            kept.append(confidence)
+            plan.looks(kept)
+        draft = plan.stop.cut(chain(*kept))
+        if isinstance(plan.stop, WhilePaying):
+            assert math.isfinite(plan.stop.worth_of(draft))
+            assert 0.0 < plan.stop.model_token_s < math.inf
+        n_accepted = min(n_right, len(draft))
+        policy.observe(result(draft, n_accepted, target_s, draft_s, plan=plan))
+
+
+# --- plans
+
+
+def test_given_tokens_are_no_choice() -> None:
+    """A translated draft drafts the end of the text again first."""
+    plan = planned(fixed(5, p_min=0.5)).after(2)
+    assert plan.n_max == 7
+    unsure = [0.0] * 3
+    assert [plan.keeps(unsure[:n]) for n in (1, 2, 3)] == [True, True, False]
+    assert [plan.keeps([0.0, 0.0, *[0.9] * n]) for n in range(1, 7)] == [True] * 5 + [False]
+    assert [plan.looks([0.9] * n) for n in range(1, 8)] == [True] * 6 + [False]
+    assert draft_up_to(3).after(0) == draft_up_to(3)
+
+
+def test_a_round_is_accounted_to_the_drafter_that_decodes() -> None:
+    found = chain(0.9, origin="ngram")
+    assert RoundPlan(Reason("found"), found=found, drafter="model").origin == "ngram"
+    assert RoundPlan(Reason("found and model"), 3, found, drafter="model").origin == "model"
+    assert RoundPlan(Reason("model"), 3, drafter="model").origin == "model"
+    assert RoundPlan(Reason("prefill"), drafter="model").origin is None
+
+
+def test_a_model_goes_on_behind_found_tokens_as_far_as_it_pays() -> None:
+    policy = cost_aware({n: 0.9 + 0.1 * n for n in range(1, 18)})
+    plan = planned(policy, chain(0.9, 0.9, origin="ngram"), price=Price(0.3, 0.3))
+    assert (len(plan.found), plan.n_max, plan.reason.name) == (2, 14, "found and model")
+    alone = planned(policy, price=Price(0.3, 0.3))
+    # The same confidence is worth less behind tokens that may be rejected.
+    n_behind, n_alone = (
+        next(n for n in range(17) if n == 16 or not each.keeps([0.8] * (n + 1)))
+        for each in (plan, alone)
+    )
+    assert 0 < n_behind < n_alone
+
+
+def test_a_drafter_that_loses_time_is_put_aside() -> None:
+    policy = cost_aware({1: 1.0, **dict.fromkeys(range(2, 18), 1.5)})
+    names = []
+    for _ in range(30):
+        plan = planned(policy, price=Price(0.1, 0.1))
+        names.append(plan.reason.name)
+        draft = chain(*[0.99] * 4) if plan.n_max else NO_DRAFT
+        # It is always wrong, and nothing is learnt of that.
+        policy.observe(result(draft, 0, 1.5 if plan.n_max else 1.0, 0.5, plan=plan, whole=NO_DRAFT))
+    first = names.index("put aside")
+    assert 1 <= first < 10
+    assert set(names[:first]) == {"model"}
+    assert names[first : first + 15] == ["put aside"] * 15

@@ -1,0 +1,206 @@
+"""Every round says why it drafted what it drafted, or why it drafted nothing: a test makes each reason happen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from specgen.drafters import Drafters, Drafting, SuffixDrafter, ready
+from specgen.events import CommittedEvent, FinishedEvent
+from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.policy import (
+    REASONS,
+    CostAwarePolicy,
+    FixedPolicy,
+    Offer,
+    Policy,
+    ReasonName,
+    RoundPlan,
+    RoundResult,
+)
+from specgen.method.policy.acceptance import AcceptanceRates
+from specgen.method.policy.cost_table import CostTable, Price
+from specgen.options import DraftOptions, GenerationOptions
+from specgen.system.arrays import BoolArray, TokenArray
+from specgen.text.grammar.base import GrammarState
+from specgen.text.text_state import TextState
+from tests.helpers.fake_generations import FailingDrafter, NoDrafter, Setup, model_drafter
+
+FLAT = dict.fromkeys(range(1, 18), 1.0)
+CHEAP = Price(0.05, 0.05)
+
+
+def by_cost(
+    table: dict[int, float] | None = None, **acceptance: AcceptanceRates
+) -> CostAwarePolicy:
+    return CostAwarePolicy(DraftOptions(), CostTable(FLAT if table is None else table), acceptance)
+
+
+def offer(
+    found: Sequence[int] = (),
+    drafter: str | None = "model",
+    price: Price = CHEAP,
+    n_most: int = 16,
+    n_left: int = 100,
+) -> Offer:
+    draft = Draft.chain(found, "ngram", [0.95] * len(found)) if found else NO_DRAFT
+    return Offer(n_left, n_most, draft, drafter, lambda _n: price)
+
+
+def after(policy: Policy, n_rounds: int, asked: Offer, *, right: bool = False) -> RoundPlan:
+    """The plan after some rounds of one second each, in which drafts of four tokens were right or wrong."""
+    for _ in range(n_rounds):
+        plan = policy.plan(asked)
+        whole = plan.found
+        if plan.n_max:
+            whole = Draft.chain([1, 2, 3, 4], "model", [0.9] * 4, looks=[0.9] * 4)
+        path = tuple(range(len(whole))) if right else ()
+        committed = (*(whole.tokens if right else ()), 9)
+        n_rows = 1 + len(whole)
+        policy.observe(
+            RoundResult(plan, whole, path, 0.2, 1.0, n_rows, committed, (asked.found, whole))
+        )
+    return policy.plan(asked)
+
+
+def first_trial(policy: Policy, asked: Offer) -> RoundPlan:
+    """The first plan, in at most 200 rounds, that drafts."""
+    plans = (after(policy, 1, asked) for _ in range(200))
+    return next(plan for plan in plans if plan.n_max)
+
+
+def wrong_chances() -> AcceptanceRates:
+    acceptance = AcceptanceRates()
+    for _ in range(400):
+        acceptance.see(0.9)
+        acceptance.judge(0.9, accepted=False)
+    return acceptance
+
+
+#: What brings about each reason that a policy gives.
+PLANS: dict[ReasonName, Callable[[], RoundPlan]] = {
+    "found": lambda: by_cost().plan(offer([1, 2, 3], drafter=None)),
+    "model": lambda: by_cost().plan(offer()),
+    "found and model": lambda: by_cost().plan(offer([1, 2, 3], price=Price(0.4, 0.4))),
+    "trial": lambda: first_trial(by_cost(model=wrong_chances()), offer(price=Price(0.3, 0.3))),
+    "fixed": lambda: FixedPolicy(DraftOptions(policy="fixed")).plan(offer()),
+    "costs unknown": lambda: by_cost({}).plan(offer()),
+    "plain decode": lambda: after(by_cost(), 64, offer(), right=True),
+    "no room": lambda: by_cost().plan(offer(n_most=0)),
+    "nothing found": lambda: by_cost().plan(offer(drafter=None)),
+    "prefill": lambda: by_cost().plan(offer(price=Price(0.05, 0.05, 9.0, 574))),
+    "row cost": lambda: by_cost({n: 1.0 * n for n in range(1, 18)}).plan(offer()),
+    "acceptance": lambda: by_cost(model=wrong_chances()).plan(offer(price=Price(0.3, 0.3))),
+    "put aside": lambda: after(
+        by_cost({1: 0.5, **dict.fromkeys(range(2, 18), 0.6)}), 12, offer([1, 2, 3], drafter=None)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_policy_says_why(name: ReasonName) -> None:
+    plan = PLANS[name]()
+    assert plan.reason.name == name
+    drafts = name in ("found", "model", "found and model", "trial", "fixed")
+    assert (plan.n_max + len(plan.found) > 0) == drafts
+
+
+def test_reasons_have_their_numbers() -> None:
+    assert str(PLANS["prefill"]().reason) == "the draft must first read 574 tokens, 9.00 s"
+    assert str(PLANS["row cost"]().reason) == (
+        "a guess costs 0.05 of a token of the target, and checking it 1.00"
+    )
+    assert "of its tokens are expected to be accepted" in str(PLANS["acceptance"]().reason)
+    assert str(PLANS["no room"]().reason) == REASONS["no room"]
+
+
+# --- reasons that only a round shows
+
+
+class Unsure(NoDrafter):
+    """Drafts nothing, whatever is planned."""
+
+
+class Forbidden(NoDrafter):
+    """Drafts a token that no grammar of these tests allows."""
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        return ready(Draft.chain([7], "forbidden"))
+
+
+class OnlyOnes(GrammarState):
+    """A grammar of nothing but the tokens 1 and 2."""
+
+    def allows(self, token_ids: TokenArray) -> BoolArray:
+        return np.isin(token_ids, (1, 2))
+
+    def after(self, token_id: int) -> OnlyOnes:
+        if token_id not in (1, 2):
+            raise ValueError(token_id)
+        return self
+
+    def forced(self) -> int | None:
+        return None
+
+
+def reasons(setup: Setup) -> list[str | None]:
+    _, events = setup.run()
+    return [event.reason for event in events if isinstance(event, CommittedEvent)]
+
+
+BASE = Setup(options=GenerationOptions(max_tokens=12))
+ROUNDS: dict[ReasonName, Callable[[], Setup]] = {
+    "off": lambda: replace(BASE),
+    "unsure": lambda: replace(BASE, drafter=Unsure()),
+    "grammar": lambda: replace(BASE, drafter=Forbidden(), grammar=OnlyOnes()),
+    "failed": lambda: replace(BASE, drafter=FailingDrafter(Unsure(), 2, RuntimeError("broken"))),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_a_round_says_why(name: ReasonName) -> None:
+    said = reasons(ROUNDS[name]())
+    assert said[0] is None  # the prompt's decode is no round
+    assert said[1:] == {
+        "off": ["off"] * 11,
+        "failed": ["unsure"] * 2 + ["failed"] * 9,
+    }.get(name, [name] * 10 + ["no room"])
+
+
+def test_every_reason_is_brought_about_here_and_explained() -> None:
+    assert set(PLANS) | set(ROUNDS) == set(get_args(ReasonName)) == set(REASONS)
+
+
+def test_the_summary_counts_the_rounds_that_drafted_nothing() -> None:
+    _, events = replace(BASE, drafter=FailingDrafter(Unsure(), 2, RuntimeError("broken"))).run()
+    finished = events[-1]
+    assert isinstance(finished, FinishedEvent)
+    assert [(each.reason, each.n_rounds) for each in finished.undrafted] == [
+        ("failed", 9),
+        ("unsure", 2),
+    ]
+    assert finished.undrafted[0].text == REASONS["failed"]
+
+
+def test_a_round_with_a_draft_is_not_counted() -> None:
+    setup = replace(BASE)
+    setup.drafter = lambda state: Drafters(
+        SuffixDrafter(1, 3), model_drafter(setup.language, setup.vocabulary, state=state)[0]
+    )
+    _, events = setup.run()
+    finished = events[-1]
+    assert isinstance(finished, FinishedEvent)
+    said = [event.reason for event in events if isinstance(event, CommittedEvent)]
+    assert set(said[1:-1]) == {"fixed"}
+    assert sum(each.n_rounds for each in finished.undrafted) <= 1  # the last token has no room
+
+
+def test_the_state_of_a_grammar_is_where_the_text_is() -> None:
+    """What is found is within the grammar before it is planned, so that a model may go on behind it."""
+    state = TextState((1, 2, 1, 7, 1, 2, 1), OnlyOnes())
+    found = Drafters(SuffixDrafter(1, 3), state=state).look_up(state.tokens, 4)
+    assert found.tokens == ()

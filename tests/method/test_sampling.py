@@ -1,0 +1,378 @@
+"""The samplers against slow, obvious versions of themselves, and what holds of any chain."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from specgen.errors import BackendError
+from specgen.options import (
+    DEFAULT_SAMPLERS,
+    SamplerName,
+    SamplerOptions,
+    parse_sampler_letters,
+    parse_samplers,
+)
+from specgen.system.arrays import Logits, TokenArray
+from specgen.text.sampling import (
+    Distribution,
+    Sampler,
+    argmax,
+    distribution,
+    top_k,
+    top_probability,
+)
+from specgen.text.sampling.candidates import best
+
+#: Few distinct values make ties likely.
+VALUES = st.sampled_from([-np.inf, -30.0, -1.0, 0.0, 0.5, 0.5000001, 2.0, 30.0]) | st.floats(
+    -50, 50, width=32
+)
+
+
+def rows(max_size: int = 400) -> st.SearchStrategy[Logits]:
+    shapes = st.integers(1, max_size)
+    arrays = hnp.arrays(np.float32, shapes, elements=VALUES)
+    return arrays.filter(lambda row: bool(np.isfinite(row.max())))
+
+
+HISTORIES = hnp.arrays(np.int64, st.integers(0, 60), elements=st.integers(0, 12))
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> SamplerOptions:
+    """Any samplers in any order, each as likely on as off."""
+
+    def maybe(off: float, *values: float) -> float:
+        return draw(st.sampled_from([off, *values]))
+
+    order = draw(st.permutations(DEFAULT_SAMPLERS))
+    return SamplerOptions(
+        temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 2.0])),
+        top_k=int(maybe(0, 1, 5, 40)),
+        top_p=maybe(1.0, 0.5, 0.9),
+        min_p=maybe(0.0, 0.05, 0.5),
+        samplers=tuple(order[: draw(st.integers(0, len(order)))]),
+        repeat_last_n=int(maybe(64, -1, 3)),
+        repeat_penalty=maybe(1.0, 1.2),
+        presence_penalty=maybe(0.0, 0.7),
+        frequency_penalty=maybe(0.0, 0.1),
+        dry_multiplier=maybe(0.0, 0.8),
+        dry_allowed_length=int(maybe(1, 2)),
+        dry_last_n=int(maybe(64, -1, 10)),
+        typical_p=maybe(1.0, 0.4, 0.9),
+        top_n_sigma=maybe(-1.0, 0.8),
+        xtc_probability=maybe(0.0, 0.4, 1.0),
+        xtc_threshold=maybe(0.1, 0.01),
+        dynatemp_range=maybe(0.0, 0.0, 0.5),
+        logit_bias=draw(st.sampled_from([(), ((2, 1.5),), ((0, -4.0), (500, 2.0))])),
+    )
+
+
+def slow_distribution(row: Logits, options: SamplerOptions) -> dict[int, float]:
+    """Sort everything, then apply each step of top-k, top-p, min-p as its paper says."""
+    if options.greedy:
+        return {int(row.argmax()): 1.0}
+    ranked = sorted(
+        ((float(logit), token) for token, logit in enumerate(row) if logit > -np.inf),
+        key=lambda pair: (-pair[0], pair[1]),
+    )
+    if 0 < options.top_k < len(row):
+        ranked = ranked[: options.top_k]
+    if options.top_p < 1:
+        mass = np.array([np.exp(logit - ranked[0][0]) for logit, _ in ranked])
+        reached = np.flatnonzero(mass.cumsum() >= options.top_p * mass.sum())
+        # Rounding may leave the whole sum a hair under p times itself.
+        ranked = ranked[: (reached[0] if len(reached) else len(ranked)) + 1]
+    if options.min_p > 0:
+        least = ranked[0][0] + np.log(options.min_p)
+        ranked = [pair for pair in ranked if pair[0] >= least] or ranked[:1]
+    weights = [np.exp((logit - ranked[0][0]) / options.temperature) for logit, _ in ranked]
+    total = sum(weights)
+    return {token: w / total for (_, token), w in zip(ranked, weights, strict=True) if w > 0}
+
+
+@given(
+    rows(),
+    st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    st.sampled_from([0, 1, 2, 5, 40, 1000]),
+    st.sampled_from([1.0, 0.99, 0.9, 0.5, 0.0]),
+    st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+)
+def test_a_distribution_is_what_its_definition_says(
+    row: Logits, temperature: float, k: int, p: float, min_p: float
+) -> None:
+    options = SamplerOptions(temperature=temperature, top_k=k, top_p=p, min_p=min_p)
+    result = distribution(row, options)
+    expected = slow_distribution(row, options)
+    assert result.probs.sum() == pytest.approx(1.0)
+    assert (np.diff(result.token_ids) > 0).all()
+    assert (result.probs > 0).all()
+    found = dict(zip(result.token_ids.tolist(), result.probs.tolist(), strict=True))
+    if set(found) != set(expected):
+        # Allowed where the border of top-p falls between two equal sums.
+        assert 0.0 < p < 1.0
+        assert abs(len(found) - len(expected)) <= 1
+    else:
+        assert found == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+@given(rows(3000), st.integers(1, 300))
+def test_the_best_are_the_largest_and_the_lowest_ids_among_equals(row: Logits, k: int) -> None:
+    ranked = sorted(range(len(row)), key=lambda token: (-row[token], token))[:k]
+    expected = [token for token in ranked if row[token] > -np.inf]
+    assert best(row, k).tolist() == expected
+    token_ids, logits = top_k(row, k)
+    assert token_ids.tolist() == expected
+    assert logits.tolist() == row[expected].tolist()
+
+
+@pytest.mark.parametrize("k", [1, 40, 600, 5000, 49_999])
+@pytest.mark.parametrize("n_levels", [1, 3, 500, 10**6])
+def test_the_best_of_many_with_ties(k: int, n_levels: int) -> None:
+    rng = np.random.default_rng(k)
+    row = rng.integers(0, n_levels, 50_017).astype(np.float32)
+    row[rng.integers(0, len(row), 3000)] = -np.inf
+    ranked = (-row).argsort(kind="stable")[: min(k, np.count_nonzero(row > -np.inf))]
+    assert best(row, k).tolist() == ranked.tolist()
+
+
+def test_top_p_of_a_large_vocabulary_equals_the_sorted_definition() -> None:
+    rng = np.random.default_rng(3)
+    for scale in (0.5, 3.0, 10.0):  # from nearly flat to peaked: the candidates must grow
+        row = rng.normal(0.0, scale, 50_000).astype(np.float32)
+        for p in (0.1, 0.9, 0.999):
+            options = SamplerOptions(temperature=1.0, top_k=0, top_p=p, min_p=0.0)
+            expected = slow_distribution(row, options)
+            found = distribution(row, options).token_ids.tolist()
+            assert len(set(found) ^ set(expected)) <= 1
+
+
+@given(rows())
+def test_the_top_probability_is_that_of_the_softmax(row: Logits) -> None:
+    probs = np.exp(row.astype(np.float64) - row.max())
+    assert top_probability(row) == pytest.approx(1.0 / probs.sum(), rel=1e-4)
+    assert argmax(row) == int(np.flatnonzero(row == row.max())[0])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("penalty", [1.0, 1.1])
+def test_logits_that_are_no_numbers_are_refused(
+    bad: float, temperature: float, k: int, penalty: float
+) -> None:
+    row = np.full(500, bad if bad == -np.inf else 0.0, np.float32)
+    row[77] = bad
+    options = SamplerOptions(temperature, k, 1.0, repeat_penalty=penalty)
+    with pytest.raises(BackendError):
+        Sampler(options).distribution(row, np.array([77, 3]))
+    with pytest.raises(BackendError):
+        top_probability(row)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forbidding_every_token_is_an_error_that_says_so(temperature: float) -> None:
+    options = SamplerOptions(temperature, logit_bias=((0, -np.inf), (1, -np.inf)))
+    row = np.array([1.0, 2.0], np.float32)
+    with pytest.raises(BackendError, match="leave no token"):
+        Sampler(options).distribution(row)
+    assert row.tolist() == [1.0, 2.0]
+
+
+@settings(max_examples=300)
+@given(rows(), HISTORIES, chains())
+def test_any_chain_makes_a_distribution_and_leaves_the_logits_alone(
+    row: Logits, history: TokenArray, options: SamplerOptions
+) -> None:
+    before = row.copy()
+    sampler = Sampler(options)
+    result = sampler.distribution(row, history)
+    assert (row == before).all()
+    assert result.probs.sum() == pytest.approx(1.0)
+    assert (result.probs > 0.0).all()
+    assert (np.diff(result.token_ids) > 0).all()
+    assert (row[result.token_ids] > -np.inf).all()
+    if not sampler.is_random:
+        assert len(result.token_ids) == 1
+    if sampler.greedy:
+        assert len(result.token_ids) <= 2 ** options.samplers.count("xtc")
+
+
+@given(rows(100), HISTORIES, HISTORIES, chains())
+def test_only_the_last_tokens_it_asks_for_matter(
+    row: Logits, history: TokenArray, path: TokenArray, options: SamplerOptions
+) -> None:
+    sampler = Sampler(options)
+    text = np.concatenate((history, path))
+    n = sampler.n_history
+    whole = sampler.distribution(row, text)
+    part = sampler.distribution(row, text[max(0, len(text) - n) :] if n >= 0 else text)
+    assert part.token_ids.tolist() == whole.token_ids.tolist()
+    assert part.probs.tolist() == whole.probs.tolist()
+
+
+def test_the_history_it_asks_for() -> None:
+    assert Sampler(SamplerOptions()).n_history == 0
+    assert Sampler(SamplerOptions(repeat_last_n=9)).n_history == 0
+    assert Sampler(SamplerOptions(repeat_last_n=9, repeat_penalty=1.1)).n_history == 9
+    both = SamplerOptions(repeat_last_n=9, presence_penalty=1.0, dry_multiplier=1.0, dry_last_n=90)
+    assert Sampler(both).n_history == 90
+    assert Sampler(dataclasses.replace(both, repeat_last_n=-1)).n_history == -1
+    assert Sampler(dataclasses.replace(both, samplers=("penalties", "top_k"))).n_history == 9
+    assert Sampler(dataclasses.replace(both, samplers=("temperature",))).n_history == 0
+
+
+@given(rows(), st.sampled_from([0.3, 0.7, 2.0]), st.integers(1, 50))
+def test_a_temperature_may_as_well_come_before_top_k(row: Logits, t: float, k: int) -> None:
+    first = SamplerOptions(temperature=t, top_k=k, samplers=("temperature", "top_k"))
+    after = dataclasses.replace(first, samplers=("top_k", "temperature"))
+    one, other = distribution(row, first), distribution(row, after)
+    # Dividing in float64 keeps apart what float32 keeps apart.
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert one.probs == pytest.approx(other.probs, rel=1e-9)
+
+
+@given(rows(), st.permutations(["top_k", "top_p", "min_p", "top_n_sigma", "typ_p", "temperature"]))
+def test_samplers_that_are_off_may_stand_anywhere(row: Logits, order: list[SamplerName]) -> None:
+    options = SamplerOptions(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, samplers=tuple(order))
+    found, expected = distribution(row, options), distribution(row, SamplerOptions(1.0, 0, 1.0, 0))
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    assert found.probs.tolist() == expected.probs.tolist()
+
+
+def test_without_a_temperature_among_the_samplers_tokens_are_drawn_at_temperature_1() -> None:
+    row = np.array([1.0, 2.0, 0.0], np.float32)
+    options = SamplerOptions(temperature=0.0, top_k=2, top_p=1.0, min_p=0.0, samplers=("top_k",))
+    assert not options.greedy
+    assert Sampler(options).is_random
+    found = distribution(row, options)
+    assert found.token_ids.tolist() == [0, 1]
+    assert found.probs[1] / found.probs[0] == pytest.approx(np.e)
+
+
+def test_a_dynamic_temperature_around_zero_is_not_greedy() -> None:
+    options = SamplerOptions(temperature=0.0, dynatemp_range=1.0, min_p=0.0, top_p=1.0)
+    assert not options.greedy
+    flat = np.zeros(4, np.float32)
+    assert distribution(flat, options).probs.tolist() == [0.25] * 4
+
+
+def test_tokens_of_the_text_that_the_row_does_not_have_are_ignored() -> None:
+    """A draft model may know fewer tokens than the target."""
+    row = np.array([1.0, 2.0, 3.0], np.float32)
+    for samplers in (DEFAULT_SAMPLERS, ("temperature", "penalties"), ("top_k", "penalties")):
+        options = SamplerOptions(
+            temperature=0.9,
+            min_p=0.0,
+            presence_penalty=1.0,
+            samplers=samplers,
+            logit_bias=((7, 1),),
+        )
+        found = Sampler(options).distribution(row, np.array([2, 9, 2]))
+        expected = Sampler(options).distribution(row, np.array([2, 2]))
+        assert found.probs.tolist() == expected.probs.tolist()
+
+
+PROBS = hnp.arrays(np.float64, 8, elements=st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0])).filter(
+    lambda probs: bool(probs.sum() > 0)
+)
+
+
+def sparse(probs: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Distribution:
+    ids = np.flatnonzero(probs)
+    return Distribution(ids, probs[ids] / probs.sum())
+
+
+def dense(source: Distribution) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    probs = np.zeros(8)
+    probs[source.token_ids] = source.probs
+    return probs
+
+
+@given(PROBS, PROBS)
+def test_the_residual_is_the_normalised_positive_part(
+    target: np.ndarray[tuple[int], np.dtype[np.float64]],
+    draft: np.ndarray[tuple[int], np.dtype[np.float64]],
+) -> None:
+    expected = np.maximum(0.0, target / target.sum() - draft / draft.sum())
+    residual = sparse(target).minus(sparse(draft))
+    if residual is None:
+        assert expected.sum() < 1e-9
+    elif expected.sum() > 1e-9:
+        assert dense(residual) == pytest.approx(expected / expected.sum(), abs=1e-9)
+
+
+@given(PROBS, PROBS, st.sampled_from([0.0, 0.25, 0.5, 1.0]))
+def test_a_mixture_is_the_weighted_sum(
+    first: np.ndarray[tuple[int], np.dtype[np.float64]],
+    second: np.ndarray[tuple[int], np.dtype[np.float64]],
+    weight: float,
+) -> None:
+    mixed = Distribution.mixture(weight, sparse(first), sparse(second))
+    expected = weight * first / first.sum() + (1 - weight) * second / second.sum()
+    assert dense(mixed) == pytest.approx(expected, abs=1e-12)
+    assert (mixed.probs > 0).all()
+    assert (np.diff(mixed.token_ids) > 0).all()
+
+
+class Fixed:
+    """A generator of one number."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def random(self) -> float:
+        return self.value
+
+
+def test_a_draw_inverts_the_cumulative_distribution() -> None:
+    source = Distribution(np.array([2, 5, 9]), np.array([0.25, 0.5, 0.25]))
+    for value, token in [(0.0, 2), (0.2499, 2), (0.25, 5), (0.7499, 5), (0.75, 9), (0.99999, 9)]:
+        assert source.draw(Fixed(value)) == token  # type: ignore[arg-type]
+    assert source.probability(5) == 0.5
+    assert source.probability(4) == 0.0
+    assert source.probability(10) == 0.0
+
+
+def test_the_likeliest_tokens_of_a_distribution_in_order() -> None:
+    some = Distribution(np.array([2, 5, 7, 11]), np.array([0.2, 0.3, 0.2, 0.3]))
+    assert some.ranked(3) == [(5, 0.3), (11, 0.3), (2, 0.2)]
+    assert some.ranked(9) == [(5, 0.3), (11, 0.3), (2, 0.2), (7, 0.2)]
+
+
+def test_a_certain_token_does_not_move_the_generator() -> None:
+    rng = np.random.default_rng(5)
+    state = rng.bit_generator.state
+    assert Distribution.certain(7).draw(rng) == 7
+    assert rng.bit_generator.state == state
+    Distribution(np.array([1, 2]), np.array([0.5, 0.5])).draw(rng)
+    assert rng.bit_generator.state != state
+
+
+def test_the_names_of_the_samplers() -> None:
+    assert parse_samplers(";".join(DEFAULT_SAMPLERS)) == DEFAULT_SAMPLERS
+    assert parse_samplers("top-k; TOPP,min-p , typ;nucleus;temp;topnsigma") == (
+        "top_k",
+        "top_p",
+        "min_p",
+        "typ_p",
+        "top_p",
+        "temperature",
+        "top_n_sigma",
+    )
+    assert parse_samplers("") == ()
+    assert parse_samplers("temp") == ("temperature",)
+    assert parse_samplers("edskypmxt") == DEFAULT_SAMPLERS
+    assert parse_sampler_letters("edskypmxt") == DEFAULT_SAMPLERS
+    assert parse_sampler_letters("typ") == ("temperature", "typ_p", "top_p")
+    for text in ("top_q", "top_k;mirostat", "kq", "top_k top_p"):
+        with pytest.raises(ValueError, match=r"^there is no sampler '[^\n]*$"):
+            parse_samplers(text)
+    with pytest.raises(ValueError, match="no sampler has the letter 'i'; the letters are e "):
+        parse_sampler_letters("ki")

@@ -1,0 +1,247 @@
+"""Drafts of what followed before: against their definition, by searching."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgen.drafters import draft_alone
+from specgen.drafters.lookup.array import SuffixArray
+from specgen.drafters.lookup.text import TextIndex
+from specgen.drafters.ngram import SuffixDrafter, confidence
+from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.policy import draft_up_to
+
+TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+Text = Sequence[int]
+
+
+def following(texts: Sequence[Text], ending: Text) -> list[int]:
+    """What follows an ending in the texts, once for each occurrence, in their order."""
+    n = len(ending)
+    return [
+        text[start + n]
+        for text in texts
+        for start in range(len(text) - n)
+        if list(text[start : start + n]) == list(ending)
+    ]
+
+
+def longest(texts: Sequence[Text], ending: Text) -> list[int]:
+    """The longest part of an ending that the texts go on from."""
+    parts = (list(ending[start:]) for start in range(max(0, len(ending) - 64), len(ending)))
+    return next((part for part in parts if following(texts, part)), [])
+
+
+def choose(followers: list[int]) -> int:
+    """The latest, unless another one is three times as frequent."""
+    latest = followers[-1]
+    counts = {token: followers.count(token) for token in followers}
+    most = max(counts.values())
+    if most < 3 * counts[latest]:
+        return latest
+    return next(token for token in reversed(followers) if counts[token] == most)
+
+
+def definition(
+    text: Text, n_max: int, min_match: int, max_match: int, corpus: Sequence[Text] = ()
+) -> Draft:
+    tokens: list[int] = []
+    origins: list[str] = []
+    confidences: list[float] = []
+    while len(tokens) < n_max:
+        ending = [*text, *tokens]
+        own, other = longest([text], ending), longest(corpus, ending)
+        own = own if len(own) >= min_match else []
+        n_other = max(len(own) + 2, min_match)
+        if len(other) >= n_other and max_match >= n_other:
+            match, followers, origin = other, following(corpus, other), "lookup"
+        elif own:
+            match, followers, origin = own, following([text], own), "ngram"
+        else:
+            break
+        token = choose(followers)
+        length = min(len(match), max_match)
+        tokens.append(token)
+        origins.append(origin)
+        confidences.append(confidence(length, followers.count(token), len(followers)))
+    chain = Draft.chain(tokens, "")
+    return Draft(
+        chain.tokens, chain.parents, tuple(origins), tuple(confidences), chain.distributions
+    )
+
+
+def propose(drafter: SuffixDrafter, text: Text, n_max: int) -> Draft:
+    draft = draft_alone(drafter.propose(text, draft_up_to(n_max)))
+    assert len(draft) <= n_max
+    assert draft.is_chain
+    assert not draft.is_drawn
+    return draft
+
+
+@given(TEXT, st.integers(1, 8), st.integers(1, 3), st.integers(3, 6))
+def test_drafts_continue_the_longest_match(
+    text: list[int], n_max: int, min_match: int, max_match: int
+) -> None:
+    expected = definition(text, n_max, min_match, max_match)
+    drafter = SuffixDrafter(min_match, max_match)
+    # Whether the text comes at once or grows token by token makes no difference.
+    for length in range(1, len(text)):
+        propose(drafter, text[:length], n_max)
+    assert propose(drafter, text, n_max) == expected
+    assert propose(drafter, text, n_max) == expected
+    assert propose(SuffixDrafter(min_match, max_match), text, n_max) == expected
+
+
+@given(
+    TEXT,
+    st.lists(TEXT, max_size=3),
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.integers(3, 10),
+)
+def test_corpora_are_followed_where_they_match_more(
+    text: list[int], corpus: list[list[int]], n_max: int, min_match: int, max_match: int
+) -> None:
+    drafter = SuffixDrafter(min_match, max_match, [SuffixArray.build(corpus)])
+    expected = definition(text, n_max, min_match, max_match, corpus)
+    assert propose(drafter, text, n_max) == expected
+    # An array that matches nothing changes nothing.
+    corpora = [SuffixArray.build([[7, 8, 9]]), SuffixArray.build(corpus), SuffixArray.build([])]
+    assert propose(SuffixDrafter(min_match, max_match, corpora), text, n_max) == expected
+
+
+@given(TEXT, st.lists(st.tuples(st.integers(0, 40), TEXT), max_size=4))
+def test_a_rewound_drafter_is_as_if_it_had_never_gone_further(
+    text: list[int], changes: list[tuple[int, list[int]]]
+) -> None:
+    drafter = SuffixDrafter(1, 4)
+    propose(drafter, text, 2)
+    for n_kept, ending in changes:
+        drafter.rewind(n_kept)
+        text = text[:n_kept] + ending
+        assert propose(drafter, text, 5) == propose(SuffixDrafter(1, 4), text, 5)
+
+
+@given(TEXT, TEXT, TEXT)
+def test_a_draft_that_is_only_supposed_leaves_no_trace(
+    text: list[int], supposed: list[int], further: list[int]
+) -> None:
+    """What another drafter proposed is gone on from, and taken back."""
+    drafter = SuffixDrafter(1, 4)
+    propose(drafter, text, 4)
+    longer = text + supposed
+    assert propose(drafter, longer, 4) == definition(longer, 4, 1, 4)
+    drafter.rewind(len(text))
+    assert propose(drafter, text + further, 4) == definition(text + further, 4, 1, 4)
+
+
+def test_going_back_costs_what_going_forth_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in tokens, not in time."""
+    moved: list[int] = []
+    extend, rewind = TextIndex.extend, TextIndex.rewind
+
+    def counted_extend(self: TextIndex, token: int) -> None:
+        moved.append(1)
+        extend(self, token)
+
+    def counted_rewind(self: TextIndex, n_tokens: int) -> None:
+        moved.append(n_tokens - len(self))
+        rewind(self, n_tokens)
+
+    monkeypatch.setattr(TextIndex, "extend", counted_extend)
+    monkeypatch.setattr(TextIndex, "rewind", counted_rewind)
+    text = [i * i % 11 for i in range(1000)]
+    drafter = SuffixDrafter(2, 8)
+    propose(drafter, text, 4)
+    moved.clear()
+    for _ in range(3):
+        propose(drafter, [*text, 1, 2, 3], 4)
+        drafter.rewind(len(text))
+    assert moved == [1, 1, 1, -3] * 3
+
+
+def test_a_match_needs_the_least_length() -> None:
+    assert propose(SuffixDrafter(2, 3), [1, 2, 3, 9, 3], 4) is NO_DRAFT
+    assert propose(SuffixDrafter(2, 3), [1, 2, 3, 1, 2], 2).tokens == (3, 1)
+    assert propose(SuffixDrafter(1, 3), [7], 4) is NO_DRAFT
+    assert propose(SuffixDrafter(1, 3), [], 4) is NO_DRAFT
+    for lengths in ((3, 2), (0, 4)):
+        with pytest.raises(ValueError, match=f"{lengths[0]} to {lengths[1]}"):
+            SuffixDrafter(*lengths)
+
+
+def test_a_repetition_goes_on_beyond_the_end_of_the_text() -> None:
+    draft = propose(SuffixDrafter(2, 32), [9, 1, 2, 3, 1, 2, 3, 1, 2], 10)
+    assert draft.tokens == (3, 1, 2, 3, 1, 2, 3, 1, 2, 3)
+    probabilities = [p for p in draft.probabilities if p is not None]
+    assert probabilities[0] < max(probabilities)
+    assert propose(SuffixDrafter(1, 8), [5] * 500, 6).tokens == (5,) * 6
+
+
+def test_a_draft_turns_where_another_continuation_is_likelier() -> None:
+    """Copying what stood behind the match would end in 8; after 2 3 there was 4 thrice."""
+    text = [2, 3, 4, 0, 2, 3, 4, 0, 2, 3, 4, 0, 1, 1, 2, 3, 8, 6, 1, 1]
+    assert propose(SuffixDrafter(2, 8), text, 3).tokens == (2, 3, 8)  # 1 1 2 3: longer
+    assert propose(SuffixDrafter(2, 8), [*text[:-2], 2], 2).tokens == ()
+    assert propose(SuffixDrafter(1, 8), [*text[:-2], 2], 2).tokens == (3, 4)
+
+
+def test_the_better_of_several_corpora_is_followed() -> None:
+    short, long = [5, 6, 1], [4, 5, 6, 2]
+    for corpora in ([short, long], [long, short]):
+        drafter = SuffixDrafter(2, 8, [SuffixArray.build([text]) for text in corpora])
+        assert propose(drafter, [3, 4, 5, 6], 1).tokens == (2,)
+    # Of equally long matches that in the last one.
+    drafter = SuffixDrafter(2, 8, [SuffixArray.build([[5, 6, token]]) for token in (1, 2, 3)])
+    assert propose(drafter, [5, 6], 1).tokens == (3,)
+
+
+def test_a_corpus_is_looked_at_again_when_its_match_may_have_grown() -> None:
+    corpora = [SuffixArray.build([[4, 6, 5]]), SuffixArray.build([[3, 6, 5, 1]])]
+    assert propose(SuffixDrafter(2, 8, corpora), [4, 6], 3).tokens == (5, 1)
+
+
+def test_of_equally_frequent_tokens_the_later_one_is_drafted() -> None:
+    text = [9, 1, 9, 2, 9, 1, 9, 2, 9, 1, 9, 2, 9, 3, 9]
+    assert propose(SuffixDrafter(1, 8), text, 1).tokens == (2,)
+    assert propose(SuffixDrafter(1, 8), [*text, 3, 9], 1).tokens == (3,)
+
+
+def test_a_draft_may_change_from_text_to_corpus_and_back() -> None:
+    corpus = SuffixArray.build([[1, 2, 3, 4, 5, 6, 7]])
+    draft = propose(SuffixDrafter(1, 8, [corpus]), [7, 9, 9, 7, 3, 3, 4, 5], 5)
+    assert draft.tokens[:3] == (6, 7, 3)
+    assert draft.origins[:3] == ("lookup", "lookup", "ngram")
+
+
+@given(st.integers(1, 64), st.integers(1, 40), st.integers(0, 40))
+def test_confidence_grows_with_length_and_agreement(
+    length: int, n_agreeing: int, n_others: int
+) -> None:
+    n = n_agreeing + n_others
+    value = confidence(length, n_agreeing, n)
+    assert 0.0 < value < 1.0
+    assert value < confidence(length + 1, n_agreeing, n)
+    assert value < confidence(length, n_agreeing + 1, n + 1)
+    assert value > confidence(length, n_agreeing, n + 1)
+    if n_others:
+        assert value < confidence(length, n_agreeing + 1, n)
+
+
+def test_a_longer_match_counts_no_more_than_the_longest_that_counts() -> None:
+    text = [*range(30), *range(20)]
+    (short,) = propose(SuffixDrafter(2, 5), text, 1).probabilities
+    (whole,) = propose(SuffixDrafter(2, 64), text, 1).probabilities
+    assert short == confidence(5, 1, 1)
+    assert whole == confidence(20, 1, 1)
+
+
+def test_it_costs_nothing() -> None:
+    drafter = SuffixDrafter(1, 4, [SuffixArray.build([[1, 2]])])
+    price = drafter.price(1000)
+    assert (price.first_s, price.next_s, price.backlog_s) == (0.0, 0.0, 0.0)
+    assert drafter.name == "ngram"

@@ -1,0 +1,202 @@
+"""The text as samplers see it: histories along paths, grammars along paths."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specgen.options import SamplerOptions
+from specgen.testing.fake_backend import random_language
+from specgen.text.sampling import NoTokenAllowedError, Sampler
+from specgen.text.text_state import RememberingShaper, Shaper, TextState
+from tests.helpers.fake_grammar import FakeGrammar
+
+N_VOCAB = 12
+LANGUAGE = random_language(N_VOCAB, seed=3)
+TOKENS = st.lists(st.integers(0, N_VOCAB - 1), max_size=12)
+#: Looks back, so that every path has a distribution of its own.
+LOOKS_BACK = SamplerOptions(
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repeat_penalty=1.5,
+    frequency_penalty=0.5,
+    dry_multiplier=0.8,
+    dry_allowed_length=1,
+)
+#: 0 1 in turn, then (from 2) three that are forced; 5 is a dead end; 11 ends the text.
+GRAMMAR = FakeGrammar(
+    {0: {0: 1, 2: 2, 5: 9, 11: -1}, 1: {1: 0, 3: 0}, 2: {4: 3}, 3: {6: 4}, 4: {7: 0}, 9: {}},
+    end_tokens=(11,),
+)
+
+
+@given(
+    prompt=st.lists(st.integers(0, 99), min_size=1, max_size=700),
+    answer=st.lists(st.integers(0, 99), max_size=20),
+    path=st.lists(st.integers(0, 99), max_size=700),
+    n_last=st.integers(-1, 1500),
+)
+def test_a_history_is_the_end_of_the_text_and_the_path(
+    prompt: list[int], answer: list[int], path: list[int], n_last: int
+) -> None:
+    state = TextState(prompt)
+    for token in answer:
+        state.commit(token)
+    text = prompt + answer
+    whole = text + path
+    expected = whole if n_last < 0 else whole[max(0, len(whole) - n_last) :]
+    # Once more after another path, and without one: a path leaves nothing behind.
+    for _ in range(2):
+        history = state.history(path, n_last)
+        assert history.dtype == np.int64
+        assert history.tolist() == expected
+        assert state.history([*path, 7, 8], -1).tolist() == [*whole, 7, 8]
+        assert state.history((), -1).tolist() == text
+    assert state.tokens == text
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_histories_stay_right_however_the_text_grows_and_goes_back(data: st.DataObject) -> None:
+    """Against a plain list, over many times the room that there is at first."""
+    text = list(range(5))
+    state = TextState(text)
+    marks = [(state.mark(), list(text))]
+    for _ in range(data.draw(st.integers(1, 12))):
+        step = data.draw(st.sampled_from(["commit", "mark", "rewind", "path"]))
+        if step == "commit":
+            new = list(range(data.draw(st.integers(0, 900))))
+            for token in new:
+                state.commit(token)
+            text = text + new
+        elif step == "mark":
+            marks.append((state.mark(), list(text)))
+        elif step == "rewind":
+            # A place in the text that is still part of it.
+            kept = [pair for pair in marks if text[: len(pair[1])] == pair[1]]
+            mark, text = data.draw(st.sampled_from(kept))
+            text = list(text)
+            state.rewind(mark)
+        else:
+            path = list(range(100, 100 + data.draw(st.integers(0, 2000))))
+            assert state.history(path, -1).tolist() == text + path
+        assert state.tokens == text
+        assert state.history((), -1).tolist() == text
+
+
+def test_going_back_takes_the_grammar_along() -> None:
+    state = TextState([9, 9], GRAMMAR.start)
+    state.commit(0)
+    mark = state.mark()
+    for token in (1, 2):
+        state.commit(token)
+    assert state.forced() == 4
+    state.rewind(mark)
+    assert state.tokens == [9, 9, 0]
+    assert state.forced() is None
+    grammar = state.grammar()
+    assert grammar is not None
+    assert grammar.allows(np.arange(N_VOCAB)).nonzero()[0].tolist() == [1, 3]
+
+
+def test_the_grammar_does_not_see_the_prompt_and_refuses_without_a_trace() -> None:
+    state = TextState([5, 5, 5], GRAMMAR.start)
+    with pytest.raises(ValueError, match="does not allow token 1"):
+        state.commit(1)
+    assert state.tokens == [5, 5, 5]
+    assert state.history((), -1).tolist() == [5, 5, 5]
+    state.commit(0)
+
+
+def test_without_a_grammar_nothing_is_forced() -> None:
+    state = TextState([1])
+    assert not state.has_grammar
+    assert state.forced() is None
+    assert state.grammar([1, 2, 3]) is None
+
+
+def test_a_path_leaves_the_grammar_of_the_text_where_it_was() -> None:
+    state = TextState([1], GRAMMAR.start)
+    after = state.grammar([2, 4])
+    assert after is not None
+    assert after.forced() == 6
+    assert state.forced() is None
+    assert state.grammar([2, 4]) is after  # the work is done once
+    with pytest.raises(ValueError, match="does not allow"):
+        state.grammar([2, 5])
+
+
+@pytest.mark.parametrize("options", [SamplerOptions(), LOOKS_BACK])
+def test_what_is_forced_along_a_path_is_certain(options: SamplerOptions) -> None:
+    state = TextState([1], GRAMMAR.start)
+    shaper = Shaper(Sampler(options), state)
+    # The model's opinion would be another one: nothing else at all.
+    logits = np.full(N_VOCAB, -np.inf, np.float32)
+    logits[10] = 5.0
+    for path, token in (((2,), 4), ((2, 4), 6), ((0, 1, 2, 4, 6), 7)):
+        found = shaper.distribution(logits, path)
+        assert (found.token_ids.tolist(), found.probs.tolist()) == ([token], [1.0])
+    with pytest.raises(NoTokenAllowedError):
+        shaper.distribution(logits, (0,))  # 1 or 3, both impossible
+    with pytest.raises(NoTokenAllowedError):
+        shaper.distribution(np.zeros(N_VOCAB, np.float32), (5,))  # a dead end
+
+
+@given(prompt=TOKENS.filter(bool), path=TOKENS)
+def test_a_path_is_judged_as_the_committed_text_would_be(
+    prompt: list[int], path: list[int]
+) -> None:
+    sampler = Sampler(LOOKS_BACK)
+    on_path = TextState(prompt)
+    committed = TextState(prompt)
+    for token in path:
+        committed.commit(token)
+    logits = LANGUAGE((*prompt, *path))
+    ours = Shaper(sampler, on_path).distribution(logits.copy(), path)
+    theirs = Shaper(sampler, committed).distribution(logits.copy())
+    direct = sampler.distribution(logits.copy(), np.array(prompt + path, np.int64))
+    for other in (theirs, direct):
+        assert ours.token_ids.tolist() == other.token_ids.tolist()
+        assert ours.probs.tolist() == other.probs.tolist()
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_remembering_changes_nothing(data: st.DataObject) -> None:
+    """Texts come again, as answer or as path, after going back; the logits are those of the
+    text each time."""
+    grammar = data.draw(st.sampled_from([None, GRAMMAR]))
+    prompt = data.draw(TOKENS.filter(bool))
+    state = TextState(prompt, grammar.start if grammar else None)
+    start = state.mark()
+    plain = Shaper(Sampler(LOOKS_BACK), state)
+    remembering = RememberingShaper(Sampler(LOOKS_BACK), state)
+    for _ in range(12):
+        state.rewind(start)
+        answer, path = data.draw(st.tuples(ALLOWED, ALLOWED))
+        try:
+            for token in answer:
+                state.commit(token)
+            state.grammar(path)
+        except ValueError:  # the grammar refuses it
+            continue
+        logits = LANGUAGE((*state.tokens, *path))
+        try:
+            expected = plain.distribution(logits.copy(), path)
+        except NoTokenAllowedError:
+            with pytest.raises(NoTokenAllowedError):
+                remembering.distribution(logits.copy(), path)
+            continue
+        found = remembering.distribution(logits.copy(), path)
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+        assert found.probs.tolist() == expected.probs.tolist()
+
+
+#: Texts that the grammar above allows, mostly.
+ALLOWED = st.sampled_from(
+    [(), (0,), (0, 1), (0, 3), (2,), (2, 4), (2, 4, 6), (2, 4, 6, 7), (0, 1, 0), (5,), (11,), (1,)]
+)

@@ -1,0 +1,523 @@
+"""Generations with drafts in another vocabulary, on the fake backend.
+
+Target and draft speak one made-up language, spelled with tokens that are cut differently:
+drafts are often right, and the text must be plain decoding's all the same. Above temperature 0
+the draws must fit the target's distribution (`test_lossless.py` has them with all samplers): here are
+drafts that stop early or hold tokens that are not shared, and planted mistakes. G-tests at a false-alarm
+level of 1e-4 each, with fixed seeds. They find a deviation of 0.12 (total variation, as the tests pool the
+outcomes) with probability 0.99.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, abc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from specgen.drafters import (
+    Drafter,
+    Drafting,
+    ModelDrafter,
+    SuffixDrafter,
+    TranslatedDrafter,
+    WrappedDrafter,
+    draft_alone,
+)
+from specgen.drafters.translation import SharedTokens, Translation
+from specgen.events import CommittedEvent, Event, NoticeEvent
+from specgen.method.draft import Draft
+from specgen.method.loop import Loop
+from specgen.method.policy import RoundPlan, draft_up_to
+from specgen.method.verifiers import BlockVerifier, MatchVerifier, ResidualVerifier, Verifier
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
+from specgen.session.draft_models import Translated
+from specgen.system.arrays import TokenArray
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, Language
+from specgen.text.sampling import Distribution, Sampler, distribution
+from specgen.text.sequence import Sequence
+from specgen.text.text_state import Shaper, TextState
+from tests.helpers import goodness_of_fit
+from tests.helpers.common import UNFILTERED
+from tests.helpers.fake_generations import GREEDY, Clock, Setup, translated_drafter
+from tests.helpers.goodness_of_fit import LEVEL
+from tests.helpers.vocabularies import ALPHABET, ByteLanguage, joined, spoken, texts, vocabulary
+
+MODES: tuple[Translated, ...] = ("string", "tokens")
+BYTES = [bytes((byte,)) for byte in sorted(set(ALPHABET.encode()))]
+#: What tokens of two to six bytes may stand for: whole characters and parts of them.
+LONGER = [ALPHABET.encode()[i : i + n] for n in range(2, 7) for i in range(len(ALPHABET.encode()))]
+LONGER += [b"ab ", b"ba", b"aa", b" a", b" b", b"\n\n", b"\na", b" \n", "é中".encode()]
+in_every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+@functools.cache
+def cut(
+    seed: int, *, spells_all: bool = True, merges: bool = False, adds_space: bool = False
+) -> FakeVocabulary:
+    """A vocabulary for the language, cut at random."""
+    rng = np.random.default_rng(seed)
+    pieces = [LONGER[i] for i in rng.permutation(len(LONGER))[: int(rng.integers(4, 24))]]
+    singles = BYTES if spells_all else [b for b in BYTES if b.isascii() and rng.random() < 0.7]
+    names = ["</s>", "<|im_end|>", "<s>"] if seed % 2 else ["<|eos|>", "<|im_end|>"]
+    return vocabulary(
+        list(dict.fromkeys([*pieces, *singles])),
+        names,
+        eos=names[0],
+        eot="<|im_end|>",
+        adds_space=adds_space,
+        merges=merges,
+        add_bos=seed % 3 == 0,
+    )
+
+
+@functools.cache
+def language_of(seed: int, vocabulary: FakeVocabulary, noise_seed: int) -> Language:
+    return spoken(ByteLanguage(seed), vocabulary, seed=noise_seed)
+
+
+@dataclass
+class Pair:
+    """A target and a draft with vocabularies of their own."""
+
+    target: FakeVocabulary
+    draft: FakeVocabulary
+    language: int = 0
+    draft_language: int = 0
+    mode: Translated = "string"
+    n_ctx: int = 256
+    prompt: str = "ab é中 a"
+    sampler: SamplerOptions = GREEDY
+    options: GenerationOptions = GenerationOptions(max_tokens=30)
+    drafting: DraftOptions = DraftOptions(policy="fixed", max_tokens=4, p_min=0.0)
+    seed: int = 0
+
+    def prompt_tokens(self) -> list[int]:
+        tokens = self.target.tokenize(self.prompt, add_special=True, parse_special=True)
+        return tokens or [0]
+
+    def setup(self) -> Setup:
+        sampler = self.sampler
+        if self.options.ignore_eos:  # as the session does it
+            never = tuple((token, -np.inf) for token in self.target.end_tokens())
+            sampler = replace(sampler, logit_bias=never)
+        return Setup(
+            language=language_of(self.language, self.target, 0),
+            vocabulary=self.target,
+            drafter=None,
+            sampler=sampler,
+            options=self.options,
+            drafting=self.drafting,
+            prompt=self.prompt_tokens(),
+            seed=self.seed,
+        )
+
+    def plain(self) -> Sequence:
+        return self.setup().run()[0]
+
+    def run(self) -> tuple[Sequence, list[Event], Watched]:
+        setup = self.setup()
+        watched: list[Watched] = []
+
+        def make(state: TextState) -> Drafter:
+            drafter, backend = translated_drafter(
+                Translation(self.target, self.draft),
+                language_of(self.draft_language, self.draft, 1),
+                self.draft,
+                self.mode,
+                state,
+                setup.sampler,
+                ignore_eos=self.options.ignore_eos,
+                n_ctx=self.n_ctx,
+            )
+            watched.append(Watched(drafter, backend))
+            return watched[0]
+
+        setup.drafter = make
+        generation, events = setup.run()
+        assert not [event for event in events if isinstance(event, NoticeEvent)], events
+        return generation, events, watched[0]
+
+    def check(self) -> Watched:
+        """Run with and without drafts; the texts must be one."""
+        plain = self.plain()
+        fast, _, watched = self.run()
+        assert fast.tokens == plain.tokens
+        assert fast.text.text == plain.text.text
+        assert (fast.finish_reason, fast.stopped_by) == (plain.finish_reason, plain.stopped_by)
+        watched.n_drafted, watched.n_accepted = fast.tally.n_drafted, fast.tally.n_accepted
+        watched.n_rounds = fast.tally.n_rounds
+        return watched
+
+
+class Watched(WrappedDrafter):
+    """A translated drafter, and what each of its proposals cost."""
+
+    def __init__(self, inner: TranslatedDrafter, backend: FakeBackend) -> None:
+        super().__init__(inner)
+        assert isinstance(inner.inner, ModelDrafter)
+        self.translated, self.model, self.backend = inner, inner.inner, backend
+        self.n_drafted = self.n_accepted = self.n_rounds = 0
+        self.n_redecoded = self.n_proposals = self.n_slides = 0
+
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        text = self.translated.text
+        cached, n_before = self.backend.text(0), self.backend.n_decoded_rows
+        n_skipped = self.model.n_skipped
+        draft = yield from super().propose(context, plan, n_drafted)
+        is_slid = self.model.n_skipped != n_skipped
+        # What is spelled anew may begin before the window, which is then filled again.
+        is_slid |= n_skipped > 0 and text.n_unchanged < 4 + n_skipped
+        if len(self.translated.drafted):
+            self.n_proposals += 1
+            self.n_slides += is_slid
+        n_rows = self.backend.n_decoded_rows - n_before
+        if not is_slid and len(self.translated.drafted):
+            # What the cache held of the text, as it is told now, was not decoded again; but
+            # for the last token, whose logits are needed.
+            held = [*text.tokens[:4], *text.tokens[4 + n_skipped :]] if n_skipped else text.tokens
+            n_common = 0
+            for one, other in zip(cached, held, strict=False):
+                if one != other:
+                    break
+                n_common += 1
+            assert self.backend.text(0)[: len(held)] == tuple(held)
+            n_new = len(held) - min(n_common, len(held) - 1)
+            assert n_rows <= n_new + len(self.translated.drafted)
+            self.n_redecoded += len(cached) - n_common
+        assert len(draft) <= plan.n_max
+        # What was taken back at the end of the text is said again, by another token or more.
+        drafted = joined(self.backend.vocabulary, self.translated.drafted.tokens)
+        assert not drafted or drafted.startswith(text.held_back)
+        return draft
+
+
+# --- greedy text is that of plain decoding
+
+pairs = st.builds(
+    Pair,
+    target=st.builds(cut, st.integers(0, 50), merges=st.booleans(), adds_space=st.booleans()),
+    draft=st.builds(
+        cut,
+        st.integers(0, 50),
+        spells_all=st.sampled_from([True, True, False]),
+        merges=st.booleans(),
+        adds_space=st.booleans(),
+    ),
+    language=st.integers(0, 5),
+    draft_language=st.integers(0, 5),
+    mode=st.sampled_from(MODES),
+    n_ctx=st.sampled_from([256, 256, 24, 12, 7]),
+    prompt=texts(3).map(lambda text: "a" + text),
+    options=st.builds(
+        GenerationOptions,
+        max_tokens=st.just(24),
+        ignore_eos=st.booleans(),
+        stop=st.sampled_from([(), ("ab",), ("中", "b ")]),
+    ),
+    drafting=st.builds(
+        DraftOptions,
+        max_tokens=st.integers(1, 8),
+        min_tokens=st.integers(0, 2),
+        p_min=st.sampled_from([0.0, 0.3]),
+    ),
+)
+
+
+# The first example with a vocabulary works out what its tokens say of the language.
+@settings(max_examples=60)
+@given(pairs)
+# A spelling that changes from early on, and is the same tokens all the same.
+@example(
+    Pair(
+        target=cut(6, adds_space=True),
+        draft=cut(1, spells_all=False),
+        language=2,
+        prompt="aa",
+        options=GenerationOptions(max_tokens=24),
+        drafting=DraftOptions(policy="fixed", max_tokens=1, p_min=0.0),
+    )
+)
+def test_greedy_text_equals_plain_text(pair: Pair) -> None:
+    pair.check()
+
+
+@in_every_mode
+def test_drafts_in_another_vocabulary_are_accepted(mode: Translated) -> None:
+    counts: Counter[str] = Counter()
+    endless = GenerationOptions(max_tokens=30, ignore_eos=True)
+    for seed in range(12):
+        pair = Pair(cut(seed), cut(100 + seed), seed, seed, mode, options=endless)
+        watched = pair.check()
+        counts["drafted"] += watched.n_drafted
+        counts["accepted"] += watched.n_accepted
+        counts["redecoded"] += watched.n_redecoded
+        counts["rounds"] += watched.n_rounds
+        counts["wrong"] += replace(pair, draft_language=seed + 1).check().n_accepted
+    assert counts["accepted"] > 0.27 * counts["drafted"] > 100
+    assert counts["accepted"] > 1.3 * counts["wrong"] > 0
+    # A round drops some three drafted tokens that were refused, and a few that are spelled anew.
+    assert counts["redecoded"] < 3 * counts["rounds"]
+
+
+@in_every_mode
+def test_a_draft_with_the_same_tokens_is_accepted_as_one_that_needs_no_translation(
+    mode: Translated,
+) -> None:
+    same = cut(7)
+    watched = Pair(same, same, 1, 1, mode, options=GenerationOptions(max_tokens=60)).check()
+    assert watched.n_accepted > 0.6 * watched.n_drafted
+
+
+@in_every_mode
+def test_text_with_ends_in_drafts_is_exact(mode: Translated) -> None:
+    """The draft says when the text ends, and the target agrees often enough."""
+    n_ended = n_in_draft = 0
+    for seed in range(24):
+        pair = Pair(cut(seed), cut(100 + seed), seed, seed, mode)
+        pair.check()
+        generation, events, _ = pair.run()
+        if generation.finish_reason == "stop":
+            n_ended += 1
+            last = [event for event in events if isinstance(event, CommittedEvent)][-1]
+            n_in_draft += last.pieces[-1].kind == "accepted"
+        ignoring = replace(pair, options=replace(pair.options, ignore_eos=True))
+        ignoring.check()
+        assert ignoring.run()[0].finish_reason == "length"
+    assert n_ended >= 8
+    assert n_in_draft >= 3
+
+
+@in_every_mode
+@pytest.mark.parametrize("n_ctx", [10, 16, 30])
+def test_drafting_goes_on_when_the_text_outgrows_the_drafts_context(
+    mode: Translated, n_ctx: int
+) -> None:
+    options = GenerationOptions(max_tokens=60, ignore_eos=True)
+    pair = Pair(cut(1), cut(101), 1, 1, mode, n_ctx=n_ctx, options=options)
+    watched = pair.check()
+    assert watched.n_slides >= 1
+    assert watched.n_proposals >= watched.n_rounds - 1
+    assert watched.n_accepted > 0.6 * watched.n_drafted > 20
+    # Sliding costs about one more token of prompt for each token of text.
+    whole = replace(pair, n_ctx=256).check()
+    n_said = len(watched.translated.text.tokens)
+    assert watched.backend.n_decoded_rows < whole.backend.n_decoded_rows + 1.5 * n_said
+
+
+@in_every_mode
+def test_a_draft_that_can_say_little_of_the_text_does_no_harm(mode: Translated) -> None:
+    some = vocabulary([b"a", b"b", b"ab"], ["</s>"])
+    watched = Pair(cut(1), some, 2, 2, mode).check()
+    assert watched.n_drafted > 0
+    nothing = vocabulary([b"z", b"y"], ["</s>"])
+    prompt = replace(Pair(cut(1), nothing, 2, 2, "string"), prompt="z中y")
+    assert prompt.check().n_accepted == 0
+
+
+def test_a_draft_without_any_token_of_the_text_drafts_nothing() -> None:
+    nothing = vocabulary([b"z"], ["</s>"])
+    watched = Pair(cut(1), nothing, 2, 2, "string").check()
+    assert watched.n_drafted == watched.backend.n_decoded_rows == 0
+
+
+def test_half_characters_are_finished_by_the_draft() -> None:
+    """The target says one byte after another; the draft has whole characters only."""
+    target = vocabulary(BYTES, ["</s>"])
+    characters = vocabulary([character.encode() for character in ALPHABET], ["</s>"])
+    options = GenerationOptions(max_tokens=60, ignore_eos=True)
+    watched = Pair(target, characters, 1, 1, "string", options=options).check()
+    assert watched.n_accepted > 0.5 * watched.n_drafted
+
+
+def test_any_drafter_may_be_translated() -> None:
+    target, draft = cut(5), cut(6)
+    setup = Pair(
+        target, draft, 1, options=GenerationOptions(max_tokens=80, ignore_eos=True)
+    ).setup()
+    plain = setup.run()[0]
+    translation = Translation(target, draft)
+
+    def make(state: TextState) -> Drafter:
+        return TranslatedDrafter(
+            SuffixDrafter(1, 4), translation, translation.text(state.tokens, None), None
+        )
+
+    setup.drafter = make
+    fast = setup.run()[0]
+    assert fast.tokens == plain.tokens
+    assert fast.tally.n_accepted > 0
+
+
+@in_every_mode
+def test_a_rewound_answer_is_drafted_for_as_the_first_time(mode: Translated) -> None:
+    """As when a place in an answer is drawn from again and again."""
+    target, draft = cut(5), cut(8)
+    language = spoken(ByteLanguage(3), draft)
+    prompt = target.tokenize("ab ab é中 a\nb", add_special=False, parse_special=False)
+    longer = target.tokenize("ab ab é中 a\nb中é ab\n", add_special=False, parse_special=False)
+    plan = draft_up_to(4)
+    translation = Translation(target, draft)
+
+    def fresh() -> TranslatedDrafter:
+        return translated_drafter(translation, language, draft, mode, TextState(prompt))[0]
+
+    drafter = fresh()
+    draft_alone(drafter.propose(longer, plan))
+    for n_kept in (len(longer) - 1, len(prompt) + 1, 3, 1):
+        drafter.rewind(n_kept)
+        text = [*longer[:n_kept], *prompt[:3]]
+        again, first = (draft_alone(each.propose(text, plan)) for each in (drafter, fresh()))
+        assert again.tokens == first.tokens
+        drafter.rewind(n_kept)
+        draft_alone(drafter.propose(longer, plan))
+
+
+# --- sampled text fits the target's distribution
+
+N_TOKENS = 3
+N_DRAWS = 1400
+SMALL_TARGET = vocabulary([b"a", b"b", b"ab", b"bb"], ["</s>"])
+SMALL_DRAFT = vocabulary([b"ba", b"b", b"ab", b"a"], ["<|eos|>"])
+SMALL_PROMPT = (0, 1, 2, 0)
+VERIFIERS: dict[str, tuple[Callable[[], Verifier], Translated, bool]] = {
+    "match, string": (MatchVerifier, "string", False),
+    "residual, tokens": (ResidualVerifier, "tokens", True),
+    "block, tokens": (BlockVerifier, "tokens", True),
+}
+
+
+class SmallLanguage(ByteLanguage):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, scale=1.2, alphabet="ab")
+
+    def end_score(self, before: bytes) -> float:
+        return super().end_score(before) / 2.0 - 1.0
+
+
+TARGET = spoken(SmallLanguage(1), SMALL_TARGET, noise=0.2, per_byte=0.7)
+DRAFT = spoken(SmallLanguage(1), SMALL_DRAFT, noise=0.2, per_byte=0.7)
+TRANSLATION = Translation(SMALL_TARGET, SMALL_DRAFT)
+
+
+def exact() -> dict[tuple[int, ...], float]:
+    """The joint distribution of the first tokens after the prompt."""
+    open_texts: dict[tuple[int, ...], float] = {(): 1.0}
+    found: dict[tuple[int, ...], float] = {}
+    for _ in range(N_TOKENS):
+        longer: dict[tuple[int, ...], float] = {}
+        for text, prob in open_texts.items():
+            step = distribution(TARGET((*SMALL_PROMPT, *text)), UNFILTERED)
+            for token, p in zip(step.token_ids.tolist(), step.probs.tolist(), strict=True):
+                ended = SMALL_TARGET.is_end(token)
+                (found if ended else longer)[(*text, token)] = prob * p
+        open_texts = longer
+    return found | open_texts
+
+
+@pytest.mark.parametrize("verifier", ["match, string", "block, tokens"])
+def test_stopping_where_the_draft_is_unsure_does_not_bias(verifier: str) -> None:
+    counts = draw(verifier, p_min=0.4)
+    assert p_value(counts) > LEVEL
+
+
+@pytest.mark.parametrize("verifier", ["residual, tokens", "block, tokens"])
+def test_draws_from_all_of_the_drafts_tokens_fit_too(verifier: str) -> None:
+    counts = draw(verifier, make=whole_drafter)
+    assert p_value(counts) > LEVEL
+
+
+def test_distributions_that_are_not_renormalised_are_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bug: a token's chance among all of the draft's tokens, tested as that among the shared."""
+
+    def renamed(counterparts: TokenArray, source: Distribution) -> Distribution:
+        token_ids = counterparts[source.token_ids]
+        kept = np.flatnonzero(token_ids >= 0)
+        kept = kept[token_ids[kept].argsort()]
+        return Distribution(token_ids[kept], source.probs[kept])
+
+    monkeypatch.setattr("specgen.drafters.translation.shared_tokens.over_counterparts", renamed)
+    counts = draw("residual, tokens", make=whole_drafter)
+    assert p_value(counts) < LEVEL
+
+
+def test_distributions_of_other_tokens_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the draft's distributions are taken for ones over the target's tokens."""
+    translate = SharedTokens.translate
+
+    def unchanged(shared: SharedTokens, draft: Draft) -> Draft:
+        made = translate(shared, draft)
+        return replace(made, distributions=draft.distributions[: len(made)])
+
+    monkeypatch.setattr(SharedTokens, "translate", unchanged)
+    counts = draw("residual, tokens")
+    assert p_value(counts) < LEVEL
+
+
+def p_value(counts: Counter[tuple[int, ...]]) -> float:
+    return goodness_of_fit.p_value(counts, exact())
+
+
+#: Makes what drafts for a text, from a seed.
+MakeDrafter = Callable[[TextState, int], Drafter]
+
+
+def whole_drafter(state: TextState, seed: int) -> Drafter:
+    """Draws from all tokens of the draft's vocabulary, those that are not shared among them."""
+    backend = FakeBackend(SMALL_DRAFT, DRAFT, n_sequences=1)
+    shaper = Shaper(Sampler(UNFILTERED), TextState(()))
+    inner = ModelDrafter(
+        backend,
+        shaper,
+        np.random.default_rng(seed),
+        draws=True,
+        n_shared_tokens=SMALL_DRAFT.n_tokens,
+    )
+    return TranslatedDrafter(inner, TRANSLATION, TRANSLATION.text(state.tokens, None), None)
+
+
+def draw(
+    verifier: str, p_min: float = 0.0, make: MakeDrafter | None = None
+) -> Counter[tuple[int, ...]]:
+    """The first tokens of many answers."""
+    make_verifier, mode, draws = VERIFIERS[verifier]
+    counts: Counter[tuple[int, ...]] = Counter()
+    rng = np.random.default_rng(12)
+
+    def drafter(state: TextState) -> Drafter:
+        seed = int(rng.integers(2**31))
+        if make is not None:
+            return make(state, seed)
+        return translated_drafter(
+            TRANSLATION, DRAFT, SMALL_DRAFT, mode, state, UNFILTERED, draws=draws, seed=seed
+        )[0]
+
+    n_accepted = 0
+    for number in range(N_DRAWS):
+        setup = Setup(
+            language=TARGET,
+            vocabulary=SMALL_TARGET,
+            drafter=drafter,
+            sampler=UNFILTERED,
+            drafting=DraftOptions(policy="fixed", max_tokens=3, p_min=p_min),
+            options=GenerationOptions(max_tokens=N_TOKENS + 2),
+            seed=10_000 + number,
+            prompt=SMALL_PROMPT,
+            verifier=make_verifier(),
+        )
+        loop, generation = Loop(setup.backend(), Clock()), setup.generation()
+        loop.start(generation)
+        while generation.n_answer < N_TOKENS and not generation.is_finished:
+            loop.round([generation])
+        assert generation.drafters is not None
+        n_accepted += generation.tally.n_accepted
+        counts[tuple(generation.tokens[len(SMALL_PROMPT) :][:N_TOKENS])] += 1
+    assert n_accepted > 0
+    return counts

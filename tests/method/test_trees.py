@@ -1,0 +1,653 @@
+"""Trees: how they grow, that they change nothing, and what they cost the draft's cache."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specgen.drafters import (
+    Drafter,
+    Drafters,
+    SuffixDrafter,
+    TreeModelDrafter,
+    draft_alone,
+)
+from specgen.drafters.expansion import Expansion, Look, make_expansion
+from specgen.events import DraftedEvent
+from specgen.method.backend import Backend
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.loop import Loop
+from specgen.method.policy import (
+    CostAwarePolicy,
+    Offer,
+    RoundPlan,
+    RoundResult,
+    WhilePaying,
+    draft_up_to,
+)
+from specgen.method.policy.cost_table import CostTable, Price
+from specgen.method.policy.stopping import best_nodes
+from specgen.method.tree_builder import TreeBuilder
+from specgen.method.verifiers import (
+    AutoVerifier,
+    MatchVerifier,
+    ResidualVerifier,
+    SpecTrVerifier,
+    Verifier,
+)
+from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree
+from specgen.session.drafter_factory import guess_sampling
+from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
+from specgen.text.sampling import Distribution, Sampler
+from specgen.text.text_state import Shaper, TextState
+from tests.helpers.exact_distributions import Fate, all_fates
+from tests.helpers.fake_generations import GREEDY, PROMPT, Setup, Timed, tree_drafter
+from tests.helpers.goodness_of_fit import LEVEL, p_value
+from tests.method.test_verifiers import DRAFTS, LETTERS, SAMPLERS, draw, exact
+from tests.method.test_verifiers import PROMPT as SHORT_PROMPT
+
+N_VOCAB = 12
+WORDS = FakeVocabulary.letters(N_VOCAB, ends=(N_VOCAB - 1,))
+FIXED = DraftOptions(policy="fixed", max_tokens=LARGEST_TREE, p_min=0.0)
+BY_COST = DraftOptions(policy="cost", max_tokens=16)
+
+
+def unverified(plan: RoundPlan, committed: tuple[int, ...], *proposed: Draft) -> RoundResult:
+    """A round in which nothing was verified of what was proposed."""
+    return RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, committed, proposed)
+
+
+# --- shapes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "n_nodes", "n_levels"),
+    [
+        ("auto", "auto", 0, 0),
+        ("off", "off", 0, 0),
+        ("3,2,1", "levels", 15, 3),
+        ("1,1,1,1", "levels", 4, 4),
+        ("5", "levels", 5, 1),
+        ("4x5", "walks", 20, 5),
+        (" 2X3 ", "walks", 6, 3),
+    ],
+)
+def test_shapes_are_read(text: str, kind: str, n_nodes: int, n_levels: int) -> None:
+    shape = parse_tree(text)
+    assert shape.kind == kind
+    assert shape.n_nodes == n_nodes or not shape.is_fixed
+    assert shape.n_levels == n_levels or not shape.is_fixed
+    assert parse_tree(str(shape)) == shape
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3,", "0", "2,0,1", "a", "3;2", "4x", "x4", "2x3x4", "-1", "1e3", "9,9,9", "99x99"]
+)
+def test_what_is_no_shape_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"not a shape|1 or more|more than 64"):
+        parse_tree(text)
+
+
+# --- drafts as trees -------------------------------------------------------------------------
+
+
+@st.composite
+def trees(draw: st.DrawFn, n_max: int = 9) -> Draft:
+    """Trees whose siblings differ, of two drafters."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    for _ in range(draw(st.integers(0, n_max))):
+        parent = draw(st.integers(ROOT, len(tokens) - 1))
+        token = draw(st.integers(0, 3))
+        if (parent, token) not in zip(parents, tokens, strict=True):
+            tokens.append(token)
+            parents.append(parent)
+    n = len(tokens)
+    origins = tuple(draw(st.sampled_from(["model", "ngram"])) for _ in range(n))
+    return Draft(tuple(tokens), tuple(parents), origins, (0.5,) * n, (None,) * n)
+
+
+def texts(draft: Draft) -> set[tuple[int, ...]]:
+    return {draft.text(node) for node in range(len(draft))}
+
+
+@given(trees(), trees())
+def test_a_merged_tree_says_what_either_says_and_nothing_twice(one: Draft, other: Draft) -> None:
+    merged = one.merged_with(other)
+    assert texts(merged) == texts(one) | texts(other)
+    assert len(merged) == len(texts(merged))
+    assert merged.first(len(one)) == one
+
+
+@given(trees())
+def test_ranks_count_the_siblings_of_the_same_drafter(draft: Draft) -> None:
+    for node, rank in enumerate(draft.ranks()):
+        siblings = draft.children(draft.parents[node])
+        same = [other for other in siblings if draft.origins[other] == draft.origins[node]]
+        assert same.index(node) == rank
+
+
+def test_a_walk_leads_from_the_root_down() -> None:
+    tokens, parents = (1, 2, 3), (ROOT, 0, ROOT)
+    rest = (("m",) * 3, (None,) * 3, (None,) * 3)
+    Draft(tokens, parents, *rest, walks=((0, 1), (2,), (0,)))
+    for walk in [(1,), (0, 2), ()]:
+        with pytest.raises(ValueError, match="no walk"):
+            Draft(tokens, parents, *rest, walks=(walk,))
+
+
+def test_independent_walks_stay_whole() -> None:
+    """Without its walks, a token that was drawn twice would be judged once."""
+    walks = Draft(
+        (1, 2, 3), (ROOT, 0, ROOT), ("m",) * 3, (None,) * 3, (None,) * 3, ((0, 1), (2,), (0,))
+    )
+    assert walks.first(3) is walks
+    moved = walks.only([2, 0, 1])
+    assert moved.walks == ((1, 2), (0,), (1,))
+    assert [[moved.tokens[node] for node in walk] for walk in moved.walks] == [[1, 2], [3], [1]]
+    with pytest.raises(ValueError, match="left out"):
+        walks.first(2)
+    with pytest.raises(ValueError, match="left out"):
+        walks.only([0, 1])
+    other = Draft.chain([4], "ngram")
+    same = Draft((1,), (ROOT,), ("m",), (None,), (None,), ((0,), (0,)))
+    for one, behind in ((same, other), (other, same)):
+        with pytest.raises(ValueError, match="part of a longer draft"):
+            one.followed_by(behind)
+    drawn = Draft.chain([1], "m", None, [Distribution.certain(1)])
+    for one, another in ((drawn, other), (other, drawn)):
+        with pytest.raises(ValueError, match="merged"):
+            one.merged_with(another)
+
+
+@given(st.lists(st.floats(0.01, 1.0), max_size=7), st.integers(0, 2**31))
+def test_the_best_nodes_are_the_best_of_all_subtrees(chances: list[float], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    parents = [int(rng.integers(ROOT, node)) for node in range(len(chances))]
+    paths: list[float] = []
+    for parent, chance in zip(parents, chances, strict=True):
+        paths.append(chance * (1.0 if parent == ROOT else paths[parent]))
+    extra_s = [0.0, *np.cumsum(rng.uniform(0.0, 0.8, len(chances))).tolist()]
+    nodes, value_s = best_nodes(paths, 1.0, extra_s)
+    best_s = 0.0
+    for size in range(len(chances) + 1):
+        for subset in itertools.combinations(range(len(chances)), size):
+            if all(parents[node] in (ROOT, *subset) for node in subset):
+                best_s = max(best_s, sum(paths[node] for node in subset) - extra_s[size])
+    assert value_s == pytest.approx(best_s)
+    assert sum(paths[node] for node in nodes) - extra_s[len(nodes)] == pytest.approx(best_s)
+    for place, node in enumerate(nodes):
+        assert parents[node] in (ROOT, *nodes[:place])
+
+
+# --- selections, by calculation ---------------------------------------------------------------
+
+Probs = st.lists(st.integers(0, 6), min_size=4, max_size=4).filter(any)
+
+
+def distribution_of(weights: list[int]) -> Distribution:
+    ids = np.flatnonzero(weights)
+    probs = np.array(weights, np.float64)[ids]
+    return Distribution(ids.astype(np.int64), probs / probs.sum())
+
+
+def told(verifier: Verifier, draft: Draft, target: Distribution) -> defaultdict[int, float]:
+    """The distribution of the first token of a draft of one level, over all decisions."""
+    found: defaultdict[int, float] = defaultdict(float)
+    token = -1
+
+    def verify(fate: Fate) -> None:
+        nonlocal token
+        verdict = verifier.verify(draft, lambda _node: target, fate)  # type: ignore[arg-type]
+        token = draft.tokens[verdict.path[0]] if verdict.path else verdict.next_token
+
+    for fate in all_fates(verify):
+        if fate.chance > 0.0:
+            found[token] += fate.chance
+    return found
+
+
+def all_drafts(
+    source: Distribution, k: int, *, with_replacement: bool
+) -> list[tuple[float, Draft]]:
+    """Every draft of k draws from a distribution, with its chance."""
+    drafts = []
+    for drawn in itertools.product(source.token_ids.tolist(), repeat=k):
+        if not with_replacement and len(set(drawn)) < k:
+            continue
+        chance = 1.0
+        left: Distribution | None = source
+        sources: list[Distribution] = []
+        tokens = list(drawn)
+        for token in tokens:
+            assert left is not None
+            chance *= left.probability(token)
+            sources.append(left)
+            if not with_replacement:
+                left = left.without(token)
+        if with_replacement:
+            nodes = list(dict.fromkeys(tokens))
+            walks = tuple((nodes.index(token),) for token in tokens)
+            n = len(nodes)
+            draft = Draft(tuple(nodes), (ROOT,) * n, ("m",) * n, (None,) * n, (source,) * n, walks)
+        else:
+            n = len(tokens)
+            draft = Draft(tuple(tokens), (ROOT,) * n, ("m",) * n, (None,) * n, tuple(sources))
+        drafts.append((chance, draft))
+    return drafts
+
+
+@settings(max_examples=40)
+@given(Probs, Probs, st.integers(1, 3), st.sampled_from(["spectr", "residual", "without"]))
+def test_whatever_is_drawn_the_target_is_told(
+    target: list[int], source: list[int], k: int, kind: str
+) -> None:
+    """Summed over all drafts and all decisions: exactly the target's distribution."""
+    wanted, drawn_from = distribution_of(target), distribution_of(source)
+    with_replacement = kind != "without"
+    if not with_replacement:
+        k = min(k, len(drawn_from.token_ids))
+    verifier: Verifier = SpecTrVerifier() if kind == "spectr" else ResidualVerifier()
+    found: defaultdict[int, float] = defaultdict(float)
+    total = 0.0
+    for chance, draft in all_drafts(drawn_from, k, with_replacement=with_replacement):
+        total += chance
+        for token, prob in told(verifier, draft, wanted).items():
+            found[token] += chance * prob
+    assert total == pytest.approx(1.0)
+    for token in range(4):
+        assert found[token] == pytest.approx(wanted.probability(token), abs=1e-9)
+
+
+# --- in the loop ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sampler", "quality"), [("plain", "good"), ("plain", "adversarial"), ("chain", "bad")]
+)
+@pytest.mark.parametrize(
+    ("shape", "verifier"),
+    [
+        ("2,2", AutoVerifier),
+        ("3,1,1", ResidualVerifier),
+        ("3x3", SpecTrVerifier),
+        ("2x3", AutoVerifier),
+        ("3x2", ResidualVerifier),
+    ],
+)
+def test_drawn_trees_fit(
+    shape: str, verifier: Callable[[], Verifier], sampler: str, quality: str
+) -> None:
+    """The joint distribution of the first tokens, with rounds that end at every depth."""
+    options = SAMPLERS[sampler]
+
+    def drafter(seed: int) -> Drafter:
+        state = TextState(SHORT_PROMPT)
+        return tree_drafter(
+            DRAFTS[quality], LETTERS, shape, options, draws=True, seed=seed, state=state
+        )[0]
+
+    counts = draw(options, drafter, verifier(), FIXED)
+    assert p_value(counts, exact(options)) > LEVEL
+
+
+@pytest.mark.parametrize("shape", ["3,2", "2,1,1"])
+@pytest.mark.parametrize("verifier", [MatchVerifier, ResidualVerifier])
+def test_trees_of_the_likeliest_tokens_fit(verifier: Callable[[], Verifier], shape: str) -> None:
+    options = SAMPLERS["plain"]
+
+    def drafter(seed: int) -> Drafter:
+        state = TextState(SHORT_PROMPT)
+        return tree_drafter(DRAFTS["good"], LETTERS, shape, options, seed=seed, state=state)[0]
+
+    counts = draw(options, drafter, verifier(), FIXED)
+    assert p_value(counts, exact(options)) > LEVEL
+
+
+def counted(language: Language) -> tuple[Language, Counter[tuple[int, ...]]]:
+    """A language, and how often it was asked what follows each text."""
+    counts: Counter[tuple[int, ...]] = Counter()
+
+    def logits(text: tuple[int, ...]) -> np.ndarray:
+        counts[text] += 1
+        return language(text)
+
+    return logits, counts
+
+
+CHEAP = {1: 1.0, 2: 1.05, 4: 1.1, 8: 1.2, 17: 1.4}
+
+
+def by_cost(options: DraftOptions) -> CostAwarePolicy:
+    return CostAwarePolicy(options, CostTable(CHEAP))
+
+
+def draft_costs() -> CostTable:
+    return CostTable({1: 0.1, 2: 0.11, 8: 0.15})
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10_000),
+    shape=st.sampled_from(["2,2,1", "4,1", "1,1,1,1", "3,3", "4x3", "auto", "auto", "auto"]),
+    noise=st.sampled_from([0.0, 1.0, 4.0]),
+    n_ctx=st.integers(12, 70),
+    n_tokens=st.integers(1, 40),
+    ngrams=st.booleans(),
+)
+def test_trees_change_nothing_and_no_token_is_decoded_twice(
+    seed: int, shape: str, noise: float, n_ctx: int, n_tokens: int, ngrams: bool
+) -> None:
+    """Greedy, through the end of the text, of the answer and of the context."""
+    language = random_language(N_VOCAB, seed=seed, scale=2.0)
+    spoken, counts = counted(noisy(language, noise, seed=seed))
+    is_auto = shape == "auto"
+    drafting = BY_COST if is_auto else FIXED
+    options = GenerationOptions(max_tokens=n_tokens)
+    drafter, _ = tree_drafter(
+        spoken, WORDS, shape, n_ctx=96, costs=draft_costs() if is_auto else None
+    )
+    free = SuffixDrafter(1, 4, n_children=3) if ngrams else None
+    whole = Drafters(free, drafter, merges=is_auto)
+    common = {"language": language, "vocabulary": WORDS, "options": options, "n_ctx": n_ctx}
+    plain = Setup(**common).run()[0]  # type: ignore[arg-type]
+    setup = Setup(
+        **common,  # type: ignore[arg-type]
+        drafter=whole,
+        drafting=drafting,
+        policy=by_cost if is_auto else None,
+        n_branches=LARGEST_TREE,
+        n_batch=128,
+    )
+    drafted = setup.run()[0]
+    assert drafted.answer == plain.answer
+    assert drafted.finish_reason == plain.finish_reason
+    assert drafted.drafters is not None
+    # What is verified and becomes text is decoded once. What costs advised against verifying is
+    # forgotten, and may be met again beyond what became text.
+    text = tuple(drafted.tokens)
+    assert max(counts[text[:n]] for n in range(len(text) + 1)) <= (2 if is_auto else 1)
+    # The target holds one sequence, of what is committed; so does the draft, of what it read.
+    held = [n for n in range(setup.target.n_sequences) if setup.target.length(n)]
+    assert held == [0]
+    assert setup.target.length(0) in (len(drafted.tokens), len(drafted.tokens) - 1)
+
+
+def test_where_rows_are_cheap_trees_grow_and_more_is_accepted_than_of_a_chain() -> None:
+    language = random_language(N_VOCAB, seed=5, scale=1.5)
+    found = {}
+    for shape in ("off", "auto"):
+        seen: list[DraftedEvent] = []
+        drafter, _ = tree_drafter(
+            noisy(language, 1.0), WORDS, "auto", n_ctx=512, costs=draft_costs()
+        )
+
+        def policy(options: DraftOptions, shape: str = shape) -> CostAwarePolicy:
+            return by_cost(options) if shape == "auto" else Chains(options, CostTable(CHEAP))
+
+        setup = Setup(
+            language=language,
+            vocabulary=FakeVocabulary.letters(N_VOCAB),
+            drafter=drafter,
+            drafting=BY_COST,
+            policy=policy,
+            options=GenerationOptions(max_tokens=300),
+            n_ctx=400,
+            n_branches=16,
+        )
+        target = Timed(setup.backend(), CostTable(CHEAP))
+        loop = Loop(cast(Backend, target), lambda target=target: target.decode_s)  # type: ignore[misc]
+        generation = setup.generation()
+        seen += [event for event in loop.run(generation) if isinstance(event, DraftedEvent)]
+        n_branching = sum(
+            len({node.parent for node in event.nodes}) < len(event.nodes) for event in seen
+        )
+        assert (n_branching > 0) == (shape == "auto")
+        found[shape] = generation.tally.mean_accepted_length
+    chain, tree = found["off"], found["auto"]
+    assert chain is not None
+    assert tree is not None
+    assert tree > 1.15 * chain
+
+
+class Chains(CostAwarePolicy):
+    """Sees the likeliest tokens only."""
+
+    def plan(self, offer: Offer) -> RoundPlan:
+        plan = super().plan(offer)
+        if not isinstance(plan.stop, WhilePaying):
+            return plan
+        values = {each.name: getattr(plan.stop, each.name) for each in fields(plan.stop)}
+        return replace(plan, stop=FirstChoices(**values))
+
+
+class FirstChoices(WhilePaying):
+    """Goes on along the likeliest tokens only."""
+
+    def frontier(
+        self,
+        tree: TreeBuilder,
+        probabilities: Sequence[float],
+        n_deepest: int,
+        n_most: int,
+        seconds: Callable[[int], float],
+    ) -> list[int]:
+        found = super().frontier(tree, probabilities, n_deepest, n_most, seconds)
+        return [node for node in found if tree.is_first_choice[node]]
+
+    def cut_after(self, draft: Draft) -> Draft:
+        chain = [node for node in range(len(draft)) if draft.ranks()[node] == 0]
+        nodes: list[int] = []
+        for node in chain:
+            if draft.parents[node] in (ROOT, *nodes):
+                nodes.append(node)
+        return super().cut_after(draft.only(nodes))
+
+
+def test_where_each_row_costs_a_token_nothing_branches() -> None:
+    """A chain may pay: its tokens are likelier than their siblings can be."""
+    language = random_language(N_VOCAB, seed=5, scale=4.0)
+    dear = {n: 1.0 + 0.55 * (n - 1) for n in range(1, 18)}
+    drafter, _ = tree_drafter(language, WORDS, "auto", n_ctx=512, costs=draft_costs())
+    setup = Setup(
+        language=language,
+        vocabulary=FakeVocabulary.letters(N_VOCAB),
+        drafter=drafter,
+        drafting=BY_COST,
+        policy=lambda options: CostAwarePolicy(options, CostTable(dear)),
+        options=GenerationOptions(max_tokens=200),
+        n_ctx=400,
+        n_branches=16,
+    )
+    _, events = setup.run()
+    drafts = [event for event in events if isinstance(event, DraftedEvent)]
+    assert drafts
+    for event in drafts:
+        parents = [node.parent for node in event.nodes]
+        assert len(set(parents)) == len(parents)
+
+
+@pytest.mark.parametrize("shape", ["auto", "1,1,1,1", "2x4"])
+def test_a_tree_is_no_deeper_than_it_may_be(shape: str) -> None:
+    is_auto = shape == "auto"
+    language = random_language(N_VOCAB, seed=2)
+    costs = draft_costs() if is_auto else None
+    drafter, _ = tree_drafter(language, WORDS, shape, costs=costs, n_deepest=2)
+    setup = Setup(
+        language=language,
+        vocabulary=FakeVocabulary.letters(N_VOCAB),
+        drafter=drafter,
+        drafting=BY_COST if is_auto else FIXED,
+        policy=by_cost if is_auto else None,
+        n_branches=16,
+    )
+    generation, _ = setup.run()
+    assert len(generation.tally.drafted_by_depth) == 2
+
+
+def test_a_shape_may_ask_for_many_guesses() -> None:
+    language = random_language(N_VOCAB, seed=2)
+    drafter, _ = tree_drafter(language, WORDS, "10,1")
+    draft = draft_alone(drafter.propose(PROMPT, draft_up_to(20)))
+    assert len(draft.children(ROOT)) == 10
+
+
+def test_a_context_may_serve_one_answer_after_another() -> None:
+    """Also where an answer ended with a tree in the cache."""
+    language = random_language(N_VOCAB, seed=2)
+    drafter, backend = tree_drafter(language, WORDS, "2,2,2")
+    first = draft_alone(drafter.propose(PROMPT, draft_up_to(14)))
+    assert any(backend.length(sequence) for sequence in range(1, backend.n_sequences))
+    backend.remove(0)
+    again = TreeModelDrafter(
+        backend,
+        Shaper(Sampler(guess_sampling(GREEDY)), TextState(PROMPT)),
+        np.random.default_rng(0),
+        draws=False,
+        n_shared_tokens=N_VOCAB,
+        shape=parse_tree("2,2,2"),
+    )
+    assert draft_alone(again.propose(PROMPT, draft_up_to(14))) == first
+
+
+# --- n-grams ----------------------------------------------------------------------------------
+
+
+def test_what_followed_in_different_ways_makes_branches() -> None:
+    #: "1 2" was followed by 3, twice by 4 5, and by 6.
+    text = [1, 2, 3, 9, 1, 2, 4, 5, 1, 2, 4, 5, 8, 1, 2, 6, 7, 1, 2]
+    chain = draft_alone(SuffixDrafter(2, 8).propose(text, draft_up_to(6)))
+    tree = draft_alone(SuffixDrafter(2, 8, n_children=3).propose(text, draft_up_to(12)))
+    assert chain.is_chain
+    assert not tree.is_chain
+    firsts = {tree.tokens[node] for node in tree.children(ROOT)}
+    assert firsts == {3, 4, 6}
+    assert (4, 5) in texts(tree)
+    assert (6, 7) in texts(tree)
+    assert chain.tokens[0] in firsts
+    for node, parent in enumerate(tree.parents):
+        assert parent < node
+    few = draft_alone(SuffixDrafter(2, 8, n_children=3).propose(text, draft_up_to(2)))
+    assert len(few) == 2
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 16), st.integers(2, 4))
+def test_branches_of_n_grams_are_what_followed_somewhere(
+    text: list[int], n_max: int, n_children: int
+) -> None:
+    drafter = SuffixDrafter(1, 4, n_children=n_children)
+    tree = draft_alone(drafter.propose(text, draft_up_to(n_max)))
+    assert len(tree) <= n_max
+    assert len(texts(tree)) == len(tree)
+    for node in range(len(tree)):
+        before = [*text, *tree.text(node)]
+        pair = before[-2:]
+        assert any(text[i : i + 2] == pair for i in range(len(text) - 1))
+
+
+# --- what is learnt of them -------------------------------------------------------------------
+
+
+def test_first_and_second_guesses_are_learnt_about_apart() -> None:
+    policy = by_cost(BY_COST)
+    draft = Draft((1, 2, 3), (ROOT, ROOT, ROOT), ("model",) * 3, (0.5, 0.3, 0.1), (None,) * 3)
+    for _ in range(30):
+        plan = policy.plan(Offer(100, 16, drafter="model"))
+        policy.observe(unverified(plan, (2,), draft))
+    assert policy.acceptance_of("model").chance(0.5) < 0.2
+    assert policy.acceptance_of("model:2").chance(0.3) > 0.8
+    assert policy.acceptance_of("model:3").chance(0.1) < 0.05
+
+
+def test_a_tree_that_waits_is_followed_as_the_text_goes_on() -> None:
+    """Nothing of it was verified: its second branch becomes text, a token at a time."""
+    policy = by_cost(BY_COST)
+    tokens, parents = (1, 2, 3, 4), (ROOT, ROOT, 1, 2)
+    draft = Draft(tokens, parents, ("model",) * 4, (0.5, 0.3, 0.6, 0.6), (None,) * 4)
+    plan = policy.plan(Offer(100, 16, drafter="model"))
+    policy.observe(unverified(plan, (2,), draft))
+    for token in (3, 7):
+        policy.observe(unverified(plan, (token,)))
+    counts = policy.acceptance_of("model").counts
+    assert counts.n_judged.sum() == pytest.approx(3.0, rel=0.01)
+    assert counts.n_accepted.sum() == pytest.approx(1.0, rel=0.01)
+    assert policy.acceptance_of("model:2").counts.n_accepted.sum() == pytest.approx(1.0)
+
+
+def found_first(policy: CostAwarePolicy, found: Draft) -> tuple[RoundPlan, Expansion]:
+    """The plan of a round whose draft begins with these tokens, and the growth of a model's tree behind
+    them. In their place the model would cost too much."""
+
+    def price(n_found: int) -> Price:
+        return Price(0.01 if n_found else 50.0, 0.01)
+
+    plan = policy.plan(Offer(100, 16, found, drafter="model", price=price))
+    assert plan.reason.name == "found and model"
+    assert plan.found == found
+    rng, shape = np.random.default_rng(0), parse_tree("auto")
+    return plan, make_expansion(shape, plan, plan.n_max, 16, rng, WORDS.is_end, lambda _n: 0.01)
+
+
+def test_a_tree_behind_n_grams_takes_the_room_that_they_leave() -> None:
+    """And what it says is not taken for what the text says next."""
+    policy = by_cost(DraftOptions(policy="cost", max_tokens=4))
+    found = Draft.chain((1, 2, 3), "ngram", (0.9,) * 3)
+    plan, behind = found_first(policy, found)
+    assert plan.n_max == 1
+    tree = TreeBuilder("model")
+    behind.take(tree, ROOT, Look(((4, 0.9), (5, 0.08))))
+    assert tree.tokens == [4, 5]
+    assert behind.frontier(tree, 16) == []
+    cut = behind.cut(tree.draft())
+    assert cut.tokens == (4,)
+    policy.observe(unverified(plan, (5,), found, found.followed_by(cut)))
+    assert policy.acceptance_of("model").n_judged == 0.0
+
+
+def test_a_tree_behind_unlikely_n_grams_is_worth_less() -> None:
+    sizes = []
+    for chance in (0.95, 0.3):
+        found = Draft.chain((1, 2), "ngram", (chance,) * 2)
+        _, behind = found_first(by_cost(BY_COST), found)
+        tree = TreeBuilder("model")
+        behind.take(tree, ROOT, Look(tuple((token, 0.22) for token in range(3, 7))))
+        behind.frontier(tree, 16)
+        sizes.append(len(behind.cut(tree.draft())))
+    assert sizes[0] > sizes[1]
+
+
+def test_where_a_growing_tree_may_be_looked_beyond() -> None:
+    tree = TreeBuilder("model")
+    first = tree.add(ROOT, 3, 0.6)
+    end = tree.add(ROOT, 0, 0.3, is_end=True)
+    assert tree.open_nodes(9) == [first]
+    tree.look_beyond(first)
+    below = [tree.add(first, token, 0.4) for token in (4, 5)]
+    last = tree.add(ROOT, 6, 0.1)
+    assert tree.open_nodes(9) == [*below, last]
+    assert tree.open_nodes(1) == [last]
+    assert [tree.ranks[node] for node in (first, end, last, *below)] == [0, 1, 2, 0, 1]
+
+
+def test_children_come_in_the_order_in_which_they_were_drafted() -> None:
+    tree = Draft((1, 2, 3, 4, 5), (ROOT, 0, ROOT, 0, 3), ("model",) * 5, (0.5,) * 5, (None,) * 5)
+    assert [list(tree.children(node)) for node in range(ROOT, 5)] == [
+        [0, 2],
+        [1, 3],
+        [],
+        [],
+        [4],
+        [],
+    ]
+    # What was asked of one makes it no other draft.
+    other = replace(tree)
+    assert other == tree
+    assert hash(other) == hash(tree)

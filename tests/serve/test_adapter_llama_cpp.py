@@ -1,0 +1,422 @@
+"""specgen's drafts inside llama-cpp-python's `Llama`: its texts are those without a draft."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llama_cpp import Llama
+
+from specgen.drafters import Drafters
+from specgen.errors import BackendError, PairError, UsageError
+from specgen.method.policy import FixedPolicy
+from specgen.models import memory_file
+from specgen.options import DraftOptions, DraftSource, SessionOptions, TreeShape
+from specgen.serve.adapters.draft_rounds import DraftRounds
+from specgen.serve.adapters.llama_cpp import SpecgenDraft
+from specgen.session.calibration.memory import Memory
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.tiny import write_respelled_model
+
+PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
+TARGET = TinyConfig(logit_scale=6.0, unprintable_scale=0.3)
+FIXED = DraftOptions(policy="fixed", max_tokens=4, p_min=0.0)
+N_CTX = 256
+PROMPTS = (
+    "the cat is in the",
+    "a b c d a b c d a b",
+    "the cat is in the house of the",
+    "",
+    "the cat is in the",
+    "not the cat " * 14,
+    "the",
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    configs = {
+        "target": TARGET,
+        "good": TARGET.draft(0.02),
+        "wrong": TARGET.draft(1.5),
+        "more tokens": replace(TARGET, n_vocab=400),
+    }
+    for name, config in configs.items():
+        write_tiny_model(folder / f"{name}.gguf", config)
+    write_respelled_model(folder / "respelled.gguf", TARGET)
+    return folder
+
+
+@contextlib.contextmanager
+def opened_llama(path: Path, draft: SpecgenDraft | None = None, **options: Any) -> Iterator[Llama]:
+    options = {"n_ctx": N_CTX, "n_batch": 64, "logits_all": draft is not None, **options}
+    llama = Llama(
+        str(path), draft_model=draft, n_threads=1, n_threads_batch=1, verbose=False, **options
+    )
+    with contextlib.closing(llama):
+        yield llama
+
+
+def text(llama: Llama, prompt: str, **options: Any) -> str:
+    answer = llama(prompt, **{"max_tokens": 40, "temperature": 0.0, **options})
+    assert isinstance(answer, dict)
+    return answer["choices"][0]["text"]
+
+
+def plain_texts(models: Path, **options: Any) -> list[str]:
+    with opened_llama(models / "target.gguf") as llama:
+        return [text(llama, prompt, **options) for prompt in PROMPTS]
+
+
+def drafted_texts(
+    models: Path, draft: str, drafting: DraftOptions, **options: Any
+) -> tuple[list[str], int, int]:
+    """The texts, and how many tokens were drafted and accepted. Of several drafts, between commas,
+    each drafts for the one before it."""
+    files = [
+        name if name == "ngram" else str(models / f"{name}.gguf") for name in draft.split(", ")
+    ]
+    target = models / "target.gguf"
+    with (
+        SpecgenDraft(target, files, n_ctx=N_CTX, drafting=drafting) as specgen_draft,
+        opened_llama(target, specgen_draft) as llama,
+    ):
+        specgen_draft.check(llama)
+        found = [text(llama, prompt, **options) for prompt in PROMPTS]
+        llama.reset()  # type: ignore[no-untyped-call]
+        assert text(llama, PROMPTS[0], **options) == found[0]
+        return found, specgen_draft.tally.n_drafted, specgen_draft.tally.n_accepted
+
+
+@pytest.mark.parametrize(
+    ("draft", "drafting", "least_rate", "most_rate"),
+    [
+        ("good", FIXED, 0.5, 1.0),
+        ("wrong", FIXED, 0.0, 0.1),
+        ("respelled", FIXED, 0.5, 1.0),
+        ("respelled", replace(FIXED, translate="tokens"), 0.1, 1.0),
+        ("ngram", replace(FIXED, ngram_min=1), 0.05, 1.0),
+        ("good", replace(FIXED, ngrams=True, ngram_min=1), 0.2, 1.0),
+        ("good", DraftOptions(policy="threshold"), 0.2, 1.0),
+        ("good, wrong", FIXED, 0.5, 1.0),
+        ("good, ngram", FIXED, 0.5, 1.0),
+    ],
+)
+def test_texts_are_those_without_a_draft(
+    models: Path, draft: str, drafting: DraftOptions, least_rate: float, most_rate: float
+) -> None:
+    """One prompt after another, some with a beginning in common, one empty, one of several batches."""
+    texts, n_drafted, n_accepted = drafted_texts(models, draft, drafting)
+    assert texts == plain_texts(models)
+    assert n_drafted > 40
+    assert least_rate <= n_accepted / n_drafted <= most_rate
+
+
+def test_a_seeds_text_is_that_without_a_draft(models: Path) -> None:
+    options = {"temperature": 1.5, "seed": 11}
+    texts, n_drafted, _ = drafted_texts(models, "good", FIXED, **options)
+    assert texts == plain_texts(models, **options)
+    assert texts != plain_texts(models)
+    assert n_drafted > 40
+
+
+def test_a_text_ends_where_the_context_does(models: Path) -> None:
+    target = models / "target.gguf"
+    with opened_llama(target) as llama:
+        expected = text(llama, PROMPTS[0], max_tokens=None)
+    with (
+        SpecgenDraft(target, models / "good.gguf", n_ctx=48, drafting=FIXED) as draft,
+        opened_llama(target, draft) as llama,
+    ):
+        draft.check(llama)
+        assert text(llama, PROMPTS[0], max_tokens=None) == expected
+        assert draft.tally.n_accepted > 10
+
+
+def test_contexts_that_llama_cpp_rounds_up_are_refused(models: Path) -> None:
+    """`Llama` has room for the tokens that were asked for, and takes the context for longer."""
+    target = models / "target.gguf"
+    with (
+        SpecgenDraft(target, "ngram") as draft,
+        opened_llama(target, draft, n_ctx=64) as llama,
+        pytest.raises(UsageError, match=r"64 tokens.*context of 256"),
+    ):
+        draft.check(llama)
+
+
+def test_by_cost_the_models_are_timed_once(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = DraftOptions(weights="own")
+    texts, _, _ = drafted_texts(models, "good", options)
+    assert texts == plain_texts(models)
+    assert '"costs"' in memory_file().read_text(encoding="utf-8")
+    monkeypatch.setattr("specgen.serve.adapters.draft_rounds.Engine", None)
+    texts, _, _ = drafted_texts(models, "good", options)
+    assert texts == plain_texts(models)
+
+
+def test_a_llama_goes_on_without_a_draft_that_was_closed(models: Path) -> None:
+    target = models / "target.gguf"
+    draft = SpecgenDraft(target, models / "good.gguf", drafting=FIXED)
+    with opened_llama(target, draft) as llama:
+        expected = text(llama, PROMPTS[0])
+        draft.close()
+        draft.close()
+        with pytest.raises(BackendError, match="the draft is closed"):
+            text(llama, PROMPTS[0])
+        llama.draft_model = None
+        assert text(llama, PROMPTS[0]) == expected
+
+
+def test_the_pages_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = replace(TARGET, n_ctx_train=2048)
+    write_tiny_model(tmp_path / "target.gguf", target)
+    write_tiny_model(tmp_path / "draft.gguf", target.draft(0.02))
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(code, str(PAGE), "exec"), {})
+    assert re.search(r"\d+ of \d+ drafted tokens accepted", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "lfm2", "jamba", "qwen35"])
+def test_a_recurrent_target_is_refused(tmp_path: Path, architecture: Any) -> None:
+    target = write_tiny_model(tmp_path / "r.gguf", TinyConfig(architecture=architecture))
+    with pytest.raises(UsageError, match=r"r\.gguf has a recurrent state"):
+        SpecgenDraft(target, "ngram")
+
+
+def test_what_cannot_draft_is_one_clear_error(models: Path, tmp_path: Path) -> None:
+    target = models / "target.gguf"
+    with pytest.raises(UsageError, match="Llama verifies chains only"):
+        SpecgenDraft(target, "ngram", drafting=DraftOptions(tree=TreeShape("levels", (2, 2))))
+    with pytest.raises(UsageError, match="no draft is given"):
+        SpecgenDraft(target, [])
+    with pytest.raises(PairError):
+        SpecgenDraft(target, models / "respelled.gguf", drafting=DraftOptions(translate="off"))
+
+
+def test_a_llama_without_room_for_logits_is_told_before_it_fails(models: Path) -> None:
+    target = models / "target.gguf"
+    with (
+        SpecgenDraft(target, "ngram", drafting=FIXED) as draft,
+        opened_llama(target, draft, logits_all=False) as llama,
+    ):
+        with pytest.raises(UsageError, match="logits of 64 tokens.*context of 256") as raised:
+            draft.check(llama)
+        assert "logits_all=True" in str(raised.value.hint)
+        with pytest.raises(ValueError, match="broadcast"):  # llama-cpp-python's own
+            text(llama, "not the cat " * 14)
+    with (
+        SpecgenDraft(target, "ngram", drafting=FIXED) as draft,
+        opened_llama(models / "more tokens.gguf") as other,
+    ):
+        with pytest.raises(UsageError, match="another draft"):
+            draft.check(other)
+        other.draft_model = draft
+        with pytest.raises(UsageError, match="400 tokens"):
+            draft.check(other)
+
+
+# --- the rounds, with another program that decodes
+
+
+class FakeTarget:
+    """A program whose text is known: it accepts of a draft what agrees with that text."""
+
+    def __init__(self, rounds: DraftRounds, tokens: Sequence[int]) -> None:
+        self._rounds = rounds
+        self._tokens = list(tokens)
+        self.drafts: list[list[int]] = []
+
+    def generate(self, n_prompt: int, n_tokens: int) -> None:
+        n = n_prompt + 1
+        while n < n_tokens:
+            draft = self._rounds.next(self._tokens[:n])
+            self.drafts.append(draft)
+            for token in draft:
+                if token != self._tokens[n]:
+                    break
+                n += 1
+            n += 1
+
+
+@pytest.fixture
+def texts(models: Path) -> list[list[int]]:
+    """Two texts of the target, which begin alike."""
+    found = []
+    with opened_llama(models / "target.gguf") as llama:
+        for prompt in ("the cat is in the", "the cat is not in"):
+            tokens = llama.tokenize(prompt.encode())
+            generated = llama.generate(tokens, temp=0.0)
+            found.append([*tokens, *(next(generated) for _ in range(60))])
+    return found
+
+
+def opened_rounds(
+    models: Path,
+    draft: DraftSource,
+    drafting: DraftOptions = FIXED,
+    notes: list[str] | None = None,
+) -> DraftRounds:
+    options = SessionOptions(models / "target.gguf", draft, drafting=drafting)
+    told = [] if notes is None else notes
+    return DraftRounds(options, Memory(), n_ctx=N_CTX, clock=time.perf_counter, note=told.append)
+
+
+def test_what_was_accepted_is_counted(models: Path, texts: list[list[int]]) -> None:
+    tokens = texts[0]
+    with opened_rounds(models, models / "good.gguf") as rounds:
+        target = FakeTarget(rounds, tokens)
+        target.generate(10, 60)
+        judged = target.drafts[:-1]  # of the last one nothing was heard
+        assert rounds.tally.n_rounds == len(judged)
+        assert rounds.tally.n_drafted == sum(map(len, judged))
+        assert rounds.tally.n_accepted == rounds.tally.n_round_tokens - len(judged) > 10
+
+
+def test_policy_and_drafter_learn_from_each_round(
+    models: Path, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, tokens = texts[0][:11], texts[0]
+    with opened_rounds(models, models / "good.gguf") as rounds:
+        draft = rounds.next(prompt)
+        assert len(draft) == 4
+        reports: list[Any] = []
+
+        def note(_self: object, report: Any) -> None:
+            reports.append(report)
+
+        monkeypatch.setattr(FixedPolicy, "observe", note)
+        monkeypatch.setattr(Drafters, "observe", note)
+        own = (draft[2] + 1) % 300
+        rounds.next([*prompt, *draft[:2], own])
+    assert len(reports) == 2
+    for report in reports:
+        assert report.draft.tokens == tuple(draft)
+        assert report.path == (0, 1)
+        assert report.committed == (*draft[:2], own)
+        assert report.n_rows == 5
+        assert report.target_s > 0.0
+        assert report.draft_s > 0.0
+    assert tokens[:11] == prompt
+
+
+@pytest.mark.parametrize("n_more", [2, 3, 8])
+def test_a_text_that_goes_on_otherwise_is_a_new_one(
+    models: Path, texts: list[list[int]], n_more: int
+) -> None:
+    """As the next turn of a conversation does: nothing was verified."""
+    first = texts[0][:20]
+    with opened_rounds(models, models / "good.gguf") as rounds:
+        draft = rounds.next(first)
+        longer = [*first, (draft[0] + 1) % 300, *texts[1][:n_more]]
+        found = rounds.next(longer)
+        assert rounds.tally.n_rounds == rounds.tally.n_drafted == 0
+    with opened_rounds(models, models / "good.gguf") as rounds:
+        assert found == rounds.next(longer)
+
+
+def test_drafts_do_not_depend_on_the_texts_before(models: Path, texts: list[list[int]]) -> None:
+    def drafts_of(rounds: DraftRounds, tokens: Sequence[int]) -> list[list[int]]:
+        target = FakeTarget(rounds, tokens)
+        target.generate(10, 60)
+        return target.drafts
+
+    for draft in (models / "good.gguf", models / "respelled.gguf", "ngram"):
+        drafting = replace(FIXED, ngram_min=1)
+        expected = []
+        for tokens in texts:
+            with opened_rounds(models, draft, drafting) as rounds:
+                expected.append(drafts_of(rounds, tokens))
+        with opened_rounds(models, draft, drafting) as rounds:
+            first, second = texts
+            found = [drafts_of(rounds, tokens) for tokens in (first, second, first[:40] + second)]
+            assert found[:2] == expected
+            # Back to a beginning of the text before, and the same text again.
+            assert drafts_of(rounds, first) == expected[0]
+            assert drafts_of(rounds, first) == expected[0]
+
+
+def test_nothing_that_the_draft_model_holds_is_decoded_again(
+    models: Path, texts: list[list[int]]
+) -> None:
+    first, second = texts
+    n_alike = int(np.argmax(np.array(first) != np.array(second)))
+    assert n_alike > 3
+    with opened_rounds(models, models / "good.gguf") as rounds:
+        (context,) = rounds.contexts
+        rounds.next(first[:50])
+        n_decoded = context.n_decoded_rows
+        assert n_decoded == 50 + 3  # the last of four drafted tokens is not decoded
+        rounds.next([*first[:50], first[50]])
+        assert context.n_decoded_rows - n_decoded <= 2 + 3
+        n_decoded = context.n_decoded_rows
+        rounds.next(second[:50])
+        assert context.n_decoded_rows - n_decoded == 50 - n_alike + 3
+
+
+def test_a_draft_that_fails_ends_with_its_text(
+    models: Path, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    tokens = texts[0]
+    with opened_rounds(models, models / "good.gguf", notes=notes) as rounds:
+        (context,) = rounds.contexts
+        with monkeypatch.context() as patch:
+            patch.setattr(context, "decode", lambda _batch: 1 / 0)
+            assert rounds.next(tokens[:11]) == []
+        assert len(notes) == 1
+        assert "drafting failed, going on without a draft: ZeroDivisionError" in notes[0]
+        assert rounds.next(tokens[:12]) == []
+        assert len(rounds.next(texts[1][:11])) == 4
+    assert len(notes) == 1
+
+
+def test_by_default_a_failure_is_a_warning(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SpecgenDraft(models / "target.gguf", models / "good.gguf", drafting=FIXED) as draft:
+        (context,) = draft.rounds.contexts
+        monkeypatch.setattr(context, "decode", lambda _batch: 1 / 0)
+        with pytest.warns(RuntimeWarning, match="going on without a draft"):
+            assert draft(np.array([3, 4, 5], dtype=np.intc)).shape == (0,)
+
+
+def test_ctrl_c_while_drafting_harms_no_later_text(
+    models: Path, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    tokens = texts[0]
+    with opened_rounds(models, models / "good.gguf") as rounds:
+        expected = [rounds.next(tokens[:11]), rounds.next(tokens[:12])]
+    with opened_rounds(models, models / "good.gguf") as rounds:
+        with monkeypatch.context() as patch:
+            patch.setattr("specgen.serve.adapters.draft_rounds.propose_together", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                rounds.next(tokens[:11])
+        assert rounds.next(tokens[:11]) == expected[0]
+
+
+def test_of_the_target_only_the_vocabulary_is_loaded(models: Path) -> None:
+    with opened_rounds(models, models / "good.gguf") as rounds:
+        assert rounds.models.target.n_embd == 0
+        assert rounds.models.drafts.model is not None
+        assert rounds.models.drafts.model.n_embd > 0
+
+
+def test_after_its_end_it_drafts_nothing(models: Path) -> None:
+    rounds = opened_rounds(models, "ngram")
+    rounds.next([3, 4, 3])
+    rounds.close()
+    rounds.close()
+    with pytest.raises(BackendError, match="closed"):
+        rounds.next([3, 4, 3])

@@ -1,0 +1,299 @@
+"""The parts of a batch: its lines, the order of its prompts, and results that survive any end."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgen.errors import OutputError, PromptError, UsageError
+from specgen.options import GenerationOptions, SamplerOptions
+from specgen.render.progress_bars import batch_summary
+from specgen.serve.batch.lines import Line, LineError, read_lines
+from specgen.serve.batch.results import OWN, ResultsFile, missing, read_results, without_errors
+from specgen.serve.batch.runner import Tally, order_by_prefix
+from specgen.serve.formats.openai.request import Request
+from specgen.session.chat_template import Message
+from specgen.session.prefix_cache import n_common
+from specgen.system.json_lines import to_line
+
+DEFAULTS = SamplerOptions(), GenerationOptions(max_tokens=5)
+
+
+def lines_of(*lines: str | bytes | dict[str, Any]) -> list[Line]:
+    raw = [
+        line
+        if isinstance(line, bytes)
+        else (line if isinstance(line, str) else json.dumps(line)).encode()
+        for line in lines
+    ]
+    return read_lines(b"\n".join(raw), "in.jsonl", *DEFAULTS)
+
+
+def request_of(line: Line) -> Request:
+    assert isinstance(line.request, Request), line.request
+    return line.request
+
+
+class TestLines:
+    def test_the_three_forms(self) -> None:
+        turns = [{"role": "user", "content": "hi"}]
+        url = "/v1/chat/completions"
+        body = {"messages": turns, "max_tokens": 3}
+        first, second, third, fourth, fifth = lines_of(
+            {"custom_id": "x", "method": "POST", "url": url, "body": body},
+            {"custom_id": "y", "url": "/v1/completions", "body": {"prompt": "a", "seed": 3}},
+            {"prompt": "b", "temperature": 0.5},
+            {"custom_id": 7, "messages": turns},
+            "  Why is the sky blue?\r",
+        )
+        assert [line.custom_id for line in (first, second, third, fourth, fifth)] == [
+            "x",
+            "y",
+            "3",
+            "7",
+            "5",
+        ]
+        assert request_of(first).messages == (Message("user", "hi"),)
+        assert request_of(first).generation.max_tokens == 3
+        assert (request_of(second).kind, request_of(second).text) == ("completion", "a")
+        assert request_of(second).sampling.seed == 3
+        assert (request_of(third).kind, request_of(third).text) == ("prompt", "b")
+        assert request_of(third).sampling.temperature == 0.5
+        assert request_of(fourth).kind == "chat"
+        assert request_of(fifth).text == "Why is the sky blue?"
+        assert request_of(fifth).generation.max_tokens == 5
+
+    def test_empty_lines_count_but_ask_nothing(self) -> None:
+        one, two = lines_of(b"\xef\xbb\xbffirst", "", "  ", "second")
+        assert (one.number, two.number) == (1, 4)
+        assert request_of(one).text == "first"
+
+    @pytest.mark.parametrize(
+        ("line", "code", "word"),
+        [
+            (b"caf\xe9", "invalid_utf8", "0xe9"),
+            ("{broken", "invalid_json", "double quotes at column 2"),
+            ("{" * 100_000, "invalid_json", "double quotes at column 2"),
+            ({"prompt": 3}, "invalid_request", "prompt: 3 is not a text"),
+            ({"prompt": ""}, "invalid_request", "prompt: it is empty"),
+            ({"custom_id": [1], "prompt": "x"}, "invalid_request", "custom_id"),
+            ({"custom_id": "\ud800", "prompt": "x"}, "invalid_request", "custom_id"),
+            ({"url": "/v1/embeddings", "body": {}}, "invalid_request", "url"),
+            ({"body": {}}, "invalid_request", "url: it is missing; give one of /v1/"),
+            ({"url": "/v1/completions", "method": "GET", "body": {}}, "invalid_request", "method"),
+            ({"url": "/v1/completions", "body": [1]}, "invalid_request", "body"),
+            ({"url": "/v1/completions", "body": {}, "model": 1}, "invalid_request", "model"),
+            ({"url": "/v1/completions", "body": {"prompt": "x", "n": 3}}, "invalid_request", "n"),
+        ],
+        ids=lambda value: str(value)[:40],
+    )
+    def test_a_bad_line_is_an_error_and_the_others_go_on(
+        self, line: str | bytes | dict[str, Any], code: str, word: str
+    ) -> None:
+        first, bad, last = lines_of("a", line, "b")
+        assert (request_of(first).text, request_of(last).text) == ("a", "b")
+        assert isinstance(bad.request, LineError)
+        assert bad.request.code == code
+        assert word in bad.request.message
+        assert "\n" not in bad.request.message
+
+    def test_the_error_of_a_line_has_its_own_id(self) -> None:
+        (bad,) = lines_of({"custom_id": "mine", "prompt": 3})
+        assert bad.custom_id == "mine"
+
+    def test_digests_tell_what_is_asked(self) -> None:
+        one, other, more, less = lines_of(
+            {"custom_id": "1", "prompt": "x", "seed": 3},
+            {"seed": 3, "custom_id": "2", "prompt": "x"},
+            {"prompt": "x", "seed": 4},
+            {"prompt": "x"},
+        )
+        assert one.digest == other.digest
+        assert len({one.digest, more.digest, less.digest}) == 3
+
+    def test_two_lines_with_one_id(self) -> None:
+        with pytest.raises(PromptError, match="'2' is on lines 1 and 2"):
+            lines_of({"custom_id": "2", "prompt": "a"}, {"custom_id": 2, "prompt": "b"})
+
+    @pytest.mark.parametrize("data", [b"", b"\n \n", b"\xef\xbb\xbf"])
+    def test_no_line(self, data: bytes) -> None:
+        with pytest.raises(PromptError, match=r"in\.jsonl has no line"):
+            read_lines(data, "in.jsonl", *DEFAULTS)
+
+
+class TestOrder:
+    def test_prompts_that_begin_alike_follow_one_another(self) -> None:
+        head, one, other = list(range(10)), [50] * 40, [60] * 40
+        prompts = [[*head, *body, last] for last, body in enumerate((one, other, one, [9], other))]
+        assert order(prompts) == [0, 2, 1, 4, 3]
+
+    def test_what_all_have_in_common_moves_nothing(self) -> None:
+        prompts = [[*range(100), last] for last in (5, 2, 9, 1)]
+        assert order(prompts) == [0, 1, 2, 3]
+
+    def test_few_prompts(self) -> None:
+        assert order([]) == []
+        assert order([[1]]) == [0]
+        assert order([[1], []]) == [0, 1]
+
+    @given(st.lists(st.lists(st.integers(0, 3), max_size=60), max_size=12))
+    def test_every_prompt_is_there_once(self, prompts: list[list[int]]) -> None:
+        assert sorted(order(prompts)) == list(range(len(prompts)))
+
+    @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
+    def test_common_tokens(self, one: list[int], other: list[int]) -> None:
+        n = n_common(one, other)
+        assert one[:n] == other[:n]
+        assert one[n : n + 1] != other[n : n + 1] or n in (len(one), len(other))
+
+
+def order(prompts: list[list[int]]) -> list[int]:
+    return order_by_prefix([np.array(prompt, np.int32) for prompt in prompts])
+
+
+SETTINGS = {"target": "a.gguf", "temperature": 0.5}
+
+
+def record(custom_id: str, digest: str = "d", *, fails: bool = False, **own: Any) -> dict[str, Any]:
+    error = {"code": "failed", "message": "no"} if fails else None
+    own = {"request": digest, "settings": SETTINGS, **own}
+    return {"custom_id": custom_id, "response": None if fails else {}, "error": error, OWN: own}
+
+
+def line(custom_id: str, digest: str = "d") -> Line:
+    return Line(1, custom_id, digest, Request("prompt", *DEFAULTS, text="x"))
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def append(out: Path, *records: dict[str, Any]) -> None:
+    with ResultsFile.opened(out, read_results(out)) as results:
+        for each in records:
+            results.write(each)
+
+
+class TestResults:
+    def test_what_is_written_is_taken_up(self, out: Path) -> None:
+        assert read_results(out).digests == {}
+        append(out, record("a"), record("b", "e", fails=True))
+        append(out, record("ü \ud800"))
+        earlier = read_results(out)
+        assert earlier.digests == {"a": "d", "b": "e", "ü \ud800": "d"}
+        assert earlier.errors == {"b"}
+        assert earlier.settings == SETTINGS
+        assert not earlier.is_torn
+        assert len(out.read_bytes().splitlines()) == 3
+
+    def test_cut_anywhere_no_whole_line_is_lost_and_no_half_one_stays(self, out: Path) -> None:
+        lines = [to_line(record(name)) for name in ("a", "é", "c")]
+        whole = b"".join(lines)
+        ends = [len(b"".join(lines[:n])) for n in range(4)]
+        for n in range(len(whole) + 1):
+            out.write_bytes(whole[:n])
+            # A line whose end alone is missing is whole.
+            n_whole = sum(end - 1 <= n for end in ends[1:])
+            assert len(read_results(out).digests) == n_whole, n
+            append(out, record("z"))
+            kept = [json.loads(raw)["custom_id"] for raw in out.read_bytes().splitlines()]
+            assert kept == [*["a", "é", "c"][:n_whole], "z"]
+
+    @pytest.mark.parametrize(
+        "damage",
+        ["{}", "3", "broken", json.dumps({**record("b"), OWN: {}}), json.dumps(record("a"))],
+    )
+    def test_damage_before_the_end_is_an_error(self, out: Path, damage: str) -> None:
+        out.write_bytes(to_line(record("a")) + damage.encode() + b"\n" + to_line(record("c")))
+        before = out.read_bytes()
+        with pytest.raises(OutputError, match="line 2 is not a result"):
+            read_results(out)
+        assert out.read_bytes() == before
+
+    def test_errors_can_be_dropped(self, out: Path) -> None:
+        append(out, record("a"), record("b", fails=True), record("c"), record("d", fails=True))
+        with out.open("ab") as file:
+            file.write(b'{"torn')
+        left = without_errors(out, read_results(out))
+        assert sorted(left.digests) == ["a", "c"]
+        assert not left.errors
+        append(out, record("b"))
+        assert sorted(read_results(out).digests) == ["a", "b", "c"]
+
+    def test_what_is_missing(self, out: Path) -> None:
+        append(out, record("a"), record("b", "e"))
+        lines = [line("a"), line("b", "e"), line("c")]
+        found = missing(lines, read_results(out), SETTINGS, "out", allow_mixed=False)
+        assert [each.custom_id for each in found] == ["c"]
+
+    @pytest.mark.parametrize(
+        ("settings", "lines", "words"),
+        [
+            (
+                {"target": "b.gguf"},
+                [line("a")],
+                'other settings: target "a.gguf" (now "b.gguf"), temperature 0.5 (now as by default)',
+            ),
+            (SETTINGS, [line("b")], "a result for 'a', which nothing asks for"),
+            (SETTINGS, [line("a", "e")], "'a', which asked something else than line 1 does now"),
+        ],
+    )
+    def test_results_of_something_else_are_not_mixed(
+        self, out: Path, settings: dict[str, Any], lines: list[Line], words: str
+    ) -> None:
+        append(out, record("a"))
+        earlier = read_results(out)
+        with pytest.raises(UsageError) as error:
+            missing(lines, earlier, settings, "out", allow_mixed=False)
+        assert words in error.value.message
+        found = missing(lines, earlier, settings, "out", allow_mixed=True)
+        assert [each.custom_id for each in found] == [
+            x.custom_id for x in lines if x.custom_id != "a"
+        ]
+
+    def test_mixed_results_stay_refused(self, out: Path) -> None:
+        append(out, record("a"), record("b", settings={"target": "b.gguf"}))
+        with pytest.raises(UsageError, match="several settings, from 'b' on"):
+            missing([line("a"), line("b")], read_results(out), SETTINGS, "out", allow_mixed=False)
+
+    def test_a_full_disk_takes_nothing_that_was_there(
+        self, out: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        append(out, record("a"))
+        before, write = out.read_bytes(), __import__("os").write
+
+        def half(descriptor: int, data: bytes) -> int:
+            if len(data) < 20:
+                raise OSError(28, "No space left on device")
+            return int(write(descriptor, data[: len(data) // 2]))
+
+        monkeypatch.setattr("specgen.system.json_lines.os.write", half)
+        with pytest.raises(OutputError, match="No space left"):
+            append(out, record("b"))
+        assert out.read_bytes() == before
+
+    def test_places_that_cannot_be_written(self, tmp_path: Path) -> None:
+        with pytest.raises(OutputError, match="cannot be written"):
+            append(tmp_path / "missing" / "out.jsonl", record("a"))
+        with pytest.raises(OutputError, match="cannot be read"):
+            read_results(tmp_path)
+        if os.name != "nt":
+            with pytest.raises(OutputError, match="/dev/null: cannot be written"):
+                append(Path("/dev/null"), record("a"))
+
+
+def test_the_summary_tells_of_drafts_and_caches_where_there_were_any() -> None:
+    tally = Tally(n_lines=3, n_answers=2, n_errors=1, n_tokens=100, n_prompt_tokens=40)
+    told = "2 answers of 100 tokens in all, 5 s: 20.0 tokens/s, 4 at once"
+    assert batch_summary(tally, 5.0, "4 at once") == told
+    tally.n_drafted, tally.n_accepted, tally.n_cached_tokens = 50, 20, 10
+    told += ", 40% of the draft accepted, 25% of the prompts from the cache"
+    assert batch_summary(tally, 5.0, "4 at once") == told

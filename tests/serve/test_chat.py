@@ -1,0 +1,304 @@
+"""Conversations: their changes, the room that they take, the file that keeps them, and thoughts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgen.errors import OutputError, PromptError, UsageError
+from specgen.options import DraftOptions, GenerationOptions, SessionOptions
+from specgen.serve.chat import log
+from specgen.serve.chat.chat import Chat
+from specgen.serve.chat.commands import COMMANDS, Command, parse
+from specgen.serve.chat.conversation import Change, Conversation, Turn
+from specgen.serve.chat.log import ChatLog
+from specgen.session.chat_template import Message
+from specgen.session.engine import Engine
+from specgen.session.loaded_models import Models
+from specgen.session.thoughts import ThoughtReader, is_thinking, thought_of
+from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers.common import NOW
+from tests.helpers.tiny import write_respelled_model
+
+
+def conversation(*changes: Change) -> Conversation:
+    made = Conversation()
+    for change in changes:
+        made.apply(change)
+    return made
+
+
+def said(*texts: str) -> list[Change]:
+    """Questions and answers by turns."""
+    return [Change("question" if n % 2 == 0 else "answer", text) for n, text in enumerate(texts)]
+
+
+class TestConversation:
+    def test_messages_end_with_the_question(self) -> None:
+        made = conversation(Change("system", "be brief"), *said("a", "b", "c"))
+        assert made.is_open
+        assert made.messages() == [
+            Message("system", "be brief"),
+            Message("user", "a"),
+            Message("assistant", "b"),
+            Message("user", "c"),
+        ]
+
+    def test_a_question_without_an_answer_gives_way(self) -> None:
+        assert conversation(*said("a", "b", "c"), Change("question", "d")).turns == (
+            Turn("a", "b"),
+            Turn("d"),
+        )
+
+    def test_an_answer_takes_the_place_of_an_earlier_one(self) -> None:
+        assert conversation(*said("a", "b"), Change("answer", "c")).turns == (Turn("a", "c"),)
+
+    def test_taking_back(self) -> None:
+        made = conversation(Change("system", "s"), *said("a", "b", "c", "d"))
+        made.apply(Change("undo"))
+        assert made.turns == (Turn("a", "b"),)
+        made.apply(Change("reset"))
+        assert list(made.turns) == []
+        assert made.system == "s"
+        with pytest.raises(ValueError, match="no turn"):
+            made.apply(Change("undo"))
+        with pytest.raises(ValueError, match="no question"):
+            made.apply(Change("answer", "x"))
+
+    def test_files_stand_before_the_first_turn_that_is_there(self) -> None:
+        made = conversation(Change("files", "F: "), *said("a", "b", "c"))
+        assert made.messages()[0] == Message("user", "F: a")
+        assert made.messages(1) == [Message("user", "F: c")]
+
+    @pytest.mark.parametrize(
+        ("n_most", "n_goal", "n_left_out"), [(99, 99, 0), (8, 6, 2), (4, 1, 4)]
+    )
+    def test_whole_turns_go_from_the_front(self, n_most: int, n_goal: int, n_left_out: int) -> None:
+        made = conversation(Change("system", "s"), *said(*"abcdefghi"))
+
+        def n_tokens(n: int) -> int:
+            return len(made.messages(n))
+
+        assert made.make_room(n_tokens, n_most, n_goal) == n_left_out
+        messages = made.messages()
+        assert messages[0] == Message("system", "s")
+        assert messages[-1] == Message("user", "i")
+        assert len(messages) <= max(n_goal, 2)
+        assert made.make_room(n_tokens, n_most, n_goal) == 0
+        assert len(made.turns) == 5
+
+    def test_the_fewest_changes_say_the_same(self) -> None:
+        made = conversation(Change("system", "s"), Change("files", "F"), *said("a", "b", "c"))
+        assert conversation(*made.changes()) == made
+        other = conversation(*said("x", "y"), Change("load", changes=made.changes()))
+        assert other == made
+
+
+class TestCommands:
+    @pytest.mark.parametrize(
+        ("line", "command"),
+        [
+            ("/help", Command("help")),
+            ("/system be brief ", Command("system", "be brief")),
+            ("/system", Command("system")),
+            ("/draft off", Command("draft", "off")),
+            ("/save a b.jsonl", Command("save", "a b.jsonl")),
+            ("/?", Command("help")),
+            ("/clear", Command("reset")),
+            ("/bye", Command("quit")),
+            ("/exit", Command("quit")),
+            ("hello", None),
+            (" /help", None),
+            ("/etc/passwd is a file", None),
+            ("// a comment", None),
+            ("", None),
+        ],
+    )
+    def test_lines(self, line: str, command: Command | None) -> None:
+        assert parse(line) == command
+
+    @pytest.mark.parametrize("line", ["/foo", "/draft maybe", "/draft", "/save", "/undo twice"])
+    def test_what_is_none(self, line: str) -> None:
+        with pytest.raises(UsageError):
+            parse(line)
+
+    def test_every_command_can_be_given(self) -> None:
+        arguments = {"nothing": "", "something": " x", "anything": "", "on or off": " on"}
+        for command in COMMANDS:
+            found = parse(f"/{command.name}{arguments[command.takes]}")
+            assert found is not None
+            assert found.name == command.name
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "chats" / "a.jsonl"
+
+
+def keep(file: Path, *changes: Change) -> None:
+    with ChatLog.opened(file) as (opened, made, _):
+        for change in changes:
+            made.apply(change)
+            opened.append(change)
+
+
+class TestLog:
+    def test_a_conversation_goes_on(self, file: Path) -> None:
+        keep(file, Change("system", "s"), *said("a", "é\n\ud800"))
+        keep(file, *said("c"), Change("undo"), *said("d", "e"))
+        with ChatLog.opened(file) as (_, made, is_torn):
+            assert made == conversation(Change("system", "s"), *said("a", "é\n\ud800", "d", "e"))
+            assert not is_torn
+        if os.name != "nt":
+            assert file.stat().st_mode & 0o077 == 0
+
+    def test_cut_anywhere_whole_lines_stay(self, file: Path) -> None:
+        lines = [log.change_line(change) for change in said("a", "é", "c")]
+        whole = b"".join(lines)
+        ends = [len(b"".join(lines[:n])) for n in range(1, 4)]
+        file.parent.mkdir()
+        for n in range(len(whole) + 1):
+            file.write_bytes(whole[:n])
+            n_whole = sum(end - 1 <= n for end in ends)
+            with ChatLog.opened(file) as (opened, made, is_torn):
+                assert made.changes() == tuple(said("a", "é", "c")[:n_whole])
+                assert is_torn == (n not in (0, *ends, *(end - 1 for end in ends)))
+                opened.append(Change("system", "x"))
+            assert log.read(file)[0].system == "x"
+            assert file.read_bytes().count(b"\n") == n_whole + 1
+
+    @pytest.mark.parametrize(
+        "damage", [b"3", b"{}", b'{"change": "no"}', b"\xff", b'{"change": "answer"}']
+    )
+    def test_damage_is_told_with_its_line(self, file: Path, damage: bytes) -> None:
+        keep(file, *said("a", "b"))
+        before = file.read_bytes()
+        file.write_bytes(before + damage + b"\n" + before)
+        with pytest.raises(PromptError, match="line 3 is damaged"), ChatLog.opened(file):
+            pass
+        assert file.read_bytes() == before + damage + b"\n" + before
+
+    def test_two_do_not_write_to_one_file(self, file: Path) -> None:
+        with (
+            ChatLog.opened(file),
+            pytest.raises(UsageError, match="another specgen chat"),
+            ChatLog.opened(file),
+        ):
+            pass
+        keep(file, *said("a"))
+
+    def test_saved_and_read(self, tmp_path: Path) -> None:
+        made = conversation(Change("system", "s"), *said("a", "b"))
+        log.save(tmp_path / "x.jsonl", made)
+        assert log.read(tmp_path / "x.jsonl") == (made, False)
+        with pytest.raises(PromptError, match="cannot be read"):
+            log.read(tmp_path / "missing")
+        with pytest.raises(OutputError, match="cannot be written"):
+            log.save(tmp_path / "no" / "x.jsonl", made)
+
+    def test_what_a_full_disk_refuses_is_written_later(
+        self, file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with ChatLog.opened(file) as (opened, _, _):
+            opened.append(said("a")[0])
+            with monkeypatch.context() as patch:
+
+                def full(*_arguments: object) -> int:
+                    raise OSError(28, "No space left on device")
+
+                patch.setattr("specgen.system.json_lines.os.write", full)
+                with pytest.raises(OutputError, match="No space left"):
+                    opened.append(Change("answer", "b"))
+            opened.append(Change("question", "c"))
+        assert log.read(file)[0].turns == (Turn("a", "b"), Turn("c"))
+
+    def test_killed_at_any_moment_only_the_last_change_is_lost(self, file: Path) -> None:
+        code = (
+            "import sys; from pathlib import Path; from specgen.serve.chat.log import ChatLog\n"
+            "from specgen.serve.chat.conversation import Change\n"
+            "with ChatLog.opened(Path(sys.argv[1])) as (log, made, _):\n"
+            "    n = len(made.turns) - made.is_open\n"
+            "    while True:\n"
+            "        log.append(Change('question', f'{n} ' * 2000))\n"
+            "        log.append(Change('answer', str(n))); n += 1\n"
+        )
+        for _ in range(4):
+            process = subprocess.Popen([sys.executable, "-c", code, str(file)])
+            size = file.stat().st_size if file.exists() else 0
+            while not file.exists() or file.stat().st_size < size + 20_000:
+                assert process.poll() is None
+                time.sleep(0.001)
+            process.kill()
+            process.wait()
+        with ChatLog.opened(file) as (_, made, _is_torn):
+            turns = made.turns[:-1] if made.is_open else made.turns
+        assert [turn.answer for turn in turns] == [str(n) for n in range(len(turns))]
+        assert all(turn.question == f"{turn.answer} " * 2000 for turn in turns)
+
+
+class TestThoughts:
+    @given(
+        st.lists(st.integers(1, 9)),
+        st.sampled_from(["", "<think>why</think>", " \n<think>a<b</think>\n\n"]),
+    )
+    def test_the_pieces_do_not_matter(self, cuts: list[int], thought: str) -> None:
+        text = f"{thought}the answer </think> is <think>"
+        reader, place = ThoughtReader(), 0
+        found = ["", ""]
+        for n in [*cuts, len(text)]:
+            for index, part in enumerate(reader.feed(text[place : place + n])):
+                found[index] += part
+            place += n
+        for index, part in enumerate(reader.finish()):
+            found[index] += part
+        inner = thought.strip().removeprefix("<think>").removesuffix("</think>")
+        assert found == [inner, "the answer </think> is <think>"]
+
+    def test_a_thought_that_the_template_begins(self) -> None:
+        assert is_thinking("<|assistant|>\n<think>\n")
+        assert not is_thinking("<think></think>")
+        assert thought_of("x<think>", " why \n</think>so") == "why"
+        assert thought_of("x", "so") == ""
+        assert thought_of("x", "<think>why") == "why"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with a template, a draft with its vocabulary, and one with another."""
+    folder = tmp_path_factory.mktemp("talk")
+    config = TinyConfig(logit_scale=2.0, unprintable_scale=0.0, chat_template=CHATML_TEMPLATE)
+    write_tiny_model(folder / "target.gguf", config)
+    write_tiny_model(folder / "draft.gguf", config.draft(0.05))
+    write_respelled_model(folder / "respelled.gguf", config.draft(0.05))
+    return folder
+
+
+@pytest.mark.parametrize("draft", ["draft", "respelled"])
+def test_neither_target_nor_draft_reads_again_what_was_said(models: Path, draft: str) -> None:
+    options = SessionOptions(
+        models / "target.gguf",
+        models / f"{draft}.gguf",
+        generation=GenerationOptions(max_tokens=40),
+        drafting=DraftOptions(policy="fixed", max_tokens=4, ngram_min=1),
+    )
+    with Models(options, time.perf_counter) as loaded, Engine(loaded, n_ctx=2048) as engine:
+        talk = Chat(loaded, engine, Conversation(), now=NOW)
+        (backend,) = engine.drafts
+        for turn in range(6):
+            n_rows = backend.n_decoded_rows
+            list(talk.ask(f"number {turn} is the cat"))
+            assert talk.finished is not None
+            n_prompt, n_message = talk.finished.n_prompt_tokens, 40  # with its template's marks
+            # The last answer may be spelled in other tokens when it is read in the template.
+            assert n_prompt - talk.finished.n_cached_tokens <= 40 + n_message
+            # A draft reads what was said, and decodes what it proposes.
+            assert backend.n_decoded_rows - n_rows <= 2 * (40 + n_message)
+        assert talk.finished is not None
+        assert talk.finished.n_prompt_tokens > 300

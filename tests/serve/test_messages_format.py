@@ -1,0 +1,234 @@
+"""Anthropic's Messages API in the form of a chat, and back."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgen.options import GenerationOptions, SamplerOptions
+from specgen.serve.formats.messages.request import translated_messages_request
+from specgen.serve.formats.messages.writer import MessageWriter, error_body
+from specgen.serve.formats.openai.body import BodyError
+from specgen.serve.formats.openai.request import Request, read_request, with_call_form
+from specgen.session.chat_template import Message, ToolCall
+from tests.helpers.messages import AGENT
+from tests.long_runs.mutated_json import mutated
+
+HERMES_TEMPLATE = "{{ tools }} {{ enable_thinking }} <tool_call>"
+USER = {"role": "user", "content": "Hi"}
+FIGURES = {
+    "usage": {
+        "prompt_tokens": 12,
+        "completion_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 8},
+    },
+    "timings": {"draft_n": 3},
+}
+
+
+def read(body: dict[str, Any]) -> Request:
+    """The request that a body is for a model with tools."""
+    translation = translated_messages_request(body)
+    fields = {name: value for name, value in translation.chat.items() if name != "stream"}
+    try:
+        asked = read_request("chat", fields, SamplerOptions(), GenerationOptions())
+        asked = with_call_form(asked, HERMES_TEMPLATE)
+    except BodyError as error:
+        raise translation.refusal(error) from None
+    return asked
+
+
+def turns(*messages: dict[str, Any], **more: Any) -> list[tuple[str, str]]:
+    """The roles and the texts of the chat for these messages."""
+    asked = read({"messages": [*messages], **more})
+    return [(message.role, message.content) for message in asked.messages]
+
+
+def test_what_an_agent_sends() -> None:
+    asked = read(AGENT)
+    calls = tuple(
+        ToolCall(f"toolu_{n}", "Read", {"path": f"{name}.txt"}) for n, name in ((1, "a"), (2, "b"))
+    )
+    assert asked.messages == (
+        Message("system", "Be short.\n\nUse tools."),
+        Message("user", "Read a.txt\n\nAgent types: none"),
+        Message("assistant", "I read it.", calls, reasoning="A file."),
+        Message("tool", "7", tool_call_id="toolu_1", name="Read"),
+        Message("tool", "Error: no file", tool_call_id="toolu_2", name="Read"),
+        Message("user", "Go on."),
+    )
+    assert asked.tools is not None
+    assert [function.name for function in asked.tools.functions] == ["Read"]
+    assert (asked.tools.must_call, asked.tools.is_parallel) == (True, False)
+    assert (asked.sampling.temperature, asked.sampling.top_k, asked.sampling.top_p) == (0.5, 5, 0.9)
+    assert asked.generation.stop == ("\n\n", "END")
+    assert asked.template_variables == {"enable_thinking": True}
+    assert asked.splits_reasoning
+
+
+@pytest.mark.parametrize(
+    ("messages", "system", "expected"),
+    [
+        ([USER], "S", [("system", "S"), ("user", "Hi")]),
+        ([USER], [], [("user", "Hi")]),
+        ([USER, USER], None, [("user", "Hi\n\nHi")]),
+        ([{"role": "system", "content": "T"}, USER], "S", [("system", "S\n\nT"), ("user", "Hi")]),
+        ([{"role": "system", "content": "T"}, USER], None, [("system", "T"), ("user", "Hi")]),
+        (
+            [USER, {"role": "assistant", "content": "A"}, {"role": "system", "content": "T"}],
+            None,
+            [("user", "Hi"), ("assistant", "A"), ("user", "T")],
+        ),
+    ],
+)
+def test_turns_of_one_role_become_one(
+    messages: Any, system: Any, expected: list[tuple[str, str]]
+) -> None:
+    assert turns(*messages, system=system) == expected
+
+
+def test_a_billing_header_does_not_reach_the_model() -> None:
+    """It differs from request to request, so that nothing of the prompt would be in the cache."""
+    header = "x-anthropic-billing-header: cc_version=2; cch={};"
+    prompts = [
+        turns(
+            USER, system=[{"type": "text", "text": header.format(n)}, {"type": "text", "text": "S"}]
+        )
+        for n in range(2)
+    ]
+    assert prompts[0] == prompts[1] == [("system", "S"), ("user", "Hi")]
+    assert turns(USER, system="I read x-anthropic-billing-header")[0][0] == "system"
+
+
+@pytest.mark.parametrize(
+    ("thinking", "variables"),
+    [
+        (None, {}),
+        ({"type": "adaptive"}, {}),
+        ({"type": "enabled", "budget_tokens": 2000}, {"enable_thinking": True}),
+        ({"type": "disabled"}, {"enable_thinking": False}),
+    ],
+)
+def test_thinking_is_a_variable_of_the_template(thinking: Any, variables: dict[str, bool]) -> None:
+    assert read({"messages": [USER], "thinking": thinking}).template_variables == variables
+
+
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+def test_a_format_becomes_a_grammar(field: str) -> None:
+    form: Any = {"type": "json_schema", "schema": {"const": 7}}
+    asked = read(
+        {"messages": [USER], field: {"format": form} if field == "output_config" else form}
+    )
+    assert asked.generation.grammar is not None
+    assert json.loads(asked.generation.grammar.text)["const"] == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"messages": "Hi"}, "messages"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [USER, {"role": "user", "content": 3}]}, "messages[1].content"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages[0].content[0]"),
+        ({"system": [{"type": "image"}]}, "system[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "no"}]}]},
+            "messages[0].content[0].tool_use_id",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": 1}]}, USER]},
+            "messages[0].content[0].input",
+        ),
+        ({"tools": [{"name": ""}]}, "tools[0].name"),
+        ({"tools": [{"type": "bash_20250124"}, {"name": "a", "input_schema": 1}]}, "tools[1].input_schema"),
+        ({"tool_choice": {"type": "tool", "name": "no"}, "tools": [{"name": "a"}]}, "tool_choice"),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice.disable_parallel_tool_use"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"output_config": {"effort": 3}}, "output_config.effort"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_refused_by_the_name_that_it_has(change: Any, field: str) -> None:
+    with pytest.raises(BodyError) as error:
+        read({"messages": [USER], **change})
+    assert error.value.field == field
+
+
+def chunk(delta: dict[str, Any], finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"choices": [{"delta": delta, "finish_reason": finish_reason}], **more}
+
+
+def test_a_stream_with_blocks_of_all_kinds() -> None:
+    call = {"id": "call_7", "function": {"name": "a", "arguments": '{"x": "é"}'}}
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "Th"},
+        {"reasoning_content": "en"},
+        {"content": "Yes"},
+        {"tool_calls": [call]},
+        {"tool_calls": [{**call, "id": "call_8"}]},
+    ]
+    writer = MessageWriter("f" * 32, 0, "m")
+    events = writer.begin(12)
+    for delta in deltas:
+        events += writer.feed(chunk(delta))
+    events += writer.feed(chunk({}, "tool_calls", **FIGURES))
+    blocks: list[dict[str, Any]] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(blocks)
+            blocks.append({**event["content_block"], "told": ""})
+        elif event["type"] == "content_block_delta":
+            assert event["index"] == len(blocks) - 1
+            (told,) = (value for name, value in event["delta"].items() if name != "type")
+            blocks[-1]["told"] += told
+    assert [(block["type"], block["told"]) for block in blocks] == [
+        ("thinking", "Then"),
+        ("text", "Yes"),
+        ("tool_use", '{"x": "é"}'),
+        ("tool_use", '{"x": "é"}'),
+    ]
+    assert [block["id"] for block in blocks[2:]] == ["toolu_7", "toolu_8"]
+    assert sum(event["type"] == "content_block_stop" for event in events) == len(blocks)
+    last = events[-2]
+    assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert last["usage"]["input_tokens"] == 4
+    assert last["usage"]["cache_read_input_tokens"] == 8
+    assert last["usage"]["output_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "told"),
+    [
+        ("server_error", "bug", "api_error"),
+        ("service_unavailable_error", None, "overloaded_error"),
+        ("rate_limit_error", "queue_full", "rate_limit_error"),
+        ("invalid_request_error", "request_too_large", "request_too_large"),
+    ],
+)
+def test_errors_have_the_types_of_the_api(kind: str, code: str | None, told: str) -> None:
+    error = {"error": {"type": kind, "code": code, "message": "no", "param": None}}
+    assert error_body(error) == {"type": "error", "error": {"type": told, "message": "no"}}
+    assert MessageWriter("f", 0, "m").feed(error)[0]["error"]["type"] == told
+
+
+@given(st.integers(0, 10**9))
+def test_any_body_is_read_or_refused(seed: int) -> None:
+    try:
+        body = json.loads(mutated(AGENT, random.Random(seed)))
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(body, dict):
+        return
+    try:
+        assert read(body).messages
+    except BodyError:
+        return

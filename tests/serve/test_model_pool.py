@@ -1,0 +1,340 @@
+"""Several models in one server: loaded on demand, unloaded when there is no room, answers as if alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, expect
+
+from specgen.errors import ModelFileError
+from specgen.events import FinishedEvent
+from specgen.serve.server.jobs import Turns
+from specgen.serve.server.model_pool import ModelEntry, ModelPool, OpenedModel, ServedModel
+from specgen.serve.server.options import Limits, ServerOptions
+from specgen.session.engine import Engine, generate
+from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers.browser import browser
+from tests.helpers.server import FIXED, N_CTX, PATIENCE_S, answering, session_of, wait_until
+
+__all__ = ["browser"]
+
+NAMES = ("a", "b", "c")
+PROMPTS = ("the cat is in the", "one two three one two three one two", "a")
+
+
+@dataclass
+class Served:
+    """A server of the models a, b and c, and what happened in it."""
+
+    http: httpx.Client
+    pool: ModelPool
+    #: The names of models in the order in which they were loaded.
+    loads: list[str]
+    #: Sentences about models that were loaded or unloaded.
+    notes: list[str] = field(default_factory=list)
+
+    def ask(self, model: str | None, prompt: str = PROMPTS[0], **body: Any) -> httpx.Response:
+        named = {} if model is None else {"model": model}
+        return self.http.post("/v1/completions", json={"prompt": prompt, **named, **body})
+
+    @property
+    def statuses(self) -> dict[str, str]:
+        models = self.http.get("/v1/models").json()["data"]
+        return {model["id"]: model["status"]["value"] for model in models}
+
+    @contextlib.contextmanager
+    def busy(self, model: str) -> Iterator[None]:
+        """An answer of a model is under way meanwhile, and decodes nothing."""
+        self.ask(model)
+        body = {"model": model, "prompt": "x", "stream": True}
+        served = self.pool.served(model)
+        assert isinstance(served, ServedModel)
+        with (
+            served.thread.engine.stepping,
+            self.http.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            assert response.status_code == 200
+            yield
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pool")
+    for seed, name in enumerate(NAMES):
+        config = TinyConfig(
+            logit_scale=3.0, unprintable_scale=0.0, seed=seed, chat_template=CHATML_TEMPLATE
+        )
+        write_tiny_model(folder / f"{name}.gguf", config)
+        write_tiny_model(folder / f"{name}-draft.gguf", config.draft(0.1))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(files: Path) -> dict[tuple[str, str], str]:
+    """What each model says by itself."""
+    found: dict[tuple[str, str], str] = {}
+    for name in NAMES:
+        with session_of(files / f"{name}.gguf", "none") as plain:
+            for prompt in PROMPTS:
+                *_, last = generate(plain, plain.prompts.of_text(prompt, chat=False))
+                assert isinstance(last, FinishedEvent)
+                found[name, prompt] = last.text
+    assert len(set(found.values())) == len(found)
+    return found
+
+
+@contextlib.contextmanager
+def serving(
+    files: Path,
+    *,
+    n_loaded: int = 2,
+    limits: Limits | None = None,
+    before_load: Callable[[str], object] = lambda _name: None,
+    at_close: Callable[[str], object] = lambda _name: None,
+) -> Iterator[Served]:
+    """Serve the models, of which `n_loaded` fit into memory."""
+    loads: list[str] = []
+    notes: list[str] = []
+
+    def entry(name: str) -> ModelEntry:
+        def opened(turns: Turns, _interrupted: Callable[[], bool]) -> OpenedModel:
+            loads.append(name)
+            before_load(name)
+            drafting = replace(FIXED, verifier="match")
+            with contextlib.ExitStack() as stack, turns:
+                stack.callback(at_close, name)
+                session = session_of(
+                    files / f"{name}.gguf", files / f"{name}-draft.gguf", drafting=drafting
+                )
+                loaded = stack.enter_context(session)
+                engine = Engine(loaded, n_parallel=2, n_ctx=N_CTX, learn_alone=True)
+                return OpenedModel(loaded, engine, stack.pop_all())
+
+        return ModelEntry(name, opened, n_bytes=1)
+
+    options = ServerOptions(port=0, limits=limits or Limits())
+    with (
+        ModelPool([*map(entry, NAMES)], options.limits, n_loaded, notes.append) as pool,
+        answering(pool, options) as (_, _, http),
+    ):
+        yield Served(http, pool, loads, notes)
+
+
+@pytest.mark.parametrize("n_loaded", [1, 2, 3])
+def test_answers_are_those_of_each_model_alone(
+    files: Path, expected: dict[tuple[str, str], str], n_loaded: int
+) -> None:
+    """Whatever is loaded and unloaded meanwhile."""
+    with serving(files, n_loaded=n_loaded) as server:
+
+        def use(number: int) -> None:
+            for turn in range(6):
+                name = NAMES[(number + turn * (number % 2 + 1)) % len(NAMES)]
+                prompt = PROMPTS[(number + turn) % len(PROMPTS)]
+                answer = server.ask(name, prompt).json()
+                assert answer["choices"][0]["text"] == expected[name, prompt]
+                assert answer["model"] == name
+                assert len(server.pool.loaded) <= n_loaded
+
+        with ThreadPoolExecutor(6) as pool:
+            for done in [pool.submit(use, number) for number in range(6)]:
+                done.result()
+        assert set(server.loads) == set(NAMES)
+
+
+def test_the_least_recently_used_model_is_unloaded(files: Path) -> None:
+    with serving(files) as server:
+        assert server.statuses == dict.fromkeys(NAMES, "unloaded")
+        for name in ("a", "b", "a", "c"):
+            assert server.ask(name).status_code == 200
+        assert server.statuses == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+        assert server.loads == ["a", "b", "c"]
+        assert [note for note in server.notes if note.startswith("unloaded")] == ["unloaded b"]
+        figures = server.http.get("/metrics").text
+        assert 'specgen:answers_total{finish_reason="length",model="a"} 2.0' in figures
+        assert 'specgen:slots{model="b"} 0.0' in figures
+        assert 'specgen:slots{model="c"} 2.0' in figures
+        slots = server.http.get("/slots").json()
+        assert [slot["model"] for slot in slots] == ["a", "a", "c", "c"]
+        assert [slot["id"] for slot in server.http.get("/slots?model=c").json()] == [0, 1]
+
+
+def test_what_is_unloaded_is_closed(files: Path) -> None:
+    with serving(files, n_loaded=1) as server:
+        server.ask("a")
+        (first,) = server.pool.loaded
+        server.ask("b")
+        assert first.target.is_closed
+        assert server.pool.served("a") is None
+
+
+def test_a_model_that_fails_to_close_makes_room(
+    files: Path, expected: dict[tuple[str, str], str]
+) -> None:
+    """For example since what it learnt cannot be saved. All else of it is closed."""
+
+    def fail(_name: str) -> None:
+        if len(server.loads) < 4:
+            raise OSError("the disk is full")
+
+    with serving(files, n_loaded=1, at_close=fail) as server:
+        for name in ("a", "b", "a", "c"):
+            answer = server.ask(name)
+            assert answer.json()["choices"][0]["text"] == expected[name, PROMPTS[0]]
+            (loaded,) = server.pool.loaded
+            assert loaded.name == name
+        assert server.notes.count("unloaded a") == 2
+
+
+def test_requests_that_come_while_the_server_ends(files: Path) -> None:
+    """On a connection that was open before, for example."""
+    with serving(files) as server:
+        server.ask("a")
+        server.pool.cancel_all()
+        for name in ("a", "b"):
+            refused = server.ask(name)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "ending")
+        assert server.loads == ["a"]
+
+
+def test_requests_for_one_model_load_it_once(files: Path) -> None:
+    goes_on = threading.Event()
+    with (
+        serving(files, before_load=lambda _name: goes_on.wait(PATIENCE_S)) as server,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        asked = [pool.submit(server.ask, "a") for _ in range(4)]
+        wait_until(lambda: server.statuses["a"] == "loading", "the load")
+        health = server.http.get("/health").json()  # the event loop goes on
+        assert health["models"] == {"a": "loading", "b": "unloaded", "c": "unloaded"}
+        wait_until(lambda: server.pool.n_open == 4, "the requests")
+        goes_on.set()
+        assert [each.result().status_code for each in asked] == [200] * 4
+        assert server.loads == ["a"]
+
+
+def test_a_busy_model_stays_and_the_request_waits(
+    files: Path, expected: dict[tuple[str, str], str]
+) -> None:
+    with serving(files, n_loaded=1) as server, ThreadPoolExecutor(2) as pool:
+        with server.busy("a"):
+            asked = [pool.submit(server.ask, "b")]
+            wait_until(lambda: server.pool.n_open == 2, "the request")
+            # Later requests for the loaded model wait behind it: they could go on for ever.
+            asked.append(pool.submit(server.ask, "a"))
+            wait_until(lambda: server.pool.n_open == 3, "the second request")
+            assert server.statuses == {"a": "loaded", "b": "unloaded", "c": "unloaded"}
+        for name, each in zip("ba", asked, strict=True):
+            assert each.result().json()["choices"][0]["text"] == expected[name, PROMPTS[0]]
+        assert server.loads == ["a", "b", "a"]
+
+
+def test_the_queue_has_a_limit(files: Path) -> None:
+    with (
+        serving(files, n_loaded=1, limits=Limits(n_waiting=1)) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with server.busy("a"):
+            waiting = pool.submit(server.ask, "b")
+            wait_until(lambda: server.pool.n_open == 2, "the request")
+            refused = server.ask("c")
+            assert refused.status_code == 429
+            assert refused.json()["error"]["code"] == "queue_full"
+        assert waiting.result().status_code == 200
+
+
+def test_without_a_queue_a_model_is_loaded_still(files: Path) -> None:
+    with serving(files, limits=Limits(n_waiting=0)) as server:
+        assert server.ask("a").status_code == 200
+
+
+def test_waiting_takes_no_longer_than_a_request_may(files: Path) -> None:
+    with serving(files, n_loaded=1, limits=Limits(request_s=1.0)) as server, server.busy("a"):
+        refused = server.ask("b")
+        assert refused.status_code == 503
+        error = refused.json()["error"]
+        assert error["code"] == "model_not_loaded"
+        assert "the memory is full of models that generate answers" in error["message"]
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests(files: Path) -> None:
+    broken = [True]
+
+    def fail(name: str) -> None:
+        if name == "b" and broken[0]:
+            raise ModelFileError("b.gguf: it is damaged")
+
+    with serving(files, before_load=fail) as server:
+        answer = server.ask("b")
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "model_not_loaded"
+        assert "b cannot be loaded: b.gguf: it is damaged" in answer.json()["error"]["message"]
+        status = server.http.get("/v1/models/b").json()["status"]
+        assert status == {"value": "unloaded", "failed": True}
+        assert server.ask("a").status_code == 200
+        broken[0] = False
+        assert server.ask("b").status_code == 200
+        assert not server.http.get("/v1/models/b").json()["status"]["failed"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/apply-template", "/infill"])
+def test_unknown_names(files: Path, path: str) -> None:
+    with serving(files) as server:
+        answer = server.http.post(path, json={"model": "d", "prompt": "x", "content": "x"})
+        assert answer.status_code == 404
+        error = answer.json()["error"]
+        assert error["code"] == "model_not_found"
+        assert "there are a, b, c" in error["message"]
+        assert server.http.post(path, json={"prompt": "x"}).status_code == 400
+        assert server.http.get("/props?model=d").status_code == 404
+        assert server.http.get("/props?model=a").json()["model_alias"] == "a"
+        assert server.loads == []
+
+
+def test_a_client_that_goes_away_while_it_waits(files: Path) -> None:
+    with serving(files, n_loaded=1) as server:
+        with server.busy("a"):
+            with pytest.raises(httpx.ReadTimeout):
+                server.http.post("/v1/completions", json={"model": "b", "prompt": "x"}, timeout=0.2)
+            wait_until(lambda: server.pool.n_open == 1, "the end of the request")
+        assert server.ask("a").status_code == 200
+        assert server.loads == ["a"]
+
+
+def test_a_stream_of_a_model_that_is_loaded_for_it(
+    files: Path, expected: dict[tuple[str, str], str]
+) -> None:
+    with serving(files, n_loaded=1) as server:
+        for name in ("a", "b"):
+            body = {"model": name, "prompt": PROMPTS[1], "stream": True}
+            with server.http.stream("POST", "/v1/completions", json=body) as response:
+                lines = [line[6:] for line in response.iter_lines() if line.startswith("data: {")]
+            chunks = [json.loads(line) for line in lines]
+            text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+            assert text == expected[name, PROMPTS[1]]
+            assert {chunk["model"] for chunk in chunks} == {name}
+
+
+def test_the_page_offers_the_models(browser: Browser, files: Path) -> None:
+    with serving(files, n_loaded=1) as server, browser.new_context() as context:
+        page = context.new_page()
+        page.set_default_timeout(1000 * PATIENCE_S)
+        page.goto(str(server.http.base_url))
+        about, model = page.locator("#about"), page.get_by_label("Model")
+        expect(about).to_have_text("loaded when it is asked")
+        model.select_option("b")
+        page.get_by_label("Question").fill("the cat")
+        page.get_by_role("button", name="Send").click()
+        expect(about).to_have_text("drafts from b-draft", timeout=1000 * PATIENCE_S)
+        model.select_option("c")
+        expect(about).to_have_text("loaded when it is asked")
+        assert server.loads == ["b"]

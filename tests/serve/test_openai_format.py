@@ -1,0 +1,522 @@
+"""Requests in OpenAI's form: what is taken, what is refused, and by which name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+
+from specgen.events import FinishedEvent, Piece, ReasonCount, TokenLogprob
+from specgen.options import GenerationOptions, Grammar, SamplerOptions
+from specgen.serve.formats.openai.merge import merged_bodies
+from specgen.serve.formats.openai.request import (
+    KNOWN_FIELDS,
+    BodyError,
+    Kind,
+    Request,
+    check_tokens,
+    read_request,
+    with_call_form,
+)
+from specgen.serve.formats.openai.response import completion_body, speculative_figures
+from specgen.session.chat_template import Message, ToolCall
+
+DEFAULTS = SamplerOptions(top_k=7), GenerationOptions(max_tokens=5, stop=("END",))
+
+
+def read(kind: Kind, **body: Any) -> Request:
+    return read_request(kind, body, *DEFAULTS)
+
+
+def chat(**body: Any) -> Request:
+    return read("chat", **{"messages": [{"role": "user", "content": "hi"}], **body})
+
+
+def tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def test_what_a_body_leaves_out_is_as_the_defaults_say() -> None:
+    assert chat() == Request("chat", *DEFAULTS, messages=(Message("user", "hi"),))
+    assert read("completion", prompt="a b") == Request("completion", *DEFAULTS, text="a b")
+    assert read("prompt", prompt="a b") == Request("prompt", *DEFAULTS, text="a b")
+    assert chat(temperature=None, max_tokens=None, stop=None, model="gpt-9") == chat()
+
+
+def test_every_field_of_a_sampler_is_read() -> None:
+    values = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.5,
+        "min_p": 0.1,
+        "seed": 2**40,
+        "typical_p": 0.7,
+        "top_n_sigma": 1.5,
+        "repeat_last_n": 9,
+        "repeat_penalty": 1.3,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.25,
+        "dry_multiplier": 0.8,
+        "dry_base": 2.0,
+        "dry_allowed_length": 3,
+        "dry_last_n": 50,
+        "dry_breakers": [".", "!"],
+        "xtc_probability": 0.2,
+        "xtc_threshold": 0.3,
+        "dynatemp_range": 0.4,
+        "dynatemp_exponent": 2.0,
+        "logit_bias": {"5": -100, "6": 1.5},
+    }
+    sampling = chat(**values).sampling
+    special = {"dry_breakers": (".", "!"), "logit_bias": ((5, -100.0), (6, 1.5))}
+    for name, value in values.items():
+        assert getattr(sampling, name) == special.get(name, value), name
+    assert set(values) | {"samplers"} == {
+        *(name for name in SamplerOptions.__slots__),
+    }
+    assert set(values) <= KNOWN_FIELDS["chat"]
+
+
+def test_lengths_and_ends() -> None:
+    assert chat(max_tokens=9).generation.max_tokens == 9
+    assert chat(max_completion_tokens=9).generation.max_tokens == 9
+    assert chat(n_predict=-1).generation.max_tokens == -1
+    assert chat(max_tokens=0).generation.max_tokens == 0
+    assert chat(stop="x").generation.stop == ("x",)
+    assert chat(stop=["x", "yz"]).generation.stop == ("x", "yz")
+    assert chat(stop=[]).generation.stop == ()
+    assert chat(ignore_eos=True).generation.ignore_eos
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "n"),
+    [
+        ("chat", {}, None),
+        ("chat", {"logprobs": False}, None),
+        ("chat", {"logprobs": True}, 0),
+        ("chat", {"logprobs": True, "top_logprobs": 3}, 3),
+        ("completion", {"logprobs": 2}, 2),
+        ("completion", {"logprobs": 0}, 0),
+    ],
+)
+def test_logprobs(kind: Kind, body: dict[str, Any], n: int | None) -> None:
+    what = {"messages": [{"role": "user", "content": "x"}]} if kind == "chat" else {"prompt": "x"}
+    assert read(kind, **what, **body).generation.logprobs == n
+
+
+def test_messages() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    turns = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": parts, "name": "eva"},
+        {"role": "assistant", "content": "yes", "tool_calls": [], "refusal": None},
+        {"role": "user", "content": ""},
+    ]
+    assert read("chat", messages=turns).messages == (
+        Message("system", "be brief"),
+        Message("user", "one two"),
+        Message("assistant", "yes"),
+        Message("user", ""),
+    )
+
+
+def test_prompts() -> None:
+    assert read("completion", prompt=[1, 2, 3]).tokens == (1, 2, 3)
+    assert read("completion", prompt=[[1, 2]]).tokens == (1, 2)
+    assert read("completion", prompt=["only"]).text == "only"
+    turned = read("prompt", prompt="hi", system="be brief")
+    assert turned.kind == "chat"
+    assert turned.messages == (Message("system", "be brief"), Message("user", "hi"))
+
+
+def test_forms_of_answers() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    by_schema = chat(json_schema=schema).generation.grammar
+    assert by_schema is not None
+    assert "integer" in by_schema.text
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert chat(response_format=named).generation.grammar == by_schema
+    flat = {"type": "json_schema", "schema": schema}
+    assert chat(response_format=flat).generation.grammar == by_schema
+    anything = chat(response_format={"type": "json_object"}).generation.grammar
+    assert anything is not None
+    assert anything != by_schema
+    assert chat(response_format={"type": "text"}).generation.grammar is None
+    assert chat(grammar='root ::= "a"').generation.grammar == Grammar("gbnf", 'root ::= "a"')
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"temperature": "warm"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"seed": 2**64}, "seed"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": {"1": "a"}}, "logit_bias.1"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
+        ({"dry_breakers": ["\ud800"]}, "dry_breakers"),
+        ({"\ud800": 1}, "\\ud800"),
+        ({"messages": [{"role": "user", "content": "x", "\ud800": 1}]}, "messages[0].\\ud800"),
+        ({"json_schema": {"pattern": "^((((a{100}){100}){100}){100})$"}}, "json_schema"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": 3}, "stop"),
+        ({"stop": "\ud800"}, "stop"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
+        ({"n": 2}, "n"),
+        ({"stream": True}, "stream"),
+        ({"tools": "x"}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name"),
+        ({"tools": [tool("a"), tool("a")]}, "tools[1].function.name"),
+        ({"tools": [tool("a", parameters=3)]}, "tools[0].function.parameters"),
+        (
+            {"tools": [tool("a", parameters={"title": "\ud800"})]},
+            "tools[0].function.parameters",
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [tool("a")], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [tool("a")], "tool_choice": tool("b")}, "tool_choice"),
+        ({"tools": [tool("a")], "parallel_tool_calls": 1}, "parallel_tool_calls"),
+        ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"x": "\ud800"}}, "chat_template_kwargs"),
+        ({"reasoning_effort": 1}, "reasoning_effort"),
+        ({"reasoning_format": "all"}, "reasoning_format"),
+        ({"tools": [tool("a")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"json_schema": {"$ref": "http://x"}}, "json_schema"),
+        ({"grammar": 3}, "grammar"),
+        ({"grammar": 'root ::= "a"', "json_schema": {}}, "json_schema"),
+        ({"grammar": 'root ::= "a"', "ignore_eos": True}, "ignore_eos"),
+        ({"ignore_eos": "yes"}, "ignore_eos"),
+        ({"dry_breakers": "x"}, "dry_breakers"),
+        ({"temprature": 1}, "temprature"),
+        ({"prompt": "x"}, "prompt"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]},
+            "messages[0].tool_calls[0]",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_honoured_is_refused(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(BodyError) as error:
+        chat(**body)
+    assert error.value.field == field
+    assert error.value.message.startswith(f"{field}: ")
+    assert "\n" not in error.value.message
+    error.value.message.encode()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "nearest"),
+    [
+        ("prompt", "promt", "prompt"),
+        ("completion", "max_token", "max_tokens"),
+        ("prompt", "mesages", "messages"),
+        ("chat", "n_predicts", "n_predict"),
+    ],
+)
+def test_an_unknown_field_is_named_with_the_nearest_known_one(
+    kind: Kind, given: str, nearest: str
+) -> None:
+    with pytest.raises(BodyError, match=f"did you mean {nearest}") as error:
+        read(kind, **{given: "x"})
+    assert error.value.field == given
+
+
+def test_tokens_that_the_model_lacks_are_refused_by_the_name_of_the_field() -> None:
+    for request, field in (
+        (chat(logit_bias={"99": 1}), "logit_bias"),
+        (read("completion", prompt=[1, 99]), "prompt"),
+    ):
+        check_tokens(request, 100)
+        with pytest.raises(BodyError, match="there is no token 99") as error:
+            check_tokens(request, 99)
+        assert error.value.field == field
+
+
+def test_whole_numbers_written_as_floats_are_tokens() -> None:
+    tokens = read("completion", prompt=[1.0, 2]).tokens
+    assert repr(tokens) == "(1, 2)"
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_k", "presence_penalty", "max_tokens"])
+def test_numbers_that_nothing_can_hold(field: str) -> None:
+    with pytest.raises(BodyError, match=field):
+        chat(**{field: 10**400})
+
+
+@pytest.mark.parametrize("prompt", [None, "", 3, [], ["a", "b"], [1, "a"], {"a": 1}], ids=str)
+def test_prompts_that_are_none(prompt: Any) -> None:
+    with pytest.raises(BodyError, match="prompt"):
+        read("completion", prompt=prompt)
+
+
+def test_an_empty_list_of_messages_is_called_empty() -> None:
+    with pytest.raises(BodyError, match="^messages: the list is empty"):
+        chat(messages=[])
+
+
+FINISHED = FinishedEvent(
+    sequence=0,
+    time_s=2.0,
+    text="é b",
+    token_ids=(1, 2),
+    finish_reason="stop",
+    stopped_by="</s>",
+    n_prompt_tokens=12,
+    n_cached_tokens=8,
+    n_tokens=2,
+    n_rounds=2,
+    n_drafted=4,
+    n_accepted=1,
+    acceptance_rate=0.25,
+    mean_accepted_length=1.5,
+    accepted_by_depth=(1,),
+    drafted_by_depth=(4,),
+    tokens_per_s=2.5,
+    time_to_first_token_s=0.5,
+    prompt_s=0.5,
+    draft_s=0.25,
+    target_s=1.0,
+    loop_s=0.25,
+    wall_s=1.5,
+    undrafted=(
+        ReasonCount("nothing found", "nothing found to draft", 3),
+        ReasonCount("no room", "no room for a draft", 1),
+    ),
+)
+PIECES = [
+    Piece(
+        1, "é", "accepted", "model", -0.5, (TokenLogprob(1, "é", -0.5), TokenLogprob(3, "e", -1))
+    ),
+    Piece(9, "!", "accepted", "grammar"),
+    Piece(2, " b", "bonus", "target", -0.25, (TokenLogprob(2, " b", -0.25),)),
+]
+
+
+def body(kind: Kind, *, has_logprobs: bool = False) -> dict[str, Any]:
+    made = completion_body(
+        kind,
+        FINISHED,
+        PIECES,
+        identity="abc",
+        created=17,
+        model="m.gguf",
+        has_logprobs=has_logprobs,
+    )
+    assert json.loads(json.dumps(made, allow_nan=False)) == made
+    return made
+
+
+def test_the_body_of_a_chat() -> None:
+    made = body("chat")
+    assert made["object"] == "chat.completion"
+    assert made["id"] == "chatcmpl-abc"
+    assert (made["created"], made["model"]) == (17, "m.gguf")
+    (choice,) = made["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "é b"}
+    assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
+    assert made["usage"] == {
+        "prompt_tokens": 12,
+        "completion_tokens": 2,
+        "total_tokens": 14,
+        "prompt_tokens_details": {"cached_tokens": 8},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+    assert made["speculative"]["acceptance_rate"] == 0.25
+    assert made["timings"]["prompt_n"] == 4
+    assert made["timings"]["prompt_per_second"] == 8.0
+    assert made["timings"]["predicted_ms"] == 1000.0
+
+
+def test_the_body_counts_the_rounds_without_a_draft_by_reason() -> None:
+    assert body("chat")["timings"]["undrafted"] == [
+        {"reason": "nothing found", "text": "nothing found to draft", "n_rounds": 3},
+        {"reason": "no room", "text": "no room for a draft", "n_rounds": 1},
+    ]
+
+
+def test_the_counts_of_several_choices_add_up_by_reason() -> None:
+    one, other = body("chat"), body("chat")
+    other["timings"]["undrafted"] = [
+        {"reason": "no room", "text": "no room for a draft", "n_rounds": 4},
+        {"reason": "failed", "text": "the drafter has failed", "n_rounds": 1},
+    ]
+    merged = merged_bodies([one, other], n_for_each_prompt=2)
+    counts = [(each["reason"], each["n_rounds"]) for each in merged["timings"]["undrafted"]]
+    assert counts == [("no room", 5), ("nothing found", 3), ("failed", 1)]
+    assert merged["timings"]["draft_n"] == 8
+    assert one["timings"]["undrafted"][0]["n_rounds"] == 3  # the parts stay
+
+
+@pytest.mark.parametrize(
+    ("speedups", "expected"), [((2.0, 1.0), 1.75), ((None, 1.5), 1.5), ((None, None), None)]
+)
+def test_the_gain_of_several_choices_is_that_of_their_common_time(
+    speedups: tuple[float | None, ...], expected: float | None
+) -> None:
+    bodies = [body("chat"), body("chat")]
+    for part, speedup, milliseconds in zip(bodies, speedups, (300.0, 100.0), strict=True):
+        part["speculative"]["estimated_speedup"] = speedup
+        part["speculative"]["estimated_speedup_range"] = (
+            None if speedup is None else [speedup - 0.5, speedup + 0.5]
+        )
+        part["timings"]["predicted_ms"] = milliseconds
+    drafts = merged_bodies(bodies, 2)["speculative"]
+    assert drafts["estimated_speedup"] == expected
+    between = None if expected is None else [expected - 0.5, expected + 0.5]
+    assert drafts["estimated_speedup_range"] == between
+
+
+@pytest.mark.parametrize(
+    ("others_share", "expected"),
+    [(None, (1.5, [1.4, 1.6])), (0.1, (1.5, [1.4, 1.6])), (0.4, (None, None))],
+)
+def test_a_busy_machine_knows_no_gain(
+    others_share: float | None, expected: tuple[float | None, list[float] | None]
+) -> None:
+    drafts = speculative_figures(
+        dataclasses.replace(
+            FINISHED,
+            estimated_speedup=1.5,
+            estimated_speedup_range=(1.4, 1.6),
+            others_share=others_share,
+        )
+    )
+    assert (drafts["estimated_speedup"], drafts["estimated_speedup_range"]) == expected
+
+
+def test_the_body_of_a_text() -> None:
+    made = body("completion")
+    assert made["object"] == "text_completion"
+    assert made["choices"][0]["text"] == "é b"
+
+
+def test_log_probabilities_of_both() -> None:
+    content = body("chat", has_logprobs=True)["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == ["é", " b"]
+    assert content[0]["bytes"] == [0xC3, 0xA9]
+    assert [top["token"] for top in content[0]["top_logprobs"]] == ["é", "e"]
+    text = body("completion", has_logprobs=True)["choices"][0]["logprobs"]
+    assert text["tokens"] == ["é", " b"]
+    assert text["token_logprobs"] == [-0.5, -0.25]
+    assert text["text_offset"] == [0, 2]
+    assert text["top_logprobs"] == [{"é": -0.5, "e": -1}, {" b": -0.25}]
+
+
+HERMES_TEMPLATE = "{% if tools %}<tool_call>{% endif %}"
+
+
+def test_the_tools_that_may_be_called() -> None:
+    tools = [tool("a", description="A.", parameters={"required": ["x"]}), tool("b")]
+    request = chat(tools=tools)
+    assert request.tools is not None
+    assert request.tool_definitions[0]["function"] == {
+        "name": "a",
+        "description": "A.",
+        "parameters": {"type": "object", "properties": {}, "required": ["x"]},
+    }
+    assert not request.tools.must_call
+    assert chat(tools=tools, tool_choice="none").tools is None
+    named = chat(tools=tools, tool_choice=tool("b"))
+    assert named.tools is not None
+    assert [function.name for function in named.tools.callable] == ["b"]
+    assert len(named.tool_definitions) == 2
+
+
+def test_a_call_and_what_the_tool_answered() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "a", "arguments": '{"x": 1}'}}
+    broken = {"id": "c2", "type": "function", "function": {"name": "a", "arguments": "{"}}
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call, broken]},
+        {"role": "tool", "tool_call_id": "c1", "content": "7"},
+    ]
+    _, assistant, answer = chat(messages=turns).messages
+    calls = (ToolCall("c1", "a", {"x": 1}), ToolCall("c2", "a", "{"))
+    assert assistant == Message("assistant", "", calls)
+    assert answer == Message("tool", "7", tool_call_id="c1", name="a")
+    with pytest.raises(BodyError) as error:
+        with_call_form(chat(messages=turns), "{{ messages }}")
+    assert error.value.field == "messages"
+
+
+@pytest.mark.parametrize("written", ["", "{}"])
+def test_a_call_without_arguments(written: str) -> None:
+    assert arguments_of(written) == {}
+
+
+@pytest.mark.parametrize("written", ["[1]", "{", '{"x": "\\ud800"}', '{"x":' * 5000])
+def test_what_is_no_object_of_arguments_is_told_as_it_is(written: str) -> None:
+    assert arguments_of(written) == written
+
+
+def arguments_of(written: str) -> Any:
+    call = {"id": "c", "type": "function", "function": {"name": "a", "arguments": written}}
+    (message,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).messages
+    return message.tool_calls[0].arguments
+
+
+@pytest.mark.parametrize("template", [None, "{{ messages }}", "{{ tools }} <function="])
+def test_a_template_without_tools_is_refused(template: str | None) -> None:
+    with pytest.raises(BodyError) as error:
+        with_call_form(chat(tools=[tool("a")]), template)
+    assert error.value.field == "tools"
+    assert with_call_form(chat(), template) == chat()
+
+
+def test_a_grammar_keeps_what_has_to_be_a_call() -> None:
+    tools = [tool("a"), tool("b")]
+
+    def grammar(**body: Any) -> Grammar | None:
+        request = with_call_form(chat(tools=tools, **body), HERMES_TEMPLATE)
+        assert request.parser() is not None
+        return request.generation.grammar
+
+    assert grammar() is None
+    required = grammar(tool_choice="required")
+    assert required is not None
+    assert 'name\\": \\"b' in required.text
+    named = grammar(tool_choice=tool("a"))
+    assert named is not None
+    assert 'name\\": \\"b' not in named.text
+    either = grammar(json_schema={"const": "no"})
+    assert either is not None
+    assert '"no"' in either.text
+    assert "tool_call" in either.text
+    odd = tool("a")
+    odd["function"]["parameters"] = {"type": "object", "propertyNames": {"pattern": "^x"}}
+    asked = with_call_form(chat(tools=[odd], tool_choice="required"), HERMES_TEMPLATE)
+    (warning,) = asked.warnings
+    assert warning == "tools[0].function.parameters: no grammar can enforce propertyNames"
+    with pytest.raises(BodyError, match="excludes tools"):
+        grammar(grammar='root ::= "no"')
+    with pytest.raises(BodyError, match="ignore_eos"):
+        grammar(tool_choice="required", ignore_eos=True)

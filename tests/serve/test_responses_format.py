@@ -1,0 +1,412 @@
+"""Requests and answers in the form of the Responses API: what becomes of them in a chat, and back."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import openai.types.responses as api
+import pytest
+from pydantic import TypeAdapter
+
+from specgen.options import GenerationOptions, SamplerOptions
+from specgen.serve.formats.openai.body import BodyError
+from specgen.serve.formats.openai.request import Request, read_request, with_call_form
+from specgen.serve.formats.openai.translation import Translation
+from specgen.serve.formats.responses.request import translated_response_request
+from specgen.session.chat_template import Message, ToolCall
+from tests.helpers.responses import AGENT_BODY
+from tests.long_runs.mutated_json import mutated
+
+TEMPLATE = "{{ tools }} <tool_call> {{ enable_thinking }}"
+EVENT: TypeAdapter[Any] = TypeAdapter(api.ResponseStreamEvent)
+
+
+def translated(**body: Any) -> Translation:
+    return translated_response_request({"input": "hi", **body})
+
+
+def read(**body: Any) -> Request:
+    """The internal request, as the server makes it."""
+    translation = translated(**body)
+    try:
+        request = read_request("chat", translation.chat, SamplerOptions(), GenerationOptions())
+        request = with_call_form(request, TEMPLATE)
+    except BodyError as error:
+        raise translation.refusal(error) from None
+    warnings = translation.warnings_of(request.warnings)
+    assert all(warning.partition(":")[0] in warning for warning in warnings)
+    return request
+
+
+def warned(**body: Any) -> list[str]:
+    """The fields that warnings name."""
+    translation = translated(**body)
+    request = read_request("chat", translation.chat, SamplerOptions(), GenerationOptions())
+    request = with_call_form(request, TEMPLATE)
+    return [each.partition(":")[0] for each in translation.warnings_of(request.warnings)]
+
+
+def said(role: str, *texts: str) -> dict[str, Any]:
+    kind = "output_text" if role == "assistant" else "input_text"
+    return {"role": role, "content": [{"type": kind, "text": text} for text in texts]}
+
+
+def called(identity: str, name: str = "a", arguments: str = "{}") -> dict[str, Any]:
+    head = {"type": "function_call", "id": f"fc_{identity}", "call_id": identity}
+    return {**head, "name": name, "arguments": arguments}
+
+
+def returned(identity: str, output: Any) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": identity, "output": output}
+
+
+def test_a_text_and_instructions() -> None:
+    assert read().messages == (Message("user", "hi"),)
+    system, user = read(instructions="Be brief.").messages
+    assert (system, user) == (Message("system", "Be brief."), Message("user", "hi"))
+
+
+def test_messages_of_one_role_are_joined() -> None:
+    items = [
+        said("developer", "b"),
+        {"type": "message", **said("system", "c", "d")},
+        said("user", "e"),
+        {"role": "user", "content": "f"},
+        said("assistant", "g"),
+        said("developer", "late"),
+        said("user", "h"),
+    ]
+    assert read(instructions="a", input=items).messages == (
+        Message("system", "a\n\nb\n\ncd"),
+        Message("user", "e\n\nf"),
+        Message("assistant", "g"),
+        Message("user", "late\n\nh"),
+    )
+
+
+def test_calls_thoughts_and_texts_are_one_turn() -> None:
+    thought = {
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "so"}],
+    }
+    items = [
+        said("user", "x"),
+        thought,
+        said("assistant", "I look."),
+        called("c1", arguments='{"n": 1}'),
+        called("c2", name="b"),
+        returned("c1", "one"),
+        returned("c2", [{"type": "input_text", "text": "two"}]),
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "short"}]},
+        called("c3"),
+        returned("c3", ""),
+        {"type": "web_search_call", "id": "ws"},
+        said("user", "y"),
+    ]
+    assert read(input=items).messages == (
+        Message("user", "x"),
+        Message(
+            "assistant",
+            "I look.",
+            (ToolCall("c1", "a", {"n": 1}), ToolCall("c2", "b", {})),
+            reasoning="so",
+        ),
+        Message("tool", "one", tool_call_id="c1", name="a"),
+        Message("tool", "two", tool_call_id="c2", name="b"),
+        Message("assistant", "", (ToolCall("c3", "a", {}),), reasoning="short"),
+        Message("tool", "", tool_call_id="c3", name="a"),
+        Message("user", "y"),
+    )
+    assert warned(input=items) == ["input[10]"]
+
+
+def test_thoughts_without_an_answer_are_left_out() -> None:
+    lone = {"type": "reasoning", "summary": [], "encrypted_content": "another server's!"}
+    short = {**lone, "summary": [{"type": "summary_text", "text": "short"}]}
+    assert read(input=[lone, said("user", "x"), short]).messages == (Message("user", "x"),)
+
+
+def test_flat_tools() -> None:
+    weather = {"type": "function", "name": "weather", "description": "W.", "strict": False}
+    weather["parameters"] = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools = [
+        {"type": "web_search", "external_web_access": False},
+        weather,
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "x"}]},
+        {"type": "custom", "name": "patch", "format": {"type": "grammar"}},
+    ]
+    request = read(tools=tools)
+    assert request.tools is not None
+    assert [each.name for each in request.tools.functions] == ["weather", "patch"]
+    assert request.tools.functions[0].description == "W."
+    assert request.tools.functions[1].parameters["required"] == ["input"]
+    assert warned(tools=tools) == ["tools[0]", "tools[2]", "tools[3].format"]
+    assert read(tools=tools[:1], tool_choice="auto").tools is None
+    named = read(tools=tools, tool_choice={"type": "custom", "name": "patch"}).tools
+    assert named is not None
+    assert [each.name for each in named.callable] == ["patch"]
+    assert named.must_call
+    allowed = [{"type": "function", "name": "weather"}, {"type": "web_search"}]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
+    some = read(tools=tools, tool_choice=choice, parallel_tool_calls=False).tools
+    assert some is not None
+    assert [each.name for each in some.callable] == ["weather"]
+    assert not some.must_call
+    assert not some.is_parallel
+
+
+def test_the_form_of_the_answer() -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    form = {"type": "json_schema", "name": "form", "schema": schema, "strict": True}
+    grammar = read(text={"format": form}).generation.grammar
+    assert grammar is not None
+    assert '"n"' in grammar.text
+    assert read(text={"format": {"type": "json_object"}}).generation.grammar is not None
+    assert read(text={"format": {"type": "text"}}).generation.grammar is None
+    assert read(max_output_tokens=7).generation.max_tokens == 7
+    assert read(top_k=3, temperature=0.5, seed=1).sampling == SamplerOptions(
+        top_k=3, temperature=0.5, seed=1
+    )
+
+
+def test_effort_goes_to_the_template() -> None:
+    assert read(reasoning={"effort": "none"}).template_variables == {"enable_thinking": False}
+    assert warned(reasoning={"effort": "none"}) == []
+    assert warned(reasoning={"effort": "high", "summary": "auto"}) == ["reasoning.effort"]
+
+
+def test_what_is_ignored_is_mentioned() -> None:
+    asks: dict[str, Any] = {
+        "client_metadata": {"a": 1},
+        "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
+        "prompt_cache_key": "k",
+        "service_tier": "auto",
+        "truncation": "auto",
+        "store": True,
+        "text": {"verbosity": "low"},
+        "reasoning": {"summary": "detailed"},
+        "invented": 1,
+        "top_logprobs": 2,
+    }
+    expected = ["truncation", '"invented"', "top_logprobs", "reasoning.summary", "include"]
+    assert warned(**asks) == [*expected, "store", "text.verbosity"]
+    nothing = {**dict.fromkeys(asks), "store": False, "truncation": "disabled"}
+    assert warned(**nothing) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"n": 2}, "n"),
+        ({"messages": []}, "messages"),
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [1]}, "input[0]"),
+        ({"input": [{"type": 3}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "critic", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": "\ud800"}]}, "input[0].content"),
+        (
+            {"input": [said("user", "x"), {"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[1].content[0]",
+        ),
+        ({"input": [said("user", "x"), returned("c", "y")]}, "input[1].call_id"),
+        ({"input": [called("c"), returned("c", "\ud800")]}, "input[1].output"),
+        ({"input": [{**called("c"), "name": 3}]}, "input[0].name"),
+        ({"input": [called("c0"), {**called("c"), "arguments": 3}]}, "input[1].arguments"),
+        ({"input": [{**called("c"), "call_id": None}]}, "input[0].call_id"),
+        ({"input": [{"type": "reasoning", "content": 3}]}, "input[0].content"),
+        ({"instructions": ["x"]}, "instructions[0]"),
+        ({"max_output_tokens": "many"}, "max_output_tokens"),
+        ({"max_output_tokens": 3, "max_tokens": 3}, "max_tokens"),
+        ({"text": "json"}, "text"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"reasoning": "high"}, "reasoning"),
+        ({"reasoning": {"effort": 3}}, "reasoning.effort"),
+        ({"include": "x"}, "include"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"name": "a"}]}, "tools[0]"),
+        ({"tools": [{"type": "web_search"}, {"type": "function"}]}, "tools[1].name"),
+        (
+            {"tools": [{"type": "web_search"}, {"type": "function", "name": "a", "parameters": 3}]},
+            "tools[1].parameters",
+        ),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools"),
+        ({"temperature": -1}, "temperature"),
+        ({"metadata": {"a": "\ud800"}}, "metadata"),
+    ],
+    ids=str,
+)
+def test_what_would_change_the_meaning_is_refused(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(BodyError) as error:
+        read(**body)
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_a_changed_body_is_read_or_refused(chunk: int) -> None:
+    """No other exception leaves the reader: it would be a 500. Both happen."""
+    n_read = n_refused = 0
+    for seed in range(250 * chunk, 250 * (chunk + 1)):
+        try:
+            body = json.loads(mutated(AGENT_BODY, random.Random(seed)))
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(body, dict):
+            continue
+        body.pop("stream", None)
+        try:
+            translation = translated_response_request(body)
+            read_request("chat", translation.chat, SamplerOptions(), GenerationOptions())
+        except BodyError as error:
+            error.message.encode()
+            n_refused += 1
+            continue
+        json.dumps(translation.writer("7", 17, "m").begin(7))
+        n_read += 1
+    assert min(n_read, n_refused) > 20
+
+
+def test_an_agents_body() -> None:
+    request = read(**AGENT_BODY)
+    assert [message.role for message in request.messages] == [
+        *("system", "user", "assistant", "tool", "assistant", "tool")
+    ]
+    assert request.messages[2].reasoning == "I have to look."
+    assert request.template_variables == {"enable_thinking": False}
+
+
+# --- answers
+
+FIGURES: dict[str, Any] = {
+    "usage": {
+        "prompt_tokens": 12,
+        "completion_tokens": 5,
+        "total_tokens": 17,
+        "prompt_tokens_details": {"cached_tokens": 8},
+        "completion_tokens_details": {"reasoning_tokens": 2},
+    },
+    "warnings": ["store: ignored"],
+}
+
+
+def call_delta(name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"tool_calls": [{"id": "call_1", "type": "function", "function": function}]}
+
+
+DELTAS = (
+    {"role": "assistant", "content": ""},
+    {"reasoning_content": "I "},
+    {"reasoning_content": "see"},
+    {"content": "So"},
+    {"content": " be it"},
+    call_delta("a", '{"n": 1}'),
+    call_delta("patch", '{"input": "+x"}'),
+)
+
+
+def events_of(
+    deltas: tuple[dict[str, Any], ...], finish_reason: str = "tool_calls", **body: Any
+) -> list[dict[str, Any]]:
+    tools = [{"type": "custom", "name": "patch"}, {"type": "function", "name": "a"}]
+    writer = translated(tools=tools, **body).writer("7", 17, "m")
+    events = writer.begin(7)
+    for delta in deltas:
+        events += writer.feed({"choices": [{"delta": delta, "finish_reason": None}]})
+    last = {"choices": [{"delta": {}, "finish_reason": finish_reason}], **FIGURES}
+    events += writer.feed(last)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    for event in events:
+        EVENT.validate_python(json.loads(json.dumps(event)))
+    return events
+
+
+def test_the_events_of_an_answer() -> None:
+    events = events_of(DELTAS, include=["reasoning.encrypted_content"], metadata={"a": "b"})
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    text = ["output_item.added", "content_part.added"]
+    end = ["content_part.done", "output_item.done"]
+    call = ["output_item.added", "{0}.delta", "{0}.done", "output_item.done"]
+    assert kinds == [
+        *("created", "in_progress"),
+        *(*text, *["reasoning_text.delta"] * 2, "reasoning_text.done", *end),
+        *(*text, *["output_text.delta"] * 2, "output_text.done", *end),
+        *(each.format("function_call_arguments") for each in call),
+        *(each.format("custom_tool_call_input") for each in call),
+        "completed",
+    ]
+    response = events[-1]["response"]
+    done = [each["item"] for each in events if each["type"] == "response.output_item.done"]
+    assert response["output"] == done
+    assert [item["type"] for item in done] == [
+        *("reasoning", "message", "function_call", "custom_tool_call")
+    ]
+    assert done[0]["content"][0]["text"] == "I see"
+    assert done[1]["content"][0]["text"] == "So be it"
+    assert (done[2]["call_id"], done[2]["arguments"]) == ("call_1", '{"n": 1}')
+    assert done[3]["input"] == "+x"
+    assert len({item["id"] for item in done}) == 4
+    for event in events:
+        if "item_id" in event:
+            assert event["item_id"] == done[event["output_index"]]["id"]
+    assert response["usage"] == {
+        "input_tokens": 12,
+        "input_tokens_details": {"cached_tokens": 8, "cache_write_tokens": 0},
+        "output_tokens": 5,
+        "output_tokens_details": {"reasoning_tokens": 2},
+        "total_tokens": 17,
+    }
+    assert response["warnings"] == ["store: ignored"]
+    assert (response["metadata"], response["status"]) == ({"a": "b"}, "completed")
+    # What a client sends back is the turn as it was.
+    (turn,) = read(input=done).messages
+    calls = (ToolCall("call_1", "a", {"n": 1}), ToolCall("call_1", "patch", {"input": "+x"}))
+    assert turn == Message("assistant", "So be it", calls, reasoning="I see")
+    hidden = [{**done[0], "content": None}, *done[1:]]
+    assert read(input=hidden).messages == (turn,)
+
+
+def test_a_whole_answer_has_the_items_of_the_events() -> None:
+    streamed = events_of(DELTAS)[-1]["response"]
+    message = {
+        "content": "So be it",
+        "reasoning_content": "I see",
+        "tool_calls": [call for delta in DELTAS[-2:] for call in delta["tool_calls"]],
+    }
+    tools = [{"type": "custom", "name": "patch"}, {"type": "function", "name": "a"}]
+    writer = translated(tools=tools).writer("7", 17, "m")
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
+    assert writer.whole({"choices": [choice], **FIGURES}) == streamed
+    assert api.Response.model_validate(streamed).output_text == "So be it"
+
+
+def test_an_answer_that_was_cut_is_incomplete() -> None:
+    last = events_of(({"content": "So"},), "length")[-1]
+    assert last["type"] == "response.incomplete"
+    assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert last["response"]["output"][0]["status"] == "incomplete"
+
+
+def test_an_empty_answer_has_an_item() -> None:
+    (item,) = events_of((), "stop")[-1]["response"]["output"]
+    assert item["content"][0]["text"] == ""
+
+
+def test_a_failure_ends_the_events() -> None:
+    writer = translated().writer("7", 17, "m")
+    writer.begin(7)
+    (event,) = writer.feed({"error": {"message": "lost", "type": "server_error"}})
+    EVENT.validate_python(event)
+    assert event["type"] == "response.failed"
+    assert event["response"]["error"]["message"] == "lost"

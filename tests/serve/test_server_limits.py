@@ -1,0 +1,436 @@
+"""What the server does not let a request do to it, or to other requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from specgen.errors import BackendError
+from specgen.llama import LlamaVocabulary
+from specgen.serve.server.jobs import AnswerRequest, EngineThread
+from specgen.serve.server.metrics import Metrics, ServerMetrics
+from specgen.serve.server.options import Limits, ServerOptions
+from specgen.session.engine import Engine
+from specgen.session.loaded_models import Models
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny.config import CHATML_TEMPLATE
+from tests.helpers.server import N_CTX, PATIENCE_S, Running, running, session_of, wait_until
+
+LIMITS = Limits(
+    body_bytes=200_000,
+    prompt_tokens=100,
+    answer_tokens=40,
+    n_answers=3,
+    n_waiting=2,
+    client_s=0.5,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = TinyConfig(
+        logit_scale=6.0, chat_template=CHATML_TEMPLATE, unprintable_scale=0.0, n_ctx_train=8192
+    )
+    return write_tiny_model(tmp_path_factory.mktemp("limits") / "target.gguf", config)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Running]:
+    with running(session_of(model), ServerOptions(port=0, limits=LIMITS), n_parallel=1) as server:
+        yield server
+
+
+def test_a_body_that_is_too_large(server: Running) -> None:
+    found = server.http.post("/v1/completions", content=b" " * 200_001)
+    assert found.status_code == 413
+    assert found.json()["error"]["code"] == "request_too_large"
+
+    def pieces() -> Iterator[bytes]:  # without a Content-Length
+        yield from [b" " * 50_000] * 5
+
+    assert server.http.post("/v1/completions", content=pieces()).status_code == 413
+
+
+def test_a_prompt_that_is_too_long(server: Running) -> None:
+    found = server.post("/v1/completions", prompt="x" * 150)
+    assert found.status_code == 400
+    assert "100 are allowed" in found.json()["error"]["message"]
+
+
+def test_an_answer_is_cut(server: Running) -> None:
+    for fields in ({}, {"max_tokens": 1000}, {"max_tokens": -1}):
+        body = server.post("/v1/completions", prompt="x", ignore_eos=True, **fields).json()
+        assert body["usage"]["completion_tokens"] <= 40
+    body = server.post("/v1/completions", prompt="x", ignore_eos=True, max_tokens=1000).json()
+    assert body["usage"]["completion_tokens"] == 40
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+def test_too_many_answers_to_one_request(server: Running) -> None:
+    found = server.post("/v1/completions", prompt=["a", "b"], n=2)
+    assert found.status_code == 400
+    assert found.json()["error"]["param"] == "n"
+
+
+def test_a_full_queue(server: Running) -> None:
+    with ThreadPoolExecutor() as pool:
+        with server.standing_still():
+            waiting = [
+                pool.submit(server.post, "/v1/completions", prompt="x", max_tokens=4)
+                for _ in range(3)
+            ]
+            wait_until(lambda: server.metric("requests_deferred") == 2, "the queue")
+            assert server.metric("requests_processing") == 1
+            with server.client as client, pytest.raises(openai.RateLimitError) as caught:
+                client.completions.create(model="any", prompt="x", max_tokens=4)
+            assert int(caught.value.response.headers["Retry-After"]) >= 1
+            assert caught.value.code == "queue_full"
+            assert server.http.get("/health").status_code == 200
+        assert [each.result().status_code for each in waiting] == [200, 200, 200]
+    assert server.post("/v1/completions", prompt="x", max_tokens=4).status_code == 200
+
+
+def test_a_body_that_does_not_come(server: Running) -> None:
+    with _connected(server) as slow:
+        slow.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 50\r\n\r\n{"
+        )
+        assert b" 408 " in slow.recv(100)
+    assert server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 200
+
+
+def test_a_time_limit_ends_an_answer(model: Path) -> None:
+    options = ServerOptions(port=0, limits=Limits(request_s=0.3))
+    with running(session_of(model, max_tokens=-1), options) as server:
+        with ThreadPoolExecutor() as pool:
+            with server.standing_still():
+                late = pool.submit(server.post, "/v1/completions", prompt="x", ignore_eos=True)
+                wait_until(lambda: server.metric("requests_processing") == 1, "the request")
+                time.sleep(0.4)
+            found = late.result()
+        assert found.status_code == 200
+        assert found.json()["choices"][0]["finish_reason"] == "length"
+        assert found.json()["usage"]["completion_tokens"] < 200
+        wait_until(lambda: server.engine.is_idle, "the end")
+
+
+def test_a_client_that_does_not_read(model: Path) -> None:
+    """Others are answered meanwhile, and in the end it is let go of, with its answers."""
+    options = ServerOptions(port=0, limits=Limits(client_s=1.0))
+    with (
+        running(session_of(model, max_tokens=-1), options, n_parallel=2, n_ctx=8192) as server,
+        _connected(server, n_received=4096) as slow,
+    ):
+        # The most that can be said of each token, so that it does not fit the system's buffers.
+        _ask(slow, prompt="x", ignore_eos=True, stream=True, logprobs=100)
+        wait_until(lambda: server.metric("requests_processing") == 1, "the request")
+        fast = server.post("/v1/completions", prompt="the cat", max_tokens=8)
+        assert fast.status_code == 200
+        wait_until(lambda: server.metric("requests_processing") == 0, "the end of the answer")
+        assert server.metric('answers_total{finish_reason="interrupted"}') == 1
+        # One connection is the test's own.
+        wait_until(lambda: len(server.server.server_state.connections) == 1, "its end")
+
+
+def test_clients_that_go_away(model: Path) -> None:
+    with running(session_of(model, max_tokens=-1), n_parallel=2, n_ctx=8192) as server:
+        for streams in (True, False):
+            with _connected(server) as gone:
+                _ask(gone, prompt="x", ignore_eos=True, stream=streams)
+                wait_until(lambda: server.metric("requests_processing") == 1, "the request")
+            wait_until(lambda: server.metric("requests_processing") == 0, "the end of the answer")
+        assert server.metric('answers_total{finish_reason="interrupted"}') == 2
+        assert server.metric("tokens_predicted_total") < 2 * 7000
+
+
+def test_a_client_that_goes_away_while_it_waits(model: Path) -> None:
+    with running(session_of(model), n_parallel=1) as server, ThreadPoolExecutor() as pool:
+        with server.standing_still():
+            first = pool.submit(server.post, "/v1/completions", prompt="x")
+            wait_until(lambda: server.metric("requests_processing") == 1, "the first")
+            with _connected(server) as gone:
+                _ask(gone, prompt="y")
+                wait_until(lambda: server.metric("requests_deferred") == 1, "the second")
+        assert first.result().status_code == 200
+        wait_until(lambda: server.metric("requests_processing") == 0, "the end")
+
+
+# --- who may use it
+
+
+def test_keys(model: Path) -> None:
+    options = ServerOptions(port=0, api_keys=("first", "second"))
+    with running(session_of(model), options) as server:
+        for key in ("first", "second"):
+            with server.client.with_options(api_key=key) as client:
+                assert client.models.list().data
+        with (
+            server.client.with_options(api_key="third") as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            client.models.list()
+        with httpx.Client(base_url=server.url) as nobody:
+            for path in ("/v1/models", "/metrics", "/slots", "/props"):
+                assert nobody.get(path).status_code == 401
+            for path in ("/health", "/", "/page/page.js"):
+                assert nobody.get(path).status_code == 200
+            for header in (
+                "first",
+                "Basic first",
+                "Bearer",
+                "Bearer firs",
+                "Bearer \xff",
+            ):
+                found = nobody.get(
+                    "/v1/models", headers=[(b"Authorization", header.encode("latin"))]
+                )
+                assert found.status_code == 401
+
+
+def test_pages_from_elsewhere(server: Running) -> None:
+    get = server.http.get
+    own = server.url.removeprefix("http://")
+    assert get("/v1/models", headers={"Origin": server.url}).status_code == 200
+    assert get("/v1/models", headers={"Origin": "https://example.org"}).status_code == 403
+    assert get("/v1/models", headers={"Origin": "http://["}).status_code == 403
+    assert get("/v1/models", headers={"Host": "evil.example"}).status_code == 403
+    assert get("/v1/models", headers={"Host": own}).status_code == 200
+    assert get("/v1/models", headers={"Host": f"localhost:{own.split(':')[1]}"}).status_code == 200
+    assert "access-control-allow-origin" not in get("/v1/models").headers
+
+
+def test_pages_that_are_allowed(model: Path) -> None:
+    origin = "https://example.org"
+    with running(session_of(model), ServerOptions(port=0, cors_origins=(origin,))) as server:
+        found = server.http.get("/v1/models", headers={"Origin": origin})
+        assert found.headers["access-control-allow-origin"] == origin
+        asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        assert server.http.options("/v1/chat/completions", headers=asked).status_code == 200
+        other = {"Origin": "https://example.com"}
+        assert server.http.get("/v1/models", headers=other).status_code == 403
+
+
+def test_no_response_tells_a_path(server: Running, model: Path) -> None:
+    texts = [server.http.get(path).text for path in ("/props", "/v1/models", "/metrics", "/slots")]
+    texts.append(server.post("/v1/completions", prompt="x", max_tokens=2).text)
+    texts.append(server.post("/v1/completions", prompt="x" * 150).text)
+    for text in texts:
+        assert str(model.parent) not in text
+
+
+def _connected(server: Running, n_received: int | None = None) -> socket.socket:
+    """A connection; `n_received` is the size of its buffer, in bytes."""
+    host, port = server.url.removeprefix("http://").split(":")
+    made = socket.socket()
+    if n_received is not None:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, n_received)
+    made.settimeout(60)
+    made.connect((host, int(port)))
+    return made
+
+
+def _ask(connection: socket.socket, **fields: Any) -> None:
+    """Send a request, and do not wait for the response."""
+    body = json.dumps(fields)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}"
+    connection.sendall(f"{head}\r\n\r\n{body}".encode())
+
+
+def test_a_bug_in_the_engines_thread_ends_the_server(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with running(session_of(model)) as server:
+        monkeypatch.setattr(Metrics, "count_events", fail)
+        found = server.post("/v1/completions", prompt="x")
+        assert found.status_code == 500
+        wait_until(lambda: isinstance(server.server.failure, ZeroDivisionError), "the failure")
+        wait_until(lambda: not server.thread.is_alive(), "the end")
+
+
+def _events(thread: EngineThread, loaded: Models) -> list[Any]:
+    """Submit an answer and return all its events."""
+
+    async def ask() -> list[Any]:
+        prompt = loaded.prompts.of_text("x", chat=False)
+        request = AnswerRequest(prompt, loaded.options.sampler, loaded.options.generation)
+        job = thread.submit([request], asyncio.get_running_loop())
+        return [event async for _, event in job.events()]
+
+    return asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
+
+
+def test_an_engine_that_has_failed_takes_no_answers(model: Path) -> None:
+    def fail(_begins: bool) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with (
+        session_of(model) as loaded,
+        EngineThread(Engine(loaded, n_ctx=N_CTX), Metrics(ServerMetrics(), "x"), 4, fail) as thread,
+    ):
+        (error,) = _events(thread, loaded)
+        assert isinstance(error, BackendError)
+        assert isinstance(thread.failure, ZeroDivisionError)
+        for _ in range(2):
+            with pytest.raises(BackendError, match="the engine has failed"):
+                _events(thread, loaded)
+        assert thread.n_open == 0
+
+
+def test_an_engine_that_is_closed_ends_its_answers(model: Path) -> None:
+    with session_of(model) as loaded, Engine(loaded, n_ctx=N_CTX) as engine:
+        closing: list[threading.Thread] = []
+
+        def close(_begins: bool) -> None:  # while the answer begins
+            if not closing:
+                closing.append(threading.Thread(target=thread.__exit__))
+                closing[0].start()
+                time.sleep(0.1)
+
+        thread = EngineThread(engine, Metrics(ServerMetrics(), "x"), 4, close)
+        with thread:
+            *_, error = _events(thread, loaded)
+            assert "the engine is closed" in error.message
+            closing[0].join()
+            assert thread.n_open == 0
+            with pytest.raises(BackendError, match="the engine is closed"):
+                _events(thread, loaded)
+
+
+# --- connections and preparations
+
+
+def test_a_head_that_does_not_come(server: Running) -> None:
+    """Neither a silent connection nor one that sends a head byte by byte is kept."""
+    for pieces in ([], [b"GET /health HTTP/1.1\r\n"], [b"GET / HTTP/1.1\r\n", *[b"A: b\r\n"] * 40]):
+        with _connected(server) as slow:
+            for piece in pieces:
+                try:
+                    slow.sendall(piece)
+                except OSError:  # it is closed already
+                    break
+                time.sleep(0.05)
+            assert _is_closed(slow)
+
+
+def test_a_kept_connection_has_the_time_for_a_head_again(server: Running) -> None:
+    with _connected(server) as kept:
+        for _ in range(2):
+            kept.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            data = b""
+            while not data.endswith(b"}"):  # the body may come apart from the head
+                data += kept.recv(1000) or pytest.fail("closed")
+            assert b" 200 " in data
+        kept.sendall(b"GET /health HTTP/1.1\r\n")
+        assert _is_closed(kept)
+
+
+def test_connections_without_requests_lock_nobody_out(model: Path) -> None:
+    limits = Limits(n_connections=8)
+    with (
+        running(session_of(model), ServerOptions(port=0, limits=limits)) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        idle = [stack.enter_context(_connected(server)) for _ in range(30)]
+        for number, each in enumerate(idle[8:]):
+            if number % 2:
+                with contextlib.suppress(OSError):
+                    each.sendall(
+                        b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n"
+                    )
+        assert server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 200
+        assert len(server.server.server_state.connections) <= limits.n_connections + 1
+        assert _is_closed(idle[0])
+
+
+def test_a_request_is_refused_if_all_connections_are_being_answered(model: Path) -> None:
+    limits = Limits(n_connections=2, n_waiting=8)
+    with (
+        running(session_of(model), ServerOptions(port=0, limits=limits)) as server,
+        contextlib.ExitStack() as stack,
+        server.standing_still(),
+    ):
+        server.http.close()
+        for _ in range(2):
+            _ask(stack.enter_context(_connected(server)), prompt="x", max_tokens=2)
+        wait_until(lambda: len(server.server.server_state.tasks) == 2, "the requests")
+        late = stack.enter_context(_connected(server))
+        _ask(late, prompt="x", max_tokens=2)
+        assert b" 503 " in late.recv(100)
+
+
+def test_a_prompt_with_too_many_bytes_is_not_tokenized(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenized: list[int] = []
+    tokenize = LlamaVocabulary.tokenize
+
+    def watched(self: LlamaVocabulary, text: str, **how: bool) -> list[int]:
+        tokenized.append(len(text))
+        return tokenize(self, text, **how)
+
+    with running(session_of(model)) as server:
+        monkeypatch.setattr(LlamaVocabulary, "tokenize", watched)
+        message = [{"role": "user", "content": "x" * 100_000}]
+        for found in (
+            server.post("/v1/completions", prompt="x" * 100_000),
+            server.post("/v1/chat/completions", messages=message),
+        ):
+            assert found.status_code == 400
+            assert found.json()["error"]["code"] == "context_length_exceeded"
+        assert max(tokenized, default=0) < 1000
+
+
+@pytest.mark.parametrize(
+    "long", [{"content": "x" * 300_000}, {"content": "x", "grammar": "", "with_pieces": True}]
+)
+def test_long_preparations_hold_up_no_short_one(
+    model: Path, monkeypatch: pytest.MonkeyPatch, long: dict[str, Any]
+) -> None:
+    begun, go_on = threading.Semaphore(0), threading.Event()
+    tokenize = LlamaVocabulary.tokenize
+
+    def slow(self: LlamaVocabulary, text: str, **how: bool) -> list[int]:
+        if text == long["content"]:
+            begun.release()
+            go_on.wait()
+        return tokenize(self, text, **how)
+
+    with running(session_of(model)) as server, ThreadPoolExecutor(8) as pool:
+        monkeypatch.setattr(LlamaVocabulary, "tokenize", slow)
+        try:
+            waiting = [pool.submit(server.post, "/tokenize", **long) for _ in range(8)]
+            assert begun.acquire(timeout=60)
+            assert begun.acquire(timeout=60)
+            found = server.post("/v1/completions", prompt="the cat", max_tokens=2)
+            assert found.status_code == 200
+            assert not any(each.done() for each in waiting)
+        finally:
+            go_on.set()
+        assert [each.result().status_code for each in waiting] == [200] * 8
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Wait until the server has closed a connection, and drop what comes before."""
+    try:
+        while connection.recv(1000):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,284 @@
+"""Anthropic's Messages API through the server, as its own client sees it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message
+
+from specgen.serve.server.options import Limits, ServerOptions
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.server import Running, running, session_of
+from tests.serve.test_server_tools import TEMPLATE
+
+PARAMETERS: Any = {
+    "type": "object",
+    "properties": {"unit": {"type": "string", "enum": ["m", "ft"]}},
+    "required": ["unit"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"name": name, "description": f"a {name}", "input_schema": PARAMETERS}
+    for name in ("weather", "length")
+]
+TURNS: Any = [{"role": "user", "content": "the cat is in the"}]
+#: What the template writes when it may think.
+THINKING = "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    config = TinyConfig(
+        logit_scale=6.0,
+        chat_template=TEMPLATE.replace(
+            "assistant\n{% endif -%}", f"assistant\n{THINKING}{{% endif -%}}"
+        ),
+        control_tokens=("<tool_call>", "</tool_call>"),
+        n_ctx_train=2048,
+        unprintable_scale=0.0,
+    )
+    target = write_tiny_model(tmp_path_factory.mktemp("messages") / "target.gguf", config)
+    with running(session_of(target, max_tokens=200), n_ctx=1024) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[anthropic.Anthropic]:
+    with client_of(server) as client:
+        yield client
+
+
+def client_of(server: Running, key: str = "none") -> anthropic.Anthropic:
+    """A client that does not ask again by itself."""
+    return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0)
+
+
+def text_of(answer: Message) -> str:
+    """The text of an answer that is nothing else."""
+    (block,) = answer.content
+    assert block.type == "text"
+    return block.text
+
+
+def test_a_text_whole_and_streamed(client: anthropic.Anthropic, server: Running) -> None:
+    asked: Any = {
+        "model": "any",
+        "max_tokens": 12,
+        "messages": TURNS,
+        "thinking": {"type": "disabled"},
+    }
+    whole = client.messages.create(**asked)
+    assert whole.role == "assistant"
+    assert (whole.stop_reason, whole.stop_sequence) == ("max_tokens", None)
+    assert whole.usage.output_tokens == 12
+    with client.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    assert text_of(streamed) == text_of(whole)
+    assert streamed.stop_reason == "max_tokens"
+    # The prompt is in the cache now, but for its last token at least.
+    cached = streamed.usage.cache_read_input_tokens or 0
+    assert cached > 0
+    assert cached + streamed.usage.input_tokens == whole.usage.input_tokens + (
+        whole.usage.cache_read_input_tokens or 0
+    )
+    chat = server.post(
+        "/v1/chat/completions",
+        messages=TURNS,
+        max_tokens=12,
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    assert chat.json()["choices"][0]["message"]["content"] == text_of(whole)
+
+
+def test_the_events_of_a_stream(server: Running) -> None:
+    response = server.post("/v1/messages?beta=true", max_tokens=3, messages=TURNS, stream=True)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = [part.split("\n") for part in response.text.strip().split("\n\n")]
+    values = [json.loads(data.removeprefix("data: ")) for _, data in events]
+    assert [name.removeprefix("event: ") for name, _ in events] == [each["type"] for each in values]
+    assert values[0]["message"]["usage"]["input_tokens"] > 0
+    kinds = list(dict.fromkeys(each["type"] for each in values))
+    assert kinds == [
+        "message_start",
+        "ping",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "length"}])
+def test_calls_whole_and_streamed(client: anthropic.Anthropic, choice: Any) -> None:
+    asked: Any = {"model": "any", "max_tokens": 200, "messages": TURNS, "tools": TOOLS}
+    asked["tool_choice"] = {**choice, "disable_parallel_tool_use": True}
+    whole = client.messages.create(**asked)
+    (call,) = whole.content
+    assert call.type == "tool_use"
+    assert whole.stop_reason == "tool_use"
+    assert call.name in (choice.get("name", "weather"), "length")
+    assert call.input in ({"unit": "m"}, {"unit": "ft"})
+    with client.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    (again,) = streamed.content
+    assert again.type == "tool_use"
+    assert (again.name, again.input) == (call.name, call.input)
+    assert streamed.stop_reason == "tool_use"
+    assert call.id != again.id
+    # What came back goes in again, with a result.
+    turns: Any = [*TURNS, {"role": "assistant", "content": whole.content}]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "7"}
+    turns.append({"role": "user", "content": [result]})
+    more = client.messages.create(model="any", max_tokens=4, tools=TOOLS, messages=turns)
+    assert more.usage.output_tokens > 0
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_nothing_of_a_cut_call_is_text(client: anthropic.Anthropic, streams: bool) -> None:
+    asked: Any = {"model": "any", "max_tokens": 8, "messages": TURNS, "tools": TOOLS}
+    asked["tool_choice"] = {"type": "any"}
+    if streams:
+        with client.messages.stream(**asked) as stream:
+            answer = stream.get_final_message()
+    else:
+        answer = client.messages.create(**asked)
+    assert answer.content == []
+    assert answer.stop_reason == "max_tokens"
+
+
+def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
+    asked: Any = {
+        "model": "any",
+        "max_tokens": 30,
+        "messages": TURNS,
+        "thinking": {"type": "disabled"},
+    }
+    text = text_of(client.messages.create(**asked))
+    stop = text[5:8]
+    whole = client.messages.create(**asked, stop_sequences=[stop, "never"])
+    assert (whole.stop_reason, whole.stop_sequence) == ("stop_sequence", stop)
+    assert text_of(whole) == text[: text.index(stop)]
+    with client.messages.stream(**asked, stop_sequences=[stop]) as stream:
+        streamed = stream.get_final_message()
+    assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", stop)
+
+
+def test_thoughts_are_blocks_of_their_own(client: anthropic.Anthropic) -> None:
+    asked: Any = {
+        "model": "any",
+        "max_tokens": 6,
+        "messages": TURNS,
+        "thinking": {"type": "adaptive"},
+    }
+    (thought,) = client.messages.create(**asked).content
+    assert thought.type == "thinking"
+    with client.messages.stream(**asked) as stream:
+        (streamed,) = stream.get_final_message().content
+    assert streamed.type == "thinking"
+    assert streamed.thinking == thought.thinking
+
+
+def test_a_format_is_kept(client: anthropic.Anthropic) -> None:
+    form: Any = {"type": "json_schema", "schema": PARAMETERS}
+    answer = client.messages.create(
+        model="any", max_tokens=100, messages=TURNS, output_config={"format": form}
+    )
+    assert json.loads(text_of(answer))["unit"] in ("m", "ft")
+
+
+def test_more_tokens_than_fit_are_cut_to_what_fits(client: anthropic.Anthropic) -> None:
+    turns: Any = [{"role": "user", "content": "x " * 480}]
+    answer = client.messages.create(model="any", max_tokens=64_000, messages=turns, timeout=60)
+    assert answer.stop_reason in ("max_tokens", "end_turn")
+
+
+def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
+    asked: Any = {"model": "any", "messages": TURNS, "system": "Be short.", "tools": TOOLS}
+    counted = client.messages.count_tokens(**asked).input_tokens
+    usage = client.messages.create(**asked, max_tokens=1).usage
+    assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    many: Any = [{"role": "user", "content": "x " * 3000}]
+    assert client.messages.count_tokens(model="any", messages=many).input_tokens > 3000
+
+
+def test_what_is_not_enforced_or_lacking_is_told(server: Running) -> None:
+    schema = {**PARAMETERS, "propertyNames": {"pattern": "^u"}}
+    tools = [
+        {"type": "web_search_20250305", "name": "web_search"},
+        {"name": "a", "input_schema": schema},
+    ]
+    response = server.post(
+        "/v1/messages",
+        max_tokens=200,
+        messages=TURNS,
+        tools=tools,
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        mcp_servers=[{}],
+        metadata={"user_id": "x"},
+        context_management={"edits": []},
+    )
+    assert response.json()["stop_reason"] == "tool_use"
+    assert [warning.partition(":")[0] for warning in response.json()["warnings"]] == [
+        '"mcp_servers"',
+        "tools[0]",
+        "tools[1].input_schema",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "documents"),
+        ({"messages": [*TURNS, {"role": "assistant", "content": "A"}]}, "end with a user"),
+        ({"messages": TURNS, "extra_body": {"temperature": "hot"}}, "temperature"),
+        ({"messages": TURNS, "stop_sequences": [1]}, "stop_sequences"),
+        ({"messages": TURNS, "tools": [{"name": "a b"}]}, r"tools\[0\].name"),
+        ({"messages": TURNS, "thinking": "yes"}, "thinking"),
+        ({"messages": TURNS, "tool_choice": {"type": "any"}}, "tool_choice"),
+    ],
+)
+def test_refusals_have_the_form_of_the_api(
+    client: anthropic.Anthropic, body: Any, named: str
+) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=named) as error:
+        client.messages.create(model="any", max_tokens=4, **body)
+    assert error.value.body["type"] == "error"  # type: ignore[index]
+    assert error.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_words_that_agents_know(
+    client: anthropic.Anthropic,
+) -> None:
+    turns: Any = [{"role": "user", "content": "x " * 3000}]
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        client.messages.create(model="any", max_tokens=4, messages=turns)
+
+
+def test_keys_and_other_errors(tmp_path_factory: pytest.TempPathFactory) -> None:
+    target = write_tiny_model(
+        tmp_path_factory.mktemp("keys") / "target.gguf", TinyConfig(chat_template=TEMPLATE)
+    )
+    options = ServerOptions(port=0, api_keys=("secret",), limits=Limits(body_bytes=2000))
+    with running(session_of(target), options) as server:
+        with client_of(server, "secret") as client:
+            assert client.messages.create(model="any", max_tokens=1, messages=TURNS).content
+            with pytest.raises(anthropic.APIStatusError) as error:
+                client.messages.create(
+                    model="any", max_tokens=1, messages=[{"role": "user", "content": "x" * 3000}]
+                )
+            assert error.value.body["error"]["type"] == "request_too_large"  # type: ignore[index]
+        with (
+            client_of(server, "wrong") as client,
+            pytest.raises(anthropic.AuthenticationError) as refused,
+        ):
+            client.messages.create(model="any", max_tokens=1, messages=TURNS)
+        assert refused.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+        missing = server.http.get("/v1/messages/batches").json()
+        assert (missing["type"], missing["error"]["type"]) == ("error", "not_found_error")

@@ -1,0 +1,524 @@
+"""The server as OpenAI's own client sees it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import string
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from llm.default_plugins.openai_models import Chat
+
+from specgen.errors import PromptError
+from specgen.serve.server.errors import RequestError
+from specgen.session.engine import generate
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny.config import CHATML_TEMPLATE, INFILL_TOKENS
+from tests.helpers.server import Running, running, session_of, wait_until
+
+MESSAGES: Any = [{"role": "user", "content": "the cat is in the"}]
+PROMPT = "the cat is in the house of"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("server")
+    config = TinyConfig(
+        logit_scale=6.0,
+        chat_template=CHATML_TEMPLATE,
+        control_tokens=INFILL_TOKENS,
+        n_ctx_train=512,
+        unprintable_scale=0.0,
+    )
+    target = write_tiny_model(folder / "target.gguf", config)
+    draft = write_tiny_model(folder / "draft.gguf", config.draft(0.05))
+    with running(session_of(target, draft)) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with server.client as client:
+        yield client
+
+
+def said(server: Running, prompt: Any) -> str:
+    """What the target alone answers."""
+    with session_of(server.loaded.options.target, "none") as plain:
+        *_, last = generate(plain, prompt)
+        text: str = last.text  # type: ignore[union-attr]
+        return text
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "target"
+    assert client.models.retrieve("target").id == "target"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
+
+
+def test_a_chat(server: Running, client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="any", messages=MESSAGES)
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == said(
+        server, server.loaded.prompts.of_text(MESSAGES[0]["content"])
+    )
+    assert choice.finish_reason in ("stop", "length")
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_a_streamed_chat_says_the_same(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="any", messages=MESSAGES)
+    *chunks, last = client.chat.completions.create(model="any", messages=MESSAGES, stream=True)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    assert last.choices[0].finish_reason == whole.choices[0].finish_reason
+    assert last.usage is not None
+    assert whole.usage is not None
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert {chunk.id for chunk in chunks} == {last.id}
+
+
+def test_usage_in_a_chunk_of_its_own(client: openai.OpenAI) -> None:
+    *chunks, last = client.chat.completions.create(
+        model="any", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+    )
+    assert last.choices == []
+    assert last.usage is not None
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_a_completion(server: Running, client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="any", prompt=PROMPT, max_tokens=12)
+    expected = said(server, server.loaded.prompts.of_text(PROMPT, chat=False))
+    assert answer.choices[0].text
+    assert expected.startswith(answer.choices[0].text)
+    chunks = list(client.completions.create(model="any", prompt=PROMPT, max_tokens=12, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == answer.choices[0].text
+
+
+def test_tokens_as_a_prompt(server: Running, client: openai.OpenAI) -> None:
+    tokens = server.post("/tokenize", content=PROMPT, add_special=True).json()["tokens"]
+    by_tokens = client.completions.create(model="any", prompt=tokens)
+    by_text = client.completions.create(model="any", prompt=PROMPT)
+    assert by_tokens.choices[0].text == by_text.choices[0].text
+
+
+def test_several_prompts_and_several_answers(client: openai.OpenAI) -> None:
+    prompts = [PROMPT, "a dog"]
+    answer = client.completions.create(model="any", prompt=prompts, n=2, temperature=1.0, seed=3)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    for number, choice in enumerate(answer.choices):
+        alone = client.completions.create(
+            model="any", prompt=prompts[number // 2], temperature=1.0, seed=3 + number % 2
+        )
+        assert choice.text == alone.choices[0].text
+    assert answer.choices[0].text != answer.choices[1].text
+    streamed = ["", "", "", ""]
+    for chunk in client.completions.create(
+        model="any", prompt=prompts, n=2, temperature=1.0, seed=3, stream=True
+    ):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == [choice.text for choice in answer.choices]
+    assert answer.usage is not None
+    assert len({choice.text for choice in answer.choices}) > 2
+
+
+def test_a_text_with_a_suffix(server: Running, client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="any", prompt="the cat ", suffix=" the house")
+    filled = server.post("/infill", input_prefix="the cat ", input_suffix=" the house").json()
+    assert answer.choices[0].text == filled["content"]
+    body: dict[str, Any] = {"input_prefix": "the cat ", "input_suffix": " the house"}
+    assert server.post("/infill", n=2, **body).json()["error"]["param"] == "n"
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = server.post("/infill", **body).text
+    assert (
+        json.loads(streamed.split("data: ")[-2])["tokens_evaluated"] == filled["tokens_evaluated"]
+    )
+    without = client.completions.create(model="any", prompt="the cat ")
+    assert answer.usage is not None
+    assert without.usage is not None
+    assert answer.usage.prompt_tokens > without.usage.prompt_tokens
+
+
+def test_a_stop(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model="any", prompt=PROMPT).choices[0].text
+    word = whole.split()[2]
+    answer = client.completions.create(model="any", prompt=PROMPT, stop=[f" {word}"])
+    assert answer.choices[0].text == whole[: whole.index(f" {word}")]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_logprobs_are_the_same_with_drafts_and_without(client: openai.OpenAI) -> None:
+    found = [
+        client.chat.completions.create(
+            model="any",
+            messages=MESSAGES,
+            logprobs=True,
+            top_logprobs=3,
+            extra_body={"speculative": {"draft": draft}},
+        )
+        for draft in (True, False)
+    ]
+    drafted, plain = (each.choices[0].logprobs.content for each in found)  # type: ignore[union-attr]
+    assert drafted is not None
+    assert plain is not None
+    assert "".join(each.token for each in drafted) == found[0].choices[0].message.content
+    assert [each.token for each in drafted] == [each.token for each in plain]
+    for one, other in zip(drafted, plain, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert len(one.top_logprobs) == 3
+        assert one.top_logprobs[0].logprob >= one.logprob - 1e-4
+    chunks = client.chat.completions.create(
+        model="any", messages=MESSAGES, logprobs=True, top_logprobs=3, stream=True
+    )
+    streamed = [
+        entry
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.logprobs is not None
+        for entry in choice.logprobs.content or ()
+    ]
+    assert [each.token for each in streamed] == [each.token for each in drafted]
+
+
+def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model="any", prompt=PROMPT, logprobs=2).choices[0]
+    assert whole.logprobs is not None
+    assert "".join(whole.logprobs.tokens or ()) == whole.text
+    offsets = []
+    for chunk in client.completions.create(model="any", prompt=PROMPT, logprobs=2, stream=True):
+        for choice in chunk.choices:
+            if choice.logprobs is not None:
+                offsets += choice.logprobs.text_offset or []
+    assert offsets == whole.logprobs.text_offset
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_in_a_form(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="any",
+        messages=MESSAGES,
+        max_tokens=200,
+        response_format={"type": "json_schema", "json_schema": {"name": "form", "schema": SCHEMA}},
+    )
+    found = json.loads(answer.choices[0].message.content or "")
+    assert list(found) == ["a", "b"]
+    answer = client.chat.completions.create(
+        model="any", messages=MESSAGES, extra_body={"grammar": 'root ::= "yes" | "no"'}
+    )
+    assert answer.choices[0].message.content in ("yes", "no")
+
+
+def test_sampling_fields_are_honoured(client: openai.OpenAI) -> None:
+    def text(**fields: Any) -> str:
+        extra = {name: fields.pop(name) for name in ("min_p", "top_k") if name in fields}
+        answer = client.completions.create(
+            model="any", prompt=PROMPT, seed=1, extra_body=extra, **fields
+        )
+        found: str = answer.choices[0].text
+        return found
+
+    greedy = text(temperature=0)
+    hot = text(temperature=2.0, min_p=0.0, top_k=0)
+    assert hot != greedy
+    assert text(temperature=2.0, top_k=1) == greedy
+    assert text(temperature=2.0, top_p=1e-9) == greedy
+    assert text(temperature=2.0, min_p=1.0) == greedy
+    assert text(temperature=0, frequency_penalty=2.0) != greedy
+    assert text(temperature=0, presence_penalty=2.0) != greedy
+
+
+def test_a_bias_keeps_a_token_out(server: Running, client: openai.OpenAI) -> None:
+    (choice,) = client.completions.create(model="any", prompt=PROMPT, logprobs=0).choices
+    assert choice.logprobs is not None
+    first = server.post("/tokenize", content=(choice.logprobs.tokens or [""])[0]).json()["tokens"]
+    biased = client.completions.create(
+        model="any", prompt=PROMPT, logprobs=0, logit_bias={str(first[-1]): -100}
+    )
+    assert biased.choices[0].logprobs is not None
+    assert (biased.choices[0].logprobs.tokens or [""])[0] != (choice.logprobs.tokens or [""])[0]
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"colour": "red"}, "colour"),
+        ({"speculative": {"draft": 1}}, "speculative.draft"),
+        ({"speculative": {"verifier": "none"}}, "speculative.verifier"),
+        ({"speculative": {"max": -1}}, "speculative.max"),
+        ({"speculative": {"min": 1}}, "speculative.min"),
+        ({"speculative": []}, "speculative"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": 1}, "stream_options"),
+        ({"cache_prompt": False}, "cache_prompt"),
+        ({"logit_bias": {"1000000": 1}}, "logit_bias"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
+    ],
+)
+def test_what_is_wrong_is_named(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="any", messages=MESSAGES, extra_body=fields)
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+    assert param in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (b'"\\ud800": 1', "\\ud800"),
+        (b'"messages": [{"role": "user", "content": "x", "\\ud800": 1}]', "messages[0].\\ud800"),
+        (b'"speculative": {"\\ud800": 1}', "speculative.\\ud800"),
+        (b'"dry_multiplier": 1, "dry_breakers": ["\\ud800"]', "dry_breakers"),
+    ],
+)
+def test_half_a_surrogate_pair_anywhere_is_refused(
+    server: Running, fields: bytes, param: str
+) -> None:
+    body = b'{"messages": [{"role": "user", "content": "x"}], %s}' % fields
+    found = server.http.post("/v1/chat/completions", content=body)
+    assert found.status_code == 400
+    assert found.json()["error"]["param"] == param
+
+
+MANY = {"type": "object", "properties": {f"v{n}": {"type": "string"} for n in range(501)}}
+#: Of which any part may be left out.
+AMBIGUOUS = "".join(f'"{letter}"? ' for letter in string.ascii_lowercase * 200)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "told"),
+    [
+        ("json_schema", MANY, "json_schema"),
+        ("grammar", f'root ::= {AMBIGUOUS} "."', "in too many ways"),
+        ("grammar", "root ::= (", "grammar, line 1"),
+    ],
+    ids=["too large", "would hold the server", "none at all"],
+)
+def test_a_form_that_cannot_be_followed_is_refused(
+    client: openai.OpenAI, name: str, form: object, told: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=told) as caught:
+        client.chat.completions.create(model="any", messages=MESSAGES, extra_body={name: form})
+    assert caught.value.param == name
+
+
+def test_an_error_names_no_option_of_the_command_line() -> None:
+    refused = RequestError.of(PromptError("the template failed", hint="leave out --system"))
+    assert (refused.status, refused.message) == (400, "the template failed")
+
+
+def test_a_prompt_without_room(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="any", prompt="x" * 1000)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_paths_that_there_are_not(server: Running) -> None:
+    assert server.http.get("/v2/models").status_code == 404
+    assert server.http.get("/v1/chat/completions").status_code == 405
+    error = server.http.get("/v2/models").json()["error"]
+    assert error["type"] == "not_found_error"
+    assert error["message"].startswith("GET /v2/models: ")
+    assert "/v1/responses" in error["message"]
+    assert "{" not in error["message"]
+    wrong = server.http.get("/v1/chat/completions").json()["error"]
+    assert wrong["message"] == "GET /v1/chat/completions: this path takes POST"
+
+
+def test_embeddings_are_refused_once(server: Running) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=2)
+    with client, pytest.raises(openai.BadRequestError, match="has no embeddings"):
+        client.embeddings.create(model="any", input="x")
+
+
+def test_variables_and_earlier_reasoning_reach_the_template(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    template = """{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}|{% endfor %}{{ mood }}"""
+    config = TinyConfig(chat_template=template)
+    target = write_tiny_model(tmp_path_factory.mktemp("variables") / "target.gguf", config)
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "why"},
+        {"role": "user", "content": "c"},
+    ]
+    with running(session_of(target, max_tokens=2)) as server:
+        body = {
+            "messages": turns,
+            "chat_template_kwargs": {"mood": "glad", "enable_thinking": True},
+        }
+        prompt = server.post("/apply-template", **body).json()["prompt"]
+        assert prompt == "|a|why|b||c|glad"
+        answer = server.post("/v1/chat/completions", **body, prompt_cache_retention="24h").json()
+        (warning,) = answer["warnings"]
+        assert warning.startswith("chat_template_kwargs.enable_thinking: ")
+        tokens = server.post("/tokenize", content=prompt, add_special=True).json()["tokens"]
+        assert answer["usage"]["prompt_tokens"] == len(tokens)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff", b'{"a": NaN}', b"[" * 100_000, b'{"prompt": "\\ud800"}']
+)
+def test_bodies_that_are_none(server: Running, body: bytes) -> None:
+    found = server.http.post("/v1/completions", content=body)
+    assert found.status_code == 400
+    assert found.json()["error"]["message"]
+
+
+# --- what else comes with an answer
+
+
+def test_the_wish_for_drafts_is_honoured_and_echoed(server: Running) -> None:
+    wishes: list[dict[str, Any]] = [
+        {"draft": False},
+        {"draft": True, "max": 1},
+        {"draft": True, "max": 0},
+        {"draft": True, "verifier": "block"},
+    ]
+    for wish in wishes:
+        body = server.post("/v1/completions", prompt=PROMPT, speculative=wish).json()
+        found = body["speculative"]
+        assert {name: found[name] for name in wish} == wish
+        if not wish["draft"] or wish.get("max") == 0:
+            assert found["n_drafted"] == 0
+        if wish.get("max") == 1:
+            assert len(found["drafted_by_position"]) <= 1
+
+
+def test_timings_have_the_names_of_llama_cpp(server: Running) -> None:
+    body = server.post("/v1/completions", prompt=PROMPT, max_tokens=20).json()
+    timings, drafts = body["timings"], body["speculative"]
+    assert timings["prompt_n"] + timings["cache_n"] == body["usage"]["prompt_tokens"]
+    assert timings["predicted_n"] == body["usage"]["completion_tokens"]
+    assert timings["prompt_ms"] > 0
+    assert timings["predicted_ms"] > 0
+    assert timings["draft_n"] == drafts["n_drafted"] == sum(drafts["drafted_by_position"])
+    assert (
+        timings["draft_n_accepted"] == drafts["n_accepted"] == sum(drafts["accepted_by_position"])
+    )
+
+
+def test_pieces_tell_where_tokens_come_from(server: Running) -> None:
+    kinds, text = set(), ""
+    with server.http.stream(
+        "POST",
+        "/v1/chat/completions",
+        json={"messages": MESSAGES, "stream": True, "speculative": {"pieces": True}},
+    ) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                for piece in json.loads(line[6:]).get("pieces", []):
+                    kinds.add(piece["kind"])
+                    text += piece["text"]
+    whole = server.post("/v1/chat/completions", messages=MESSAGES).json()
+    assert text == whole["choices"][0]["message"]["content"]
+    assert kinds <= {"accepted", "corrected", "bonus", "plain", "forced"}
+    assert kinds
+
+
+def test_a_repeated_beginning_is_decoded_once(server: Running, client: openai.OpenAI) -> None:
+    system = {"role": "system", "content": "one two three four five six seven eight nine ten"}
+    cached = []
+    for question in ("alpha", "beta", "gamma"):
+        answer = client.chat.completions.create(
+            model="any",
+            messages=[system, {"role": "user", "content": question}],  # type: ignore[list-item]
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
+    assert cached[1] > 40
+    assert cached[2] > 40
+
+
+# --- another client: llm, with its own models of OpenAI's API
+
+
+@pytest.fixture
+def llm_model(server: Running) -> Iterator[Any]:
+    """Its connections are closed when nobody refers to them any more: here, and not in a later test."""
+    yield Chat(  # type: ignore[no-untyped-call]
+        "tiny", model_name="target", api_base=f"{server.url}/v1", supports_schema=True
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_llm_is_a_client_too(server: Running, llm_model: Any, streams: bool) -> None:
+    response = llm_model.prompt(MESSAGES[0]["content"], stream=streams, key="none", temperature=0)
+    assert response.text() == said(server, server.loaded.prompts.of_text(MESSAGES[0]["content"]))
+    usage = response.usage()
+    assert usage.input
+    assert usage.output
+
+
+def test_a_conversation_and_a_schema_of_llm(server: Running, llm_model: Any) -> None:
+    conversation = llm_model.conversation()
+    first = conversation.prompt("the cat", key="none", max_tokens=4).text()
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    second = conversation.prompt("and now", key="none", schema=schema)
+    assert json.loads(second.text()) == {"n": 1}
+    turns = [
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "and now"},
+    ]
+    prompt = server.post("/apply-template", messages=turns).json()["prompt"]
+    tokens = server.post("/tokenize", content=prompt, add_special=True).json()["tokens"]
+    assert second.usage().input == len(tokens)
+
+
+# --- answers that nobody wants any more
+
+
+def test_a_closed_stream_ends_its_answer(server: Running, client: openai.OpenAI) -> None:
+    before = server.metric('answers_total{finish_reason="interrupted"}') if _was(server) else 0.0
+    stream = client.completions.create(
+        model="any", prompt="z", max_tokens=-1, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    with server.standing_still():
+        assert server.metric("requests_processing") == 1
+        stream.close()
+    wait_until(lambda: server.engine.is_idle, "the end of the answer")
+    wait_until(lambda: server.metric("requests_processing") == 0, "the load")
+    assert server.metric('answers_total{finish_reason="interrupted"}') == before + 1
+
+
+def _was(server: Running) -> bool:
+    return 'finish_reason="interrupted"' in server.http.get("/metrics").text

@@ -1,0 +1,178 @@
+"""The path of the Responses API, as OpenAI's own client sees it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny.config import CHATML_TEMPLATE
+from tests.helpers.server import Running, running, session_of
+from tests.serve.test_server_tools import TEMPLATE
+
+TEXT = "the cat is in the"
+TOOL: Any = {
+    "type": "function",
+    "name": "weather",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"unit": {"type": "string", "enum": ["C", "F"]}},
+        "required": ["unit"],
+        "additionalProperties": False,
+    },
+}
+CONFIG = TinyConfig(
+    logit_scale=6.0,
+    chat_template=TEMPLATE,
+    control_tokens=("<tool_call>", "</tool_call>"),
+    n_ctx_train=2048,
+    unprintable_scale=0.0,
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    target = write_tiny_model(tmp_path_factory.mktemp("responses") / "target.gguf", CONFIG)
+    with running(session_of(target, max_tokens=200), n_ctx=1024) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with server.client as client:
+        yield client
+
+
+def test_a_text_whole_and_streamed_is_the_one_of_a_chat(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "any", "input": TEXT, "max_output_tokens": 20}
+    whole = client.responses.create(**asked)
+    chat = client.chat.completions.create(
+        model="any", messages=[{"role": "user", "content": TEXT}], max_tokens=20
+    )
+    assert whole.output_text == chat.choices[0].message.content
+    assert (whole.status, whole.error) == ("incomplete", None)
+    assert whole.incomplete_details is not None
+    assert whole.incomplete_details.reason == "max_output_tokens"
+    events: list[Any] = list(client.responses.create(**asked, stream=True))
+    final = events[-1].response
+    assert final.output_text == whole.output_text
+    deltas = [each.delta for each in events if each.type == "response.output_text.delta"]
+    assert len(deltas) > 1
+    assert "".join(deltas) == whole.output_text
+    assert whole.usage is not None
+    assert final.usage.output_tokens == whole.usage.output_tokens == 20
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_and_its_result(client: openai.OpenAI, streams: bool) -> None:
+    asked: Any = {"model": "any", "tools": [TOOL], "temperature": 1.0, "seed": 2}
+    extra = {"seed": asked.pop("seed")}
+    turns: list[Any] = [
+        {"role": "developer", "content": "Help."},
+        {"role": "user", "content": TEXT},
+    ]
+    choice: Any = "required"
+    if streams:
+        with client.responses.stream(
+            **asked, input=turns, tool_choice=choice, parallel_tool_calls=False, extra_body=extra
+        ) as stream:
+            response: Any = stream.get_final_response()
+    else:
+        response = client.responses.create(
+            **asked, input=turns, tool_choice=choice, parallel_tool_calls=False, extra_body=extra
+        )
+    (call,) = response.output
+    assert (call.type, call.name, response.status) == ("function_call", "weather", "completed")
+    assert json.loads(call.arguments)["unit"] in ("C", "F")
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
+    item: Any = {name: getattr(call, name) for name in ("type", "call_id", "name", "arguments")}
+    second = client.responses.create(**asked, input=[*turns, item, result], max_output_tokens=9)
+    assert second.usage is not None
+    assert second.usage.input_tokens_details.cached_tokens > response.usage.input_tokens // 2
+
+
+def test_a_form(client: openai.OpenAI) -> None:
+    class Form(pydantic.BaseModel):
+        colour: Literal["red", "blue"]
+
+    found = client.responses.parse(model="any", input=TEXT, text_format=Form).output_parsed
+    assert isinstance(found, Form)
+
+
+def test_what_was_ignored_is_in_the_response(server: Running) -> None:
+    body = {"input": TEXT, "max_output_tokens": 2, "tools": [{"type": "web_search"}]}
+    (warning,) = server.post("/v1/responses", **body).json()["warnings"]
+    assert warning.startswith("tools[0]: ")
+    chat = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2, "verbosity": "low"}
+    (warning,) = server.post("/v1/chat/completions", **chat).json()["warnings"]
+    assert warning.startswith("verbosity: ")
+    *_, last = server.post("/v1/chat/completions", **chat, stream=True).text.split("data: ")[:-1]
+    assert json.loads(last)["warnings"] == [warning]
+
+
+def test_names_of_events_and_their_end(server: Running) -> None:
+    text = server.post("/v1/responses", input=TEXT, max_output_tokens=2, stream=True).text
+    blocks = [block.split("\n") for block in text.strip().split("\n\n")]
+    for name, data in blocks:
+        assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
+    assert blocks[-1][0] == "event: response.incomplete"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]",
+        ),
+        ({"max_output_tokens": -3}, "max_output_tokens"),
+    ],
+)
+def test_what_is_refused_is_named(client: openai.OpenAI, body: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**{"model": "any", "input": TEXT, **body})
+    assert caught.value.param == param
+
+
+def test_a_model_without_tools_refuses_them(tmp_path_factory: pytest.TempPathFactory) -> None:
+    config = TinyConfig(chat_template=CHATML_TEMPLATE)
+    target = write_tiny_model(tmp_path_factory.mktemp("plain") / "target.gguf", config)
+    with running(session_of(target)) as server, server.client as client:
+        with pytest.raises(openai.BadRequestError) as error:
+            client.responses.create(model="any", input=TEXT, tools=[TOOL])
+        assert error.value.param == "tools"
+
+
+def test_thoughts_are_apart(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The template opens the thinking block, and this model never closes it."""
+    template = TEMPLATE.replace("|im_start|>assistant\n", "|im_start|>assistant\n<think>\n")
+    config = TinyConfig(logit_scale=6.0, chat_template=template, unprintable_scale=0.0)
+    target = write_tiny_model(tmp_path_factory.mktemp("thinking") / "target.gguf", config)
+    messages = [{"role": "user", "content": TEXT}]
+    with running(session_of(target)) as server, server.client as client:
+        chat = {"messages": messages, "max_tokens": 9}
+        plain, split = (
+            server.post("/v1/chat/completions", **chat, reasoning_format=form).json()
+            for form in (None, "deepseek")
+        )
+        thought = plain["choices"][0]["message"]["content"]
+        message = split["choices"][0]["message"]
+        assert message["reasoning_content"] == thought
+        assert message["content"] == ""
+        assert split["usage"]["completion_tokens_details"]["reasoning_tokens"] == 9
+        for streams in (False, True):
+            asked: Any = {"model": "any", "input": TEXT, "max_output_tokens": 9}
+            response: Any = client.responses.create(**asked, stream=streams)
+            if streams:
+                response = list(response)[-1].response
+            (item,) = response.output
+            assert item.type == "reasoning"
+            assert item.content[0].text == thought
+            assert response.usage.output_tokens_details.reasoning_tokens == 9

@@ -1,0 +1,124 @@
+"""Grammars of calls, with tiny models that write at random what the grammar allows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specgen.events import FinishedEvent
+from specgen.options import GenerationOptions, SamplerOptions, SessionOptions
+from specgen.serve.formats.openai.answer_parser import message_of
+from specgen.serve.formats.openai.request import Request, read_request, with_call_form
+from specgen.session.engine import generate
+from specgen.session.loaded_models import Models
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+
+#: Templates by the marks of their calls, which are control tokens of the model.
+TEMPLATES = {
+    "Hermes": ("{{ tools }} <tool_call>", ("<tool_call>", "</tool_call>")),
+    "Llama": ("""{{ tools }} ipython '"parameters": '""", ("<|python_tag|>",)),
+    "Mistral": ("{{ tools }} [TOOL_CALLS]", ("[TOOL_CALLS]",)),
+    "Granite": ("{{ tools }} <|tool_call|>", ("<|tool_call|>",)),
+    "not control": ("{{ tools }} <tool_call>", ()),
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["C", "F"]}, "exact": {"type": "boolean"}},
+    "required": ["unit", "exact"],
+    "additionalProperties": False,
+}
+
+
+def request(template: str, **body: Any) -> Request:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
+        for name in ("weather", "heat")
+    ]
+    asked = {"messages": [{"role": "user", "content": "x"}], "tools": tools, **body}
+    read = read_request("chat", asked, SamplerOptions(), GenerationOptions(max_tokens=400))
+    return with_call_form(read, template)
+
+
+def answers(
+    folder: Path, asked: Request, controls: tuple[str, ...], n: int = 3
+) -> list[FinishedEvent]:
+    """Answers of a model that chooses at random."""
+    config = TinyConfig(
+        logit_scale=1.0, control_scale=1.0, n_ctx_train=2048, control_tokens=controls
+    )
+    target = write_tiny_model(folder / "target.gguf", config)
+    found: list[FinishedEvent] = []
+    for seed in range(n):
+        sampler = SamplerOptions(temperature=1.0, seed=seed)
+        options = SessionOptions(
+            target=target, draft="ngram", sampler=sampler, generation=asked.generation
+        )
+        with Models(options, lambda: 0.0) as loaded:
+            *_, last = generate(loaded, loaded.prompts.of_text("the cat"))
+        assert isinstance(last, FinishedEvent)
+        found.append(last)
+    return found
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_answer_that_has_to_be_a_call_is_one(tmp_path: Path, name: str) -> None:
+    template, controls = TEMPLATES[name]
+    asked = request(template, tool_choice="required", parallel_tool_calls=False)
+    for answer in answers(tmp_path, asked, controls):
+        parser = asked.parser()
+        assert parser is not None
+        message = message_of(parser, answer.text)
+        assert message["content"] is None, answer.text
+        (call,) = message["tool_calls"]
+        assert call["function"]["name"] in ("weather", "heat")
+        arguments = json.loads(call["function"]["arguments"])
+        assert arguments["unit"] in ("C", "F")
+        assert isinstance(arguments["exact"], bool)
+        assert answer.finish_reason == "stop"
+
+
+def test_a_call_may_begin_with_a_control_token(tmp_path: Path) -> None:
+    """Which is no text elsewhere, and which no grammar allows."""
+    template, controls = TEMPLATES["Mistral"]
+    shown = request(template, tool_choice="required").generation
+    target = write_tiny_model(tmp_path / "target.gguf", TinyConfig(control_tokens=controls))
+    hidden = replace(shown, shown_controls=())
+    options = SessionOptions(target=target, draft="none", generation=hidden)
+    with Models(options, lambda: 0.0) as loaded:
+        mark = loaded.target.vocabulary.control_token(*controls)
+        allowed = [
+            settings.grammar is not None and bool(settings.grammar.allows(np.array([mark]))[0])
+            for settings in (
+                loaded.settings,
+                loaded.settings.changed(loaded.target, generation=shown),
+            )
+        ]
+    assert allowed == [False, True]
+
+
+def test_several_calls_in_an_answer(tmp_path: Path) -> None:
+    template, controls = TEMPLATES["Mistral"]
+    asked = request(template, tool_choice="required")
+    asked = replace(asked, generation=replace(asked.generation, max_tokens=2000))
+    texts = [answer.text for answer in answers(tmp_path, asked, controls, n=12)]
+    assert any(text.count('"name"') > 1 for text in texts)
+    for text in texts:
+        parser = asked.parser()
+        assert parser is not None
+        assert len(message_of(parser, text)["tool_calls"]) == text.count('"name"')
+
+
+def test_an_answer_is_a_call_or_follows_its_own_grammar(tmp_path: Path) -> None:
+    template, controls = TEMPLATES["Hermes"]
+    schema = {"enum": ["yes", "no"]}
+    asked = request(template, json_schema=schema, parallel_tool_calls=False)
+    for answer in answers(tmp_path, asked, controls):
+        parser = asked.parser()
+        assert parser is not None
+        message = message_of(parser, answer.text)
+        assert message.get("tool_calls") or message["content"] in ('"yes"', '"no"')

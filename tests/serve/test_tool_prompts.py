@@ -1,0 +1,111 @@
+"""What chat templates are told of tools, of their calls, and of what they answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from specgen.llama import LlamaModel
+from specgen.options import ContextOptions, SessionOptions
+from specgen.session.chat_template import Message, ToolCall, render
+from specgen.session.loaded_models import Models
+from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers.common import NOW
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+#: Has the tools in the system message, as Qwen2.5's has, and writes answers of tools as turns of the user.
+TEMPLATE = """{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n' }}{% endif %}
+{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{% endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>' + m.content + '</tool_response><|im_end|>\\n' }}
+{%- elif m.tool_calls %}
+{{- '<|im_start|>assistant' }}
+{%- for call in m.tool_calls %}
+{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif m.role != 'system' or not tools %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+TURNS = [
+    Message("system", "Be brief."),
+    Message("user", "How warm is it?"),
+    Message("assistant", "", (ToolCall("call_1", "weather", {"city": "Köln"}),)),
+    Message("tool", "7 °C", tool_call_id="call_1", name="weather"),
+]
+
+
+def rendered(template: str, messages: Sequence[Message], tools: Any = ()) -> str:
+    return render(template, messages, bos_token="", eos_token="", now=NOW, tools=tools)
+
+
+def test_tools_calls_and_answers_are_in_the_prompt() -> None:
+    assert rendered(TEMPLATE, TURNS, TOOLS) == (
+        f"<|im_start|>system\nBe brief.\n{json.dumps(TOOLS[0])}\n<|im_end|>\n"
+        "<|im_start|>user\nHow warm is it?<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n'
+        "</tool_call><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>7 °C</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_conversation_without_tools_is_as_if_there_were_none() -> None:
+    seen = "{{ tools is defined }} {{ messages[0] | tojson }}"
+    assert rendered(seen, TURNS) == 'False {"role": "system", "content": "Be brief."}'
+
+
+def test_ids_of_calls_are_as_the_template_takes_them() -> None:
+    """Mistral's templates refuse ids of other lengths than nine; others never see another id."""
+    ids = "{{ messages[2].tool_calls[0].id }} {{ messages[3].tool_call_id }}"
+    assert rendered(ids, TURNS) == "call_1 call_1"
+    call, answer = rendered(ids + "[TOOL_CALLS]", TURNS).removesuffix("[TOOL_CALLS]").split()
+    assert call == answer
+    assert len(call) == 9
+    assert call.isalnum()
+    own = "{{ messages[0].tool_call_id }} [TOOL_CALLS]"
+    assert rendered(own, [Message("tool", "x", tool_call_id="abcDEF123")]).startswith("abcDEF123 ")
+
+
+def options(target: Path, draft: Path | Literal["none"]) -> SessionOptions:
+    context = ContextOptions(n_threads=1, flash_attention="off")
+    return SessionOptions(target=target, draft=draft, target_context=context, draft_context=context)
+
+
+def test_a_file_may_have_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
+    config = TinyConfig(chat_template=CHATML_TEMPLATE, tool_template=TEMPLATE)
+    target = write_tiny_model(tmp_path / "target.gguf", config)
+    with Models(options(target, "none"), lambda: 0.0) as loaded:
+        asked = TURNS[:2]
+        with_tools = loaded.prompts.of_messages(asked, now=NOW, tools=TOOLS).text
+        assert with_tools == rendered(TEMPLATE, asked, TOOLS)
+        assert loaded.prompts.of_messages(TURNS, now=NOW).text == rendered(TEMPLATE, TURNS)
+        assert loaded.prompts.of_messages(asked, now=NOW).text == rendered(CHATML_TEMPLATE, asked)
+
+
+def test_a_draft_with_another_vocabulary_reads_the_tools_too(tmp_path: Path) -> None:
+    config = TinyConfig(chat_template=TEMPLATE)
+    target = write_tiny_model(tmp_path / "target.gguf", config)
+    other = replace(config.draft(0.02), tokenizer="spm", n_vocab=None)
+    draft = write_tiny_model(tmp_path / "draft.gguf", other)
+    with Models(options(target, draft), lambda: 0.0) as loaded:
+        prompt = loaded.prompts.of_messages(TURNS[1:2], now=NOW, tools=TOOLS)
+        assert not prompt.head
+        assert prompt.draft_tokens is not None
+        assert loaded.drafts.model is not None
+        assert '"name": "weather"' in said(loaded.drafts.model, prompt.draft_tokens)
+
+
+def said(model: LlamaModel, tokens: Sequence[int]) -> str:
+    return b"".join(map(model.vocabulary.token_bytes, tokens)).decode()

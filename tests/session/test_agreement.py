@@ -1,0 +1,318 @@
+"""How often a draft agrees with a target, before the two draft together."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specgen.drafters import ModelDrafter
+from specgen.events import FinishedEvent, NoticeEvent
+from specgen.method.backend import Batch
+from specgen.method.policy.acceptance import AcceptanceRates
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+    SessionOptions,
+)
+from specgen.session.agreement import (
+    N_BEFORE,
+    N_KNOWN,
+    N_TOKENS,
+    TEXT,
+    Walk,
+    greedy_tokens,
+    sample_agreement,
+)
+from specgen.session.calibration.gain import Agreement
+from specgen.session.calibration.memory import Memory
+from specgen.session.drafter_factory import DrafterFactory
+from specgen.session.engine import generate
+from specgen.session.loaded_models import Models
+from specgen.session.measurements import measure_if_new
+from specgen.system.arrays import Logits
+from specgen.testing.fake_backend import (
+    FakeBackend,
+    FakeVocabulary,
+    Language,
+    noisy,
+    random_language,
+)
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.text.sampling import Sampler
+from specgen.text.text_state import Shaper, TextState
+from tests.helpers.tiny import write_respelled_model
+
+N_VOCAB = 12
+VOCABULARY = FakeVocabulary.letters(N_VOCAB)
+LANGUAGE = random_language(N_VOCAB, seed=7)
+TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, N_VOCAB, N_TOKENS)]
+
+
+def target(n_outputs: int = 8, n_batch: int = 16, n_ctx: int = 64) -> FakeBackend:
+    return FakeBackend(VOCABULARY, LANGUAGE, n_ctx=n_ctx, n_batch=n_batch, n_outputs=n_outputs)
+
+
+def walk(language: Language, acceptance: dict[str, AcceptanceRates]) -> tuple[Walk, FakeBackend]:
+    backend = FakeBackend(VOCABULARY, language, n_ctx=64)
+    state = TextState(())
+    shaper = Shaper(Sampler(SamplerOptions()), state)
+    rng = np.random.default_rng(0)
+    drafter = ModelDrafter(backend, shaper, rng, draws=False, n_shared_tokens=N_VOCAB)
+    return Walk(drafter, state, acceptance, is_translated=False), backend
+
+
+# --- what the target says
+
+
+@pytest.mark.parametrize("n_outputs", [1, 5, 64])
+@pytest.mark.parametrize("n_batch", [1, 7, 64])
+@pytest.mark.parametrize("start", [1, 2, 12, N_TOKENS])
+def test_what_the_target_says_is_what_it_says_token_by_token(
+    n_outputs: int, n_batch: int, start: int
+) -> None:
+    backend = target(n_outputs, n_batch)
+    found = list(greedy_tokens(backend, TOKENS, start))
+    assert [place for place, _ in found] == list(range(start, N_TOKENS + 1))
+    for place, said in found:
+        assert said == int(LANGUAGE(tuple(TOKENS[:place])).argmax())
+    # No token is decoded twice.
+    assert backend.decoded == TOKENS
+
+
+def test_no_text_says_nothing() -> None:
+    assert list(greedy_tokens(target(), [], 1)) == []
+
+
+# --- a walk
+
+
+def test_the_target_as_its_own_draft_always_agrees_and_another_rarely() -> None:
+    rates = {}
+    languages = {
+        "itself": LANGUAGE,
+        "close": noisy(LANGUAGE, 1.0),
+        "other": random_language(N_VOCAB, seed=8),
+    }
+    for name, language in languages.items():
+        acceptance: dict[str, AcceptanceRates] = {}
+        backend = target()
+        walked, _ = walk(language, acceptance)
+        found = sample_agreement(backend, walked, TOKENS)
+        assert found.n_places == N_TOKENS - N_BEFORE + 1
+        assert found.rate is not None
+        rates[name] = found.rate
+        assert list(acceptance) == ["model"]
+        assert acceptance["model"].n_judged == pytest.approx(found.n_places, rel=0.05)
+        assert acceptance["model"].n_judged > N_KNOWN
+        assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(
+            found.n_agreed, rel=0.05
+        )
+        assert backend.length(0) == 0
+    assert rates["itself"] == 1.0
+    assert rates["itself"] > rates["close"] > rates["other"]
+    assert rates["other"] < 0.4
+
+
+def test_confidence_is_how_sure_the_draft_is() -> None:
+    acceptance: dict[str, AcceptanceRates] = {}
+    sure, _ = walk(lambda text: 100.0 * LANGUAGE(text), acceptance)
+    sample_agreement(target(), sure, TOKENS)
+    seen = acceptance["model"].counts.n_seen
+    assert seen[-1] > 0.9 * seen.sum()
+    unsure, _ = walk(lambda text: 0.01 * LANGUAGE(text), acceptance)
+    sample_agreement(target(), unsure, TOKENS)
+    assert acceptance["model"].counts.n_seen[0] > 0.4 * acceptance["model"].counts.n_seen.sum()
+
+
+def test_the_draft_decodes_nothing_twice() -> None:
+    walked, backend = walk(LANGUAGE, {})
+    sample_agreement(target(), walked, TOKENS)
+    assert backend.decoded == TOKENS
+
+
+@pytest.mark.parametrize("n_ctx", [1, 5, 20])
+def test_a_short_context_shortens_the_text(n_ctx: int) -> None:
+    backend = target(n_ctx=n_ctx)
+    walked, _ = walk(LANGUAGE, {})
+    found = sample_agreement(backend, walked, TOKENS)
+    assert found.n_places == max(1, n_ctx - N_BEFORE + 1)
+    assert backend.length(0) == 0
+
+
+def test_a_slow_target_is_asked_for_less() -> None:
+    class Slow(FakeBackend):
+        def decode(self, batch: Batch) -> Logits:
+            logits = FakeBackend.decode(self, batch)
+            self.decode_s += 1.0
+            return logits
+
+    backend = Slow(VOCABULARY, LANGUAGE, n_ctx=64, n_outputs=4)
+    walked, _ = walk(LANGUAGE, {})
+    found = sample_agreement(backend, walked, TOKENS)
+    assert N_KNOWN < found.n_places < N_TOKENS - N_BEFORE
+    assert backend.length(0) == 0
+
+
+def test_nothing_proposed_is_no_rate() -> None:
+    assert Agreement(0, 0).rate is None
+    assert Agreement(4, 3).rate == 0.75
+
+
+# --- whether it matters
+
+
+# --- in a session
+
+#: Peaked enough that most of its tokens are sure.
+TARGET = TinyConfig(logit_scale=6.0, control_scale=1.0)
+#: A machine on which drafts pay if they are right.
+GOOD = {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3, 17: 1.5}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("agreement")
+    configs = {
+        "target": TARGET,
+        "itself": TARGET,
+        "other": TinyConfig(logit_scale=6.0, control_scale=1.0, seed=99),
+        "mamba": TinyConfig(architecture="mamba", logit_scale=6.0),
+        "mamba again": TinyConfig(architecture="mamba", logit_scale=6.0),
+    }
+    for name, config in configs.items():
+        write_tiny_model(folder / f"{name}.gguf", config)
+    write_respelled_model(folder / "respelled.gguf", TARGET)
+    return folder
+
+
+def loaded(
+    models: Path, draft: str, memory: Memory | None = None, name: str = "target", **changes: object
+) -> Models:
+    context = ContextOptions(n_threads=1, flash_attention="off")
+    drafting = DraftOptions(**{"policy": "cost", "max_tokens": 4, **changes})  # type: ignore[arg-type]
+    options = SessionOptions(
+        models / f"{name}.gguf",
+        models / f"{draft}.gguf",
+        drafting=drafting,
+        generation=GenerationOptions(max_tokens=8),
+        target_context=context,
+        draft_context=context,
+    )
+    return Models(options, time.perf_counter, memory)
+
+
+def fill(opened: Models, target_s: dict[int, float], draft_s: float) -> None:
+    """Let a session know what decodes cost."""
+    draft = opened.options.draft
+    assert isinstance(draft, Path)
+    for size, seconds in target_s.items():
+        opened.costs.table().start(size, seconds)
+    for size in (1, 2, 4):
+        opened.costs.table(draft).start(size, draft_s)
+
+
+def sampled(opened: Models) -> AcceptanceRates | None:
+    fill(opened, GOOD, 0.01)
+    with opened.contexts(256) as (target_backend, draft_backend):
+        measure_if_new(opened, target_backend, draft_backend)
+        assert target_backend.length(0) == 0
+        assert draft_backend is not None
+        assert draft_backend.length(0) == 0
+        # And of use: a prompt can be decoded in them.
+        for backend in (target_backend, draft_backend):
+            assert len(list(greedy_tokens(backend, [1, 2, 3], 3))) == 1
+    return DrafterFactory(opened).acceptance().get("model")
+
+
+@pytest.mark.parametrize("name", ["target", "mamba"])
+@pytest.mark.parametrize("draft", ["itself", "other", "mamba again"])
+def test_a_session_knows_a_draft_before_the_first_answer(
+    models: Path, name: str, draft: str
+) -> None:
+    with loaded(models, draft, name=name) as opened:
+        found = sampled(opened)
+    assert found is not None
+    assert found.n_judged >= N_KNOWN
+    rate = found.counts.n_accepted.sum() / found.n_judged
+    if (name, draft) in {("target", "itself"), ("mamba", "mamba again")}:
+        assert rate == 1.0
+    else:
+        assert rate < 0.5
+
+
+def test_a_draft_with_another_vocabulary_is_judged_by_its_translation(models: Path) -> None:
+    with loaded(models, "respelled") as opened:
+        assert opened.drafts.own_vocabulary is not None
+        alike = sampled(opened)
+    with loaded(models, "respelled", name="other") as opened:
+        other = sampled(opened)
+    assert alike is not None
+    assert other is not None
+    rates = [found.counts.n_accepted.sum() / found.n_judged for found in (alike, other)]
+    assert rates[0] > 0.5 > rates[1]
+
+
+def test_samplers_make_no_difference_to_agreement(models: Path) -> None:
+    sampler = SamplerOptions(temperature=1.5, repeat_penalty=1.8)
+    context = ContextOptions(n_threads=1, flash_attention="off")
+    options = SessionOptions(
+        models / "target.gguf",
+        models / "itself.gguf",
+        sampler=sampler,
+        drafting=DraftOptions(max_tokens=4, verifier="residual"),
+        target_context=context,
+        draft_context=context,
+    )
+    with Models(options, time.perf_counter) as opened:
+        found = sampled(opened)
+        assert found is not None
+        assert found.counts.n_accepted.sum() == pytest.approx(found.n_judged)
+
+
+def test_what_is_known_is_not_looked_at_again(models: Path) -> None:
+    memory = Memory()
+    with loaded(models, "itself", memory) as opened:
+        first = sampled(opened)
+        assert first is not None
+        n_judged = first.n_judged
+    with loaded(models, "itself", memory) as opened:
+        again = sampled(opened)
+        assert again is first
+        assert again.n_judged == n_judged
+        with opened.contexts(256) as contexts:
+            assert measure_if_new(opened, *contexts) == 0.0
+
+
+def test_what_could_not_matter_is_not_looked_at(models: Path) -> None:
+    with loaded(models, "itself", policy="fixed") as opened:
+        assert sampled(opened) is None
+    with loaded(models, "itself") as opened:
+        fill(opened, GOOD, 5.0)
+        with opened.contexts(256) as contexts:
+            assert measure_if_new(opened, *contexts) == 0.0
+        assert "model" not in DrafterFactory(opened).acceptance()
+
+
+def test_the_text_is_long_enough_for_any_vocabulary() -> None:
+    assert len(TEXT) > 4 * N_TOKENS
+
+
+def test_an_answer_is_the_same_with_and_without_the_look(models: Path) -> None:
+    def run(memory: Memory) -> tuple[tuple[int, ...], list[str]]:
+        with loaded(models, "other", memory) as opened:
+            fill(opened, GOOD, 0.01)
+            events = list(generate(opened, opened.prompts.of_text("def add(a, b):", chat=False)))
+        assert isinstance(events[-1], FinishedEvent)
+        notices = [event.message for event in events if isinstance(event, NoticeEvent)]
+        return events[-1].token_ids, notices
+
+    memory = Memory()
+    first, again = run(memory), run(memory)
+    assert first[0] == again[0]
+    assert len(first[1]) == 1
+    assert again[1] == []

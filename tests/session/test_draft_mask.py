@@ -1,0 +1,246 @@
+"""The mask token of a parallel draft: where it comes from, and what it changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from specgen.drafters import draft_alone
+from specgen.errors import UsageError
+from specgen.events import DraftedEvent, FinishedEvent
+from specgen.method.policy import draft_up_to
+from specgen.method.policy.acceptance import new_acceptance_rates
+from specgen.options import (
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+    SessionOptions,
+    TreeShape,
+    parse_tree,
+)
+from specgen.session.drafter_factory import DrafterFactory
+from specgen.session.engine import Engine, generate
+from specgen.session.loaded_models import Models
+from specgen.session.prompts import Prompt
+from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
+from specgen.text.text_state import TextState
+from tests.helpers.common import EXACT
+from tests.helpers.tiny import write_respelled_model
+
+MASK = 3
+IN_METADATA = {"tokenizer.ggml.mask_token_id": MASK}
+PROMPT = "the cat sat on the mat, and the dog sat on the"
+
+
+def models(
+    folder: Path,
+    name: str = "PARD-Tiny",
+    metadata: Mapping[str, int] | None = None,
+    *,
+    mask: str = "auto",
+    file: str = "draft",
+    tree: TreeShape | None = None,
+    architecture: Architecture = "llama",
+    n_max: int = 4,
+    helpers: tuple[Path, ...] = (),
+) -> Models:
+    config = TinyConfig(architecture=architecture, logit_scale=2.0, unprintable_scale=0.0)
+    target = write_tiny_model(folder / "target.gguf", config)
+    noisy = config.draft(0.1)
+    named = TinyConfig(
+        **{field: getattr(noisy, field) for field in noisy.__dataclass_fields__ if field != "name"},
+        name=name,
+    )
+    draft = write_tiny_model(folder / f"{file}.gguf", named, metadata=metadata)
+    options = SessionOptions(
+        target=target,
+        draft=draft,
+        helpers=helpers,
+        sampler=SamplerOptions(),
+        drafting=DraftOptions(
+            policy="fixed",
+            max_tokens=n_max,
+            p_min=0.0,
+            mask=mask,
+            tree=tree or TreeShape("off"),
+            ngrams=False,
+        ),
+        generation=GenerationOptions(max_tokens=24, ignore_eos=True),
+        target_context=EXACT,
+        draft_context=EXACT,
+    )
+    return Models(options, time.perf_counter)
+
+
+def mask_of(opened: Models) -> int | None:
+    assert opened.drafts.main is not None
+    return opened.drafts.main.mask
+
+
+@pytest.mark.parametrize(
+    "name", ["PARD-Qwen2.5-0.5B", "Pard Qwen3 0.6B", "PARD2-Qwen3-8B", "amd pard-llama"]
+)
+def test_a_file_that_names_the_method_and_a_mask_is_a_parallel_draft(
+    tmp_path: Path, name: str
+) -> None:
+    with models(tmp_path, name, IN_METADATA) as opened:
+        assert mask_of(opened) == MASK
+    with models(tmp_path, "tiny", IN_METADATA, file=name) as opened:
+        assert mask_of(opened) == MASK
+
+
+@pytest.mark.parametrize("name", ["tiny", "Leopard-7B", "Gemma 3 270M It", "spardish"])
+def test_an_ordinary_model_may_have_a_mask_token(tmp_path: Path, name: str) -> None:
+    with models(tmp_path, name, IN_METADATA) as opened:
+        assert mask_of(opened) is None
+        assert not any("mask" in notice for notice in opened.notices(64))
+
+
+def test_the_option_names_the_mask_by_its_number_or_its_text(tmp_path: Path) -> None:
+    with models(tmp_path, "tiny", mask="7") as opened:
+        assert mask_of(opened) == 7
+        vocabulary = opened.target.vocabulary
+        of_text, of_table = vocabulary.token_text(70), vocabulary.token_text(MASK)
+        assert vocabulary.tokenize(of_table, add_special=False, parse_special=True) != [MASK]
+    for text, token in ((of_text, 70), (of_table, MASK)):
+        with models(tmp_path, "tiny", mask=text) as opened:
+            assert mask_of(opened) == token
+    with models(tmp_path, "PARD", IN_METADATA, mask="7") as opened:
+        assert mask_of(opened) == 7
+    with models(tmp_path, "PARD", IN_METADATA, mask="off") as opened:
+        assert mask_of(opened) is None
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"), [("100000", "tokens"), ("what is this", "no such token")]
+)
+def test_a_mask_that_the_model_does_not_have_is_an_error(
+    tmp_path: Path, mask: str, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        models(tmp_path, mask=mask)
+
+
+def test_a_parallel_draft_whose_file_names_no_mask_is_told_of(tmp_path: Path) -> None:
+    with models(tmp_path, "PARD-Tiny") as opened:
+        assert mask_of(opened) is None
+        (notice,) = [notice for notice in opened.notices(64) if "mask" in notice]
+        assert "--draft-mask" in notice
+    with models(tmp_path, "PARD-Tiny", mask="off") as opened:
+        assert not any("mask" in notice for notice in opened.notices(64))
+
+
+def test_a_parallel_draft_takes_no_draft_of_its_own(tmp_path: Path) -> None:
+    helper = write_tiny_model(tmp_path / "helper.gguf", TinyConfig().draft(0.2))
+    with pytest.raises(UsageError, match="no draft of its own"):
+        models(tmp_path, metadata=IN_METADATA, helpers=(helper,))
+    with models(tmp_path, metadata=IN_METADATA, mask="off", helpers=(helper,)) as opened:
+        assert mask_of(opened) is None
+
+
+def test_the_helper_of_a_draft_predicts_one_token_at_a_time(tmp_path: Path) -> None:
+    config = TinyConfig(name="PARD")
+    helper = write_tiny_model(tmp_path / "helper.gguf", config, metadata=IN_METADATA)
+    with models(tmp_path, "tiny", helpers=(helper,)) as opened:
+        assert [draft.mask for draft in opened.drafts.stack()] == [None, None]
+
+
+def test_a_draft_in_another_vocabulary_predicts_one_token_at_a_time(tmp_path: Path) -> None:
+    with models(tmp_path, metadata=IN_METADATA) as opened:
+        options = opened.options
+        respelled = write_respelled_model(tmp_path / "PARD.gguf", TinyConfig().draft(0.1))
+        opened.change_draft(respelled)
+        assert mask_of(opened) is None
+        assert options.drafting.mask == "auto"
+
+
+# --- what is drafted
+
+
+def run(opened: Models) -> tuple[list[DraftedEvent], FinishedEvent]:
+    events = list(generate(opened, opened.prompts.of_text(PROMPT, chat=False)))
+    last = events[-1]
+    assert isinstance(last, FinishedEvent)
+    return [event for event in events if isinstance(event, DraftedEvent)], last
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "mamba", "lfm2", "jamba"])
+@pytest.mark.parametrize("n_max", [1, 4])
+def test_a_round_takes_one_decode_of_the_draft_and_keeps_the_text(
+    tmp_path: Path, architecture: Architecture, n_max: int
+) -> None:
+    with models(tmp_path, "tiny", architecture=architecture, n_max=n_max) as opened:
+        _, ordinary = run(opened)
+    with models(tmp_path, mask="3", architecture=architecture, n_max=n_max) as opened:
+        drafted, finished = run(opened)
+        with opened.contexts(256) as (target, draft):
+            assert draft is not None
+            assert draft.n_outputs == n_max
+            assert target.n_outputs == n_max + 1
+    assert finished.token_ids == ordinary.token_ids
+    assert len(drafted) > 3
+    assert max(len(event.nodes) for event in drafted) == n_max
+    if n_max == 1:
+        assert finished.n_accepted == ordinary.n_accepted
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mamba", "lfm2", "jamba"])
+def test_the_prompt_is_not_read_again_to_drop_the_masks(
+    tmp_path: Path, architecture: Architecture
+) -> None:
+    text = list(range(40, 90))
+    with (
+        models(tmp_path, mask="3", architecture=architecture) as opened,
+        opened.contexts(256) as (_, draft),
+    ):
+        assert draft is not None
+        prompt = Prompt("", tuple(text))
+        drafter = DrafterFactory(opened).chain_drafter(prompt, draft, TextState(text))
+        for token in (60, 61, 62):
+            before = draft.n_decoded_rows
+            draft_alone(drafter.propose(text, draft_up_to(4)))
+            # The unread tokens and the masks; a copied state may be a few tokens behind.
+            assert draft.n_decoded_rows - before <= (50 if token == 60 else 1) + 3 + 3
+            assert draft.text(0)[: len(text)] == text
+            text.append(token)
+
+
+def test_trees_of_a_parallel_draft_need_no_branches_in_its_cache(tmp_path: Path) -> None:
+    with models(tmp_path, mask="3") as opened:
+        _, plain = run(opened)
+    with models(tmp_path, mask="3", tree=parse_tree("3,2")) as opened:
+        drafted, finished = run(opened)
+        with opened.contexts(256) as (_, draft):
+            assert draft is not None
+            assert draft.n_sequences == 1
+    assert finished.token_ids == plain.token_ids
+    assert any(node.parent != n - 1 for event in drafted for n, node in enumerate(event.nodes))
+
+
+def test_several_answers_draft_in_one_batch(tmp_path: Path) -> None:
+    prompts = [PROMPT, "a b c d e f g", "no " * 20]
+    with models(tmp_path, mask="3") as opened:
+        alone = []
+        for prompt in prompts:
+            *_, last = generate(opened, opened.prompts.of_text(prompt, chat=False))
+            assert isinstance(last, FinishedEvent)
+            alone.append(last)
+        with Engine(opened, n_parallel=3, n_ctx=256) as engine:
+            answers = [engine.insert(opened.prompts.of_text(each, chat=False)) for each in prompts]
+            list(engine.run())
+    for answer, single in zip(answers, alone, strict=True):
+        assert answer.finished is not None
+        assert answer.finished.token_ids == single.token_ids
+        assert answer.finished.accepted_by_depth == single.accepted_by_depth
+
+
+def test_what_is_learnt_about_acceptance_is_kept_apart(tmp_path: Path) -> None:
+    """The rows of masks are accepted less often than those of tokens."""
+    with models(tmp_path, mask="3") as opened:
+        DrafterFactory(opened).acceptance()["model"] = new_acceptance_rates("model")
+        assert "model" in DrafterFactory(opened).acceptance()
+        opened.change_drafting(DraftOptions(mask="off"))
+        assert "model" not in DrafterFactory(opened).acceptance()

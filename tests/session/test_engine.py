@@ -1,0 +1,672 @@
+"""Several answers at once, and one after the other in caches that stay: each is what it is alone."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import abc
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from specgen.errors import BackendError, PromptError, UsageError
+from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, PromptEvent
+from specgen.llama import LlamaBackend
+from specgen.method.backend import Batch
+from specgen.method.loop import Loop, ReadBeside
+from specgen.options import (
+    DraftOptions,
+    DraftSource,
+    GenerationOptions,
+    Grammar,
+    SamplerOptions,
+    SessionOptions,
+    TreeShape,
+)
+from specgen.session.calibration.memory import Memory
+from specgen.session.engine import Engine, generate
+from specgen.session.loaded_models import Models
+from specgen.session.prefix_cache import Slot, n_common
+from specgen.session.prompts import Prompt
+from specgen.session.request import Request
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
+from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
+from specgen.text.sequence import Sequence
+from tests.helpers.common import EXACT
+from tests.helpers.fake_generations import N_VOCAB
+from tests.helpers.tiny import write_respelled_model
+from tests.helpers.virtual_time import VirtualTime
+from tests.registry import ON_TINY
+
+CACHES: dict[str, Architecture] = {
+    "attention": "llama",
+    "sliding window": "gemma3",
+    "recurrent": "mamba",
+    "hybrid": "lfm2",
+}
+#: Heads would have to be made for each model.
+DRAFTERS = sorted({each for each in ON_TINY.values() if each != "heads"})
+SAMPLED = SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0, seed=7)
+LONG = "".join(map(chr, range(32, 127)))
+PROMPTS = (
+    "the cat is in the else",
+    LONG + " for with that",
+    "the cat is in the house of the",
+    "a",
+    LONG + " for with it be not self",
+    "def f(x):",
+)
+N_TOKENS = 24
+N_CTX = 256
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engine")
+    for name, architecture in CACHES.items():
+        config = TinyConfig(architecture=architecture, logit_scale=2.0, unprintable_scale=0.0)
+        write_tiny_model(folder / f"{name}.gguf", config)
+        write_tiny_model(folder / f"{name} draft.gguf", config.draft(0.1))
+        write_respelled_model(folder / f"{name} respelled.gguf", config.draft(0.05))
+    return folder
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
+    """Rows are cheap, and so are drafts: costs let a model and n-grams draft."""
+
+    def seconds(name: str, n_rows: int) -> float:
+        own = 0.1 if name.removesuffix(".gguf") in CACHES else 0.01
+        return own * (1.0 + 0.03 * (n_rows - 1))
+
+    return VirtualTime(monkeypatch, seconds)
+
+
+def opened(
+    models: Path,
+    clock: Callable[[], float],
+    kind: str = "attention",
+    drafter: str = "draft",
+    sampler: SamplerOptions | None = None,
+    tree: TreeShape | None = None,
+    n_batch: int = 512,
+) -> Models:
+    # A parallel draft is the same file, read with a mask token.
+    file, mask = ("draft", "3") if drafter == "parallel" else (drafter, "off")
+    draft: DraftSource = "ngram" if drafter == "ngram" else models / f"{kind} {file}.gguf"
+    drafting = DraftOptions(ngram_min=1, translate="auto", mask=mask)
+    options = SessionOptions(
+        target=models / f"{kind}.gguf",
+        draft=draft,
+        sampler=sampler or SamplerOptions(),
+        drafting=drafting if tree is None else replace(drafting, tree=tree),
+        generation=GenerationOptions(max_tokens=N_TOKENS),
+        target_context=replace(EXACT, n_batch=n_batch),
+        draft_context=EXACT,
+    )
+    return Models(options, clock)
+
+
+def alone(loaded: Models) -> list[str]:
+    """The answers, each in contexts of its own, plainly."""
+    with Models(replace(loaded.options, draft="none"), loaded.clock, Memory()) as plain:
+        return [text_of(plain, prompt) for prompt in PROMPTS]
+
+
+def text_of(loaded: Models, prompt: str) -> str:
+    *_, last = generate(loaded, loaded.prompts.of_text(prompt), estimate_gain=False)
+    assert isinstance(last, FinishedEvent)
+    return last.text
+
+
+# --- what each of them says
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("n_parallel", [1, 3])
+def test_answers_at_once_are_what_they_are_alone(
+    models: Path, costs: VirtualTime, kind: str, drafter: str, n_parallel: int
+) -> None:
+    with opened(models, costs, kind, drafter) as loaded:
+        expected = alone(loaded)
+        with Engine(loaded, n_parallel=n_parallel, n_ctx=N_CTX) as engine:
+            asked = [engine.insert(prompt) for prompt in (*PROMPTS, *PROMPTS)]
+            events = list(engine.run())
+    assert [answer.text for answer in asked] == expected * 2
+    if kind == "attention":
+        assert any(isinstance(event, DraftedEvent) for event in events)
+    assert [e.sequence for e in events if isinstance(e, FinishedEvent)] != []
+
+
+@pytest.mark.parametrize("tree", ["auto", "2,2,1"])
+@pytest.mark.parametrize("sampler", [SamplerOptions(), SAMPLED])
+def test_with_trees_and_seeds_too(
+    models: Path, costs: VirtualTime, tree: str, sampler: SamplerOptions
+) -> None:
+    shape = TreeShape("auto") if tree == "auto" else TreeShape("levels", (2, 2, 1))
+    if sampler.temperature and shape.is_fixed:
+        pytest.skip("drawn trees keep no seed's text")
+    with opened(models, costs, sampler=sampler, tree=shape) as loaded:
+        expected = alone(loaded)
+        with Engine(loaded, n_parallel=4, n_ctx=N_CTX) as engine:
+            assert engine.answers(PROMPTS) == expected
+            # And once more, in caches that hold them.
+            assert engine.answers(PROMPTS) == expected
+
+
+def test_each_answer_has_its_own_options(models: Path, costs: VirtualTime) -> None:
+    with opened(models, costs, sampler=SAMPLED) as loaded:
+        expected = alone(loaded)
+        with Engine(loaded, n_parallel=3, n_ctx=N_CTX) as engine:
+            own = loaded.options.generation
+            short = engine.insert(PROMPTS[0], generation=replace(own, max_tokens=5))
+            until = replace(own, stop=(expected[0][3:6],))
+            stopped = engine.insert(PROMPTS[0], generation=until)
+            other = engine.insert(PROMPTS[0], sampling=replace(SAMPLED, seed=8))
+            list(engine.run())
+    assert expected[0].startswith(short.text)
+    assert short.finished is not None
+    assert (short.finished.n_tokens, short.finished.finish_reason) == (5, "length")
+    assert stopped.text == expected[0].partition(expected[0][3:6])[0]
+    assert other.text != expected[0]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft"])
+def test_an_answer_may_do_without_drafts(models: Path, costs: VirtualTime, drafter: str) -> None:
+    """And the next one drafts again, its draft's cache behind by what was said meanwhile."""
+    with opened(models, costs, drafter=drafter) as loaded:
+        expected = alone(loaded)[0]
+        with Engine(loaded, n_parallel=2, n_ctx=N_CTX) as engine:
+            for wanted in ((True, False), (False, False), (True, True)):
+                asked = [engine.insert(PROMPTS[0], draft=drafts) for drafts in wanted]
+                events = list(engine.run())
+                for answer, drafts in zip(asked, wanted, strict=True):
+                    assert answer.text == expected
+                    assert answer.finished is not None
+                    assert (answer.finished.n_drafted > 0) == drafts
+                begun = [event for event in events if isinstance(event, PromptEvent)]
+                drafting = {event.sequence: event.draft != "none" for event in begun}
+                assert drafting == {a.index: d for a, d in zip(asked, wanted, strict=True)}
+
+
+def test_each_answer_has_its_own_samplers_and_grammar(models: Path, costs: VirtualTime) -> None:
+    """Greedy, drawn and constrained answers in the same batches, each as alone with its options."""
+    samplings = (
+        SamplerOptions(),
+        SAMPLED,
+        replace(SAMPLED, temperature=2.0, seed=11),
+        replace(SamplerOptions(), repeat_penalty=1.8),
+        SamplerOptions(),
+    )
+    grammars = (None, None, None, None, Grammar("gbnf", 'root ::= ("the " | "else ")+'))
+    asked_for = [
+        (sampling, GenerationOptions(max_tokens=N_TOKENS, grammar=grammar))
+        for sampling, grammar in zip(samplings, grammars, strict=True)
+    ]
+    expected = []
+    with opened(models, costs) as loaded:
+        for sampling, generation in asked_for:
+            options = replace(loaded.options, sampler=sampling, generation=generation)
+            with Models(replace(options, draft="none"), loaded.clock, Memory()) as plain:
+                expected.append(text_of(plain, PROMPTS[0]))
+        assert len(set(expected)) == len(expected)
+        with Engine(loaded, n_parallel=3, n_ctx=N_CTX) as engine:
+            asked = [
+                engine.insert(PROMPTS[0], sampling=sampling, generation=generation)
+                for sampling, generation in asked_for
+            ]
+            list(engine.run())
+            with pytest.raises(UsageError, match="grammar"):
+                engine.insert(
+                    PROMPTS[0], generation=GenerationOptions(grammar=Grammar("gbnf", "root = x"))
+                )
+            with pytest.raises(UsageError, match="no token 5000"):
+                engine.insert(PROMPTS[0], sampling=SamplerOptions(logit_bias=((5000, 1.0),)))
+            assert engine.is_idle
+    assert [answer.text for answer in asked] == expected
+    drafted = [answer.finished.n_drafted for answer in asked if answer.finished]
+    assert all(drafted)
+
+
+# --- what is in a cache already
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_conversation_decodes_what_is_new(models: Path, costs: VirtualTime, kind: str) -> None:
+    with opened(models, costs, kind) as loaded:
+        prompt = loaded.prompts.of_text(LONG)
+        more = loaded.prompts.of_text(" and so on").tokens
+        with Engine(loaded, n_parallel=2, n_ctx=N_CTX * 2) as engine:
+            for turn in range(4):
+                backends = (engine.target, *engine.drafts)
+                n_before = [backend.n_decoded_rows for backend in backends]
+                answer = engine.insert(prompt)
+                list(engine.run())
+                n_rows = [b.n_decoded_rows - n for b, n in zip(backends, n_before, strict=True)]
+                *_, last = generate(loaded, prompt, estimate_gain=False)
+                assert isinstance(last, FinishedEvent)
+                assert answer.text == last.text
+                assert answer.finished is not None
+                n_prompt = len(prompt.tokens)
+                if turn:
+                    # All but the last token of the answer, which nobody decoded, and what is new.
+                    assert n_prompt - answer.finished.n_cached_tokens <= 1 + len(more)
+                    assert max(n_rows) < n_prompt
+                tokens = (*prompt.tokens, *answer.finished.token_ids, *more)
+                prompt = Prompt("", tokens)
+
+
+def test_what_another_answer_has_read_is_not_read_again(models: Path, costs: VirtualTime) -> None:
+    with opened(models, costs) as loaded:
+        expected = [text_of(loaded, LONG + more) for more in ("x", "y", "z")]
+        with Engine(loaded, n_parallel=3, n_ctx=N_CTX) as engine:
+            asked = [engine.insert(LONG + more) for more in ("x", "y", "z")]
+            list(engine.run())
+            assert [answer.text for answer in asked] == expected
+    cached = [a.finished.n_cached_tokens for a in asked if a.finished is not None]
+    assert cached[0] == 0
+    assert min(cached[1:]) >= len(LONG) - 2
+
+
+def test_a_slot_whose_text_goes_on_is_taken(models: Path, costs: VirtualTime) -> None:
+    with (
+        opened(models, costs) as loaded,
+        Engine(loaded, n_parallel=2, n_ctx=N_CTX) as engine,
+    ):
+        (first,) = engine.answers([LONG])
+        engine.answers(["other things"])
+        for slot in engine.slots:  # one of each
+            assert engine.target.length(slot.branches(engine.target).first) > 0
+        again = engine.insert(LONG + first + " and")
+        list(engine.run())
+        assert again.finished is not None
+        assert again.finished.n_cached_tokens > len(LONG)
+        # The other text is still there.
+        other = engine.insert("other things")
+        list(engine.run())
+        assert other.finished is not None
+        assert other.finished.n_cached_tokens == other.finished.n_prompt_tokens - 1
+
+
+@settings(max_examples=60)
+@given(
+    texts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=2, max_size=12),
+    n_slots=st.integers(1, 4),
+    data=st.data(),
+)
+def test_a_slot_holds_the_prefix_of_its_text_and_nothing_else(
+    texts: list[list[int]], n_slots: int, data: st.DataObject
+) -> None:
+    language = random_language(N_VOCAB, seed=1)
+    backend = FakeBackend(
+        FakeVocabulary.letters(N_VOCAB), language, n_ctx=100, n_sequences=2 * n_slots
+    )
+    for text in texts:
+        slots = [Slot(number, n_slots) for number in range(n_slots)]
+        slot = slots[data.draw(st.integers(0, n_slots - 1))]
+        own = slot.branches(backend)
+        held = [backend.text(each.branches(backend).first) for each in slots]
+        n = slot.share_prefix(backend, text)
+        assert n == max(n_common(other, text[:-1]) for other in held)
+        assert list(backend.text(own.first)) == text[:n]
+        for each, before in zip(slots, held, strict=True):
+            if each is not slot:
+                assert backend.text(each.branches(backend).first) == before
+        batch = Batch()
+        for position in range(n, len(text)):
+            batch.add(text[position], position, (own.first,), position == len(text) - 1)
+        (row,) = backend.decode(batch)
+        assert row.tolist() == language(tuple(text)).tolist()
+
+
+# --- coming and going
+
+
+@pytest.fixture(scope="module")
+def expected(models: Path) -> Callable[[int], str]:
+    @cache
+    def text(number: int) -> str:
+        with opened(models, lambda: 0.0, drafter="ngram") as loaded:
+            options = replace(loaded.options, draft="none")
+        with Models(options, lambda: 0.0) as plain:
+            return text_of(plain, PROMPTS[number])
+
+    return text
+
+
+@settings(
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    acts=st.lists(
+        st.one_of(
+            st.tuples(st.just("submit"), st.integers(0, len(PROMPTS) - 1)),
+            st.tuples(st.just("cancel"), st.integers(0, 20)),
+            st.tuples(st.just("step"), st.integers(1, 6)),
+            st.tuples(st.just("break"), st.just(0)),
+        ),
+        max_size=24,
+    ),
+    n_parallel=st.integers(1, 4),
+    drafter=st.sampled_from(["draft", "ngram"]),
+)
+def test_answers_come_and_go_at_any_time(
+    models: Path,
+    expected: Callable[[int], str],
+    acts: list[tuple[str, int]],
+    n_parallel: int,
+    drafter: str,
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        clock = VirtualTime(
+            patch, lambda name, n: (0.01 if "draft" in name else 0.1) * (1 + n / 40)
+        )
+        with opened(models, clock, drafter=drafter) as loaded:
+            asked: list[tuple[int, Request]] = []
+            broken: set[int] = set()
+            with Engine(loaded, n_parallel=n_parallel, n_ctx=N_CTX) as engine:
+                for act, number in acts:
+                    if act == "submit":
+                        asked.append((number, engine.insert(PROMPTS[number])))
+                    elif act == "cancel" and asked:
+                        engine.cancel(asked[number % len(asked)][1])
+                    elif act == "step":
+                        for _ in range(number):
+                            engine.step()
+                    elif act == "break":
+                        broken |= break_round(engine)
+                list(engine.run())
+    for number, answer in asked:
+        assert answer.is_done
+        if answer.index in broken:
+            assert isinstance(answer.failure, BackendError)
+        elif answer.is_cancelled:
+            assert expected(number).startswith(answer.text)
+        else:
+            assert answer.text == expected(number)
+
+
+def break_round(engine: Engine) -> set[int]:
+    """Let the next round fail; returns which answers were in it."""
+    busy: set[int] = set()
+    whole = Loop.round
+
+    def fail(_backend: LlamaBackend, _batch: Batch) -> None:
+        raise BackendError("no room in the cache")
+
+    def broken(
+        loop: Loop, sequences: abc.Sequence[Sequence], beside: ReadBeside | None
+    ) -> list[Event]:
+        # A prompt that is read in the batch of the round fails with it.
+        read = [] if beside is None else [beside.sequence]
+        is_run = any(not sequence.is_finished for sequence in sequences)
+        busy.update(each.index for each in (*sequences, *read) if is_run and not each.is_finished)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(engine.target), "decode", fail)
+            return whole(loop, sequences, beside)
+
+    has_failed = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "round", broken)
+        try:
+            engine.step()
+        except BackendError:
+            has_failed = True
+    assert has_failed == bool(busy)
+    return busy
+
+
+def test_a_stream_has_the_events_of_its_answer(models: Path, costs: VirtualTime) -> None:
+    with opened(models, costs) as loaded:
+        expected = alone(loaded)
+        with Engine(loaded, n_parallel=2, n_ctx=N_CTX) as engine:
+            first, second = engine.insert(PROMPTS[0]), engine.insert(PROMPTS[1])
+            for number, answer in ((0, first), (1, second)):
+                events = list(engine.stream(answer))
+                assert {event.sequence for event in events} == {number}
+                assert isinstance(events[0], PromptEvent)
+                assert isinstance(events[-1], FinishedEvent)
+                told = [e.text for e in events if isinstance(e, CommittedEvent)]
+                assert "".join(told) == expected[number]
+            assert engine.is_idle
+
+
+def test_answers_are_asked_for_and_cancelled_from_other_threads(
+    models: Path, costs: VirtualTime
+) -> None:
+    asked: list[tuple[int, Request]] = []
+    with opened(models, costs, drafter="ngram") as loaded:
+        expected = alone(loaded)
+        prompts = [loaded.prompts.of_text(prompt) for prompt in PROMPTS]
+        with Engine(loaded, n_parallel=3, n_ctx=N_CTX) as engine:
+
+            def ask(first: int) -> None:
+                for number in range(first, first + 8):
+                    answer = engine.insert(prompts[number % len(prompts)])
+                    asked.append((number % len(prompts), answer))
+                    if number % 5 == 0:
+                        engine.cancel(answer)
+
+            threads = [threading.Thread(target=ask, args=(first,)) for first in range(4)]
+            for thread in threads:
+                thread.start()
+            while any(thread.is_alive() for thread in threads) or not engine.is_idle:
+                engine.step()
+            for thread in threads:
+                thread.join()
+    assert len(asked) == 32
+    assert sorted(answer.index for _, answer in asked) == list(range(32))
+    for number, answer in asked:
+        if answer.is_cancelled:
+            assert expected[number].startswith(answer.text)
+        else:
+            assert answer.text == expected[number]
+
+
+# --- what cannot be
+
+
+def test_what_has_no_room_is_refused(models: Path, costs: VirtualTime) -> None:
+    with opened(models, costs) as loaded:
+        for n_parallel in (0, -1, 257):
+            with pytest.raises(UsageError, match="answers at once"):
+                Engine(loaded, n_parallel=n_parallel)
+        with Engine(loaded, n_ctx=N_CTX) as engine:
+            with pytest.raises(PromptError, match="the context has 256"):
+                engine.insert("x " * 400)
+            assert engine.is_idle
+            assert engine.step() == []
+
+
+def test_a_text_before_it_is_there_is_a_mistake(models: Path, costs: VirtualTime) -> None:
+    with opened(models, costs) as loaded, Engine(loaded, n_ctx=N_CTX) as engine:
+        answer = engine.insert("a")
+        with pytest.raises(RuntimeError, match="answer 0 is not done"):
+            _ = answer.text
+    with pytest.raises(BackendError, match="the engine is closed"):
+        _ = answer.text
+
+
+# --- prompts are read in pieces
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_long_prompt_is_read_beside_the_others_rounds(
+    models: Path, costs: VirtualTime, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.session.engine.N_READ_BESIDE", 8)
+    monkeypatch.setattr("specgen.llama.LlamaModel.has_equal_rows", True)
+    with opened(models, costs, kind) as loaded:
+        expected = alone(loaded)
+        with Engine(loaded, n_parallel=2, n_ctx=N_CTX) as engine:
+            first = engine.insert(PROMPTS[0])
+            engine.step()
+            second = engine.insert(PROMPTS[1])
+            between = 0
+            while not any(isinstance(event, CommittedEvent) for event in second.events):
+                said = sum(isinstance(event, CommittedEvent) for event in first.events)
+                engine.step()
+                more = sum(isinstance(event, CommittedEvent) for event in first.events)
+                between += more > said
+                if first.is_done:
+                    break
+            list(engine.run())
+    assert between > 2, "the first answer went on while the second one's prompt was read"
+    assert [first.text, second.text] == expected[:2]
+
+
+@pytest.mark.parametrize("knows_costs", [True, False])
+def test_a_running_answer_keeps_half_of_its_pace_while_a_prompt_is_read(
+    models: Path, costs: VirtualTime, knows_costs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt's rows are decoded in the batches of the answer's rounds."""
+    monkeypatch.setattr("specgen.llama.LlamaModel.has_equal_rows", True)
+    with opened(models, costs) as loaded:
+        drafting = loaded.options.drafting if knows_costs else DraftOptions(policy="fixed")
+        with Models(replace(loaded.options, drafting=drafting), costs, Memory()) as own:
+            expected = alone(own)
+            with Engine(own, n_parallel=2, n_ctx=N_CTX) as engine:
+                first = engine.insert(PROMPTS[0], draft=False)
+                for _ in range(4):
+                    engine.step()
+                second = engine.insert(PROMPTS[1])
+                n_read, times = [], []
+                while not any(isinstance(event, CommittedEvent) for event in second.events):
+                    times.append(costs())
+                    engine.step()
+                    n_read.append(
+                        engine.target.length(engine.slots.slots[1].branches(engine.target).first)
+                    )
+                list(engine.run())
+    assert [first.text, second.text] == expected[:2]
+    assert len(n_read) >= 3, "the prompt is read in pieces"
+    step_s = [after - before for before, after in itertools.pairwise(times)]
+    if knows_costs:
+        assert max(step_s) <= 2.01 * 0.1, "a round takes 0.1 s alone"
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(models: Path, costs: VirtualTime) -> None:
+    """Prompts are read by turns: the shortest, then the oldest. One that begins like another one waits for it
+    to be read as far as they are the same, and is then not read again."""
+    long = "0123456789 is not the cat " * 6
+    shorts = [f"{letter} cat" for letter in "abcd"]
+    with opened(models, costs, drafter="ngram", n_batch=8) as loaded:
+        expected = [text_of(loaded, prompt) for prompt in (long, *shorts, long + "house")]
+        with Engine(loaded, n_parallel=7, n_ctx=N_CTX) as engine:
+            first = engine.insert(long)
+            engine.step()
+            asked = [engine.insert(prompt) for prompt in (*shorts, long + "house")]
+            steps: dict[int, int] = {}
+            for step in range(1000):
+                if engine.is_idle:
+                    break
+                for event in engine.step():
+                    if isinstance(event, CommittedEvent):
+                        steps.setdefault(event.sequence, step)
+            alike = asked[-1]
+            assert [first.text, *(each.text for each in asked)] == expected
+    n_pieces = -(-len(first.prompt.tokens) // 8)
+    assert n_pieces > 12
+    for number, short in enumerate(asked[:-1]):
+        assert steps[short.index] <= 2 * number + 2, (
+            "a short prompt waits for one piece of the long one"
+        )
+    # The long one is read meanwhile, at least a token in each step.
+    assert n_pieces - 2 <= steps[first.index] <= len(first.prompt.tokens)
+    assert alike.finished is not None
+    assert alike.finished.n_cached_tokens >= len(first.prompt.tokens) - 40
+
+
+def test_a_prompt_that_is_being_read_can_be_cancelled(
+    models: Path, costs: VirtualTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.session.engine.N_READ_BESIDE", 8)
+    monkeypatch.setattr("specgen.llama.LlamaModel.has_equal_rows", True)
+    with opened(models, costs) as loaded, Engine(loaded, n_parallel=2, n_ctx=N_CTX) as engine:
+        first = engine.insert(PROMPTS[0])
+        engine.step()
+        second = engine.insert(PROMPTS[1])
+        engine.step()
+        engine.cancel(second)
+        engine.step()
+        assert second.finished is not None
+        assert second.finished.finish_reason == "interrupted"
+        assert second.text == ""
+        third = engine.insert(PROMPTS[1])
+        list(engine.run())
+        assert [first.text, third.text] == alone(loaded)[:2]
+
+
+# --- what is drafted for one answer
+
+
+def drafted_lengths(answer: Request) -> set[int]:
+    return {len(event.nodes) for event in answer.events if isinstance(event, DraftedEvent)}
+
+
+def test_an_answer_may_ask_for_shorter_drafts(models: Path, costs: VirtualTime) -> None:
+    with opened(models, costs) as loaded, Engine(loaded, n_ctx=N_CTX) as engine:
+        free, short, none = (
+            engine.insert(PROMPTS[0], n_drafted_max=n_most) for n_most in (None, 2, 0)
+        )
+        list(engine.run())
+        assert max(drafted_lengths(free)) > 2
+        assert drafted_lengths(short)
+        assert max(drafted_lengths(short)) <= 2
+        assert not drafted_lengths(none)
+        assert free.text == short.text == none.text
+
+
+def test_an_answer_may_ask_for_another_verifier(models: Path, costs: VirtualTime) -> None:
+    sampler = replace(SAMPLED, seed=-1)
+    with opened(models, costs, sampler=sampler) as loaded:
+        with Engine(loaded, n_ctx=N_CTX) as engine:
+            asked = [engine.insert(PROMPTS[0], verifier=name) for name in ("match", "block")]
+            list(engine.run())
+        named = [
+            event.verifier
+            for answer in asked
+            for event in answer.events
+            if isinstance(event, PromptEvent)
+        ]
+    assert named == ["match", "block"]
+
+
+def test_fixed_shapes_have_no_length_of_their_own(models: Path, costs: VirtualTime) -> None:
+    shape = TreeShape("levels", (2, 2, 1))
+    with (
+        opened(models, costs, tree=shape) as loaded,
+        Engine(loaded, n_ctx=N_CTX) as engine,
+        pytest.raises(UsageError, match="fixed shape 2,2,1"),
+    ):
+        engine.insert(PROMPTS[0], n_drafted_max=2)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_what_is_learnt_alone_is_forgotten(models: Path, costs: VirtualTime, drafter: str) -> None:
+    """What is drafted for an answer is the same after any other answer."""
+
+    def drafts(before: tuple[str, ...], *, learn_alone: bool) -> list[object]:
+        with (
+            opened(models, costs, drafter=drafter) as loaded,
+            Engine(loaded, n_ctx=N_CTX, learn_alone=learn_alone) as engine,
+        ):
+            engine.answers(before)
+            answer = engine.insert(PROMPTS[1])
+            list(engine.run())
+        return [event.nodes for event in answer.events if isinstance(event, DraftedEvent)]
+
+    # None begins like the one that is looked at: what a cache holds of a prompt is no secret. Nor is
+    # what decodes cost, which is known after some of them.
+    few, many = (PROMPTS[0],) * 4, (PROMPTS[0], PROMPTS[3], PROMPTS[5]) * 4
+    expected = drafts(few, learn_alone=True)
+    assert expected
+    assert expected == drafts(many, learn_alone=True)
+    assert expected != drafts(many, learn_alone=False)

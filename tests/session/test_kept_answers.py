@@ -1,0 +1,242 @@
+"""Answers that are kept for drafts to learn from: whole, bounded, for their user alone."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specgen.errors import OutputError
+from specgen.events import FinishedEvent, NoticeEvent
+from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
+from specgen.session.engine import generate
+from specgen.session.kept_answers import (
+    ANSWERS,
+    MAX_PROMPT_TOKENS,
+    KeptAnswer,
+    KeptAnswers,
+    Learnt,
+    last_number,
+    learnt_weights,
+    read_answers,
+    read_learnt,
+    state_file,
+    write_learnt,
+)
+from specgen.session.loaded_models import Models
+from tests.helpers.common import ROOT
+
+ANSWER = KeptAnswer((1, 2, 3), tuple(range(10, 30)), (7, 8), "digest")
+
+
+def test_answers_are_read_as_they_were_kept_and_numbered(tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "target"
+    assert read_answers(folder) == []
+    assert last_number(folder) == 0
+    for _ in range(2):
+        kept = KeptAnswers(folder)
+        kept.add(ANSWER)
+        kept.add(replace(ANSWER, draft_prompt=None, draft_vocabulary=None))
+    without = KeptAnswer(ANSWER.prompt_tokens, ANSWER.tokens)
+    assert read_answers(folder) == [
+        replace(each, number=number) for number, each in enumerate([ANSWER, without] * 2, 1)
+    ]
+    assert last_number(folder) == 4
+
+
+def test_the_end_of_a_long_prompt_is_kept_and_no_short_answer(tmp_path: Path) -> None:
+    kept = KeptAnswers(tmp_path)
+    kept.add(KeptAnswer(tuple(range(5000)), tuple(range(20))))
+    kept.add(KeptAnswer((1,), (2, 3)))
+    (answer,) = read_answers(tmp_path)
+    assert answer.prompt_tokens == tuple(range(5000 - MAX_PROMPT_TOKENS, 5000))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX rights")
+def test_nobody_else_may_read_them(tmp_path: Path) -> None:
+    folder = tmp_path / "learning"
+    before = os.umask(0)
+    try:
+        kept = KeptAnswers(folder, max_bytes=300)
+        for _ in range(20):  # it is written anew too
+            kept.add(ANSWER)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / ANSWERS).stat().st_mode) == 0o600
+
+
+def test_the_oldest_go_when_there_are_too_many(tmp_path: Path) -> None:
+    kept = KeptAnswers(tmp_path, max_bytes=2000)
+    for _ in range(100):
+        kept.add(ANSWER)
+        assert (tmp_path / ANSWERS).stat().st_size <= 2000
+    numbers = [answer.number for answer in read_answers(tmp_path)]
+    assert numbers == list(range(numbers[0], 101))
+    assert len(numbers) > 3
+
+
+def test_half_a_line_and_a_damaged_one_lose_no_other(tmp_path: Path) -> None:
+    kept = KeptAnswers(tmp_path)
+    kept.add(ANSWER)
+    file = tmp_path / ANSWERS
+    with file.open("ab") as opened:
+        opened.write(b'{"number": "x"}\n[1]\n\xff\n{"number": 2, "prompt": [1')
+    assert [answer.number for answer in read_answers(tmp_path)] == [1]
+    KeptAnswers(tmp_path).add(ANSWER)
+    assert [answer.number for answer in read_answers(tmp_path)] == [1, 2]
+
+
+def test_an_answer_for_which_the_disk_has_no_room_is_kept_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = KeptAnswers(tmp_path)
+    kept.add(ANSWER)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("specgen.system.json_lines.os.write", full)
+        with pytest.raises(OutputError, match="No space"):
+            kept.add(ANSWER)
+    assert last_number(tmp_path) == 1
+    kept.add(ANSWER)
+    assert [answer.number for answer in read_answers(tmp_path)] == [1, 2, 3]
+
+
+_ADD = """
+import sys
+from pathlib import Path
+from specgen.session.kept_answers import KeptAnswer, KeptAnswers
+kept = KeptAnswers(Path(sys.argv[1]))
+for number in range(60):
+    kept.add(KeptAnswer((int(sys.argv[2]), number), tuple(range(200))))
+"""
+
+
+def test_two_processes_keep_all_answers_of_both(tmp_path: Path) -> None:
+    children = [
+        subprocess.Popen([sys.executable, "-c", _ADD, tmp_path, str(name)], cwd=ROOT)
+        for name in range(2)
+    ]
+    assert [child.wait(60) for child in children] == [0, 0]
+    answers = read_answers(tmp_path)
+    assert [answer.number for answer in answers] == list(range(1, 121))
+    assert {answer.prompt_tokens for answer in answers} == {
+        (name, number) for name in range(2) for number in range(60)
+    }
+
+
+# --- sessions
+
+
+def opened(models: Path, learning: Path | None, draft: str = "draft") -> Models:
+    context = ContextOptions(n_threads=1)
+    options = SessionOptions(
+        models / "target.gguf",
+        models / f"{draft}.gguf",
+        drafting=DraftOptions(policy="fixed", p_min=0.0),
+        generation=GenerationOptions(max_tokens=20, ignore_eos=True),
+        target_context=context,
+        draft_context=context,
+        learning=learning,
+    )
+    return Models(options, time.perf_counter)
+
+
+def test_a_session_keeps_its_answers_and_goes_on_if_it_cannot(
+    tiny_models: Path, tmp_path: Path
+) -> None:
+    with opened(tiny_models, tmp_path / "kept") as loaded:
+        prompt = loaded.prompts.of_text("a cat")
+        *_, finished = generate(loaded, prompt)
+    assert isinstance(finished, FinishedEvent)
+    (answer,) = read_answers(tmp_path / "kept")
+    assert answer.prompt_tokens == prompt.tokens
+    assert answer.tokens == finished.token_ids
+    (tmp_path / "file").touch()
+    with opened(tiny_models, tmp_path / "file" / "kept") as loaded:
+        events = list(generate(loaded, prompt))
+    notices = [event.message for event in events if isinstance(event, NoticeEvent)]
+    assert any("the answer is not kept" in message for message in notices)
+    assert isinstance(events[-1], FinishedEvent)
+    assert events[-1].text == finished.text
+
+
+def test_nothing_is_kept_unless_asked_for(tiny_models: Path, tmp_path: Path) -> None:
+    with opened(tiny_models, None) as loaded:
+        list(generate(loaded, loaded.prompts.of_text("a cat")))
+    assert not list(tmp_path.iterdir())
+    assert not Path(os.environ["SPECGEN_DATA"]).exists()
+
+
+# --- what was learnt
+
+
+def taught(folder: Path, draft: Path, weights: Path, **others: int) -> None:
+    """Let a draft have learnt the weights in a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "w.gguf").write_bytes(weights.read_bytes())
+    write_learnt(folder, draft, Learnt("w.gguf", n_answers=12, **others))
+
+
+def test_a_draft_drafts_from_what_it_learnt_and_the_text_stays(
+    tiny_models: Path, tmp_path: Path
+) -> None:
+    draft = tiny_models / "bad.gguf"
+    taught(tmp_path, draft, tiny_models / "draft.gguf")
+    found = {}
+    for learning in (None, tmp_path):
+        with opened(tiny_models, learning, "bad") as loaded:
+            assert (loaded.drafts.learnt is not None) == (learning is not None)
+            assert loaded.drafts.name == "bad.gguf"
+            events = list(generate(loaded, loaded.prompts.of_text("a cat")))
+        found[learning] = events[-1]
+        said = [event.message for event in events if isinstance(event, NoticeEvent)]
+        is_told = any("bad.gguf drafts with what it learnt from 12 answers" in m for m in said)
+        assert is_told == (learning is not None)
+    before, after = found.values()
+    assert isinstance(before, FinishedEvent)
+    assert isinstance(after, FinishedEvent)
+    assert after.text == before.text
+    assert after.n_accepted > before.n_accepted
+
+
+@pytest.mark.parametrize("damage", ["state", "weights", "gone", "elsewhere"])
+def test_what_was_learnt_and_is_damaged_is_not_used(
+    tiny_models: Path, tmp_path: Path, damage: str
+) -> None:
+    draft = tiny_models / "draft.gguf"
+    taught(tmp_path, draft, tiny_models / "bad.gguf")
+    if damage == "state":
+        state_file(tmp_path, draft).write_text('{"weights": 3}')
+    elif damage == "weights":
+        (tmp_path / "w.gguf").write_bytes(draft.read_bytes()[:1000])
+    elif damage == "gone":
+        (tmp_path / "w.gguf").unlink()
+    else:
+        write_learnt(tmp_path, draft, Learnt(f"../{tmp_path.name}/w.gguf"))
+    with opened(tiny_models, tmp_path) as loaded:
+        assert loaded.drafts.learnt is None
+        *_, finished = generate(loaded, loaded.prompts.of_text("a cat"))
+    assert isinstance(finished, FinishedEvent)
+    assert finished.n_accepted > 0
+
+
+def test_another_file_of_a_drafts_name_has_learnt_nothing(tmp_path: Path) -> None:
+    draft = tmp_path / "d.gguf"
+    draft.write_bytes(b"one")
+    taught(tmp_path / "learning", draft, draft)
+    assert learnt_weights(tmp_path / "learning", draft) is not None
+    draft.write_bytes(b"another")
+    assert learnt_weights(tmp_path / "learning", draft) is None
+    assert read_learnt(tmp_path / "learning", draft) == Learnt()
+    assert learnt_weights(None, draft) is None

@@ -1,0 +1,236 @@
+"""Timing a model's decodes: which sizes, in what order, for how long, and without a trace."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from specgen.method.backend import Batch
+from specgen.method.policy.cost_table import CostTable
+from specgen.session.calibration.timing import (
+    begin,
+    complete,
+    measure_sizes,
+    time_batch,
+    timed_batch_sizes,
+)
+from specgen.system.arrays import Logits
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
+
+
+@dataclass(slots=True)
+class TimedBackend(FakeBackend):
+    """Decodes in `seconds(n_rows, n_decodes)` of its own clock, and notes what it decoded."""
+
+    seconds: Callable[[int, int], float] = lambda _rows, _decodes: 0.01
+    sizes: list[int] = field(default_factory=list)
+    wanted: list[list[bool]] = field(default_factory=list)
+
+    def decode(self, batch: Batch) -> Logits:
+        # The zero-argument super() does not know the class that slots=True makes.
+        logits = FakeBackend.decode(self, batch)
+        self.decode_s += self.seconds(len(batch), self.n_decodes)
+        self.sizes.append(len(batch))
+        self.wanted.append(list(batch.wants_logits))
+        return logits
+
+
+def backend(
+    seconds: Callable[[int, int], float] = lambda _rows, _decodes: 0.01,
+    *,
+    n_ctx: int = 256,
+    n_batch: int = 64,
+    n_outputs: int = 64,
+    recurrent: bool = False,
+) -> TimedBackend:
+    return TimedBackend(
+        FakeVocabulary.letters(26),
+        random_language(26, seed=3),
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        n_outputs=n_outputs,
+        recurrent=recurrent,
+        seconds=seconds,
+    )
+
+
+def timed_sizes(model: TimedBackend) -> list[int]:
+    """What was decoded after the few tokens with which the context begins."""
+    return model.sizes[4:]
+
+
+# --- which sizes
+
+
+@pytest.mark.parametrize("n_max", [1, 2, 4, 8, 9, 17, 129])
+def test_sizes_of_batches_reach_from_one_to_the_largest_in_small_steps(n_max: int) -> None:
+    sizes = timed_batch_sizes(n_max)
+    assert sizes[0] == 1
+    assert sizes[-1] == n_max
+    assert all(a < b <= max(a + 1, 1.25 * a) for a, b in itertools.pairwise(sizes))
+    assert len(sizes) < 25
+
+
+# --- how
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("sizes", [(1,), (1, 2, 3), timed_batch_sizes(17), (1, 2, 3, 4, 8, 16, 64)])
+def test_each_size_has_its_seconds_and_the_context_is_empty_again(
+    sizes: Sequence[int], recurrent: bool
+) -> None:
+    model = backend(lambda rows, _: 0.010 + 0.001 * rows, recurrent=recurrent)
+    found = measure_sizes(model, sizes, 100.0)
+    assert found == pytest.approx({size: 0.010 + 0.001 * size for size in sizes})
+    assert list(found) == sorted(found)
+    assert model.length(0) == 0
+    assert not model.closed
+    # Each three times.
+    assert sorted(timed_sizes(model)) == sorted(3 * list(sizes))
+
+
+def test_a_jagged_curve_is_found_as_it_is() -> None:
+    steps = {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0, 5: 2.0, 6: 2.0, 7: 2.0, 8: 2.0, 9: 4.0}
+    table = CostTable(measure_sizes(backend(lambda rows, _: steps[rows]), steps, 1e9))
+    assert [table.seconds(n) for n in steps] == list(steps.values())
+
+
+def test_a_table_of_measured_sizes_prices_a_drafts_batch_in_between() -> None:
+    table = CostTable(
+        measure_sizes(backend(lambda rows, _: 0.01 * rows), timed_batch_sizes(17), 1e9)
+    )
+    assert table.seconds(11) == pytest.approx(0.11)
+
+
+def test_the_prompt_of_a_measurement_is_not_timed() -> None:
+    """The first decodes, in which a backend makes its plans, are its longest."""
+    model = backend(lambda _, n: 100.0 if n <= 4 else 0.01)
+    assert measure_sizes(model, (1, 2), 1.0) == pytest.approx({1: 0.01, 2: 0.01})
+
+
+def test_what_is_coarse_comes_first() -> None:
+    model = backend()
+    measure_sizes(model, timed_batch_sizes(17), 1e9)
+    one_pass = timed_sizes(model)[: len(timed_batch_sizes(17))]
+    assert one_pass == [1, 2, 4, 8, 3, 5, 6, 7, 10, 12, 15, 17]
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "expected"),
+    [
+        # A single row is timed each time: everything is compared with it.
+        (0.0, [1, 1, 1]),
+        (0.5, [1, 1, 1]),
+        (1.0, [1, 2, 1, 1]),
+        (2.5, [1, 2, 4, 1, 1]),
+        (6.0, [1, 2, 4, 3, 5, 6, 7, 1, 1]),
+        (8.5, [1, 2, 4, 3, 5, 6, 7, 1, 2, 1]),
+        (1e9, 3 * [1, 2, 4, 3, 5, 6, 7]),
+    ],
+)
+def test_after_the_budget_nothing_new_is_begun(budget_s: float, expected: list[int]) -> None:
+    """Each decode takes a second, those with which the context begins too."""
+    model = backend(lambda *_: 1.0)
+    found = measure_sizes(model, range(1, 8), budget_s)
+    assert timed_sizes(model) == expected
+    assert set(found) == set(expected)
+    assert model.length(0) == 0
+
+
+def test_a_large_model_takes_little_more_than_the_budget() -> None:
+    for seconds in (0.001, 0.02, 0.3, 4.0):
+        model = backend(lambda rows, _, s=seconds: s * (1 + 0.1 * rows))  # type: ignore[misc]
+        found = measure_sizes(model, timed_batch_sizes(17), 2.0)
+        spent_s = sum(seconds * (1 + 0.1 * rows) for rows in timed_sizes(model))
+        largest = max(timed_sizes(model))
+        assert spent_s <= 2.0 + seconds * (1 + 0.1 * largest) + 3 * seconds * 1.1
+        assert 1 in found
+
+
+def test_a_context_without_room_leaves_larger_batches_out() -> None:
+    # Four cells are taken by the beginning of a text.
+    assert list(measure_sizes(backend(n_ctx=12), timed_batch_sizes(17), 1e9)) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]
+    assert list(measure_sizes(backend(n_batch=5), (1, 2, 4, 8, 16), 1e9)) == [1, 2, 4]
+    assert list(measure_sizes(backend(n_ctx=2), (1, 2), 1e9)) == [1]
+    tiny = backend(n_ctx=1)
+    assert list(measure_sizes(tiny, (1, 2), 1e9)) == [1]
+    assert tiny.length(0) == 0
+
+
+def test_a_moment_of_disturbance_does_not_count() -> None:
+    # The whole first pass takes ten times as long.
+    model = backend(lambda rows, n: (0.001 + 0.0001 * rows) * (10 if n <= 4 + 5 else 1))
+    found = measure_sizes(model, range(1, 6), 1e9)
+    assert found == pytest.approx({n: 0.001 + 0.0001 * n for n in range(1, 6)})
+    # Of two samples the quicker one.
+    slow_once = backend(lambda _, n: 1.0 if n == 4 + 4 else 0.1)
+    assert measure_sizes(slow_once, (1, 2, 3), 1.0)[1] == pytest.approx(0.1)
+
+
+def test_as_many_rows_want_logits_as_may() -> None:
+    """A row whose logits are wanted costs more: those of a round want them all."""
+    model = backend(n_outputs=3)
+    text = begin(model)
+    assert model.length(0) == 4
+    time_batch(model, text, 5)
+    assert model.wanted[-1] == [False, False, True, True, True]
+    time_batch(model, text, 2)
+    assert model.wanted[-1] == [True, True]
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_timed_batch_leaves_no_trace(recurrent: bool) -> None:
+    model = backend(recurrent=recurrent)
+    text = begin(model)
+    before = model.text(0)
+    for n_rows in (1, 4, 9):
+        assert time_batch(model, text, n_rows) == pytest.approx(0.01)
+        assert model.text(0) == before
+
+
+def test_the_rows_of_a_timed_batch_differ() -> None:
+    """A mixture of experts takes as long as its rows differ."""
+    model = backend()
+    text = begin(model)
+    n_before = len(model.decoded)
+    time_batch(model, text, 8)
+    assert len(set(model.decoded[n_before:])) > 4
+
+
+def test_where_there_is_no_room_nothing_is_decoded() -> None:
+    model = backend(n_ctx=8)
+    text = begin(model)
+    n_decodes = model.n_decodes
+    assert time_batch(model, text, 5) is None
+    assert model.n_decodes == n_decodes
+    assert time_batch(model, text, 4) is not None
+
+
+def test_a_vocabulary_that_cannot_say_the_text_is_timed_all_the_same() -> None:
+    model = backend()
+    model.vocabulary = FakeVocabulary((b"\xff", b"\xfe"))
+    model.language = random_language(2, seed=3)
+    assert list(measure_sizes(model, (1, 2, 4), 1e9)) == [1, 2, 4]
+
+
+# --- Ctrl-C
+
+
+def test_an_interrupt_ends_it_between_decodes_and_nothing_is_kept() -> None:
+    model, table, answers = backend(), CostTable(), iter([False, False, True])
+    with pytest.raises(KeyboardInterrupt):
+        complete(table, model, timed_batch_sizes(8), interrupted=lambda: next(answers))
+    assert len(timed_sizes(model)) == 2
+    assert not table.known

@@ -1,0 +1,500 @@
+"""What is kept of what was learnt, and what is made of a file that somebody else wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specgen.method.policy.acceptance import N_BINS, TextWorths, new_acceptance_rates
+from specgen.options import ContextOptions
+from specgen.session.calibration.memory import Memory
+
+CONTEXT = ContextOptions(n_threads=2)
+MACHINE = {"cpu": "x", "cores": [2, 4]}
+TARGET, DRAFT = Path("target.gguf"), Path("draft.gguf")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "folder" / "memory.json"
+
+
+def opened(file: Path | None, **machine: object) -> Memory:
+    return Memory(file, {**MACHINE, **machine})
+
+
+def learn(memory: Memory, model: Path = TARGET, seconds: float = 1.0, n_past: int = 0) -> None:
+    """Let a memory know what 1 and 2 rows cost."""
+    table = memory.costs(model, CONTEXT, n_past, 2)
+    table.start(1, seconds)
+    table.start(2, 1.5 * seconds)
+
+
+def known(memory: Memory, model: Path = TARGET, n_past: int = 0) -> dict[int, float]:
+    return memory.costs(model, CONTEXT, n_past, 2).known
+
+
+def judge(memory: Memory, n: int, mode: str = "greedy", draft: Path | str = DRAFT) -> None:
+    """Let a memory know of n accepted tokens."""
+    acceptance = memory.acceptance(TARGET, draft, mode)
+    model = acceptance.setdefault("model", new_acceptance_rates("model"))
+    for _ in range(n):
+        model.see(0.5)
+        model.judge(0.5, accepted=True)
+
+
+def document(file: Path) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+# --- what is kept
+
+
+def test_what_was_learnt_is_there_again(file: Path) -> None:
+    memory = opened(file)
+    assert known(memory) == {}
+    learn(memory)
+    memory.costs(TARGET, CONTEXT, 0, 2).observe(3, 2.0)
+    expected = known(memory)
+    judge(memory, 20)
+    memory.save()
+    again = opened(file)
+    assert known(again) == pytest.approx(expected, rel=1e-5)
+    counts = again.acceptance(TARGET, DRAFT, "greedy")["model"].counts
+    before = memory.acceptance(TARGET, DRAFT, "greedy")["model"].counts
+    for name in ("n_judged", "n_accepted", "n_seen"):
+        assert getattr(counts, name) == pytest.approx(getattr(before, name), abs=0.002)
+    assert [path.name for path in file.parent.iterdir()] == ["memory.json"]
+
+
+def test_what_texts_were_worth_is_there_again(file: Path) -> None:
+    memory = opened(file)
+    judge(memory, 20)
+    model = memory.acceptance(TARGET, DRAFT, "greedy")["model"]
+    model.expect(0.25)
+    model.end_text()
+    memory.save()
+    beside = memory.acceptance(TARGET, DRAFT, "greedy")["model"].for_new_text()
+    for _ in range(20):
+        beside.see(0.5)
+    beside.expect(-0.5, 3)
+    beside.end_text()
+    memory.save()
+    counts = opened(file).acceptance(TARGET, DRAFT, "greedy")["model"].counts
+    worths = counts.worths
+    assert worths.start == 0.25
+    assert worths.n == pytest.approx(0.5)
+    assert worths.total == pytest.approx(0.125)
+    # Beside other texts a draft is worth something else.
+    assert counts.worths_at(1) is worths
+    assert counts.worths_at(4) is counts.worths_at(3)
+    assert counts.worths_at(3).total == pytest.approx(-0.25)
+    assert counts.worths_at(2).start is None
+
+
+@pytest.mark.parametrize(
+    "kept", [None, 3, [1.0], ["a", 1, 2, 3, 4], [0.1, -1.0, 2.0, 3.0, 4.0], [math.inf, 1, 1, 1, 1]]
+)
+def test_worths_that_make_no_sense_are_learnt_anew(file: Path, kept: object) -> None:
+    memory = opened(file)
+    judge(memory, 20)
+    memory.save()
+    whole = document(file)
+    for by_origin in whole["chances"].values():
+        by_origin["model"]["worths"] = kept
+        by_origin["model"]["worths_beside"] = {"3": kept, "4": kept, "x": [1.0] * 5}
+    file.write_text(json.dumps(whole), encoding="utf-8")
+    counts = opened(file).acceptance(TARGET, DRAFT, "greedy")["model"].counts
+    assert counts.n_judged.sum() > 19.0
+    assert counts.worths == TextWorths()
+    assert list(counts.worths_beside.values()) in ([TextWorths()], [])
+
+
+def test_the_type_of_weights_is_there_again(file: Path) -> None:
+    memory = opened(file)
+    assert memory.weights(DRAFT, CONTEXT) is None
+    memory.keep_weights(DRAFT, CONTEXT, "q4_0")
+    memory.keep_weights(TARGET, CONTEXT, "own")
+    memory.save()
+    again = opened(file)
+    assert (again.weights(DRAFT, CONTEXT), again.weights(TARGET, CONTEXT)) == ("q4_0", "own")
+    assert again.weights(DRAFT, dataclasses.replace(CONTEXT, n_gpu_layers=0)) is None
+    assert opened(file, cpu="y").weights(DRAFT, CONTEXT) is None
+    again.keep_weights(DRAFT, CONTEXT, None)
+    assert again.weights(DRAFT, CONTEXT) is None
+    again.save()
+    assert opened(file).weights(DRAFT, CONTEXT) is None
+    assert opened(file).weights(TARGET, CONTEXT) == "own"
+
+
+@pytest.mark.parametrize("kept", [None, 3, "q9_9", ["q4_0"], {}])
+def test_weights_that_make_no_sense_are_measured_anew(file: Path, kept: object) -> None:
+    memory = opened(file)
+    memory.keep_weights(DRAFT, CONTEXT, "q4_0")
+    memory.save()
+    whole = document(file)
+    whole["weights"] = dict.fromkeys(whole["weights"], kept)
+    file.write_text(json.dumps(whole), encoding="utf-8")
+    assert opened(file).weights(DRAFT, CONTEXT) is None
+
+
+def test_the_costs_of_a_copy_are_its_own(file: Path) -> None:
+    memory = opened(file)
+    learn(memory)
+    copy = dataclasses.replace(CONTEXT, weights="q4_0")
+    assert not memory.costs(TARGET, copy, 0, 2)
+
+
+def test_a_table_and_the_chances_are_the_same_objects_each_time(file: Path) -> None:
+    memory = opened(file)
+    assert memory.costs(TARGET, CONTEXT, 3, 2) is memory.costs(TARGET, CONTEXT, 400, 2)
+    assert memory.acceptance(TARGET, DRAFT, "a") is memory.acceptance(TARGET, DRAFT, "a")
+    assert memory.acceptance(TARGET, DRAFT, "a") is not memory.acceptance(TARGET, DRAFT, "b")
+    assert memory.acceptance(TARGET, "ngram", "a") is not memory.acceptance(TARGET, DRAFT, "a")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        dataclasses.replace(CONTEXT, n_threads=4),
+        dataclasses.replace(CONTEXT, n_threads_batch=4),
+        dataclasses.replace(CONTEXT, n_gpu_layers=0),
+        dataclasses.replace(CONTEXT, flash_attention="off"),
+        dataclasses.replace(CONTEXT, cache_type_k="q8_0"),
+        dataclasses.replace(CONTEXT, cache_type_v="q8_0"),
+    ],
+)
+def test_what_changes_the_cost_of_a_decode_has_a_table_of_its_own(
+    file: Path, changed: ContextOptions
+) -> None:
+    memory = opened(file)
+    learn(memory)
+    assert memory.costs(TARGET, changed, 0, 2).known == {}
+    memory.save()
+    assert opened(file).costs(TARGET, changed, 0, 2).known == {}
+
+
+def test_threads_that_are_named_are_those_that_are_taken_by_default(file: Path) -> None:
+    memory = opened(file)
+    by_default = dataclasses.replace(CONTEXT, n_threads=None)
+    learn(memory)
+    assert memory.costs(TARGET, by_default, 0, 2) is memory.costs(TARGET, CONTEXT, 0, 8)
+    assert memory.costs(TARGET, by_default, 0, 3).known == {}
+
+
+def test_another_machine_has_other_costs_and_the_same_chances(file: Path) -> None:
+    memory = opened(file)
+    learn(memory)
+    judge(memory, 5)
+    memory.save()
+    other = opened(file, cpu="y")
+    assert known(other) == {}
+    assert other.acceptance(TARGET, DRAFT, "greedy")["model"].n_judged == pytest.approx(5, abs=0.1)
+
+
+def test_a_model_is_known_by_name_and_size_wherever_it_lies(tmp_path: Path, file: Path) -> None:
+    here, there = tmp_path / "here" / "m.gguf", tmp_path / "there" / "m.gguf"
+    for path in (here, there):
+        path.parent.mkdir()
+        path.write_bytes(b"1234")
+    memory = opened(file)
+    learn(memory, here)
+    memory.save()
+    assert known(opened(file), there) == {1: 1.0, 2: 1.5}
+    there.write_bytes(b"12345")
+    assert known(opened(file), there) == {}
+
+
+def test_a_fuller_context_begins_with_what_is_known_of_the_nearest(file: Path) -> None:
+    memory = opened(file)
+    learn(memory, seconds=1.0)
+    learn(memory, seconds=4.0, n_past=5000)
+    memory.save()
+    again = opened(file)
+    assert known(again, n_past=600)[1] == pytest.approx(1.0)
+    assert known(again, n_past=3000)[1] == pytest.approx(4.0)
+    assert known(again, n_past=1 << 20)[1] == pytest.approx(4.0)
+    # It is a copy: what is seen here says nothing of there.
+    for _ in range(50):
+        again.costs(TARGET, CONTEXT, 600, 2).observe(1, 2.0)
+    assert known(again)[1] == pytest.approx(1.0)
+    # What was learnt in this process is nearer than nothing, too.
+    fresh = opened(None)
+    learn(fresh)
+    assert known(fresh, n_past=9000) == {1: 1.0, 2: 1.5}
+
+
+# --- more than one process
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_fuller_context_that_only_saw_single_rows_learns_of_batches_later(
+    file: Path, is_kept: bool
+) -> None:
+    """An answer without drafts sees single rows; what batches cost is measured with the first draft, in
+    an empty context. Before, nothing was drafted then behind long prompts."""
+    memory = opened(file)
+    memory.costs(TARGET, CONTEXT, 2000, 2).observe(1, 2.0)
+    if is_kept:
+        memory.save()
+        memory = opened(file)
+    held = memory.costs(TARGET, CONTEXT, 2000, 2)
+    learn(memory)
+    memory.costs(TARGET, CONTEXT, 0, 2).start(17, 3.0)
+    assert memory.costs(TARGET, CONTEXT, 2000, 2) is held
+    assert held.known == pytest.approx({1: 2.0, 2: 3.0, 17: 6.0})
+    # What it sees itself stays, and the empty context's table is its own.
+    held.observe(17, 7.0)
+    assert memory.costs(TARGET, CONTEXT, 2000, 2).known[17] > 6.0
+    assert known(memory) == pytest.approx({1: 1.0, 2: 1.5, 17: 3.0})
+
+
+def test_two_that_learn_different_things_keep_both(file: Path) -> None:
+    one, other = opened(file), opened(file)
+    learn(one, TARGET, 1.0)
+    judge(one, 10, "greedy")
+    learn(other, DRAFT, 2.0)
+    judge(other, 20, "match")
+    one.save()
+    other.save()
+    both = opened(file)
+    assert (known(both, TARGET)[1], known(both, DRAFT)[1]) == (1.0, 2.0)
+    for mode, n in (("greedy", 10), ("match", 20)):
+        acceptance = both.acceptance(TARGET, DRAFT, mode)["model"]
+        assert acceptance.n_judged == pytest.approx(n, abs=0.3)
+
+
+def test_of_two_that_learn_the_same_the_later_one_stays(file: Path) -> None:
+    one, other = opened(file), opened(file)
+    learn(one, seconds=1.0)
+    learn(other, seconds=2.0)
+    one.save()
+    other.save()
+    assert known(opened(file))[1] == 2.0
+    one.save()
+    assert known(opened(file))[1] == 1.0
+
+
+def test_another_process_keeps_what_this_one_wrote(file: Path) -> None:
+    learner = opened(file)
+    learn(learner)
+    learner.save()
+    script = (
+        "import sys; from pathlib import Path; from specgen.session.calibration.memory import Memory;"
+        "from specgen.options import ContextOptions;"
+        "m = Memory(Path(sys.argv[1]), {'cpu': 'x', 'cores': [2, 4]});"
+        "m.costs(Path('other.gguf'), ContextOptions(n_threads=2), 0, 2).start(1, 3.0);"
+        "m.save()"
+    )
+    subprocess.run([sys.executable, "-c", script, str(file)], check=True)
+    learner.save()
+    both = opened(file)
+    assert (known(both)[1], known(both, Path("other.gguf"))[1]) == (1.0, 3.0)
+
+
+def test_many_that_save_at_once_leave_a_whole_file(file: Path) -> None:
+    """Of what they learn at the same moment some may be lost; nobody ever reads half a file."""
+    models = [Path(f"{number}.gguf") for number in range(4)]
+
+    def save_often(model: Path) -> None:
+        memory = opened(file)
+        learn(memory, model, 2.0)
+        for _ in range(20):
+            memory.save()
+            assert document(file)["costs"]
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        list(pool.map(save_often, models))
+    assert [path.name for path in file.parent.iterdir()] == ["memory.json"]
+    found = [model for model in models if known(opened(file), model)]
+    assert found
+    # Whoever comes later adds to it.
+    for model in models:
+        memory = opened(file)
+        learn(memory, model, 2.0)
+        memory.save()
+    assert all(known(opened(file), model)[1] == 2.0 for model in models)
+
+
+def test_what_was_only_looked_at_is_not_written(file: Path) -> None:
+    memory = opened(file)
+    known(memory)
+    memory.acceptance(TARGET, DRAFT, "greedy")["model"] = new_acceptance_rates("model")
+    memory.save()
+    assert not any(document(file).values())
+
+
+def test_without_a_file_nothing_is_kept(tmp_path: Path) -> None:
+    memory = Memory()
+    learn(memory)
+    memory.save()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_latest_are_kept_and_the_file_stays_small(file: Path) -> None:
+    memory = opened(file)
+    for n in range(300):
+        learn(memory, Path(f"{n}.gguf"))
+        judge(memory, 1, str(n))
+    memory.save()
+    kept = document(file)
+    assert [len(kept["costs"]), len(kept["chances"])] == [256, 256]
+    later = opened(file)
+    learn(later, Path("0.gguf"))
+    learn(later, Path("44.gguf"), 7.0)  # the oldest that there is
+    later.save()
+    last = opened(file)
+    assert [bool(known(last, Path(f"{n}.gguf"))) for n in (0, 43, 44, 45, 46, 299)] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert known(last, Path("44.gguf"))[1] == 7.0
+
+
+# --- files that cannot be trusted
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"[]",
+        b"3",
+        b"{}",
+        b'{"costs": 3, "chances": [1]}',
+        b'{"costs": {"x": 3, "y": null}, "chances": {"x": []}}',
+    ],
+)
+def test_a_damaged_file_is_as_none_and_written_anew(file: Path, text: bytes) -> None:
+    file.parent.mkdir()
+    file.write_bytes(text)
+    memory = opened(file)
+    assert known(memory) == {}
+    assert memory.acceptance(TARGET, DRAFT, "greedy") == {}
+    learn(memory)
+    judge(memory, 3)
+    memory.save()
+    again = opened(file)
+    assert known(again) == {1: 1.0, 2: 1.5}
+    assert again.acceptance(TARGET, DRAFT, "greedy")["model"].n_judged == pytest.approx(3, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None,
+        3,
+        [1.0],
+        "1",
+        {"x": 1.0},
+        {"0": 1.0},
+        {"-1": 1.0},
+        {"1.5": 1.0},
+        {"²": 1.0},
+        {"9" * 30: 1.0},
+        {"1": "1.0"},
+        {"1": None},
+        {"1": True},
+        {"1": 0.0},
+        {"1": -1.0},
+        {"1": float("nan")},
+        {"1": float("inf")},
+        {"1": 10**400},
+        {"1": 1.0, "2": []},
+    ],
+)
+def test_costs_that_make_no_sense_are_not_known(file: Path, entry: object) -> None:
+    memory = opened(file)
+    learn(memory)
+    memory.save()
+    content = document(file)
+    (key,) = content["costs"]
+    content["costs"][key] = entry
+    file.write_text(json.dumps(content), encoding="utf-8")
+    again = opened(file)
+    assert known(again) == {}
+    learn(again, seconds=2.0)
+    again.save()
+    assert known(opened(file))[1] == 2.0
+
+
+FULL = {name: [1.0] * N_BINS for name in ("judged", "accepted", "seen")}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None,
+        3,
+        [],
+        {},
+        {**FULL, "judged": None},
+        {**FULL, "judged": [1.0] * (N_BINS - 1)},
+        {**FULL, "judged": [0.5] * N_BINS},  # fewer than were accepted
+        {**FULL, "accepted": ["1"] * N_BINS},
+        {**FULL, "seen": [None] * N_BINS},
+        {**FULL, "seen": [-1.0] * N_BINS},
+        {**FULL, "seen": [float("nan")] * N_BINS},
+        {**FULL, "judged": [float("inf")] * N_BINS},
+        {**FULL, "judged": [10**400] * N_BINS},
+        {"judged": FULL["judged"], "accepted": FULL["accepted"]},
+    ],
+)
+def test_chances_that_make_no_sense_are_not_known_and_spoil_no_others(
+    file: Path, entry: object
+) -> None:
+    memory = opened(file)
+    judge(memory, 4)
+    memory.save()
+    content = document(file)
+    (key,) = content["chances"]
+    content["chances"][key]["ngram"] = entry
+    content["chances"][key]["lookup"] = FULL
+    file.write_text(json.dumps(content), encoding="utf-8")
+    found = opened(file).acceptance(TARGET, DRAFT, "greedy")
+    assert set(found) == {"model", "lookup"}
+    assert found["model"].n_judged == pytest.approx(4, abs=0.1)
+    assert np.all(np.isfinite(found["lookup"].curve()))
+
+
+def test_what_others_wrote_into_the_file_stays_out_of_the_way(file: Path) -> None:
+    memory = opened(file)
+    learn(memory)
+    memory.save()
+    content: dict[str, Any] = {**document(file), "version": 7}
+    content["costs"]["some key"] = {"1": 3.0}
+    file.write_text(json.dumps(content), encoding="utf-8")
+    again = opened(file)
+    assert known(again) == {1: 1.0, 2: 1.5}
+    learn(again, DRAFT)
+    again.save()
+    assert "some key" in document(file)["costs"]
+    assert known(opened(file), DRAFT) == {1: 1.0, 2: 1.5}
+
+
+def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    for file in (tmp_path / "file" / "memory.json", tmp_path):
+        memory = opened(file)
+        learn(memory)
+        memory.save()
+        assert known(memory) == {1: 1.0, 2: 1.5}
+        assert known(opened(file)) == {}
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,251 @@
+"""A prompt that one process read is not read again by the next, and the text is the same."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen.errors import OutputError, UsageError
+from specgen.events import FinishedEvent, NoticeEvent
+from specgen.llama import LlamaBackend
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    DraftSource,
+    GenerationOptions,
+    SamplerOptions,
+    SessionOptions,
+)
+from specgen.session.engine import Engine
+from specgen.session.kept_answers import Learnt, write_learnt
+from specgen.session.loaded_models import Models
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.cli import Specgen
+from tests.helpers.common import EXACT
+from tests.helpers.mtp import write_mtp_model
+from tests.registry import CACHES
+
+PROMPT = "the cat is in the else for with that it be not self " * 4
+CONTEXT = replace(EXACT, n_ctx=512)
+OTHER = "made with another model or other settings: it is made anew"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prompts")
+    for name, architecture in CACHES.items():
+        config = TinyConfig(architecture=architecture, n_ctx_train=1024)
+        write_tiny_model(folder / f"{name}.gguf", config)
+        write_tiny_model(folder / f"{name} draft.gguf", config.draft(0.1))
+    write_mtp_model(folder / "mtp.gguf", "glm4moe")
+    return folder
+
+
+def options_of(
+    target: Path, cache: Path | None, context: ContextOptions = CONTEXT
+) -> SessionOptions:
+    """The options of a session without drafts."""
+    return SessionOptions(
+        target=target,
+        draft="none",
+        drafting=DraftOptions(policy="fixed", max_tokens=3, p_min=0.0, ngrams=False),
+        generation=GenerationOptions(max_tokens=20, ignore_eos=True),
+        target_context=context,
+        draft_context=context,
+        prompt_cache=cache,
+    )
+
+
+def answered(
+    target: Path,
+    cache: Path | None,
+    prompt: str = PROMPT,
+    *,
+    draft: DraftSource = "none",
+    context: ContextOptions = CONTEXT,
+    sampler: SamplerOptions | None = None,
+) -> tuple[FinishedEvent, list[str]]:
+    """The answer of a session of its own, and its notices."""
+    options = replace(
+        options_of(target, cache, context), draft=draft, sampler=sampler or SamplerOptions()
+    )
+    with Models(options, time.perf_counter) as models, Engine(models) as engine:
+        request = engine.insert(models.prompts.of_text(prompt, chat=False))
+        events = list(engine.stream(request))
+    finished = request.finished
+    assert finished is not None
+    return finished, [event.message for event in events if isinstance(event, NoticeEvent)]
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_same_text_comes_of_a_prompt_that_is_not_read_again(
+    folder: Path, tmp_path: Path, cache: str, temperature: float, drafted: bool
+) -> None:
+    target, file = folder / f"{cache}.gguf", tmp_path / "kept"
+    choices: dict[str, Any] = {
+        "draft": folder / f"{cache} draft.gguf" if drafted else "none",
+        "sampler": SamplerOptions(temperature=temperature, seed=3),
+    }
+    expected = answered(target, None, **choices)[0]
+    first, notices = answered(target, file, **choices)
+    second = answered(target, file, **choices)[0]
+    assert expected.token_ids == first.token_ids == second.token_ids
+    if notices:
+        assert "recurrent state" in notices[0]
+        assert not file.exists()
+    else:
+        assert first.n_cached_tokens == 0
+        assert second.n_cached_tokens == second.n_prompt_tokens - 1
+
+
+def test_a_prompt_that_goes_on_reads_only_the_rest(folder: Path, tmp_path: Path) -> None:
+    target, file = folder / "attention.gguf", tmp_path / "kept"
+    n_first = answered(target, file)[0].n_prompt_tokens
+    longer = PROMPT + "and more"
+    second = answered(target, file, longer)[0]
+    assert n_first - 2 <= second.n_cached_tokens < second.n_prompt_tokens - 1
+    assert second.token_ids == answered(target, None, longer)[0].token_ids
+
+
+def test_mtp_layers_draft_behind_a_prompt_that_is_not_read_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    target, file = folder / "mtp.gguf", tmp_path / "kept"
+    first = answered(target, file, draft="mtp")[0]
+    second = answered(target, file, draft="mtp")[0]
+    assert second.n_cached_tokens > second.n_prompt_tokens - 4
+    assert second.n_accepted > 0
+    assert second.token_ids == first.token_ids
+
+
+@pytest.mark.parametrize("change", ["model", "settings", "damage", "cut"])
+def test_what_does_not_fit_is_made_anew(folder: Path, tmp_path: Path, change: str) -> None:
+    target, file = folder / "attention.gguf", tmp_path / "kept"
+    context = CONTEXT
+    answered(target, file)
+    if change == "model":
+        target = folder / "attention draft.gguf"
+    elif change == "settings":
+        context = replace(CONTEXT, cache_type_k="f16")
+    elif change == "damage":
+        data = bytearray(file.read_bytes())
+        data[-100] ^= 1
+        file.write_bytes(data)
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+    finished, notices = answered(target, file, context=context)
+    assert finished.n_cached_tokens == 0
+    assert finished.token_ids == answered(target, None, context=context)[0].token_ids
+    is_other = change in ("model", "settings")
+    assert notices == [f"{file} {'was ' + OTHER if is_other else 'is damaged: it is made anew'}"]
+    assert answered(target, file, context=context)[0].n_cached_tokens > 0
+
+
+def test_a_text_that_does_not_fit_the_context_is_read_again(folder: Path, tmp_path: Path) -> None:
+    target, file = folder / "attention.gguf", tmp_path / "kept"
+    answered(target, file)
+    small = replace(CONTEXT, n_ctx=64)
+    finished, notices = answered(target, file, "the cat", context=small)
+    assert finished.n_cached_tokens == 0
+    assert not notices
+
+
+@pytest.mark.parametrize("content", [b"a text\n", b'{"format": "another"}\n', b"\xff\xfe"])
+def test_a_file_of_another_kind_is_refused_and_stays(
+    folder: Path, tmp_path: Path, content: bytes
+) -> None:
+    file = tmp_path / "mine"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match="this file is no prompt cache"):
+        answered(folder / "attention.gguf", file)
+    assert file.read_bytes() == content
+
+
+def test_the_command_line_keeps_a_prompt(folder: Path, tmp_path: Path, specgen: Specgen) -> None:
+    file, target = tmp_path / "kept", folder / "attention.gguf"
+    command = ("run", "-m", target, "--draft", "none", "--raw", "-n", "8", "--prompt-cache", file)
+    first = specgen(*command, "--json", PROMPT)
+    second = specgen(*command, "--json", PROMPT)
+    assert first.code == second.code == 0
+    assert '"n_cached_tokens": 0' in first.out
+    assert '"n_cached_tokens": 0' not in second.out
+    missing = tmp_path / "no folder" / "kept"
+    refused = specgen(*command[:-1], missing, PROMPT)
+    assert refused.out == ""
+    assert "there is no such folder" in refused.err
+
+
+def test_draft_contexts_may_be_opened_again(folder: Path, tmp_path: Path) -> None:
+    """As a draft does that learnt: what is kept at the end is what the new context has read."""
+    target, file = folder / "attention.gguf", tmp_path / "kept"
+    learning = tmp_path / "learning"
+    learning.mkdir()
+    config = TinyConfig(architecture=CACHES["attention"], n_ctx_train=1024)
+    options = replace(
+        options_of(target, file), draft=folder / "attention draft.gguf", learning=learning
+    )
+    with Models(options, time.perf_counter) as models, Engine(models) as engine:
+        prompt = models.prompts.of_text(PROMPT, chat=False)
+        texts = []
+        for noise in (0.05, 0.3):
+            write_tiny_model(learning / "w.gguf", config.draft(noise))
+            write_learnt(learning, folder / "attention draft.gguf", Learnt("w.gguf"))
+            assert engine.reload_draft()
+            request = engine.insert(prompt)
+            list(engine.stream(request))
+            assert request.finished is not None
+            texts.append(request.finished.token_ids)
+    assert texts[0] == texts[1]
+    header = json.loads(file.read_bytes().partition(b"\n")[0])
+    assert [part["n_tokens"] > 0 for part in header["parts"]] == [True, True]
+    assert answered(target, file)[0].n_cached_tokens > 0
+
+
+def test_an_engine_whose_file_cannot_be_written_is_closed_all_the_same(
+    folder: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "gone"
+    place.mkdir()
+    options = options_of(folder / "attention.gguf", place / "kept")
+    with Models(options, time.perf_counter) as models:
+        engine = Engine(models)
+        request = engine.insert(models.prompts.of_text(PROMPT, chat=False))
+        list(engine.stream(request))
+        waiting = engine.insert(models.prompts.of_text(PROMPT, chat=False))
+        place.rmdir()
+        with pytest.raises(OutputError):
+            engine.close()
+        assert waiting.failure is not None
+        assert engine.target.handle is None
+
+
+def test_an_engine_that_refuses_its_file_frees_its_contexts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: set[LlamaBackend] = set()
+    start, close = LlamaBackend.__init__, LlamaBackend.close
+
+    def starts(backend: LlamaBackend, *arguments: Any, **settings: Any) -> None:
+        start(backend, *arguments, **settings)
+        alive.add(backend)
+
+    def closes(backend: LlamaBackend) -> None:
+        close(backend)
+        alive.discard(backend)
+
+    monkeypatch.setattr(LlamaBackend, "__init__", starts)
+    monkeypatch.setattr(LlamaBackend, "close", closes)
+    (tmp_path / "mine").write_bytes(b"a text\n")
+    with Models(
+        options_of(folder / "attention.gguf", tmp_path / "mine"), time.perf_counter
+    ) as models:
+        with pytest.raises(UsageError):
+            Engine(models)
+        assert not alive

@@ -1,0 +1,269 @@
+"""What a template puts before every prompt by itself, which draft models need not read."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specgen.drafters import PromptHeadSkipper, draft_alone
+from specgen.errors import UsageError
+from specgen.events import Event, FinishedEvent
+from specgen.llama import LlamaModel
+from specgen.method.loop import Loop
+from specgen.method.policy import FixedPolicy, draft_up_to
+from specgen.method.policy.cost_table import CostTable
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+    SessionOptions,
+    parse_tree,
+)
+from specgen.session.chat_template import Message
+from specgen.session.drafter_factory import DrafterFactory
+from specgen.session.engine import generate
+from specgen.session.loaded_models import Models
+from specgen.session.prompts import Prompt
+from specgen.testing.fake_backend import FakeVocabulary, random_language
+from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers.common import NOW
+from tests.helpers.fake_generations import N_VOCAB, model_drafter
+
+#: ChatML with a system message of the template's own, where there is none.
+TEMPLATE = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are tiny.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+HEAD = "<|im_start|>system\nYou are tiny.<|im_end|>\n"
+TARGET = TinyConfig(logit_scale=6.0, chat_template=TEMPLATE, add_bos=False)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    bare = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    configs = {
+        "target": TARGET,
+        "draft": replace(TARGET.draft(0.02), chat_template=None),
+        "bos": replace(TARGET, add_bos=True),
+        "bare": replace(TARGET, chat_template=bare),
+        "no turns": replace(TARGET, chat_template="You are tiny. {{ messages[0].content }}"),
+        "spm": replace(TARGET.draft(0.02), tokenizer="spm", n_vocab=None),
+    }
+    for name, config in configs.items():
+        write_tiny_model(folder / f"{name}.gguf", config)
+    return folder
+
+
+def opened(models: Path, target: str = "target", draft: str = "draft", **changes: object) -> Models:
+    context = ContextOptions(n_threads=1, flash_attention="off")
+    drafting = DraftOptions(policy="fixed", max_tokens=4, p_min=0.0, ngrams=False)
+    options = SessionOptions(
+        target=models / f"{target}.gguf",
+        draft="none" if draft == "none" else models / f"{draft}.gguf",
+        drafting=drafting,
+        generation=GenerationOptions(max_tokens=40, ignore_eos=True),
+        target_context=context,
+        draft_context=context,
+    )
+    return Models(dataclasses.replace(options, **changes), time.perf_counter)  # type: ignore[arg-type]
+
+
+def said(model: LlamaModel, tokens: Sequence[int]) -> str:
+    vocabulary = model.vocabulary
+    return "".join(
+        vocabulary.token_bytes(token).decode() or vocabulary.control_text(token) for token in tokens
+    )
+
+
+@pytest.mark.parametrize("text", ["Hi", "  Hi\n", "an <|im_start|> within"])
+def test_the_templates_own_turn_is_the_head(models: Path, text: str) -> None:
+    with opened(models, draft="none") as loaded:
+        prompt = loaded.prompts.of_text(text, now=NOW)
+        head = [prompt.tokens[place] for place in prompt.head]
+        assert said(loaded.target, head) == HEAD
+        assert prompt.text.startswith(HEAD)
+        rest = prompt.without_head()
+        assert said(loaded.target, rest.tokens) == prompt.text[len(HEAD) :]
+        assert not rest.head
+
+
+def test_a_beginning_of_text_is_not_of_the_head(models: Path) -> None:
+    with opened(models, "bos", "none") as loaded:
+        prompt = loaded.prompts.of_text("Hi", now=NOW)
+        assert prompt.head.start == 1
+        assert said(loaded.target, [prompt.tokens[place] for place in prompt.head]) == HEAD
+
+
+@pytest.mark.parametrize("text", ["You are", "im_start", "system", "tiny.", "<|im_end|>"])
+def test_a_prompt_that_stands_in_the_head_is_no_reason_to_leave_it_out(
+    models: Path, text: str
+) -> None:
+    """Where the prompt begins is not known for sure there: all is read."""
+    with opened(models, draft="none") as loaded:
+        assert not loaded.prompts.of_text(text, now=NOW).head
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\t"])
+def test_a_prompt_without_words_is_read_whole(models: Path, text: str) -> None:
+    with opened(models, draft="none") as loaded:
+        assert not loaded.prompts.of_messages([Message("user", text)], now=NOW).head
+
+
+@pytest.mark.parametrize("target", ["bare", "no turns", "draft"])
+def test_prompts_without_such_a_turn_are_read_whole(models: Path, target: str) -> None:
+    with opened(models, target, "none") as loaded:
+        prompt = loaded.prompts.of_text("Hi", now=NOW)
+        assert not prompt.head
+        assert prompt.without_head().tokens == prompt.tokens
+
+
+def test_a_system_message_goes_with_the_template_only(models: Path) -> None:
+    with opened(models) as loaded, pytest.raises(UsageError, match="to be used as it is"):
+        loaded.prompts.of_text("Hi", chat=False, system="You are tiny.", now=NOW)
+
+
+def test_a_system_message_that_was_asked_for_is_read(models: Path) -> None:
+    with opened(models, draft="none") as loaded:
+        assert not loaded.prompts.of_text("Hi", system="You are tiny.", now=NOW).head
+        assert not loaded.prompts.of_text("Hi", chat=False).head
+
+
+# --- a drafter that does not read it
+
+
+@pytest.mark.parametrize("head", [range(3), range(1, 5), range(2, 2)])
+def test_it_drafts_what_would_follow_the_rest(head: range) -> None:
+    language = random_language(N_VOCAB, seed=3)
+    letters = FakeVocabulary.letters(N_VOCAB)
+    inner, backend = model_drafter(language, letters)
+    plain, _ = model_drafter(language, letters)
+    drafter = PromptHeadSkipper(inner, head)
+    plan = draft_up_to(3)
+
+    def check(text: list[int]) -> None:
+        rest = [token for place, token in enumerate(text) if place not in head]
+        found = draft_alone(drafter.propose(text, plan))
+        assert len(found) == 3
+        assert found == draft_alone(plain.propose(rest, plan))
+        assert backend.text(0)[: len(rest)] == tuple(rest)
+
+    text = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
+    for n in (7, 9, 10, 14):
+        check(text[:n])
+    for n in (9, head.stop + 1, head.stop, head.start):
+        drafter.rewind(n)
+        plain.rewind(n - sum(place < n for place in head))
+        text = [*text[:n], *text[n : head.stop], 7, n % N_VOCAB, 2]
+        check(text)
+    assert drafter.name == "model"
+
+
+def test_it_costs_what_has_to_be_read() -> None:
+    costs = CostTable({n: float(n) for n in range(1, 65)})
+    letters = FakeVocabulary.letters(N_VOCAB)
+    inner, _ = model_drafter(random_language(N_VOCAB), letters, costs=costs)
+    plain, _ = model_drafter(random_language(N_VOCAB), letters, costs=costs)
+    drafter = PromptHeadSkipper(inner, range(1, 21))
+    assert drafter.price(50) == plain.price(30)
+    assert drafter.price(50).backlog_s < plain.price(50).backlog_s
+
+
+def answered(loaded: Models, prompt: Prompt) -> tuple[tuple[int, ...], list[int]]:
+    """An answer's tokens, and how many tokens the draft models' caches hold at its end."""
+    with (
+        loaded,
+        loaded.contexts(256) as (target, draft),
+        loaded.draft_contexts(256, helpers_only=True) as helpers,
+    ):
+        loop = Loop(target, time.perf_counter)
+        generation = DrafterFactory(loaded).sequence(prompt, 256, draft, seed=1, helpers=helpers)
+        loop.start(generation)
+        while not generation.is_finished:
+            loop.round([generation])
+        n_cached = [] if draft is None else [model.length(0) for model in (draft, *helpers)]
+        last = loop.finish(generation, estimate_gain=False)[-1]
+        assert isinstance(last, FinishedEvent)
+        assert draft is None or last.n_drafted
+        return tuple(generation.answer), n_cached
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree", ["off", "2x2", "2,2"])
+def test_answers_are_the_same_and_the_head_is_not_read(
+    models: Path, tree: str, temperature: float
+) -> None:
+    sampler = SamplerOptions(temperature=temperature, seed=1)
+    drafting = DraftOptions(
+        policy="fixed",
+        max_tokens=4,
+        p_min=0.0,
+        ngrams=False,
+        tree=parse_tree(tree),
+        verifier="match",
+    )
+    loaded = opened(models, sampler=sampler, drafting=drafting)
+    prompt = loaded.prompts.of_text("the sum of", now=NOW)
+    fast, [n_cached] = answered(loaded, prompt)
+    loaded = opened(models, sampler=sampler, drafting=drafting)
+    whole, [n_cached_whole] = answered(loaded, replace(prompt, head=range(0)))
+    plain, _ = answered(opened(models, draft="none", sampler=sampler), prompt)
+    assert fast == whole == plain
+    # The last round's draft has up to four tokens.
+    n_all = len(prompt.tokens) + len(plain)
+    assert abs(n_cached_whole - n_all) <= 5
+    assert abs(n_cached + len(prompt.head) - n_all) <= 5
+    assert len(prompt.head) > 10
+
+
+def test_a_drafts_own_draft_reads_what_the_draft_does(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is left out once, not once for each stage."""
+    always = FixedPolicy(DraftOptions(policy="fixed", max_tokens=2, p_min=0.0))
+    monkeypatch.setattr("specgen.session.drafter_factory.guess_policy", lambda *_: always)
+    plain = opened(models, draft="none")
+    prompt = plain.prompts.of_text("the sum of", now=NOW)
+    expected, _ = answered(plain, prompt)
+    n_read = len(prompt.tokens) + len(expected) - len(prompt.head)
+    for helper in ("ngram", models / "draft.gguf", models / "spm.gguf"):
+        found, n_cached = answered(opened(models, helpers=(helper,)), prompt)
+        assert found == expected
+        assert abs(n_cached[0] - n_read) <= 5
+        if helper == models / "draft.gguf":
+            assert abs(n_cached[1] - n_read) <= 10
+
+
+def test_a_draft_with_another_vocabulary_does_not_read_its_own_head(tmp_path: Path) -> None:
+    target = write_tiny_model(
+        tmp_path / "target.gguf", replace(TARGET, chat_template=CHATML_TEMPLATE)
+    )
+    draft = replace(TARGET.draft(0.02), tokenizer="spm", n_vocab=None, add_bos=True)
+    other = write_tiny_model(tmp_path / "draft.gguf", draft)
+    loaded = opened(tmp_path)
+    assert (target.parent, other.name) == (tmp_path, "draft.gguf")
+    prompt = loaded.prompts.of_text("the sum of", now=NOW)
+    assert prompt.draft_tokens is not None
+    assert loaded.drafts.model is not None
+    told = said(loaded.drafts.model, prompt.draft_tokens)
+    assert "You are tiny" not in told
+    assert told.startswith("<s>")
+    assert "user\nthe sum of" in told
+    fast = texts(list(generate(loaded, prompt)))
+    loaded.close()
+    plain = opened(tmp_path, draft="none")
+    assert fast == texts(list(generate(plain, prompt)))
+    plain.close()
+
+
+def texts(events: Sequence[Event]) -> str:
+    last = events[-1]
+    assert isinstance(last, FinishedEvent)
+    return last.text

@@ -1,0 +1,121 @@
+"""Drafts with another vocabulary, on two small real models.
+
+SmolLM2 has byte-level BPE with 49 thousand tokens, Gemma 3 SentencePiece with 262 thousand: one
+splits words that the other has whole, and Chinese, Arabic and emoji into bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from specgen.measure.proof import SampledPlan, check_greedy, check_sampled
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+    SessionOptions,
+    TranslateMode,
+    VerifierName,
+)
+from specgen.session.loaded_models import Models
+from specgen.session.prompts import Prompt
+
+pytestmark = pytest.mark.real_model
+
+TEXTS = {
+    "prose": "The sea is salty because",
+    "code with tabs": "def total(values):\n\tresult = 0\n\tfor value in values:\n\t\tif value:\n\t\t\t",
+    "Chinese": "请用中文回答：海水为什么是咸的？海水之所以是咸的，是因为",
+    "Arabic": "لماذا البحر مالح؟ البحر مالح لأن",
+    "emoji": "Count with me: 🍎 🍎🍎 🍎🍎🍎 🍎🍎🍎🍎 then families: 👨‍👩‍👧 👨‍👩‍👧‍👦 👩🏽‍🚀 and",
+    "mixed": "Naïve façade — “quotes”…\r\n\r\n  1.\t½ × ∑ᵢ xᵢ = ",
+}
+#: Half a character, bytes that no text has, and an overlong form.
+STRAY = b"caf\xe9 na\xefve \xff\xfe \xe4\xb8 \xf0\x9f\x8d \xc0\xaf and"
+
+
+@pytest.fixture(params=["gemma3 for smollm2", "smollm2 for gemma3"])
+def pair(request: pytest.FixtureRequest, smollm2: Path, gemma3: Path) -> tuple[Path, Path]:
+    """A target and a draft."""
+    return (smollm2, gemma3) if request.param == "gemma3 for smollm2" else (gemma3, smollm2)
+
+
+def opened(
+    pair: tuple[Path, Path],
+    translate: TranslateMode,
+    *,
+    n_tokens: int = 16,
+    temperature: float = 0.0,
+    verifier: VerifierName = "auto",
+) -> Models:
+    context = ContextOptions(n_threads=1)
+    options = SessionOptions(
+        target=pair[0],
+        draft=pair[1],
+        sampler=SamplerOptions(temperature=temperature),
+        drafting=DraftOptions(
+            policy="fixed", max_tokens=3, p_min=0.0, translate=translate, verifier=verifier
+        ),
+        generation=GenerationOptions(max_tokens=n_tokens),
+        target_context=context,
+        draft_context=context,
+    )
+    return Models(options, time.perf_counter)
+
+
+def stray_prompt(loaded: Models) -> Prompt:
+    """Bytes that are no UTF-8, as a model may well say them: in tokens of single bytes."""
+    vocabulary = loaded.target.vocabulary
+    by_bytes = {vocabulary.token_bytes(token): token for token in range(vocabulary.n_tokens)}
+    pieces = [bytes((byte,)) for byte in STRAY]
+    tokens = [by_bytes[piece] for piece in pieces if piece in by_bytes]
+    return Prompt("", tuple(tokens))
+
+
+@pytest.mark.parametrize("translate", ["string", "tokens"])
+def test_greedy_text_is_that_of_plain_decoding(
+    pair: tuple[Path, Path], translate: TranslateMode
+) -> None:
+    with opened(pair, translate) as loaded:
+        prompts = [loaded.prompts.of_text(text, chat=False) for text in TEXTS.values()]
+        results = list(check_greedy(loaded, [*prompts, stray_prompt(loaded)]))
+    assert len(results) == len(TEXTS) + 1
+    assert sum(result.n_accepted for result in results) > 20
+    for name, result in zip((*TEXTS, "stray bytes"), results, strict=True):
+        assert result.n_drafted > 0, name
+        assert not result.is_defect, (name, result.difference)
+
+
+# Judging token by token is the same code whatever was translated: `test_lossless` has it.
+@pytest.mark.parametrize(("translate", "verifier"), [("string", "match"), ("tokens", "block")])
+def test_sampled_text_is_distributed_as_the_targets(
+    smollm2: Path, gemma3: Path, translate: TranslateMode, verifier: VerifierName
+) -> None:
+    # Six tests at a level of 1e-5 each: a correct specgen would fail here once in ten thousand
+    # times, were the seeds drawn anew.
+    plan = SampledPlan(depth=3, level=1e-5, n_draws=800)
+    with opened((smollm2, gemma3), translate, temperature=0.8, verifier=verifier) as loaded:
+        result = check_sampled(loaded, loaded.prompts.of_text(TEXTS["prose"]), plan, seed=3)
+    assert result is not None
+    assert result.fits, [depth.test for depth in result.depths]
+    assert not result.rows.is_defect
+    assert result.n_accepted > 0
+
+
+def test_the_answer_in_chat_is_drafted_as_chat(smollm2: Path, gemma3: Path) -> None:
+    """The draft's own template opens the turn; one without a template gets paragraphs."""
+    with opened((smollm2, gemma3), "string") as loaded:
+        prompt = loaded.prompts.of_text("Why is the sky blue?", system="Be brief.")
+        assert prompt.draft_tokens is not None
+        assert loaded.drafts.model is not None
+        vocabulary = loaded.drafts.model.vocabulary
+        text = b"".join(map(vocabulary.token_bytes, prompt.draft_tokens))
+        assert text == b"Be brief.\n\nWhy is the sky blue?\n\n"
+        assert prompt.draft_tokens[0] == vocabulary.special_tokens()["bos"]
+    with opened((gemma3, smollm2), "string") as loaded:
+        prompt = loaded.prompts.of_text("Why is the sky blue?")
+        assert prompt.draft_tokens is None  # the target has no template: text is continued

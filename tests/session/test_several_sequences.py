@@ -1,0 +1,449 @@
+"""Several sequences that share a target: none of them takes from another what is its own."""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specgen.drafters import (
+    Drafter,
+    Drafters,
+    Drafting,
+    ModelDrafter,
+    TreeModelDrafter,
+    ready,
+)
+from specgen.errors import BackendError
+from specgen.events import NoticeEvent
+from specgen.method.backend import Backend, Batch
+from specgen.method.draft import Draft
+from specgen.method.loop import Loop
+from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult
+from specgen.method.policy.acceptance import AcceptanceRates
+from specgen.method.policy.cost_table import BatchShare, CostTable, Others
+from specgen.method.tree_batch import Branches
+from specgen.options import DraftOptions, GenerationOptions, parse_tree
+from specgen.session.drafter_factory import guess_sampling
+from specgen.system.arrays import Logits
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
+from specgen.text.sampling import NoTokenAllowedError, Sampler
+from specgen.text.sequence import Sequence
+from specgen.text.text_state import Shaper, TextState
+from tests.helpers.fake_generations import (
+    GREEDY,
+    N_VOCAB,
+    PROMPT,
+    Clock,
+    DeafDrafter,
+    NoDrafter,
+    NonsenseDrafter,
+    Setup,
+    Timed,
+    model_drafter,
+)
+from tests.helpers.fake_grammar import FakeGrammar
+from tests.registry import ON_FAKES, Text
+
+LANGUAGE = random_language(N_VOCAB, seed=7)
+LETTERS = FakeVocabulary.letters(N_VOCAB)
+SHAPE = parse_tree("2,2,1")
+COSTS = {1: 1.0, 2: 1.2, 4: 1.5, 8: 2.0, 16: 3.0}
+
+
+def started(loop: Loop, setups: abc.Sequence[Setup]) -> list[Sequence]:
+    generations = [setup.generation(index) for index, setup in enumerate(setups)]
+    for generation in generations:
+        loop.start(generation)
+    return generations
+
+
+def finish(loop: Loop, generations: abc.Sequence[Sequence]) -> None:
+    while not all(generation.is_finished for generation in generations):
+        loop.round(generations)
+
+
+# --- what a batch costs each of them
+
+
+def test_alone_a_sequence_pays_for_the_batch() -> None:
+    table = CostTable(COSTS)
+    share = BatchShare(table)
+    for n in range(20):
+        assert share.seconds(n) == table.seconds(n)
+    assert share.of_batch(3, 5) == 1.0
+
+
+def test_beside_others_a_row_costs_what_it_adds() -> None:
+    table = CostTable(COSTS)
+    share = BatchShare(table, Others(3, 7))
+    # Without drafts each pays for a fourth of four rows.
+    assert share.seconds(1) == pytest.approx(1.5 / 4)
+    assert share.seconds(5) - share.seconds(1) == pytest.approx(table.seconds(12) - 2.0)
+
+
+@given(
+    n_drafted=st.lists(st.integers(0, 8), min_size=1, max_size=6),
+    own_s=st.floats(0.001, 1.0),
+    row_s=st.floats(0.0, 1.0),
+)
+def test_the_shares_of_a_batch_are_all_of_it(
+    n_drafted: list[int], own_s: float, row_s: float
+) -> None:
+    table = CostTable({n: own_s + row_s * n for n in range(1, 60)})
+    n_rows = len(n_drafted) + sum(n_drafted)
+    share = BatchShare(table, Others(len(n_drafted) - 1, n_rows - 1))
+    parts = [share.of_batch(1 + n, n_rows) for n in n_drafted]
+    assert sum(parts) == pytest.approx(1.0)
+    assert min(parts) > 0.0
+    # Who drafts more pays more.
+    assert [parts[i] for i in np.argsort(n_drafted, kind="stable")] == sorted(parts)
+
+
+class AlwaysRight(NoDrafter):
+    """Knows what the target says, and takes no time."""
+
+    name = "ngram"
+
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        text = tuple(context)
+        for _ in range(min(plan.n_max, 4)):
+            text = (*text, int(LANGUAGE(text).argmax()))
+        tokens = text[len(context) :]
+        return ready(Draft.chain(tokens, self.name, [0.95] * len(tokens)))
+
+
+@pytest.mark.parametrize("n_sequences", [1, 2, 4, 8])
+def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: int) -> None:
+    """Rows are dear: alone, a batch of five takes 1.6 tokens. If each sequence were charged with
+    the batch of all, it would seem to lose by drafting, and put its drafter aside."""
+    table = {n: 0.85 + 0.15 * n for n in range(1, 60)}
+
+    def seconds(drafters: Drafters | None) -> tuple[float, list[Sequence], list[float | None]]:
+        setup = Setup(
+            drafter=drafters,
+            policy=lambda options: CostAwarePolicy(options, CostTable(table)),
+            drafting=DraftOptions(policy="cost"),
+            options=GenerationOptions(max_tokens=120),
+            n_batch=100,
+        )
+        target = Timed(setup.backend(n_sequences), CostTable(table))
+        loop = Loop(cast(Backend, target), lambda: target.decode_s)
+        generations = started(loop, [setup] * n_sequences)
+        before_s = target.decode_s
+        finish(loop, generations)
+        after_s = target.decode_s
+        ends = [
+            loop.finish(generation, estimate_gain=False, costs=target.costs)[-1]
+            for generation in generations
+        ]
+        assert target.decode_s == after_s
+        gains = [end.estimated_speedup for end in ends]
+        return after_s - before_s, generations, gains
+
+    plain_s, plain, no_gains = seconds(None)
+    drafted_s, drafted, gains = seconds(Drafters(AlwaysRight()))
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    for generation in drafted:
+        assert generation.tally.n_accepted > 60
+    assert drafted_s < 0.8 * plain_s
+    # The estimated gain is that of drafting, not that of sharing batches.
+    assert gains == [pytest.approx(plain_s / drafted_s, rel=0.01)] * n_sequences
+    assert no_gains == [None] * n_sequences
+
+
+def test_the_more_sequences_the_less_is_worth_drafting() -> None:
+    """What a row adds to a full batch is worth more tokens of it."""
+    table = CostTable({1: 1.0, 2: 1.05, 4: 1.1, 8: 1.4, 16: 2.8, 32: 5.6})
+    draft = Draft.chain(range(12), "ngram", [0.85] * 12)
+    lengths = []
+    for n_sequences in (1, 2, 4, 8, 16):
+        policy = CostAwarePolicy(DraftOptions(), table)
+        others = Others(n_sequences - 1, n_sequences - 1)
+        plan = policy.plan(Offer(100, 16, draft, others=others))
+        lengths.append(len(plan.found))
+        assert plan.reason.name == ("found" if lengths[-1] else "acceptance")
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > 4
+    assert lengths[-1] == 0
+
+
+# --- what each of them learns
+
+
+def test_texts_that_are_written_at_once_learn_apart_and_count_together() -> None:
+    known: dict[str, AcceptanceRates] = {}
+    table = CostTable(dict.fromkeys(range(1, 18), 1.0))
+    draft = Draft.chain([1], "model", [0.85], looks=[0.85])
+
+    def judged(policy: CostAwarePolicy, *, right: bool) -> None:
+        plan = policy.plan(Offer(100, 16, drafter="model"))
+        told, path = ((1, 2), (0,)) if right else ((3,), ())
+        policy.observe(RoundResult(plan, draft, path, 0.0, 1.0, 2, told, (draft,)))
+
+    one = CostAwarePolicy(DraftOptions(), table, known)
+    for _ in range(12):
+        judged(one, right=True)
+    sure = one.acceptance_of("model").chance(0.85)
+    n_looks = one.acceptance_of("model").n_looks
+    other = CostAwarePolicy(DraftOptions(), table, known)
+    for _ in range(12):
+        judged(other, right=False)
+    # A text begins beside it, which the draft does not suit: what this one learnt of itself stays.
+    assert one.acceptance_of("model").n_looks == n_looks == 12
+    assert other.acceptance_of("model").chance(0.85) < sure - 0.2
+    assert one.acceptance_of("model").chance(0.85) > other.acceptance_of("model").chance(0.85) + 0.2
+    assert known["model"].n_judged == pytest.approx(24, abs=0.5)
+
+
+# --- what each of them has in a cache
+
+
+def tree_drafters(backend: FakeBackend, n: int) -> list[TreeModelDrafter]:
+    n_each = backend.n_sequences // n
+    return [
+        TreeModelDrafter(
+            backend,
+            Shaper(Sampler(guess_sampling(GREEDY, SHAPE)), TextState(PROMPT)),
+            np.random.default_rng(0),
+            draws=False,
+            n_shared_tokens=N_VOCAB,
+            shape=SHAPE,
+            slot=Branches(number * n_each, n_each),
+        )
+        for number in range(n)
+    ]
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 1000),
+    n_sequences=st.integers(2, 4),
+    lengths=st.lists(st.integers(1, 40), min_size=4, max_size=4),
+)
+def test_trees_of_several_texts_grow_in_one_cache(
+    seed: int, n_sequences: int, lengths: list[int]
+) -> None:
+    language = random_language(N_VOCAB, seed=seed)
+    prompts = [(3, 1, 4), (1, 5, 9, 2), (6,), (5, 3, 5)][:n_sequences]
+    cache = FakeBackend(
+        LETTERS, noisy(language, 0.7, seed=seed), n_ctx=600, n_sequences=6 * n_sequences
+    )
+    drafters = tree_drafters(cache, n_sequences)
+    setups = [
+        Setup(
+            language=language,
+            prompt=prompt,
+            drafter=drafter,
+            drafting=DraftOptions(policy="fixed", tree=SHAPE, p_min=0.0),
+            options=GenerationOptions(max_tokens=length),
+            n_batch=100,
+        )
+        for prompt, drafter, length in zip(prompts, drafters, lengths, strict=False)
+    ]
+    loop = Loop(setups[0].backend(n_sequences), Clock())
+    generations = started(loop, setups)
+    finish(loop, generations)
+    for generation, setup in zip(generations, setups, strict=True):
+        assert generation.drafters is not None, "it did not fail"
+        alone = Setup(language=language, prompt=setup.prompt, options=setup.options).run()[0]
+        assert generation.tokens == alone.tokens
+    if min(lengths[:n_sequences]) > 20:
+        assert all(generation.tally.n_accepted > 0 for generation in generations)
+
+
+# --- what is decoded in common
+
+
+class Counted(FakeBackend):
+    """Counts its decodes, and the rows of each."""
+
+    n_rows: list[int]
+
+    def decode(self, batch: Batch) -> Logits:
+        self.n_rows.append(len(batch))
+        return super().decode(batch)
+
+
+def chain_drafters(
+    backend: FakeBackend, n: int, costs: CostTable | None = None
+) -> list[ModelDrafter]:
+    return [
+        ModelDrafter(
+            backend,
+            Shaper(Sampler(GREEDY), TextState(PROMPT)),
+            np.random.default_rng(0),
+            draws=False,
+            n_shared_tokens=N_VOCAB,
+            costs=costs,
+            sequence=number,
+        )
+        for number in range(n)
+    ]
+
+
+@pytest.mark.parametrize("n_sequences", [1, 2, 5])
+@pytest.mark.parametrize("n_outputs", [2, 8])
+def test_drafts_of_several_texts_are_decoded_side_by_side(n_sequences: int, n_outputs: int) -> None:
+    prompts = [(3, 1, 4), (1, 5, 9, 2), (6,), (5, 3, 5), (8, 9)][:n_sequences]
+    cache = Counted(LETTERS, noisy(LANGUAGE, 0.7), n_ctx=600, n_sequences=n_sequences)
+    cache.n_rows, cache.n_outputs = [], n_outputs
+    setups = [
+        Setup(prompt=prompt, drafter=drafter, n_batch=100)
+        for prompt, drafter in zip(prompts, chain_drafters(cache, n_sequences), strict=True)
+    ]
+    loop = Loop(setups[0].backend(n_sequences), Clock())
+    generations = started(loop, setups)
+    loop.round(generations)  # in which they read the prompts
+    cache.n_rows.clear()
+    loop.round(generations)
+    # Each of the four drafted tokens takes a batch, with a row or two for each text.
+    n_batches = 4 * -(-n_sequences // n_outputs)
+    assert len(cache.n_rows) == n_batches
+    assert 4 * n_sequences <= sum(cache.n_rows) <= 5 * n_sequences
+    finish(loop, generations)
+    for generation, setup in zip(generations, setups, strict=True):
+        alone = Setup(prompt=setup.prompt).run()[0]
+        assert generation.tokens == alone.tokens
+        assert generation.tally.n_accepted > 0
+
+
+@pytest.mark.parametrize("n_outputs", [1, 4])
+def test_who_shares_a_drafts_batch_pays_a_part_of_it(n_outputs: int) -> None:
+    """Four rows at once cost 1.5 here: each of four texts pays 0.375 for a drafted token, and
+    all of 1.0 where only one row fits a batch."""
+    table = CostTable(COSTS)
+    cache = Counted(LETTERS, LANGUAGE, n_ctx=600, n_sequences=4)
+    cache.n_rows, cache.n_outputs = [], n_outputs
+    drafters = chain_drafters(cache, 4, table)
+    assert drafters[0].price(3).next_s == 1.0
+    setups = [Setup(drafter=drafter, n_batch=100) for drafter in drafters]
+    loop = Loop(setups[0].backend(4), Clock())
+    generations = started(loop, setups)
+    loop.round(generations)
+    n_sharing = min(4, n_outputs)
+    price = drafters[0].price(len(generations[0].tokens))
+    assert price.next_s == pytest.approx(table.seconds(n_sharing) / n_sharing)
+    # One by itself pays for all of it again.
+    for generation in generations[1:]:
+        generation.finish("length")
+    loop.round(generations)
+    assert drafters[0].price(9).next_s == pytest.approx(table.seconds(1))
+
+
+def test_a_draft_cache_that_fails_ends_the_drafting_of_those_who_asked() -> None:
+    class Failing(FakeBackend):
+        n_left: int
+
+        def decode(self, batch: Batch) -> Logits:
+            self.n_left -= 1
+            if self.n_left < 0:
+                raise BackendError("no room in the cache")
+            return super().decode(batch)
+
+    failing = Failing(LETTERS, noisy(LANGUAGE, 0.7), n_ctx=600, n_sequences=2)
+    failing.n_left = 9
+    sound = FakeBackend(LETTERS, noisy(LANGUAGE, 0.7), n_ctx=600, n_sequences=1)
+    drafters = [*chain_drafters(failing, 2), *chain_drafters(sound, 1)]
+    prompts = [(3, 1, 4), (1, 5, 9, 2), (6,)]
+    setups = [
+        Setup(prompt=prompt, drafter=drafter, n_batch=100)
+        for prompt, drafter in zip(prompts, drafters, strict=True)
+    ]
+    loop = Loop(setups[0].backend(3), Clock())
+    generations = started(loop, setups)
+    notices = []
+    while not all(generation.is_finished for generation in generations):
+        notices += [e for e in loop.round(generations) if isinstance(e, NoticeEvent)]
+    assert {notice.sequence for notice in notices} == {0, 1}
+    assert all("no room in the cache" in notice.message for notice in notices)
+    assert all("Traceback" in str(notice.detail) for notice in notices)
+    assert [generation.drafters is None for generation in generations] == [True, True, False]
+    for generation, setup in zip(generations, setups, strict=True):
+        assert generation.tokens == Setup(prompt=setup.prompt).run()[0].tokens
+
+
+@pytest.mark.parametrize("name", ON_FAKES)
+@pytest.mark.parametrize("place", [0, 1])
+def test_every_drafter_drafts_for_its_own_text(name: str, place: int) -> None:
+    """Beside another text, which a model drafts for, and one that nothing drafts for."""
+    prompts = [(1, 5, 9, 2), (6,)]
+    prompts.insert(place, (3, 1, 4, 1, 5))
+
+    def make(state: TextState) -> Drafter | Drafters:
+        return ON_FAKES[name](Text(state, noisy(LANGUAGE, 0.7), LETTERS))
+
+    good = model_drafter(noisy(LANGUAGE, 0.7), LETTERS, state=TextState(prompts[1 - place]))[0]
+    drafters: dict[int, Drafter | Callable[[TextState], Drafter | Drafters]]
+    drafters = {place: make, 1 - place: good}
+    setups = [
+        Setup(prompt=prompt, drafter=drafters.get(number), n_batch=100)
+        for number, prompt in enumerate(prompts)
+    ]
+    loop = Loop(setups[0].backend(3), Clock())
+    generations = started(loop, setups)
+    finish(loop, generations)
+    for number, (generation, setup) in enumerate(zip(generations, setups, strict=True)):
+        assert generation.tokens == Setup(prompt=setup.prompt).run()[0].tokens
+        assert (generation.drafters is not None) == (number < 2), "none of them has failed"
+    assert (generations[place].tally.n_drafted > 0) == (name != "nothing")
+
+
+# --- what ends one of them
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("depth", [2, 5])
+def test_a_dead_end_of_one_grammar_ends_that_text_alone(place: int, depth: int) -> None:
+    dead = FakeGrammar({i: dict.fromkeys(range(N_VOCAB), i + 1) for i in range(depth)})
+    setups = [
+        Setup(
+            prompt=prompt,
+            grammar=dead.start if number == place else None,
+            drafter=model_drafter(LANGUAGE, LETTERS)[0],
+            options=GenerationOptions(max_tokens=24),
+        )
+        for number, prompt in enumerate([(3, 1, 4), (1, 5, 9, 2), (6,)])
+    ]
+    loop = Loop(setups[0].backend(3), Clock())
+    generations = started(loop, setups)
+    finish(loop, generations)
+    for number, (generation, setup) in enumerate(zip(generations, setups, strict=True)):
+        alone = Setup(prompt=setup.prompt, options=setup.options).run()[0]
+        if number == place:
+            assert isinstance(generation.failure, NoTokenAllowedError)
+            assert generation.finish_reason is None
+            # What was accepted in its last round is not told; nothing else is missing.
+            assert 0 < len(generation.answer) <= depth
+            assert generation.tokens == alone.tokens[: len(generation.tokens)]
+        else:
+            assert generation.failure is None
+            assert generation.tokens == alone.tokens
+            assert generation.finish_reason == "length"
+
+
+def test_a_text_by_itself_raises_what_ends_it() -> None:
+    dead = FakeGrammar({i: dict.fromkeys(range(N_VOCAB), i + 1) for i in range(3)})
+    setup = Setup(grammar=dead.start)
+    loop = Loop(setup.backend(), Clock())
+    with pytest.raises(NoTokenAllowedError):
+        list(loop.run(setup.generation()))
+
+
+def test_what_one_drafter_says_wrongly_costs_no_other_answer() -> None:
+    """A token that does not exist, in the batch of all, would fail them all."""
+    good, other, third = (model_drafter(LANGUAGE, LETTERS)[0] for _ in range(3))
+    loud = NonsenseDrafter(other, 1, lambda _draft, _n: Draft.chain([99], "a"))
+    drafters: list[Drafter] = [good, loud, DeafDrafter(third)]
+    setups = [Setup(drafter=each) for each in drafters]
+    loop = Loop(setups[0].backend(len(setups)), Clock())
+    generations = started(loop, setups)
+    finish(loop, generations)
+    plain, _ = Setup().run()
+    assert [generation.tokens for generation in generations] == [plain.tokens] * 3
+    assert [generation.drafters is None for generation in generations] == [False, True, True]

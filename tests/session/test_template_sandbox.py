@@ -1,0 +1,87 @@
+"""Templates of strangers do what templates need, and no more."""
+
+from __future__ import annotations
+
+import pytest
+
+from specgen.errors import PromptError
+from specgen.session.chat_template import Message, render
+from tests.helpers.common import NOW
+
+_DOUBLED = (
+    "{%% set n = namespace(a='x') %%}{%% for _ in range(99) %%}{%% set n.a = %s %%}{%% endfor %%}"
+)
+
+
+def rendered(template: str) -> str:
+    messages = [Message("user", "x"), Message("assistant", "y")]
+    return render(template, messages, bos_token="", eos_token="", now=NOW)
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}", "recursion"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
+        (
+            "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+            "steps",
+        ),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            "steps",
+        ),
+        ("{% for i in range(300) %}{{ 'x' * 10**5 }}{% endfor %}", "more than"),
+        ("{{ 'x' * 10**10 }}", "more than"),
+        ("{{ 10**10 * [1] }}", "more than"),
+        (_DOUBLED % "n.a ~ n.a", "more than"),
+        (_DOUBLED % "n.a + n.a", "more than"),
+        ("{{ 2 ** (10 ** 8) }}", "digits"),
+        ("{{ 2 ** 1000 ** 1000 }}", "digits"),
+        ("{{ 'x'.ljust(10**10) }}", "more than"),
+        ("{{ 'x'.zfill(10**10) }}", "more than"),
+        ("{{ 'x' | center(10**10) }}", "more than"),
+        ("{{ 'x' | indent(10**10) }}", "more than"),
+        ("{{ ('\\t' * 10**5).expandtabs(10**6) }}", "more than"),
+        ("{{ ('x' * 10**5).replace('x', 'y' * 10**5) }}", "more than"),
+        ("{{ ('x' * 10**5) | replace('x', 'y' * 10**5) }}", "more than"),
+        ("{{ ('x' * 10**6).join(['a'] * 10**4) }}", "more than"),
+        ("{{ (['a'] * 10**4) | join('x' * 10**6) }}", "more than"),
+        ("{{ '%10000000000d' % 1 }}", "widths"),
+        ("{{ '%*d' | format(10**10, 1) }}", "widths"),
+        ("{{ '{:>9999999999}'.format('a') }}", "widths"),
+        ("{{ '{:>{w}}'.format('a', w=10**10) }}", "widths"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_a_template_without_end_is_one_line(template: str, why: str) -> None:
+    with pytest.raises(PromptError, match=why) as caught:
+        rendered(template)
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ 'a' ~ 1 ~ none }}", "a1None"),
+        ("{% set x %}a{% endset %}{{ x ~ 'b' }}", "ab"),
+        ("{{ ['a', 'b'] + ['c'] }}", "['a', 'b', 'c']"),
+        ("{{ 'ab' * 2 }}{{ 2 ** 10 }}{{ 1 + 2 }}", "abab10243"),
+        ("{{ messages | join(', ', attribute='role') }}", "user, assistant"),
+        ("{{ messages | map(attribute='content') | join('|') }}", "x|y"),
+        ("{{ ['a'] | join }}{{ ', '.join(['a', 'b']) }}", "aa, b"),
+        ("{{ 'abc' | replace('b', 'xx') }}{{ 'abc'.replace('b', '') }}", "axxcac"),
+        ("{{ '%s and %5d' % ('a', 3) }}{{ '%s' | format('a') }}", "a and     3a"),
+        ("{{ '{} {:>3}'.format('a', 'b') }}", "a   b"),
+        ("{{ 'a\nb' | indent(4) }}{{ 'x'.rjust(3) }}", "a\n    b  x"),
+        (
+            "{% for m in messages %}{% if loop.last %}{{ m.content | trim }}{% endif %}{% endfor %}",
+            "y",
+        ),
+        ("{% for i in range(5) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+    ],
+)
+def test_what_templates_do(template: str, text: str) -> None:
+    assert rendered(template) == text

@@ -1,0 +1,267 @@
+"""A draft model with another vocabulary, through llama.cpp: byte-level BPE and SentencePiece."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen.drafters import TranslatedDrafter, draft_alone
+from specgen.errors import PairError
+from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
+from specgen.method.policy import draft_up_to
+from specgen.options import (
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+    SessionOptions,
+    TranslateMode,
+)
+from specgen.session.drafter_factory import DrafterFactory
+from specgen.session.engine import generate
+from specgen.session.loaded_models import Models
+from specgen.session.prompts import Prompt
+from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers.common import EXACT, NOW
+
+TARGET = TinyConfig(logit_scale=6.0, unprintable_scale=0.3)
+DRAFT = replace(TARGET, tokenizer="spm", seed=3)
+#: A template that takes no system message, and writes turns in a way of its own.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'system' %}"
+    "{{ raise_exception('no system messages') }}{% endif %}"
+    "{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+)
+TEXTS = {
+    "English": "def add(a, b): return a + b # the sum is the sum is",
+    "Chinese": "你好,世界。你好,世界。\n",
+    "Arabic": "مرحبا بالعالم، مرحبا",
+    "emoji": "😀🎉😀 é 👩\u200d👩\u200d👧 the",
+    "tabs": "\tif x:\n\t\treturn\n\n    not\t",
+    "control tokens": "a<|im_end|>\nb<|im_start|>the cat",
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    configs = {
+        "target": TARGET,
+        "bpe draft": TARGET.draft(0.02),
+        "draft": DRAFT,
+        "no bos": replace(DRAFT, add_bos=False),
+        "short": replace(DRAFT, n_ctx_train=40),
+        "mamba": replace(DRAFT, architecture="mamba"),
+        "chat": replace(TARGET, chat_template=CHATML_TEMPLATE),
+        "chat draft": replace(DRAFT, chat_template=PLAIN_TEMPLATE),
+        "broken template": replace(DRAFT, chat_template="{{ raise_exception('never') }}"),
+    }
+    for name, config in configs.items():
+        write_tiny_model(folder / f"{name}.gguf", config)
+    return folder
+
+
+def opened(
+    models: Path,
+    target: str = "target",
+    draft: str = "draft",
+    *,
+    n_draft: int = 4,
+    translate: TranslateMode = "auto",
+    sampler: SamplerOptions = SamplerOptions(),
+    **generation: object,
+) -> Models:
+    options = SessionOptions(
+        target=models / f"{target}.gguf",
+        draft="none" if draft == "none" else models / f"{draft}.gguf",
+        sampler=sampler,
+        drafting=DraftOptions(policy="fixed", max_tokens=n_draft, p_min=0.0, translate=translate),
+        generation=GenerationOptions(**{"max_tokens": 32, **generation}),  # type: ignore[arg-type]
+        target_context=EXACT,
+        draft_context=EXACT,
+    )
+    return Models(options, time.perf_counter)
+
+
+def run(loaded: Models, text: str = TEXTS["English"]) -> tuple[PromptEvent, FinishedEvent]:
+    with loaded:
+        return outcome(list(generate(loaded, loaded.prompts.of_text(text, chat=False))))
+
+
+def outcome(events: list[Event]) -> tuple[PromptEvent, FinishedEvent]:
+    first, last = events[0], events[-1]
+    assert isinstance(first, PromptEvent)
+    assert isinstance(last, FinishedEvent)
+    assert not [event for event in events if isinstance(event, NoticeEvent) and event.detail]
+    return first, last
+
+
+@functools.cache
+def plain(models: Path, target: str, text: str, **changes: object) -> FinishedEvent:
+    return run(opened(models, target, "none", **changes), text)[1]  # type: ignore[arg-type]
+
+
+# --- what opens
+
+
+def test_a_draft_with_another_vocabulary_opens(models: Path) -> None:
+    prompt, finished = run(opened(models))
+    assert prompt.translation == "string"
+    assert prompt.draft == "draft.gguf"
+    assert finished.n_drafted > 0
+
+
+def test_the_other_vocabulary_may_be_refused(models: Path) -> None:
+    with pytest.raises(PairError):
+        opened(models, translate="off")
+    with opened(models, draft="bpe draft", translate="off") as loaded:
+        assert loaded.drafts.name == "bpe draft.gguf"
+
+
+@pytest.mark.parametrize("translate", ["auto", "string", "tokens", "off"])
+def test_the_same_vocabulary_is_not_translated(models: Path, translate: TranslateMode) -> None:
+    prompt, finished = run(opened(models, draft="bpe draft", translate=translate))
+    assert prompt.translation is None
+    assert finished.n_accepted > 0
+    assert finished.token_ids == plain(models, "target", TEXTS["English"]).token_ids
+
+
+def test_no_draft_has_no_translation(models: Path) -> None:
+    prompt, _ = run(opened(models, draft="none"))
+    assert prompt.translation is None
+
+
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (SamplerOptions(), "string"),
+        (SamplerOptions(temperature=1.0), "tokens"),
+        (SamplerOptions(repeat_penalty=1.2), "string"),
+        (SamplerOptions(temperature=1.0, repeat_penalty=1.2), "tokens"),
+    ],
+)
+def test_what_accepts_more_is_chosen(
+    models: Path, sampler: SamplerOptions, expected: TranslateMode
+) -> None:
+    prompt, _ = run(opened(models, sampler=sampler))
+    assert prompt.translation == expected
+    for asked in ("string", "tokens"):
+        prompt, _ = run(opened(models, sampler=sampler, translate=asked))
+        assert prompt.translation == asked
+
+
+# --- greedy text
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("translate", ["string", "tokens"])
+def test_greedy_text_equals_plain_text(models: Path, translate: TranslateMode, name: str) -> None:
+    text = TEXTS[name]
+    for target, draft in (("target", "draft"), ("draft", "target")):
+        for n_draft in (1, 3, 8, 16):
+            prompt, fast = run(
+                opened(models, target, draft, n_draft=n_draft, translate=translate), text
+            )
+            expected = plain(models, target, text)
+            assert prompt.translation == translate
+            assert fast.token_ids == expected.token_ids
+            assert fast.text == expected.text
+            assert fast.finish_reason == expected.finish_reason
+            assert fast.n_drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("draft", "changes"),
+    [
+        ("no bos", {}),
+        ("mamba", {}),
+        # Drafting goes on, though the draft has seen so much in training only.
+        ("short", {"max_tokens": 80, "ignore_eos": True}),
+    ],
+)
+@pytest.mark.parametrize("translate", ["string", "tokens"])
+def test_other_drafts_are_exact(
+    models: Path, draft: str, changes: dict[str, Any], translate: TranslateMode
+) -> None:
+    _, fast = run(opened(models, draft=draft, translate=translate, **changes))
+    assert fast.token_ids == plain(models, "target", TEXTS["English"], **changes).token_ids
+    assert fast.n_drafted > (2 * fast.n_rounds if draft == "short" else 0)
+
+
+# --- what the draft is told
+
+
+def draft_text(loaded: Models, tokens: tuple[int, ...]) -> str:
+    draft = loaded.drafts.model
+    assert draft is not None
+    vocabulary = draft.vocabulary
+    said = (
+        vocabulary.token_bytes(token) or vocabulary.control_text(token).encode() for token in tokens
+    )
+    return b"".join(said).decode()
+
+
+def prompt_of(models: Path, draft: str, **changes: object) -> tuple[Prompt, str]:
+    with opened(models, "chat", draft) as loaded:
+        prompt = loaded.prompts.of_text("Hi", now=NOW, **changes)  # type: ignore[arg-type]
+        assert prompt.draft_tokens is not None
+        return prompt, draft_text(loaded, prompt.draft_tokens)
+
+
+def test_a_conversation_is_told_in_the_drafts_own_template(models: Path) -> None:
+    prompt, told = prompt_of(models, "chat draft")
+    assert prompt.text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert told == "<s> user: Hi\n"
+    # The template takes no system message: it is at the head of the first turn.
+    _, told = prompt_of(models, "chat draft", system="Be brief.")
+    assert told == "<s> user: Be brief.\n\nHi\n"
+
+
+@pytest.mark.parametrize("draft", ["draft", "broken template"])
+def test_a_draft_without_a_template_is_told_paragraphs(models: Path, draft: str) -> None:
+    _, told = prompt_of(models, draft)
+    assert told == "<s> Hi\n\n"
+    _, told = prompt_of(models, draft, system="Be brief.")
+    assert told == "<s> Be brief.\n\nHi\n\n"
+
+
+def test_text_that_is_continued_is_translated(models: Path) -> None:
+    with opened(models, "chat", "chat draft") as loaded:
+        assert loaded.prompts.of_text("Hi", chat=False).draft_tokens is None
+    with opened(models, "chat", "bpe draft") as loaded:
+        assert loaded.prompts.of_text("Hi", now=NOW).draft_tokens is None
+
+
+@pytest.mark.parametrize("translate", ["string", "tokens"])
+@pytest.mark.parametrize("draft", ["chat draft", "draft"])
+def test_answers_in_a_conversation_are_exact(
+    models: Path, draft: str, translate: TranslateMode
+) -> None:
+    def answer(loaded: Models) -> FinishedEvent:
+        with loaded:
+            prompt = loaded.prompts.of_text("the cat is", system="in", now=NOW)
+            return outcome(list(generate(loaded, prompt)))[1]
+
+    fast = answer(opened(models, "chat", draft, translate=translate))
+    assert fast.token_ids == answer(opened(models, "chat", "none")).token_ids
+    assert fast.n_drafted > 0
+
+
+def test_the_draft_of_a_draft_of_the_same_weights_says_the_same(models: Path) -> None:
+    """A translation back and forth leaves the text what it is: see the draft's own cache."""
+    with opened(models, "target", "draft") as loaded:
+        prompt = loaded.prompts.of_text("the cat is é 中", chat=False)
+        with loaded.contexts(256) as (_, draft):
+            assert draft is not None
+            generation = DrafterFactory(loaded).sequence(prompt, 256, draft, 1)
+            assert generation.drafters is not None
+            drafter = generation.drafters.model
+            assert isinstance(drafter, TranslatedDrafter)
+            draft_alone(drafter.propose(generation.tokens, draft_up_to(4)))
+            told = drafter.text.tokens
+            assert draft_text(loaded, tuple(told)) == "<s>the cat is é 中"
+            assert draft.length(0) == len(told) + len(drafter.drafted) - 1

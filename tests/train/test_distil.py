@@ -1,0 +1,476 @@
+"""Fitting a tiny draft to a tiny target: the transformers, the rows, the training, the files."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import math
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("jax")
+pytest.importorskip("optax")
+
+import jax
+
+from specgen.errors import MemoryLimitError, ModelFileError, OutputError, UsageError
+from specgen.llama import LlamaBackend, LlamaModel
+from specgen.llama.operators import dequantize, quantize
+from specgen.method.backend import Batch
+from specgen.options import ContextOptions
+from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from specgen.train import distillation, gguf_weights
+from specgen.train.distillation import N_ROWS, Distilled, distil
+from specgen.train.gguf_weights import read_weights, write_weights
+from specgen.train.target_text import TargetText
+from specgen.train.training_data import N_COLUMNS, TrainingText, pack, training_texts
+from specgen.train.training_loop import Budget
+from specgen.train.transformer import (
+    Score,
+    Trainer,
+    hidden_states,
+    output_matrix,
+    stack_layers,
+)
+from tests.helpers.heads import N_EMBD, opened, prompts, written
+from tests.helpers.tiny import write_respelled_model, write_with_other_scales
+
+N_CONTEXT = 64
+NOW = datetime.datetime(2026, 1, 1)
+
+
+def llama_logits(path: Path, tokens: list[int], n_ctx: int = N_CONTEXT) -> np.ndarray:
+    """What llama.cpp says behind each token of a text: float32[n, n_vocab]."""
+    model = LlamaModel(path)
+    backend = LlamaBackend(
+        model,
+        ContextOptions(n_threads=1),
+        n_ctx=n_ctx,
+        clock=time.monotonic,
+        n_outputs=len(tokens),
+    )
+    n = len(tokens)
+    found = backend.decode(Batch(tokens, list(range(n)), [(0,)] * n, [True] * n)).copy()
+    backend.close()
+    model.close()
+    return found
+
+
+def own_logits(path: Path, *texts: list[int]) -> list[np.ndarray]:
+    """The same by our transformer, with the texts in one row."""
+    weights = read_weights(path)
+    parted = stack_layers(weights)
+    tokens = np.concatenate(texts)[None]
+    numbers = np.concatenate([np.full(len(text), i + 1) for i, text in enumerate(texts)])[None]
+    places = np.concatenate([np.arange(len(text)) for text in texts])[None]
+    states = jax.jit(hidden_states, static_argnums=0)(
+        weights.hyperparameters, parted.layers, parted.others, tokens, numbers, places
+    )
+    logits = np.asarray(states @ output_matrix(parted.others).T)[0]
+    return np.split(logits, np.cumsum([len(text) for text in texts])[:-1])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TinyConfig(n_layer=3),
+        TinyConfig(n_layer=11, n_head=4, n_head_kv=2),
+        TinyConfig(architecture="qwen2", n_head=4, n_head_kv=2),
+        TinyConfig(architecture="qwen3", n_head=4, n_head_kv=2),
+        TinyConfig(architecture="gemma3", n_layer=4, sliding_window=8),
+        TinyConfig(architecture="gemma3", n_layer=2),
+    ],
+    ids=lambda config: f"{config.architecture}-{config.n_layer}-{config.sliding_window}",
+)
+def test_logits_are_those_of_llama_cpp(tmp_path: Path, config: TinyConfig) -> None:
+    path = write_tiny_model(tmp_path / "model.gguf", config)
+    rng = np.random.default_rng(0)
+    first, second = ([int(t) for t in rng.integers(4, 300, n)] for n in (40, 20))
+    found = own_logits(path, first, second)
+    for text, logits in zip((first, second), found, strict=True):
+        # llama.cpp keeps keys and values in half precision.
+        np.testing.assert_allclose(logits, llama_logits(path, text), atol=0.05)
+
+
+# --- files ----------------------------------------------------------------------------------
+
+
+#: Types with blocks of 32 weights; those with blocks of 256; and numbers without blocks.
+SMALL_BLOCKS = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl"]
+LARGE_BLOCKS = ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"]
+
+
+@pytest.mark.parametrize("type_name", [*SMALL_BLOCKS, *LARGE_BLOCKS, "f32", "f16", "bf16"])
+def test_blocks_are_multiplied_in_every_type(type_name: str) -> None:
+    """Each block by its own factor, as llama.cpp reads the bytes, and nothing else is another number."""
+    rng = np.random.default_rng(0)
+    stored = quantize(rng.normal(0.0, 0.1, (3, 512)).astype(np.float32), type_name)
+    size = gguf_weights.block_size([type_name], 512)
+    assert size == (256 if type_name in LARGE_BLOCKS else 32)
+    changes = rng.uniform(-0.3, 0.3, (3, 512 // size)).astype(np.float32)
+    changes[1] = 0.0
+    new = replace(stored, data=gguf_weights.scaled_bytes(stored, changes))
+    before = dequantize(stored)
+    wanted = np.asarray(gguf_weights.apply_changes(before, changes))
+    # Scales, or numbers themselves, are rounded to as many bits as float16 or bfloat16 has.
+    rounding = 2.0**-8 if type_name == "bf16" else 2.0**-9
+    np.testing.assert_allclose(dequantize(new), wanted, rtol=rounding, atol=rounding * 0.2)
+    assert np.array_equal(dequantize(new)[1], before[1])
+
+
+def test_blocks_of_two_types_share_a_factor() -> None:
+    assert gguf_weights.block_size(["q4_0", "q4_k"], 512) == 256
+    assert gguf_weights.block_size(["f16", "q8_0"], 64) == 32
+    assert gguf_weights.block_size(["f32"], 40) == 40
+    assert gguf_weights.block_size(["q4_0", "mxfp4"], 64) is None
+    rng = np.random.default_rng(0)
+    stored = quantize(rng.normal(0.0, 0.1, (2, 512)).astype(np.float32), "q4_0")
+    new = gguf_weights.scaled_bytes(stored, np.array([[0.5, 0.0], [0.0, -0.5]], np.float32))
+    sizes = [
+        np.abs(dequantize(each)).reshape(2, 2, 256).mean(axis=-1)
+        for each in (stored, replace(stored, data=new))
+    ]
+    np.testing.assert_allclose(sizes[1] / sizes[0], [[1.5, 1.0], [1.0, 0.5]], rtol=1e-3)
+
+
+def test_a_scale_stays_a_number() -> None:
+    stored = quantize(np.full((1, 32), 5e5, np.float32), "q4_0")
+    new = gguf_weights.scaled_bytes(stored, np.array([[3.0]], np.float32))
+    assert np.isfinite(dequantize(replace(stored, data=new))).all()
+
+
+@pytest.mark.parametrize("tensor_type", ["f32", "f16", "q8_0", "q4_0", "q4_1"])
+def test_a_file_keeps_its_types_and_gets_other_scales(tmp_path: Path, tensor_type: Any) -> None:
+    original = write_tiny_model(tmp_path / "a.gguf", TinyConfig(tensor_type=tensor_type))
+    before = read_weights(original)
+    start = Trainer(before).changes()
+    name = "ffn_up.factors"
+    rng = np.random.default_rng(0)
+    changes = {name: rng.uniform(-0.01, 0.01, start[name].shape).astype(np.float32)}
+    write_weights(original, changes, tmp_path / "b.gguf")
+    after = read_weights(tmp_path / "b.gguf")
+    for layer, of_layer in enumerate(changes[name]):
+        matrix = f"blk.{layer}.ffn_up.weight"
+        wanted = np.asarray(gguf_weights.apply_changes(before.tensors[matrix], of_layer))
+        np.testing.assert_allclose(after.tensors[matrix], wanted, rtol=2e-3, atol=5e-4)
+    for other, values in before.tensors.items():
+        assert ".ffn_up." in other or np.array_equal(values, after.tensors[other])
+    assert after.types == before.types
+    assert (tmp_path / "b.gguf").stat().st_size == original.stat().st_size
+
+
+def test_what_cannot_be_trained_is_one_error(tmp_path: Path) -> None:
+    state_space = write_tiny_model(tmp_path / "a.gguf", TinyConfig(architecture="mamba"))
+    with pytest.raises(ModelFileError, match="cannot train a model of the architecture 'mamba'"):
+        read_weights(state_space)
+    cut = write_tiny_model(tmp_path / "b.gguf", TinyConfig(), keep_fraction=0.5)
+    with pytest.raises(ModelFileError, match="no whole GGUF file"):
+        read_weights(cut)
+    with pytest.raises(ModelFileError, match="cannot be read"):
+        read_weights(tmp_path / "c.gguf")
+
+
+# --- texts ----------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=12),
+    st.integers(8, 40),
+)
+def test_every_token_of_an_answer_is_predicted_once(
+    lengths: list[tuple[int, int]], n_columns: int
+) -> None:
+    counter = itertools.count(1)
+    texts = [
+        TrainingText(
+            tuple(next(counter) for _ in range(n_prompt)),
+            tuple(next(counter) for _ in range(n_answer)),
+            is_held_back=False,
+        )
+        for n_prompt, n_answer in lengths
+    ]
+    rows = pack(texts, n_columns)
+    wanted = {
+        token
+        for text in texts
+        for place, token in enumerate(text.answer_tokens, len(text.prompt_tokens))
+        if place < n_columns
+    }
+    is_label = rows.labels >= 0
+    assert sorted(rows.labels[is_label]) == sorted(wanted)
+    assert rows.n_labels == len(wanted)
+    # All tokens are different numbers in order, so that the one before is the one that predicts.
+    assert np.array_equal(rows.tokens[is_label] + 1, rows.labels[is_label])
+    for text in texts:
+        row, column = np.nonzero(rows.tokens == text.prompt_tokens[0])
+        for r, c in zip(row, column, strict=True):
+            assert rows.positions[r, c] == 0
+            same = rows.texts[r] == rows.texts[r, c]
+            n = min(n_columns, len(text.prompt_tokens) + len(text.answer_tokens))
+            assert same.sum() == n
+            assert np.array_equal(rows.positions[r, same], np.arange(n))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = TinyConfig(logit_scale=6, chat_template=CHATML_TEMPLATE)
+    return write_tiny_model(tmp_path_factory.mktemp("target") / "t.gguf", config)
+
+
+@pytest.fixture(scope="module")
+def text(target: Path, tmp_path_factory: pytest.TempPathFactory) -> TargetText:
+    folder = tmp_path_factory.mktemp("text")
+    with opened(target) as session:
+        assert written(session, folder, prompts(60)) >= 3000
+    return TargetText(folder, N_EMBD)
+
+
+@contextlib.contextmanager
+def both(target: Path, draft: Path) -> Iterator[tuple[LlamaModel, LlamaModel]]:
+    """Two models, loaded."""
+    first, second = LlamaModel(target), LlamaModel(draft)
+    with contextlib.closing(first), contextlib.closing(second):
+        yield first, second
+
+
+def texts_for(text: TargetText, target: Path, draft: Path) -> list[TrainingText]:
+    with both(target, draft) as (model, draft_model):
+        return training_texts(text, model, draft_model, NOW)
+
+
+def test_a_sibling_reads_the_targets_tokens(text: TargetText, target: Path) -> None:
+    found = texts_for(text, target, target)
+    assert [each.prompt_tokens for each in found] == [each.prompt_tokens for each in text.answers]
+    assert [each.answer_tokens for each in found] == [each.tokens for each in text.answers]
+    assert [each.is_held_back for each in found] == [each.is_held_back for each in text.answers]
+    rows = pack(found, N_COLUMNS)
+    is_label = rows.labels >= 0
+    # The target chose its likeliest tokens.
+    assert np.array_equal(rows.top_tokens[is_label][:, 0], rows.labels[is_label])
+    assert (rows.top_probabilities[is_label].sum(axis=-1) > 0.0).all()
+
+
+def test_another_draft_reads_the_same_text_in_its_own_tokens(
+    text: TargetText, target: Path, tmp_path: Path
+) -> None:
+    config = TinyConfig(logit_scale=6, chat_template=CHATML_TEMPLATE)
+    draft = write_respelled_model(tmp_path / "d.gguf", config)
+    found = texts_for(text, target, draft)
+    assert len(found) == len(text.answers)
+    with both(target, draft) as (model, draft_model):
+        for each, answer in zip(found, text.answers, strict=True):
+            own = map(draft_model.vocabulary.token_bytes, each.answer_tokens)
+            said = map(model.vocabulary.token_bytes, answer.tokens)
+            assert b"".join(own) == b"".join(said)
+            assert each.prompt_tokens != answer.prompt_tokens
+    rows = pack(found, N_COLUMNS)
+    is_label = rows.labels >= 0
+    of_label = (rows.top_tokens == rows.labels[..., None]) * rows.top_probabilities
+    # The target chose its likeliest tokens.
+    assert (of_label.sum(axis=-1)[is_label] > 1 / len(rows.top_probabilities[0, 0])).all()
+
+
+# --- training -------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that goes on by a second each time it is read."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = TinyConfig(logit_scale=6, chat_template=CHATML_TEMPLATE, tensor_type="q8_0")
+    folder = tmp_path_factory.mktemp("draft")
+    right = write_tiny_model(folder / "right.gguf", config)
+    return write_with_other_scales(right, folder / "d.gguf", 0.5)
+
+
+def fitted(
+    draft: Path,
+    texts: list[TrainingText],
+    output: Path,
+    *,
+    limit_s: float = math.inf,
+    stop_after: int = 10**9,
+) -> tuple[Distilled | None, list[tuple[int, int]]]:
+    """Train a draft; interrupted after so many steps. Also what progress was told."""
+    told: list[tuple[int, int]] = []
+    budget = Budget(
+        Clock(), limit_s, lambda: len(told) >= stop_after, lambda *steps: told.append(steps)
+    )
+    return distil(draft, texts, output, budget, rate=0.01), told
+
+
+def agreement_of(draft: Path, texts: list[TrainingText]) -> float:
+    """How often llama.cpp finds the held-back answers' tokens likeliest."""
+    n_right = n = 0
+    for text in texts:
+        if text.is_held_back:
+            tokens = [*text.prompt_tokens, *text.answer_tokens]
+            likeliest = llama_logits(draft, tokens[:-1], 128).argmax(axis=1)
+            n_right += int((likeliest[len(text.prompt_tokens) - 1 :] == text.answer_tokens).sum())
+            n += len(text.answer_tokens)
+    return n_right / n
+
+
+def test_a_trained_draft_agrees_more_often(
+    text: TargetText, target: Path, draft: Path, tmp_path: Path
+) -> None:
+    texts = texts_for(text, target, draft)
+    output = tmp_path / "new" / "trained.gguf"
+    found, told = fitted(draft, texts, output)
+    assert found is not None
+    assert found.agreement_before == pytest.approx(agreement_of(draft, texts), abs=0.02)
+    assert found.agreement_after == pytest.approx(agreement_of(output, texts), abs=0.02)
+    assert found.agreement_after > found.agreement_before + 0.05
+    assert [done for done, _ in told] == list(range(1, found.n_steps + 1))
+    assert [path.name for path in output.parent.iterdir()] == [output.name]
+
+
+def test_the_weights_with_the_lowest_loss_are_written(
+    text: TargetText, target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training that makes the loss on the held-back answers larger is not in the file."""
+    texts = texts_for(text, target, draft)
+    written: list[Any] = []
+    judged: list[Any] = []
+    judge, write = Trainer.judge, gguf_weights.write_weights
+
+    def judge_worse(trainer: Trainer, rows: Any) -> Score:
+        judged.append(trainer.changes())
+        loss = (3.0, 2.0, 1.0)[len(judged) - 1] if len(judged) <= 3 else 2.5
+        return replace(judge(trainer, rows), loss=loss)
+
+    def write_and_keep(source: Path, changes: Any, output: Path) -> None:
+        written.append(changes)
+        write(source, changes, output)
+
+    monkeypatch.setattr(Trainer, "judge", judge_worse)
+    monkeypatch.setattr(distillation, "write_weights", write_and_keep)
+    assert fitted(draft, texts, tmp_path / "d.gguf")[0] is not None
+    (changes,) = written
+    assert len(judged) > 4
+    assert all(np.array_equal(values, judged[2][name]) for name, values in changes.items())
+    assert any(np.any(values != judged[3][name]) for name, values in changes.items())
+
+
+def test_training_ends_when_its_time_does(
+    text: TargetText, target: Path, draft: Path, tmp_path: Path
+) -> None:
+    texts = texts_for(text, target, draft)
+    found, told = fitted(draft, texts, tmp_path / "d.gguf", limit_s=15.0)
+    assert found is not None
+    assert found.n_steps == len(told) < told[-1][1]
+    assert 10.0 <= found.seconds <= 17.0
+
+
+def test_an_interrupted_training_goes_on_where_it_was(
+    text: TargetText, target: Path, draft: Path, tmp_path: Path
+) -> None:
+    texts = texts_for(text, target, draft)
+    whole, told = fitted(draft, texts, tmp_path / "whole.gguf")
+    output = tmp_path / "parts.gguf"
+    assert fitted(draft, texts, output, stop_after=7)[0] is None
+    assert not output.exists()
+    parts, rest = fitted(draft, texts, output)
+    assert whole is not None
+    assert parts is not None
+    assert rest == told[7:]
+    assert (parts.n_steps, parts.agreement_after) == (whole.n_steps, whole.agreement_after)
+    assert output.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+
+
+def test_the_state_of_another_training_is_not_taken_up(
+    text: TargetText, target: Path, draft: Path, tmp_path: Path
+) -> None:
+    texts = texts_for(text, target, draft)
+    output = tmp_path / "d.gguf"
+    assert fitted(draft, texts, output, stop_after=3)[0] is None
+    others = texts[:-1]
+    assert fitted(draft, others, output, stop_after=1)[1][0][0] == 1
+    state = output.with_name("d.gguf.training")
+    state.write_bytes(state.read_bytes()[:1000])
+    assert fitted(draft, others, output, stop_after=1)[1][0][0] == 1
+
+
+@pytest.mark.parametrize("tensor_type", ["q4_0", "q4_1", "q8_0", "f16"])
+def test_a_file_says_what_training_has_found(
+    text: TargetText, target: Path, tmp_path: Path, tensor_type: Any
+) -> None:
+    """What is learnt is written as it is, in types of few bits, too."""
+    config = TinyConfig(logit_scale=6, chat_template=CHATML_TEMPLATE, tensor_type=tensor_type)
+    draft = write_tiny_model(tmp_path / "d.gguf", config.draft(noise=0.1))
+    rows = pack(texts_for(text, target, draft), N_COLUMNS)
+    trainer = Trainer(read_weights(draft))
+    before = trainer.judge(rows)
+    for _ in range(4):
+        trainer.step(rows.pick(np.arange(N_ROWS)), 0.01)
+    trained = trainer.judge(rows)
+    write_weights(draft, trainer.changes(), tmp_path / "new.gguf")
+    as_written = Trainer(read_weights(tmp_path / "new.gguf")).judge(rows)
+    assert abs(as_written.loss - trained.loss) < 0.02 * abs(before.loss - trained.loss)
+    assert before.loss - trained.loss > 0.01 * before.loss
+
+
+def test_a_draft_whose_types_have_no_scales_is_one_error(draft: Path) -> None:
+    weights = read_weights(draft)
+    types = dict.fromkeys(weights.types, "mxfp4")
+    with pytest.raises(ModelFileError, match="no matrix has scales .* mxfp4"):
+        Trainer(replace(weights, types=types))
+
+
+def test_soft_labels_teach_what_the_target_thought(
+    text: TargetText, target: Path, draft: Path
+) -> None:
+    """With soft labels alone, what is left of the loss is what the target itself is unsure of."""
+    texts = texts_for(text, target, draft)
+    rows = pack(texts, N_COLUMNS)
+    weights = read_weights(draft)
+    hard, soft = Trainer(weights), Trainer(weights, softness=1.0)
+    one = rows.pick(np.arange(N_ROWS))
+    for _ in range(60):
+        hard.step(one, 0.01)
+        soft.step(one, 0.01)
+    # The loss that is judged is that of the chosen tokens: hard labels make them surer than they are.
+    assert hard.judge(one).loss < soft.judge(one).loss
+    assert soft.judge(one).loss < Trainer(weights).judge(one).loss
+
+
+def test_errors_before_training(
+    text: TargetText,
+    target: Path,
+    draft: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = texts_for(text, target, draft)
+    with pytest.raises(UsageError, match="to learn from and .* too few"):
+        fitted(draft, texts[:9], tmp_path / "d.gguf")
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="file"):
+        fitted(draft, texts, tmp_path / "file" / "d.gguf")
+    little = types.SimpleNamespace(available=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr("psutil.virtual_memory", lambda: little)
+        with pytest.raises(MemoryLimitError, match=r"training it needs about .* GiB are free"):
+            fitted(draft, texts, tmp_path / "d.gguf")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(UsageError, match="needs jax"):
+        fitted(draft, texts, tmp_path / "d.gguf")

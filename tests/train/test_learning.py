@@ -1,0 +1,704 @@
+"""Drafts learn from kept answers: what is taken, what is dropped, and what ends the process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from specgen.errors import UsageError
+from specgen.events import FinishedEvent, NoticeEvent
+from specgen.llama import LlamaModel, requantize
+from specgen.models import identify
+from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
+from specgen.session.engine import Engine, generate
+from specgen.session.kept_answers import (
+    ANSWERS,
+    KeptAnswer,
+    KeptAnswers,
+    Learnt,
+    learnt_weights,
+    read_answers,
+    read_learnt,
+    write_learnt,
+)
+from specgen.session.loaded_models import Models
+from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from specgen.train import learner as learner_module
+from specgen.train import learning_process
+from specgen.train.draft_files import learning_folder
+from specgen.train.learner import NEW_ANSWERS, Learner
+from specgen.train.online_learning import Lesson, learn, split
+from specgen.train.training_data import N_COLUMNS, kept_texts
+from specgen.train.training_loop import Budget
+from tests.helpers.cli import Specgen
+from tests.helpers.common import ROOT
+from tests.helpers.heads import prompts
+from tests.helpers.tiny import write_respelled_model, write_with_other_scales
+
+CONFIG = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_tiny_model(folder / "target.gguf", CONFIG)
+    # A draft that is wrong where it need not be: there is something to learn.
+    write_with_other_scales(folder / "target.gguf", folder / "draft.gguf", 0.5)
+    write_respelled_model(folder / "respelled.gguf", CONFIG)
+    return folder
+
+
+def opened(models: Path, learning: Path | None, n_tokens: int = 48) -> Models:
+    context = ContextOptions(n_threads=1)
+    options = SessionOptions(
+        models / "target.gguf",
+        models / "draft.gguf",
+        drafting=DraftOptions(policy="fixed", p_min=0.0),
+        generation=GenerationOptions(max_tokens=n_tokens, ignore_eos=True),
+        target_context=context,
+        draft_context=context,
+        learning=learning,
+    )
+    return Models(options, time.perf_counter)
+
+
+@pytest.fixture(scope="module")
+def answered(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 40 answers of the target."""
+    folder = tmp_path_factory.mktemp("answered")
+    with opened(models, folder) as loaded, Engine(loaded, n_parallel=4) as engine:
+        engine.answers(prompts(40))
+    assert len(read_answers(folder)) == 40
+    return folder
+
+
+@pytest.fixture
+def folder(answered: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    (tmp_path / "learning").mkdir()
+    (tmp_path / "learning" / ANSWERS).write_bytes((answered / ANSWERS).read_bytes())
+    return tmp_path / "learning"
+
+
+# --- texts
+
+
+def test_every_token_of_an_answer_is_learnt_once(models: Path) -> None:
+    answers = [
+        KeptAnswer(tuple(range(3, 3 + n_prompt)), tuple(i % 97 + 3 for i in range(n_answer)))
+        for n_prompt, n_answer in ((5, 20), (90, 400), (10, 1500))
+    ]
+    with contextlib.closing(LlamaModel(models / "target.gguf")) as model:
+        for answer in answers:
+            found = kept_texts(model, model, [answer])
+            assert sum((each.answer_tokens for each in found), ()) == answer.tokens
+            whole = (*answer.prompt_tokens, *answer.tokens)
+            for each in found:
+                tokens = (*each.prompt_tokens, *each.answer_tokens)
+                assert len(tokens) <= N_COLUMNS
+                assert any(whole[i : i + len(tokens)] == tokens for i in range(len(whole)))
+        assert kept_texts(model, model, [KeptAnswer((1,), (10**6,))]) == []
+        judging = kept_texts(model, model, answers[:1], answers[1:])
+        assert [each.is_held_back for each in judging] == [False] + [True] * (len(judging) - 1)
+
+
+def test_a_draft_with_another_vocabulary_reads_its_own_prompt_and_tokens(models: Path) -> None:
+    target, draft = LlamaModel(models / "target.gguf"), LlamaModel(models / "respelled.gguf")
+    with contextlib.closing(target), contextlib.closing(draft):
+        said = b"the cat is in the else"
+        tokens = target.vocabulary.tokenize(said.decode(), add_special=False, parse_special=False)
+        digest = draft.vocabulary.digest()
+        answer = KeptAnswer((5, 6), tuple(tokens), (7, 8, 9), digest)
+        (own,) = kept_texts(target, draft, [answer])
+        assert own.prompt_tokens == (7, 8, 9)
+        assert b"".join(map(draft.vocabulary.token_bytes, own.answer_tokens)) == said
+        other = KeptAnswer((5, 6), tuple(tokens), (7, 8, 9), "another")
+        (own,) = kept_texts(target, draft, [other])
+        assert own.prompt_tokens != (7, 8, 9)
+
+
+def test_the_latest_answers_judge() -> None:
+    answers = [KeptAnswer((1,), (2,), number=number) for number in range(1, 201)]
+    for n, n_judging in ((1, 1), (10, 3), (40, 10), (200, 12)):
+        learning, judging = split(answers[:n])
+        assert len(judging) == n_judging
+        assert [*learning, *judging] == answers[max(0, n - 128) : n]
+
+
+# --- lessons
+
+
+def counting() -> Callable[[], float]:
+    """A clock that goes on by a second each time it is read."""
+    return iter(range(10**9)).__next__
+
+
+def lesson(
+    models: Path,
+    folder: Path,
+    *,
+    rate: float = 0.01,
+    stop_after: int = 10**9,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Lesson | None:
+    pytest.importorskip("jax")
+    target, draft = LlamaModel(models / "target.gguf"), LlamaModel(models / "draft.gguf")
+    n_steps = 0
+
+    def progress(done: int, _total: int) -> None:
+        nonlocal n_steps
+        n_steps = done
+        meanwhile()
+
+    with contextlib.closing(target), contextlib.closing(draft):
+        return learn(
+            folder,
+            target,
+            draft,
+            draft.path,
+            Budget(counting(), math.inf, lambda: n_steps >= stop_after, progress),
+            rate=rate,
+        )
+
+
+def names(folder: Path) -> list[str]:
+    """The files of what was learnt."""
+    return sorted(path.name for path in folder.iterdir() if path.suffix in (".gguf", ".new"))
+
+
+def test_what_is_better_on_the_latest_answers_is_used(models: Path, folder: Path) -> None:
+    found = lesson(models, folder)
+    assert found is not None
+    assert found.outcome == "new"
+    assert found.agreement_new > found.agreement_as_it_came
+    assert found.agreement_in_use is None
+    assert "drafts with what it learnt from 30 answers" in found.text
+    draft = models / "draft.gguf"
+    learnt = read_learnt(folder, draft)
+    assert names(folder) == [learnt.weights]
+    assert (learnt.n_answers, learnt.last_number) == (30, 40)
+    # The next lesson goes on from there, and what was in use goes.
+    again = lesson(models, folder)
+    assert again is not None
+    assert again.agreement_in_use == pytest.approx(found.agreement_new)
+    assert again.outcome in ("new", "kept")
+    learnt = read_learnt(folder, draft)
+    assert names(folder) == [learnt.weights]
+    texts, accepted = [], []
+    for learning in (None, folder):
+        with opened(models, learning) as loaded:
+            *_, finished = generate(loaded, loaded.prompts.of_text(prompts(41)[-1]))
+        assert isinstance(finished, FinishedEvent)
+        texts.append(finished.text)
+        accepted.append(finished.n_accepted)
+    assert texts[0] == texts[1]
+    assert accepted[1] > accepted[0]
+
+
+def test_what_is_learnt_is_not_rounded_away(models: Path, folder: Path) -> None:
+    """Four bits a weight stay four bits, and keep it."""
+    pytest.importorskip("jax")
+    small = models / "q4.gguf"
+    requantize(models / "draft.gguf", small, 1)
+    target, draft = LlamaModel(models / "target.gguf"), LlamaModel(small)
+    with contextlib.closing(target), contextlib.closing(draft):
+        found = learn(folder, target, draft, small, Budget(counting()), rate=0.01)
+    assert found is not None
+    assert found.outcome == "new"
+    learnt = learnt_weights(folder, small)
+    assert learnt is not None
+    assert learnt.stat().st_size == small.stat().st_size
+
+
+def test_what_is_not_better_is_dropped(models: Path, folder: Path) -> None:
+    found = lesson(models, folder, rate=0.0)
+    assert found is not None
+    assert found.outcome == "kept"
+    assert names(folder) == []
+    assert learnt_weights(folder, models / "draft.gguf") is None
+    assert read_learnt(folder, models / "draft.gguf").last_number == 40
+    assert "learnt nothing better from 30 answers: that is dropped" in found.text
+
+
+def test_what_does_worse_than_the_draft_as_it_came_goes_back(models: Path, folder: Path) -> None:
+    write_tiny_model(folder / "bad.gguf", CONFIG.draft(1.5))
+    write_learnt(folder, models / "draft.gguf", Learnt("bad.gguf", n_answers=9))
+    found = lesson(models, folder, rate=0.0)
+    assert found is not None
+    assert found.outcome == "none"
+    assert found.agreement_in_use is not None
+    assert found.agreement_in_use < found.agreement_as_it_came
+    assert names(folder) == []
+    assert learnt_weights(folder, models / "draft.gguf") is None
+    assert "drafts as it came again" in found.text
+
+
+def test_an_interrupted_lesson_changes_nothing(models: Path, folder: Path) -> None:
+    assert lesson(models, folder, stop_after=3) is None
+    assert names(folder) == []
+    assert read_learnt(folder, models / "draft.gguf") == Learnt()
+
+
+def test_what_is_forgotten_while_it_is_learnt_is_not_kept(models: Path, folder: Path) -> None:
+    def forget() -> None:
+        (folder / ANSWERS).unlink(missing_ok=True)
+        KeptAnswers(folder).add(KeptAnswer((1, 2), tuple(range(20))))
+
+    with pytest.raises(UsageError, match="deleted while the draft learnt"):
+        lesson(models, folder, meanwhile=forget)
+    assert names(folder) == []
+
+
+def test_learnt_weights_that_are_damaged_end_no_lesson(models: Path, folder: Path) -> None:
+    (folder / "w.gguf").write_bytes((models / "draft.gguf").read_bytes()[:2000])
+    write_learnt(folder, models / "draft.gguf", Learnt("w.gguf"))
+    found = lesson(models, folder)
+    assert found is not None
+    assert (found.outcome, found.agreement_in_use) == ("new", None)
+    assert "w.gguf" not in names(folder)
+
+
+def test_a_lesson_needs_answers_and_is_alone(models: Path, folder: Path) -> None:
+    with pytest.raises(UsageError, match="0 answers are kept for target.gguf: too few"):
+        lesson(models, folder.with_name("none"))
+    from specgen.system.json_lines import locked
+
+    with (
+        locked(folder / "learning.lock", UsageError("held")),
+        pytest.raises(UsageError, match="another process learns"),
+    ):
+        lesson(models, folder)
+
+
+def test_what_a_killed_lesson_left_is_deleted(models: Path, folder: Path) -> None:
+    (folder / "weights.gguf.abc.new").touch()
+    (folder / "draft-123.gguf").touch()  # nothing says that it is in use
+    (folder / f"{ANSWERS}.abc.new").touch()  # which may be in the making now
+    assert lesson(models, folder, rate=0.0) is not None
+    assert names(folder) == [f"{ANSWERS}.abc.new"]
+
+
+# --- beside answers
+
+
+def in_use(loaded: Models) -> Path | None:
+    """The weights that the draft learnt and drafts from."""
+    return loaded.drafts.learnt
+
+
+def test_a_draft_is_loaded_again_between_answers_only(models: Path, tmp_path: Path) -> None:
+    with opened(models, tmp_path) as loaded:
+        plain = [
+            event.text
+            for text in prompts(3)
+            for event in generate(loaded, loaded.prompts.of_text(text))
+            if isinstance(event, FinishedEvent)
+        ]
+    with opened(models, tmp_path) as loaded, Engine(loaded) as engine:
+        first = engine.insert(prompts(3)[0])
+        engine.step()
+        write_tiny_model(tmp_path / "w.gguf", CONFIG.draft(0.01))
+        write_learnt(tmp_path, models / "draft.gguf", Learnt("w.gguf", n_answers=3))
+        assert not engine.reload_draft()
+        assert in_use(loaded) is None
+        list(engine.run())
+        assert engine.reload_draft()
+        assert in_use(loaded) == tmp_path / "w.gguf"
+        engine.tell("news")
+        second = engine.insert(prompts(3)[1])
+        events = list(engine.stream(second))
+        assert [e.message for e in events if isinstance(e, NoticeEvent)] == ["news"]
+        write_learnt(tmp_path, models / "draft.gguf", Learnt())
+        assert engine.reload_draft()
+        assert in_use(loaded) is None
+        third = engine.insert(prompts(3)[2])
+        list(engine.run())
+    assert [first.text, second.text, third.text] == plain
+
+
+def learns(learner: Learner) -> bool:
+    """Whether a process learns now."""
+    return learner.is_learning
+
+
+#: What a process that learns says at its end, after it was asked.
+_CHILD = """
+import json, sys
+sys.path.insert(0, {root!r})
+asked = json.loads(sys.stdin.buffer.readline())
+{does}
+"""
+_SAYS = """
+from pathlib import Path
+from specgen.session.kept_answers import Learnt, write_learnt
+folder, draft = Path(asked["folder"]), Path(asked["draft"])
+(folder / "w.gguf").write_bytes(Path(asked["target"]).read_bytes())
+write_learnt(folder, draft, Learnt("w.gguf", last_number=10, n_answers=9))
+print(json.dumps(dict(n_answers=9, n_judging=3, n_judged_tokens=99, agreement_as_it_came=0.5,
+    agreement_in_use=None, agreement_new=0.6, outcome="new", n_steps=3, seconds=1.0)))
+"""
+_WAITS = "sys.stdin.buffer.read()"
+
+
+@contextlib.contextmanager
+def learning(
+    models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, does: str
+) -> Iterator[tuple[Engine, Learner, list[str], Models]]:
+    monkeypatch.setattr(learner_module, "check_library", lambda: None)
+    code = _CHILD.format(root=str(ROOT), does=does)
+    monkeypatch.setattr(learner_module, "COMMAND", (sys.executable, "-c", code))
+    said: list[str] = []
+    with (
+        opened(models, folder) as loaded,
+        Engine(loaded) as engine,
+        Learner(loaded, engine, said.append) as learner,
+    ):
+        yield engine, learner, said, loaded
+
+
+def until(happened: Callable[[], bool], look: Callable[[], None] = lambda: None) -> None:
+    for _ in range(3000):
+        look()
+        if happened():
+            return
+        time.sleep(0.01)
+    pytest.fail("it did not happen")
+
+
+def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with learning(models, tmp_path, monkeypatch, _SAYS) as (engine, learner, said, loaded):
+        for text in prompts(NEW_ANSWERS):
+            learner.between_answers(begins=True)
+            assert not learner.is_learning
+            engine.answers([text])
+        learner.between_answers()
+        assert learner.is_learning
+        until(lambda: bool(said), learner.between_answers)
+        assert loaded.drafts.learnt == tmp_path / "w.gguf"
+        assert "draft.gguf drafts with what it learnt from 9 answers from now on" in said[0]
+        answer = engine.insert("abc")
+        *_, finished = engine.stream(answer)
+        assert isinstance(finished, FinishedEvent)
+        assert finished.acceptance_rate == 1.0  # it is the target itself
+        learner.between_answers()
+        assert not learner.is_learning
+
+
+#: What a process that learns does: it says in a file what it is told.
+_NOTES = """
+from pathlib import Path
+while said := sys.stdin.buffer.read(1):
+    with (Path(asked["folder"]) / "said").open("ab") as file:
+        file.write(said)
+"""
+
+
+def test_a_lesson_waits_while_an_answer_is_in_the_making(
+    models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with learning(models, folder, monkeypatch, _NOTES) as (_, learner, _, _):
+        for _ in range(2):
+            learner.between_answers(begins=True)
+            learner.between_answers(begins=True)
+            learner.between_answers()
+            learner.between_answers()
+        said = folder / "said"
+        until(lambda: said.exists() and said.read_bytes() == b"-+-+")
+
+
+def test_a_lessons_clock_stands_still_in_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, is_read = 10.0, threading.Event()
+
+    def clock() -> float:
+        found = now_s
+        is_read.set()
+        return found
+
+    reader, writer = os.pipe()
+    with (
+        os.fdopen(writer, "wb", buffering=0) as pipe,
+        os.fdopen(reader, "rb", buffering=0) as stdin,
+    ):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stdin))
+        ended: list[int] = []
+        monkeypatch.setattr(os, "_exit", ended.append)
+        pauses = learning_process.Pauses()
+        pauses.listen()
+        monkeypatch.setattr(learning_process, "time", SimpleNamespace(monotonic=clock))
+        assert not pauses.wait()
+        is_read.clear()
+        pipe.write(learning_process.PAUSE)
+        until(lambda: pauses.is_paused)
+        waiting = threading.Thread(target=pauses.wait)
+        waiting.start()
+        assert is_read.wait(60.0)
+        now_s = 15.0
+        pipe.write(learning_process.GO)
+        waiting.join()
+        assert pauses.clock() == 10.0
+        pipe.close()
+        until(lambda: bool(ended))
+
+
+def test_a_lesson_that_fails_ends_learning_and_nothing_else(
+    models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    does = "sys.exit('no memory')"
+    with learning(models, folder, monkeypatch, does) as (engine, learner, said, _):
+        until(lambda: bool(said), learner.between_answers)
+        assert said == ["learning has ended: no memory"]
+        learner.between_answers()
+        assert not learner.is_learning
+        assert engine.answers(["abc"])
+
+
+def test_what_is_learnt_or_forgotten_elsewhere_counts_too(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with learning(models, tmp_path, monkeypatch, _WAITS) as (engine, learner, said, loaded):
+        learner.between_answers()
+        assert said == []
+        write_tiny_model(tmp_path / "w.gguf", CONFIG)
+        write_learnt(tmp_path, models / "draft.gguf", Learnt("w.gguf"))
+        learner.between_answers(begins=True)
+        assert in_use(loaded) == tmp_path / "w.gguf"
+        shutil.rmtree(tmp_path)
+        learner.between_answers(begins=True)
+        learner.between_answers()
+        assert in_use(loaded) is None
+        assert engine.answers(["abc"])
+    assert said == [
+        "draft.gguf drafts with what it learnt elsewhere from now on",
+        "draft.gguf drafts as it came again: what it learnt was deleted",
+    ]
+
+
+def test_a_lesson_that_cannot_be_now_is_later(
+    models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    does = "sys.stderr.write('another process learns\\n'); sys.exit(2)"
+    with learning(models, folder, monkeypatch, does) as (_, learner, said, _):
+        until(lambda: bool(said), learner.between_answers)
+        learner.between_answers()
+        assert not learns(learner)
+        for _ in range(NEW_ANSWERS):
+            KeptAnswers(folder).add(KeptAnswer((1,), tuple(range(9))))
+        learner.between_answers()
+        assert learns(learner)
+    assert said == ["draft.gguf has not learnt: another process learns"]
+
+
+def test_the_process_that_learns_ends_with_the_learner(
+    models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(psutil.Process().children())
+    with learning(models, folder, monkeypatch, _WAITS) as (_, learner, _, _):
+        learner.between_answers()
+        (child,) = set(psutil.Process().children()) - before
+        assert child.is_running()
+    assert not child.is_running()
+
+
+_PARENT = """
+import json, subprocess, sys
+child = subprocess.Popen([sys.executable, "-m", "specgen.train.learning_process"],
+    stdin=subprocess.PIPE, start_new_session=True)
+child.stdin.write(json.dumps(json.loads(sys.argv[1])).encode() + b"\\n")
+child.stdin.flush()
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_the_process_that_learns_ends_well_while_its_input_is_open(
+    models: Path, folder: Path
+) -> None:
+    """A thread of it waits for input, at which the interpreter aborts at its usual end."""
+    pytest.importorskip("jax")
+    asked = {
+        "folder": str(folder),
+        "target": str(models / "target.gguf"),
+        "draft": str(models / "draft.gguf"),
+        "base": str(models / "draft.gguf"),
+        "minutes": 1e-6,
+    }
+    with subprocess.Popen(
+        learner_module.COMMAND,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdin.write(json.dumps(asked).encode() + b"\n")
+        child.stdin.flush()
+        said, complaints = child.stdout.read(), child.stderr.read()
+        assert child.wait() == 0, complaints.decode()
+    assert Lesson(**json.loads(said)).n_steps > 0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+def test_the_process_that_learns_ends_when_its_command_is_killed(
+    models: Path, folder: Path
+) -> None:
+    pytest.importorskip("jax")
+    paths = {"folder": folder, "target": models / "target.gguf", "draft": models / "draft.gguf"}
+    asked = {name: str(path) for name, path in paths.items()}
+    asked |= {"base": asked["draft"], "minutes": 10.0}  # type: ignore[dict-item]
+    command = [sys.executable, "-c", _PARENT, json.dumps(asked)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.send_signal(signal.SIGKILL)
+
+    def is_gone() -> bool:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return True
+            return False
+        return state == "Z"
+
+    until(is_gone)
+
+
+def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path) -> None:
+    """Requests come at once and one after the other; each lesson brings other weights."""
+    pytest.importorskip("starlette")
+    from concurrent.futures import ThreadPoolExecutor
+
+    from tests.helpers.common import EXACT
+    from tests.helpers.server import FIXED, running
+
+    options = SessionOptions(
+        models / "target.gguf",
+        models / "draft.gguf",
+        drafting=FIXED,
+        generation=GenerationOptions(max_tokens=24),
+        target_context=EXACT,
+        draft_context=EXACT,
+    )
+    with Models(options, time.perf_counter) as loaded, Engine(loaded) as engine:
+        plain = engine.answers(prompts(6))
+    told: list[bool] = []
+    n_loaded = 0
+
+    def between_answers(begins: bool) -> None:
+        nonlocal n_loaded
+        told.append(begins)
+        if not begins:
+            n_loaded += 1
+            write_tiny_model(tmp_path / f"w{n_loaded}.gguf", CONFIG.draft(0.1 * n_loaded))
+            write_learnt(tmp_path, models / "draft.gguf", Learnt(f"w{n_loaded}.gguf"))
+            assert server.engine.reload_draft()
+
+    taught = Models(replace(options, learning=tmp_path), time.perf_counter)
+    with running(taught, between_answers=between_answers) as server:
+
+        def ask(text: str) -> str:
+            messages = [{"role": "user", "content": text}]
+            response = server.post("/v1/chat/completions", messages=messages)
+            content: str = response.json()["choices"][0]["message"]["content"]
+            return content
+
+        with ThreadPoolExecutor(3) as pool:
+            said = [*map(ask, prompts(6)[:3]), *pool.map(ask, prompts(6)[3:])]
+        assert in_use(taught) is not None
+    assert said == plain
+    assert told[:4] == [True, False, True, False]
+    assert n_loaded >= 3
+    assert len(read_answers(tmp_path)) == 6
+
+
+# --- the command line
+
+
+def data_of(target: Path) -> Path:
+    identity = identify(target)
+    assert identity is not None
+    return learning_folder(Path(os.environ["SPECGEN_DATA"]), identity)
+
+
+def test_commands_keep_learn_and_forget(specgen: Specgen, models: Path, folder: Path) -> None:
+    target, draft = models / "target.gguf", models / "draft.gguf"
+    own = ("-m", target, "-md", draft, "-t", "1", "-n", "40", "--ignore-eos")
+    plain = specgen("run", *own, "abc")
+    assert plain.code == 0
+    assert not data_of(target).exists()
+    kept = specgen("run", *own, "--learn", "abc")
+    assert (kept.code, kept.out) == (0, plain.out)
+    assert len(read_answers(data_of(target))) == 1
+    few = specgen("draft", "learn", "-m", target, "-md", draft)
+    assert few.code == 2
+    assert "too few" in few.err or "needs jax" in few.err
+    pytest.importorskip("jax")
+    (data_of(target) / ANSWERS).write_bytes((folder / ANSWERS).read_bytes())
+    learnt = specgen("draft", "learn", "-m", target, "-md", draft, "--json")
+    assert learnt.code == 0, learnt.err
+    assert '"outcome": "new"' in learnt.out
+    used = specgen("run", *own, "--learn", "abc")
+    assert (used.code, used.out) == (0, plain.out)
+    assert "draft.gguf drafts with what it learnt from 30 answers" in used.err
+    without = specgen("run", *own, "abc")
+    assert (without.code, without.out) == (0, plain.out)
+    assert "learnt" not in without.err
+    gone = specgen("draft", "forget", "-m", target)
+    assert gone.code == 0
+    assert "kept answers: 41; weights learnt from them: 1; lookup texts: 1;" in gone.out
+    assert not data_of(target).exists()
+    assert not list(Path(os.environ["SPECGEN_CACHE"]).glob("texts/*/*"))
+    nothing = specgen("draft", "forget")
+    assert (nothing.code, nothing.err) == (0, "")
+    assert nothing.out.startswith("deleted: kept answers: 0;")
+
+
+def test_everything_is_forgotten_unless_a_target_is_named(
+    specgen: Specgen, models: Path, tmp_path: Path
+) -> None:
+    other = write_tiny_model(tmp_path / "other.gguf", CONFIG.draft(0.3))
+    for target in (models / "target.gguf", other):
+        own = ("-m", target, "-md", "ngram", "-t", "1", "-n", "20", "--ignore-eos", "--learn")
+        assert specgen("run", *own, "abc").code == 0
+    gone = specgen("draft", "forget")
+    assert "kept answers: 2; weights learnt from them: 0; lookup texts: 2;" in gone.out
+    assert not list(Path(os.environ["SPECGEN_DATA"]).glob("learning/*"))
+
+
+def test_the_environment_switches_it_on(
+    specgen: Specgen, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECGEN_LEARN", "1")
+    target = models / "target.gguf"
+    own = ("-m", target, "-md", "ngram", "-t", "1", "-n", "20", "--ignore-eos")
+    assert specgen("run", *own, "abc").code == 0
+    assert len(read_answers(data_of(target))) == 1
+    assert specgen("run", *own, "--no-learn", "abc").code == 0
+    assert len(read_answers(data_of(target))) == 1
+
+
+def test_a_server_learns_across_requests_or_not_at_all(specgen: Specgen, models: Path) -> None:
+    refused = specgen("serve", "-m", models / "target.gguf", "--learn")
+    assert refused.code == 2
+    assert "add --learn-across-requests" in refused.err

@@ -1,0 +1,193 @@
+"""The target's own text, and heads that are trained on it, with tiny models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specgen.errors import ModelFileError, OutputError, UsageError
+from specgen.method.backend import Batch
+from specgen.method.policy.cost_table import CostTable
+from specgen.session.engine import generate
+from specgen.session.loaded_models import Models
+from specgen.system.json_lines import locked
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.train.draft_builder import plan_time
+from specgen.train.gguf_weights import ModelRows
+from specgen.train.target_text import N_TOP, TargetText, bytes_of, is_held_back
+from tests.helpers.heads import N_ANSWER, N_EMBD, opened, prompts, trained, written
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "t.gguf", TinyConfig(logit_scale=6))
+
+
+@pytest.fixture(scope="module")
+def folder(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    with opened(target) as loaded:
+        assert written(loaded, folder, prompts(20), 10**6) == 20 * N_ANSWER
+    return folder
+
+
+def n_tokens_of(text: TargetText) -> int:
+    return sum(len(answer.tokens) for answer in text.answers)
+
+
+def rows_of(loaded: Models, tokens: list[int], n_before: int) -> tuple[np.ndarray, np.ndarray]:
+    """Logits and hidden states of a text's last rows, decoded in one batch."""
+    with loaded.contexts(512, drafts=False) as (backend, _):
+        before = tokens[:n_before]
+        backend.decode(Batch(before, list(range(n_before)), [(0,)] * n_before, [False] * n_before))
+        logits, hidden = [], []
+        for position in range(n_before, len(tokens)):
+            batch = Batch([tokens[position]], [position], [(0,)], [True])
+            found = backend.decode_hidden(batch)
+            logits.append(found[0][0].copy())
+            hidden.append(found[1][0].copy())
+    return np.array(logits), np.array(hidden)
+
+
+def test_text_is_what_the_target_says_with_what_it_thought(target: Path, folder: Path) -> None:
+    text = TargetText(folder, N_EMBD)
+    held_back = {answer.prompt: answer.is_held_back for answer in text.answers}
+    assert held_back == {prompt: is_held_back(i) for i, prompt in enumerate(prompts(20))}
+    assert len(text.answers) == 20
+    with opened(target) as loaded:
+        for index in (0, 13):
+            answer = text.answers[index]
+            prompt = loaded.prompts.of_text(answer.prompt)
+            assert answer.prompt_tokens == prompt.tokens
+            *_, last = generate(loaded, prompt)
+            assert getattr(last, "token_ids", ()) == answer.tokens
+            n = len(prompt.tokens)
+            tokens = [*prompt.tokens, *answer.tokens]
+            logits, hidden = rows_of(loaded, tokens[:-1], n - 1)
+            np.testing.assert_allclose(text.hidden(index), hidden, atol=0.02, rtol=0.01)
+            likeliest, probabilities = text.top(index)
+            assert likeliest.shape == probabilities.shape == (N_ANSWER, N_TOP)
+            assert (likeliest[:, 0] == logits.argmax(axis=1)).all()
+            exact = np.exp(logits - logits.max(axis=1, keepdims=True))
+            exact /= exact.sum(axis=1, keepdims=True)
+            expected = np.take_along_axis(exact, likeliest.astype(np.int64), axis=1)
+            np.testing.assert_allclose(probabilities, expected, atol=0.01)
+            assert (np.diff(expected, axis=1) <= 1e-6).all()
+
+
+def test_what_is_there_is_not_made_again(target: Path, folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("answers.jsonl", "hidden.f16", "top.bin"):
+        (copy / name).write_bytes((folder / name).read_bytes())
+    with opened(target) as loaded:
+        assert written(loaded, copy, prompts(20), 10) == 20 * N_ANSWER
+        assert written(loaded, copy, prompts(22), 21 * N_ANSWER) == 21 * N_ANSWER
+    whole = TargetText(folder, N_EMBD)
+    again = TargetText(copy, N_EMBD)
+    assert again.answers[:20] == whole.answers
+    assert (again.hidden(19) == whole.hidden(19)).all()
+
+
+def test_other_prompts_are_another_text(target: Path, folder: Path, tmp_path: Path) -> None:
+    """What a folder has of other prompts counts for nothing, and stays."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("answers.jsonl", "hidden.f16", "top.bin"):
+        (copy / name).write_bytes((folder / name).read_bytes())
+    own = [*prompts(23)[20:], prompts(20)[13]]
+    with opened(target) as loaded:
+        assert written(loaded, copy, own, 4 * N_ANSWER) == 4 * N_ANSWER
+    mine, whole = TargetText(copy, N_EMBD, own), TargetText(copy, N_EMBD)
+    assert mine.answers[0].prompt == prompts(20)[13]
+    assert sorted(answer.prompt for answer in mine.answers) == sorted(own)
+    assert n_tokens_of(mine) == 4 * N_ANSWER
+    assert n_tokens_of(whole) == 23 * N_ANSWER
+    for index, answer in enumerate(mine.answers):
+        same = whole.answers.index(answer)
+        assert (mine.hidden(index) == whole.hidden(same)).all()
+        assert (mine.top(index)[0] == whole.top(same)[0]).all()
+
+
+@pytest.mark.parametrize("torn", ["answers.jsonl", "hidden.f16", "top.bin"])
+def test_after_a_kill_the_next_one_goes_on(
+    target: Path, folder: Path, tmp_path: Path, torn: str
+) -> None:
+    """Each file may end in the middle of what was appended last."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("answers.jsonl", "hidden.f16", "top.bin"):
+        data = (folder / name).read_bytes()
+        (copy / name).write_bytes(data[:-7] if name == torn else data)
+    whole = TargetText(folder, N_EMBD)
+    n_left = len(TargetText(copy, N_EMBD).answers)
+    assert n_left == 19
+    with opened(target) as loaded:
+        written(loaded, copy, prompts(20), 10**6)
+    again = TargetText(copy, N_EMBD)
+    assert again.answers == whole.answers
+    for index in range(20):
+        np.testing.assert_allclose(again.hidden(index), whole.hidden(index), atol=0.01)
+        assert (again.top(index)[0][:, 0] == whole.top(index)[0][:, 0]).all()
+
+
+def test_a_damaged_line_is_told(folder: Path, tmp_path: Path) -> None:
+    lines = (folder / "answers.jsonl").read_bytes().split(b"\n")
+    lines[2] = lines[2].replace(b'"tokens"', b'"tokenz"')
+    (tmp_path / "answers.jsonl").write_bytes(b"\n".join(lines))
+    with pytest.raises(ModelFileError, match=r"line 3 is no answer") as raised:
+        TargetText(tmp_path, N_EMBD)
+    assert raised.value.hint is not None
+    assert str(tmp_path) in raised.value.hint
+
+
+def test_one_process_writes_at_a_time(target: Path, tmp_path: Path) -> None:
+    held = OutputError("held")
+    with (
+        opened(target) as loaded,
+        locked(tmp_path / "lock", held),
+        pytest.raises(OutputError, match="another process is writing there"),
+    ):
+        written(loaded, tmp_path, prompts(1))
+
+
+def test_the_size_is_told_beforehand(folder: Path) -> None:
+    n_tokens = n_tokens_of(TargetText(folder, N_EMBD))
+    arrays = sum((folder / name).stat().st_size for name in ("hidden.f16", "top.bin"))
+    assert arrays <= bytes_of(n_tokens, N_EMBD) <= 1.1 * arrays
+
+
+def test_rows_of_a_model_are_its_tensors(target: Path) -> None:
+    from gguf import GGUFReader
+
+    tensors = {tensor.name: np.array(tensor.data) for tensor in GGUFReader(target).tensors}
+    rows = ModelRows(target)
+    chosen = np.array([5, 0, 77])
+    np.testing.assert_array_equal(rows.embeddings(chosen), tensors["token_embd.weight"][chosen])
+    output = tensors.get("output.weight", tensors["token_embd.weight"])
+    np.testing.assert_array_equal(rows.output(chosen), output[chosen])
+
+
+def test_too_little_text_is_refused(target: Path, folder: Path) -> None:
+    with opened(target) as loaded, pytest.raises(UsageError, match="too few"):
+        trained(loaded, folder)
+
+
+def test_the_packages_prompts_are_many_and_different() -> None:
+    path = Path(__file__).parents[2] / "specgen" / "train" / "prompts.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    texts = [line["prompt"] for line in lines]
+    assert len(set(texts)) == len(texts) >= 200
+    assert len({line["kind"] for line in lines}) >= 10
+
+
+@pytest.mark.parametrize(("minutes", "n_judged"), [(1.0, 2), (3.0, 4), (30.0, 8)])
+def test_the_minutes_include_the_comparison_of_drafts(minutes: float, n_judged: int) -> None:
+    costs = CostTable({1: 0.05, 16: 0.1})
+    plan = plan_time(60.0 * minutes, costs, 4, 16)
+    assert plan.n_judged == n_judged
+    assert plan.text_s + plan.training_s + plan.judging_s == pytest.approx(60.0 * minutes)
+    assert plan.n_tokens == int(plan.text_s * 160)
