@@ -34,7 +34,7 @@ from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.method.draft import Draft
 from specgen.method.loop import Loop
 from specgen.method.policy import RoundPlan, draft_up_to
-from specgen.method.verifiers import BlockVerifier, MatchVerifier, ResidualVerifier, Verifier
+from specgen.method.verify import BlockVerifier, MatchVerifier, ResidualVerifier, Verifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.session.draft_models import Translated
 from specgen.system.arrays import TokenArray

@@ -14,9 +14,9 @@ from specgen.drafters import PromptHeadSkipper, draft_alone
 from specgen.errors import UsageError
 from specgen.events import Event, FinishedEvent
 from specgen.llama import LlamaModel
+from specgen.method.cost_table import CostTable
 from specgen.method.loop import Loop
 from specgen.method.policy import FixedPolicy, draft_up_to
-from specgen.method.policy.cost_table import CostTable
 from specgen.options import (
     ContextOptions,
     DraftOptions,
