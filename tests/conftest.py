@@ -130,8 +130,6 @@ def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
     # Drafts of a fixed length can be counted: what costs decide depends on the machine.
     monkeypatch.setenv("SPECGEN_POLICY", "fixed")
-    # Nor does it depend on the machine what is said of copies.
-    monkeypatch.setenv("SPECGEN_DRAFT_WEIGHTS", "own")
     # Nor does it depend on what else runs here whether measurements are kept.
     monkeypatch.setattr("specgen.system.machine.core_time", lambda: None)
     # Nor does it depend on how quick it is what is told of progress.

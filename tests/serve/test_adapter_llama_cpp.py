@@ -153,7 +153,7 @@ def test_contexts_that_llama_cpp_rounds_up_are_refused(models: Path) -> None:
 
 
 def test_by_cost_the_models_are_timed_once(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = DraftOptions(weights="own")
+    options = DraftOptions()
     texts, _, _ = drafted_texts(models, "good", options)
     assert texts == plain_texts(models)
     assert '"costs"' in memory_file().read_text(encoding="utf-8")
