@@ -25,8 +25,8 @@ from specgen.session.calibration.weight_copies import Comparison, Copies, distan
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
 from specgen.system.llama_build import Build
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Cli, events_of
+from tests.tiny import TinyConfig, write_tiny_model
 
 TARGET = TinyConfig(logit_scale=6.0, n_vocab=384, n_embd=64, tensor_type="f16")
 CONTEXT = ContextOptions(n_threads=1)
