@@ -28,8 +28,8 @@ from specgen.llama.kernel_checks.test_results import (
     TestResult,
     result_of,
 )
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.cli import Cli, Specgen, in_process
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 # How busy the machine is fails no test. (Where the variable CI is set, Hypothesis itself loads a profile that
 # takes fixed examples: start from its default in both places.)

@@ -22,8 +22,8 @@ from specgen.options import DraftOptions, DraftSource, SessionOptions, TreeShape
 from specgen.serve.adapters.draft_rounds import DraftRounds
 from specgen.serve.adapters.llama_cpp import SpecgenDraft
 from specgen.session.calibration.memory import Memory
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.tiny import write_respelled_model
+from tests.tiny import TinyConfig, write_tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 TARGET = TinyConfig(logit_scale=6.0, unprintable_scale=0.3)

@@ -26,8 +26,8 @@ from specgen.models.model_folder import slot_of
 from specgen.options import DraftOptions, SamplerOptions
 from specgen.serve.adapters.llm import AnswerError
 from specgen.session.chat_template import Message
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.common import ROOT
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -37,7 +37,6 @@ from specgen.session.kept_answers import (
     write_learnt,
 )
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from specgen.train import learner as learner_module
 from specgen.train import learning_process
 from specgen.train.draft_files import learning_folder
@@ -49,6 +48,7 @@ from tests.helpers.cli import Specgen
 from tests.helpers.common import ROOT
 from tests.helpers.heads import prompts
 from tests.helpers.tiny import write_respelled_model, write_with_other_scales
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 CONFIG = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE)
 
