@@ -51,7 +51,7 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.loaded_models import Models
 from specgen.session.measurements import measure_if_new
 from specgen.system.arrays import Logits
-from specgen.testing.fake_backend import FakeBackend
+from tests.helpers.fake_backend import FakeBackend
 
 #: Costs that are made up: seconds of a token, and what a row of the draft takes of that.
 _TOKEN_S = 0.068

@@ -34,11 +34,11 @@ from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, par
 from specgen.session.draft_models import Translated
 from specgen.session.drafter_factory import draft_sampling, guess_sampling
 from specgen.system.arrays import Logits
-from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, Language, random_language
 from specgen.text.grammar.base import GrammarState
 from specgen.text.sampling import Sampler
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import Shaper, TextState
+from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language, random_language
 
 GREEDY = SamplerOptions()
 N_VOCAB = 12

@@ -31,10 +31,10 @@ from specgen.options import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.train.heads import Adam, Network
 from tests.helpers.common import EXACT
 from tests.helpers.heads import make_heads, opened, prompts, trained, written
+from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "abc fed cab. abcd"
 

@@ -22,8 +22,6 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.eagle import TinyEagle, write_tiny_eagle
 from tests.helpers.cli import Specgen, complaint
 from tests.helpers.common import EXACT
 from tests.helpers.eagle import (
@@ -32,6 +30,8 @@ from tests.helpers.eagle import (
     loaded,
     write_files,
 )
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.eagle import TinyEagle, write_tiny_eagle
 
 
 @pytest.fixture(scope="module")

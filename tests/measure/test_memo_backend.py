@@ -21,8 +21,8 @@ from specgen.method.draft import NO_DRAFT, ROOT, Branches, Draft, keep_path, pac
 from specgen.method.loop import Loop
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits
-from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
 from tests.helpers.common import UNFILTERED
+from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import GREEDY, Clock, Setup, TreeDrafter, model_drafter
 
 N_VOCAB = 4

@@ -60,12 +60,12 @@ from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
 from specgen.system.arrays import Logits
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.config import Architecture
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.common import EXACT
 from tests.helpers.virtual_time import VirtualTime
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.config import Architecture
 
 PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with that it be not self"
 PROMPTS = tuple(PROMPT[start:] for start in (0, 9, 30, 60))

@@ -44,10 +44,10 @@ from specgen.method.verify import (
 )
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree
 from specgen.session.drafter_factory import guess_sampling
-from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
 from specgen.text.sampling import Distribution, Sampler
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.exact_distributions import Fate, all_fates
+from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import GREEDY, PROMPT, Setup, Timed, tree_drafter
 from tests.helpers.goodness_of_fit import LEVEL, p_value
 from tests.method.test_verifiers import DRAFTS, LETTERS, SAMPLERS, draw, exact

@@ -30,8 +30,8 @@ from specgen.method.verify import (
     Verifier,
 )
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
-from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
 from specgen.text.sampling import Distribution, distribution
+from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import (
     Clock,
     NoDrafter,

@@ -16,11 +16,11 @@ from specgen.events import DraftedEvent
 from specgen.method import verify
 from specgen.method.policy import FixedPolicy, RoundResult
 from specgen.options import DraftOptions, SamplerOptions, VerifierName
-from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
-from specgen.testing.tiny import Architecture
 from tests.helpers.common import UNFILTERED
+from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import GREEDY, N_VOCAB, Setup
 from tests.registry import ARCHITECTURES, CACHES, DRAFTERS, ON_FAKES, VERIFIERS, Text
+from tests.tiny import Architecture
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)

@@ -18,7 +18,7 @@ from specgen.session.calibration.timing import (
     timed_batch_sizes,
 )
 from specgen.system.arrays import Logits
-from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
+from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 
 
 @dataclass(slots=True)

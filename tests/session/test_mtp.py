@@ -34,10 +34,10 @@ from specgen.options import (
 from specgen.session.agreement import read_states
 from specgen.session.engine import Engine
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Specgen
 from tests.helpers.mtp import MtpArchitecture, split_mtp_model, write_mtp_model
 from tests.helpers.states_drafts import PROMPT, answer, watched_drafts
+from tests.tiny import TinyConfig, write_tiny_model
 
 ARCHITECTURES: tuple[MtpArchitecture, ...] = ("glm4moe", "qwen35", "mimo2")
 CONTEXT = ContextOptions(n_threads=1)

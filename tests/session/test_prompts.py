@@ -30,10 +30,10 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
-from specgen.testing.fake_backend import FakeVocabulary, random_language
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.common import NOW
+from tests.helpers.fake_backend import FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB, model_drafter
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 #: ChatML with a system message of the template's own, where there is none.
 TEMPLATE = (

@@ -30,10 +30,10 @@ from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult
 from specgen.options import DraftOptions, GenerationOptions, parse_tree
 from specgen.session.drafter_factory import guess_sampling
 from specgen.system.arrays import Logits
-from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
 from specgen.text.sampling import NoTokenAllowedError, Sampler
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import Shaper, TextState
+from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
     GREEDY,
     N_VOCAB,
