@@ -13,7 +13,8 @@ from typing import Protocol
 import numpy as np
 
 from specgen.method.draft import ROOT, Draft, TreeBuilder
-from specgen.method.policy import RoundPlan, WhilePaying
+from specgen.method.policy import RoundPlan
+from specgen.method.stopping import WhilePaying
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Distribution, NoTokenAllowedError
@@ -113,7 +114,7 @@ class DraftedChain:
         if plan.needs_confidence:
             top = self._shaper.top_probability(row, path)
         self._looks.append(1.0 if top is None else top)
-        if not plan.keeps(self._looks):
+        if not plan.wants_token(self._looks):
             return False
         try:
             source = self._shaper.distribution(row, path)
@@ -127,7 +128,7 @@ class DraftedChain:
 
     def goes_on(self) -> bool:
         """Return whether another look is worth its cost."""
-        return self._plan.looks(self._looks)
+        return self._plan.wants_decode(self._looks)
 
     def draft(self, origin: str) -> Draft:
         """Return the chain as a draft; `origin` is the drafter's name."""

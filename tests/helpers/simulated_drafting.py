@@ -92,13 +92,13 @@ def run(
     world: World,
     policy: Policy,
     *,
-    backlog_s: float = 0.0,
+    prefill_s: float = 0.0,
     slowness: Callable[[], float] = lambda: 1.0,
 ) -> Run:
-    """Let a policy decide about a model's drafts through the whole text. `backlog_s` is what the
+    """Let a policy decide about a model's drafts through the whole text. `prefill_s` is what the
     model has to read first, once. Drafting and verifying take `slowness()` times as long."""
     found = Run()
-    place, behind_s = 0, backlog_s
+    place, behind_s = 0, prefill_s
     while place < world.n_tokens:
         n_left = world.n_tokens - place
         whole, draft_s = NO_DRAFT, 0.0
@@ -150,11 +150,11 @@ def _drafted(world: World, plan: RoundPlan, place: int) -> tuple[Draft, int]:
         at = place + len(tokens)
         confidence = float(world.confidences[at])
         looks.append(confidence)
-        if not plan.keeps(looks):
+        if not plan.wants_token(looks):
             break
         tokens.append(at if world.rights[at] else WRONG)
         confidences.append(confidence)
-        if len(tokens) == plan.n_max or not plan.looks(looks):
+        if len(tokens) == plan.n_max or not plan.wants_decode(looks):
             break
     return Draft.chain(tokens, "model", confidences, looks=looks), n_looks
 

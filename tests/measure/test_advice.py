@@ -17,7 +17,7 @@ from specgen.measure.selection.advice import (
 )
 from specgen.measure.selection.trial import Baseline, DraftFigures, TargetAnswer, is_tie
 from specgen.measure.selection.tuning import DraftFindings, TriedDraft, Tuning
-from specgen.method.policy.reasons import REASONS
+from specgen.method.policy import REASONS
 from specgen.options import DraftSource
 from specgen.session.calibration.gain import Agreement, Costs
 from specgen.session.calibration.threads import Threads, ThreadTimes

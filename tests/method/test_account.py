@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.method.acceptance import TextWorths
+from specgen.method.acceptance import GainPrior
 from specgen.method.cost_table import Price
 from specgen.method.policy.account import Account, prefill_limit_s, worth_of_starting
 
@@ -14,7 +14,7 @@ PLAIN_S = 0.05
 def promise(
     value: float = 0.3,
     backlog: float = 0.0,
-    worths: TextWorths | None = None,
+    worths: GainPrior | None = None,
     n_looks: int = 0,
     *,
     horizon: float = 40.0,
@@ -22,17 +22,17 @@ def promise(
 ) -> float:
     """What it promises to start, all in plain tokens' time; nothing where the prefill is too long."""
     price = Price(0.2 * PLAIN_S, 0.2 * PLAIN_S, backlog * PLAIN_S)
-    worths = worths or TextWorths(start=value)
+    worths = worths or GainPrior(start=value)
     worth_s = worth_of_starting(
         value * PLAIN_S, price, worths, n_looks, plain_s=PLAIN_S, n_rounds=horizon
     )
     limit_s = prefill_limit_s(price, worths, PLAIN_S, elapsed * PLAIN_S)
-    return (min(worth_s, 0.0) if price.backlog_s > limit_s else worth_s) / PLAIN_S
+    return (min(worth_s, 0.0) if price.prefill_s > limit_s else worth_s) / PLAIN_S
 
 
-def after(worth: float, n_texts: int = 30) -> TextWorths:
+def after(worth: float, n_texts: int = 30) -> GainPrior:
     """What is known after so many texts that were worth as much."""
-    worths = TextWorths(start=worth)
+    worths = GainPrior(start=worth)
     for _ in range(n_texts):
         worths.add(worth, 0.9)
     return worths
@@ -57,12 +57,12 @@ def test_no_more_is_read_than_may_be_lost_or_than_the_answer_took_so_far() -> No
 
 
 def test_what_paid_in_nearly_every_text_may_read_more() -> None:
-    def reads_at_most(worths: TextWorths) -> int:
+    def reads_at_most(worths: GainPrior) -> int:
         return max(
             n for n in range(60) if promise(0.5, n, worths, horizon=60.0, elapsed=11.25) > 0.0
         )
 
-    differing = TextWorths(start=0.5)
+    differing = GainPrior(start=0.5)
     for _ in range(15):
         differing.add(1.5, 0.9)
         differing.add(-0.5, 0.9)
@@ -77,7 +77,7 @@ def test_earlier_texts_count_first_and_the_present_one_when_it_is_known() -> Non
 
 
 def test_where_texts_differ_one_that_looks_bad_is_given_a_chance() -> None:
-    alike, differing = after(-0.2), TextWorths(start=-0.2)
+    alike, differing = after(-0.2), GainPrior(start=-0.2)
     for _ in range(15):
         differing.add(-0.9, 0.9)
         differing.add(0.5, 0.9)

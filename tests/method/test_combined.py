@@ -54,7 +54,7 @@ class Scripted:
         self.told.append((list(context), plan.n_max))
         wanted = self.drafts.pop(0)
         n = 0
-        while n < min(plan.n_max, len(wanted)) and plan.keeps([0.9] * (n + 1)):
+        while n < min(plan.n_max, len(wanted)) and plan.wants_token([0.9] * (n + 1)):
             n += 1
         return ready(Draft.chain(wanted[:n], self.name))
 

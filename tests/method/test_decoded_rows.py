@@ -11,8 +11,7 @@ from specgen.drafters import Drafter, Drafters, Guesses, SuffixDrafter
 from specgen.events import DraftedEvent, DraftNode, Event, NoticeEvent
 from specgen.method.backend import Batch
 from specgen.method.draft import Draft
-from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan, RoundResult
-from specgen.method.policy.plan import Whole
+from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan, RoundResult, Whole
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.system.arrays import Logits
 from specgen.text.text_state import TextState
@@ -83,7 +82,7 @@ class Models:
 class UpToTwo(Whole):
     """A draft of at most two tokens of a model: it has looked for a third one before it stops."""
 
-    def keeps(self, confidences: Sequence[float]) -> bool:
+    def wants_token(self, confidences: Sequence[float]) -> bool:
         return len(confidences) <= 2
 
 

@@ -131,7 +131,7 @@ def test_no_more_is_predicted_than_the_context_has_rows_of_logits_for() -> None:
 
 def test_the_draft_stops_where_a_row_is_unsure() -> None:
     class UntilThird(RoundPlan):
-        def keeps(self, confidences: Sequence[float]) -> bool:
+        def wants_token(self, confidences: Sequence[float]) -> bool:
             return len(confidences) < 3
 
     drafter, backend = parallel()

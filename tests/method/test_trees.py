@@ -34,7 +34,7 @@ from specgen.method.policy import (
     WhilePaying,
     draft_up_to,
 )
-from specgen.method.policy.stopping import best_nodes
+from specgen.method.stopping import best_nodes
 from specgen.method.verify import (
     AutoVerifier,
     MatchVerifier,
