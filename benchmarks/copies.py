@@ -22,7 +22,7 @@ from benchmarks.answers import begin
 from benchmarks.costs import measure
 from benchmarks.replays import Told, parser_of_answers, read_answers
 from specgen.llama import default_threads, requantize
-from specgen.llama.kernel_checks import choose_kernels, wanted_in
+from specgen.llama.kernels.admission import choose_kernels, wanted_in
 from specgen.models import cache_folder
 from specgen.options import SessionOptions
 from specgen.session.loaded_models import Models

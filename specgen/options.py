@@ -27,7 +27,7 @@ TranslateMode: TypeAlias = Literal["auto", "string", "tokens", "off"]
 DraftWeights: TypeAlias = Literal["auto", "own"]
 WeightType: TypeAlias = Literal["q4_0"]
 #: Who computes on the CPU: specgen's own kernels, llama.cpp's, or (``auto``) specgen's where they
-#: can be used; see `specgen.llama.kernel_checks`.
+#: can be used; see `specgen.llama.kernels`.
 KernelChoice: TypeAlias = Literal["auto", "specgen", "llama.cpp"]
 #: Where a model is fetched from; ``auto`` is the hub and, if that fails, the mirror.
 SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
