@@ -8,7 +8,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specgen.drafters.base import Drafting, ready
 from specgen.drafters.expansion import (
     DraftedChain,
     DraftShaper,
@@ -19,6 +18,7 @@ from specgen.drafters.expansion import (
     n_guesses,
 )
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.drafter import Drafting, ready
 from specgen.method.hidden_trail import LastHidden
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.method.policy.cost_table import CostTable, Price

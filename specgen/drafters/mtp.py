@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from specgen.drafters.base import Ask, Drafting
 from specgen.drafters.expansion import (
     DraftedChain,
     DraftShaper,
@@ -20,6 +19,7 @@ from specgen.drafters.states_cache import StatesCache
 from specgen.drafters.tree import NodeBranches
 from specgen.method.backend import Batch, MtpBackend
 from specgen.method.draft import NO_DRAFT, ROOT
+from specgen.method.drafter import Ask, Drafting
 from specgen.method.hidden_trail import HiddenTrail
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.method.policy.cost_table import FREE, CostTable, Price

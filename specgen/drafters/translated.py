@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specgen.drafters.base import Drafter, Drafting, WrappedDrafter
+from specgen.drafters.base import WrappedDrafter
 from specgen.drafters.translation import DraftText, PrefixShaper, SharedShaper, Translation
 from specgen.drafters.translation.string_translation import n_unfinished
 from specgen.method.draft import NO_DRAFT
+from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.method.policy.cost_table import Price
 

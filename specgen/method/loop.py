@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from specgen.drafters import Drafters
-from specgen.drafters.base import propose_together, refuse_nonsense
 from specgen.errors import BackendError, SpecgenError
 from specgen.events import (
     DraftedEvent,
@@ -29,6 +28,7 @@ from specgen.events import (
 )
 from specgen.method.backend import Backend, Batch, HiddenBackend
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.drafter import propose_together, refuse_nonsense
 from specgen.method.policy import Reason, ReasonName, RoundPlan, RoundResult
 from specgen.method.policy.cost_table import CostTable, Others
 from specgen.method.round_events import (

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters import ParallelDrafter, draft_alone
-from specgen.drafters.base import propose_together
 from specgen.method.draft import ROOT, Draft
+from specgen.method.drafter import propose_together
 from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, draft_up_to
 from specgen.method.policy.cost_table import CostTable, Price
 from specgen.method.verifiers import make_verifier

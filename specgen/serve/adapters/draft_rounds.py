@@ -6,9 +6,9 @@ import contextlib
 from collections import abc
 from collections.abc import Callable
 
-from specgen.drafters.base import propose_together
 from specgen.errors import BackendError, SpecgenError, UsageError
 from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.drafter import propose_together
 from specgen.method.policy import Reason, RoundPlan, RoundResult
 from specgen.method.tally import Tally
 from specgen.options import SessionOptions
