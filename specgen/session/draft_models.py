@@ -32,7 +32,7 @@ from specgen.session.request import RequestSettings
 #: How a draft with another vocabulary is translated.
 Translated: TypeAlias = Literal["string", "tokens"]
 #: ``auto`` draws drafts from the shared tokens if at least this share of the draft's tokens is
-#: shared. (At 80 %, translated text is accepted more at every temperature: docs/lab-notes/translation.md.)
+#: shared. (At 80 %, translated text is accepted more at every temperature: docs/lab-notes.md.)
 _MOSTLY = 0.95
 #: The numbers of states whose looks are timed, and how often each is.
 _LOOKS = (1, 2, 4, 8)

@@ -221,7 +221,7 @@ def head_of(
     """Return the positions, among the tokens of the rendered conversation `text`, of the turns that the
     template itself adds before the first message, such as a default system message.
 
-    A draft model does not need them: it drafts nearly as well without (docs/lab-notes/policy.md), and its
+    A draft model does not need them: it drafts nearly as well without (docs/lab-notes.md), and its
     prefill is shorter. The range is empty if the first message is a system message, since that one is the
     user's. The beginning-of-text token is not in it, since attention rests on it.
     """
