@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
 from specgen.drafters import Drafter, draft_alone
+from specgen.drafters.hidden_trail import HiddenTrail
+from specgen.method.acceptance import AcceptanceRates, new_acceptance_rates
 from specgen.method.backend import Backend, Batch, HiddenBackend
-from specgen.method.hidden_trail import HiddenTrail
 from specgen.method.policy import draft_up_to
-from specgen.method.policy.acceptance import AcceptanceRates, new_acceptance_rates
 from specgen.session.calibration.gain import Agreement
 from specgen.text.text_state import TextState
 

@@ -21,8 +21,8 @@ from specgen.session.chat_template import Message, Role, ToolCall, render
 from specgen.session.content_marks import marked, unmarked
 from specgen.session.loaded_models import Models
 from specgen.session.special_tokens import tokenize_marked
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.common import NOW
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 #: Control tokens of the model, besides those of every tiny model.
 CONTROLS = (
