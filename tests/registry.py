@@ -1,6 +1,6 @@
 """Each drafter, verifier and architecture, registered once: the tests of invariants take them from here.
 
-A new class in `specgen/drafters` or `verifiers.py`, or a new tiny architecture, belongs into one of
+A new class in `specgen/drafters` or `verify.py`, or a new tiny architecture, belongs into one of
 these tables; `tests/project/test_registered.py` fails until it does.
 """
 
@@ -31,7 +31,7 @@ from specgen.drafters import (
 )
 from specgen.drafters.translation import Translation
 from specgen.method.policy import FixedPolicy
-from specgen.method.verifiers import (
+from specgen.method.verify import (
     AutoVerifier,
     BlockVerifier,
     MatchVerifier,
@@ -43,10 +43,9 @@ from specgen.options import DraftOptions, SamplerOptions, TranslateMode, Verifie
 from specgen.session.draft_models import Translated
 from specgen.session.drafter_factory import guess_sampling
 from specgen.system.arrays import Logits
-from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, Language, noisy
-from specgen.testing.tiny import Architecture
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Shaper, TextState
+from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language, noisy
 from tests.helpers.fake_generations import (
     GREEDY,
     NoDrafter,
@@ -54,6 +53,7 @@ from tests.helpers.fake_generations import (
     ngram_drafter,
     translated_drafter,
 )
+from tests.tiny import Architecture
 
 # --- drafters -------------------------------------------------------------------------------------
 

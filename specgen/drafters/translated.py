@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specgen.drafters.base import Drafter, Drafting, WrappedDrafter
+from specgen.drafters.base import WrappedDrafter
 from specgen.drafters.translation import DraftText, PrefixShaper, SharedShaper, Translation
 from specgen.drafters.translation.string_translation import n_unfinished
+from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT
+from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.method.policy.cost_table import Price
 
 #: Bytes of the text before a draft that the target's tokenizer is shown with it.
 _BEFORE = 32

@@ -541,7 +541,6 @@ class Engine:
             target=models.target.name,
             draft=drafts.name if request.drafts else "none",
             translation=draft.translated(settings) if draft is not None else None,
-            draft_weights=models.costs.context_options(draft.model.path).weights if draft else None,
             kernels=models.target.kernels,
             n_ctx=self.n_ctx,
             sampler=as_json(replace(settings.sampling, seed=request.seed)),

@@ -16,14 +16,14 @@ import pytest
 
 from specgen.llama import LlamaModel, build
 from specgen.options import ContextOptions
-from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
-from specgen.testing.tiny.eagle import TinyDflash, TinyEagle, write_tiny_dflash, write_tiny_eagle
 from tests.architectures.checks import CHECKS, Subject
 from tests.helpers.cli import Specgen, events_of
 from tests.helpers.heads import make_heads
 from tests.helpers.mtp import MtpArchitecture, write_mtp_model
 from tests.helpers.tiny import write_respelled_model
 from tests.registry import ARCHITECTURES, CACHES
+from tests.tiny import Architecture, TinyConfig, write_tiny_model
+from tests.tiny.eagle import TinyDflash, TinyEagle, write_tiny_dflash, write_tiny_eagle
 
 DEVICES = [device for device in build().devices if "gpu" in device.kind]
 pytestmark = pytest.mark.skipif(

@@ -57,7 +57,6 @@ class Script:
             target="t.gguf",
             draft=self.draft,
             translation=None,
-            draft_weights=None,
             kernels="llama.cpp",
             n_ctx=512,
             sampler={"seed": 1},

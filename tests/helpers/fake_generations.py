@@ -25,21 +25,20 @@ from specgen.drafters import (
 from specgen.drafters.translation import PrefixShaper, SharedShaper, Translation
 from specgen.events import Event
 from specgen.method.backend import Batch
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.cost_table import FREE, CostTable, Price
+from specgen.method.draft import NO_DRAFT, ROOT, Branches, Draft
 from specgen.method.loop import Loop
 from specgen.method.policy import FixedPolicy, Policy, RoundPlan, RoundResult
-from specgen.method.policy.cost_table import FREE, CostTable, Price
-from specgen.method.tree_batch import Branches
-from specgen.method.verifiers import AutoVerifier, Verifier
+from specgen.method.verify import AutoVerifier, Verifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, parse_tree
 from specgen.session.draft_models import Translated
 from specgen.session.drafter_factory import draft_sampling, guess_sampling
 from specgen.system.arrays import Logits
-from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, Language, random_language
 from specgen.text.grammar.base import GrammarState
 from specgen.text.sampling import Sampler
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import Shaper, TextState
+from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language, random_language
 
 GREEDY = SamplerOptions()
 N_VOCAB = 12

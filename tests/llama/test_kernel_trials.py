@@ -21,11 +21,11 @@ from specgen.llama.kernel_trial import skeleton_of, try_kernels
 from specgen.llama.kernels import Kernels, KernelSupport, ask_before_loading
 from specgen.system import child_process
 from specgen.system.child_process import ChildTimeoutError, ask_child
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Cli
 from tests.helpers.common import linux
 from tests.helpers.kernels import stand_in
 from tests.llama.test_kernels import in_process, python
+from tests.tiny import TinyConfig, write_tiny_model
 
 ALL = KernelSupport()
 PROMPT = "def add(a, b): return a + b"

@@ -494,7 +494,6 @@ def test_what_was_measured_is_kept_apart_by_who_computes(
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
     known = open_memory()
     known.keep_threads(model, context, Threads(2, 3))
-    known.keep_weights(model, context, "own")
     known.costs(model, context, 0, 1).start(1, 0.5)
     known.save()
     again = open_memory()
@@ -503,7 +502,6 @@ def test_what_was_measured_is_kept_apart_by_who_computes(
     monkeypatch.setattr(kernels, "computing", lambda: "specgen avx2")
     other = open_memory()
     assert other.threads(model, context) is None
-    assert other.weights(model, context) is None
     assert not other.costs(model, context, 0, 1)
 
 

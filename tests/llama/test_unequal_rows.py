@@ -13,7 +13,7 @@ from specgen.llama.kernels import Kernels
 from specgen.llama.model import row_exception
 from specgen.llama.unequal_rows import UnequalOperator, find_unequal_operator, repeated
 from specgen.options import ContextOptions
-from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.tiny import TinyConfig, write_tiny_model
 
 TOKENS = repeated([int(token) for token in np.random.default_rng(0).integers(3, 250, 12)])
 

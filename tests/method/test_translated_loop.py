@@ -34,16 +34,16 @@ from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.method.draft import Draft
 from specgen.method.loop import Loop
 from specgen.method.policy import RoundPlan, draft_up_to
-from specgen.method.verifiers import BlockVerifier, MatchVerifier, ResidualVerifier, Verifier
+from specgen.method.verify import BlockVerifier, MatchVerifier, ResidualVerifier, Verifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.session.draft_models import Translated
 from specgen.system.arrays import TokenArray
-from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, Language
 from specgen.text.sampling import Distribution, Sampler, distribution
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers import goodness_of_fit
 from tests.helpers.common import UNFILTERED
+from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language
 from tests.helpers.fake_generations import GREEDY, Clock, Setup, translated_drafter
 from tests.helpers.goodness_of_fit import LEVEL
 from tests.helpers.vocabularies import ALPHABET, ByteLanguage, joined, spoken, texts, vocabulary

@@ -20,10 +20,10 @@ from specgen.drafters.translation import (
 from specgen.drafters.translation.string_translation import n_unfinished
 from specgen.method.draft import ROOT, Draft
 from specgen.options import SamplerOptions
-from specgen.testing.fake_backend import FakeVocabulary
 from specgen.text.sampling import Distribution, NoTokenAllowedError, Sampler
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.common import BYTES
+from tests.helpers.fake_backend import FakeVocabulary
 from tests.helpers.fake_grammar import FakeGrammar
 from tests.helpers.vocabularies import broken_texts, joined, target_texts, vocabularies, vocabulary
 

@@ -17,11 +17,11 @@ import pytest
 from scripts import build_architectures, build_kernels, build_rpc, models_page
 from specgen.errors import ModelFileError
 from specgen.llama.kernels import Kernels
-from specgen.testing.tiny import Architecture, TensorType, TinyConfig, write_tiny_model
 from tests.architectures import run
 from tests.architectures.checks import CHECKS, CheckFailedError, Subject
 from tests.architectures.exceptions import EXCEPTIONS, KnownException, exception_for
 from tests.architectures.run import Result
+from tests.tiny import Architecture, TensorType, TinyConfig, write_tiny_model
 
 ARCHITECTURES = tuple(name for name in get_args(Architecture) if name != "bert")
 WINDOW = 32

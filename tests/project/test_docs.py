@@ -40,7 +40,6 @@ SAMPLES: list[events.Event] = [
         target="target.gguf",
         draft="none",
         translation=None,
-        draft_weights=None,
         kernels="llama.cpp",
         n_ctx=512,
         sampler={"temperature": 0.7, "logit_bias": [[3, "-inf"]]},

@@ -23,9 +23,9 @@ from specgen.session.engine import Engine
 from specgen.session.loaded_models import Models
 from specgen.session.prompts.template import Message
 from specgen.session.thoughts import ThoughtReader, is_thinking, thought_of
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.common import NOW
 from tests.helpers.tiny import write_respelled_model
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 
 def conversation(*changes: Change) -> Conversation:

@@ -12,8 +12,8 @@ from specgen.llama import LlamaModel
 from specgen.options import ContextOptions, SessionOptions
 from specgen.session.loaded_models import Models
 from specgen.session.prompts.template import Message, ToolCall, render
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.common import NOW
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 #: Has the tools in the system message, as Qwen2.5's has, and writes answers of tools as turns of the user.

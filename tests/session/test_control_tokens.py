@@ -20,8 +20,8 @@ from specgen.options import ContextOptions, SessionOptions
 from specgen.session.loaded_models import Models
 from specgen.session.prompts.marks import marked, tokenize_marked, unmarked
 from specgen.session.prompts.template import Message, Role, ToolCall, render
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.common import NOW
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 #: Control tokens of the model, besides those of every tiny model.
 CONTROLS = (

@@ -20,8 +20,8 @@ from specgen.session.prompts.infill import (
     infill_prompt,
     kept_lengths,
 )
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.config import INFILL_TOKENS, TokenizerKind
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.config import INFILL_TOKENS, TokenizerKind
 
 GAP = Gap("the cat is ", " on the mat", name="a.txt")
 MORE = (ContextFile("b.txt", "a dog"), ContextFile("c.txt", "a house"))

@@ -25,8 +25,8 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.common import EXACT, NOW
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 TARGET = TinyConfig(logit_scale=6.0, unprintable_scale=0.3)
 DRAFT = replace(TARGET, tokenizer="spm", seed=3)

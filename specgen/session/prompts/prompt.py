@@ -176,7 +176,7 @@ class _Conversation:
         """Return the positions, among the tokens of the rendered `text`, of the turns that the template
         itself adds before the first message, such as a default system message.
 
-        A draft model drafts nearly as well without them (docs/lab-notes/policy.md). With tools there are
+        A draft model drafts nearly as well without them (docs/lab-notes.md). With tools there are
         none, since templates may describe them there, and none before a system message, which is the user's.
         The beginning-of-text token stays, since attention rests on it.
         """

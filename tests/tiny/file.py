@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specgen.testing.tiny.config import TensorType, TinyConfig, check
-from specgen.testing.tiny.vocabulary import TinyVocabulary, tiny_vocabulary
-from specgen.testing.tiny.weights import (
+from tests.tiny.config import TensorType, TinyConfig, check
+from tests.tiny.vocabulary import TinyVocabulary, tiny_vocabulary
+from tests.tiny.weights import (
     CONVOLUTION,
     MAMBA_STATE,
     SHORT_CONVOLUTION,

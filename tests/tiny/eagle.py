@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specgen.testing.tiny.config import TinyConfig
-from specgen.testing.tiny.file import add_tensor, add_tokenizer, write_and_close
-from specgen.testing.tiny.vocabulary import tiny_vocabulary
-from specgen.testing.tiny.weights import Random, TinyWeights
+from tests.tiny.config import TinyConfig
+from tests.tiny.file import add_tensor, add_tokenizer, write_and_close
+from tests.tiny.vocabulary import tiny_vocabulary
+from tests.tiny.weights import Random, TinyWeights
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

@@ -13,8 +13,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from specgen.testing.tiny.config import TinyConfig
-from specgen.testing.tiny.vocabulary import CONTROL, UNKNOWN, TinyVocabulary
+from tests.tiny.config import TinyConfig
+from tests.tiny.vocabulary import CONTROL, UNKNOWN, TinyVocabulary
 
 TinyWeights: TypeAlias = NDArray[np.float32]
 

@@ -10,15 +10,15 @@ to write and is the same for the same `TinyConfig`.
 >>> path = write_tiny_model("target.gguf", target)  # doctest: +SKIP
 """
 
-from specgen.testing.tiny.config import (
+from tests.tiny.config import (
     CHATML_TEMPLATE,
     Architecture,
     TensorType,
     TinyConfig,
     TokenizerKind,
 )
-from specgen.testing.tiny.file import write_tiny_model
-from specgen.testing.tiny.vocabulary import TinyVocabulary, tiny_vocabulary
+from tests.tiny.file import write_tiny_model
+from tests.tiny.vocabulary import TinyVocabulary, tiny_vocabulary
 
 __all__ = [
     "CHATML_TEMPLATE",

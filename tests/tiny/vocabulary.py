@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from specgen.testing.tiny.config import TinyConfig
+from tests.tiny.config import TinyConfig
 
 #: Every longer prefix of these becomes a token of its own.
 _WORDS = (
