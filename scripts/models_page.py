@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.benchmark_tables import RESULTS, table
 from tests.architectures.exceptions import EXCEPTIONS
 
-FILE = RESULTS / "architectures.jsonl"
+FILE = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "architectures.jsonl"
 #: The checks of texts, those with drafts that the table names, and the names there.
 TEXTS = ("n-gram", "model", "wrong draft", "tree", "full context", "four sequences", "fuzz")
 DRAFTS = {"n-gram": "n-gram", "model": "model", "tree": "tree"}
@@ -36,6 +35,11 @@ class Found:
         self.passed |= set(passed)
         for check, detail in failed.items():
             self.failed.setdefault(check, {})[where] = detail
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def parts(file: Path = FILE) -> list[str]:

@@ -16,7 +16,7 @@ CacheType: TypeAlias = Literal[
     "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"
 ]
 FlashAttention: TypeAlias = Literal["auto", "on", "off"]
-#: How drafts are judged; see `specgen.method.verifiers`.
+#: How drafts are judged; see `specgen.method.verify`.
 VerifierName: TypeAlias = Literal["auto", "match", "residual", "block", "spectr"]
 #: How much is drafted in a round; see `specgen.method.policy`.
 PolicyName: TypeAlias = Literal["cost", "threshold", "fixed"]

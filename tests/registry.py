@@ -1,6 +1,6 @@
 """Each drafter, verifier and architecture, registered once: the tests of invariants take them from here.
 
-A new class in `specgen/drafters` or `verifiers.py`, or a new tiny architecture, belongs into one of
+A new class in `specgen/drafters` or `verify.py`, or a new tiny architecture, belongs into one of
 these tables; `tests/project/test_registered.py` fails until it does.
 """
 
@@ -31,7 +31,7 @@ from specgen.drafters import (
 )
 from specgen.drafters.translated import Translation
 from specgen.method.policy import FixedPolicy
-from specgen.method.verifiers import (
+from specgen.method.verify import (
     AutoVerifier,
     BlockVerifier,
     MatchVerifier,

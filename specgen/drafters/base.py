@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specgen.method.cost_table import Price
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.method.policy.cost_table import Price
 
 
 class WrappedDrafter:

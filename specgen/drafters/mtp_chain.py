@@ -9,10 +9,10 @@ from specgen.drafters.expansion import DraftedChain
 from specgen.drafters.mtp import N_USUAL, MtpDrafter
 from specgen.drafters.states_cache import StatesCache
 from specgen.method.backend import MtpBackend
+from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Drafting
 from specgen.method.policy import RoundPlan
-from specgen.method.policy.cost_table import FREE, Price
 from specgen.system.arrays import Hidden
 
 

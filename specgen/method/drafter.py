@@ -10,9 +10,9 @@ import numpy as np
 
 from specgen.errors import BackendError
 from specgen.method.backend import Backend, Batch
+from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.method.policy.cost_table import CostTable, Price
 from specgen.system.arrays import Logits
 
 

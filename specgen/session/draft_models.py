@@ -19,8 +19,8 @@ from specgen.llama.draft_kind import TrainedKind, draft_kind
 from specgen.llama.eagle import EagleModel
 from specgen.llama.gemma4_assistant import AssistantModel
 from specgen.llama.mtp import MtpModel
-from specgen.method.policy.cost_table import CostTable
-from specgen.method.verifiers import make_verifier
+from specgen.method.cost_table import CostTable
+from specgen.method.verify import make_verifier
 from specgen.options import ContextOptions, DraftOptions, DraftSource, TranslateMode, TreeShape
 from specgen.session.draft_mask import lacks_mask, mask_token
 from specgen.session.kept_answers import learnt_weights

@@ -29,18 +29,18 @@ from specgen.drafters import (
     TranslatedDrafter,
     TreeModelDrafter,
 )
+from specgen.drafters.hidden_trail import HiddenTrail, LastHidden, TargetStates
 from specgen.drafters.translated import PrefixShaper, Translation
 from specgen.llama.dflash import DflashContext
 from specgen.llama.eagle import EagleContext
 from specgen.llama.gemma4_assistant import AssistantContext
 from specgen.llama.mtp import MtpContext
+from specgen.method.acceptance import AcceptanceRates
 from specgen.method.backend import Backend
-from specgen.method.hidden_trail import HiddenTrail, LastHidden, TargetStates
+from specgen.method.cost_table import CostTable
+from specgen.method.draft import Branches
 from specgen.method.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
-from specgen.method.policy.acceptance import AcceptanceRates
-from specgen.method.policy.cost_table import CostTable
-from specgen.method.tree_batch import Branches
-from specgen.method.verifiers import make_verifier
+from specgen.method.verify import make_verifier
 from specgen.options import (
     AUTO_TREE,
     DRAFT_TEMPERATURE,

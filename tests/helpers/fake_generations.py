@@ -24,12 +24,11 @@ from specgen.drafters import (
 from specgen.drafters.translated import PrefixShaper, Translation
 from specgen.events import Event
 from specgen.method.backend import Batch
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.cost_table import FREE, CostTable, Price
+from specgen.method.draft import NO_DRAFT, ROOT, Branches, Draft
 from specgen.method.loop import Loop
 from specgen.method.policy import FixedPolicy, Policy, RoundPlan, RoundResult
-from specgen.method.policy.cost_table import FREE, CostTable, Price
-from specgen.method.tree_batch import Branches
-from specgen.method.verifiers import AutoVerifier, Verifier
+from specgen.method.verify import AutoVerifier, Verifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, parse_tree
 from specgen.session.drafter_factory import guess_sampling
 from specgen.system.arrays import Logits

@@ -19,7 +19,7 @@ from specgen.drafters import Drafter, Drafters
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
 from specgen.method.draft import ROOT, Draft
 from specgen.method.loop import Loop
-from specgen.method.verifiers import MatchVerifier, Verifier
+from specgen.method.verify import MatchVerifier, Verifier
 from specgen.options import (
     DraftOptions,
     GenerationOptions,

@@ -31,7 +31,7 @@ from specgen.drafters.translated import Translation
 from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.method.loop import Loop
 from specgen.method.policy import RoundPlan, draft_up_to
-from specgen.method.verifiers import MatchVerifier
+from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.text.sampling import distribution
 from specgen.text.sequence import Sequence
