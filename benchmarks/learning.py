@@ -110,7 +110,6 @@ def lesson(folder: Path, target: Path, draft: Path, minutes: float) -> Lesson:
             folder,
             model,
             small,
-            draft,
             Budget(time.monotonic, time.monotonic() + 60.0 * minutes, progress=progress),
         )
     assert found is not None

@@ -27,8 +27,8 @@ from specgen.llama.kernels.admission import (
     library_path,
     self_test_of,
 )
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.cli import Cli, Specgen, in_process
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 # How busy the machine is fails no test. (Where the variable CI is set, Hypothesis itself loads a profile that
 # takes fixed examples: start from its default in both places.)
@@ -127,8 +127,6 @@ def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
     # Drafts of a fixed length can be counted: what costs decide depends on the machine.
     monkeypatch.setenv("SPECGEN_POLICY", "fixed")
-    # Nor does it depend on the machine what is said of copies.
-    monkeypatch.setenv("SPECGEN_DRAFT_WEIGHTS", "own")
     # Nor does it depend on what else runs here whether measurements are kept.
     monkeypatch.setattr("specgen.system.machine.core_time", lambda: None)
     # Nor does it depend on how quick it is what is told of progress.

@@ -1,10 +1,8 @@
-"""The weights of model files: each file is loaded once and shared by all its users; copies of files with other
-weights."""
+"""The weights of model files: each file is loaded once and shared by all its users."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import threading
@@ -16,7 +14,6 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 from specgen.errors import (
-    BackendError,
     MemoryLimitError,
     ModelFileError,
     SpecgenError,
@@ -299,42 +296,3 @@ def _interrupt_between_tensors(
         signal.signal(signal.SIGINT, before)
         if is_wanted:
             raise KeyboardInterrupt
-
-
-# --- copies with other weights --------------------------------------------------------------------
-
-#: llama.cpp's numbers of the file types with matrices of these types. With `pure` all matrices get the
-#: type, also the output matrix, which llama.cpp otherwise does not change or gives more bits.
-_FILE_TYPE_Q4_0 = 2
-#: Seconds between the moments at which Ctrl-C is noticed.
-_LOOK_S = 0.1
-
-
-def requantize(model: Path, copy: Path, n_threads: int) -> None:
-    """Write a copy of a GGUF file with all matrices in Q4_0, whether they were quantised or not.
-
-    A matrix whose row length is not a multiple of 32 gets the type that llama.cpp falls back to. Raise
-    `BackendError` if llama.cpp cannot write the copy; a part of it may exist then.
-    """
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = _FILE_TYPE_Q4_0
-    params.allow_requantize = True
-    params.pure = True
-    params.nthread = n_threads
-    results: list[int] = []
-
-    def make() -> None:
-        results.append(
-            llama_cpp.llama_model_quantize(
-                os.fsencode(model), os.fsencode(copy), ctypes.byref(params)
-            )
-        )
-
-    forget_log()
-    # In a thread, so that Ctrl-C works: native code cannot be interrupted, and this may take a minute.
-    worker = threading.Thread(target=make, name="requantize", daemon=True)
-    worker.start()
-    while worker.is_alive():
-        worker.join(_LOOK_S)
-    if results != [0]:
-        raise BackendError(f"{model}: llama.cpp cannot requantise it: {last_error()}")

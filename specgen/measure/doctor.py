@@ -28,8 +28,8 @@ from specgen.system.llama_build import REBUILD, REINSTALL, Build, Device
 from specgen.system.machine import Machine, look_at_machine
 
 if TYPE_CHECKING:
+    from specgen.measure.tiny_model import TensorType
     from specgen.system.arrays import Logits
-    from specgen.testing.tiny import TensorType
 
 #: The command that starts a child; the name of a task and its arguments follow.
 CHILD_COMMAND = (sys.executable, "-m", "specgen.measure.doctor", "--child")
@@ -341,17 +341,14 @@ def _decode_tiny(tensor_type: TensorType, n_gpu_layers: str, folder: str) -> dic
     The logits of a batch are compared with those of single tokens, and with those of a model with the
     same weights in f32, which other kernels compute.
     """
-    from specgen.testing.tiny import TinyConfig, write_tiny_model
+    from specgen.measure.tiny_model import write_tiny_model
 
-    config = TinyConfig(
-        n_vocab=512, n_embd=256, n_head=4, n_ff=512, tensor_type=tensor_type, seed=1
-    )
-    exact = dataclasses.replace(config, tensor_type="f32", rounded_to=tensor_type)
     # One thread: on a busy machine several threads wait for each other, which takes far longer.
     options = ContextOptions(n_gpu_layers=int(n_gpu_layers), n_threads=1)
-    path = write_tiny_model(Path(folder) / f"{tensor_type}.gguf", config)
+    path = write_tiny_model(Path(folder) / f"{tensor_type}.gguf", tensor_type)
     together, one_by_one = _decode_both_ways(path, options)
-    path = write_tiny_model(Path(folder) / f"{tensor_type}-exact.gguf", exact)
+    exact = Path(folder) / f"{tensor_type}-exact.gguf"
+    path = write_tiny_model(exact, "f32", rounded_to=tensor_type)
     reference, _ = _decode_both_ways(path, options)
     return checked_agreement(
         len(together),

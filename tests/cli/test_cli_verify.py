@@ -26,8 +26,8 @@ from specgen.measure.proof.sampled import DepthResult, RowsResult
 from specgen.measure.proof.statistics import Distance, GTest
 from specgen.options import SamplerOptions
 from specgen.render.verify_report import print_report
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Result, Specgen, complaint, on_terminal, rest_of
+from tests.tiny import TinyConfig, write_tiny_model
 
 #: Quick, and enough for a test of the command line.
 SHORT = ("-N", "2", "-n", "12", "--places", "1", "--draws", "200", "--depth", "2")

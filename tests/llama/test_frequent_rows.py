@@ -24,7 +24,7 @@ from specgen.options import (
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
 from specgen.system.arrays import Logits
-from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.tiny import TinyConfig, write_tiny_model
 
 N_FREQUENT = 64
 #: Rows of a matrix are computed in groups of 8 or 16.

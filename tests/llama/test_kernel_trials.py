@@ -21,11 +21,11 @@ from specgen.llama.kernels.trial import skeleton_of, try_kernels
 from specgen.options import KernelChoice
 from specgen.system import child_process
 from specgen.system.child_process import ChildTimeoutError, ask_child
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Cli
 from tests.helpers.common import linux
 from tests.helpers.kernels import stand_in
 from tests.llama.test_kernels import in_process, python
+from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "def add(a, b): return a + b"
 
@@ -328,7 +328,7 @@ def test_kernels_that_die_in_a_trial_are_off_for_the_model(tmp_path: Path, model
 import json, sys
 from pathlib import Path
 from specgen.llama import LlamaModel
-from specgen.llama.kernels import attached
+from specgen.llama.kernels.attached import attached
 
 library, model = map(Path, sys.argv[1:])
 kernels = attached.attach(library)

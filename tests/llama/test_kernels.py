@@ -73,7 +73,7 @@ def in_process(program: str, *arguments: str) -> Any:
 ATTACH = """
 import json, sys
 from pathlib import Path
-from specgen.llama.kernels import attached as kernels
+from specgen.llama.kernels.attached import attached as kernels
 from specgen.errors import BackendError
 
 found = [kernels.computing()]
@@ -386,7 +386,7 @@ def test_what_does_not_pass_is_not_used(
 CHOOSE = """
 import json, sys
 from pathlib import Path
-from specgen.llama.kernels import attached as kernels
+from specgen.llama.kernels.attached import attached as kernels
 from specgen.llama.kernels import admission
 
 path, cache, *wanted = sys.argv[1:]
@@ -508,7 +508,7 @@ def test_every_command_that_loads_models_takes_the_choice(
 def test_what_was_measured_is_kept_apart_by_who_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specgen.llama.kernels import attached as kernels
+    from specgen.llama.kernels.attached import attached as kernels
     from specgen.measure.selection.session_opening import open_memory
     from specgen.options import ContextOptions
     from specgen.session.calibration.threads import Threads
@@ -518,7 +518,6 @@ def test_what_was_measured_is_kept_apart_by_who_computes(
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
     known = open_memory()
     known.keep_threads(model, context, Threads(2, 3))
-    known.keep_weights(model, context, "own")
     known.costs(model, context, 0, 1).start(1, 0.5)
     known.save()
     again = open_memory()
@@ -527,7 +526,6 @@ def test_what_was_measured_is_kept_apart_by_who_computes(
     monkeypatch.setattr(kernels, "computing", lambda: "specgen avx2")
     other = open_memory()
     assert other.threads(model, context) is None
-    assert other.weights(model, context) is None
     assert not other.costs(model, context, 0, 1)
 
 

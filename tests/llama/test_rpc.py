@@ -35,8 +35,6 @@ from specgen.system.worker_probe import (
     parse_endpoint,
     probe,
 )
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.config import Architecture
 from tests.helpers.cli import Cli
 from tests.helpers.workers import (
     Worker,
@@ -47,6 +45,8 @@ from tests.helpers.workers import (
     specgen,
     wait_for,
 )
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.config import Architecture
 
 QUICK = ("-t", "1", "--no-stats", "--quiet", "-n", "24")
 

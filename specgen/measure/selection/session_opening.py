@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from specgen.session.calibration.memory import Memory
     from specgen.session.loaded_models import Models
 
-#: Shows that the model with this name is loading, within a `with` block that gets a function for messages.
-Loading = Callable[[str], AbstractContextManager[Callable[[str], None]]]
+#: Shows that the model with this name is loading, within a `with` block.
+Loading = Callable[[str], AbstractContextManager[object]]
 #: Raises that a target cannot do what is asked for.
 Check = Callable[["Models"], object]
 
@@ -149,7 +149,7 @@ class SessionOpener:
         details: bool = False,
         drafts_later: bool = False,
         check: Check = lambda _loaded: None,
-        loading: Loading = lambda _name: contextlib.nullcontext(lambda _what: None),
+        loading: Loading = lambda _name: contextlib.nullcontext(),
         memory: Memory | None = None,
     ) -> None:
         self._drafts = list(drafts)
@@ -180,12 +180,12 @@ class SessionOpener:
         is_chosen = bool(self._drafts and self._drafts[0].why)
         taken: Taken | None = None
         with contextlib.ExitStack() as on_error:
-            with self._loading(options.target.name) as tell:
+            with self._loading(options.target.name):
                 own = replace(options, draft="none") if is_chosen else options
                 # Lines of the log of two models at once would be mixed.
                 ahead = "none" if self._details else options.draft
                 loaded = on_error.enter_context(
-                    Models(own, self._clock, self._memory, tell, draft_ahead=ahead)
+                    Models(own, self._clock, self._memory, draft_ahead=ahead)
                 )
                 self._check(loaded)
                 if is_chosen:
@@ -194,10 +194,6 @@ class SessionOpener:
                     if taken.measured:  # not every command saves what its session learns
                         self._memory.save()
             on_error.pop_all()
-        if (
-            loaded.drafts.compared
-        ):  # a copy that is not quicker is a result too, and took as long to find
-            self._memory.save()
         if taken is not None:
             for note in (*(taken.measured if self._details else ()), taken.note):
                 self._note(note)

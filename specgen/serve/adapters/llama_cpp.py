@@ -19,7 +19,6 @@ from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import kernel_problem
 from specgen.measure.selection.model_choice import staged
 from specgen.measure.selection.session_opening import find_models, open_memory, session_options
-from specgen.method.tally import Tally
 from specgen.models import cache_folder, human_bytes
 from specgen.options import (
     ContextOptions,
@@ -33,6 +32,7 @@ from specgen.options import (
 )
 from specgen.serve.adapters.draft_rounds import DraftRounds
 from specgen.system.llama_build import REBUILD, REQUIRED_VERSION, uses_bundle
+from specgen.text.tally import Tally
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
