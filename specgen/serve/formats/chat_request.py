@@ -27,8 +27,8 @@ from specgen.serve.formats.fields import (
     text_of,
 )
 from specgen.serve.formats.request import Conversation, Functions, Kind, Request, arguments_of
-from specgen.session.chat_template import Message, Role, ToolCall
-from specgen.session.infill import ContextFile, Gap
+from specgen.session.prompts.infill import ContextFile, Gap
+from specgen.session.prompts.template import Message, Role, ToolCall
 
 _MOST_LOGPROBS = 100
 _ROLES: dict[str, Role] = {

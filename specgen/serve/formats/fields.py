@@ -23,7 +23,7 @@ from pydantic import (
 
 from specgen.errors import UsageError
 from specgen.options import GenerationOptions, Grammar, SamplerOptions, VerifierName
-from specgen.session.chat_template import OWN_VARIABLES
+from specgen.session.prompts.template import OWN_VARIABLES
 from specgen.text.grammar.json_schema import schema_grammar
 
 #: The most characters of a field's name that an error repeats.

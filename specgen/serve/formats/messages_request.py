@@ -22,7 +22,7 @@ from specgen.serve.formats.fields import (
 )
 from specgen.serve.formats.messages_answer import MessageWriter
 from specgen.serve.formats.request import Conversation, Functions, Request
-from specgen.session.chat_template import Message
+from specgen.session.prompts.template import Message
 
 #: The start of a part that Claude Code puts first. It differs from request to request, so that no prefix of
 #: the prompt would be in the cache.

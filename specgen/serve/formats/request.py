@@ -26,8 +26,8 @@ from specgen.serve.formats.tool_calls import (
     calls_grammar,
     form_of,
 )
-from specgen.session.chat_template import Message, Role, ToolCall
-from specgen.session.infill import Gap
+from specgen.session.prompts.infill import Gap
+from specgen.session.prompts.template import Message, Role, ToolCall
 from specgen.session.thoughts import ThoughtReader, is_thinking
 
 #: The kinds of requests: ``chat`` continues a conversation, ``completion`` continues a text, and ``prompt``
@@ -230,7 +230,8 @@ class Functions:
                 raise BodyError("tool_choice", "it allows no tools")
             if not named:
                 return None
-            some = tuple(dict.fromkeys(map(self._named, named)))
+            names = dict.fromkeys(self._named(each).name for each in named)
+            some = tuple(map(self._found.__getitem__, names))
             return Tools(functions, some, allowed.mode == "required", is_parallel)
         if kind in ("function", "custom", "tool"):
             return Tools(functions, (self._named(choice),), must_call=True, is_parallel=False)

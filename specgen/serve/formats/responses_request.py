@@ -29,7 +29,7 @@ from specgen.serve.formats.fields import (
 )
 from specgen.serve.formats.request import Conversation, Functions, Request, Tools, arguments_of
 from specgen.serve.formats.responses_answer import ResponseWriter
-from specgen.session.chat_template import Message, Role
+from specgen.session.prompts.template import Message, Role
 
 _ROLES: dict[str, Role] = {
     "user": "user",
