@@ -47,8 +47,8 @@ _LLAMA_CPP = ("kernels-bench-q4.json", "kernels-bench-q8.json", "kernels-bench-f
 def _llama_cpp() -> list[str]:
     parts = [
         (
-            "`make peers`, then `specgen bench -m TARGET -md SMOLLM2 -md 0.5B --prompts FILE --count 1 "
-            "--against llama.cpp`: plain decoding, specgen with its defaults (it starts without measurements "
+            "`make peers`, then `python -m benchmarks.peers -m TARGET -md SMOLLM2 -md 0.5B --prompts FILE "
+            "--count 1`: plain decoding, specgen with its defaults (it starts without measurements "
             "and keeps what it learns from prompt to prompt), and llama.cpp's programs in five usual "
             "settings, built from the same source. They take turns, at temperature 0. The prompts (`python "
             "benchmarks/sample.py SPEC_BENCH > FILE`) are one of each of Spec-Bench's 13 categories and of "
@@ -175,7 +175,7 @@ def _mtp() -> list[str]:
             "cost."
         ),
         (
-            "`specgen bench -m FILE -md mtp`, for the first with `--against llama.cpp`: the benchmark's own 16 prompts (8 "
+            "`specgen bench -m FILE -md mtp`, for the first with llama.cpp's programs beside it: the benchmark's own 16 prompts (8 "
             "for the untrained layer), 96 tokens (64 for the larger target), at temperature 0, by turns. Tokens per second "
             "after the first token, relative to plain decoding with specgen's kernels; geometric means. `mtp n` is "
             "llama.cpp's `--spec-type draft-mtp --spec-draft-n-max n`. N-grams draft beside the layer."

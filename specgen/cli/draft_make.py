@@ -149,7 +149,7 @@ def make(
 
     It prints the ranking as `specgen draft find` does.
     """
-    from specgen.measure.proof import evenly_chosen
+    from specgen.measure.prompts import evenly_chosen
     from specgen.session.measurements import target_costs
     from specgen.train.target_text import is_held_back
 
@@ -249,7 +249,7 @@ def _delete_others(
 
 def _prompts(file: Path | None) -> list[str]:
     """Return the prompts of a file, each once, or those of the package."""
-    from specgen.measure.proof import read_prompts
+    from specgen.measure.prompts import read_prompts
 
     return own_prompts() if file is None else list(dict.fromkeys(read_prompts(file)))
 
