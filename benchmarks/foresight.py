@@ -39,7 +39,6 @@ from specgen.measure.bench.plan import NGRAM, Field, Plan, find_fields
 from specgen.measure.bench.prompts import BenchPrompt
 from specgen.measure.bench.report import BenchReport, to_json_object
 from specgen.measure.bench.runs import Result
-from specgen.measure.selection.session_opening import open_memory
 from specgen.measure.selection.trial import Baseline, TargetAnswer, agreeing_path, measure_target
 from specgen.method.draft import ROOT, Draft
 from specgen.method.policy import draft_up_to
@@ -54,6 +53,7 @@ from specgen.options import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.loaded_models import Models
+from specgen.session.open import open_memory
 from specgen.text.sequence import Sequence
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import OutputError, UsageError
 from specgen.measure.bench.plan import Plan, find_fields
-from specgen.measure.selection.session_opening import layers_without_gpu, open_memory
 from specgen.options import Contexts, DraftOptions, GenerationOptions, PolicyName, SamplerOptions
 from specgen.render.text import counted
 from specgen.system.machine import LoadOfOthers, notes_on_figures
@@ -186,7 +185,6 @@ def bench(
     token relative to plain decoding; answers whose text differs from plain
     decoding's; the speed-up of whole answers, prompts included.
     """
-    from specgen.llama import build
     from specgen.measure.bench.job import Job
     from specgen.measure.bench.prompts import (
         first_of_each,
@@ -201,8 +199,10 @@ def bench(
         raise UsageError(
             "the prompts are given twice: as texts and as --prompts", hint="use one of them"
         )
+    from specgen.session.open import layers_without_gpu, open_memory
+
     use_kernels(machine.kernels, output)
-    for note in layers_without_gpu(machine.target, machine.draft, has_gpu=build().gpu_offload):
+    for note in layers_without_gpu(machine.target, machine.draft):
         output.note(note)
     plan = Plan(
         policies=parse_policies(policies),

@@ -485,9 +485,9 @@ def test_what_was_measured_is_kept_apart_by_who_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from specgen.llama import kernels
-    from specgen.measure.selection.session_opening import open_memory
     from specgen.options import ContextOptions
     from specgen.session.calibration.threads import Threads
+    from specgen.session.open import open_memory
 
     model, context = tmp_path / "model.gguf", ContextOptions()
     model.write_bytes(b"model")

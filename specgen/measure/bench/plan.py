@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from specgen.errors import UsageError
-from specgen.measure.selection.model_choice import staged
-from specgen.measure.selection.session_opening import find_models
 from specgen.options import (
     ContextOptions,
     Contexts,
@@ -19,7 +17,9 @@ from specgen.options import (
     PolicyName,
     SamplerOptions,
     TreeShape,
+    staged,
 )
+from specgen.session.files import find_models
 
 if TYPE_CHECKING:
     from specgen.measure.bench.contenders import Against
