@@ -20,8 +20,8 @@ from specgen.llama.kernel_checks import choose_kernels
 from specgen.models import cache_folder
 from specgen.options import DraftSource
 from specgen.session.calibration.memory import Memory
-from specgen.session.chat_template import Message
 from specgen.session.engine import Engine
+from specgen.session.prompts.template import Message
 
 QUESTIONS = (
     "Write a Python function that counts the words of a text file.",

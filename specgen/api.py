@@ -26,12 +26,12 @@ from specgen.options import (
     SamplerOptions,
     staged,
 )
-from specgen.session.chat_template import Message
 from specgen.session.engine import Engine
 from specgen.session.files import find_models
 from specgen.session.loaded_models import Models
 from specgen.session.open import open_session, session_options, start_kernels
 from specgen.session.prompts import Prompt
+from specgen.session.prompts.template import Message
 from specgen.session.request import Request
 from specgen.text.grammar.json_schema import schema_grammar
 

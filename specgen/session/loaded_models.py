@@ -23,7 +23,7 @@ from specgen.llama.gemma4_assistant import AssistantContext, AssistantModel
 from specgen.llama.library import has_gpu
 from specgen.llama.mtp import MtpContext
 from specgen.llama.weights import load_ahead
-from specgen.method.policy.cost_table import CostTable
+from specgen.method.cost_table import CostTable
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
 from specgen.session.calibration.memory import Memory
 from specgen.session.calibration.threads import with_threads

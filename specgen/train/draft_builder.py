@@ -20,7 +20,7 @@ from specgen.system.json_lines import write_errors
 from specgen.system.progress import Progress
 
 if TYPE_CHECKING:
-    from specgen.method.policy.cost_table import CostTable
+    from specgen.method.cost_table import CostTable
     from specgen.session.loaded_models import Models
     from specgen.train.target_text import TargetText
     from specgen.train.training_loop import Budget

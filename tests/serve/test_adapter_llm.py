@@ -25,7 +25,7 @@ from specgen.models import load_registry, memory_file, models_folder, user_regis
 from specgen.models.model_folder import slot_of
 from specgen.options import DraftOptions, SamplerOptions
 from specgen.serve.adapters.llm import AnswerError
-from specgen.session.chat_template import Message
+from specgen.session.prompts.template import Message
 from tests.helpers.common import ROOT
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.method.policy.acceptance import N_BINS, TextWorths, new_acceptance_rates
+from specgen.method.acceptance import N_BINS, TextWorths, new_acceptance_rates
 from specgen.options import ContextOptions
 from specgen.session.calibration.memory import Memory
 

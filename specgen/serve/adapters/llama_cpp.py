@@ -17,7 +17,6 @@ from specgen.errors import UsageError
 from specgen.llama.file_check import remember_checks
 from specgen.llama.kernel_checks import choose_kernels
 from specgen.llama.kernels import support_for
-from specgen.method.tally import Tally
 from specgen.models import cache_folder, human_bytes
 from specgen.options import (
     ContextOptions,
@@ -34,6 +33,7 @@ from specgen.serve.adapters.draft_rounds import DraftRounds
 from specgen.session.files import find_models
 from specgen.session.open import open_memory, session_options
 from specgen.system.llama_build import REBUILD, REQUIRED_VERSION, uses_bundle
+from specgen.text.tally import Tally
 
 if TYPE_CHECKING:
     from llama_cpp import Llama

@@ -19,14 +19,14 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from specgen.method.policy.acceptance import (
+from specgen.method.acceptance import (
     N_BINS,
     AcceptanceCounts,
     AcceptanceRates,
     TextWorths,
     new_acceptance_rates,
 )
-from specgen.method.policy.cost_table import CostTable
+from specgen.method.cost_table import CostTable
 from specgen.options import ContextOptions
 from specgen.session.calibration.threads import Threads
 from specgen.session.calibration.timing import MIN_SIZES

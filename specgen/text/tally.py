@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specgen.events import ReasonCount
+from specgen.method.cost_table import CostTable
 from specgen.method.draft import Draft
-from specgen.method.policy.cost_table import CostTable
 
 #: Fewer single-token rounds than this say too little about plain decoding.
 _MIN_PLAIN_SAMPLES = 3

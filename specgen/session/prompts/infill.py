@@ -23,13 +23,12 @@ mark.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specgen.errors import UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
-from specgen.session.prompts import Prompt
+from specgen.session.prompts.prompt import Prompt
 
 #: Control tokens that llama.cpp does not recognise: Codestral's for prefix and suffix, and StarCoder2's for a
 #: repository and its files.
@@ -113,10 +112,6 @@ class InfillTokens:
         return min(self.repository, self.separator) >= 0
 
 
-#: The tokens of a model that was not trained for gaps: none.
-_NONE = InfillTokens()
-
-
 def check_infill(model: LlamaModel) -> InfillTokens:
     """Return the tokens of a model for texts with a gap. Raise `UsageError` if it was not trained for gaps."""
     tokens = InfillTokens.of(model.vocabulary)
@@ -136,88 +131,79 @@ def infill_prompt(
     Names of control tokens in the texts are plain text. If the texts are too long, the first ones of the
     other files are left out, then the far ends of prefix and suffix. A draft model with another
     vocabulary, `own_draft`, gets the same prompt in its own tokens. If it was not trained for gaps, it gets
-    the suffix and after it the prefix, which it continues.
-
-    Raise `UsageError` if the model was not trained for gaps.
+    the suffix and after it the prefix, which it continues. Raise `UsageError` if the target was not trained.
     """
     tokens = check_infill(model)
-    writer = _Writer(model.vocabulary, tokens, n_room)
-    written = writer.write(gap)
-    text = "".join(map(model.vocabulary.control_text, written))
+    written, left_out = _Writer(model.vocabulary, tokens, n_room).write(gap)
     draft_tokens = None
     if own_draft is not None:
-        own = InfillTokens.of(own_draft.vocabulary) or _NONE
-        draft_tokens = tuple(_Writer(own_draft.vocabulary, own, n_room).write(gap))
-    prompt = Prompt(text, tuple(written), draft_tokens, ends=tokens.ends)
-    return InfillPrompt(prompt, tuple(writer.left_out))
+        own = InfillTokens.of(own_draft.vocabulary) or InfillTokens()
+        draft_tokens = tuple(_Writer(own_draft.vocabulary, own, n_room).write(gap)[0])
+    text = "".join(map(model.vocabulary.control_text, written))
+    return InfillPrompt(
+        Prompt(text, tuple(written), draft_tokens, ends=tokens.ends), tuple(left_out)
+    )
 
 
 class _Writer:
     """Writes prompts for gaps as a model expects them, of at most `n_room` tokens."""
 
     def __init__(self, vocabulary: LlamaVocabulary, tokens: InfillTokens, n_room: int) -> None:
-        self._vocabulary = vocabulary
-        self._tokens = tokens
+        self._vocabulary, self._tokens = vocabulary, tokens
+        self._inside = vocabulary.tokenize_inside
         self._bos = [vocabulary.special_tokens()["bos"]] if vocabulary.add_bos else []
         marks = (tokens.prefix, tokens.suffix, tokens.middle)
         self._n_room = max(0, n_room - len(self._bos) - sum(mark >= 0 for mark in marks))
-        self._n_left = self._n_room
-        #: Descriptions of the texts that did not fit.
-        self.left_out: list[str] = []
 
-    def write(self, gap: Gap) -> list[int]:
-        """Return the tokens of a prompt, and describe in `left_out` what did not fit."""
-        return self._with_files(gap) or self._alone(gap)
+    def write(self, gap: Gap) -> tuple[list[int], list[str]]:
+        """Return the tokens of a prompt, and descriptions of the texts that did not fit."""
+        return (gap.context and self._with_files(gap)) or self._alone(gap)
 
-    def _with_files(self, gap: Gap) -> list[int] | None:
-        """Return a prompt with other files before the gap; None if there is no room for any of them."""
-        if not gap.context:
-            return None
+    def _with_files(self, gap: Gap) -> tuple[list[int], list[str]] | None:
+        """Write other files before the gap; None if there is no room for any of them."""
         head, heading, begin = self._headings(gap)
         n_headings = len(head) + len(heading) + len(begin)
-        self._n_left -= n_headings
-        if self._n_left <= n_headings:
+        n_left = self._n_room - n_headings
+        if n_left <= n_headings:
             return None
-        inside = self._vocabulary.tokenize_inside
-        prefix, suffix = self._around(inside(gap.prefix), inside(gap.suffix))
-        files = self._files(gap.context)
+        prefix, suffix, left_out = _around(
+            self._inside(gap.prefix), self._inside(gap.suffix), n_left
+        )
+        n_left -= len(prefix) + len(suffix)
+        files: list[int] = []
+        for number in range(len(gap.context), 0, -1):  # the last files are the nearest
+            written = self._file(gap.context[number - 1])
+            if len(written) > n_left:
+                left_out += [each.name for each in gap.context[:number]]
+                break
+            n_left -= len(written)
+            files = [*written, *files]
         if not files:
             return None
         if not self._tokens.knows_files:
-            return self._parts([], [*files, *prefix], suffix)
-        return self._parts([*head, *files, *heading], [*begin, *prefix], suffix)
+            return self._parts([], [*files, *prefix], suffix), left_out
+        return self._parts([*head, *files, *heading], [*begin, *prefix], suffix), left_out
 
-    def _alone(self, gap: Gap) -> list[int]:
-        self._n_left, self.left_out = self._n_room, []
-        prefix, suffix = self._around(
-            self._vocabulary.tokenize(gap.prefix, add_special=False, parse_special=False),
-            self._vocabulary.tokenize_inside(gap.suffix),
-        )
-        self.left_out += [file.name for file in gap.context]
-        return self._parts([], prefix, suffix)
+    def _alone(self, gap: Gap) -> tuple[list[int], list[str]]:
+        prefix = self._vocabulary.tokenize(gap.prefix, add_special=False, parse_special=False)
+        prefix, suffix, left_out = _around(prefix, self._inside(gap.suffix), self._n_room)
+        names = [file.name for file in gap.context]
+        return self._parts([], prefix, suffix), [*left_out, *names]
 
     def _parts(self, before: list[int], prefix: list[int], suffix: list[int]) -> list[int]:
         """Return a prompt made of its texts, with the marks between them."""
         tokens = self._tokens
-        if tokens.middle < 0:
-            gap = [*_known(tokens.suffix), *suffix, *_known(tokens.prefix), *prefix]
-        else:
+        if tokens.middle >= 0:
             gap = [tokens.prefix, *prefix, tokens.suffix, *suffix, tokens.middle]
+        elif tokens.prefix >= 0:
+            gap = [tokens.suffix, *suffix, tokens.prefix, *prefix]
+        else:
+            gap = [*suffix, *prefix]
         return [*self._bos, *before, *gap]
-
-    def _around(self, prefix: list[int], suffix: list[int]) -> tuple[list[int], list[int]]:
-        """Return as much of prefix and suffix, next to the gap, as there is room for."""
-        n_prefix, n_suffix = kept_lengths(len(prefix), len(suffix), self._n_left)
-        self._n_left -= n_prefix + n_suffix
-        if n_prefix < len(prefix):
-            self.left_out.append(f"the first {len(prefix) - n_prefix} tokens before the gap")
-        if n_suffix < len(suffix):
-            self.left_out.append(f"the last {len(suffix) - n_suffix} tokens behind the gap")
-        return prefix[len(prefix) - n_prefix :], suffix[:n_suffix]
 
     def _headings(self, gap: Gap) -> tuple[list[int], list[int], list[int]]:
         """Return the tokens before the first file, before the file with the gap, and before its prefix."""
-        tokens, inside = self._tokens, self._vocabulary.tokenize_inside
+        tokens, inside = self._tokens, self._inside
         if not tokens.knows_files:
             return [], [], []
         if tokens.as_starcoder2:
@@ -226,23 +212,24 @@ class _Writer:
         head = [tokens.repository, *inside(f"{gap.repository}\n")]
         return head, [tokens.separator, *inside(f"{gap.name}\n")], []
 
-    def _files(self, files: Sequence[ContextFile]) -> list[int]:
-        """Return the tokens of other files: as many of the last files as there is room for."""
-        kept: list[int] = []
-        for number in range(len(files), 0, -1):
-            written = self._file(files[number - 1])
-            if len(written) > self._n_left:
-                self.left_out += [each.name for each in files[:number]]
-                break
-            self._n_left -= len(written)
-            kept = [*written, *kept]
-        return kept
-
     def _file(self, file: ContextFile) -> list[int]:
-        inside = self._vocabulary.tokenize_inside
         if not self._tokens.knows_files:
-            return inside(f"{file.text}\n\n")
-        return [self._tokens.separator, *inside(f"{file.name}\n"), *inside(file.text)]
+            return self._inside(f"{file.text}\n\n")
+        name, text = self._inside(f"{file.name}\n"), self._inside(file.text)
+        return [self._tokens.separator, *name, *text]
+
+
+def _around(
+    prefix: list[int], suffix: list[int], n_room: int
+) -> tuple[list[int], list[int], list[str]]:
+    """Return as much of prefix and suffix, next to the gap, as there is room for, and what is left out."""
+    n_prefix, n_suffix = kept_lengths(len(prefix), len(suffix), n_room)
+    left_out = []
+    if n_prefix < len(prefix):
+        left_out.append(f"the first {len(prefix) - n_prefix} tokens before the gap")
+    if n_suffix < len(suffix):
+        left_out.append(f"the last {len(suffix) - n_suffix} tokens behind the gap")
+    return prefix[len(prefix) - n_prefix :], suffix[:n_suffix], left_out
 
 
 def kept_lengths(n_prefix: int, n_suffix: int, n_room: int) -> tuple[int, int]:
@@ -250,7 +237,3 @@ def kept_lengths(n_prefix: int, n_suffix: int, n_room: int) -> tuple[int, int]:
     the other."""
     n_suffix_kept = min(n_suffix, max(n_room - n_prefix, n_room - int(_PREFIX_SHARE * n_room)))
     return min(n_prefix, n_room - n_suffix_kept), n_suffix_kept
-
-
-def _known(token: int) -> list[int]:
-    return [token] if token >= 0 else []
