@@ -218,7 +218,9 @@ def test_an_option_without_effect_is_named(cli: Cli, monkeypatch: pytest.MonkeyP
     built = dataclasses.replace(build(), gpu_offload=False)
     monkeypatch.setattr("specgen.session.open.build", lambda: built)
     assert [line.split()[1] for line in notes("-ngl", "9", draft="draft")] == ["-ngl"]
-    monkeypatch.setattr("specgen.session.open.build", lambda: dataclasses.replace(built, gpu_offload=True))
+    monkeypatch.setattr(
+        "specgen.session.open.build", lambda: dataclasses.replace(built, gpu_offload=True)
+    )
     assert notes("-ngl", "9", draft="draft") == []
 
 
