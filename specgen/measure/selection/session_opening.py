@@ -66,13 +66,17 @@ def find_target(name: str, *, quiet: bool) -> Path:
 
 
 def _fetch(registry: Registry, *, quiet: bool) -> Fetch:
-    from specgen.models import fetch, is_reference, parse_reference, stderr_progress
+    from specgen.models import (
+        fetch,
+        fetch_reference,
+        is_reference,
+        parse_reference,
+        stderr_progress,
+    )
 
     def get(name: str) -> Path:
         progress = stderr_progress(quiet=quiet)
         if is_reference(name):
-            from specgen.models.hub import fetch_reference
-
             return fetch_reference(parse_reference(name), progress=progress)
         return fetch(registry.model(name), progress=progress)
 
