@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks import answers
 from specgen.events import FinishedEvent
-from specgen.method.policy.cost_table import CostTable
+from specgen.method.cost_table import CostTable
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -41,7 +41,7 @@ from specgen.options import (
 )
 from specgen.session.calibration.memory import Memory
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "the sum of the sum is the sum of the sum is the sum of"
 DRAFT_LENGTHS = (0, 1, 2, 4, 8, 16)

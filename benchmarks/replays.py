@@ -42,8 +42,8 @@ from specgen.events import FinishedEvent
 from specgen.measure.bench.prompts import BenchPrompt, first_of_each, read_bench_prompts
 from specgen.measure.proof.memo_backend import MemoBackend
 from specgen.method.backend import Backend, Batch
+from specgen.method.cost_table import CostTable
 from specgen.method.loop import Loop
-from specgen.method.policy.cost_table import CostTable
 from specgen.options import GenerationOptions, SessionOptions
 from specgen.session.calibration.memory import Memory
 from specgen.session.calibration.timing import MIN_SIZES
@@ -51,7 +51,7 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.loaded_models import Models
 from specgen.session.measurements import measure_if_new
 from specgen.system.arrays import Logits
-from specgen.testing.fake_backend import FakeBackend
+from tests.helpers.fake_backend import FakeBackend
 
 #: Costs that are made up: seconds of a token, and what a row of the draft takes of that.
 _TOKEN_S = 0.068

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from scripts import build_kernels, build_peers, build_rpc
 from specgen.errors import FetchError
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 SOURCE = Path(__file__).with_name("random_models.cpp")
 STAMP = "models.json"

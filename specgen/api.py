@@ -32,10 +32,10 @@ from specgen.options import (
     KernelOptions,
     SamplerOptions,
 )
-from specgen.session.chat_template import Message
 from specgen.session.engine import Engine
 from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
+from specgen.session.prompts.template import Message
 from specgen.session.request import Request
 from specgen.text.grammar.json_schema import schema_grammar
 

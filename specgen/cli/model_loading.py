@@ -147,14 +147,14 @@ def make_opener(
     error."""
 
     @contextlib.contextmanager
-    def loading(name: str) -> Iterator[Callable[[str], None]]:
+    def loading(name: str) -> Iterator[None]:
         if output.quiet or output.verbose or not sys.stderr.isatty():
-            yield lambda _what: None
+            yield
             return
         from specgen.render.select import make_console
 
-        with make_console(sys.stderr, os.environ).status(f"loading {name}") as status:
-            yield status.update
+        with make_console(sys.stderr, os.environ).status(f"loading {name}"):
+            yield
 
     return SessionOpener(
         drafts,

@@ -81,8 +81,7 @@ def tune(
         kept = _keep(loaded, tuning)
     if tuning is not None:
         _show(tuning, as_json=as_json)
-    copied = [each.note for each in loaded.drafts.copied]
-    for note in (*notes, *copied, *_notes(tuning), kept):
+    for note in (*notes, *_notes(tuning), kept):
         output.note(note)
     return stop.exit_code
 

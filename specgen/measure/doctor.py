@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from specgen import __version__, errors
 from specgen.errors import BackendError, ModelFileError, SpecgenError
-from specgen.llama.kernel_checks import KernelStatus
+from specgen.llama.kernels.admission import KernelStatus
 from specgen.options import ContextOptions
 from specgen.system.child_process import ChildDiedError, ChildError, ChildTimeoutError, ask_child
 from specgen.system.llama_build import REBUILD, REINSTALL, Build, Device
 from specgen.system.machine import Machine, look_at_machine
 
 if TYPE_CHECKING:
+    from specgen.measure.tiny_model import TensorType
     from specgen.system.arrays import Logits
-    from specgen.testing.tiny import TensorType
 
 #: The command that starts a child; the name of a task and its arguments follow.
 CHILD_COMMAND = (sys.executable, "-m", "specgen.measure.doctor", "--child")
@@ -150,7 +150,7 @@ def diagnose(
 
 def _kernels(build: Build | None, on_check: Callable[[str], None]) -> KernelStatus:
     """Test specgen's kernels again, unless the user chose llama.cpp's in the environment."""
-    from specgen.llama import kernel_checks as kernels
+    from specgen.llama.kernels import admission as kernels
     from specgen.models import cache_folder
 
     if kernels.wanted_in(os.environ) == "llama.cpp":
@@ -177,7 +177,7 @@ def _trial_checks(
     kernels: KernelStatus, model: Path | None, on_check: Callable[[str], None]
 ) -> list[Check]:
     """Try the kernels on a model again, if they are used."""
-    from specgen.llama.kernel_checks import ModelTrials
+    from specgen.llama.kernels.admission import ModelTrials
     from specgen.models import cache_folder
 
     if model is None or kernels.computes != "specgen" or kernels.path is None:
@@ -341,17 +341,14 @@ def _decode_tiny(tensor_type: TensorType, n_gpu_layers: str, folder: str) -> dic
     The logits of a batch are compared with those of single tokens, and with those of a model with the
     same weights in f32, which other kernels compute.
     """
-    from specgen.testing.tiny import TinyConfig, write_tiny_model
+    from specgen.measure.tiny_model import write_tiny_model
 
-    config = TinyConfig(
-        n_vocab=512, n_embd=256, n_head=4, n_ff=512, tensor_type=tensor_type, seed=1
-    )
-    exact = dataclasses.replace(config, tensor_type="f32", rounded_to=tensor_type)
     # One thread: on a busy machine several threads wait for each other, which takes far longer.
     options = ContextOptions(n_gpu_layers=int(n_gpu_layers), n_threads=1)
-    path = write_tiny_model(Path(folder) / f"{tensor_type}.gguf", config)
+    path = write_tiny_model(Path(folder) / f"{tensor_type}.gguf", tensor_type)
     together, one_by_one = _decode_both_ways(path, options)
-    path = write_tiny_model(Path(folder) / f"{tensor_type}-exact.gguf", exact)
+    exact = Path(folder) / f"{tensor_type}-exact.gguf"
+    path = write_tiny_model(exact, "f32", rounded_to=tensor_type)
     reference, _ = _decode_both_ways(path, options)
     return checked_agreement(
         len(together),
@@ -370,19 +367,19 @@ def _decode_model(model: str, n_gpu_layers: str) -> dict[str, Any]:
 
 def _compare_rows(model: str) -> dict[str, Any]:
     """Report whether a model is batch-invariant with specgen's kernels, or why not."""
+    import numpy as np
+
     from specgen.llama import LlamaModel
-    from specgen.llama.kernel_checks import choose_kernels
-    from specgen.llama.unequal_rows import find_unequal_operator, repeated
+    from specgen.llama.kernels.admission import choose_kernels
     from specgen.models import cache_folder
 
     choose_kernels("specgen", cache_folder())
     opened = LlamaModel(Path(model), n_gpu_layers=0)
-    try:
-        text = opened.vocabulary.tokenize(_TEXT, add_special=True, parse_special=False)
-        options = ContextOptions(n_gpu_layers=0)
-        why = opened.row_exception or find_unequal_operator(opened, options, repeated(text))
-    finally:
-        opened.close()
+    why = opened.row_exception
+    opened.close()
+    if not why:
+        together, one_by_one = _decode_both_ways(Path(model), ContextOptions(n_gpu_layers=0))
+        why = "" if np.array_equal(together, one_by_one) else "the reason is not known"
     if why:
         return {"message": f"they depend on their batch: {why}"}
     return {"message": "they are the same in any batch, with specgen's kernels"}

@@ -20,7 +20,7 @@ from specgen.system.progress import Progress
 from specgen.train.draft_files import distilled_file, heads_file, identity_of, text_folder
 
 if TYPE_CHECKING:
-    from specgen.method.policy.cost_table import CostTable
+    from specgen.method.cost_table import CostTable
     from specgen.session.loaded_models import Models
     from specgen.train.target_text import TargetText
     from specgen.train.training_loop import Budget

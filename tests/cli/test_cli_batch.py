@@ -20,9 +20,9 @@ import pytest
 from specgen.serve.batch import lines as batch_lines
 from specgen.serve.batch.runner import Prompting
 from specgen.serve.formats.openai import request
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.config import CHATML_TEMPLATE
 from tests.helpers.cli import Result, in_process
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.config import CHATML_TEMPLATE
 
 PROMPTS = [
     "the cat is in the",

@@ -33,8 +33,8 @@ from specgen.options import (
 from specgen.render.tables import bench_lines, print_bench_tables
 from specgen.session.calibration.memory import Memory
 from specgen.session.calibration.threads import Threads
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.bench import report_of, result
+from tests.tiny import TinyConfig, write_tiny_model
 
 #: Quick, and enough for a test of the command line.
 SHORT = ("-t", "1", "-fa", "off", "-n", "20", "-c", "256")

@@ -18,8 +18,8 @@ from specgen.measure.selection.draft_search import Search, Tried, by_speedup
 from specgen.measure.selection.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.models import SavedDraft, identify, save_draft, saved_draft, saved_drafts_file
 from specgen.render.tables import draft_lines, print_draft_table
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Result, Specgen, complaint, on_terminal, rest_of
+from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Quick, and enough for a test of the command line.

@@ -11,11 +11,11 @@ import pytest
 
 from specgen.llama.decoder_heads import is_heads_file, read_heads
 from specgen.models import identify, saved_draft
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.train.draft_files import distilled_file, heads_file, text_folder
 from specgen.train.target_text import TargetText
 from tests.helpers.cli import Specgen
 from tests.helpers.heads import N_EMBD, prompts
+from tests.tiny import TinyConfig, write_tiny_model
 
 MACHINE = ("-t", "1", "-np", "8", "-n", "60")
 

@@ -11,8 +11,8 @@ import pytest
 
 from specgen.llama import LlamaBackend, build
 from specgen.models import cache_folder, memory_file
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Cli, Result, complaint, events_of
+from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 

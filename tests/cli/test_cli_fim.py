@@ -16,10 +16,10 @@ import pytest
 
 from specgen.cli import output
 from specgen.cli.fim import LOCATION
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.config import INFILL_TOKENS
 from tests.helpers.cli import Result, complaint, events_of, in_process
 from tests.helpers.common import ROOT
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.config import INFILL_TOKENS
 
 Fim = Callable[..., Result]
 

@@ -19,9 +19,9 @@ import pytest
 
 from specgen.events import FinishedEvent
 from specgen.models import memory_file
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Cli, complaint, events_of
 from tests.helpers.common import ROOT, posix
+from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 

@@ -16,10 +16,10 @@ import httpx
 import pytest
 
 from specgen.errors import MemoryLimitError, ModelFileError
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.eagle import TinyEagle, write_tiny_eagle
 from tests.helpers.cli import complaint, in_process
 from tests.helpers.server import PATIENCE_S, wait_until
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.eagle import TinyEagle, write_tiny_eagle
 
 PROMPT = "the cat is in the house of"
 

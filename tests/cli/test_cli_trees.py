@@ -10,8 +10,8 @@ import pytest
 
 from specgen.events import Piece
 from specgen.render.marks import Round
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Cli, Specgen, complaint, events_of
+from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 QUICK = ("-N", "3", "-n", "24", "--places", "2", "--draws", "400", "--depth", "2")

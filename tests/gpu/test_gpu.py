@@ -16,14 +16,14 @@ import pytest
 
 from specgen.llama import LlamaModel, build
 from specgen.options import ContextOptions
-from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
-from specgen.testing.tiny.eagle import TinyDflash, TinyEagle, write_tiny_dflash, write_tiny_eagle
 from tests.architectures.checks import CHECKS, Subject
 from tests.helpers.cli import Specgen, events_of
 from tests.helpers.heads import make_heads
 from tests.helpers.mtp import MtpArchitecture, write_mtp_model
 from tests.helpers.tiny import write_respelled_model
 from tests.registry import ARCHITECTURES, CACHES
+from tests.tiny import Architecture, TinyConfig, write_tiny_model
+from tests.tiny.eagle import TinyDflash, TinyEagle, write_tiny_dflash, write_tiny_eagle
 
 DEVICES = [device for device in build().devices if "gpu" in device.kind]
 pytestmark = pytest.mark.skipif(
@@ -43,8 +43,7 @@ DRAFTS: dict[str, tuple[str, ...]] = {
     "ngram": ("ngram", "--ngram-min", "1", "--ngram-max", "3"),
     "tree": ("draft", "--tree", "2,2"),
     "parallel": ("draft", "--draft-mask", "3"),
-    "translated as text": ("respelled", "--translate", "string"),
-    "translated by token": ("respelled", "--translate", "tokens"),
+    "translated": ("respelled",),
     "heads": ("heads",),
 }
 FROM_STATES = ("mtp glm4moe", "mtp qwen35", "mtp mimo2", "eagle llama", "dflash llama")

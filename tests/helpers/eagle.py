@@ -24,9 +24,9 @@ from specgen.options import (
 )
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import Architecture, TinyConfig, tiny_vocabulary, write_tiny_model
-from specgen.testing.tiny.eagle import TinyDflash, TinyEagle, write_tiny_dflash, write_tiny_eagle
 from tests.helpers.common import EXACT
+from tests.tiny import Architecture, TinyConfig, tiny_vocabulary, write_tiny_model
+from tests.tiny.eagle import TinyDflash, TinyEagle, write_tiny_dflash, write_tiny_eagle
 
 PROMPT = "the cat is in the else for with"
 #: Cells, snapshots of recurrent states, and copies of them.

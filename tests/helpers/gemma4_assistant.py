@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGUFWriter
 
-from specgen.testing.tiny.config import TinyConfig
-from specgen.testing.tiny.file import add_tokenizer, write_and_close
-from specgen.testing.tiny.vocabulary import tiny_vocabulary
+from tests.tiny.config import TinyConfig
+from tests.tiny.file import add_tokenizer, write_and_close
+from tests.tiny.vocabulary import tiny_vocabulary
 
 Values = npt.NDArray[np.float32]
 _N_EMBD, _N_HEAD, _N_FF, _WINDOW = 64, 2, 96, 24

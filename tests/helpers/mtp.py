@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.model_files import copy_metadata, write_file
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.file import write_and_close
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.file import write_and_close
 
 #: `glm4moe` attends, in dense layers; `qwen35` keeps a recurrent state in every other layer; `mimo2` has a sliding
 #: window and several MTP layers, and gives hidden states only for rows that want logits.

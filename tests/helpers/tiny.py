@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from specgen.testing.tiny import TinyConfig, TinyVocabulary, tiny_vocabulary, write_tiny_model
 from specgen.train.gguf_weights import initial_changes, read_weights, write_weights
+from tests.tiny import TinyConfig, TinyVocabulary, tiny_vocabulary, write_tiny_model
 
 
 def write_respelled_model(path: Path, config: TinyConfig) -> Path:

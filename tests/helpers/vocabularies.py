@@ -12,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 from hypothesis import strategies as st
 
-from specgen.testing.fake_backend import FakeVocabulary, Language
+from tests.helpers.fake_backend import FakeVocabulary, Language
 
 #: Where the pieces of vocabularies are cut from: characters of one to four bytes, white space.
 CORPUS = "the cat is in: 中文字中 é😀é\n\n  \t if x:\n    return مرحبا 😀😀."

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specgen.drafters.hidden_trail import LastHidden
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama.decoder_heads import (
     DecoderHeads,
@@ -21,7 +22,6 @@ from specgen.llama.decoder_heads import (
 )
 from specgen.llama.operators import FloatArray, dequantize
 from specgen.method.backend import Batch
-from specgen.method.hidden_trail import LastHidden
 from specgen.method.loop import Loop
 from specgen.options import (
     DraftOptions,
@@ -31,10 +31,10 @@ from specgen.options import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.train.heads import Adam, Network
 from tests.helpers.common import EXACT
 from tests.helpers.heads import make_heads, opened, prompts, trained, written
+from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "abc fed cab. abcd"
 

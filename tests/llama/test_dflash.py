@@ -12,8 +12,6 @@ from specgen.llama import LlamaModel
 from specgen.llama.dflash import DflashModel
 from specgen.llama.draft_kind import draft_kind
 from specgen.options import TreeShape
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.eagle import TinyDflash, write_tiny_dflash
 from tests.helpers.eagle import (
     CONFIG,
     DFLASHES,
@@ -22,6 +20,8 @@ from tests.helpers.eagle import (
     loaded,
     write_files,
 )
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.eagle import TinyDflash, write_tiny_dflash
 
 
 @pytest.fixture(scope="module")

@@ -11,19 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specgen.drafters.hidden_trail import HiddenTrail
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.draft_kind import draft_kind
 from specgen.llama.eagle import HOOKED, EagleContext, EagleModel, EagleTrail
 from specgen.measure.selection.tuning import Tuner
 from specgen.method.backend import Batch
-from specgen.method.hidden_trail import HiddenTrail
 from specgen.options import (
     SessionOptions,
 )
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.eagle import TinyEagle, write_tiny_eagle
 from tests.helpers.cli import Specgen, complaint
 from tests.helpers.common import EXACT
 from tests.helpers.eagle import (
@@ -32,6 +30,8 @@ from tests.helpers.eagle import (
     loaded,
     write_files,
 )
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.eagle import TinyEagle, write_tiny_eagle
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from specgen.errors import ModelFileError, PromptError, PromptLengthError
 from specgen.llama import LlamaModel
 from specgen.llama.embeddings import Embedder, unit
 from specgen.llama.library import llama_cpp
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.common import EXACT
+from tests.tiny import TinyConfig, write_tiny_model
 
 TEXTS = ("the cat is in the house", "something else altogether, and longer than the other", "x")
 N_CTX = 64

@@ -11,8 +11,8 @@ import pytest
 from specgen.errors import ModelFileError
 from specgen.llama import LlamaModel, file_check
 from specgen.llama.file_check import FILE_NAME, CheckedFiles
-from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
 from tests.helpers.tiny import with_a_token_twice
+from tests.tiny import Architecture, TinyConfig, write_tiny_model
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend, LlamaModel, frequent_rows
-from specgen.llama.kernels import Kernels
+from specgen.llama.kernels.attached import Kernels
 from specgen.method.backend import Batch
 from specgen.options import (
     ContextOptions,
@@ -24,7 +24,7 @@ from specgen.options import (
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
 from specgen.system.arrays import Logits
-from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.tiny import TinyConfig, write_tiny_model
 
 N_FREQUENT = 64
 #: Rows of a matrix are computed in groups of 8 or 16.

@@ -20,11 +20,11 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Specgen
 from tests.helpers.common import EXACT
 from tests.helpers.gemma4_assistant import write_assistant, write_gemma4
 from tests.helpers.states_drafts import PROMPT, answer, watched_drafts
+from tests.tiny import TinyConfig, write_tiny_model
 
 
 @pytest.fixture(scope="session")

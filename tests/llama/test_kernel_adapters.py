@@ -14,11 +14,11 @@ import pytest
 from gguf import GGUFReader, GGUFWriter
 
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.kernels import Kernels
+from specgen.llama.kernels.attached import Kernels
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
-from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.tiny import TinyConfig, write_tiny_model
 
 TEXT = tuple(int(token) for token in np.random.default_rng(0).integers(3, 250, 40))
 RANK = 4

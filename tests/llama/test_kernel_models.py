@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.kernels import Kernels
+from specgen.llama.kernels.attached import Kernels
 from specgen.method.backend import Batch
 from specgen.options import CacheType, ContextOptions, FlashAttention
 from specgen.system.arrays import Logits
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.config import Architecture
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.config import Architecture
 
 ARCHITECTURES = tuple(name for name in get_args(Architecture) if name != "bert")
 #: Those whose every row is the kernels' and of operators that compute rows one by one.

@@ -21,7 +21,7 @@ from specgen.options import (
 from specgen.session.calibration.memory import Memory
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.tiny import TinyConfig, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("kernels")
 N_SEEDS = 12

@@ -15,9 +15,9 @@ import pytest
 from specgen.llama import LlamaModel
 from specgen.method.backend import Vocabulary
 from specgen.options import SamplerOptions
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.text.sampling import DryBreakers, Sampler
 from tests.helpers.llama_samplers import assert_same, native_distribution
+from tests.tiny import TinyConfig, write_tiny_model
 
 
 @dataclass(frozen=True)

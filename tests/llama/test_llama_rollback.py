@@ -24,8 +24,8 @@ from specgen.llama.library import llama_cpp
 from specgen.method.backend import Batch, Rollback
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
-from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
-from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
+from tests.tiny import TinyConfig, write_tiny_model
 
 CONFIGS = {
     "llama": TinyConfig(),

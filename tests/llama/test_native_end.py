@@ -15,9 +15,9 @@ from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama.file_check import CheckedFiles
 from specgen.llama.library import asserted
 from specgen.models import cache_folder
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.common import ROOT
 from tests.helpers.tiny import with_a_token_twice
+from tests.tiny import TinyConfig, write_tiny_model
 
 TRUNCATED = """
 import mmap, sys

@@ -18,8 +18,8 @@ from specgen.llama.packed_weights import keep_packed_weights
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Cli, Specgen
+from tests.tiny import TinyConfig, write_tiny_model
 
 CONFIG = TinyConfig(n_embd=64, n_layer=2, tensor_type="q8_0")
 #: Disks of these tests are as large as a file may say.

@@ -19,7 +19,7 @@ import pytest
 from specgen.cli.flags.machine import workers_of
 from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
 from specgen.llama import LlamaBackend, LlamaModel, weights
-from specgen.llama.kernels import Kernels
+from specgen.llama.kernels.attached import Kernels
 from specgen.measure.worker_checks import worker_checks
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, Workers
@@ -35,8 +35,6 @@ from specgen.system.worker_probe import (
     parse_endpoint,
     probe,
 )
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.config import Architecture
 from tests.helpers.cli import Cli
 from tests.helpers.workers import (
     Worker,
@@ -47,6 +45,8 @@ from tests.helpers.workers import (
     specgen,
     wait_for,
 )
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.config import Architecture
 
 QUICK = ("-t", "1", "--no-stats", "--quiet", "-n", "24")
 

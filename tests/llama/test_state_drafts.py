@@ -26,8 +26,6 @@ from specgen.method.backend import Batch
 from specgen.options import SamplerOptions, parse_tree
 from specgen.session.engine import Engine
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.eagle import TinyDflash, TinyEagle
 from tests.helpers.common import EXACT
 from tests.helpers.eagle import (
     BIASED,
@@ -46,6 +44,8 @@ from tests.helpers.eagle import (
 from tests.helpers.gemma4_assistant import write_assistant, write_gemma4
 from tests.helpers.heads import make_heads
 from tests.helpers.mtp import MtpArchitecture, write_mtp_model
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.eagle import TinyDflash, TinyEagle
 
 FILES: dict[str, TinyEagle | TinyDflash] = {**EAGLES, **DFLASHES}
 TREES = ("off", "auto", "3,2,1", "2x3")

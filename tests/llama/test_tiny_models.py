@@ -15,7 +15,8 @@ from specgen.llama import LlamaBackend, LlamaModel
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
-from specgen.testing.tiny import (
+from tests.registry import ARCHITECTURES
+from tests.tiny import (
     CHATML_TEMPLATE,
     Architecture,
     TensorType,
@@ -23,7 +24,6 @@ from specgen.testing.tiny import (
     tiny_vocabulary,
     write_tiny_model,
 )
-from tests.registry import ARCHITECTURES
 
 TEXT = "Hello, the world of  returns\n\tdef é 😀 日本 " + "".join(map(chr, range(32, 127)))
 OPTIONS = ContextOptions(n_threads=1, n_gpu_layers=0)

@@ -19,10 +19,10 @@ import jsonschema
 from typer.core import TyperOption as Option
 
 from specgen.cli import command_line
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
-from specgen.testing.tiny.config import INFILL_TOKENS
 from tests.long_runs.forked import run_forked
 from tests.long_runs.mutated_json import mutated
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.tiny.config import INFILL_TOKENS
 
 PROMPT = "the cat is in the house of the cat"
 #: Rows of a batch are rows alone: texts may be compared.

@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.long_runs.fuzz_cases import variables
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 _EXACT = ("-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-n", "24", "-q")
 _PROMPTS = ("the cat", "the dog and the cat", "a", "else", "one two three one two", "def f(x):")

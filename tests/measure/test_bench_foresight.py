@@ -36,8 +36,8 @@ from specgen.options import (
     GenerationOptions,
     SamplerOptions,
 )
-from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.bench import report_of, result
+from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
     N_VOCAB,
     Clock,

@@ -40,8 +40,8 @@ from specgen.options import (
 )
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.common import posix
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 TEXT = "<|im_start|>user\nCount from one to five.<|im_end|>\n<|im_start|>assistant\n"
 PROMPT = PeerPrompt(TEXT, 15, ends=("<|endoftext|>", "<|im_end|>"))

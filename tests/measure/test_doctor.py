@@ -16,8 +16,8 @@ from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.measure import doctor
 from specgen.system import child_process as child
 from specgen.system.llama_build import REQUIRED_VERSION, Build
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.common import posix
+from tests.tiny import TinyConfig, write_tiny_model
 
 
 @pytest.fixture(autouse=True)

@@ -45,8 +45,7 @@ from specgen.measure.proof.exact import Exact
 from specgen.measure.proof.memo_backend import MemoBackend
 from specgen.measure.proof.rows import movement
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import Draft
-from specgen.method.tree_batch import Branches, keep_path
+from specgen.method.draft import Branches, Draft, keep_path
 from specgen.options import (
     DraftOptions,
     DraftSource,
@@ -61,12 +60,12 @@ from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
 from specgen.system.arrays import Logits
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.config import Architecture
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.common import EXACT
 from tests.helpers.virtual_time import VirtualTime
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.config import Architecture
 
 PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with that it be not self"
 PROMPTS = tuple(PROMPT[start:] for start in (0, 9, 30, 60))

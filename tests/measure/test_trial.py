@@ -21,7 +21,7 @@ from specgen.measure.selection.trial import (
 from specgen.method.draft import Draft
 from specgen.method.policy import RoundResult
 from specgen.options import DraftOptions, GenerationOptions
-from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
+from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
     N_VOCAB,
     Clock,

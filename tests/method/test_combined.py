@@ -21,14 +21,14 @@ from specgen.drafters import (
     ready,
 )
 from specgen.events import DraftedEvent
+from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan, RoundResult
-from specgen.method.policy.cost_table import FREE, Price
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
-from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
 from specgen.text.sampling import Distribution, Sampler
 from specgen.text.text_state import Shaper, TextState
+from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB, PROMPT, NoDrafter, Setup, model_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=7)

@@ -19,7 +19,7 @@ from specgen.drafters import Drafter, Drafters
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
 from specgen.method.draft import ROOT, Draft
 from specgen.method.loop import Loop
-from specgen.method.verifiers import MatchVerifier, Verifier
+from specgen.method.verify import MatchVerifier, Verifier
 from specgen.options import (
     DraftOptions,
     GenerationOptions,
@@ -31,12 +31,11 @@ from specgen.options import (
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
 from specgen.system.arrays import Logits
-from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
-from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
 from specgen.text.sampling import Distribution, NoTokenAllowedError
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.common import EXACT, UNFILTERED
+from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import (
     PROMPT,
     Clock,
@@ -47,7 +46,7 @@ from tests.helpers.fake_generations import (
 )
 from tests.helpers.fake_grammar import FakeGrammar
 from tests.registry import CACHES, ON_FAKES, VERIFIERS, Text
-from tests.registry import DRAFTERS as CASES
+from tests.tiny import Architecture, TinyConfig, write_tiny_model
 
 N_VOCAB = 12
 #: Token 10 and 11 end a text.
@@ -182,11 +181,6 @@ DRAFTERS: dict[str, DrafterOf] = {
     ),
     "tree": lambda state, own: GrammarTrees(state, np.random.default_rng(5)),
     **{name: registered(name) for name in ("staged by a model", "tree of guesses")},
-    **{
-        name: registered(name)
-        for name, case in CASES.items()
-        if case.translated != "off" and case.grammar
-    },
 }
 
 

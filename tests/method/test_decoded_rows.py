@@ -15,14 +15,14 @@ from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan, RoundRe
 from specgen.method.policy.plan import Whole
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.system.arrays import Logits
-from specgen.testing.fake_backend import (
+from specgen.text.text_state import TextState
+from tests.helpers.fake_backend import (
     FakeBackend,
     FakeVocabulary,
     Language,
     noisy,
     random_language,
 )
-from specgen.text.text_state import TextState
 from tests.helpers.fake_generations import GREEDY, N_VOCAB, PROMPT, Setup
 from tests.registry import DRAFTERS as CASES
 from tests.registry import ON_FAKES, Text, model

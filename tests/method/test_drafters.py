@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters import ModelDrafter, draft_alone
-from specgen.drafters.base import propose_together
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.drafter import propose_together
 from specgen.method.policy import FixedPolicy, Offer, draft_up_to
 from specgen.options import DraftOptions, SamplerOptions
-from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
 from specgen.text.sampling import distribution
+from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB, Clock, model_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=2)

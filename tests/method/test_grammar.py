@@ -24,10 +24,10 @@ from specgen.llama.grammar import LlamaGrammar
 from specgen.llama.library import llama_cpp
 from specgen.llama.token_table import BOUNDARY, INVALID, utf8_state
 from specgen.system.arrays import BoolArray
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.text.grammar.base import GrammarState
 from specgen.text.grammar.gbnf import read_gbnf
 from tests.helpers.fake_grammar import FakeGrammar
+from tests.tiny import TinyConfig, write_tiny_model
 
 JSON = r"""
 root   ::= object

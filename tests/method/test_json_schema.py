@@ -30,11 +30,11 @@ from specgen.options import (
 )
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.text.grammar.base import GrammarState
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
 from tests.helpers.common import EXACT
+from tests.tiny import TinyConfig, write_tiny_model
 
 PERSON: dict[str, Any] = {
     "type": "object",

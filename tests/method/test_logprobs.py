@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from specgen.events import CommittedEvent, Event, Piece, to_json_object
 from specgen.method.backend import Batch
-from specgen.method.verifiers import MatchVerifier, Verifier
+from specgen.method.verify import MatchVerifier, Verifier
 from specgen.options import (
     DraftOptions,
     DraftSource,
@@ -29,11 +29,10 @@ from specgen.options import (
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
 from specgen.system.arrays import Logits
-from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.text.sampling.logprobs import log_probabilities, most_likely
 from specgen.text.text_state import TextState
 from tests.helpers.common import EXACT, UNFILTERED
+from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
     N_VOCAB,
     PROMPT,
@@ -43,6 +42,7 @@ from tests.helpers.fake_generations import (
     ngram_drafter,
 )
 from tests.helpers.fake_grammar import FakeGrammar
+from tests.tiny import TinyConfig, write_tiny_model
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)

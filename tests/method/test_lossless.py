@@ -56,14 +56,14 @@ from specgen.options import (
 from specgen.session.engine import Engine, generate
 from specgen.session.kept_answers import Learnt, write_learnt
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.eagle import TinyDflash, TinyEagle, write_tiny_dflash, write_tiny_eagle
 from tests.helpers.common import EXACT
 from tests.helpers.gemma4_assistant import write_assistant, write_gemma4
 from tests.helpers.heads import make_heads
 from tests.helpers.mtp import MtpArchitecture, write_mtp_model
 from tests.helpers.tiny import write_respelled_model
 from tests.registry import ARCHITECTURES, CACHES, DRAFTERS, JUDGES, ON_TINY
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.eagle import TinyDflash, TinyEagle, write_tiny_dflash, write_tiny_eagle
 
 OVERALL_LEVEL = 1e-3
 DEPTH = 3
@@ -307,8 +307,7 @@ def said(loaded: Models) -> FinishedEvent:
         ("draft", "off", "top-k", "block"),
         ("draft", "off", "greedy", "match"),
         ("ngram", "off", "top-k", "match"),
-        ("respelled", "tokens", "top-k", "block"),
-        ("respelled", "string", "top-k", "match"),
+        ("respelled", "auto", "top-k", "match"),
     ],
 )
 def test_auto_judges_as_the_verifier_for_that_kind_of_draft(

@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.drafters import draft_alone
+from specgen.method.acceptance import AcceptanceRates
+from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.policy import (
     CostAwarePolicy,
@@ -29,11 +31,9 @@ from specgen.method.policy import (
     WhilePaying,
     draft_up_to,
 )
-from specgen.method.policy.acceptance import AcceptanceRates
-from specgen.method.policy.cost_table import FREE, CostTable, Price
 from specgen.options import FIXED_LENGTH, FIXED_P_MIN, LONGEST_DRAFT, DraftOptions, SamplerOptions
-from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
 from specgen.text.sampling import distribution
+from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import N_VOCAB, model_drafter
 from tests.helpers.simulated_drafting import WRONG, Run, World, run, steps, text
 

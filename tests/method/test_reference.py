@@ -24,8 +24,8 @@ from specgen.options import (
 )
 from specgen.session.engine import Engine
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.common import EXACT
+from tests.tiny import TinyConfig, write_tiny_model
 
 #: Probability that a correct specgen fails, of each test, were its seeds drawn anew.
 LEVEL = 1e-5

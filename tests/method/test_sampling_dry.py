@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.system.arrays import TokenArray
-from specgen.testing.fake_backend import FakeVocabulary
 from specgen.text.sampling import DryBreakers
 from specgen.text.sampling.dry import dry_penalties
+from tests.helpers.fake_backend import FakeVocabulary
 
 BASE, MULTIPLIER = 1.75, 0.8
 

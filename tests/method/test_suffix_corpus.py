@@ -12,7 +12,7 @@ import pytest
 from specgen.drafters.lookup.array import SuffixArray
 from specgen.drafters.lookup.corpus import MAX_BYTES, MAX_FILE_BYTES, load_corpus
 from specgen.errors import UsageError
-from specgen.testing.fake_backend import FakeVocabulary
+from tests.helpers.fake_backend import FakeVocabulary
 
 VOCABULARY = FakeVocabulary(tuple(bytes([i]) for i in range(256)))
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.options import SamplerOptions
-from specgen.testing.fake_backend import random_language
 from specgen.text.sampling import NoTokenAllowedError, Sampler
 from specgen.text.text_state import RememberingShaper, Shaper, TextState
+from tests.helpers.fake_backend import random_language
 from tests.helpers.fake_grammar import FakeGrammar
 
 N_VOCAB = 12

@@ -23,7 +23,8 @@ from specgen.drafters import (
 from specgen.drafters.expansion import Expansion, Look, make_expansion
 from specgen.events import DraftedEvent
 from specgen.method.backend import Backend
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.cost_table import CostTable, Price
+from specgen.method.draft import NO_DRAFT, ROOT, Draft, TreeBuilder
 from specgen.method.loop import Loop
 from specgen.method.policy import (
     CostAwarePolicy,
@@ -33,10 +34,8 @@ from specgen.method.policy import (
     WhilePaying,
     draft_up_to,
 )
-from specgen.method.policy.cost_table import CostTable, Price
 from specgen.method.policy.stopping import best_nodes
-from specgen.method.tree_builder import TreeBuilder
-from specgen.method.verifiers import (
+from specgen.method.verify import (
     AutoVerifier,
     MatchVerifier,
     ResidualVerifier,
@@ -45,10 +44,10 @@ from specgen.method.verifiers import (
 )
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree
 from specgen.session.drafter_factory import guess_sampling
-from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
 from specgen.text.sampling import Distribution, Sampler
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.exact_distributions import Fate, all_fates
+from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import GREEDY, PROMPT, Setup, Timed, tree_drafter
 from tests.helpers.goodness_of_fit import LEVEL, p_value
 from tests.method.test_verifiers import DRAFTS, LETTERS, SAMPLERS, draw, exact

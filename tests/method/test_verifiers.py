@@ -22,7 +22,7 @@ from specgen.drafters import Drafter, Drafting, SuffixDrafter, ready
 from specgen.method.draft import Draft
 from specgen.method.loop import Loop
 from specgen.method.policy import Policy, RoundPlan
-from specgen.method.verifiers import (
+from specgen.method.verify import (
     MatchVerifier,
     ResidualVerifier,
     Target,
@@ -30,8 +30,8 @@ from specgen.method.verifiers import (
     Verifier,
 )
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
-from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
 from specgen.text.sampling import Distribution, distribution
+from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import (
     Clock,
     NoDrafter,

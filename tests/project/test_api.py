@@ -14,8 +14,8 @@ import pytest
 import specgen
 from specgen.errors import BackendError, ModelFileError, PromptError, UsageError
 from specgen.events import CommittedEvent, FinishedEvent
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.config import CHATML_TEMPLATE
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.config import CHATML_TEMPLATE
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 PROMPT = "the cat is in the"

@@ -93,7 +93,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def test_what_is_not_there_is_found() -> None:
-    right = "`tests/project/test_layers.py::WINGS` `decoding/loop.py` `kernels/` `models.toml` `specgen run`"
+    right = "`tests/project/test_layers.py::WINGS` `method/loop.py` `kernels/` `models.toml` `specgen run`"
     assert len(paths_of(right)) == 4
     assert stale_paths(right) == []
     wrong = [

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.common import ROOT
 from tests.long_runs.mutated_json import mutated
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX processes")
 #: Of each kind of case a few.

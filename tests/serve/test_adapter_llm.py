@@ -24,10 +24,10 @@ import specgen
 from specgen.models import load_registry, memory_file, user_registry_file
 from specgen.options import DraftOptions, SamplerOptions
 from specgen.serve.adapters.llm import AnswerError
-from specgen.session.chat_template import Message
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from specgen.session.prompts.template import Message
 from tests.helpers.common import ROOT
 from tests.helpers.fetch import store
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,7 +57,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """The module that the package's entry point names, registered with `llm`; nothing is loaded.
     Drafts are of a fixed length: what costs decide depends on the machine."""
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path / "llm"))
-    drafting = DraftOptions(policy="fixed", max_tokens=4, p_min=0.0, weights="own")
+    drafting = DraftOptions(policy="fixed", max_tokens=4, p_min=0.0)
     monkeypatch.setattr(specgen, "load", functools.partial(specgen.load, drafting=drafting))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     module = importlib.import_module(project["entry-points"]["llm"]["specgen"])

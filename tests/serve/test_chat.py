@@ -19,13 +19,13 @@ from specgen.serve.chat.chat import Chat
 from specgen.serve.chat.commands import COMMANDS, Command, parse
 from specgen.serve.chat.conversation import Change, Conversation, Turn
 from specgen.serve.chat.log import ChatLog
-from specgen.session.chat_template import Message
 from specgen.session.engine import Engine
 from specgen.session.loaded_models import Models
+from specgen.session.prompts.template import Message
 from specgen.session.thoughts import ThoughtReader, is_thinking, thought_of
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.common import NOW
 from tests.helpers.tiny import write_respelled_model
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 
 def conversation(*changes: Change) -> Conversation:

@@ -21,9 +21,9 @@ from specgen.serve.server.jobs import Turns
 from specgen.serve.server.model_pool import ModelEntry, ModelPool, OpenedModel, ServedModel
 from specgen.serve.server.options import Limits, ServerOptions
 from specgen.session.engine import Engine, generate
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.browser import browser
 from tests.helpers.server import FIXED, N_CTX, PATIENCE_S, answering, session_of, wait_until
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 __all__ = ["browser"]
 

@@ -22,9 +22,9 @@ from specgen.serve.server.jobs import Turns
 from specgen.serve.server.model_pool import ModelEntry, ModelPool, OpenedModel
 from specgen.serve.server.options import Limits, ServerOptions
 from specgen.session.engine import Engine
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.common import EXACT
 from tests.helpers.server import N_CTX, answering, session_of, wait_until
+from tests.tiny import TinyConfig, write_tiny_model
 
 MODELS = {
     "encoder": (TinyConfig(architecture="bert", n_ctx_train=64), {}),

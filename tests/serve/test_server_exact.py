@@ -16,9 +16,9 @@ import pytest
 from specgen.events import FinishedEvent
 from specgen.options import DraftOptions, DraftSource, SamplerOptions
 from specgen.session.engine import generate
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.server import FIXED, Running, running, session_of
 from tests.helpers.virtual_time import VirtualTime
+from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPTS = (
     "the cat is in the",

@@ -24,9 +24,9 @@ from specgen.serve.server.metrics import Metrics, ServerMetrics
 from specgen.serve.server.options import Limits, ServerOptions
 from specgen.session.engine import Engine
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.config import CHATML_TEMPLATE
 from tests.helpers.server import N_CTX, PATIENCE_S, Running, running, session_of, wait_until
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.config import CHATML_TEMPLATE
 
 LIMITS = Limits(
     body_bytes=200_000,

@@ -11,9 +11,9 @@ import pytest
 from anthropic.types import Message
 
 from specgen.serve.server.options import Limits, ServerOptions
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.server import Running, running, session_of
 from tests.serve.test_server_tools import TEMPLATE
+from tests.tiny import TinyConfig, write_tiny_model
 
 PARAMETERS: Any = {
     "type": "object",

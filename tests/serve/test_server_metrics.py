@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.server import Running, running, session_of, wait_until
+from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPTS = ("the cat is in the", "one two three one two three one", "the cat is in the house")
 

@@ -16,9 +16,9 @@ from llm.default_plugins.openai_models import Chat
 from specgen.errors import PromptError
 from specgen.serve.server.errors import RequestError
 from specgen.session.engine import generate
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.config import CHATML_TEMPLATE, INFILL_TOKENS
 from tests.helpers.server import Running, running, session_of, wait_until
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.config import CHATML_TEMPLATE, INFILL_TOKENS
 
 MESSAGES: Any = [{"role": "user", "content": "the cat is in the"}]
 PROMPT = "the cat is in the house of"

@@ -14,10 +14,10 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Route, expect
 
 from specgen.serve.server.options import ServerOptions
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.browser import browser, contrast, luminance
 from tests.helpers.common import ROOT
 from tests.helpers.server import N_CTX, PATIENCE_S, Running, running, session_of, wait_until
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 __all__ = ["browser"]
 

@@ -10,10 +10,10 @@ import openai
 import pydantic
 import pytest
 
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.config import CHATML_TEMPLATE
 from tests.helpers.server import Running, running, session_of
 from tests.serve.test_server_tools import TEMPLATE
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.config import CHATML_TEMPLATE
 
 TEXT = "the cat is in the"
 TOOL: Any = {

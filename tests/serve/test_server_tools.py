@@ -9,9 +9,9 @@ from typing import Any
 import openai
 import pytest
 
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.config import CHATML_TEMPLATE
 from tests.helpers.server import Running, running, session_of
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.config import CHATML_TEMPLATE
 
 #: ChatML that tells of tools, and writes calls between marks.
 TEMPLATE = """{%- for tool in tools or [] -%}

@@ -16,7 +16,7 @@ from specgen.serve.formats.openai.answer_parser import message_of
 from specgen.serve.formats.openai.request import Request, read_request, with_call_form
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.tiny import TinyConfig, write_tiny_model
 
 #: Templates by the marks of their calls, which are control tokens of the model.
 TEMPLATES = {

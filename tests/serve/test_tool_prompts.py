@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from specgen.llama import LlamaModel
 from specgen.options import ContextOptions, SessionOptions
-from specgen.session.chat_template import Message, ToolCall, render
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from specgen.session.prompts.template import Message, ToolCall, render
 from tests.helpers.common import NOW
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 #: Has the tools in the system message, as Qwen2.5's has, and writes answers of tools as turns of the user.

@@ -10,8 +10,8 @@ import pytest
 
 from specgen.drafters import ModelDrafter
 from specgen.events import FinishedEvent, NoticeEvent
+from specgen.method.acceptance import AcceptanceRates
 from specgen.method.backend import Batch
-from specgen.method.policy.acceptance import AcceptanceRates
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -35,17 +35,17 @@ from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
 from specgen.session.measurements import measure_if_new
 from specgen.system.arrays import Logits
-from specgen.testing.fake_backend import (
+from specgen.text.sampling import Sampler
+from specgen.text.text_state import Shaper, TextState
+from tests.helpers.fake_backend import (
     FakeBackend,
     FakeVocabulary,
     Language,
     noisy,
     random_language,
 )
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.text.sampling import Sampler
-from specgen.text.text_state import Shaper, TextState
 from tests.helpers.tiny import write_respelled_model
+from tests.tiny import TinyConfig, write_tiny_model
 
 N_VOCAB = 12
 VOCABULARY = FakeVocabulary.letters(N_VOCAB)

@@ -11,8 +11,8 @@ import pytest
 from specgen.drafters import draft_alone
 from specgen.errors import UsageError
 from specgen.events import DraftedEvent, FinishedEvent
+from specgen.method.acceptance import new_acceptance_rates
 from specgen.method.policy import draft_up_to
-from specgen.method.policy.acceptance import new_acceptance_rates
 from specgen.options import (
     DraftOptions,
     GenerationOptions,
@@ -25,10 +25,10 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine, generate
 from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
-from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
 from specgen.text.text_state import TextState
 from tests.helpers.common import EXACT
 from tests.helpers.tiny import write_respelled_model
+from tests.tiny import Architecture, TinyConfig, write_tiny_model
 
 MASK = 3
 IN_METADATA = {"tokenizer.ggml.mask_token_id": MASK}

@@ -34,14 +34,14 @@ from specgen.session.loaded_models import Models
 from specgen.session.prefix_cache import Slot, n_common
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
-from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
-from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
 from specgen.text.sequence import Sequence
 from tests.helpers.common import EXACT
+from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB
 from tests.helpers.tiny import write_respelled_model
 from tests.helpers.virtual_time import VirtualTime
 from tests.registry import ON_TINY
+from tests.tiny import Architecture, TinyConfig, write_tiny_model
 
 CACHES: dict[str, Architecture] = {
     "attention": "llama",

@@ -13,9 +13,15 @@ from specgen.drafters import SuffixDrafter, draft_alone
 from specgen.errors import UsageError
 from specgen.llama import LlamaModel
 from specgen.method.policy import draft_up_to
-from specgen.session.infill import ContextFile, Gap, InfillTokens, infill_prompt, kept_lengths
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.config import INFILL_TOKENS, TokenizerKind
+from specgen.session.prompts.infill import (
+    ContextFile,
+    Gap,
+    InfillTokens,
+    infill_prompt,
+    kept_lengths,
+)
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.config import INFILL_TOKENS, TokenizerKind
 
 GAP = Gap("the cat is ", " on the mat", name="a.txt")
 MORE = (ContextFile("b.txt", "a dog"), ContextFile("c.txt", "a house"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from specgen.method.backend import Batch
-from specgen.method.policy.cost_table import CostTable
+from specgen.method.cost_table import CostTable
 from specgen.session.calibration.timing import (
     begin,
     complete,
@@ -18,7 +18,7 @@ from specgen.session.calibration.timing import (
     timed_batch_sizes,
 )
 from specgen.system.arrays import Logits
-from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
+from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from specgen.drafters import MtpChainDrafter, MtpDrafter
+from specgen.drafters.hidden_trail import HiddenTrail
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend
@@ -20,7 +21,6 @@ from specgen.llama.mtp_layers import mtp_of, why_no_mtp
 from specgen.measure.selection.trial import measure_target, try_draft
 from specgen.method.backend import Batch
 from specgen.method.draft import Draft
-from specgen.method.hidden_trail import HiddenTrail
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -34,10 +34,10 @@ from specgen.options import (
 from specgen.session.agreement import read_states
 from specgen.session.engine import Engine
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Specgen
 from tests.helpers.mtp import MtpArchitecture, split_mtp_model, write_mtp_model
 from tests.helpers.states_drafts import PROMPT, answer, watched_drafts
+from tests.tiny import TinyConfig, write_tiny_model
 
 ARCHITECTURES: tuple[MtpArchitecture, ...] = ("glm4moe", "qwen35", "mimo2")
 CONTEXT = ContextOptions(n_threads=1)

@@ -24,11 +24,11 @@ from specgen.options import (
 from specgen.session.engine import Engine
 from specgen.session.kept_answers import Learnt, write_learnt
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Specgen
 from tests.helpers.common import EXACT
 from tests.helpers.mtp import write_mtp_model
 from tests.registry import CACHES
+from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "the cat is in the else for with that it be not self " * 4
 CONTEXT = replace(EXACT, n_ctx=512)

@@ -31,8 +31,8 @@ from specgen.options import (
 from specgen.session import loaded_models
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers.common import NOW
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Peaked enough that a difference in rounding does not change the most likely token.

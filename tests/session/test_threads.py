@@ -30,7 +30,7 @@ from specgen.session.loaded_models import Models
 from specgen.session.measurements import is_pair_measured, measure_if_new
 from specgen.system.arrays import Logits
 from specgen.system.machine import CoreTime
-from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
+from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 
 # --- which are tried
 

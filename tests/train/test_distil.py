@@ -28,7 +28,6 @@ from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.operators import dequantize, quantize
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
-from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from specgen.train import distillation, gguf_weights
 from specgen.train.distillation import N_ROWS, Distilled, distil
 from specgen.train.gguf_weights import read_weights, write_weights
@@ -44,6 +43,7 @@ from specgen.train.transformer import (
 )
 from tests.helpers.heads import N_EMBD, opened, prompts, written
 from tests.helpers.tiny import write_respelled_model, write_with_other_scales
+from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 N_CONTEXT = 64
 NOW = datetime.datetime(2026, 1, 1)

@@ -10,15 +10,15 @@ import pytest
 
 from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.method.backend import Batch
-from specgen.method.policy.cost_table import CostTable
+from specgen.method.cost_table import CostTable
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
 from specgen.system.json_lines import locked
-from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.train.draft_builder import plan_time
 from specgen.train.gguf_weights import ModelRows
 from specgen.train.target_text import N_TOP, TargetText, bytes_of, is_held_back
 from tests.helpers.heads import N_ANSWER, N_EMBD, opened, prompts, trained, written
+from tests.tiny import TinyConfig, write_tiny_model
 
 
 @pytest.fixture(scope="module")

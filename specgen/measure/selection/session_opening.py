@@ -27,15 +27,15 @@ from specgen.options import (
 )
 
 if TYPE_CHECKING:
-    from specgen.llama.kernel_checks import KernelStatus
+    from specgen.llama.kernels.admission import KernelStatus
     from specgen.measure.selection.resolve import Fetch
     from specgen.models import Registry
     from specgen.options import DraftSource
     from specgen.session.calibration.memory import Memory
     from specgen.session.loaded_models import Models
 
-#: Shows that the model with this name is loading, within a `with` block that gets a function for messages.
-Loading = Callable[[str], AbstractContextManager[Callable[[str], None]]]
+#: Shows that the model with this name is loading, within a `with` block.
+Loading = Callable[[str], AbstractContextManager[object]]
 #: Raises that a target cannot do what is asked for.
 Check = Callable[["Models"], object]
 
@@ -88,7 +88,7 @@ def start_kernels(wanted: KernelOptions) -> tuple[KernelStatus, str | None]:
     Return what was chosen, and a note if kernels are missing or cannot be used. Raise `UsageError` if kernels
     that were asked for cannot be used."""
     from specgen.llama.file_check import remember_checks
-    from specgen.llama.kernel_checks import choose_kernels, note_about
+    from specgen.llama.kernels.admission import choose_kernels, note_about
     from specgen.llama.packed_weights import keep_packed_weights
     from specgen.models import cache_folder, packed_folder
 
@@ -153,7 +153,7 @@ class SessionOpener:
         details: bool = False,
         drafts_later: bool = False,
         check: Check = lambda _loaded: None,
-        loading: Loading = lambda _name: contextlib.nullcontext(lambda _what: None),
+        loading: Loading = lambda _name: contextlib.nullcontext(),
         memory: Memory | None = None,
     ) -> None:
         self._drafts = list(drafts)
@@ -184,12 +184,12 @@ class SessionOpener:
         is_chosen = bool(self._drafts and self._drafts[0].why)
         taken: Taken | None = None
         with contextlib.ExitStack() as on_error:
-            with self._loading(options.target.name) as tell:
+            with self._loading(options.target.name):
                 own = replace(options, draft="none") if is_chosen else options
                 # Lines of the log of two models at once would be mixed.
                 ahead = "none" if self._details else options.draft
                 loaded = on_error.enter_context(
-                    Models(own, self._clock, self._memory, tell, draft_ahead=ahead)
+                    Models(own, self._clock, self._memory, draft_ahead=ahead)
                 )
                 self._check(loaded)
                 if is_chosen:
@@ -198,10 +198,6 @@ class SessionOpener:
                     if taken.measured:  # not every command saves what its session learns
                         self._memory.save()
             on_error.pop_all()
-        if (
-            loaded.drafts.compared
-        ):  # a copy that is not quicker is a result too, and took as long to find
-            self._memory.save()
         if taken is not None:
             for note in (*(taken.measured if self._details else ()), taken.note):
                 self._note(note)
@@ -233,7 +229,7 @@ class SessionOpener:
 
     def _note_disk(self, loaded: Models) -> None:
         """Say once that the disk has too little room to keep packed weights, which the cache folder remembers."""
-        from specgen.llama.kernel_checks import is_first_time
+        from specgen.llama.kernels.admission import is_first_time
         from specgen.models import cache_folder
 
         for model in (loaded.target, loaded.drafts.model):
@@ -289,7 +285,7 @@ def layers_without_gpu(
 def open_memory() -> Memory:
     """Return the memory of this machine with this build of llama.cpp and the kernels in use."""
     from specgen.llama import build
-    from specgen.llama.kernels import computing
+    from specgen.llama.kernels.attached import computing
     from specgen.models import memory_file
     from specgen.session.calibration.memory import Memory
     from specgen.system.machine import look_at_machine
