@@ -26,7 +26,7 @@ PolicyName: TypeAlias = Literal["cost", "threshold", "fixed"]
 #: How the drafts of a model with another vocabulary are translated; see `specgen.drafters.translated`.
 TranslateMode: TypeAlias = Literal["auto", "off"]
 #: Who computes on the CPU: specgen's own kernels, llama.cpp's, or (``auto``) specgen's where they
-#: can be used; see `specgen.llama.kernel_checks`.
+#: can be used; see `specgen.llama.kernels`.
 KernelChoice: TypeAlias = Literal["auto", "specgen", "llama.cpp"]
 #: Where a model is fetched from; ``auto`` is the hub and, if that fails, the mirror.
 SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]

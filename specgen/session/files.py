@@ -146,13 +146,11 @@ def find_model(name: str, registry: Registry, fetch: Fetch, others: Iterable[str
 
 def fetching(registry: Registry, *, quiet: bool) -> Fetch:
     """Return what fetches a model, from the hub or by its name in the registry."""
-    from specgen.models import fetch, parse_reference, stderr_progress
+    from specgen.models import fetch, fetch_reference, parse_reference, stderr_progress
 
     def get(name: str) -> Path:
         progress = stderr_progress(quiet=quiet)
         if is_reference(name):
-            from specgen.models.hub import fetch_reference
-
             return fetch_reference(parse_reference(name), progress=progress)
         return fetch(registry.model(name), progress=progress)
 

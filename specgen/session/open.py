@@ -13,8 +13,13 @@ from specgen import __version__
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError
 from specgen.llama import build
 from specgen.llama.file_check import remember_checks
-from specgen.llama.kernel_checks import KernelStatus, choose_kernels, is_first_time, note_about
-from specgen.llama.kernels import computing
+from specgen.llama.kernels.admission import (
+    KernelStatus,
+    choose_kernels,
+    is_first_time,
+    note_about,
+)
+from specgen.llama.kernels.attached import computing
 from specgen.llama.packed_weights import keep_packed_weights
 from specgen.models import (
     cache_folder,

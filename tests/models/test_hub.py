@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from specgen.errors import FetchError, UnknownModelError, UsageError
-from specgen.models import HubReference, parse_reference
-from specgen.models.hub import fetch_reference
+from specgen.models import HubReference, fetch_reference, parse_reference
 from specgen.models.hub_cache import cached_models
 from specgen.models.hub_reference import (
     choose,

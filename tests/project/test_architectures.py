@@ -16,7 +16,7 @@ import pytest
 
 from scripts import build_architectures, build_kernels, build_rpc, models_page
 from specgen.errors import ModelFileError
-from specgen.llama.kernels import Kernels
+from specgen.llama.kernels.attached import Kernels
 from tests.architectures import run
 from tests.architectures.checks import CHECKS, CheckFailedError, Subject
 from tests.architectures.exceptions import EXCEPTIONS, KnownException, exception_for
