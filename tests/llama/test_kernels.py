@@ -508,7 +508,6 @@ def test_every_command_that_loads_models_takes_the_choice(
 def test_what_was_measured_is_kept_apart_by_who_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specgen.llama.kernels.attached import attached as kernels
     from specgen.options import ContextOptions
     from specgen.session.calibration.threads import Threads
     from specgen.session.open import open_memory

@@ -18,14 +18,13 @@ from specgen.models import (
     Pair,
     Registry,
     SavedDraft,
+    folder_of,
     identify,
     save_draft,
     saved_draft,
     saved_drafts_file,
     shard_number,
 )
-from specgen.models.folders import models_folder
-from specgen.models.model_folder import slot_of
 from specgen.options import DraftSource, ModelChoice
 from specgen.session.files import DraftChoice, choose_drafts, find_models
 
@@ -311,9 +310,9 @@ def test_nothing_is_looked_for_after_what_always_works() -> None:
 @pytest.fixture
 def big(tmp_path: Path) -> Path:
     """The file of the target; the general draft is on this disk too."""
-    slot = slot_of(registry().model("tiny"), models_folder())
-    slot.folder.mkdir(parents=True)
-    slot.file.write_bytes(bytes(1000))
+    tiny = registry().model("tiny")
+    folder_of(tiny).mkdir(parents=True)
+    (folder_of(tiny) / tiny.file).write_bytes(bytes(1000))
     path = tmp_path / "big.gguf"
     path.write_bytes(bytes(4000))
     return path
