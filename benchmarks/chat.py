@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.answers import answer, opened, parser_of, write_json
 from specgen.events import FinishedEvent
-from specgen.llama.kernel_checks import choose_kernels
+from specgen.llama.kernels.admission import choose_kernels
 from specgen.models import cache_folder
 from specgen.options import DraftSource
 from specgen.session.calibration.memory import Memory

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.answers import bench_prompts, write_json
 from specgen.drafters import draft_alone
-from specgen.llama.kernel_checks import choose_kernels, wanted_in
+from specgen.llama.kernels.admission import choose_kernels, wanted_in
 from specgen.measure.bench.contenders import NOW
 from specgen.measure.bench.figures import ContenderFigures, geometric_mean, speedup_of
 from specgen.measure.bench.job import Job

@@ -30,7 +30,7 @@ from typing import Any, TypeAlias
 import requests
 
 from benchmarks.answers import answer, drafts_of, opened, parser_of, running, write_json
-from specgen.llama.kernel_checks import choose_kernels
+from specgen.llama.kernels.admission import choose_kernels
 from specgen.models import cache_folder
 from specgen.session.calibration.memory import Memory
 from specgen.session.loaded_models import Models

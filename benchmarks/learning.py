@@ -34,8 +34,8 @@ import numpy as np
 
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaModel
-from specgen.llama.kernel_checks import choose_kernels
-from specgen.llama.kernels import computing
+from specgen.llama.kernels.admission import choose_kernels
+from specgen.llama.kernels.attached import computing
 from specgen.measure.selection.session_opening import find_target, open_memory
 from specgen.measure.selection.trial import Baseline, Replay, TargetAnswer, answered_prompt, replay
 from specgen.models import cache_folder, identify

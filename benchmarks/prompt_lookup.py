@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.llama import default_threads
-from specgen.llama.kernel_checks import choose_kernels, wanted_in
+from specgen.llama.kernels.admission import choose_kernels, wanted_in
 from specgen.measure.bench.contenders import NOW, Outcome, SessionContender, outcome_of_peer
 from specgen.measure.bench.figures import figures_of
 from specgen.measure.bench.peers import PeerError, PeerResult, run_program

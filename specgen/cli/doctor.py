@@ -22,7 +22,7 @@ from specgen.errors import ModelFileError, UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.llama.kernel_checks import KernelStatus
+    from specgen.llama.kernels.admission import KernelStatus
     from specgen.measure.doctor import DoctorReport
     from specgen.system.llama_build import Build
 

@@ -61,7 +61,7 @@ def learn(
     draft agrees with the target more often in them; otherwise they are dropped. `specgen chat` and `specgen
     serve` do this by themselves, between answers.
     """
-    from specgen.llama.kernel_checks import wanted_in
+    from specgen.llama.kernels.admission import wanted_in
     from specgen.train.online_learning import learn_from_files
     from specgen.train.training_loop import Budget
 

@@ -203,9 +203,9 @@ def _weights(options: SessionOptions) -> Iterator[None]:
     """Load the weights of a target, which takes longest, while other models decode. (If kernels cannot
     compute it, they are switched while it loads, so that it is loaded later, when nothing decodes.)"""
     from specgen.llama import LlamaModel
-    from specgen.llama.kernels import support_for
+    from specgen.llama.kernels.attached import kernel_problem
 
-    if support_for(options.target).problem:
+    if kernel_problem(options.target):
         yield
         return
     context = options.target_context

@@ -359,9 +359,9 @@ def test_later_sessions_have_the_draft_of_the_first_and_are_not_checked_again(
 @pytest.fixture
 def target(tiny_models: Path) -> Path:
     """A target whose partner is on the disk, by the user's own list of models."""
-    from specgen.models import load_registry, models_folder
+    from specgen.models import load_registry
     from specgen.models.files import file_sha256
-    from specgen.models.model_folder import slot_of
+    from tests.helpers.fetch import store
 
     target, draft = tiny_models / "target.gguf", tiny_models / "draft.gguf"
     config = saved_drafts_file().parent
@@ -382,9 +382,7 @@ def target(tiny_models: Path) -> Path:
     )
     pair = '[[pairs]]\nname = "tiny"\ntarget = "target"\ndraft = "draft"\ndescription = "tiny"\n'
     (config / "models.toml").write_text(tables + pair, encoding="utf-8")
-    slot = slot_of(load_registry().model("draft"), models_folder())
-    slot.folder.mkdir(parents=True)
-    slot.file.write_bytes(draft.read_bytes())
+    store(load_registry().model("draft"), draft.read_bytes())
     return target
 
 

@@ -97,7 +97,7 @@ def test_what_a_later_version_wrote_is_left_alone(tmp_path: Path) -> None:
         ("", "is not JSON: "),
         ("\xff", "is not JSON: "),
         ("[]", "is not a JSON object"),
-        ('{"drafts": 3}', "drafts: is not an object"),
+        ('{"drafts": 3}', "is not a JSON object"),
         ('{"drafts": {"big.gguf, 4000 bytes": 3}}', '"big.gguf, 4000 bytes": draft: is no path'),
         ('{"drafts": {"big.gguf, 4000 bytes": {"draft": 3}}}', "draft: is no path"),
         ('{"drafts": {"big.gguf, 4000 bytes": {"draft": ""}}}', "draft: is no path"),

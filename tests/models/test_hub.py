@@ -12,8 +12,7 @@ import pytest
 from specgen.errors import FetchError, UnknownModelError, UsageError
 from specgen.measure.selection.model_choice import ModelChoice
 from specgen.measure.selection.session_opening import find_models
-from specgen.models import HubReference, parse_reference
-from specgen.models.hub import fetch_reference
+from specgen.models import HubReference, fetch_reference, parse_reference
 from specgen.models.hub_cache import cached_models
 from specgen.models.hub_reference import (
     choose,

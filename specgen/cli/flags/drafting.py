@@ -85,8 +85,7 @@ _DRAFTING = panel(
     ),
     translate=Option(
         "--translate",
-        help="For a draft model with another vocabulary: string translates its text, tokens drafts only "
-        "tokens that both vocabularies have, auto uses the one that accepts more, off refuses the model.",
+        help="For a draft model with another vocabulary: auto translates its text, off refuses the model.",
     ),
     mask=Option(
         "--draft-mask",

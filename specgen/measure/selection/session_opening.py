@@ -27,7 +27,7 @@ from specgen.options import (
 )
 
 if TYPE_CHECKING:
-    from specgen.llama.kernel_checks import KernelStatus
+    from specgen.llama.kernels.admission import KernelStatus
     from specgen.measure.selection.resolve import Fetch
     from specgen.models import Registry
     from specgen.options import DraftSource
@@ -66,13 +66,17 @@ def find_target(name: str, *, quiet: bool) -> Path:
 
 
 def _fetch(registry: Registry, *, quiet: bool) -> Fetch:
-    from specgen.models import fetch, is_reference, parse_reference, stderr_progress
+    from specgen.models import (
+        fetch,
+        fetch_reference,
+        is_reference,
+        parse_reference,
+        stderr_progress,
+    )
 
     def get(name: str) -> Path:
         progress = stderr_progress(quiet=quiet)
         if is_reference(name):
-            from specgen.models.hub import fetch_reference
-
             return fetch_reference(parse_reference(name), progress=progress)
         return fetch(registry.model(name), progress=progress)
 
@@ -84,7 +88,7 @@ def start_kernels(wanted: KernelOptions) -> tuple[KernelStatus, str | None]:
     Return what was chosen, and a note if kernels are missing or cannot be used. Raise `UsageError` if kernels
     that were asked for cannot be used."""
     from specgen.llama.file_check import remember_checks
-    from specgen.llama.kernel_checks import choose_kernels, note_about
+    from specgen.llama.kernels.admission import choose_kernels, note_about
     from specgen.llama.packed_weights import keep_packed_weights
     from specgen.models import cache_folder, packed_folder
 
@@ -225,7 +229,7 @@ class SessionOpener:
 
     def _note_disk(self, loaded: Models) -> None:
         """Say once that the disk has too little room to keep packed weights, which the cache folder remembers."""
-        from specgen.llama.kernel_checks import is_first_time
+        from specgen.llama.kernels.admission import is_first_time
         from specgen.models import cache_folder
 
         for model in (loaded.target, loaded.drafts.model):
@@ -281,7 +285,7 @@ def layers_without_gpu(
 def open_memory() -> Memory:
     """Return the memory of this machine with this build of llama.cpp and the kernels in use."""
     from specgen.llama import build
-    from specgen.llama.kernels import computing
+    from specgen.llama.kernels.attached import computing
     from specgen.models import memory_file
     from specgen.session.calibration.memory import Memory
     from specgen.system.machine import look_at_machine

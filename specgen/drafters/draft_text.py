@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specgen.drafters.translation.string_translation import ControlTokens, Speller
+from specgen.drafters.spelling import ControlTokens, Speller
 from specgen.method.backend import Vocabulary
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 

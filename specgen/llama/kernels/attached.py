@@ -1,10 +1,9 @@
-"""specgen's own kernels, attached to GGML: matrix products and attention for some CPUs.
+"""The library of kernels, attached to GGML: matrix products and attention for some CPUs.
 
-GGML loads the library of kernels (`ggml_backend_load`). The library then offers its own layout of
-weights to GGML's CPU backend. llama.cpp stores the weights of models that it loads afterwards in this
-layout, and the kernels compute the operators that use them. llama.cpp computes all other operators
-itself. The kernels serve all models of the process. They cannot be detached, but they can be switched
-off for models that are loaded later.
+GGML loads the library (`ggml_backend_load`). The library then offers its own layout of weights to GGML's CPU backend.
+llama.cpp stores the weights of models that it loads afterwards in this layout, and the kernels compute the operators
+that use them. llama.cpp computes all other operators itself. The kernels serve all models of the process. They cannot
+be detached, but they can be switched off for models that are loaded later.
 """
 
 from __future__ import annotations
@@ -31,11 +30,26 @@ LLAMA_CPP = "llama.cpp"
 #: In place of that result for a model on workers, which do not say what kernels they use.
 WORKERS = "workers"
 
-_TEXTS = (
-    "specgen_kernels_problem",
-    "specgen_kernels_instructions",
-    "specgen_kernels_built_for",
-)
+_TEXT, _POINTER, _INT, _UINT64 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64
+_INT32_ARRAY = ctypes.POINTER(ctypes.c_int32)
+#: The library's functions, whose names begin with `specgen_kernels_`: results and arguments.
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "problem": (_TEXT,),
+    "instructions": (_TEXT,),
+    "built_for": (_TEXT,),
+    "counts": (None, ctypes.POINTER(_UINT64)),
+    "enable": (None, _INT, _INT),
+    "serve": (None,),
+    "new_row_limit": (_POINTER, ctypes.c_int64, _INT32_ARRAY, ctypes.c_int64),
+    "set_row_limit": (None, _POINTER),
+    "delete_row_limit": (None, _POINTER),
+    "open_packed": (_POINTER, _TEXT),
+    "load_packed": (None, _POINTER),
+    "used_packed": (_INT, _POINTER),
+    "packed_file_bytes": (_UINT64, _POINTER),
+    "write_packed": (_INT, _POINTER, _TEXT),
+    "close_packed": (None, _POINTER),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +64,6 @@ class KernelCounts:
     n_attentions_left: int
 
 
-@dataclass(frozen=True, slots=True)
-class KernelSupport:
-    """Which of the kernels can compute a model."""
-
-    products: bool = True
-    attention: bool = True
-    #: Why not all of them can, as the rest of a sentence: "they died of SIGSEGV ..."; empty if they can.
-    problem: str = ""
-    #: Whether llama.cpp's own code can compute the model in a process with the kernels attached.
-    usable: bool = True
-
-
 class RowLimit:
     """Which rows of a matrix with `n_rows` rows are computed; the other outputs are -infinity.
 
@@ -70,7 +72,7 @@ class RowLimit:
 
     def __init__(self, library: Any, n_rows: int, rows: NDArray[np.int32]) -> None:
         self._library = library
-        pointer = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        pointer = rows.ctypes.data_as(_INT32_ARRAY)
         self._handle = library.specgen_kernels_new_row_limit(n_rows, pointer, len(rows))
 
     def __enter__(self) -> None:
@@ -129,7 +131,9 @@ class Kernels:
         self._library = library
         #: Their instruction set: ``avx2``, ``avx-vnni``, ``avx512-vnni``, ``amx-int8`` or ``neon-dotprod``.
         self.instructions = _text(library.specgen_kernels_instructions())
-        self._enabled = (True, True)
+        #: Whether models that are loaded now get the kernels' layout of weights.
+        self.computes_products = True
+        self.computes_attention = True
         #: Whether a model of this process cannot have the kernels' attention, which is the same for all.
         self.lacks_attention = False
 
@@ -138,22 +142,13 @@ class Kernels:
         """A hash of the library's contents."""
         return hashlib.sha256(self.path.read_bytes()).hexdigest()
 
-    @property
-    def computes_products(self) -> bool:
-        """Whether models that are loaded now get the kernels' layout of weights."""
-        return self._enabled[0]
-
-    @property
-    def computes_attention(self) -> bool:
-        return self._enabled[1]
-
     def enable(self, *, products: bool, attention: bool) -> None:
         """Switch the kernels on or off. `products` applies to models that are loaded from now on;
         `attention` to all attention from now on, and to products of tensors that are not packed, unless a
         model excluded it."""
         attention = attention and not self.lacks_attention
         self._library.specgen_kernels_enable(int(products), int(attention))
-        self._enabled = (products, attention)
+        self.computes_products, self.computes_attention = products, attention
 
     def serve(self) -> None:
         """Pack, from now on, the quantised weights that other machines send to this process's CPU through
@@ -169,13 +164,13 @@ class Kernels:
         return PackedFile(self._library, path)
 
     def counts(self) -> KernelCounts:
-        numbers = (ctypes.c_uint64 * 4)()
+        numbers = (_UINT64 * 4)()
         self._library.specgen_kernels_counts(numbers)
         return KernelCounts(*numbers)
 
 
 _attached: Kernels | None = None
-_support_of: Callable[[Path], KernelSupport] | None = None
+_problem_of: Callable[[Path], str] | None = None
 
 
 def attach(path: Path) -> Kernels:
@@ -193,10 +188,12 @@ def attach(path: Path) -> Kernels:
         return _attached
     try:
         library = ctypes.CDLL(os.fspath(path))
-        _declare(library)
+        for name, (result, *arguments) in _FUNCTIONS.items():
+            function = getattr(library, f"specgen_kernels_{name}")
+            function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         raise BackendError(f"the library cannot be loaded: {error}") from error
-    load = ggml("ggml_backend_load", ctypes.c_void_p, ctypes.c_char_p)
+    load = ggml("ggml_backend_load", _POINTER, _TEXT)
     forget_log()
     loaded = load(os.fsencode(path))
     problem = _text(library.specgen_kernels_problem())
@@ -223,33 +220,34 @@ def computing() -> str:
     return f"specgen {_attached.instructions}"
 
 
-def ask_before_loading(support_of: Callable[[Path], KernelSupport] | None) -> None:
-    """Ask `support_of`, before a model file is loaded, which kernels can compute it. None: all can."""
-    global _support_of  # noqa: PLW0603 - like the attached library, it holds for the process
-    _support_of = support_of
+def ask_before_loading(problem_of: Callable[[Path], str] | None) -> None:
+    """Ask `problem_of`, before a model file is loaded, why the kernels cannot compute it. None: they can."""
+    global _problem_of  # noqa: PLW0603 - like the attached library, it holds for the process
+    _problem_of = problem_of
 
 
-def support_for(file: Path) -> KernelSupport:
-    """Return which of the kernels in use can compute a model file."""
-    if _attached is None or not _attached.computes_products or _support_of is None:
-        return KernelSupport()
-    return _support_of(file)
+def kernel_problem(file: Path) -> str:
+    """Return why the kernels in use cannot compute a model, as the rest of a sentence ("they died of SIGSEGV
+    ..."); empty if they can, or none are in use."""
+    if _attached is None or not _attached.computes_products or _problem_of is None:
+        return ""
+    return _problem_of(file)
 
 
 @contextlib.contextmanager
-def loading_with(support: KernelSupport) -> Iterator[None]:
-    """Load a model within this context: kernels that cannot compute it are off. Attention, which is not
-    chosen by model, stays off."""
+def loading_with(problem: str) -> Iterator[None]:
+    """Load a model within this context. If the kernels have a problem with it they are off; attention, which is
+    not chosen by model, stays off."""
     kernels = _attached
-    if kernels is None or not support.problem:
+    if kernels is None or not problem:
         yield
         return
-    kernels.lacks_attention |= not support.attention
-    kernels.enable(products=support.products, attention=kernels.computes_attention)
+    kernels.lacks_attention = True
+    kernels.enable(products=False, attention=False)
     try:
         yield
     finally:
-        kernels.enable(products=True, attention=kernels.computes_attention)
+        kernels.enable(products=True, attention=False)
 
 
 def lacks_attention() -> bool:
@@ -260,41 +258,9 @@ def lacks_attention() -> bool:
 def ggml_version() -> str:
     """Return the version of the GGML that llama.cpp is linked to; empty if it does not report one."""
     try:
-        return _text(ggml("ggml_version", ctypes.c_char_p)())
+        return _text(ggml("ggml_version", _TEXT)())
     except BackendError:
         return ""
-
-
-def _declare(library: Any) -> None:
-    """Declare the types of the library's functions. Raise `AttributeError` if one is missing."""
-    for name in _TEXTS:
-        function = getattr(library, name)
-        function.restype, function.argtypes = ctypes.c_char_p, ()
-    library.specgen_kernels_counts.restype = None
-    library.specgen_kernels_counts.argtypes = (ctypes.POINTER(ctypes.c_uint64),)
-    library.specgen_kernels_enable.restype = None
-    library.specgen_kernels_enable.argtypes = (ctypes.c_int, ctypes.c_int)
-    library.specgen_kernels_new_row_limit.restype = ctypes.c_void_p
-    library.specgen_kernels_new_row_limit.argtypes = (
-        ctypes.c_int64,
-        ctypes.POINTER(ctypes.c_int32),
-        ctypes.c_int64,
-    )
-    for name in ("delete", "set"):
-        function = getattr(library, f"specgen_kernels_{name}_row_limit")
-        function.restype, function.argtypes = None, (ctypes.c_void_p,)
-    for name, result, arguments in (
-        ("open_packed", ctypes.c_void_p, (ctypes.c_char_p,)),
-        ("load_packed", None, (ctypes.c_void_p,)),
-        ("used_packed", ctypes.c_int, (ctypes.c_void_p,)),
-        ("packed_file_bytes", ctypes.c_uint64, (ctypes.c_void_p,)),
-        ("write_packed", ctypes.c_int, (ctypes.c_void_p, ctypes.c_char_p)),
-        ("close_packed", None, (ctypes.c_void_p,)),
-    ):
-        function = getattr(library, f"specgen_kernels_{name}")
-        function.restype, function.argtypes = result, arguments
-    library.specgen_kernels_serve.restype = None
-    library.specgen_kernels_serve.argtypes = ()
 
 
 def _text(value: bytes | None) -> str:

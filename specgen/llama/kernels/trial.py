@@ -1,16 +1,23 @@
-"""Try specgen's kernels on a model: load it, and decode batches of every kind.
+"""A trial of the kernels on a model, which runs in a child process:
+`python -m specgen.llama.kernels.trial KERNELS LIBRARY FILE STEPS`.
 
-This may end the process; `specgen.llama.kernel_checks.model_trial` runs it in a child process. Most trials load a skeleton of
-the model, a file of the same make that loads quickly. It has the metadata of its model, and tensors of the same
-names, types and shapes, but fewer layers, fewer tokens without a text, and zeros for weights: holes of a sparse
-file, which take no room on a disk.
+It attaches the library, loads the file with the kernels `on` or `off`, and decodes batches of every kind; `without`
+attaches nothing. The file STEPS gets a line before each step. The result is one line of JSON. If the process ends
+without it, the exit code or signal is the result.
+
+Most trials load a skeleton of the model, a file of the same make that loads quickly. It has the metadata of its
+model, and tensors of the same names, types and shapes, but fewer layers, fewer tokens without a text, and zeros for
+weights: holes of a sparse file, which take no room on a disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import re
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,6 +27,7 @@ from specgen.errors import BackendError, SpecgenError
 from specgen.llama.context import LlamaBackend
 from specgen.llama.ggml_graph import new_tensor, no_data
 from specgen.llama.gguf_metadata import GgufMetadata, GgufTensor, parts_of
+from specgen.llama.kernels.attached import attach
 from specgen.llama.library import ggml
 from specgen.llama.model import LlamaModel
 from specgen.method.backend import Batch
@@ -184,3 +192,31 @@ def _kept_layers(tensors: Sequence[GgufTensor], n_layers: int, n_last: int) -> l
             n_first = layer + 1
         kinds |= new
     return [*range(n_first), *range(n_layers - n_last, n_layers)]
+
+
+# --- the child process ----------------------------------------------------------------------------
+
+
+def main(kernels: str, library: str, file: str, steps: str) -> None:
+    """Try the kernels on a model, and print the result."""
+    with contextlib.suppress(
+        ImportError, OSError, ValueError
+    ):  # the system need not write a core dump
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    problem = ""
+    try:
+        if kernels != "without":
+            is_on = kernels == "on"
+            attach(Path(library)).enable(products=is_on, attention=is_on)
+        with Path(steps).open("w", encoding="utf-8") as log:
+            for step in try_kernels(Path(file), time.perf_counter):
+                print(step, file=log, flush=True)
+    except SpecgenError as error:
+        problem = error.message
+    sys.stdout.write(json.dumps({"problem": problem}) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
