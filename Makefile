@@ -121,7 +121,7 @@ soak: $(VENV)/.installed-dev ## Ask a server for an hour, rightly and wrongly (S
 
 docs: $(VENV)/.installed-dev ## Write the generated part of docs/, and wrap all documents
 	$(BIN)/python -m scripts.make_docs
-	$(BIN)/python -m scripts.wrap_markdown *.md docs/*.md docs/*/*.md
+	$(BIN)/python -m scripts.wrap_markdown *.md docs/*.md
 
 docs-check: $(VENV)/.installed-dev ## Check that the generated part of docs/ is up to date
 	$(BIN)/python -m scripts.make_docs --check

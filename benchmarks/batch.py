@@ -29,7 +29,7 @@ from benchmarks.answers import (
     running,
     write_json,
 )
-from specgen.llama.kernel_checks import choose_kernels
+from specgen.llama.kernels.admission import choose_kernels
 from specgen.models import cache_folder
 from specgen.options import DraftSource, GenerationOptions, SamplerOptions
 from specgen.serve.batch.lines import read_lines

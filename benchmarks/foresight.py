@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.answers import bench_prompts, write_json
 from specgen.drafters import draft_alone
-from specgen.llama.kernel_checks import choose_kernels, wanted_in
+from specgen.llama.kernels.admission import choose_kernels, wanted_in
 from specgen.measure.bench.figures import (
     BenchReport,
     ContenderFigures,
@@ -51,7 +51,6 @@ from specgen.measure.bench.plan import (
 )
 from specgen.measure.bench.runs import NOW, Result
 from specgen.measure.prompts import BenchPrompt
-from specgen.measure.selection.session_opening import open_memory
 from specgen.measure.selection.trial import Baseline, TargetAnswer, agreeing_path, measure_target
 from specgen.method.draft import ROOT, Draft
 from specgen.method.policy import draft_up_to
@@ -64,6 +63,7 @@ from specgen.options import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.loaded_models import Models
+from specgen.session.open import open_memory
 from specgen.text.sequence import Sequence
 
 if TYPE_CHECKING:

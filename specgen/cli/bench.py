@@ -18,7 +18,6 @@ from specgen.cli.output import Output
 from specgen.errors import OutputError, UsageError
 from specgen.measure.bench.plan import Plan, find_fields
 from specgen.measure.prompts import first_of_each, given_prompts, own_prompts, read_bench_prompts
-from specgen.measure.selection.session_opening import layers_without_gpu, open_memory
 from specgen.options import (
     Contexts,
     DraftOptions,
@@ -177,14 +176,14 @@ def bench(
     token relative to plain decoding; answers whose text differs from plain
     decoding's; the speed-up of whole answers, prompts included.
     """
-    from specgen.llama import build
     from specgen.measure.bench.figures import BenchReport, figures_of
     from specgen.measure.bench.plan import about, contender_entries, measure
     from specgen.models import cache_folder
+    from specgen.session.open import layers_without_gpu, open_memory
 
     asked = _prompts(texts, prompts, n_prompts)
     use_kernels(machine.kernels, output)
-    for note in layers_without_gpu(machine.target, machine.draft, has_gpu=build().gpu_offload):
+    for note in layers_without_gpu(machine.target, machine.draft):
         output.note(note)
     base = SessionOptions(
         target=Path(),  # each contender has its own

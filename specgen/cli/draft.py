@@ -21,11 +21,10 @@ from specgen.cli.draft_make import data, make
 from specgen.cli.model_loading import use_kernels
 from specgen.cli.output import Output
 from specgen.errors import OutputError, UsageError
-from specgen.measure.selection.model_choice import ModelChoice
-from specgen.measure.selection.session_opening import find_models, find_target, open_memory
 from specgen.models import cache_folder, data_folder, human_bytes
-from specgen.options import ContextOptions, KernelOptions
-from specgen.train.draft_files import identity_of, learning_folder
+from specgen.models.made_files import identity_of, learning_folder
+from specgen.options import KernelOptions, ModelChoice
+from specgen.session.files import find_models, find_target
 
 app = typer.Typer(
     name="draft", help="Find, make or train the best draft for a target.", no_args_is_help=True
@@ -61,8 +60,7 @@ def learn(
     draft agrees with the target more often in them; otherwise they are dropped. `specgen chat` and `specgen
     serve` do this by themselves, between answers.
     """
-    from specgen.llama.kernel_checks import wanted_in
-    from specgen.session.calibration.weight_copies import Copies
+    from specgen.llama.kernels.admission import wanted_in
     from specgen.train.online_learning import learn_from_files
     from specgen.train.training_loop import Budget
 
@@ -70,12 +68,10 @@ def learn(
     draft_path = _draft_model(target, draft, output)
     folder = learning_folder(data_folder(), identity_of(target_path))
     use_kernels(KernelOptions(wanted_in(os.environ)), output)
-    copies = Copies(cache_folder() / "drafts", open_memory(), time.perf_counter)
     with output.measuring() as (progress, stop):
-        base = copies.of(draft_path, ContextOptions()) or draft_path
         shown = partial(progress, f"{draft_path.name} learns")
         budget = Budget(time.monotonic, time.monotonic() + 60.0 * minutes, stop, shown)
-        found = learn_from_files(folder, target_path, draft_path, base, budget)
+        found = learn_from_files(folder, target_path, draft_path, budget)
     if found is None:
         output.note("interrupted; everything is as it was")
         return stop.exit_code

@@ -70,7 +70,7 @@ def worker(
     """
     _check_address(host, insecure=insecure_network)
     from specgen.llama import default_threads
-    from specgen.llama.kernels import attached, computing
+    from specgen.llama.kernels.attached import attached, computing
     from specgen.llama.rpc import load_rpc, offered_devices, serve_devices
     from specgen.models import cache_folder
 

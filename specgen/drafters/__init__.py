@@ -1,14 +1,6 @@
 """Drafters: n-grams, models, heads, and combinations of them."""
 
-from specgen.drafters.base import (
-    Ask,
-    Drafter,
-    Drafting,
-    PromptHeadSkipper,
-    WrappedDrafter,
-    draft_alone,
-    ready,
-)
+from specgen.drafters.base import PromptHeadSkipper, WrappedDrafter
 from specgen.drafters.combined import Drafters
 from specgen.drafters.dflash import DflashDrafter
 from specgen.drafters.gemma4_assistant import AssistantDrafter
@@ -21,6 +13,7 @@ from specgen.drafters.parallel import ParallelDrafter
 from specgen.drafters.staged import Guesses
 from specgen.drafters.translated import TranslatedDrafter
 from specgen.drafters.tree import TreeModelDrafter
+from specgen.method.drafter import Ask, Drafter, Drafting, draft_alone, ready
 
 __all__ = [
     "Ask",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from specgen.drafters.base import Ask, Drafting
 from specgen.drafters.expansion import DraftedChain
 from specgen.drafters.mtp import MtpDrafter
 from specgen.method.backend import Batch
+from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT
+from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.method.policy.cost_table import FREE, CostTable, Price
 from specgen.system.arrays import Logits
 
 

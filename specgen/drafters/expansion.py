@@ -12,9 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from specgen.method.draft import ROOT, Draft
+from specgen.method.draft import ROOT, Draft, TreeBuilder
 from specgen.method.policy import RoundPlan, WhilePaying
-from specgen.method.tree_builder import TreeBuilder
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Distribution, NoTokenAllowedError

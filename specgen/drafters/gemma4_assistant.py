@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from specgen.drafters.base import Ask, Drafting
 from specgen.drafters.mtp import MOST_UNREAD, MtpDrafter
+from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT
+from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.method.policy.cost_table import FREE, Price
 from specgen.system.arrays import Logits
 
 

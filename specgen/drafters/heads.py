@@ -8,7 +8,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specgen.drafters.base import Drafting, ready
 from specgen.drafters.expansion import (
     DraftedChain,
     DraftShaper,
@@ -18,11 +17,11 @@ from specgen.drafters.expansion import (
     make_expansion,
     n_guesses,
 )
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.hidden_trail import LastHidden
+from specgen.drafters.hidden_trail import LastHidden
+from specgen.method.cost_table import CostTable, Price
+from specgen.method.draft import NO_DRAFT, ROOT, Draft, TreeBuilder
+from specgen.method.drafter import Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.method.policy.cost_table import CostTable, Price
-from specgen.method.tree_builder import TreeBuilder
 from specgen.options import TreeShape
 from specgen.system.arrays import Hidden, Logits
 

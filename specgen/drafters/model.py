@@ -6,13 +6,13 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from specgen.drafters.base import Ask, Drafting
 from specgen.drafters.expansion import DraftedChain, DraftShaper
 from specgen.drafters.staged import Guesses
 from specgen.method.backend import Backend, Batch
+from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT
+from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.method.policy.cost_table import FREE, CostTable, Price
 from specgen.system.arrays import Logits
 
 #: Tokens at the beginning of the text that a sliding window keeps: attention rests on the first

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from specgen.drafters.base import Ask, Drafting
 from specgen.drafters.expansion import (
     DraftedChain,
     DraftShaper,
@@ -16,15 +15,14 @@ from specgen.drafters.expansion import (
     make_expansion,
     n_guesses,
 )
+from specgen.drafters.hidden_trail import HiddenTrail
 from specgen.drafters.states_cache import StatesCache
 from specgen.drafters.tree import NodeBranches
 from specgen.method.backend import Batch, MtpBackend
-from specgen.method.draft import NO_DRAFT, ROOT
-from specgen.method.hidden_trail import HiddenTrail
+from specgen.method.cost_table import FREE, CostTable, Price
+from specgen.method.draft import NO_DRAFT, ROOT, Branches, TreeBuilder
+from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.method.policy.cost_table import FREE, CostTable, Price
-from specgen.method.tree_batch import Branches
-from specgen.method.tree_builder import TreeBuilder
 from specgen.options import TreeShape
 from specgen.system.arrays import Hidden, Logits
 

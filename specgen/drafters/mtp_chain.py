@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specgen.drafters.base import Drafting
 from specgen.drafters.expansion import DraftedChain
 from specgen.drafters.mtp import N_USUAL, MtpDrafter
 from specgen.drafters.states_cache import StatesCache
 from specgen.method.backend import MtpBackend
+from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT
+from specgen.method.drafter import Drafting
 from specgen.method.policy import RoundPlan
-from specgen.method.policy.cost_table import FREE, Price
 from specgen.system.arrays import Hidden
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from specgen.drafters.base import Drafting, ready
 from specgen.drafters.lookup.array import MAX_MATCH, Match, SuffixArray
 from specgen.drafters.lookup.text import TextIndex
+from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.drafter import Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.method.policy.cost_table import FREE, Price
 
 #: The origins of nodes that are drafted from the text itself, and from corpora.
 TEXT_ORIGIN: Final = "ngram"

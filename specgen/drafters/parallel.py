@@ -6,7 +6,6 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from specgen.drafters.base import Ask, Drafting
 from specgen.drafters.expansion import (
     DraftedChain,
     DraftShaper,
@@ -16,10 +15,10 @@ from specgen.drafters.expansion import (
 )
 from specgen.drafters.model import ModelDrafter
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.cost_table import FREE, CostTable, Price
+from specgen.method.draft import NO_DRAFT, ROOT, Draft, TreeBuilder
+from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.method.policy.cost_table import FREE, CostTable, Price
-from specgen.method.tree_builder import TreeBuilder
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 

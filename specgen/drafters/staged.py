@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from specgen.drafters.base import Ask, Drafting
 from specgen.drafters.combined import Drafters
 from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult, draft_up_to
 from specgen.system.arrays import Logits
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from specgen.drafters.base import Ask
+from specgen.drafters.hidden_trail import HiddenTrail
 from specgen.method.backend import Batch, MtpBackend
-from specgen.method.hidden_trail import HiddenTrail
-from specgen.method.policy.cost_table import CostTable
+from specgen.method.cost_table import CostTable
+from specgen.method.drafter import Ask
 from specgen.system.arrays import Hidden, Logits
 
 

@@ -6,7 +6,6 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from specgen.drafters.base import Ask, Drafting
 from specgen.drafters.expansion import (
     DraftShaper,
     Expansion,
@@ -17,11 +16,10 @@ from specgen.drafters.expansion import (
 )
 from specgen.drafters.model import N_USUAL, ModelDrafter
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import NO_DRAFT, ROOT
+from specgen.method.cost_table import CostTable, Price
+from specgen.method.draft import NO_DRAFT, ROOT, Branches, TreeBuilder
+from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.method.policy.cost_table import CostTable, Price
-from specgen.method.tree_batch import Branches
-from specgen.method.tree_builder import TreeBuilder
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 

@@ -11,7 +11,6 @@ from specgen.llama.grammar import LlamaGrammar
 from specgen.llama.library import LogSink, build, logging_to
 from specgen.llama.model import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
-from specgen.llama.weights import requantize
 
 __all__ = [
     "LlamaBackend",
@@ -22,5 +21,4 @@ __all__ = [
     "build",
     "default_threads",
     "logging_to",
-    "requantize",
 ]

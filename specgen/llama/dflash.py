@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from specgen.drafters.hidden_trail import HiddenTrail, most_states
 from specgen.errors import BackendError, ModelFileError
 from specgen.llama.context import LlamaBackend
 from specgen.llama.eagle import EagleModel
@@ -26,7 +27,6 @@ from specgen.llama.gguf_metadata import GgufMetadata
 from specgen.llama.library import last_error, llama_cpp
 from specgen.llama.model import LlamaModel
 from specgen.method.backend import Batch
-from specgen.method.hidden_trail import HiddenTrail, most_states
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden, Logits
 

@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from specgen.drafters.hidden_trail import HiddenTrail, most_states
 from specgen.errors import BackendError, ModelFileError, PairError
 from specgen.llama.context import LlamaBackend
 from specgen.llama.gguf_metadata import GgufMetadata
@@ -26,7 +27,6 @@ from specgen.llama.library import last_error, llama_cpp, llama_cpp_ext
 from specgen.llama.model import LlamaModel
 from specgen.llama.states_context import StatesContext
 from specgen.method.backend import Batch
-from specgen.method.hidden_trail import HiddenTrail, most_states
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden, Logits
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+from specgen.drafters.hidden_trail import HiddenTrail, most_states
 from specgen.errors import PairError
 from specgen.llama.context import LlamaBackend
 from specgen.llama.eagle import EagleModel
@@ -25,7 +26,6 @@ from specgen.llama.library import llama_cpp_ext
 from specgen.llama.model import LlamaModel
 from specgen.llama.states_context import StatesContext
 from specgen.method.backend import Batch
-from specgen.method.hidden_trail import HiddenTrail, most_states
 from specgen.options import CacheType, ContextOptions
 from specgen.system.arrays import Logits
 

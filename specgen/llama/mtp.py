@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from specgen.drafters.hidden_trail import HiddenTrail, most_states
 from specgen.errors import BackendError, ModelFileError, PairError, SpecgenError
 from specgen.llama.library import llama_cpp_ext
 from specgen.llama.model import LlamaModel
 from specgen.llama.mtp_layers import WANTED_ROWS_ONLY
 from specgen.llama.states_context import StatesContext
 from specgen.method.backend import Batch
-from specgen.method.hidden_trail import HiddenTrail, most_states
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
 

@@ -1,10 +1,8 @@
-"""The weights of model files: each file is loaded once and shared by all its users; copies of files with other
-weights."""
+"""The weights of model files: each file is loaded once and shared by all its users."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import threading
@@ -16,13 +14,12 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 from specgen.errors import (
-    BackendError,
     MemoryLimitError,
     ModelFileError,
     SpecgenError,
     WorkerLostError,
 )
-from specgen.llama.kernels import LLAMA_CPP, KernelSupport, computing, loading_with, support_for
+from specgen.llama.kernels.attached import LLAMA_CPP, computing, kernel_problem, loading_with
 from specgen.llama.library import forget_log, last_error, llama_cpp
 from specgen.llama.packed_weights import PackedWeights, packed_weights_of
 from specgen.llama.remote_calls import RemoteCalls
@@ -121,8 +118,8 @@ def lease_weights(
     layers are loaded only with `mtp`. `goes_on` is asked between tensors whether to load on. Raise
     `ModelFileError` if llama.cpp cannot load the file, `MemoryLimitError` if there is not enough memory,
     `OSError` if the file is gone, `WorkerLostError` if a worker does not answer."""
-    support = KernelSupport() if vocabulary_only else support_for(file)
-    key = _key(file, n_gpu_layers, support, vocabulary_only, mtp, workers)
+    problem = "" if vocabulary_only else kernel_problem(file)
+    key = _key(file, n_gpu_layers, problem, vocabulary_only, mtp, workers)
     others = [each for each in _ahead.values() if each is not threading.current_thread()]
     if _ahead.get(key) in others:
         _ahead[key].join()
@@ -139,7 +136,7 @@ def lease_weights(
     packed: PackedWeights | None = None
     if workers is None or vocabulary_only:
         with ExitStack() as loading:
-            loading.enter_context(loading_with(support))
+            loading.enter_context(loading_with(problem))
             if not vocabulary_only:
                 packed = packed_weights_of(file, n_gpu_layers=n_gpu_layers, mtp=mtp)
             if packed is not None:
@@ -155,7 +152,7 @@ def lease_weights(
     else:
         _check_workers(workers, file, file.stat().st_size)
         remote = RemoteCalls(workers.endpoints, workers.timeout_s)
-        with loading_with(support):
+        with loading_with(problem):
             handle = _load_onto(workers, remote, file, params)
     if not handle:
         if remote is not None:
@@ -172,14 +169,14 @@ def lease_weights(
             if "unknown model architecture" in reason
             else "if the download was cut short, fetch the file again; else upgrade specgen",
         )
-    weights = _loaded[key] = LoadedWeights(key, handle, support.problem, remote, packed)
+    weights = _loaded[key] = LoadedWeights(key, handle, problem, remote, packed)
     return weights
 
 
 def _key(
     file: Path,
     n_gpu_layers: int,
-    support: KernelSupport,
+    problem: str,
     vocabulary_only: bool,
     mtp: bool,
     workers: Workers | None,
@@ -191,7 +188,7 @@ def _key(
         about.st_size,
         about.st_mtime_ns,
         n_gpu_layers,
-        computing() if support.products else LLAMA_CPP,
+        LLAMA_CPP if problem else computing(),
         vocabulary_only,
         mtp,
         workers,
@@ -202,13 +199,10 @@ def load_ahead(file: Path, n_gpu_layers: int) -> Callable[[], None]:
     """Load the weights of a file, which passed `check_file`, in a thread: most of the time goes into the
     vocabulary, for which llama.cpp uses one core. `lease_weights` waits for the thread, and raises what it could
     not load. Return a function that ends the thread and its use of the weights; it may be called twice. Raise
-    what `support_for` raises."""
-    support = support_for(file)
-    if (
-        support.problem
-    ):  # while such a model is loaded, kernels are switched off for the whole process
+    what `kernel_problem` raises."""
+    if kernel_problem(file):  # kernels are switched off for the whole process while it is loaded
         return lambda: None
-    key = _key(file, n_gpu_layers, support, vocabulary_only=False, mtp=False, workers=None)
+    key = _key(file, n_gpu_layers, "", vocabulary_only=False, mtp=False, workers=None)
     if key in _ahead or key in _loaded:
         return lambda: None
     held = ExitStack()
@@ -302,42 +296,3 @@ def _interrupt_between_tensors(
         signal.signal(signal.SIGINT, before)
         if is_wanted:
             raise KeyboardInterrupt
-
-
-# --- copies with other weights --------------------------------------------------------------------
-
-#: llama.cpp's numbers of the file types with matrices of these types. With `pure` all matrices get the
-#: type, also the output matrix, which llama.cpp otherwise does not change or gives more bits.
-_FILE_TYPE_Q4_0 = 2
-#: Seconds between the moments at which Ctrl-C is noticed.
-_LOOK_S = 0.1
-
-
-def requantize(model: Path, copy: Path, n_threads: int) -> None:
-    """Write a copy of a GGUF file with all matrices in Q4_0, whether they were quantised or not.
-
-    A matrix whose row length is not a multiple of 32 gets the type that llama.cpp falls back to. Raise
-    `BackendError` if llama.cpp cannot write the copy; a part of it may exist then.
-    """
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = _FILE_TYPE_Q4_0
-    params.allow_requantize = True
-    params.pure = True
-    params.nthread = n_threads
-    results: list[int] = []
-
-    def make() -> None:
-        results.append(
-            llama_cpp.llama_model_quantize(
-                os.fsencode(model), os.fsencode(copy), ctypes.byref(params)
-            )
-        )
-
-    forget_log()
-    # In a thread, so that Ctrl-C works: native code cannot be interrupted, and this may take a minute.
-    worker = threading.Thread(target=make, name="requantize", daemon=True)
-    worker.start()
-    while worker.is_alive():
-        worker.join(_LOOK_S)
-    if results != [0]:
-        raise BackendError(f"{model}: llama.cpp cannot requantise it: {last_error()}")

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from specgen.method.backend import Backend, Batch
 from specgen.text.sampling import Distribution
 
 #: Parent of the nodes that follow the last committed token directly.
@@ -290,3 +291,172 @@ def _numbered(groups: Iterable[Hashable]) -> list[int]:
 
 #: No draft: the target decodes one token.
 NO_DRAFT = Draft((), (), (), (), ())
+
+
+class TreeBuilder:
+    """The nodes that a drafter proposes, in the order in which it found them; parents come first.
+
+    To *look beyond* a node is to ask the drafter which tokens follow it. These become the node's
+    children, the likeliest or first drawn one first. The look beyond the root starts the tree.
+    """
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        #: The drafter's probability of each token, and the distribution that it was drawn from.
+        self.probabilities: list[float] = []
+        self.distributions: list[Distribution | None] = []
+        #: Children of the root have depth 0.
+        self.depths: list[int] = []
+        #: Each node's rank among its siblings.
+        self.ranks: list[int] = []
+        #: Whether a node and all its ancestors are the first of their siblings.
+        self.is_first_choice: list[bool] = []
+        #: The number of children of a node, or of `ROOT`; and the nodes that were not looked beyond
+        #: and may have children.
+        self._n_children: dict[int, int] = {}
+        self._open: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(
+        self,
+        parent: int,
+        token: int,
+        probability: float,
+        *,
+        source: Distribution | None = None,
+        is_end: bool = False,
+    ) -> int:
+        """Add a child of a node, or of `ROOT`, after its other children; return the new node. With `is_end`
+        its token ends the text, and the node gets no children."""
+        node = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.probabilities.append(probability)
+        self.distributions.append(source)
+        self.depths.append(0 if parent == ROOT else self.depths[parent] + 1)
+        rank = self._n_children.get(parent, 0)
+        self._n_children[parent] = rank + 1
+        self.ranks.append(rank)
+        is_first = rank == 0 and (parent == ROOT or self.is_first_choice[parent])
+        self.is_first_choice.append(is_first)
+        if not is_end:
+            self._open.append(node)
+        return node
+
+    def look_beyond(self, node: int) -> None:
+        """Note that the drafter looks beyond a node."""
+        self._open.remove(node)
+
+    def child(self, node: int, token: int) -> int | None:
+        """Return the child of a node, or of `ROOT`, with this token; None if there is none."""
+        for other in range(node + 1, len(self.tokens)):
+            if self.parents[other] == node and self.tokens[other] == token:
+                return other
+        return None
+
+    def path(self, node: int) -> list[int]:
+        """Return the tokens from the root down to `node`; none for `ROOT`."""
+        tokens = []
+        while node != ROOT:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
+    def open_nodes(self, n_deepest: int) -> list[int]:
+        """Return the nodes of depths below `n_deepest` that may have children and were not expanded yet."""
+        return [node for node in self._open if self.depths[node] < n_deepest]
+
+    def draft(self, walks: Sequence[Sequence[int]] = ()) -> Draft:
+        """Return the whole tree as a draft; `walks` as in `Draft`."""
+        n = len(self.tokens)
+        return Draft(
+            tuple(self.tokens),
+            tuple(self.parents),
+            (self.origin,) * n,
+            tuple(self.probabilities),
+            tuple(self.distributions),
+            tuple(tuple(walk) for walk in walks),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """The sequence ids of one text in a cache: `first` to `first + n_branches`, exclusive."""
+
+    first: int = 0
+    n_branches: int = 1
+
+    def of_leaves(self, n: int) -> tuple[int, ...]:
+        """Return the sequences for a tree with n leaves, at least the one of the committed text.
+        Raise `ValueError` if there are fewer."""
+        if n > self.n_branches:
+            raise ValueError(f"the draft has {n} branches, the slot room for {self.n_branches}")
+        return tuple(range(self.first, self.first + max(1, n)))
+
+
+def pack(
+    batch: Batch, backend: Backend, slot: Branches, pending: Sequence[int], draft: Draft
+) -> None:
+    """Add a generation's rows to a batch: its pending tokens, then its draft.
+
+    `pending` are the committed tokens that the cache does not hold yet, at least one. The last of
+    them (the root) and every node of the draft want logits. That gives 1 + len(draft) rows of
+    logits: index 0 is the root, index 1 + i is node i.
+    """
+    n_past = backend.length(slot.first)
+    if len(draft):
+        backend.checkpoint(slot.first)
+    leaves = draft.leaves()
+    branches = slot.of_leaves(len(leaves))
+    for branch in branches[1:]:
+        backend.copy(slot.first, branch)
+
+    for offset, token in enumerate(pending[:-1]):
+        batch.add(token, n_past + offset, branches, False)
+    root_position = n_past + len(pending) - 1
+    batch.add(pending[-1], root_position, branches, True)
+
+    if len(branches) == 1:  # a chain, or no draft: the common case, kept short
+        for node, token in enumerate(draft.tokens):
+            batch.add(token, root_position + 1 + node, branches, True)
+        return
+    passing: list[list[int]] = [[] for _ in draft.tokens]
+    for branch, leaf in zip(branches, leaves, strict=True):
+        for node in draft.path(leaf):
+            passing[node].append(branch)
+    for node, depth in enumerate(draft.depths()):
+        position = root_position + 1 + depth
+        batch.add(draft.tokens[node], position, tuple(passing[node]), True)
+
+
+def keep_path(backend: Backend, slot: Branches, draft: Draft, path: Sequence[int]) -> None:
+    """Keep one path of the tree in the cache after a decode, and drop the rest of the tree.
+
+    `path` are nodes from the root down; it may be empty. Raise `RollbackError` if the cache cannot
+    drop the rest.
+    """
+    if len(path) == len(draft):
+        return  # a chain, kept whole
+    leaves = draft.leaves()
+    branches = slot.of_leaves(len(leaves))
+    length = backend.length(slot.first)
+    if len(branches) == 1:
+        backend.remove(slot.first, length - len(draft) + len(path))
+        return
+    # The slot's first sequence is the branch that ends at the first leaf. The length of the cache
+    # before the tree thus follows from the depth of that leaf.
+    n_before = length - len(draft.path(leaves[0]))
+    last = path[-1] if path else ROOT
+    for branch, leaf in zip(branches, leaves, strict=True):
+        if last in draft.path(leaf):
+            if branch != slot.first:
+                backend.remove(slot.first, n_before)
+                backend.copy(branch, slot.first, n_before, n_before + len(path))
+            break
+    backend.remove(slot.first, n_before + len(path))
+    for branch in branches[1:]:
+        backend.remove(branch)

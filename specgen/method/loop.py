@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from specgen.drafters import Drafters
-from specgen.drafters.base import propose_together, refuse_nonsense
 from specgen.errors import BackendError, SpecgenError
 from specgen.events import (
     DraftedEvent,
@@ -28,9 +27,10 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.method.backend import Backend, Batch, HiddenBackend
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.cost_table import CostTable, Others
+from specgen.method.draft import NO_DRAFT, ROOT, Draft, keep_path, pack
+from specgen.method.drafter import propose_together, refuse_nonsense
 from specgen.method.policy import Reason, ReasonName, RoundPlan, RoundResult
-from specgen.method.policy.cost_table import CostTable, Others
 from specgen.method.round_events import (
     committed,
     draft_nodes,
@@ -38,8 +38,7 @@ from specgen.method.round_events import (
     rejected_branches,
     with_logprobs,
 )
-from specgen.method.tree_batch import keep_path, pack
-from specgen.method.verifiers import Verdict
+from specgen.method.verify import Verdict
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.sampling import Distribution, NoTokenAllowedError
 from specgen.text.sequence import Sequence

@@ -8,7 +8,7 @@ from collections import abc
 from specgen.events import CommittedEvent, DraftNode, Piece, RejectedBranch, TokenKind, TokenLogprob
 from specgen.method.draft import ROOT, Draft
 from specgen.method.policy import Reason
-from specgen.method.verifiers import Verdict
+from specgen.method.verify import Verdict
 from specgen.system.arrays import Logits
 from specgen.text.sampling.logprobs import log_probabilities, most_likely
 from specgen.text.sequence import Sequence

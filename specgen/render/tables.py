@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from rich.text import Text
 
 from specgen.measure.selection.advice import advice, n_answer_tokens
-from specgen.measure.selection.default_draft import name_of
 from specgen.render.text import clean_line, counted
+from specgen.session.files import name_of
 
 if TYPE_CHECKING:
     from rich.console import Console

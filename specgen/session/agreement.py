@@ -3,7 +3,7 @@
 Without this measurement, a draft that never agrees with its target would be discovered only during the
 first answer, which it would slow down. So both models decode a short text that we wrote. At each position
 the target's most likely token is compared with the draft's. The agreement is the acceptance rate at
-temperature 0, and close to it at higher temperatures (docs/lab-notes/exactness.md).
+temperature 0, and close to it at higher temperatures (docs/lab-notes.md).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
 from specgen.drafters import Drafter, draft_alone
+from specgen.drafters.hidden_trail import HiddenTrail
+from specgen.method.acceptance import AcceptanceRates, new_acceptance_rates
 from specgen.method.backend import Backend, Batch, HiddenBackend
-from specgen.method.hidden_trail import HiddenTrail
 from specgen.method.policy import draft_up_to
-from specgen.method.policy.acceptance import AcceptanceRates, new_acceptance_rates
 from specgen.session.calibration.gain import Agreement
 from specgen.text.text_state import TextState
 

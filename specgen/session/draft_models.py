@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 
-from specgen.drafters.translation import Translation
+from specgen.drafters.translated import Translation
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaModel, default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
@@ -19,21 +19,14 @@ from specgen.llama.draft_kind import TrainedKind, draft_kind
 from specgen.llama.eagle import EagleModel
 from specgen.llama.gemma4_assistant import AssistantModel
 from specgen.llama.mtp import MtpModel
-from specgen.method.policy.cost_table import CostTable
-from specgen.method.verifiers import make_verifier
+from specgen.method.cost_table import CostTable
+from specgen.method.verify import make_verifier
 from specgen.options import ContextOptions, DraftOptions, DraftSource, TranslateMode, TreeShape
-from specgen.session.agreement import TEXT
-from specgen.session.calibration.weight_copies import Comparison, Copies
 from specgen.session.draft_mask import lacks_mask, mask_token
 from specgen.session.kept_answers import learnt_weights
 from specgen.session.pairing import check_pair
 from specgen.session.request import RequestSettings
 
-#: How a draft with another vocabulary is translated.
-Translated: TypeAlias = Literal["string", "tokens"]
-#: ``auto`` draws drafts from the shared tokens if at least this share of the draft's tokens is
-#: shared. (At 80 %, translated text is accepted more at every temperature: docs/lab-notes/translation.md.)
-_MOSTLY = 0.95
 #: The numbers of states whose looks are timed, and how often each is.
 _LOOKS = (1, 2, 4, 8)
 _N_REPEATS = 5
@@ -67,12 +60,11 @@ class LoadedDraft:
 
 
 class DraftModel(LoadedDraft):
-    """A loaded draft model for a target. `weights` is a file to load instead of the model's own: a
-    quicker copy, or weights that it learnt.
+    """A loaded draft model for a target. `weights` is a file to load instead of the model's own:
+    weights that it learnt.
 
     Raises `ModelFileError` if the file cannot be used, `PairError` if the vocabularies differ and
-    `translate` forbids translation, or allows only shared tokens while there are none, and `UsageError` if
-    it has no such mask token as the options name.
+    `translate` forbids translation, and `UsageError` if it has no such mask token as the options name.
     """
 
     def __init__(
@@ -124,23 +116,8 @@ class DraftModel(LoadedDraft):
         if isinstance(self.helper, DraftModel):
             self.helper.close()
 
-    def translated(self, settings: RequestSettings) -> Translated | None:
-        """Return how drafts for a request with these settings are translated; None if they need not be."""
-        translation = self.translation
-        if translation is None:
-            return None
-        mode = self.drafting.translate
-        if mode == "auto":
-            # At temperature 0, translated text is never worse than shared tokens, since it may use
-            # tokens that only the draft has. Sampled drafts are accepted more often than argmax
-            # drafts, but that gain does not outweigh a small set of shared tokens.
-            n_tokens = len(translation.draft_lexicon)
-            shares = settings.sampler.is_random and len(translation.shared) >= _MOSTLY * n_tokens
-            mode = "tokens" if shares else "string"
-        return "tokens" if mode == "tokens" else "string"
-
     def draws(self, settings: RequestSettings) -> bool:
-        return super().draws(settings) and self.translated(settings) != "string"
+        return super().draws(settings) and self.translation is None
 
     def _pair(self, target: LlamaModel, translate: TranslateMode) -> None:
         """Compare the vocabularies, and prepare the translation if they differ."""
@@ -152,14 +129,7 @@ class DraftModel(LoadedDraft):
             if translate == "off":
                 raise
             self.translation = Translation(target.vocabulary, self.model.vocabulary)
-            if translate == "tokens" and not len(self.translation.shared):
-                raise PairError(
-                    f"{self.model.name} cannot draft for {target.name} with --translate tokens: "
-                    "they share no token",
-                    hint="--translate string translates its text",
-                ) from None
-            if translate != "tokens":
-                self.translation.draft_lexicon.load()  # now, not in the middle of an answer
+            self.translation.draft_lexicon.load()  # now, not in the middle of an answer
 
 
 class HeadsDraft(LoadedDraft):
@@ -284,27 +254,22 @@ class EagleDraft(StatesDraft):
 
 
 class DraftModels:
-    """What drafts for a target. Models use copies of their weights where these are quicker.
+    """What drafts for a target.
 
-    `helpers` draft for the draft model; they are opened and closed with it. `context_options` returns the
-    options of a draft model's contexts. The draft model uses learnt weights if the folder `learning` has some.
+    `helpers` draft for the draft model; they are opened and closed with it. The draft model uses learnt weights if the folder `learning` has some.
     """
 
     def __init__(
         self,
         target: LlamaModel,
         helpers: Sequence[DraftSource],
-        copies: Copies,
         context: ContextOptions,
-        context_options: Callable[[Path], ContextOptions],
         clock: Callable[[], float],
         learning: Path | None = None,
     ) -> None:
         self._target = target
         self._helpers = helpers
-        self._copies = copies
         self._context = context
-        self._context_options = context_options
         self._clock = clock
         self._learning = learning
         #: What drafts for the target.
@@ -317,9 +282,6 @@ class DraftModels:
         self.eagle: EagleDraft | None = None
         #: The file of learnt weights, if the draft model uses them.
         self.learnt: Path | None = None
-        #: The comparisons of draft models with copies of their weights.
-        self.compared: list[Comparison] = []
-        self._n_told = 0
 
     def change(self, source: DraftSource, drafting: DraftOptions) -> None:
         """Replace the present draft, which is closed and must have no open context. Raise `ModelFileError`,
@@ -408,12 +370,6 @@ class DraftModels:
         return "mtp" if self.mtp is not None else self.path
 
     @property
-    def weights(self) -> Path | None:
-        """The weights that the draft model would use without learning: its own file, or a copy of it."""
-        path = self.path
-        return None if path is None else self._copies.of(path, self._context) or path
-
-    @property
     def key(self) -> Path | str:
         """The key of the present draft in the memory: a file, or a word such as "ngram". A model with
         learnt weights is a draft of its own."""
@@ -430,18 +386,6 @@ class DraftModels:
         if (model := self._states_model) is not None:
             return model.name
         return self.main.model.name if self.main is not None else str(self.source)
-
-    @property
-    def copied(self) -> list[Comparison]:
-        """The last comparison of each model whose copy is used."""
-        last = {compared.model: compared for compared in self.compared}
-        return [compared for compared in last.values() if compared.is_taken]
-
-    def new_copy_notes(self) -> list[str]:
-        """Return the messages about copies that came into use since the last call."""
-        news = [comparison.note for comparison in self.copied[self._n_told :]]
-        self._n_told = len(self.copied)
-        return news
 
     @property
     def why_chains(self) -> str | None:
@@ -478,7 +422,7 @@ class DraftModels:
         path = Path(sources[0])
         draft = self._load_learnt(path, drafting) if target is self._target else None
         if draft is None:
-            draft = self._load_compared(path, target, drafting)
+            draft = DraftModel(path, target, self._context, drafting)
         with contextlib.ExitStack() as on_error:
             on_error.callback(draft.close)
             if len(sources) > 1 and draft.mask is not None:
@@ -507,28 +451,3 @@ class DraftModels:
             return None
         self.learnt = learnt
         return draft
-
-    def _load_compared(self, path: Path, target: LlamaModel, drafting: DraftOptions) -> DraftModel:
-        """Load a draft model, from a copy of its weights if measuring shows that the copy is better."""
-        draft = self._load(path, target, drafting)
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(draft.close)
-            compared = self._copies.compare(draft.model, self._context_options(path), TEXT)
-            if compared is not None:
-                self.compared.append(compared)
-            if compared is not None and compared.is_taken:
-                draft.close()
-                draft = self._load(path, target, drafting)
-            on_error.pop_all()
-        return draft
-
-    def _load(self, path: Path, target: LlamaModel, drafting: DraftOptions) -> DraftModel:
-        """Load a draft model from its copy, or from its own file if there is no copy that works."""
-        copy = self._copies.of(path, self._context)
-        try:
-            return DraftModel(path, target, self._context, drafting, copy)
-        except ModelFileError:
-            if copy is None:
-                raise
-            self._copies.discard(path)
-            return DraftModel(path, target, self._context, drafting)

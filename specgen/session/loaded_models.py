@@ -23,11 +23,10 @@ from specgen.llama.gemma4_assistant import AssistantContext, AssistantModel
 from specgen.llama.library import has_gpu
 from specgen.llama.mtp import MtpContext
 from specgen.llama.weights import load_ahead
-from specgen.method.policy.cost_table import CostTable
+from specgen.method.cost_table import CostTable
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
 from specgen.session.calibration.memory import Memory
 from specgen.session.calibration.threads import with_threads
-from specgen.session.calibration.weight_copies import Copies
 from specgen.session.draft_models import DraftModel, DraftModels
 from specgen.session.kept_answers import Learnt, read_learnt
 from specgen.session.prompts import Prompts
@@ -61,10 +60,9 @@ class ModelCosts:
     """The cost tables of a target and its draft models in `memory`, for contexts with these options. A
     draft model is named by its file, the target's MTP layers by "mtp"; None stands for the target."""
 
-    def __init__(self, options: SessionOptions, memory: Memory, copies: Copies) -> None:
+    def __init__(self, options: SessionOptions, memory: Memory) -> None:
         self._options = options
         self._memory = memory
-        self._copies = copies
         #: Whether other programs took much of the machine when costs were measured.
         self.was_busy = False
 
@@ -74,7 +72,7 @@ class ModelCosts:
         if not isinstance(draft, Path):
             model, context = self._options.target, self._options.target_context
         else:
-            model, context = draft, self._copies.context_of(draft, self._options.draft_context)
+            model, context = draft, self._options.draft_context
         return with_threads(context, self._memory.threads(model, context))
 
     def table(self, draft: Drafting | None = None, n_past: int = 0) -> CostTable:
@@ -88,11 +86,6 @@ class ModelCosts:
         may be in progress."""
         context, model = self.context_options(draft), self._file(draft)
         self._memory.forget_costs(model, context, default_threads())
-
-    def forget_weights(self, draft: Path) -> None:
-        """Forget whether a copy of a draft model is quicker. They are compared again when the model is
-        next loaded."""
-        self._copies.forget(draft, self._options.draft_context)
 
     def do_not_keep(self, draft: Drafting | None) -> None:
         """Do not keep the present costs of the target and a draft model: they are measured again the next
@@ -112,8 +105,7 @@ class Models:
 
     Opening it raises `ModelFileError`, `MemoryLimitError` or `PairError`. The weights stay loaded until it
     is closed, and until the last context that uses them is. `memory` has the measurements of these models
-    on this machine, and is updated; the caller saves it. `tell` is called with a message before slow steps
-    of opening a draft. `draft_ahead` is a draft that is likely to be opened: its weights are loaded while those
+    on this machine, and is updated; the caller saves it. `draft_ahead` is a draft that is likely to be opened: its weights are loaded while those
     of the target are. With `vocabulary_only` the target decodes elsewhere: only the models that draft for
     it have contexts (`draft_contexts`).
     """
@@ -123,7 +115,6 @@ class Models:
         options: SessionOptions,
         clock: Callable[[], float],
         memory: Memory | None = None,
-        tell: Callable[[str], None] = lambda _what: None,
         *,
         draft_ahead: DraftSource = "none",
         vocabulary_only: bool = False,
@@ -132,19 +123,15 @@ class Models:
         self.clock = clock
         #: What was learnt about the models.
         self.memory = memory if memory is not None else Memory()
-        folder = None
-        if options.cache is not None and options.drafting.weights == "auto":
-            folder = options.cache / "drafts"
-        copies = Copies(folder, self.memory, clock, tell)
         #: The costs of the models' decodes, and the options of their contexts.
-        self.costs = ModelCosts(options, self.memory, copies)
+        self.costs = ModelCosts(options, self.memory)
         self._resources = contextlib.ExitStack()
         #: Ends the use of weights that were loaded ahead.
         self._ahead = self._resources.enter_context(contextlib.ExitStack())
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             if isinstance(draft_ahead, Path):
-                self._load_ahead(copies.of(draft_ahead, options.draft_context) or draft_ahead)
+                self._load_ahead(draft_ahead)
             self.target = LlamaModel(
                 options.target,
                 n_gpu_layers=options.target_context.n_gpu_layers,
@@ -161,9 +148,7 @@ class Models:
             self.drafts = DraftModels(
                 self.target,
                 options.helpers,
-                copies,
                 options.draft_context,
-                self.costs.context_options,
                 clock,
                 options.learning,
             )
@@ -442,10 +427,9 @@ class Models:
     # --- what the user is told ----------------------------------------------------------------
 
     def notices(self, n_ctx: int) -> Iterator[str]:
-        """Yield a message for each of these: copies of weights in use, learnt weights, a parallel draft
+        """Yield a message for each of these: learnt weights, a parallel draft
         without a mask token, a tree shape that cannot be drafted, and contexts of `n_ctx` tokens that are too long."""
         drafts = self.drafts
-        yield from drafts.new_copy_notes()
         if drafts.learnt is not None and drafts.path is not None:
             folder = self.options.learning
             learnt = read_learnt(folder, drafts.path) if folder is not None else Learnt()

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from specgen.drafters.hidden_trail import ReadsStates
 from specgen.method.backend import Backend, HiddenBackend
-from specgen.method.hidden_trail import ReadsStates
-from specgen.method.policy.cost_table import CostTable
+from specgen.method.cost_table import CostTable
 from specgen.session.agreement import N_KNOWN, N_TOKENS, TEXT, Walk, read_states, sample_agreement
 from specgen.session.calibration.gain import Costs, expected_gain
 from specgen.session.calibration.timing import MIN_SIZES, complete, is_measured, timed_batch_sizes

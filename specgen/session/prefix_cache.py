@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from specgen.errors import RollbackError, SpecgenError
 from specgen.method.backend import Backend
-from specgen.method.tree_batch import Branches
+from specgen.method.draft import Branches
 from specgen.session.request import Request
 from specgen.text.sequence import Sequence
 

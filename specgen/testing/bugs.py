@@ -17,7 +17,7 @@ from specgen.drafters import Drafter, Drafting, WrappedDrafter
 from specgen.llama import LlamaBackend
 from specgen.method.draft import ROOT, Draft
 from specgen.method.policy import Offer, Policy, RoundPlan, Stop
-from specgen.method.verifiers import MatchVerifier, Target, Verdict, Verifier
+from specgen.method.verify import MatchVerifier, Target, Verdict, Verifier
 from specgen.text.sampling import Distribution
 from specgen.text.sequence import Sequence
 

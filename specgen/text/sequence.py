@@ -8,16 +8,16 @@ from typing import Literal
 import numpy as np
 
 from specgen.drafters import Drafters
+from specgen.drafters.hidden_trail import TargetStates
 from specgen.errors import SpecgenError
 from specgen.events import FinishedEvent, FinishReason
 from specgen.method.backend import Vocabulary
-from specgen.method.hidden_trail import TargetStates
+from specgen.method.cost_table import ALONE, Others
+from specgen.method.draft import Branches
 from specgen.method.policy import Offer, Policy
-from specgen.method.policy.cost_table import ALONE, Others
-from specgen.method.tally import Tally
-from specgen.method.tree_batch import Branches
-from specgen.method.verifiers import Verifier
+from specgen.method.verify import Verifier
 from specgen.options import GenerationOptions
+from specgen.text.tally import Tally
 from specgen.text.text_state import Shaper, TextState, TextStream
 
 #: The expected number of tokens of an answer that has just begun. (In replays of 31 answers on three

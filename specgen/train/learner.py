@@ -145,7 +145,6 @@ class Learner:
             "folder": self._folder,
             "target": self._loaded.options.target,
             "draft": self._draft,
-            "base": self._loaded.drafts.weights,
         }
         line = json.dumps(asked | {"minutes": _MINUTES}, default=os.fspath)
         self._errors = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115

@@ -75,7 +75,6 @@ def main() -> int:
             Path(asked["folder"]),
             Path(asked["target"]),
             Path(asked["draft"]),
-            Path(asked["base"]),
             Budget(pauses.clock, pauses.clock() + 60.0 * asked["minutes"], pauses.wait),
         )
     except SpecgenError as error:

@@ -103,31 +103,27 @@ def split(answers: Sequence[KeptAnswer]) -> tuple[list[KeptAnswer], list[KeptAns
     return latest[: len(latest) - n_judging], latest[len(latest) - n_judging :]
 
 
-def learn_from_files(
-    folder: Path, target: Path, draft: Path, base: Path, budget: Budget
-) -> Lesson | None:
+def learn_from_files(folder: Path, target: Path, draft: Path, budget: Budget) -> Lesson | None:
     """Do the same as `learn` for models that are not loaded: only their vocabularies are read."""
     check_library()  # before loading, which takes a second
     with (
         contextlib.closing(LlamaModel(target, vocabulary_only=True)) as model,
         contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small,
     ):
-        return learn(folder, model, small, base, budget)
+        return learn(folder, model, small, budget)
 
 
 def learn(
     folder: Path,
     target: LlamaModel,
     draft: LlamaModel,
-    base: Path,
     budget: Budget,
     *,
     rate: float = RATE,
 ) -> Lesson | None:
     """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed.
 
-    `base` is the file of the draft without what it learnt: its own file or a copy. Raises `UsageError` if JAX
-    is not installed, there are too few answers, or another process learns there; `ModelFileError` if the draft
+    Raises `UsageError` if JAX is not installed, there are too few answers, or another process learns there; `ModelFileError` if the draft
     cannot be trained, `MemoryLimitError` and `OutputError`.
     """
     check_library()
@@ -147,7 +143,7 @@ def learn(
         if not rows.n_labels or not judged.n_labels:
             raise UsageError(f"no answer that is kept for {target.name} can be read as its text")
         former = learnt_weights(folder, draft.path)
-        start = _better_start(base, former, judged)
+        start = _better_start(draft.path, former, judged)
         trainer = start.trainer
         state = TrainingState(start.score.loss, trainer.changes())
         schedule = Schedule(

@@ -90,7 +90,7 @@ def test_layers_for_a_gpu_without_one_are_named(
 ) -> None:
     for has_gpu, named in ((False, ["-ngl"]), (True, [])):
         built = dataclasses.replace(build(), gpu_offload=has_gpu)
-        monkeypatch.setattr("specgen.llama.build", lambda built=built: built)
+        monkeypatch.setattr("specgen.session.open.build", lambda built=built: built)
         outcome = bench("--draft", "ngram", "-ngl", "9", "-N", "1")
         notes = [line for line in outcome.err.splitlines() if "no effect" in line]
         assert [note.split()[1] for note in notes] == named

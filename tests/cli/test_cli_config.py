@@ -37,7 +37,6 @@ def test_each_value_says_where_it_comes_from(
     specgen: Specgen, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SPECGEN_POLICY")
-    monkeypatch.delenv("SPECGEN_DRAFT_WEIGHTS")
     assert f"# {file} (there is no such file)" in specgen("config").out
     file.write_text('temp = 0.5\ntop_k = 7\nthreads = 3\npolicy = "threshold"\nngrams = false\n')
     assert in_force(specgen("config")) == {

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specgen.drafters.hidden_trail import LastHidden
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama.decoder_heads import (
     DecoderHeads,
@@ -21,7 +22,6 @@ from specgen.llama.decoder_heads import (
 )
 from specgen.llama.operators import FloatArray, dequantize
 from specgen.method.backend import Batch
-from specgen.method.hidden_trail import LastHidden
 from specgen.method.loop import Loop
 from specgen.options import (
     DraftOptions,

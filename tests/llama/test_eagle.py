@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specgen.drafters.hidden_trail import HiddenTrail
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.draft_kind import draft_kind
 from specgen.llama.eagle import HOOKED, EagleContext, EagleModel, EagleTrail
 from specgen.measure.selection.tuning import Tuner
 from specgen.method.backend import Batch
-from specgen.method.hidden_trail import HiddenTrail
 from specgen.options import (
     SessionOptions,
 )

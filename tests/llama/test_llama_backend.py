@@ -19,11 +19,10 @@ import pytest
 
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel, weights
-from specgen.llama.kernels import Kernels
+from specgen.llama.kernels.attached import Kernels
 from specgen.llama.library import llama_cpp
 from specgen.method.backend import Batch
-from specgen.method.draft import ROOT, Draft
-from specgen.method.tree_batch import Branches, keep_path, pack
+from specgen.method.draft import ROOT, Branches, Draft, keep_path, pack
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
 from tests.tiny import TinyConfig, write_tiny_model

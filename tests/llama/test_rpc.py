@@ -19,7 +19,7 @@ import pytest
 from specgen.cli.flags.machine import workers_of
 from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
 from specgen.llama import LlamaBackend, LlamaModel, weights
-from specgen.llama.kernels import Kernels
+from specgen.llama.kernels.attached import Kernels
 from specgen.measure.worker_checks import worker_checks
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, Workers

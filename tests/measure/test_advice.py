@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from specgen.events import ReasonCount
 from specgen.measure.selection.advice import (
@@ -17,16 +14,13 @@ from specgen.measure.selection.advice import (
     name_of_way,
     options_of_way,
     threads_text,
-    to_json_object,
 )
 from specgen.measure.selection.trial import Baseline, DraftFigures, TargetAnswer, is_tie
 from specgen.measure.selection.tuning import DraftFindings, TriedDraft, Tuning
 from specgen.method.policy.reasons import REASONS
 from specgen.options import DraftSource
-from specgen.render.tables import print_advice
 from specgen.session.calibration.gain import Agreement, Costs
 from specgen.session.calibration.threads import Threads, ThreadTimes
-from specgen.session.calibration.weight_copies import Comparison
 from specgen.system.machine import CoreTime, core_time, of_counts, share_of_others
 
 TARGET, DRAFT, OTHER = Path("/m/target.gguf"), Path("/m/draft.gguf"), Path("/m/an other.gguf")
@@ -417,93 +411,3 @@ def test_a_system_that_does_not_tell_is_not_known(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("psutil.cpu_times", refuse)
     assert core_time() is None
-
-
-@pytest.mark.parametrize(
-    ("share", "distance", "what"),
-    [
-        (0.4, 0.05, ": the copy drafts"),
-        (0.95, 0.05, "draft.gguf drafts from its own weights"),
-        (0.4, 0.25, "draft.gguf drafts from its own weights"),
-    ],
-)
-def test_the_copy_of_a_draft_is_told_of(share: float, distance: float, what: str) -> None:
-    compared = Comparison("draft.gguf", share, distance, Path("/c/draft-1.q4_0.gguf"), 3.0)
-    found = tuning(draft=replace(FINDINGS, compared=compared))
-    said = [sentence for section in advice(found) for sentence in section.sentences]
-    (sentence,) = (sentence for sentence in said if "copy" in sentence)
-    assert f"draft.gguf in Q4_0 takes {share:.2f} of its time" in sentence
-    assert f"predictions differ by {100 * distance:.0f} %" in sentence
-    assert sentence.endswith(what)
-    copy = to_json_object(found)["draft"]["copy"]
-    assert copy == {
-        "weights": "q4_0",
-        "share_of_time": share,
-        "distance": distance,
-        "is_taken": share < 0.5 and distance < 0.1,
-    }
-    untold = to_json_object(tuning())
-    assert untold["draft"]["copy"] is None
-    assert not any("copy" in sentence for sentence in untold["advice"])
-
-
-# --- as JSON, and for people
-
-
-def test_json_has_every_figure_and_the_sentences() -> None:
-    found = tuning(
-        draft=replace(FINDINGS, threads=THREADS), refused=((OTHER, "why"),), others_share=0.25
-    )
-    document = to_json_object(found)
-    assert json.loads(json.dumps(document, allow_nan=False)) is not None
-    keys = (
-        "target plain_tokens_per_s batch_s answer_token_s n_prompts n_tokens skipped_prompts "
-        "threads draft ways best others_share refused advice is_interrupted"
-    )
-    assert " ".join(document) == keys
-    assert document["plain_tokens_per_s"] == pytest.approx(10.0)
-    assert (document["n_prompts"], document["n_tokens"]) == (2, 120)
-    assert document["threads"]["chosen"] == {"n_single": 2, "n_batch": 4}
-    assert document["draft"]["agreement_rate"] == pytest.approx(0.8)
-    assert document["draft"]["break_even_rate"] == pytest.approx(0.35, abs=0.01)
-    assert document["draft"]["expected"]["n_drafted"] >= 1
-    assert document["best"] == {"draft": str(DRAFT), "ngrams": True}
-    assert [(way["draft"], way["ngrams"], way["speedup"]) for way in document["ways"]] == [
-        ("none", False, 1.0),
-        (str(DRAFT), False, 1.35),
-        (str(DRAFT), True, 1.4),
-        ("ngram", False, 1.1),
-        (str(OTHER), True, 1.2),
-    ]
-    assert document["refused"] == [{"file": str(OTHER), "reason": "why"}]
-    assert document["advice"] == [
-        sentence for section in advice(found) for sentence in section.sentences
-    ]
-
-
-def test_json_without_a_draft_has_none() -> None:
-    document = to_json_object(tuning(draft=None, threads=None))
-    assert (document["draft"], document["threads"]) == (None, None)
-
-
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_on_a_terminal_lines_fit_and_all_is_said(width: int) -> None:
-    out = io.StringIO()
-    print_advice(tuning(), Console(file=out, width=width, force_terminal=True, color_system=None))
-    lines = out.getvalue().splitlines()
-    body = [line for line in lines if line.startswith("  ")]
-    assert max(map(len, body)) <= width
-    words = " ".join(" ".join(lines).split())
-    for section in advice(tuning()):
-        assert section.heading in lines
-        for sentence in section.sentences:
-            assert " ".join(sentence.split()) in words
-    assert not any(line.endswith(" ") for line in lines)
-
-
-def test_markup_and_colons_in_names_are_names() -> None:
-    target = Path("/m/[red]a:smile:.gguf")
-    out = io.StringIO()
-    print_advice(tuning(target=target), Console(file=out, width=80))
-    assert out.getvalue().startswith("[red]a:smile:.gguf: 2 prompts, 120 tokens of answers, ")
-    assert "threads of [red]a:smile:.gguf" in out.getvalue()

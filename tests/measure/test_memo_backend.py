@@ -17,9 +17,8 @@ from specgen.errors import BackendError
 from specgen.events import CommittedEvent
 from specgen.measure.proof.memo_backend import MemoBackend
 from specgen.method.backend import Batch
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.draft import NO_DRAFT, ROOT, Branches, Draft, keep_path, pack
 from specgen.method.loop import Loop
-from specgen.method.tree_batch import Branches, keep_path, pack
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits
 from tests.helpers.common import UNFILTERED

@@ -45,8 +45,7 @@ from specgen.measure.proof.exact import Exact
 from specgen.measure.proof.memo_backend import MemoBackend
 from specgen.measure.proof.rows import movement
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import Draft
-from specgen.method.tree_batch import Branches, keep_path
+from specgen.method.draft import Branches, Draft, keep_path
 from specgen.options import (
     DraftOptions,
     DraftSource,

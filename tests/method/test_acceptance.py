@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.method.policy.acceptance import (
+from specgen.method.acceptance import (
     N_BINS,
     NGRAM_ORIGINS,
     AcceptanceCounts,
@@ -18,7 +18,7 @@ from specgen.method.policy.acceptance import (
     model_start,
     new_acceptance_rates,
 )
-from specgen.method.policy.acceptance import ngram_start as start_of_ngrams
+from specgen.method.acceptance import ngram_start as start_of_ngrams
 
 CONFIDENCES = st.floats(0.0, 1.0)
 #: One confidence of each bin.

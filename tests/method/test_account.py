@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.method.policy.acceptance import TextWorths
+from specgen.method.acceptance import TextWorths
+from specgen.method.cost_table import Price
 from specgen.method.policy.account import Account, prefill_limit_s, worth_of_starting
-from specgen.method.policy.cost_table import Price
 
 PLAIN_S = 0.05
 

@@ -21,9 +21,9 @@ from specgen.drafters import (
     ready,
 )
 from specgen.events import DraftedEvent
+from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan, RoundResult
-from specgen.method.policy.cost_table import FREE, Price
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Distribution, Sampler

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.method.policy.cost_table import FREE, CostTable, Price
+from specgen.method.cost_table import FREE, CostTable, Price
 
 #: Five rows cost as much as eight, and nine twice as much.
 JAGGED = {1: 1.0, 2: 1.1, 4: 1.2, 5: 2.0, 8: 2.0, 9: 4.0}

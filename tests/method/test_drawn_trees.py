@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specgen.method.cost_table import CostTable
 from specgen.method.draft import ROOT, Draft
 from specgen.method.policy import CostAwarePolicy, Offer
-from specgen.method.policy.cost_table import CostTable
-from specgen.method.verifiers import AutoVerifier, BlockVerifier, ResidualVerifier, Verifier
+from specgen.method.verify import AutoVerifier, BlockVerifier, ResidualVerifier, Verifier
 from specgen.options import DraftOptions
 from specgen.text.sampling import Distribution
 from tests.helpers.exact_distributions import Fate, all_fates

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from specgen.events import CommittedEvent, Event, Piece, to_json_object
 from specgen.method.backend import Batch
-from specgen.method.verifiers import MatchVerifier, Verifier
+from specgen.method.verify import MatchVerifier, Verifier
 from specgen.options import (
     DraftOptions,
     DraftSource,

@@ -22,7 +22,7 @@ from specgen.events import (
 from specgen.method.draft import Draft
 from specgen.method.loop import Loop
 from specgen.method.policy import draft_up_to
-from specgen.method.verifiers import MatchVerifier
+from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.text.text_state import TextState
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language

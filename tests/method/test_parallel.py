@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters import ParallelDrafter, draft_alone
-from specgen.drafters.base import propose_together
+from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import ROOT, Draft
+from specgen.method.drafter import propose_together
 from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, draft_up_to
-from specgen.method.policy.cost_table import CostTable, Price
-from specgen.method.verifiers import make_verifier
+from specgen.method.verify import make_verifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Sampler, distribution

@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.drafters import draft_alone
+from specgen.method.acceptance import AcceptanceRates
+from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.policy import (
     CostAwarePolicy,
@@ -29,8 +31,6 @@ from specgen.method.policy import (
     WhilePaying,
     draft_up_to,
 )
-from specgen.method.policy.acceptance import AcceptanceRates
-from specgen.method.policy.cost_table import FREE, CostTable, Price
 from specgen.options import FIXED_LENGTH, FIXED_P_MIN, LONGEST_DRAFT, DraftOptions, SamplerOptions
 from specgen.text.sampling import distribution
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language

@@ -11,6 +11,8 @@ import pytest
 
 from specgen.drafters import Drafters, Drafting, SuffixDrafter, ready
 from specgen.events import CommittedEvent, FinishedEvent
+from specgen.method.acceptance import AcceptanceRates
+from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.policy import (
     REASONS,
@@ -22,8 +24,6 @@ from specgen.method.policy import (
     RoundPlan,
     RoundResult,
 )
-from specgen.method.policy.acceptance import AcceptanceRates
-from specgen.method.policy.cost_table import CostTable, Price
 from specgen.options import DraftOptions, GenerationOptions
 from specgen.system.arrays import BoolArray, TokenArray
 from specgen.text.grammar.base import GrammarState

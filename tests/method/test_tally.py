@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specgen.method.policy.cost_table import CostTable
-from specgen.method.tally import Tally
+from specgen.method.cost_table import CostTable
+from specgen.text.tally import Tally
 
 
 def test_the_speed_up_of_the_whole_answer_includes_the_prompt() -> None:

@@ -23,7 +23,8 @@ from specgen.drafters import (
 from specgen.drafters.expansion import Expansion, Look, make_expansion
 from specgen.events import DraftedEvent
 from specgen.method.backend import Backend
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.cost_table import CostTable, Price
+from specgen.method.draft import NO_DRAFT, ROOT, Draft, TreeBuilder
 from specgen.method.loop import Loop
 from specgen.method.policy import (
     CostAwarePolicy,
@@ -33,10 +34,8 @@ from specgen.method.policy import (
     WhilePaying,
     draft_up_to,
 )
-from specgen.method.policy.cost_table import CostTable, Price
 from specgen.method.policy.stopping import best_nodes
-from specgen.method.tree_builder import TreeBuilder
-from specgen.method.verifiers import (
+from specgen.method.verify import (
     AutoVerifier,
     MatchVerifier,
     ResidualVerifier,

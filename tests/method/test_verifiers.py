@@ -22,7 +22,7 @@ from specgen.drafters import Drafter, Drafting, SuffixDrafter, ready
 from specgen.method.draft import Draft
 from specgen.method.loop import Loop
 from specgen.method.policy import Policy, RoundPlan
-from specgen.method.verifiers import (
+from specgen.method.verify import (
     MatchVerifier,
     ResidualVerifier,
     Target,

@@ -13,7 +13,7 @@ import pytest
 from specgen import drafters
 from specgen.drafters import Drafter, WrappedDrafter
 from specgen.events import DraftedEvent
-from specgen.method import verifiers
+from specgen.method import verify
 from specgen.method.policy import FixedPolicy, RoundResult
 from specgen.options import DraftOptions, SamplerOptions, VerifierName
 from tests.helpers.common import UNFILTERED
@@ -55,9 +55,9 @@ def test_every_drafter_is_registered() -> None:
 def test_every_verifier_is_registered() -> None:
     assert set(VERIFIERS) == set(get_args(VerifierName))
     made = {type(case.make()) for case in VERIFIERS.values()}
-    assert classes_with("verify", verifiers) == made
+    assert classes_with("verify", verify) == made
     for name, case in VERIFIERS.items():
-        assert type(verifiers.make_verifier(name)) is type(case.make())
+        assert type(verify.make_verifier(name)) is type(case.make())
 
 
 def test_every_architecture_is_registered() -> None:

@@ -102,7 +102,6 @@ def drafted_texts(
         ("good", FIXED, 0.5, 1.0),
         ("wrong", FIXED, 0.0, 0.1),
         ("respelled", FIXED, 0.5, 1.0),
-        ("respelled", replace(FIXED, translate="tokens"), 0.1, 1.0),
         ("ngram", replace(FIXED, ngram_min=1), 0.05, 1.0),
         ("good", replace(FIXED, ngrams=True, ngram_min=1), 0.2, 1.0),
         ("good", DraftOptions(policy="threshold"), 0.2, 1.0),
@@ -153,7 +152,7 @@ def test_contexts_that_llama_cpp_rounds_up_are_refused(models: Path) -> None:
 
 
 def test_by_cost_the_models_are_timed_once(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = DraftOptions(weights="own")
+    options = DraftOptions()
     texts, _, _ = drafted_texts(models, "good", options)
     assert texts == plain_texts(models)
     assert '"costs"' in memory_file().read_text(encoding="utf-8")

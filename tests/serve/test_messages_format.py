@@ -15,7 +15,7 @@ from specgen.serve.formats.messages.request import translated_messages_request
 from specgen.serve.formats.messages.writer import MessageWriter, error_body
 from specgen.serve.formats.openai.body import BodyError
 from specgen.serve.formats.openai.request import Request, read_request, with_call_form
-from specgen.session.chat_template import Message, ToolCall
+from specgen.session.prompts.template import Message, ToolCall
 from tests.helpers.messages import AGENT
 from tests.long_runs.mutated_json import mutated
 

@@ -22,7 +22,7 @@ from specgen.serve.formats.openai.request import (
     with_call_form,
 )
 from specgen.serve.formats.openai.response import completion_body, speculative_figures
-from specgen.session.chat_template import Message, ToolCall
+from specgen.session.prompts.template import Message, ToolCall
 
 DEFAULTS = SamplerOptions(top_k=7), GenerationOptions(max_tokens=5, stop=("END",))
 

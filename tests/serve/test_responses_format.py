@@ -15,7 +15,7 @@ from specgen.serve.formats.openai.body import BodyError
 from specgen.serve.formats.openai.request import Request, read_request, with_call_form
 from specgen.serve.formats.openai.translation import Translation
 from specgen.serve.formats.responses.request import translated_response_request
-from specgen.session.chat_template import Message, ToolCall
+from specgen.session.prompts.template import Message, ToolCall
 from tests.helpers.responses import AGENT_BODY
 from tests.long_runs.mutated_json import mutated
 

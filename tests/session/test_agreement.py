@@ -10,8 +10,8 @@ import pytest
 
 from specgen.drafters import ModelDrafter
 from specgen.events import FinishedEvent, NoticeEvent
+from specgen.method.acceptance import AcceptanceRates
 from specgen.method.backend import Batch
-from specgen.method.policy.acceptance import AcceptanceRates
 from specgen.options import (
     ContextOptions,
     DraftOptions,

@@ -11,8 +11,8 @@ import pytest
 from specgen.drafters import draft_alone
 from specgen.errors import UsageError
 from specgen.events import DraftedEvent, FinishedEvent
+from specgen.method.acceptance import new_acceptance_rates
 from specgen.method.policy import draft_up_to
-from specgen.method.policy.acceptance import new_acceptance_rates
 from specgen.options import (
     DraftOptions,
     GenerationOptions,

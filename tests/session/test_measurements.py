@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from specgen.method.backend import Batch
-from specgen.method.policy.cost_table import CostTable
+from specgen.method.cost_table import CostTable
 from specgen.session.calibration.timing import (
     begin,
     complete,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.method.policy.acceptance import N_BINS, TextWorths, new_acceptance_rates
+from specgen.method.acceptance import N_BINS, TextWorths, new_acceptance_rates
 from specgen.options import ContextOptions
 from specgen.session.calibration.memory import Memory
 
@@ -118,41 +118,6 @@ def test_worths_that_make_no_sense_are_learnt_anew(file: Path, kept: object) -> 
     assert counts.n_judged.sum() > 19.0
     assert counts.worths == TextWorths()
     assert list(counts.worths_beside.values()) in ([TextWorths()], [])
-
-
-def test_the_type_of_weights_is_there_again(file: Path) -> None:
-    memory = opened(file)
-    assert memory.weights(DRAFT, CONTEXT) is None
-    memory.keep_weights(DRAFT, CONTEXT, "q4_0")
-    memory.keep_weights(TARGET, CONTEXT, "own")
-    memory.save()
-    again = opened(file)
-    assert (again.weights(DRAFT, CONTEXT), again.weights(TARGET, CONTEXT)) == ("q4_0", "own")
-    assert again.weights(DRAFT, dataclasses.replace(CONTEXT, n_gpu_layers=0)) is None
-    assert opened(file, cpu="y").weights(DRAFT, CONTEXT) is None
-    again.keep_weights(DRAFT, CONTEXT, None)
-    assert again.weights(DRAFT, CONTEXT) is None
-    again.save()
-    assert opened(file).weights(DRAFT, CONTEXT) is None
-    assert opened(file).weights(TARGET, CONTEXT) == "own"
-
-
-@pytest.mark.parametrize("kept", [None, 3, "q9_9", ["q4_0"], {}])
-def test_weights_that_make_no_sense_are_measured_anew(file: Path, kept: object) -> None:
-    memory = opened(file)
-    memory.keep_weights(DRAFT, CONTEXT, "q4_0")
-    memory.save()
-    whole = document(file)
-    whole["weights"] = dict.fromkeys(whole["weights"], kept)
-    file.write_text(json.dumps(whole), encoding="utf-8")
-    assert opened(file).weights(DRAFT, CONTEXT) is None
-
-
-def test_the_costs_of_a_copy_are_its_own(file: Path) -> None:
-    memory = opened(file)
-    learn(memory)
-    copy = dataclasses.replace(CONTEXT, weights="q4_0")
-    assert not memory.costs(TARGET, copy, 0, 2)
 
 
 def test_a_table_and_the_chances_are_the_same_objects_each_time(file: Path) -> None:

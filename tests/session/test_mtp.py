@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from specgen.drafters import MtpChainDrafter, MtpDrafter
+from specgen.drafters.hidden_trail import HiddenTrail
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend
@@ -20,7 +21,6 @@ from specgen.llama.mtp_layers import mtp_of, why_no_mtp
 from specgen.measure.selection.trial import measure_target, try_draft
 from specgen.method.backend import Batch
 from specgen.method.draft import Draft
-from specgen.method.hidden_trail import HiddenTrail
 from specgen.options import (
     ContextOptions,
     DraftOptions,

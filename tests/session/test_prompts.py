@@ -14,9 +14,9 @@ from specgen.drafters import PromptHeadSkipper, draft_alone
 from specgen.errors import UsageError
 from specgen.events import Event, FinishedEvent
 from specgen.llama import LlamaModel
+from specgen.method.cost_table import CostTable
 from specgen.method.loop import Loop
 from specgen.method.policy import FixedPolicy, draft_up_to
-from specgen.method.policy.cost_table import CostTable
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -25,11 +25,11 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
-from specgen.session.chat_template import Message
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
+from specgen.session.prompts.template import Message
 from tests.helpers.common import NOW
 from tests.helpers.fake_backend import FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB, model_drafter

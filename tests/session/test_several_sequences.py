@@ -21,13 +21,12 @@ from specgen.drafters import (
 )
 from specgen.errors import BackendError
 from specgen.events import NoticeEvent
+from specgen.method.acceptance import AcceptanceRates
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import Draft
+from specgen.method.cost_table import BatchShare, CostTable, Others
+from specgen.method.draft import Branches, Draft
 from specgen.method.loop import Loop
 from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult
-from specgen.method.policy.acceptance import AcceptanceRates
-from specgen.method.policy.cost_table import BatchShare, CostTable, Others
-from specgen.method.tree_batch import Branches
 from specgen.options import DraftOptions, GenerationOptions, parse_tree
 from specgen.session.drafter_factory import guess_sampling
 from specgen.system.arrays import Logits

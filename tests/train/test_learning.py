@@ -22,8 +22,9 @@ import pytest
 
 from specgen.errors import UsageError
 from specgen.events import FinishedEvent, NoticeEvent
-from specgen.llama import LlamaModel, requantize
+from specgen.llama import LlamaModel
 from specgen.models import identify
+from specgen.models.made_files import learning_folder
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.session.engine import Engine, generate
 from specgen.session.kept_answers import (
@@ -39,7 +40,6 @@ from specgen.session.kept_answers import (
 from specgen.session.loaded_models import Models
 from specgen.train import learner as learner_module
 from specgen.train import learning_process
-from specgen.train.draft_files import learning_folder
 from specgen.train.learner import NEW_ANSWERS, Learner
 from specgen.train.online_learning import Lesson, learn, split
 from specgen.train.training_data import N_COLUMNS, kept_texts
@@ -170,7 +170,6 @@ def lesson(
             folder,
             target,
             draft,
-            draft.path,
             Budget(counting(), math.inf, lambda: n_steps >= stop_after, progress),
             rate=rate,
         )
@@ -214,10 +213,10 @@ def test_what_is_learnt_is_not_rounded_away(models: Path, folder: Path) -> None:
     """Four bits a weight stay four bits, and keep it."""
     pytest.importorskip("jax")
     small = models / "q4.gguf"
-    requantize(models / "draft.gguf", small, 1)
+    write_tiny_model(small, replace(CONFIG, tensor_type="q4_0"))
     target, draft = LlamaModel(models / "target.gguf"), LlamaModel(small)
     with contextlib.closing(target), contextlib.closing(draft):
-        found = learn(folder, target, draft, small, Budget(counting()), rate=0.01)
+        found = learn(folder, target, draft, Budget(counting()), rate=0.01)
     assert found is not None
     assert found.outcome == "new"
     learnt = learnt_weights(folder, small)
@@ -536,7 +535,6 @@ def test_the_process_that_learns_ends_well_while_its_input_is_open(
         "folder": str(folder),
         "target": str(models / "target.gguf"),
         "draft": str(models / "draft.gguf"),
-        "base": str(models / "draft.gguf"),
         "minutes": 1e-6,
     }
     with subprocess.Popen(
@@ -563,7 +561,7 @@ def test_the_process_that_learns_ends_when_its_command_is_killed(
     pytest.importorskip("jax")
     paths = {"folder": folder, "target": models / "target.gguf", "draft": models / "draft.gguf"}
     asked = {name: str(path) for name, path in paths.items()}
-    asked |= {"base": asked["draft"], "minutes": 10.0}  # type: ignore[dict-item]
+    asked |= {"minutes": 10.0}  # type: ignore[dict-item]
     command = [sys.executable, "-c", _PARENT, json.dumps(asked)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None

@@ -21,8 +21,7 @@ from specgen.cli.flags.server import limits, server
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 from specgen.errors import UsageError
-from specgen.measure.selection.model_choice import ModelChoice, staged
-from specgen.options import GenerationOptions, Grammar
+from specgen.options import GenerationOptions, Grammar, ModelChoice, staged
 
 __all__ = [
     "CHAT",

@@ -85,8 +85,7 @@ _DRAFTING = panel(
     ),
     translate=Option(
         "--translate",
-        help="For a draft model with another vocabulary: string translates its text, tokens drafts only "
-        "tokens that both vocabularies have, auto uses the one that accepts more, off refuses the model.",
+        help="For a draft model with another vocabulary: auto translates its text, off refuses the model.",
     ),
     mask=Option(
         "--draft-mask",
@@ -94,13 +93,6 @@ _DRAFTING = panel(
         metavar="auto|off|TOKEN",
         help="The mask token of a parallel draft model (PARD), which predicts all tokens of a draft in one "
         "decode: its number or its text. auto takes what the file says, off drafts one token after the other.",
-    ),
-    weights=Option(
-        "--draft-weights",
-        envvar="SPECGEN_DRAFT_WEIGHTS",
-        help="auto drafts from a copy of the draft model in Q4_0 if it is faster on this CPU and predicts "
-        "nearly the same tokens (made once, in seconds, and kept in the cache folder); own drafts from the "
-        "file as it is.",
     ),
 )
 _REPETITIONS = panel(

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from specgen import __version__
 from specgen.errors import SpecgenError, UsageError
 from specgen.measure.bench.runs import Lineup, Runs, SessionContender, run_lineups
-from specgen.measure.selection.model_choice import staged
-from specgen.measure.selection.session_opening import find_models
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -23,7 +21,9 @@ from specgen.options import (
     PolicyName,
     SessionOptions,
     TreeShape,
+    staged,
 )
+from specgen.session.files import find_models
 from specgen.system.json_values import as_json
 
 if TYPE_CHECKING:

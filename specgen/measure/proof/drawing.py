@@ -13,10 +13,10 @@ from specgen.method.backend import Backend
 from specgen.method.draft import ROOT, Draft
 from specgen.method.loop import Loop
 from specgen.method.policy import Offer, Policy, RoundPlan
-from specgen.method.tally import Tally
-from specgen.method.verifiers import Target, Verdict, Verifier
+from specgen.method.verify import Target, Verdict, Verifier
 from specgen.testing.bugs import Bug
 from specgen.text.sequence import Sequence
+from specgen.text.tally import Tally
 from specgen.text.text_state import TextMark
 
 #: The number of an answer's first tokens that are searched for the position.

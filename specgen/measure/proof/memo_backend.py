@@ -14,7 +14,7 @@ import numpy as np
 
 from specgen.errors import BackendError, RollbackError
 from specgen.method.backend import Backend, Batch, HiddenBackend
-from specgen.method.policy.cost_table import CostTable
+from specgen.method.cost_table import CostTable
 from specgen.system.arrays import Hidden, Logits
 
 #: The node of the empty text.

@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen.events import undrafted_text
-from specgen.measure.selection.default_draft import name_of
 from specgen.measure.selection.tuning import DraftFindings, TriedDraft, Tuning
 from specgen.session.calibration.gain import Costs, break_even, carried_over, expected_gain
 from specgen.session.calibration.threads import BATCH_ROWS, ThreadTimes
-from specgen.session.calibration.weight_copies import COPY_TYPE
+from specgen.session.files import name_of
 from specgen.system.machine import busy_text, is_busy
 
 if TYPE_CHECKING:
     from specgen.measure.selection.trial import Baseline, DraftFigures
-    from specgen.session.calibration.weight_copies import Comparison
 
 #: A speed-up below this does not count as a gain: it is within the noise of the measurement.
 _LEAST_GAIN = 1.03
@@ -261,8 +259,6 @@ def _settings(tuning: Tuning) -> Iterator[str]:
         yield "threads are as given; without -t and -tb they are chosen by measurement"
     if tuning.draft is not None and tuning.draft.threads is not None:
         yield threads_text(tuning.draft.draft.name, tuning.draft.threads)
-    if tuning.draft is not None and tuning.draft.compared is not None:
-        yield weights_text(tuning.draft.compared)
     own = _own_way(tuning)
     if own is not None:
         yield _lengths_text(own.figures, max(tuning.baseline.batch_s) - 1)
@@ -283,17 +279,6 @@ def threads_text(name: str, times: ThreadTimes) -> str:
     single = _chosen(times.chosen.n_single, times.default, times.single_s)
     batch = _chosen(times.chosen.n_batch, times.default, times.batch_s)
     return f"threads of {name}: {single} for a token, {batch} for a batch of {BATCH_ROWS}"
-
-
-def weights_text(compared: Comparison) -> str:
-    """Return a sentence about the weights that a draft model uses, and why."""
-    copy = (
-        f"a copy of {compared.model} in {COPY_TYPE.upper()} takes {compared.share:.2f} of its time, "
-        f"and its predictions differ by {_percent(compared.distance)}"
-    )
-    if compared.is_taken:
-        return f"{copy}: the copy drafts"
-    return f"{copy}: that is no gain, so {compared.model} drafts from its own weights"
 
 
 def _chosen(chosen: int, default: int, seconds: dict[int, float]) -> str:
@@ -382,16 +367,6 @@ def _draft_object(draft: DraftFindings) -> dict[str, Any]:
         "break_even_rate": None if costs is None else break_even(costs),
         "expected": None if expected is None else dataclasses.asdict(expected),
         "threads": _threads_object(draft.threads),
-        "copy": None if draft.compared is None else _copy_object(draft.compared),
-    }
-
-
-def _copy_object(compared: Comparison) -> dict[str, Any]:
-    return {
-        "weights": COPY_TYPE,
-        "share_of_time": compared.share,
-        "distance": compared.distance,
-        "is_taken": compared.is_taken,
     }
 
 

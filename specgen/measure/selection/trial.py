@@ -22,15 +22,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specgen.drafters import draft_alone
+from specgen.drafters.hidden_trail import HiddenTrail, LastHidden
 from specgen.errors import BackendError, PromptError
 from specgen.events import ReasonCount
 from specgen.llama import LlamaBackend
 from specgen.method.backend import Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.hidden_trail import HiddenTrail, LastHidden
 from specgen.method.loop import Loop
 from specgen.method.policy import Reason, RoundPlan, RoundResult, draft_up_to
-from specgen.method.tally import Tally
 from specgen.session.agreement import read_states
 from specgen.session.calibration.gain import Costs, speedup
 from specgen.session.calibration.timing import time_batch, timed_batch_sizes
@@ -38,6 +37,7 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.measurements import measure_if_new
 from specgen.system.arrays import Hidden
 from specgen.text.sequence import Sequence
+from specgen.text.tally import Tally
 
 if TYPE_CHECKING:
     from specgen.session.loaded_models import Models

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError, SpecgenError
 from specgen.llama import default_threads
-from specgen.measure.selection.default_draft import name_of
 from specgen.measure.selection.trial import (
     Baseline,
     DraftFigures,
@@ -28,7 +27,7 @@ from specgen.measure.selection.trial import (
 from specgen.options import DraftSource
 from specgen.session.calibration.gain import Agreement, Costs, Gain, expected_gain
 from specgen.session.calibration.threads import ThreadTimes, measure_threads, thread_counts
-from specgen.session.calibration.weight_copies import Comparison
+from specgen.session.files import name_of
 from specgen.session.measurements import (
     agreement_walk,
     known_costs,
@@ -59,14 +58,12 @@ class TriedDraft:
 @dataclass(frozen=True, slots=True)
 class DraftFindings:
     """The measurements of a draft model: its agreement with the target, the `costs` of both models (None if
-    a round has no room for a draft), the times by number of threads, and the comparison with a copy of
-    its weights, if there was one."""
+    a round has no room for a draft), and the times by number of threads."""
 
     draft: Path
     agreement: Agreement
     costs: Costs | None
     threads: ThreadTimes | None = None
-    compared: Comparison | None = None
 
     @property
     def expected(self) -> Gain | None:
@@ -132,8 +129,6 @@ class Tuner:
         `PromptError`, and `ModelFileError`, `PairError`, `MemoryLimitError` or `BackendError` if the target
         or `draft` fails; other drafts that fail are only listed as refused.
         """
-        if draft is not None:
-            self._loaded.costs.forget_weights(draft)
         self._loaded.change_draft(draft if draft is not None else "none")
         threads = self._threads(None)
         draft_threads = self._threads(draft) if draft is not None else None
@@ -171,8 +166,7 @@ class Tuner:
         costs = known_costs(self._loaded, draft)
         if costs is not None:
             costs = replace(costs, batch_s=found.baseline.batch_s)
-        latest = {compared.model: compared for compared in self._loaded.drafts.compared}
-        findings = DraftFindings(draft, agreement, costs, threads, latest.get(draft.name))
+        findings = DraftFindings(draft, agreement, costs, threads)
         return replace(found, draft=findings)
 
     def _with_others(self, found: Tuning, others: Iterable[Path]) -> Tuning:

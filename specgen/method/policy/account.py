@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from specgen.method.policy.acceptance import NGRAM_ORIGINS, TextWorths
-from specgen.method.policy.cost_table import Price
+from specgen.method.acceptance import NGRAM_ORIGINS, TextWorths
+from specgen.method.cost_table import Price
 
 #: The weight of a new round in the averages, once there were many.
 _RATE = 0.06

@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from specgen.method.draft import Draft
-from specgen.method.policy.acceptance import (
+from specgen.method.acceptance import (
     NGRAM_ORIGINS,
     AcceptanceRates,
     TextWorths,
     new_acceptance_rates,
 )
+from specgen.method.cost_table import ALONE, FREE, BatchShare, CostTable, Price
+from specgen.method.draft import Draft
 from specgen.method.policy.account import (
     N_TRIED_TOKENS,
     Account,
     prefill_limit_s,
     worth_of_starting,
 )
-from specgen.method.policy.cost_table import ALONE, FREE, BatchShare, CostTable, Price
 from specgen.method.policy.draft_outcomes import DraftOutcomes
 from specgen.method.policy.plan import Offer, RoundPlan, RoundResult
 from specgen.method.policy.reasons import Reason

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from specgen.method.acceptance import AcceptanceRates, origin_of_rank
 from specgen.method.draft import ROOT, Draft
-from specgen.method.policy.acceptance import AcceptanceRates, origin_of_rank
 from specgen.method.policy.plan import RoundResult
 
 

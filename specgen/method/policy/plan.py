@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from specgen.method.cost_table import ALONE, FREE, Others, Price
 from specgen.method.draft import NO_DRAFT, Draft
-from specgen.method.policy.cost_table import ALONE, FREE, Others, Price
 from specgen.method.policy.reasons import Reason
 
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specgen.method.draft import ROOT, Draft
-from specgen.method.policy.acceptance import BIN_EDGES, NGRAM_ORIGINS, origin_of_rank
-from specgen.method.tree_builder import TreeBuilder
+from specgen.method.acceptance import BIN_EDGES, NGRAM_ORIGINS, origin_of_rank
+from specgen.method.draft import ROOT, Draft, TreeBuilder
 from specgen.system.arrays import ProbArray
 
 #: Values are computed for these probabilities that the draft so far is accepted whole, and interpolated

@@ -6,11 +6,10 @@ import contextlib
 from collections import abc
 from collections.abc import Callable
 
-from specgen.drafters.base import propose_together
 from specgen.errors import BackendError, SpecgenError, UsageError
 from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.drafter import propose_together
 from specgen.method.policy import Reason, RoundPlan, RoundResult
-from specgen.method.tally import Tally
 from specgen.options import SessionOptions
 from specgen.session.calibration.memory import Memory
 from specgen.session.drafter_factory import DrafterFactory
@@ -19,6 +18,7 @@ from specgen.session.loaded_models import Models
 from specgen.session.measurements import is_pair_measured
 from specgen.session.prompts import Prompt
 from specgen.text.sequence import Sequence
+from specgen.text.tally import Tally
 
 #: The size in tokens of the contexts in which models are timed.
 _N_CTX_TIMED = 512

@@ -21,9 +21,9 @@ from specgen.serve.formats.responses.request import translated_response_request
 from specgen.serve.server.errors import RequestError
 from specgen.serve.server.jobs import AnswerRequest
 from specgen.serve.server.options import Limits
-from specgen.session.infill import ContextFile, Gap, infill_prompt
 from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt, template_of
+from specgen.session.prompts.infill import ContextFile, Gap, infill_prompt
 
 #: ``chat``, ``completion`` and ``responses`` are OpenAI's; ``messages`` is Anthropic's; ``infill`` is
 #: llama.cpp's, for a text with a gap.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from specgen.method.policy.cost_table import CostTable
+from specgen.method.cost_table import CostTable
 
 #: The usual acceptance rate of draft models of the target's own family, measured here, if drafts stop
 #: where the draft model is unsure.

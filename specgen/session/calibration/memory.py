@@ -1,5 +1,5 @@
 """What was learnt on this machine: what decodes cost, which drafts are accepted, and with how
-many threads and which type of weights a model is fastest.
+many threads a model is fastest.
 
 It is kept in one JSON file. Each process reads the file once, corrects the entries that it used, and
 writes these into the file as it is by then. If two processes correct the same entry, the later one
@@ -15,19 +15,19 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard, get_args
+from typing import Any, TypeGuard
 
 import numpy as np
 
-from specgen.method.policy.acceptance import (
+from specgen.method.acceptance import (
     N_BINS,
     AcceptanceCounts,
     AcceptanceRates,
     TextWorths,
     new_acceptance_rates,
 )
-from specgen.method.policy.cost_table import CostTable
-from specgen.options import ContextOptions, WeightType
+from specgen.method.cost_table import CostTable
+from specgen.options import ContextOptions
 from specgen.session.calibration.threads import Threads
 from specgen.session.calibration.timing import MIN_SIZES
 from specgen.system.arrays import ProbArray
@@ -44,14 +44,12 @@ _AT_ONCE = tuple(str(2**n) for n in range(1, 9))
 #: llama.cpp has no room for more threads, so larger numbers in the file make no sense.
 _MAX_THREADS = 512
 
-_COSTS, _CHANCES, _THREADS, _WEIGHTS = "costs", "chances", "threads", "weights"
+_COSTS, _CHANCES, _THREADS = "costs", "chances", "threads"
 #: By the first key of a model's tables: how often in succession its costs were measured on a busy
 #: machine (`n`), and how many further processes use the last of these costs (`left`).
 _BUSY = "busy"
 #: The most processes that use costs of a busy machine before they are measured again.
 _MOST_REUSED = 63
-#: The types of weights that may be stored for a model.
-_WEIGHT_TYPES = (*get_args(WeightType), "own")
 
 
 class Memory:
@@ -69,7 +67,6 @@ class Memory:
         self._tables: dict[str, CostTable] = {}
         self._acceptance: dict[str, dict[str, AcceptanceRates]] = {}
         self._threads: dict[str, Threads] = {}
-        self._weights: dict[str, str | None] = {}
         #: Keys of tables that are to be removed from the file.
         self._forgotten: set[str] = set()
         #: By the first of them, the keys of tables that were measured on a busy machine.
@@ -123,17 +120,6 @@ class Memory:
         """Store the numbers of threads for a model."""
         self._threads[self._model_key(model, context)] = threads
 
-    def weights(self, model: Path, context: ContextOptions) -> str | None:
-        """Return the type of weights with which a model is fastest, "own" for those of its file; None if
-        it was not measured."""
-        key = self._model_key(model, context)
-        known = self._weights.get(key, self._known[_WEIGHTS].get(key))
-        return known if known in _WEIGHT_TYPES else None
-
-    def keep_weights(self, model: Path, context: ContextOptions, weights: str | None) -> None:
-        """Store the type of weights for a model; with None it is measured again."""
-        self._weights[self._model_key(model, context)] = weights
-
     def acceptance(self, target: Path, draft: Path | str, mode: str) -> dict[str, AcceptanceRates]:
         """Return the acceptance statistics of the drafts of `draft` for `target`, by origin; origins that
         are added to the result are kept. `mode` separates cases whose acceptance rates differ."""
@@ -173,10 +159,6 @@ class Memory:
         for key, threads in self._threads.items():
             document[_THREADS].pop(key, None)
             document[_THREADS][key] = dataclasses.asdict(threads)
-        for key, weights in self._weights.items():
-            document[_WEIGHTS].pop(key, None)
-            if weights is not None:
-                document[_WEIGHTS][key] = weights
         for kind, entries in document.items():
             document[kind] = dict(list(entries.items())[-_N_KEPT:])
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -239,7 +221,7 @@ class Memory:
         ]
 
     def _model_key(self, model: Path, context: ContextOptions) -> str:
-        """Return the key of a model's threads and weights. Layers on a GPU need no threads, so the
+        """Return the key of a model's threads. Layers on a GPU need no threads, so the
         key includes the number of these layers."""
         about = {"model": _identity(model), "n_gpu_layers": context.n_gpu_layers}
         about |= _placement(context)
@@ -262,19 +244,14 @@ def _identity(model: Path) -> str:
 def _settings(context: ContextOptions, n_threads: int) -> dict[str, Any]:
     """Return the options of a context that decide what a decode costs."""
     n_threads = context.n_threads or n_threads
-    own = {} if context.weights is None else {"weights": context.weights}
-    return (
-        own
-        | _placement(context)
-        | {
-            "n_threads": n_threads,
-            "n_threads_batch": context.n_threads_batch or n_threads,
-            "n_gpu_layers": context.n_gpu_layers,
-            "flash_attention": context.flash_attention,
-            "cache_type_k": context.cache_type_k,
-            "cache_type_v": context.cache_type_v,
-        }
-    )
+    return _placement(context) | {
+        "n_threads": n_threads,
+        "n_threads_batch": context.n_threads_batch or n_threads,
+        "n_gpu_layers": context.n_gpu_layers,
+        "flash_attention": context.flash_attention,
+        "cache_type_k": context.cache_type_k,
+        "cache_type_v": context.cache_type_v,
+    }
 
 
 def _placement(context: ContextOptions) -> dict[str, Any]:
@@ -304,7 +281,7 @@ def _read(file: Path | None) -> dict[str, dict[str, Any]]:
         with contextlib.suppress(OSError, ValueError, RecursionError):
             document = json.loads(file.read_text(encoding="utf-8"), parse_int=_whole)
     found = document if isinstance(document, dict) else {}
-    kinds = {kind: found.get(kind) for kind in (_COSTS, _CHANCES, _THREADS, _WEIGHTS, _BUSY)}
+    kinds = {kind: found.get(kind) for kind in (_COSTS, _CHANCES, _THREADS, _BUSY)}
     return {kind: dict(value) if isinstance(value, dict) else {} for kind, value in kinds.items()}
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from specgen.method.backend import Backend, Batch
-from specgen.method.policy.cost_table import CostTable
+from specgen.method.cost_table import CostTable
 
 #: Text of which the first tokens are decoded in advance, one by one. So the context is not empty, and
 #: the first decodes, in which llama.cpp makes its plans, are not timed.

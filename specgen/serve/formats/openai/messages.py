@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specgen.serve.formats.openai.body import BodyError, messages_of, shown, text_of, utf8
-from specgen.session.chat_template import Message, Role, ToolCall
+from specgen.session.prompts.template import Message, Role, ToolCall
 
 _ROLES: dict[str, Role] = {
     "assistant": "assistant",

@@ -26,7 +26,7 @@ from specgen.serve.formats.openai.tool_calls import ToolCallParser
 from specgen.serve.formats.openai.tool_forms import CallForm, form_of
 from specgen.serve.formats.openai.tool_grammar import calls_grammar
 from specgen.serve.formats.openai.tools import Tools, read_tools
-from specgen.session.chat_template import OWN_VARIABLES, Message
+from specgen.session.prompts.template import OWN_VARIABLES, Message
 from specgen.session.thoughts import ThoughtReader, is_thinking
 from specgen.text.grammar.json_schema import schema_grammar
 

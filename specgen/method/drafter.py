@@ -1,0 +1,226 @@
+"""The interface of a drafter, and drafts that are made together for several sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from specgen.errors import BackendError
+from specgen.method.backend import Backend, Batch
+from specgen.method.cost_table import CostTable, Price
+from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.policy import RoundPlan, RoundResult
+from specgen.system.arrays import Logits
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A batch that a drafter needs decoded before it goes on, and the cost table that learns from
+    the decode."""
+
+    backend: Backend
+    batch: Batch
+    costs: CostTable
+
+
+#: A draft in progress: a generator that asks for decodes, is sent the logits of the rows that want
+#: them, and returns the draft. The logits are valid until it asks for the next decode.
+Drafting: TypeAlias = Generator[Ask, Logits, Draft]
+
+
+class Drafter(Protocol):
+    """Proposes drafts for one sequence.
+
+    A drafter may fail; the loop then goes on without it. A drafter never changes the text, only
+    how soon the text comes. The code that opened its context also closes it.
+    """
+
+    @property
+    def name(self) -> str:
+        """Its name in the display and the statistics: the `origin` of its tokens."""
+        ...
+
+    def price(self, n_context: int) -> Price:
+        """Return what drafting would cost now, after a text of `n_context` tokens."""
+        ...
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        """Draft at most `plan.n_max` >= 1 tokens to follow `context`, as far as `plan.keeps` and
+        `plan.looks` allow. The draft may be empty.
+
+        `context` holds all committed tokens, prompt and answer, followed by `n_drafted` tokens
+        that another drafter proposed. It is the caller's list: read it, do not keep it. It only
+        grows from call to call, unless `rewind` is called in between.
+        """
+        ...
+
+    def observe(self, result: RoundResult) -> None:
+        """Learn from the result of the last round."""
+        ...
+
+    def rewind(self, n_tokens: int) -> None:
+        """Forget all of the text but its first `n_tokens`; another text follows these."""
+        ...
+
+
+def ready(draft: Draft) -> Drafting:
+    """Return the drafting of a drafter that needs no decode: it is done already."""
+    yield from ()
+    return draft
+
+
+def draft_alone(drafting: Drafting) -> Draft:
+    """Make a draft, decoding each batch that it asks for on its own."""
+    try:
+        ask = next(drafting)
+        while True:
+            before_s = ask.backend.decode_s
+            logits = ask.backend.decode(ask.batch)
+            ask.costs.observe(len(ask.batch), ask.backend.decode_s - before_s)
+            ask = drafting.send(logits)
+    except StopIteration as ended:
+        draft: Draft = ended.value
+        return draft
+
+
+@dataclass
+class Proposal:
+    """The drafting of one sequence, and its result."""
+
+    drafting: Drafting
+    draft: Draft = NO_DRAFT
+    #: The error that ended the drafting; there is then no draft.
+    error: Exception | None = None
+    #: Seconds of the model's decodes, and of all drafting. Of shared batches, only this sequence's share
+    #: counts.
+    model_s: float = 0.0
+    seconds: float = 0.0
+    #: The decode that it waits for; None at the end.
+    ask: Ask | None = None
+
+
+def propose_together(
+    draftings: Sequence[Drafting],
+    clock: Callable[[], float],
+    interrupted: Callable[[], bool] = lambda: False,
+) -> list[Proposal]:
+    """Make drafts side by side. In each step, the decodes that they need in one cache become one batch.
+
+    `clock` returns seconds. A drafting that raises gets an `error`, and the others go on. The error of a
+    decode is raised in all draftings that asked for it. Once `interrupted` returns True between decodes,
+    the draftings that are not done have no draft: a draft model may have a long prompt to read.
+    """
+    proposals = [Proposal(drafting) for drafting in draftings]
+    for proposal in proposals:
+        _resume(proposal, None, clock)
+    most: dict[int, int] = {}
+    while waiting := [proposal for proposal in proposals if proposal.ask is not None]:
+        if interrupted():
+            for proposal in waiting:
+                proposal.drafting.close()
+                proposal.ask = None
+            break
+        asked = _first_batch(waiting)
+        backend = id(asked[0][1].backend)
+        # The largest number of the round: most of its decodes serve that many sequences.
+        most[backend] = max(len(asked), most.get(backend, 0))
+        _decode_together(asked, most[backend], clock)
+    return proposals
+
+
+def refuse_nonsense(proposal: Proposal, n_max: int, n_vocab: int) -> None:
+    """Turn a proposal that is not a draft of at most `n_max` tokens below `n_vocab` into an error. In the
+    target's batch it would be an error of all sequences. (`Draft` itself checks the parents of nodes.)"""
+    draft: object = proposal.draft
+    if not isinstance(draft, Draft):
+        problem = f"{type(draft).__name__}: no draft"
+    elif len(draft) > n_max:
+        problem = f"{len(draft)} tokens, {n_max} at most were asked for"
+    else:
+        wrong = [token for token in draft.tokens if not _is_token(token, n_vocab)]
+        if not wrong:
+            return
+        problem = f"there is no token {wrong[0]!r}"
+    proposal.draft, proposal.error = (
+        NO_DRAFT,
+        BackendError(f"the drafter proposed nonsense: {problem}"),
+    )
+
+
+def _is_token(token: object, n_vocab: int) -> bool:
+    return isinstance(token, (int, np.integer)) and bool(0 <= token < n_vocab)
+
+
+def _first_batch(waiting: Sequence[Proposal]) -> list[tuple[Proposal, Ask]]:
+    """Return the proposals that wait for a decode in the same cache as the first one, as many as fit into
+    one batch."""
+    found: list[tuple[Proposal, Ask]] = []
+    backend: Backend | None = None
+    n_rows = n_wanted = 0
+    for proposal in waiting:
+        ask = proposal.ask
+        assert ask is not None
+        backend = backend or ask.backend
+        n_rows += len(ask.batch)
+        n_wanted += sum(ask.batch.wants_logits)
+        is_full = n_wanted > backend.n_outputs or n_rows > max(backend.n_batch, backend.n_outputs)
+        if found and (ask.backend is not backend or is_full):
+            n_rows -= len(ask.batch)
+            n_wanted -= sum(ask.batch.wants_logits)
+            continue
+        found.append((proposal, ask))
+    return found
+
+
+def _decode_together(
+    asked: Sequence[tuple[Proposal, Ask]], n_sharing: int, clock: Callable[[], float]
+) -> None:
+    """Decode the rows that several drafts need in one batch, and resume each draft with its logits."""
+    backend, costs = asked[0][1].backend, asked[0][1].costs
+    batch = asked[0][1].batch
+    if len(asked) > 1:
+        batch = Batch()
+        for _, ask in asked:
+            batch.extend(ask.batch)
+    started, before_s = clock(), backend.decode_s
+    error: Exception | None = None
+    logits: Logits | None = None
+    try:
+        logits = backend.decode(batch)
+        costs.observe(len(batch), backend.decode_s - before_s, n_sharing)
+    except Exception as raised:  # noqa: BLE001 - it is raised again in each drafter
+        error = raised
+    model_s, seconds = backend.decode_s - before_s, clock() - started
+    first_row = 0
+    for proposal, ask in asked:
+        share = len(ask.batch) / len(batch)
+        proposal.model_s += share * model_s
+        proposal.seconds += share * seconds
+        if logits is None:
+            _resume(proposal, error, clock)
+            continue
+        n_rows = sum(ask.batch.wants_logits)
+        _resume(proposal, logits[first_row : first_row + n_rows], clock)
+        first_row += n_rows
+
+
+def _resume(
+    proposal: Proposal, sent: Logits | Exception | None, clock: Callable[[], float]
+) -> None:
+    """Resume a drafting with its logits or an error, up to its next decode or its end."""
+    started = clock()
+    try:
+        if isinstance(sent, Exception):
+            proposal.ask = proposal.drafting.throw(sent)
+        elif sent is None:
+            proposal.ask = next(proposal.drafting)
+        else:
+            proposal.ask = proposal.drafting.send(sent)
+    except StopIteration as ended:
+        proposal.ask, proposal.draft = None, ended.value
+    except Exception as error:  # noqa: BLE001 - also a bug in a drafter
+        proposal.ask, proposal.error = None, error
+    proposal.seconds += clock() - started
