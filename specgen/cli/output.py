@@ -17,7 +17,7 @@ from specgen.options import GenerationOptions, Show
 
 if TYPE_CHECKING:
     from specgen.events import FinishedEvent
-    from specgen.render.base import Renderer
+    from specgen.render.streams import Renderer
     from specgen.session.loaded_models import Models
     from specgen.session.prompts import Prompt
     from specgen.system.progress import Progress

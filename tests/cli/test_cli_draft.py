@@ -144,9 +144,9 @@ def test_the_models_of_a_folder_are_tried(find: Specgen, tiny_models: Path, tmp_
 def test_models_that_have_a_name_and_are_on_the_disk_are_tried(
     find: Specgen, tiny_models: Path
 ) -> None:
-    from specgen.models import load_registry, models_folder
+    from specgen.models import load_registry
     from specgen.models.files import file_sha256
-    from specgen.models.model_folder import slot_of
+    from tests.helpers.fetch import store
 
     draft = tiny_models / "draft.gguf"
     config = saved_drafts_file().parent
@@ -165,10 +165,8 @@ def test_models_that_have_a_name_and_are_on_the_disk_are_tried(
         """,
         encoding="utf-8",
     )
-    slot = slot_of(load_registry().model("known"), models_folder())
     assert set(columns(find())) == {"ngram", "none"}
-    slot.folder.mkdir(parents=True)
-    slot.file.write_bytes(draft.read_bytes())
+    store(load_registry().model("known"), draft.read_bytes())
     assert set(columns(find())) == {"known", "ngram", "none"}
     # Whoever names files wants to know about these.
     assert set(columns(find("bad"))) == {"bad", "ngram", "none"}
@@ -353,7 +351,7 @@ def test_a_damaged_file_of_choices_is_one_error_and_only_where_it_matters(
         assert result.code == 2
         assert result.out == ""
         error, hint = result.err.splitlines()
-        assert error.startswith(f"error: {file} is not JSON")
+        assert error.startswith(f"error: {file}: is not JSON")
         assert hint == f"hint: correct {file}, or move it away"
     assert run_without_a_draft(specgen, target, "--draft", "none").code == 0
     assert find().code == 0

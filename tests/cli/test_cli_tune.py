@@ -125,8 +125,8 @@ def test_the_prompts_of_a_file_are_taken(tune: Specgen, tmp_path: Path) -> None:
 def test_models_that_are_on_this_disk_are_tried_and_what_cannot_draft_is_a_note(
     tune: Specgen, tiny_models: Path
 ) -> None:
-    from specgen.models import load_registry, models_folder
-    from specgen.models.model_folder import slot_of
+    from specgen.models import load_registry
+    from tests.helpers.fetch import store
 
     config = saved_drafts_file().parent
     config.mkdir(parents=True)
@@ -148,9 +148,7 @@ def test_models_that_are_on_this_disk_are_tried_and_what_cannot_draft_is_a_note(
     ]
     (config / "models.toml").write_text("".join(entries), encoding="utf-8")
     for name, content in contents.items():
-        slot = slot_of(load_registry().model(name), models_folder())
-        slot.folder.mkdir(parents=True)
-        slot.file.write_bytes(content)
+        store(load_registry().model(name), content)
     # Whoever names a draft wants to know what that one is worth.
     named = document(tune("--draft", "draft", "--json"))
     assert tried(named)[3:] == [("ngram", False)]

@@ -6,22 +6,18 @@ target is identified by the name and the size of its file, so that it may be mov
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from specgen.errors import OutputError, UsageError
-from specgen.models.files import FileIdentity
-from specgen.models.folders import saved_drafts_file
+from specgen.models.files import FileIdentity, config_folder
 from specgen.options import DraftSource
 from specgen.system.atomic_files import replace_text
-
-_DRAFTS = "drafts"
-_FIGURES = ("speedup", "worst_speedup", "tokens_per_s", "acceptance_rate", "draft_token_s")
+from specgen.system.toml_file import correct
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +37,27 @@ class SavedDraft:
     draft_token_s: float | None = None
 
 
+_FIGURES = ("speedup", "worst_speedup", "tokens_per_s", "acceptance_rate", "draft_token_s")
+
+
+def saved_drafts_file() -> Path:
+    """Return the file of the drafts that were found best; it need not exist."""
+    return config_folder() / "drafts.json"
+
+
 def saved_draft(target: FileIdentity, file: Path | None = None) -> SavedDraft | None:
     """Return the draft that was saved for a target; None if there is none.
 
-    `file` defaults to drafts.json in the configuration folder and need not exist. Unknown fields are
-    ignored, and missing figures are None. Raise `UsageError` if the file cannot be read or does not name
-    the draft.
+    `file` defaults to `saved_drafts_file()`. Unknown fields are ignored, and figures that cannot be read are
+    None. Raise `UsageError` if the file cannot be read or does not name the draft.
     """
     path = file or saved_drafts_file()
-    entry = _entries(_read(path), path).get(_key(target))
+    entry = _read(path)["drafts"].get(_key(target))
     if entry is None:
         return None
     draft = entry.get("draft") if isinstance(entry, dict) else None
     if not isinstance(draft, str) or not draft:
-        raise _damaged(
-            path, f'{_DRAFTS} "{_key(target)}": draft: is no path, "mtp", "ngram" or "none"'
-        )
+        raise _damaged(path, f'"{_key(target)}": draft: is no path, "mtp", "ngram" or "none"')
     figures = {name: _figure(entry.get(name)) for name in _FIGURES}
     return SavedDraft(_source(draft), _date(entry.get("date")), **figures)
 
@@ -69,50 +70,39 @@ def save_draft(target: FileIdentity, saved: SavedDraft, file: Path | None = None
     """
     path = file or saved_drafts_file()
     document = _read(path)
-    figures = {name: getattr(saved, name) for name in _FIGURES}
-    document[_DRAFTS] = {
-        **_entries(document, path),
-        _key(target): {
-            "draft": str(saved.draft.absolute()) if isinstance(saved.draft, Path) else saved.draft,
-            "date": saved.date.isoformat() if saved.date is not None else None,
-            **{name: figure for name, figure in figures.items() if figure is not None},
-        },
+    draft = saved.draft.absolute() if isinstance(saved.draft, Path) else saved.draft
+    values = {**asdict(saved), "draft": str(draft), "date": saved.date and saved.date.isoformat()}
+    document["drafts"][_key(target)] = {
+        name: value for name, value in values.items() if value is not None
     }
-    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, text)
+        replace_text(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
+        reason = error.strerror or error
         raise OutputError(
-            f"{path} could not be written: {error.strerror or error}",
-            hint="set SPECGEN_CONFIG to another folder",
+            f"{path} could not be written: {reason}", "set SPECGEN_CONFIG to another folder"
         ) from error
     return path
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Return the content of the file, with its "drafts"."""
     try:
         document: object = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return {}
+        document = {}
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # not UTF-8, too
-        raise _damaged(path, f"is not JSON: {error}", separator=" ") from error
-    if not isinstance(document, dict):
-        raise _damaged(path, "is not a JSON object", separator=" ")
+        raise _damaged(path, f"is not JSON: {error}") from error
+    if not isinstance(document, dict) or not isinstance(document.setdefault("drafts", {}), dict):
+        raise _damaged(path, "is not a JSON object with an object named drafts")
     return document
 
 
-def _entries(document: dict[str, Any], path: Path) -> dict[str, Any]:
-    entries = document.get(_DRAFTS, {})
-    if not isinstance(entries, dict):
-        raise _damaged(path, f"{_DRAFTS}: is not an object")
-    return entries
-
-
-def _damaged(path: Path, problem: str, separator: str = ": ") -> UsageError:
-    return UsageError(f"{path}{separator}{problem}", hint=f"correct {path}, or move it away")
+def _damaged(path: Path, problem: str) -> UsageError:
+    return UsageError(f"{path}: {problem}", correct(path))
 
 
 def _key(target: FileIdentity) -> str:
@@ -120,20 +110,17 @@ def _key(target: FileIdentity) -> str:
 
 
 def _source(text: str) -> DraftSource:
-    if text == "ngram":
-        return "ngram"
-    if text == "mtp":
-        return "mtp"
-    return "none" if text == "none" else Path(text)
+    words: dict[str, DraftSource] = {"ngram": "ngram", "mtp": "mtp", "none": "none"}
+    return words.get(text, Path(text))
 
 
 def _figure(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
 
 
 def _date(value: object) -> datetime.date | None:
-    with contextlib.suppress(ValueError):
+    try:
         return datetime.date.fromisoformat(value) if isinstance(value, str) else None
-    return None
+    except ValueError:
+        return None
