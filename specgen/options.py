@@ -6,9 +6,12 @@ Importing this module costs nothing (no NumPy, no llama.cpp).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
+
+from specgen.errors import UsageError
 
 #: What drafts: a model file, n-grams of the text so far, or nothing.
 DraftSource: TypeAlias = Path | Literal["ngram", "none", "mtp"]
@@ -426,6 +429,27 @@ class GenerationOptions:
     logprobs: int | None = None
     #: Control tokens, by their entries, that are shown in the text, and that the grammar may ask for.
     shown_controls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """The models that the user named; None for those that were not named."""
+
+    target: str | None
+    draft: str | None
+    pair: str | None
+    #: The drafts of the draft: the first drafts for the draft model, the next for that one, and so on.
+    helpers: tuple[str, ...] = ()
+
+
+def staged(target: str | None, drafts: Sequence[str], pair: str | None) -> ModelChoice:
+    """Return the models. The first of `drafts` drafts for the target, the next one for the first, and so
+    on. Raise `UsageError` if the drafts cannot be combined."""
+    if "none" in drafts and len(drafts) > 1:
+        raise UsageError("--draft none drafts nothing, so it goes with no other --draft")
+    if "ngram" in drafts[:-1]:
+        raise UsageError("--draft ngram needs no draft of its own: give it last, after the models")
+    return ModelChoice(target, drafts[0] if drafts else None, pair, tuple(drafts[1:]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,8 @@ from specgen.cli import flags
 from specgen.cli.model_loading import opened
 from specgen.cli.output import Output
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError, UsageError
-from specgen.measure.selection.default_draft import name_of
-from specgen.measure.selection.session_opening import find_target
 from specgen.options import Contexts, DraftOptions, GenerationOptions
+from specgen.session.files import find_target, name_of
 from specgen.system.machine import LoadOfOthers, notes_on_figures
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def find(
         saved_draft(identity)  # a damaged file is reported now, not after minutes
     options = trial_options(path, drafting, answer, machine)
     with (
-        opened(options, machine.kernels, output, drafts_later=True) as loaded,
+        opened(options, machine.kernels, output) as loaded,
         output.measuring() as (progress, stop),
     ):
         candidates = find_candidates(files, [], path) if files else known_candidates([], path)

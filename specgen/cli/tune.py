@@ -14,14 +14,13 @@ from specgen.cli.draft_find import known_candidates
 from specgen.cli.model_loading import opened
 from specgen.cli.output import Output
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError, UsageError
-from specgen.measure.selection.model_choice import ModelChoice
-from specgen.measure.selection.session_opening import find_models, session_options
-from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import Contexts, DraftOptions, GenerationOptions, ModelChoice, SamplerOptions
+from specgen.session.files import find_models
 from specgen.system.machine import LoadOfOthers, busy_text, is_busy
 
 if TYPE_CHECKING:
-    from specgen.measure.selection.resolve import Sources
     from specgen.measure.selection.tuning import Tuning
+    from specgen.session.files import Sources
     from specgen.session.loaded_models import Models
 
 
@@ -58,14 +57,14 @@ def tune(
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to tune")
     if models.helpers:
         raise UsageError("give one --draft only: a draft for the draft cannot be tuned")
+    from specgen.session.open import session_options
+
     texts = trials.texts()
     sources = find_models(models, quiet=output.quiet)
     answer = GenerationOptions(max_tokens=trials.max_tokens)
     options = session_options(sources, SamplerOptions(), drafting, answer, machine)
     with (
-        opened(
-            replace(options, draft="none"), machine.kernels, output, drafts_later=True
-        ) as loaded,
+        opened(replace(options, draft="none"), machine.kernels, output) as loaded,
         output.measuring() as (progress, stop),
     ):
         from specgen.measure.selection.tuning import Tuner

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, TypeAlias
 from rich.text import Text
 
 from specgen.measure.selection.advice import advice, n_answer_tokens
-from specgen.measure.selection.default_draft import name_of
 from specgen.render.text import clean_line, counted
+from specgen.session.files import name_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.measure.bench.figures import CategoryFigures, ContenderFigures
-    from specgen.measure.bench.report import BenchReport
+    from specgen.measure.bench.figures import BenchReport, CategoryFigures, ContenderFigures
     from specgen.measure.selection.draft_search import Search, Tried
     from specgen.measure.selection.trial import DraftFigures
     from specgen.measure.selection.tuning import Tuning

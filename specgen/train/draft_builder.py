@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from specgen.models import human_bytes
+from specgen.models.made_files import distilled_file, heads_file, identity_of, text_folder
 from specgen.system.atomic_files import new_beside
 from specgen.system.json_lines import write_errors
 from specgen.system.progress import Progress
-from specgen.train.draft_files import distilled_file, heads_file, identity_of, text_folder
 
 if TYPE_CHECKING:
     from specgen.method.cost_table import CostTable

@@ -21,8 +21,7 @@ from specgen.cli.flags.server import limits, server
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 from specgen.errors import UsageError
-from specgen.measure.selection.model_choice import ModelChoice, staged
-from specgen.options import GenerationOptions, Grammar
+from specgen.options import GenerationOptions, Grammar, ModelChoice, staged
 
 __all__ = [
     "CHAT",
@@ -194,9 +193,9 @@ class Trials:
 
     def texts(self) -> list[str]:
         """Return the prompts. Raise `PromptError`."""
-        from specgen.measure.proof import OWN_PROMPTS, evenly_chosen, read_prompts
+        from specgen.measure.prompts import TRIAL_PROMPTS, evenly_chosen, read_prompts
 
-        every = OWN_PROMPTS if self.prompts is None else read_prompts(self.prompts)
+        every = TRIAL_PROMPTS if self.prompts is None else read_prompts(self.prompts)
         return evenly_chosen(every, self.n_prompts)
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen.events import undrafted_text
-from specgen.measure.selection.default_draft import name_of
 from specgen.measure.selection.tuning import DraftFindings, TriedDraft, Tuning
 from specgen.session.calibration.gain import Costs, break_even, carried_over, expected_gain
 from specgen.session.calibration.threads import BATCH_ROWS, ThreadTimes
+from specgen.session.files import name_of
 from specgen.system.machine import busy_text, is_busy
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError, SpecgenError
 from specgen.llama import default_threads
-from specgen.measure.selection.default_draft import name_of
 from specgen.measure.selection.trial import (
     Baseline,
     DraftFigures,
@@ -28,6 +27,7 @@ from specgen.measure.selection.trial import (
 from specgen.options import DraftSource
 from specgen.session.calibration.gain import Agreement, Costs, Gain, expected_gain
 from specgen.session.calibration.threads import ThreadTimes, measure_threads, thread_counts
+from specgen.session.files import name_of
 from specgen.session.measurements import (
     agreement_walk,
     known_costs,

@@ -12,19 +12,17 @@ import pytest
 
 import specgen.cli
 import specgen.session.calibration.timing
-from specgen.cli.model_loading import make_opener
-from specgen.cli.output import Output
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import LlamaBackend
-from specgen.measure.selection.default_draft import DraftChoice
-from specgen.measure.selection.pick import Taken, refusal, take_first
 from specgen.models import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
-from specgen.session.calibration.gain import WORTH, Costs, expected_gain
+from specgen.session.calibration.gain import Costs, expected_gain
 from specgen.session.calibration.memory import Memory
 from specgen.session.calibration.timing import timed_batch_sizes
+from specgen.session.files import DraftChoice
 from specgen.session.loaded_models import Models
 from specgen.session.measurements import known_costs, measure_costs
+from specgen.session.open import open_session, use_first
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Batches that are nearly free, ones that no draft can pay for, and a draft as slow as a target.
@@ -93,59 +91,30 @@ def choices(tiny_models: Path) -> tuple[DraftChoice, ...]:
     )
 
 
-def test_a_model_that_pays_is_taken_with_what_it_promises(
+def test_a_model_that_pays_is_taken_with_its_reason(
     loaded: Models, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
-    taken = take_first(loaded, choices)
-    assert taken.draft == choices[0].draft
+    assert use_first(loaded, choices) == "drafting with the partner"
     assert loaded.drafts.name == "draft.gguf"
-    assert (
-        taken.note
-        == f"drafting with the partner (about x{expected_gain(CHEAP).speedup:.1f} expected)"
-    )
-    assert taken.measured == (
-        "target.gguf decodes 1, 2, 3, 4 rows in 30.0, 31.0, 32.0, 33.0 ms, draft.gguf a token in 1.0 ms",
-    )
-    assert measured.asked == ["draft.gguf"]
-
-
-def test_a_busy_machine_promises_nothing(
-    loaded: Models,
-    choices: tuple[DraftChoice, ...],
-    measured: Measured,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("specgen.system.machine.share_of_others", lambda *_: 0.5)
-    taken = take_first(loaded, choices)
-    assert (taken.draft, taken.note) == (choices[0].draft, "drafting with the partner")
     assert measured.asked == ["draft.gguf"]
 
 
 def test_a_model_that_is_too_slow_gives_way_to_the_next(
-    loaded: Models, choices: tuple[DraftChoice, ...], measured: Measured
-) -> None:
-    measured.costs = {"draft.gguf": SLOW_DRAFT}
-    taken = take_first(loaded, choices)
-    assert loaded.drafts.name == "bad.gguf"
-    expected = expected_gain(SLOW_DRAFT)
-    assert taken.note == (
-        "not drafting with draft.gguf: on this machine a batch of 2 costs 1.0 tokens and a "
-        f"drafted token 1.00, so it would be about x{expected.speedup:.2f}; "
-        f"drafting with the general one (about x{expected_gain(CHEAP).speedup:.1f} expected); "
-        "find a better"
-    )
-    assert measured.asked == ["draft.gguf", "bad.gguf"]
-    assert len(taken.measured) == 2
-
-
-def test_a_model_that_is_known_to_be_too_slow_is_not_loaded_again(
     loaded: Models,
     choices: tuple[DraftChoice, ...],
     measured: Measured,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measured.costs = {"draft.gguf": SLOW_DRAFT}
-    first = take_first(loaded, choices)
+    note = use_first(loaded, choices)
+    assert loaded.drafts.name == "bad.gguf"
+    assert note == (
+        "not drafting with draft.gguf: a guess costs 1.00 tokens of the target and a batch of 2 costs 1.0 "
+        f"tokens here, so it would be about x{expected_gain(SLOW_DRAFT).speedup:.2f}; "
+        "drafting with the general one; find a better"
+    )
+    assert measured.asked == ["draft.gguf", "bad.gguf"]
+    # A model that is known to be too slow is not loaded again.
     tried: list[object] = []
     change_draft = Models.change_draft
 
@@ -154,7 +123,7 @@ def test_a_model_that_is_known_to_be_too_slow_is_not_loaded_again(
         change_draft(self, source)
 
     monkeypatch.setattr(Models, "change_draft", noted)
-    assert take_first(loaded, choices) == first
+    assert use_first(loaded, choices) == note
     assert tried == [choices[1].draft]
     assert measured.asked == ["draft.gguf", "bad.gguf"]
 
@@ -163,23 +132,12 @@ def test_where_batches_are_too_dear_no_other_model_is_tried(
     loaded: Models, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
     measured.costs = {"draft.gguf": DEAR}
-    taken = take_first(loaded, choices)
-    assert (taken.draft, loaded.drafts.name) == ("ngram", "ngram")
-    assert taken.note == (
-        "not drafting with draft.gguf: on this machine a batch of 2 costs 2.0 tokens, too much "
-        f"for any draft model to save time (this one: about x{expected_gain(DEAR).speedup:.2f}); "
-        "drafting with n-grams; search"
+    assert use_first(loaded, choices) == (
+        "not drafting with draft.gguf: a batch of 2 costs 2.0 tokens here, too much for any draft model "
+        "to save time; drafting with n-grams; search"
     )
+    assert loaded.drafts.name == "ngram"
     assert measured.asked == ["draft.gguf"]
-
-
-def test_a_gain_too_small_to_count_on_is_said_to_be_one() -> None:
-    small = expected_gain(Costs({1: 0.03, 2: 0.04, 3: 0.07}, 0.007))
-    assert 1.0 < small.speedup < WORTH
-    assert refusal("x.gguf", small) == (
-        "not drafting with x.gguf: on this machine a batch of 2 costs 1.3 tokens and a drafted "
-        f"token 0.23, so it would be about x{small.speedup:.2f}, too little to rely on"
-    )
 
 
 def test_what_was_measured_for_the_target_is_not_checked(
@@ -187,18 +145,18 @@ def test_what_was_measured_for_the_target_is_not_checked(
 ) -> None:
     measured.costs = {"draft.gguf": DEAR}
     saved = dataclasses.replace(choices[0], is_measured=True)
-    taken = take_first(loaded, (saved, *choices[1:]))
-    assert (taken.draft, taken.note) == (saved.draft, saved.why)
+    assert use_first(loaded, (saved, *choices[1:])) == saved.why
+    assert loaded.drafts.source == saved.draft
     assert measured.asked == []
-    assert taken.measured == ()
 
 
 def test_n_grams_and_drafts_of_no_token_are_not_checked(
     loaded: Models, tiny_models: Path, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
-    assert take_first(loaded, choices[2:]).note == "drafting with n-grams; search"
+    assert use_first(loaded, choices[2:]) == "drafting with n-grams; search"
     with Models(options(tiny_models, max_tokens=0), time.perf_counter) as idle:
-        assert take_first(idle, choices).draft == choices[0].draft
+        use_first(idle, choices)
+        assert idle.drafts.source == choices[0].draft
     assert measured.asked == []
 
 
@@ -210,10 +168,9 @@ def test_a_draft_whose_context_cannot_be_had_gives_way_to_the_next(
     error: Exception,
 ) -> None:
     measured.costs = {"draft.gguf": error}
-    taken = take_first(loaded, choices)
+    assert use_first(loaded, choices) == f"{error}; drafting with the general one; find a better"
     assert loaded.drafts.name == "bad.gguf"
-    assert taken.note.startswith(f"{error}; drafting with the general one (")
-    assert take_first(loaded, choices[:1]) == Taken("none", f"{error}; not drafting", ())
+    assert use_first(loaded, choices[:1]) == f"{error}; not drafting"
     assert loaded.drafts.name == "none"
 
 
@@ -246,7 +203,7 @@ def test_a_pair_is_measured_once(
     def measures(changed: SessionOptions) -> bool:
         memory = Memory(memory_file(), {"cpu": "x"})
         with Models(changed, time.perf_counter, memory) as loaded:
-            take_first(loaded, choices[:1])
+            use_first(loaded, choices[:1])
         memory.save()
         return n_decodes() > 0
 
@@ -315,7 +272,7 @@ def test_a_memory_that_cannot_be_written_is_measured_again_without_a_word(
     for _ in range(2):
         memory = Memory(memory_file())
         with Models(options(tiny_models), time.perf_counter, memory) as loaded:
-            take_first(loaded, choices)
+            use_first(loaded, choices)
         memory.save()
         assert n_decodes() > 0
     assert file.read_text(encoding="utf-8") == ""
@@ -337,23 +294,20 @@ def test_the_sizes_that_a_round_may_have_are_measured(tiny_models: Path, n_max: 
 # --- the commands
 
 
-def test_later_sessions_have_the_draft_of_the_first_and_are_not_checked_again(
-    tiny_models: Path,
-    choices: tuple[DraftChoice, ...],
-    measured: Measured,
-    capsys: pytest.CaptureFixture[str],
+def test_a_session_opens_with_the_draft_that_pays(
+    tiny_models: Path, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
     measured.costs = {"draft.gguf": SLOW_DRAFT}
-    opener = make_opener(choices, Output(verbose=1))
-    for _ in range(2):
-        with opener.open(options(tiny_models)) as loaded:
-            assert loaded.drafts.name == "bad.gguf"
-    assert opener.draft == choices[1].draft
+    notes: list[str] = []
+    own = options(tiny_models)
+    with open_session(own, choices, clock=time.perf_counter, note=notes.append) as session:
+        assert session.drafts.name == "bad.gguf"
     assert measured.asked == ["draft.gguf", "bad.gguf"]
-    notes = capsys.readouterr().err.splitlines()
-    assert len(notes) == 3
-    assert all(note.startswith("note: ") for note in notes)
-    assert ["decodes" in note for note in notes] == [True, True, False]
+    assert len(notes) == 1
+    # What was measured is kept: the next session opens without measuring.
+    with open_session(own, choices, clock=time.perf_counter) as session:
+        assert session.drafts.name == "bad.gguf"
+    assert measured.asked == ["draft.gguf", "bad.gguf"]
 
 
 @pytest.fixture
@@ -404,7 +358,7 @@ def test_run_and_verify_take_a_partner_only_if_it_pays(
     verify = ("verify", "--check", "greedy", "-N", "1", "--draft-max", "2")
     draft, (note,) = drafted_by()
     assert draft == "draft.gguf"
-    assert "in the pair tiny (about x" in note
+    assert "in the pair tiny" in note
     assert "with drafts from draft.gguf" in specgen_(*verify)[0]
     measured.costs = {"draft.gguf": DEAR}
     assert drafted_by()[0] == "draft.gguf"  # as it was kept
@@ -413,7 +367,7 @@ def test_run_and_verify_take_a_partner_only_if_it_pays(
     for _ in range(2):
         draft, (note,) = drafted_by()
         assert draft == "ngram"
-        assert note.startswith("note: not drafting with draft.gguf: on this machine a batch of 2")
+        assert note.startswith("note: not drafting with draft.gguf: a batch of 2")
         assert note.endswith(
             "; drafting with n-grams; `specgen draft find` tries what is on this disk"
         )
