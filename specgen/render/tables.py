@@ -15,8 +15,7 @@ from specgen.session.files import name_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.measure.bench.figures import CategoryFigures, ContenderFigures
-    from specgen.measure.bench.report import BenchReport
+    from specgen.measure.bench.figures import BenchReport, CategoryFigures, ContenderFigures
     from specgen.measure.selection.draft_search import Search, Tried
     from specgen.measure.selection.trial import DraftFigures
     from specgen.measure.selection.tuning import Tuning
