@@ -39,7 +39,7 @@ from specgen.measure.bench.plan import NGRAM, Field, Plan, find_fields
 from specgen.measure.bench.prompts import BenchPrompt
 from specgen.measure.bench.report import BenchReport, to_json_object
 from specgen.measure.bench.runs import Result
-from specgen.measure.selection.trial import Baseline, TargetAnswer, agreeing_path, measure_target
+from specgen.measure.trial import Baseline, TargetAnswer, agreeing_path, measure_target
 from specgen.method.draft import ROOT, Draft
 from specgen.method.policy import draft_up_to
 from specgen.models import cache_folder
