@@ -1,4 +1,4 @@
-"""Builds llama.cpp's own programs that speculate, for `specgen bench --against llama.cpp`.
+"""Builds llama.cpp's own programs that speculate, for `benchmarks/peers.py`.
 
 Their source is the one that the installed llama-cpp-python was built from: the source
 distribution of that version, from the package index. Its CMake project is configured as pip

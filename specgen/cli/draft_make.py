@@ -106,7 +106,8 @@ def data(
     ),
     kind=Option(
         "--kind",
-        help="What to make (decoder heads, or a small model fitted to the target).",
+        help="What to make: decoder heads, a small model fitted to the target, or the target without some "
+        "of its layers.",
         show_default="heads; a fitted model too, where JAX is installed and there is a small one",
     ),
     minutes=Option(
@@ -145,11 +146,12 @@ def make(
 
     Decoder heads read the target's hidden state and predict the tokens after the next one: they need no
     model of their own, and about a millisecond per draft. A small model that is fitted to the target (needs
-    `pip install 'specgen-gguf[train]'`) is as fast as before, and agrees with the target more often.
+    `pip install 'specgen-gguf[train]'`) is as fast as before, and agrees with the target more often. The
+    target without some of its layers gains least.
 
     It prints the ranking as `specgen draft find` does.
     """
-    from specgen.measure.proof import evenly_chosen
+    from specgen.measure.prompts import evenly_chosen
     from specgen.measure.search import search_drafts
     from specgen.session.measurements import target_costs
     from specgen.session.open import open_session
@@ -213,7 +215,7 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Out
     from specgen.train.distillation import check_library
 
     is_asked = draft is not None or kind == "distilled"
-    if kind == "heads":
+    if kind in ("heads", "pruned"):
         if draft is not None:
             raise UsageError("--draft is the model to fit: it goes with --kind distilled")
         return None
@@ -249,7 +251,7 @@ def _delete_others(
 
 def _prompts(file: Path | None) -> list[str]:
     """Return the prompts of a file, each once, or those of the package."""
-    from specgen.measure.proof import read_prompts
+    from specgen.measure.prompts import read_prompts
 
     return own_prompts() if file is None else list(dict.fromkeys(read_prompts(file)))
 

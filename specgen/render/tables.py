@@ -14,8 +14,7 @@ from specgen.session.files import name_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.measure.bench.figures import CategoryFigures, ContenderFigures
-    from specgen.measure.bench.report import BenchReport
+    from specgen.measure.bench.figures import BenchReport, CategoryFigures, ContenderFigures
     from specgen.measure.search import Search, Tried
     from specgen.measure.trial import DraftFigures
 

@@ -193,9 +193,9 @@ class Trials:
 
     def texts(self) -> list[str]:
         """Return the prompts. Raise `PromptError`."""
-        from specgen.measure.proof import OWN_PROMPTS, evenly_chosen, read_prompts
+        from specgen.measure.prompts import TRIAL_PROMPTS, evenly_chosen, read_prompts
 
-        every = OWN_PROMPTS if self.prompts is None else read_prompts(self.prompts)
+        every = TRIAL_PROMPTS if self.prompts is None else read_prompts(self.prompts)
         return evenly_chosen(every, self.n_prompts)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from specgen.serve.formats.openai.translation import own_figures
-from specgen.serve.formats.responses.input_items import hidden_thought
+from specgen.serve.formats.chat_answer import own_figures
 
 _Event = dict[str, Any]
 
@@ -15,8 +14,8 @@ _Event = dict[str, Any]
 class ResponseWriter:
     """Writes one response from the chunks of a chat completion.
 
-    `echo` are the fields that repeat the request. `custom` are the names of tools that take a free text. With
-    `has_encrypted`, thoughts also come in the form that clients send back.
+    `echo` are the fields that repeat the request. `custom` are the names of tools that take a free text. `hides`
+    gives thoughts also the form that clients send back; None leaves it out.
     """
 
     def __init__(
@@ -27,11 +26,11 @@ class ResponseWriter:
         *,
         echo: Mapping[str, Any],
         custom: Collection[str],
-        has_encrypted: bool,
+        hides: Callable[[str], str] | None,
     ) -> None:
         self._identity = identity
         self._custom = custom
-        self._has_encrypted = has_encrypted
+        self._hides = hides
         self._head = {
             "id": f"resp_{identity}",
             "object": "response",
@@ -132,7 +131,7 @@ class ResponseWriter:
 
     def _begin_item(self, kind: str) -> list[_Event]:
         identity = self._item_id("msg" if kind == "message" else "rs")
-        self._open = _OpenItem(kind, identity, self._has_encrypted)
+        self._open = _OpenItem(kind, identity, self._hides)
         item = {**self._open.item("in_progress"), "content": []}
         return [
             self._event("response.output_item.added", output_index=self._place, item=item),
@@ -208,11 +207,11 @@ class ResponseWriter:
 class _OpenItem:
     """An item that is written: a ``message``, or ``reasoning``."""
 
-    def __init__(self, kind: str, identity: str, has_encrypted: bool) -> None:
+    def __init__(self, kind: str, identity: str, hides: Callable[[str], str] | None) -> None:
         self.kind = kind
         self.identity = identity
         self.text = ""
-        self._has_encrypted = has_encrypted
+        self._hides = hides
 
     def part(self, text: str) -> dict[str, Any]:
         """Return the part with a text."""
@@ -227,8 +226,8 @@ class _OpenItem:
             item["role"] = "assistant"
         else:
             item["summary"] = []
-            if self._has_encrypted:
-                item["encrypted_content"] = hidden_thought(self.text)
+            if self._hides is not None:
+                item["encrypted_content"] = self._hides(self.text)
         return {**item, "content": [self.part(self.text)]}
 
 

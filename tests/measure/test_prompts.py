@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from specgen.errors import PromptError
-from specgen.measure.bench.prompts import (
+from specgen.measure.prompts import (
+    TRIAL_PROMPTS,
     BenchPrompt,
+    evenly_chosen,
     first_of_each,
     own_prompts,
     read_bench_prompts,
@@ -88,3 +90,9 @@ def test_our_own_prompts_are_as_many_of_each_category() -> None:
     )
     assert [prompt.number for prompt in prompts] == list(range(1, 17))
     assert len({prompt.text for prompt in prompts}) == 16
+    assert not {prompt.text for prompt in prompts} & set(TRIAL_PROMPTS), "held out"
+
+
+def test_prompts_are_spread_evenly() -> None:
+    assert evenly_chosen("abcdef", 3) == ["a", "c", "e"]
+    assert evenly_chosen("ab", 5) == ["a", "b"]

@@ -1,4 +1,7 @@
-"""Prompts to measure with: the user's own from a file, or ours."""
+"""Prompts to measure with: the user's own from a file, or ours.
+
+Those that `specgen bench` measures with are none of those that `tune`, `draft find` and `verify` try drafts with.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from specgen.errors import PromptError
 from specgen.system.json_values import json_reason
+
+T = TypeVar("T")
 
 #: The category of a prompt without one.
 ALL = "all"
@@ -25,6 +30,19 @@ class BenchPrompt:
     number: int
     category: str
     text: str
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Return the texts of a file's prompts. Raise `PromptError`, which names the line."""
+    return [prompt.text for prompt in read_bench_prompts(path)]
+
+
+def evenly_chosen(prompts: Iterable[T], n: int) -> list[T]:
+    """Return `n` prompts, evenly spaced in the whole list; all if there are not more."""
+    whole = list(prompts)
+    if n >= len(whole):
+        return whole
+    return [whole[index * len(whole) // n] for index in range(n)]
 
 
 def own_prompts() -> list[BenchPrompt]:
@@ -102,6 +120,26 @@ def _record(line: str, number: int, where: str) -> BenchPrompt:
 
 
 # --- our own --------------------------------------------------------------------------------------
+
+#: Prompts of many kinds, so that some are easy and some are hard to draft for.
+TRIAL_PROMPTS = (
+    "Write a Python function that counts the words of a text, with a docstring and a test.",
+    "Explain to a child why the sky is blue and sunsets are red.",
+    "List the planets with their diameters as JSON, one object a planet.",
+    "Translate into French: The train to the coast leaves at seven, but nobody told the cook.",
+    "Rename x to total and give the whole code again: x = 0\nfor v in values:\n    x = x + v",
+    "A farmer has 17 sheep, sells 9 and buys 4 times as many as are left. How many are there?",
+    "Continue the story: Nobody had wound the clock on the town hall since the flood.",
+    "Sum up: Bees find their way by the sun. At the hive they dance it for the others.",
+    "Which weighs more, a kilogram of feathers or a pound of lead? Say why.",
+    "Write a limerick about a compiler.",
+    "Give me an SQL query for the three customers with the largest orders of last year.",
+    "请用三句话介绍一下长城。",
+    "Describe the taste of a lemon without the words sour, acid or yellow.",
+    "def fibonacci(n):\n    ",
+    "Write a polite e-mail that declines an invitation to a wedding in June.",
+    "Compare trains and buses in a table with three rows.",
+)
 
 _AVERAGES = """\
 def average(values):

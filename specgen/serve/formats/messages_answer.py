@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from specgen.serve.formats.openai.translation import own_figures
+from specgen.serve.formats.chat_answer import own_figures
 
 _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
 #: Types of errors that have another name in Anthropic's API.
@@ -89,9 +89,8 @@ def error_body(body: Mapping[str, Any]) -> dict[str, Any]:
     kind, message = error["type"], error["message"]
     if error["code"] == "request_too_large":
         kind = "request_too_large"
-    elif (
-        error["code"] == "context_length_exceeded"
-    ):  # agents look for these words, and shorten the prompt
+    elif error["code"] == "context_length_exceeded":
+        # Agents look for these words, and shorten the prompt.
         message = f"prompt is too long: {message}"
     return {"type": "error", "error": {"type": _ERRORS.get(kind, kind), "message": message}}
 

@@ -1,17 +1,158 @@
-"""Finds tool calls in a model's text while it is generated."""
+"""Calls of tools: the forms in which models write them, a grammar for each form, and their reader.
+
+A model is trained on the calls that its template writes, so its form is recognised by the chat template. The
+families here write JSON objects with a name and arguments; they differ in the text around them, and in whether
+they write a list of objects.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
-from specgen.serve.formats.openai.tool_forms import CallForm
+from specgen.errors import UsageError
+from specgen.options import Grammar
+from specgen.serve.formats.fields import BodyError
+from specgen.session.thoughts import ThoughtReader
+from specgen.text.grammar.json_schema import lenient_schema_grammar
+from specgen.text.grammar.llguidance_grammar import JSON_FORM
 
-#: An addition to a message, as OpenAI's API streams it: `content`, or `tool_calls`.
+#: An addition to a message, as OpenAI's API streams it: `content`, `reasoning_content` or `tool_calls`.
 Delta: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that may be called; `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    #: The field of the request that has the schema, for messages.
+    schema_field: str = ""
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """The definition in the form that chat templates expect, with all fields that they may read."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+        }
+        return {"type": "function", "function": function}
+
+
+# --- forms ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """The form of a family's calls: `opening`, an object or a list of objects, `closing`."""
+
+    opening: str
+    closing: str = ""
+    #: The object's key for the arguments.
+    arguments: str = "arguments"
+    is_list: bool = False
+    #: Whether the model may write a call without `opening`.
+    is_bare: bool = False
+
+    @property
+    def controls(self) -> tuple[str, ...]:
+        """Texts that may be control tokens; they are found only if the text shows control tokens."""
+        return tuple(text for text in (self.opening, self.closing) if text)
+
+
+HERMES = CallForm("<tool_call>", "</tool_call>")
+LLAMA = CallForm("<|python_tag|>", arguments="parameters", is_bare=True)
+MISTRAL = CallForm("[TOOL_CALLS]", is_list=True)
+GRANITE = CallForm("<|tool_call|>", is_list=True)
+
+
+def form_of(template: str) -> CallForm | None:
+    """Return the form of a template's calls; None if the template takes no tools, or writes calls in a form
+    that specgen cannot read."""
+    if not re.search(r"\btools\b", template):
+        return None
+    if "[TOOL_CALLS]" in template:
+        # Since Mistral Small 3.2 the name stands before the object.
+        return None if "[ARGS]" in template else MISTRAL
+    if "<|tool_call|>" in template:
+        return GRANITE
+    if "<tool_call>" in template:
+        # Qwen3-Coder's and GLM's calls have the same marks, with XML between them.
+        is_xml = "<function=" in template or "<arg_key>" in template
+        return None if is_xml else HERMES
+    if "ipython" in template and '"parameters": ' in template:
+        return LLAMA
+    return None
+
+
+# --- grammars --------------------------------------------------------------------------------------
+
+
+def calls_grammar(
+    form: CallForm,
+    functions: Sequence[Function],
+    *,
+    is_parallel: bool,
+    other: Grammar | None = None,
+) -> tuple[Grammar, list[str]]:
+    """Return a grammar for a call of one of `functions` in the model's form, for several if `is_parallel`,
+    or else for text that conforms to the JSON schema `other`; and warnings that name what it cannot enforce
+    of the parameters' schemas. Raise `BodyError` if no arguments conform to a function's parameters."""
+    warnings: list[str] = []
+    rules = [f"start: calls{' | other' if other is not None else ''}"]
+    rules.append(f"calls: {_whole(form, is_parallel)}")
+    rules.append("call: " + " | ".join(f"call_{n}" for n in range(len(functions))))
+    for number, function in enumerate(functions):
+        before = f'{{"name": "{function.name}", "{form.arguments}": '
+        rules.append(f'call_{number}: {_literal(before)} arguments_{number} "}}"')
+        schema, left_out = _parameters(function)
+        rules.append(f"arguments_{number}: {_json(schema)}")
+        if left_out:
+            names = ", ".join(left_out)
+            warnings.append(f"{function.schema_field}: no grammar can enforce {names}")
+    if other is not None:
+        rules.append(f"other: {_json(other)}")
+    return Grammar("lark", "\n".join(rules)), warnings
+
+
+def _whole(form: CallForm, is_parallel: bool) -> str:
+    """Return the rule for all calls of an answer, with the text around them."""
+    if form.is_list:
+        more = ' (", " call)*' if is_parallel else ""
+        return f'{_literal(form.opening)} " "? "[" call{more} "]"'
+    if form.is_bare:  # these models write one call in an answer
+        return "call"
+    one = f'{_literal(form.opening)} "\\n" call "\\n" {_literal(form.closing)}'
+    return f'{one} ("\\n" {one})*' if is_parallel else one
+
+
+def _literal(text: str) -> str:
+    """Return a text as a Lark literal, which has JSON's form."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json(schema: Grammar) -> str:
+    """Return a JSON schema in Lark's form."""
+    parsed = json.loads(schema.text)
+    form = {**JSON_FORM, "lenient": parsed.get("x-guidance") == {"lenient": True}}
+    return f"%json {json.dumps({**parsed, 'x-guidance': form})}"
+
+
+def _parameters(function: Function) -> tuple[Grammar, tuple[str, ...]]:
+    try:
+        return lenient_schema_grammar(json.dumps(function.parameters))
+    except UsageError as error:
+        raise BodyError(f"{function.schema_field}", error.message) from None
+
+
+# --- reading --------------------------------------------------------------------------------------
 
 #: The text that may come before a bare call, and the beginnings of that text.
 _BARE = re.compile(r"\s*(?:```(?:json)?\s*)?(?=\{)")
@@ -219,3 +360,55 @@ def _refuse(constant: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+class AnswerParser:
+    """Parses one answer: `thoughts` splits off its thinking block, and `calls` finds the calls behind it; a
+    part that is None is not looked for."""
+
+    def __init__(self, thoughts: ThoughtReader | None, calls: ToolCallParser | None) -> None:
+        self._thoughts = thoughts
+        self._calls = calls
+
+    @property
+    def n_calls(self) -> int:
+        """The number of reported calls."""
+        return self._calls.n_calls if self._calls is not None else 0
+
+    def feed(self, text: str) -> list[Delta]:
+        """Add a piece of the answer; return what is certain now."""
+        if self._thoughts is None:
+            return self._answer(text)
+        return self._split(*self._thoughts.feed(text))
+
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """Return the rest, at the end of the answer, which may be cut: see `ToolCallParser.finish`."""
+        deltas = self._split(*self._thoughts.finish()) if self._thoughts is not None else []
+        return deltas + (self._calls.finish(is_cut=is_cut) if self._calls is not None else [])
+
+    def _split(self, thought: str, answer: str) -> list[Delta]:
+        deltas: list[Delta] = [{"reasoning_content": thought}] if thought else []
+        return deltas + (self._answer(answer) if answer else [])
+
+    def _answer(self, text: str) -> list[Delta]:
+        if self._calls is not None:
+            return self._calls.feed(text)
+        return [{"content": text}] if text else []
+
+
+def message_of(parser: AnswerParser, text: str, *, is_cut: bool = False) -> dict[str, Any]:
+    """Return the message of a whole answer, read by a new `parser`."""
+    deltas = parser.feed(text) + parser.finish(is_cut=is_cut)
+    content = "".join(delta.get("content", "") for delta in deltas)
+    reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    calls = [
+        {name: value for name, value in call.items() if name != "index"}
+        for delta in deltas
+        for call in delta.get("tool_calls", [])
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message |= {"content": content or None, "tool_calls": calls}
+    return message

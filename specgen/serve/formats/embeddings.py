@@ -6,17 +6,24 @@ import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field
 
 from specgen.errors import PromptError
-from specgen.serve.formats.openai.body import BodyError, text_of, utf8
+from specgen.serve.formats.fields import Body, BodyError, Integer, parse, shown
 from specgen.system.arrays import Hidden
 
 #: A text, or its tokens.
 EmbeddingInput: TypeAlias = str | list[int]
 #: The most inputs of a request, as at OpenAI.
 _N_INPUTS = 2048
-_FIELDS = frozenset({"input", "model", "encoding_format", "dimensions", "user"})
+
+
+class _Body(Body):
+    input: Any
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[Integer, Field(ge=1)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +62,25 @@ class EmbeddingRequest:
 
 def read_embedding_request(body: Mapping[str, Any], n_embd: int) -> EmbeddingRequest:
     """Read a body for a model whose vectors have `n_embd` values. Raise `BodyError`."""
-    for name in body:
-        if name not in _FIELDS:
-            raise BodyError(name, "there is no such field")
-    form = body.get("encoding_format")
-    if form not in (None, "float", "base64"):
-        raise BodyError("encoding_format", f"{form!r} is neither float nor base64")
-    dimensions = body.get("dimensions")
-    if dimensions is not None and (type(dimensions) is not int or not 1 <= dimensions <= n_embd):
-        raise BodyError("dimensions", f"it is no whole number from 1 to {n_embd}")
-    warnings = []
-    if dimensions not in (None, n_embd):
+    asked = parse(_Body, body)
+    if asked.dimensions is not None and asked.dimensions > n_embd:
+        raise BodyError("dimensions", f"{asked.dimensions} is more than {n_embd}")
+    warnings = asked.warnings()
+    if asked.dimensions not in (None, n_embd):
         warnings.append("dimensions: only vectors of a model that was trained for it can be cut")
-    value = body.get("input")
-    is_single = isinstance(value, str) or _is_tokens(value)
-    inputs = [value] if is_single else value
+    is_single = isinstance(asked.input, str) or _is_tokens(asked.input)
+    inputs = [asked.input] if is_single else asked.input
     if not isinstance(inputs, list) or not inputs:
         raise BodyError("input", "it is no text, list of tokens, or list of these")
     if len(inputs) > _N_INPUTS:
         raise BodyError("input", f"{len(inputs)} inputs; at most {_N_INPUTS} are allowed")
     names = ["input"] if is_single else [f"input[{number}]" for number in range(len(inputs))]
     for name, each in zip(names, inputs, strict=True):
-        if not _is_tokens(each) and not utf8(name, text_of(name, each)):
-            raise BodyError(name, "it is empty")
+        if not _is_tokens(each) and (not isinstance(each, str) or not each):
+            raise BodyError(name, "it is empty" if each == "" else f"{shown(each)} is not a text")
+    is_base64 = asked.encoding_format == "base64"
     return EmbeddingRequest(
-        tuple(inputs), tuple(names), form == "base64", dimensions, tuple(warnings)
+        tuple(inputs), tuple(names), is_base64, asked.dimensions, tuple(warnings)
     )
 
 
