@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from typer import Option
 
 from specgen.cli import flags
-from specgen.cli.draft_find import known_candidates, search_drafts, show_search, trial_options
+from specgen.cli.draft_find import known_candidates, show_search, trial_options
 from specgen.cli.model_loading import load, log_shown, opened, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import UsageError
@@ -34,7 +34,7 @@ from specgen.train.draft_builder import (
 
 if TYPE_CHECKING:
     from specgen.cli.process import Interrupt
-    from specgen.measure.selection.draft_search import Search
+    from specgen.measure.search import Search
     from specgen.session.loaded_models import Models
     from specgen.system.progress import Progress
 
@@ -152,6 +152,7 @@ def make(
     It prints the ranking as `specgen draft find` does.
     """
     from specgen.measure.prompts import evenly_chosen
+    from specgen.measure.search import search_drafts
     from specgen.session.measurements import target_costs
     from specgen.session.open import open_session
     from specgen.train.target_text import is_held_back
@@ -179,9 +180,8 @@ def make(
         judged = replace(own, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
         with open_session(judged, clock=time.perf_counter, memory=loaded.memory) as loaded:
             texts = evenly_chosen(held_back, plan.n_judged)
-            search = search_drafts(
-                loaded, known_candidates(made, path), texts, None, progress, stop
-            )
+            found = known_candidates(made, path)
+            search = search_drafts(loaded, *found, texts, interrupted=stop, progress=progress)
     show_search(
         search,
         output,
