@@ -16,12 +16,12 @@ from typing import Any
 
 from benchmarks.answers import answer, opened, parser_of, write_json
 from specgen.events import FinishedEvent
-from specgen.llama.kernel_checks import choose_kernels
+from specgen.llama.kernels.admission import choose_kernels
 from specgen.models import cache_folder
 from specgen.options import DraftSource
 from specgen.session.calibration.memory import Memory
-from specgen.session.chat_template import Message
 from specgen.session.engine import Engine
+from specgen.session.prompts.template import Message
 
 QUESTIONS = (
     "Write a Python function that counts the words of a text file.",

@@ -103,7 +103,7 @@ def _measure(
     path: Path, kernels: str, n_context: int, n_threads: int, sizes: Sequence[int]
 ) -> dict[str, Any]:
     from specgen.llama import LlamaBackend, LlamaModel
-    from specgen.llama.kernel_checks import choose_kernels
+    from specgen.llama.kernels.admission import choose_kernels
     from specgen.method.backend import Batch
     from specgen.options import ContextOptions
 

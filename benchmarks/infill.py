@@ -30,11 +30,11 @@ from typing import Any, TypeAlias
 import requests
 
 from benchmarks.answers import answer, drafts_of, opened, parser_of, running, write_json
-from specgen.llama.kernel_checks import choose_kernels
+from specgen.llama.kernels.admission import choose_kernels
 from specgen.models import cache_folder
 from specgen.session.calibration.memory import Memory
-from specgen.session.infill import Gap, infill_prompt
 from specgen.session.loaded_models import Models
+from specgen.session.prompts.infill import Gap, infill_prompt
 
 N_LINES = range(5, 21)
 #: Characters around a gap, at most: some 650 tokens.

@@ -22,7 +22,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from benchmarks.answers import answer, bench_prompts, read_setting
-from specgen.llama.kernel_checks import choose_kernels, wanted_in
+from specgen.llama.kernels.admission import choose_kernels, wanted_in
 from specgen.models import cache_folder
 from specgen.options import ContextOptions, GenerationOptions, SamplerOptions, SessionOptions
 from specgen.session.loaded_models import Models

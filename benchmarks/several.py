@@ -22,7 +22,7 @@ from benchmarks.answers import (
     prompts_of,
     write_json,
 )
-from specgen.llama.kernel_checks import choose_kernels
+from specgen.llama.kernels.admission import choose_kernels
 from specgen.models import cache_folder
 from specgen.session.calibration.memory import Memory
 from specgen.session.engine import Engine

@@ -4,7 +4,6 @@
 - docs/events.md, docs/events.schema.json: from specgen/events.py, whose `#:` comments are the
   descriptions of the fields below them;
 - docs/exit-codes.md: from specgen/errors.py;
-- docs/benchmarks/: from the raw figures in benchmarks/results;
 - docs/models.md: from benchmarks/results/architectures.jsonl, which `make architectures` writes.
 """
 
@@ -26,7 +25,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from scripts import benchmark_pages, models_page
+from scripts import models_page
 from scripts.wrap_markdown import wrapped
 from specgen import errors, events
 from specgen.method.policy import REASONS
@@ -66,10 +65,6 @@ def pages() -> dict[Path, str]:
         docs / "models.md": page(
             "Models that run", "benchmarks/results/architectures.jsonl", *models_page.parts()
         ),
-        **{
-            docs / "benchmarks" / name: page(title, "benchmarks/results", *parts)
-            for name, (title, parts) in benchmark_pages.pages().items()
-        },
     }
 
 

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.benchmark_tables import RESULTS, table
 from tests.architectures.exceptions import EXCEPTIONS
 
-FILE = RESULTS / "architectures.jsonl"
-#: The checks of texts, those with drafts that the table names, and the names there.
+FILE = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "architectures.jsonl"
+#: The checks of texts.
 TEXTS = ("n-gram", "model", "wrong draft", "tree", "full context", "four sequences", "fuzz")
-DRAFTS = {"n-gram": "n-gram", "model": "model", "tree": "tree"}
 
 
 @dataclass(slots=True)
@@ -38,6 +36,11 @@ class Found:
             self.failed.setdefault(check, {})[where] = detail
 
 
+def table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def parts(file: Path = FILE) -> list[str]:
     """The parts of the page below its title."""
     head, *lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
@@ -47,6 +50,7 @@ def parts(file: Path = FILE) -> list[str]:
     loaded = {name: each for name, each in found.items() if each.loads}
     exact = [name for name, each in loaded.items() if not _failing_texts(each)]
     invariant = [name for name, each in loaded.items() if "rows" not in each.failed]
+    sound = {name for name, each in loaded.items() if not each.failed}
     return [
         (
             f"All architectures of llama.cpp (in llama-cpp-python {head['llama-cpp-python']}). "
@@ -57,39 +61,36 @@ def parts(file: Path = FILE) -> list[str]:
         ),
         (
             "- **exact**: greedy texts are plain decoding's: with n-grams, with a draft that agrees, with one that "
-            "never does, with trees, up to a full context, and with four answers at once; and after random drafts "
-            "and removals in three sequences a row is that of a fresh decode. With llama.cpp's own code a "
-            "near-tie counts as equal ([what lossless means](lossless.md)).\n"
-            "- **batch-invariant**: with the kernels a row is bit-identical in batches of 2, 3, 8, 16 and 33 rows as "
-            "alone. Where it is not, the page names the operator.\n"
-            "- **drafts**: what drafts for it. Trees need sequences that share cells, so not a recurrent state: there a "
-            "draft does not branch. MTP layers draft too ([which](drafts.md#mtp-layers)), but these random "
-            "models have none.\n"
-            "- `with experts` is the mixture of experts of an architecture."
+            "never does, with trees, up to a full context, and with four answers at once. With llama.cpp's own "
+            "code a near-tie counts as equal ([what lossless means](lossless.md)).\n"
+            "- **batch-invariant**: with the kernels a row is bit-identical in batches of 2 to 33 rows as alone."
         ),
-        table([*_rows(loaded)]),
+        "## Exact and batch-invariant",
+        f"Drafts are chains and trees: {_names(name for name in sound if loaded[name].can_branch)}.",
+        (
+            "Drafts are chains, since a recurrent state cannot be shared by branches: "
+            f"{_names(name for name in sound if not loaded[name].can_branch)}."
+        ),
+        "## With exceptions",
+        table([*_rows({name: each for name, each in loaded.items() if name not in sound})]),
         "## Not run",
         "These generate no text, or llama.cpp cannot make or run the model that its tests describe.",
         table([*_not_run(name for name, each in found.items() if not each.loads)]),
     ]
 
 
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(map(_title, names)))
+
+
 def _rows(loaded: Mapping[str, Found]) -> Iterator[Sequence[str]]:
-    yield "architecture", "exact", "batch-invariant", "drafts", "exceptions"
+    yield "architecture", "exact", "batch-invariant", "exceptions"
     for name in sorted(loaded, key=_title):
         each = loaded[name]
-        drafts = [
-            title
-            for check, title in DRAFTS.items()
-            if check in each.passed
-            and check not in each.failed
-            and (check != "tree" or each.can_branch)
-        ]
         yield (
             _title(name),
             "no" if _failing_texts(each) else "yes",
             "no" if "rows" in each.failed else "yes",
-            ", ".join(drafts),
             "; ".join(_exceptions(name, each)),
         )
 
@@ -108,13 +109,16 @@ def _exceptions(name: str, each: Found) -> Iterator[str]:
 
 
 def _not_run(names: Iterable[str]) -> Iterator[Sequence[str]]:
-    yield "architecture", "why"
+    yield "why", "architectures"
     reasons = {name: known.reason for known in EXCEPTIONS for name in known.names}
-    for name in sorted(names, key=_title):
-        yield _title(name), reasons.get(name, "")
+    by_reason: dict[str, list[str]] = {}
+    for name in names:
+        by_reason.setdefault(reasons.get(name, ""), []).append(name)
+    for reason, those in sorted(by_reason.items()):
+        yield reason, _names(those)
 
 
 def _title(name: str) -> str:
     """As people write it: without the ending that the generator gives to mixtures of experts."""
     title = name.removesuffix("-moe")
-    return title if title == name else f"{title}, with experts"
+    return title if title == name else f"{title} with experts"

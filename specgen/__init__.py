@@ -39,10 +39,10 @@ if TYPE_CHECKING:
         SessionOptions,
         TreeShape,
     )
-    from specgen.session.chat_template import Message
     from specgen.session.engine import Engine
     from specgen.session.loaded_models import Models
     from specgen.session.prompts import Prompt
+    from specgen.session.prompts.template import Message
     from specgen.session.request import Request
 
 __version__ = "0.1.0"
@@ -50,7 +50,7 @@ __version__ = "0.1.0"
 #: The public names of each module.
 _MODULES = {
     "specgen.api": "AnswerOptions Model load",
-    "specgen.session.chat_template": "Message",
+    "specgen.session.prompts.template": "Message",
     "specgen.session.engine": "Engine",
     "specgen.session.loaded_models": "Models",
     "specgen.session.prompts": "Prompt",

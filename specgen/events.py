@@ -46,9 +46,8 @@ class PromptEvent:
     target: str
     #: What drafts: a model's file name, ``ngram``, or ``none``.
     draft: str
-    #: How the drafts of a model with another vocabulary are translated, ``string`` or
-    #: ``tokens``; null without translation.
-    translation: str | None
+    #: Whether the draft has another vocabulary, so that its text is translated.
+    translated: bool
     #: Whose code computes: ``specgen`` and the instruction set of its kernels (``specgen avx512-vnni``),
     #: ``llama.cpp``, ``workers``, or, with layers on a GPU, what computes where (``llama.cpp on the GPU
     #: (12 of 29 layers), specgen avx512-vnni on the CPU``).

@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,13 +20,12 @@ from hypothesis.internal.constants_ast import Constants
 # runtime reads this once, when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from specgen.llama.kernel_checks import library_path
-from specgen.llama.kernel_checks.test_results import (
-    CHILD_COMMAND,
-    FILE_NAME,
+from specgen.llama.kernels.admission import (
     INSTRUCTIONS_VARIABLE,
-    TestResult,
-    result_of,
+    SELF_TEST_FILE,
+    SelfTest,
+    library_path,
+    self_test_of,
 )
 from tests.helpers.cli import Cli, Specgen, in_process
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
@@ -51,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 if TYPE_CHECKING:
-    from specgen.llama.kernels import Kernels
+    from specgen.llama.kernels.attached import Kernels
 
 #: The environment before any test touched it: real models are kept in the user's own cache.
 _OWN_ENVIRONMENT = dict(os.environ)
@@ -62,8 +61,8 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Who computes in tests is who computes for users: specgen's kernels where they can be used, or
     what the user's own SPECGEN_KERNELS asks for. They have to be attached before any test loads a
     model. Returns the folder that has the result of their self-test."""
-    from specgen.llama.kernel_checks import choose_kernels, wanted_in
-    from specgen.llama.kernels import ask_before_loading
+    from specgen.llama.kernels.admission import choose_kernels, wanted_in
+    from specgen.llama.kernels.attached import ask_before_loading
 
     folder = tmp_path_factory.mktemp("kernels")
     choose_kernels(wanted_in(_OWN_ENVIRONMENT), folder)
@@ -71,26 +70,24 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-_test_results: dict[tuple[Path, str], TestResult] = {}
+_self_tests: dict[tuple[Path, str], SelfTest] = {}
 
 
-def _remembered(
-    library: Path, cache: Path, *, child: Sequence[str] = CHILD_COMMAND, anew: bool = False
-) -> TestResult:
+def _remembered(library: Path, cache: Path, *, anew: bool = False) -> SelfTest:
     """What comes of testing the library that was built, from the first time on."""
-    if anew or child != CHILD_COMMAND or library != library_path():
-        return result_of(library, cache, child=child, anew=anew)
+    if anew or library != library_path():
+        return self_test_of(library, cache, anew=anew)
     key = library, os.environ.get(INSTRUCTIONS_VARIABLE, "")
-    if key not in _test_results:
-        _test_results[key] = result_of(library, cache)
-    return _test_results[key]
+    if key not in _self_tests:
+        _self_tests[key] = self_test_of(library, cache)
+    return _self_tests[key]
 
 
 @pytest.fixture(autouse=True)
 def attached_kernels() -> Iterator[Kernels | None]:
     """specgen's kernels, if they can be used here. After each test they are switched on or off as
     they were before it, whatever its command lines chose."""
-    from specgen.llama.kernels import attached
+    from specgen.llama.kernels.attached import attached
 
     found = attached()
     if found is None:
@@ -137,15 +134,15 @@ def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     # Several workers share the cores: more threads than one are asked for by name.
     monkeypatch.setattr("specgen.llama.context_opening.default_threads", lambda: 1)
     # The kernels' self-test is made once: it takes a second.
-    monkeypatch.setattr("specgen.llama.kernel_checks.choice.result_of", _remembered)
+    monkeypatch.setattr("specgen.llama.kernels.admission.self_test_of", _remembered)
     # Nor are the kernels tried on each of the tests' many models.
-    monkeypatch.setattr("specgen.llama.kernel_checks.choice.try_models", lambda _trials: None)
+    monkeypatch.setattr("specgen.llama.kernels.admission.ask_before_loading", lambda _ask: None)
 
 
 @pytest.fixture
 def tested_kernels(_kernels: Path, _own_directories: None) -> None:
     """The kernels' self-test is known in this test's cache: child processes need not make it."""
-    result = _kernels / FILE_NAME
+    result = _kernels / SELF_TEST_FILE
     if result.exists():
         cache = Path(os.environ["SPECGEN_CACHE"])
         cache.mkdir(parents=True, exist_ok=True)
@@ -155,9 +152,9 @@ def tested_kernels(_kernels: Path, _own_directories: None) -> None:
 @pytest.fixture
 def quick_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are compared, but not for long: many are slow on a machine that is busy."""
-    monkeypatch.setattr("specgen.measure.selection.tuning.THREADS_BUDGET_S", 0.05)
-    monkeypatch.setattr("specgen.measure.selection.tuning.default_threads", lambda: 1)
-    monkeypatch.setattr("specgen.measure.selection.tuning.thread_counts", lambda *_: [1, 2])
+    monkeypatch.setattr("specgen.measure.search.THREADS_BUDGET_S", 0.05)
+    monkeypatch.setattr("specgen.measure.search.default_threads", lambda: 1)
+    monkeypatch.setattr("specgen.measure.search.thread_counts", lambda *_: [1, 2])
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ from specgen.drafters import (
     TranslatedDrafter,
     TreeModelDrafter,
 )
-from specgen.drafters.translation import Translation
+from specgen.drafters.translated import Translation
 from specgen.method.policy import FixedPolicy
 from specgen.method.verify import (
     AutoVerifier,
@@ -40,7 +40,6 @@ from specgen.method.verify import (
     Verifier,
 )
 from specgen.options import DraftOptions, SamplerOptions, TranslateMode, VerifierName, parse_tree
-from specgen.session.draft_models import Translated
 from specgen.session.drafter_factory import guess_sampling
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Sampler
@@ -162,30 +161,19 @@ def parallel(text: Text) -> ParallelDrafter:
     )
 
 
-def translated(mode: Translated) -> Make:
+def translated(text: Text) -> TranslatedDrafter:
     """A model whose vocabulary has the same tokens in the opposite order."""
+    own, n = text.vocabulary, text.vocabulary.n_tokens
+    other = replace(
+        own, pieces=own.pieces[::-1], ends=frozenset(n - 1 - token for token in own.ends)
+    )
 
-    def make(text: Text) -> TranslatedDrafter:
-        own, n = text.vocabulary, text.vocabulary.n_tokens
-        other = replace(
-            own, pieces=own.pieces[::-1], ends=frozenset(n - 1 - token for token in own.ends)
-        )
+    def language(tokens: tuple[int, ...]) -> Logits:
+        return np.ascontiguousarray(text.language(tuple(n - 1 - t for t in tokens))[::-1])
 
-        def language(tokens: tuple[int, ...]) -> Logits:
-            return np.ascontiguousarray(text.language(tuple(n - 1 - t for t in tokens))[::-1])
-
-        return translated_drafter(
-            Translation(own, other),
-            language,
-            other,
-            mode,
-            text.state,
-            text.sampler,
-            draws=mode == "tokens" and Sampler(text.sampler).is_random,
-            seed=text.seed,
-        )[0]
-
-    return make
+    return translated_drafter(Translation(own, other), language, other, text.state, seed=text.seed)[
+        0
+    ]
 
 
 @dataclass(frozen=True)
@@ -236,11 +224,8 @@ DRAFTERS: dict[str, DrafterCase] = {
         lambda text: PromptHeadSkipper(model(text), range(2)),
         draws=True,
     ),
-    "translated as text": DrafterCase(
-        TranslatedDrafter, translated("string"), "respelled", translated="string", grammar=False
-    ),
-    "translated by token": DrafterCase(
-        TranslatedDrafter, translated("tokens"), "respelled", translated="tokens", draws=True
+    "translated": DrafterCase(
+        TranslatedDrafter, translated, "respelled", translated="auto", grammar=False
     ),
     "heads": DrafterCase(HeadsDrafter, None, "heads", draws=True, heads=True),
     # These need targets of their own, which test_lossless.py has.

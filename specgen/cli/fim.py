@@ -18,9 +18,9 @@ from specgen.errors import OutputError, PromptError, UsageError
 
 if TYPE_CHECKING:
     from specgen.events import FinishedEvent
-    from specgen.session.infill import Gap
     from specgen.session.loaded_models import Models
     from specgen.session.prompts import Prompt
+    from specgen.session.prompts.infill import Gap
 
 #: FILE:LINE or FILE:LINE:COLUMN; a file's name may have colons too.
 LOCATION = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))?", re.DOTALL)
@@ -76,7 +76,7 @@ def fim(
     if not found.prefix and not found.suffix and not context:
         raise PromptError("there is no text before or after the gap", hint="give some text")
     finished: list[FinishedEvent] = []
-    from specgen.session.infill import check_infill
+    from specgen.session.prompts.infill import check_infill
 
     with setup.opened(output, lambda loaded: check_infill(loaded.target)) as loaded:
         prompt, left_out = _prompt(loaded, _gap(found, context))
@@ -176,7 +176,7 @@ def _in_file(place: str) -> _FileGap:
 
 def _gap(found: _FileGap, context: list[tuple[str, str]]) -> Gap:
     """Return the gap for the model: with line ends of one kind."""
-    from specgen.session.infill import ContextFile, Gap
+    from specgen.session.prompts.infill import ContextFile, Gap
 
     return Gap(
         found.prefix.replace("\r\n", "\n"),
@@ -193,8 +193,8 @@ def _prompt(loaded: Models, gap: Gap) -> tuple[Prompt, str]:
     Unless the user gave the size of the context, the prompt is as long as this machine reads in a few
     seconds: on a CPU, a context full of text takes half a minute.
     """
-    from specgen.session.infill import infill_prompt
     from specgen.session.measurements import tokens_read_in
+    from specgen.session.prompts.infill import infill_prompt
 
     n_room = _room(loaded)
     infill = infill_prompt(loaded.target, loaded.drafts.own_vocabulary, gap, n_room)

@@ -1,36 +1,187 @@
-"""A drafter whose vocabulary is not the target's."""
+"""Drafts in another vocabulary than the target's (Timor et al., arXiv:2502.05202, Algorithm 2).
+
+The drafter sees the text in its own tokens (`DraftText`). What it drafts is spelled in the target's tokens, as
+the target's tokenizer would after the text so far.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
+from typing import TypeAlias
 
 from specgen.drafters.base import WrappedDrafter
-from specgen.drafters.translation import DraftText, PrefixShaper, SharedShaper, Translation
-from specgen.drafters.translation.string_translation import n_unfinished
+from specgen.drafters.draft_text import DraftText
+from specgen.drafters.spelling import ControlTokens, Lexicon, Speller, n_unfinished
+from specgen.method.backend import Vocabulary
 from specgen.method.cost_table import Price
-from specgen.method.draft import NO_DRAFT
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
+from specgen.options import SamplerOptions
+from specgen.system.arrays import Logits
+from specgen.text.sampling import Distribution, Sampler, top_probability
+from specgen.text.text_state import Shaper, TextState
 
 #: Bytes of the text before a draft that the target's tokenizer is shown with it.
 _BEFORE = 32
 #: The most tokens to take back at the end of the text.
 _MAX_HELD_BACK = 4
+#: A token, and the draft's probability for it, if there is one.
+_Spelled: TypeAlias = tuple[int, float | None]
+
+
+class Translation:
+    """The translation between the vocabularies of a target and a draft, made once for a pair. Whole
+    vocabularies are read only when they are first needed.
+
+    A translated draft has no distributions: verifiers treat its tokens as chosen without chance, and match them.
+    """
+
+    def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
+        self.target = target
+        self.draft = draft
+        self.draft_lexicon = Lexicon(draft)
+        self._to_target = ControlTokens(draft, target)
+        self._to_draft = ControlTokens(target, draft)
+
+    @cached_property
+    def _target_speller(self) -> Speller:
+        return Speller(self.target, Lexicon(self.target))
+
+    @cached_property
+    def _draft_speller(self) -> Speller:
+        return Speller(self.draft, self.draft_lexicon)
+
+    def text(self, prompt: Sequence[int], draft_prompt: Sequence[int] | None) -> DraftText:
+        """Return a text for the draft to follow. `draft_prompt` replaces the target's `prompt`, in the
+        draft's tokens; None translates the prompt."""
+        n_prompt = len(prompt)
+        if draft_prompt is None:
+            # Each tokenizer decides how a text begins.
+            own, theirs = self.target.special_tokens()["bos"], self.draft.special_tokens()["bos"]
+            n_prompt = int(prompt[0] == own)
+            draft_prompt = [theirs] if self.draft.add_bos and theirs >= 0 else []
+        return DraftText(
+            draft_prompt, n_prompt, self.target, self.draft, self._to_draft, self._draft_speller
+        )
+
+    def first_token(self, token: int) -> int:
+        """Return the draft's token that the text of one of the target's tokens starts with, or the
+        counterpart of a control token; -1 if there is none."""
+        data = self.target.token_bytes(token)
+        if not data:
+            counterpart = self._to_draft.find(token)
+            return -1 if counterpart is None else counterpart
+        spelled = self._draft_speller.spell(data)
+        return spelled.tokens[0] if spelled.tokens else -1
+
+    def translate(self, draft: Draft, before: bytes, held_back: bytes) -> Draft:
+        """Translate `draft` to the target's tokens. `before` is the end of the text so far; `held_back` is
+        the end of `before`, and the draft's tokens start with it."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        origins: list[str] = []
+        probabilities: list[float | None] = []
+        places: dict[tuple[int, int], int] = {}
+        for leaf in draft.leaves():
+            node = ROOT
+            for token, probability in self._spell(draft, draft.path(leaf), before, held_back):
+                if (node, token) not in places:
+                    places[node, token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(node)
+                    origins.append(draft.origins[leaf])
+                    probabilities.append(probability)
+                node = places[node, token]
+        n = len(tokens)
+        return Draft(
+            tuple(tokens), tuple(parents), tuple(origins), tuple(probabilities), (None,) * n
+        )
+
+    def _spell(
+        self, draft: Draft, path: Sequence[int], before: bytes, held_back: bytes
+    ) -> Iterator[_Spelled]:
+        """Yield one branch of the draft as tokens of the target."""
+        data = b""
+        end: _Spelled | None = None
+        starts: list[tuple[int, float | None]] = []
+        for node in path:
+            token, probability = draft.tokens[node], draft.probabilities[node]
+            piece = self.draft.token_bytes(token)
+            if not piece:
+                counterpart = self._to_target.find(token) if self.draft.is_end(token) else None
+                end = None if counterpart is None else (counterpart, probability)
+                break
+            starts.append((len(data) - len(held_back), probability))
+            data += piece
+        if not data.startswith(held_back):
+            return
+        data = data[len(held_back) :]
+        # A part of a character is left out, since the whole character may be spelled differently;
+        # unless the text itself has broken off in the middle of it.
+        n_open = n_unfinished(before + data)
+        if n_open <= len(data):
+            data = data[: len(data) - n_open]
+        n_spelled = 0
+        spelling = self._target_speller.spell_after(before, data)
+        for token, token_end in zip(spelling.tokens, spelling.ends, strict=True):
+            if token_end - n_spelled != len(self.target.token_bytes(token)):
+                return  # bytes in between have no token
+            yield token, _product(starts, n_spelled, token_end)
+            n_spelled = token_end
+        if end is not None and n_spelled == len(data) and not n_open:
+            yield end
+
+
+def _product(starts: Sequence[tuple[int, float | None]], start: int, end: int) -> float | None:
+    """Return the product of the probabilities of the draft's tokens that start between two offsets; 1 if
+    none does, None if one of the probabilities is unknown. Tokens that start before the end of the text, at
+    negative offsets, count as starting at 0."""
+    found = [
+        probability
+        for offset, probability in starts
+        if start <= max(0, offset) < end and (offset >= start or start == 0)
+    ]
+    known = [probability for probability in found if probability is not None]
+    return math.prod(known) if len(known) == len(found) else None
+
+
+class PrefixShaper(Shaper):
+    """The draft's most likely text that starts with given bytes.
+
+    The target's text may end in the middle of one of the draft's tokens. A model may, for example, spell a line
+    break and the indentation of the next line as one token; after a line break that is a token by itself, it does
+    not expect an indented line. `never` are tokens that are not drafted.
+    """
+
+    def __init__(self, lexicon: Lexicon, never: Sequence[int] = ()) -> None:
+        bias = tuple((token, -math.inf) for token in never)
+        super().__init__(Sampler(SamplerOptions(logit_bias=bias)), TextState(()))
+        self._lexicon = lexicon
+        #: The bytes that the draft must begin with.
+        self.prefix = b""
+
+    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
+        if path or not self.prefix:
+            return super().distribution(logits, path)
+        token_ids = self._lexicon.with_prefix(self.prefix)
+        return Distribution.certain(int(token_ids[logits[token_ids].argmax()]))
+
+    def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float:
+        if path or not self.prefix:
+            return super().top_probability(logits, path)
+        return top_probability(logits[self._lexicon.with_prefix(self.prefix)])
 
 
 class TranslatedDrafter(WrappedDrafter):
-    """Translates between a drafter and the loop: the drafter sees the text in its own tokens, and the
-    loop gets the drafts in the target's tokens.
+    """Translates between a drafter and the loop, for one text, which `text` holds in the drafter's tokens.
 
-    `shaper` is the shaper of `inner`. With a `PrefixShaper`, drafts are translated as strings; where the
-    text ends in the middle of a token, the shaper is given the bytes that a draft must start with.
-    Otherwise drafts are translated token by token, with the distributions that they were drawn from;
-    `inner` should then draft shared tokens only (`SharedShaper`).
-
-    It serves one text, which `text` holds in the drafter's tokens. `holds_back` allows tokens at
-    the end of the text to be taken back, which is not worth it for a model whose cache cannot
-    easily drop cells.
+    `shaper` is the shaper of `inner`: where the text ends in the middle of a token, it is given the bytes that a
+    draft must start with. `holds_back` allows tokens at the end of the text to be taken back,
+    which is not worth it for a model whose cache cannot easily drop cells.
     """
 
     def __init__(
@@ -38,16 +189,15 @@ class TranslatedDrafter(WrappedDrafter):
         inner: Drafter,
         translation: Translation,
         text: DraftText,
-        shaper: PrefixShaper | SharedShaper | None,
+        shaper: PrefixShaper,
         *,
         holds_back: bool = True,
     ) -> None:
         super().__init__(inner)
         self._translation = translation
         self.text = text
-        self._prefix_shaper = shaper if isinstance(shaper, PrefixShaper) else None
-        self._shared = shaper if isinstance(shaper, SharedShaper) else None
-        self._holds_back = holds_back and self._prefix_shaper is not None
+        self._shaper = shaper
+        self._holds_back = holds_back
         #: The last draft as the inner drafter made it, and how many tokens of the text it has seen.
         self.drafted = NO_DRAFT
         self._n_seen = 0
@@ -68,19 +218,11 @@ class TranslatedDrafter(WrappedDrafter):
         self._n_seen = len(text.tokens)
         if not text.tokens:
             return NO_DRAFT
-        if self._prefix_shaper is None:
-            if self._shared is not None:
-                self._shared.before = context[len(context) - n_drafted :]
-            self.drafted = yield from self.inner.propose(text.tokens, plan)
-            draft = self._translation.shared.translate(self.drafted)
-            return replace(draft, looks=self.drafted.looks)
-        self._prefix_shaper.prefix = held_back = text.held_back
+        self._shaper.prefix = held_back = text.held_back
         # The tokens that are held back are drafted again first.
         self.drafted = yield from self.inner.propose(text.tokens, plan.after(n_held_back))
-        draft = self._translation.strings.translate(
-            self.drafted, text.last_bytes(_BEFORE), held_back
-        ).first(plan.n_max)
-        return replace(draft, looks=self.drafted.looks[n_held_back:])
+        draft = self._translation.translate(self.drafted, text.last_bytes(_BEFORE), held_back)
+        return replace(draft.first(plan.n_max), looks=self.drafted.looks[n_held_back:])
 
     def observe(self, result: RoundResult) -> None:
         """Ignore the target's tokens: no drafter of another vocabulary learns from them."""
@@ -93,8 +235,7 @@ class TranslatedDrafter(WrappedDrafter):
     def _n_to_hold_back(self) -> int:
         """Return the number of the drafter's tokens to take back at the end of the text, because longer
         tokens may replace them: the tokens of an incomplete character, or a last token of white space,
-        where vocabularies differ most. (Taking back every last token gains nothing more where the target's
-        tokens are the longer ones, and costs a decode a round.)"""
+        where vocabularies differ most."""
         n_bytes = n_unfinished(self.text.last_bytes(_BEFORE))
         for n_tokens in range(1, _MAX_HELD_BACK + 1):
             ending = self.text.ending(n_tokens)

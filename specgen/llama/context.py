@@ -16,7 +16,7 @@ from specgen.errors import BackendError, ModelFileError, WorkerLostError
 from specgen.llama.cache import Cache, SavedStates, SharedStates, StateCopies
 from specgen.llama.context_opening import ContextSize, open_context
 from specgen.llama.frequent_rows import FrequentRows, can_limit
-from specgen.llama.kernels import attached
+from specgen.llama.kernels.attached import attached
 from specgen.llama.library import last_error, layer_input, llama_cpp, llama_cpp_ext, set_layer_input
 from specgen.llama.model import LlamaModel
 from specgen.llama.recurrent_rollback import Rewinder

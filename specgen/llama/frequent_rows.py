@@ -15,7 +15,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from specgen.llama.kernels import Kernels, RowLimit
+from specgen.llama.kernels.attached import Kernels, RowLimit
 from specgen.llama.vocabulary import LlamaVocabulary
 
 #: Tokenizers give low ids to frequent tokens. (In answers of Qwen2.5-Coder to prompts in English, half of them about

@@ -12,7 +12,7 @@ from typing import Any
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.llama.file_check import check_file
 from specgen.llama.gguf_metadata import GgufMetadata, parts_of
-from specgen.llama.kernels import LLAMA_CPP, WORKERS, lacks_attention
+from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, lacks_attention
 from specgen.llama.library import has_gpu, llama_cpp
 from specgen.llama.mtp_layers import holds_mtp_only, why_no_mtp
 from specgen.llama.vocabulary import LlamaVocabulary

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.llama.gguf_metadata import parts_of
-from specgen.llama.kernels import Kernels, PackedFile, attached, ggml_version
+from specgen.llama.kernels.attached import Kernels, PackedFile, attached, ggml_version
 from specgen.system.atomic_files import NEW, existing_parent, new_beside
 from specgen.system.process_end import is_failing
 

@@ -19,7 +19,7 @@ from specgen.errors import (
     SpecgenError,
     WorkerLostError,
 )
-from specgen.llama.kernels import LLAMA_CPP, KernelSupport, computing, loading_with, support_for
+from specgen.llama.kernels.attached import LLAMA_CPP, computing, kernel_problem, loading_with
 from specgen.llama.library import forget_log, last_error, llama_cpp
 from specgen.llama.packed_weights import PackedWeights, packed_weights_of
 from specgen.llama.remote_calls import RemoteCalls
@@ -118,8 +118,8 @@ def lease_weights(
     layers are loaded only with `mtp`. `goes_on` is asked between tensors whether to load on. Raise
     `ModelFileError` if llama.cpp cannot load the file, `MemoryLimitError` if there is not enough memory,
     `OSError` if the file is gone, `WorkerLostError` if a worker does not answer."""
-    support = KernelSupport() if vocabulary_only else support_for(file)
-    key = _key(file, n_gpu_layers, support, vocabulary_only, mtp, workers)
+    problem = "" if vocabulary_only else kernel_problem(file)
+    key = _key(file, n_gpu_layers, problem, vocabulary_only, mtp, workers)
     others = [each for each in _ahead.values() if each is not threading.current_thread()]
     if _ahead.get(key) in others:
         _ahead[key].join()
@@ -136,7 +136,7 @@ def lease_weights(
     packed: PackedWeights | None = None
     if workers is None or vocabulary_only:
         with ExitStack() as loading:
-            loading.enter_context(loading_with(support))
+            loading.enter_context(loading_with(problem))
             if not vocabulary_only:
                 packed = packed_weights_of(file, n_gpu_layers=n_gpu_layers, mtp=mtp)
             if packed is not None:
@@ -152,7 +152,7 @@ def lease_weights(
     else:
         _check_workers(workers, file, file.stat().st_size)
         remote = RemoteCalls(workers.endpoints, workers.timeout_s)
-        with loading_with(support):
+        with loading_with(problem):
             handle = _load_onto(workers, remote, file, params)
     if not handle:
         if remote is not None:
@@ -169,14 +169,14 @@ def lease_weights(
             if "unknown model architecture" in reason
             else "if the download was cut short, fetch the file again; else upgrade specgen",
         )
-    weights = _loaded[key] = LoadedWeights(key, handle, support.problem, remote, packed)
+    weights = _loaded[key] = LoadedWeights(key, handle, problem, remote, packed)
     return weights
 
 
 def _key(
     file: Path,
     n_gpu_layers: int,
-    support: KernelSupport,
+    problem: str,
     vocabulary_only: bool,
     mtp: bool,
     workers: Workers | None,
@@ -188,7 +188,7 @@ def _key(
         about.st_size,
         about.st_mtime_ns,
         n_gpu_layers,
-        computing() if support.products else LLAMA_CPP,
+        LLAMA_CPP if problem else computing(),
         vocabulary_only,
         mtp,
         workers,
@@ -199,13 +199,10 @@ def load_ahead(file: Path, n_gpu_layers: int) -> Callable[[], None]:
     """Load the weights of a file, which passed `check_file`, in a thread: most of the time goes into the
     vocabulary, for which llama.cpp uses one core. `lease_weights` waits for the thread, and raises what it could
     not load. Return a function that ends the thread and its use of the weights; it may be called twice. Raise
-    what `support_for` raises."""
-    support = support_for(file)
-    if (
-        support.problem
-    ):  # while such a model is loaded, kernels are switched off for the whole process
+    what `kernel_problem` raises."""
+    if kernel_problem(file):  # kernels are switched off for the whole process while it is loaded
         return lambda: None
-    key = _key(file, n_gpu_layers, support, vocabulary_only=False, mtp=False, workers=None)
+    key = _key(file, n_gpu_layers, "", vocabulary_only=False, mtp=False, workers=None)
     if key in _ahead or key in _loaded:
         return lambda: None
     held = ExitStack()

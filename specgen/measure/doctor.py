@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from specgen import __version__, errors
 from specgen.errors import BackendError, ModelFileError, SpecgenError
-from specgen.llama.kernel_checks import KernelStatus
+from specgen.llama.kernels.admission import KernelStatus
 from specgen.options import ContextOptions
 from specgen.system.child_process import ChildDiedError, ChildError, ChildTimeoutError, ask_child
 from specgen.system.llama_build import REBUILD, REINSTALL, Build, Device
@@ -150,7 +150,7 @@ def diagnose(
 
 def _kernels(build: Build | None, on_check: Callable[[str], None]) -> KernelStatus:
     """Test specgen's kernels again, unless the user chose llama.cpp's in the environment."""
-    from specgen.llama import kernel_checks as kernels
+    from specgen.llama.kernels import admission as kernels
     from specgen.models import cache_folder
 
     if kernels.wanted_in(os.environ) == "llama.cpp":
@@ -177,7 +177,7 @@ def _trial_checks(
     kernels: KernelStatus, model: Path | None, on_check: Callable[[str], None]
 ) -> list[Check]:
     """Try the kernels on a model again, if they are used."""
-    from specgen.llama.kernel_checks import ModelTrials
+    from specgen.llama.kernels.admission import ModelTrials
     from specgen.models import cache_folder
 
     if model is None or kernels.computes != "specgen" or kernels.path is None:
@@ -367,19 +367,19 @@ def _decode_model(model: str, n_gpu_layers: str) -> dict[str, Any]:
 
 def _compare_rows(model: str) -> dict[str, Any]:
     """Report whether a model is batch-invariant with specgen's kernels, or why not."""
+    import numpy as np
+
     from specgen.llama import LlamaModel
-    from specgen.llama.kernel_checks import choose_kernels
-    from specgen.llama.unequal_rows import find_unequal_operator, repeated
+    from specgen.llama.kernels.admission import choose_kernels
     from specgen.models import cache_folder
 
     choose_kernels("specgen", cache_folder())
     opened = LlamaModel(Path(model), n_gpu_layers=0)
-    try:
-        text = opened.vocabulary.tokenize(_TEXT, add_special=True, parse_special=False)
-        options = ContextOptions(n_gpu_layers=0)
-        why = opened.row_exception or find_unequal_operator(opened, options, repeated(text))
-    finally:
-        opened.close()
+    why = opened.row_exception
+    opened.close()
+    if not why:
+        together, one_by_one = _decode_both_ways(Path(model), ContextOptions(n_gpu_layers=0))
+        why = "" if np.array_equal(together, one_by_one) else "the reason is not known"
     if why:
         return {"message": f"they depend on their batch: {why}"}
     return {"message": "they are the same in any batch, with specgen's kernels"}

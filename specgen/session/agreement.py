@@ -3,7 +3,7 @@
 Without this measurement, a draft that never agrees with its target would be discovered only during the
 first answer, which it would slow down. So both models decode a short text that we wrote. At each position
 the target's most likely token is compared with the draft's. The agreement is the acceptance rate at
-temperature 0, and close to it at higher temperatures (docs/lab-notes/exactness.md).
+temperature 0, and close to it at higher temperatures (docs/lab-notes.md).
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 
-from specgen.drafters.translation import Translation
+from specgen.drafters.translated import Translation
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaModel, default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
@@ -27,11 +27,6 @@ from specgen.session.kept_answers import learnt_weights
 from specgen.session.pairing import check_pair
 from specgen.session.request import RequestSettings
 
-#: How a draft with another vocabulary is translated.
-Translated: TypeAlias = Literal["string", "tokens"]
-#: ``auto`` draws drafts from the shared tokens if at least this share of the draft's tokens is
-#: shared. (At 80 %, translated text is accepted more at every temperature: docs/lab-notes/translation.md.)
-_MOSTLY = 0.95
 #: The numbers of states whose looks are timed, and how often each is.
 _LOOKS = (1, 2, 4, 8)
 _N_REPEATS = 5
@@ -69,8 +64,7 @@ class DraftModel(LoadedDraft):
     weights that it learnt.
 
     Raises `ModelFileError` if the file cannot be used, `PairError` if the vocabularies differ and
-    `translate` forbids translation, or allows only shared tokens while there are none, and `UsageError` if
-    it has no such mask token as the options name.
+    `translate` forbids translation, and `UsageError` if it has no such mask token as the options name.
     """
 
     def __init__(
@@ -122,23 +116,8 @@ class DraftModel(LoadedDraft):
         if isinstance(self.helper, DraftModel):
             self.helper.close()
 
-    def translated(self, settings: RequestSettings) -> Translated | None:
-        """Return how drafts for a request with these settings are translated; None if they need not be."""
-        translation = self.translation
-        if translation is None:
-            return None
-        mode = self.drafting.translate
-        if mode == "auto":
-            # At temperature 0, translated text is never worse than shared tokens, since it may use
-            # tokens that only the draft has. Sampled drafts are accepted more often than argmax
-            # drafts, but that gain does not outweigh a small set of shared tokens.
-            n_tokens = len(translation.draft_lexicon)
-            shares = settings.sampler.is_random and len(translation.shared) >= _MOSTLY * n_tokens
-            mode = "tokens" if shares else "string"
-        return "tokens" if mode == "tokens" else "string"
-
     def draws(self, settings: RequestSettings) -> bool:
-        return super().draws(settings) and self.translated(settings) != "string"
+        return super().draws(settings) and self.translation is None
 
     def _pair(self, target: LlamaModel, translate: TranslateMode) -> None:
         """Compare the vocabularies, and prepare the translation if they differ."""
@@ -150,14 +129,7 @@ class DraftModel(LoadedDraft):
             if translate == "off":
                 raise
             self.translation = Translation(target.vocabulary, self.model.vocabulary)
-            if translate == "tokens" and not len(self.translation.shared):
-                raise PairError(
-                    f"{self.model.name} cannot draft for {target.name} with --translate tokens: "
-                    "they share no token",
-                    hint="--translate string translates its text",
-                ) from None
-            if translate != "tokens":
-                self.translation.draft_lexicon.load()  # now, not in the middle of an answer
+            self.translation.draft_lexicon.load()  # now, not in the middle of an answer
 
 
 class HeadsDraft(LoadedDraft):

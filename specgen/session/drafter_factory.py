@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections import abc
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,7 @@ from specgen.drafters import (
     TreeModelDrafter,
 )
 from specgen.drafters.hidden_trail import HiddenTrail, LastHidden, TargetStates
-from specgen.drafters.translation import PrefixShaper, SharedShaper, Translation
+from specgen.drafters.translated import PrefixShaper, Translation
 from specgen.llama.dflash import DflashContext
 from specgen.llama.eagle import EagleContext
 from specgen.llama.gemma4_assistant import AssistantContext
@@ -296,17 +295,14 @@ class _RequestDrafters:
         settings, backend = self.settings, backends[0]
         text = translation.text(self.prompt.tokens, self.prompt.draft_tokens)
         own, own_state = Prompt(self.prompt.text, tuple(text.tokens)), TextState(())
-        sampler = _sampler(draft, settings)
-        shaper: PrefixShaper | SharedShaper
-        if draft.translated(settings) == "string":
-            shaper = PrefixShaper(sampler, translation.draft_lexicon)
-        else:
-            shaper = SharedShaper(translation.shared, self.make_shaper(sampler, self.state))
+        is_endless = settings.generation.ignore_eos
+        never = draft.model.vocabulary.end_tokens() if is_endless else ()
+        shaper = PrefixShaper(translation.draft_lexicon, never)
         inner = ModelDrafter(
             backend,
             shaper,
             rng,
-            draws=draft.draws(settings),
+            draws=False,
             n_shared_tokens=draft.model.vocabulary.n_tokens,
             costs=self.models.costs.table(draft.model.path, len(self.prompt.tokens)),
             guesses=self._guesses(draft, own, backends[1:], own_state),
@@ -423,11 +419,6 @@ def guess_policy(costs: CostTable, acceptance: MutableMapping[str, AcceptanceRat
 
 def _sampler(draft: LoadedDraft, settings: RequestSettings) -> Sampler:
     """Return the samplers that a draft model or decoder heads draft with."""
-    if isinstance(draft, DraftModel) and draft.translated(settings) == "string":
-        # The target's biases and penalties refer to the target's token ids.
-        is_endless = settings.generation.ignore_eos
-        ends = draft.model.vocabulary.end_tokens() if is_endless else ()
-        return Sampler(SamplerOptions(logit_bias=tuple((token, -math.inf) for token in ends)))
     draws = draft.draws(settings)
     if draft.grows_trees(settings) and not draws:
         shaped = guess_sampling(settings.in_use, draft.drafting.tree)

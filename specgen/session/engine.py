@@ -540,7 +540,7 @@ class Engine:
             n_prompt_tokens=len(prompt.tokens),
             target=models.target.name,
             draft=drafts.name if request.drafts else "none",
-            translation=draft.translated(settings) if draft is not None else None,
+            translated=draft is not None and draft.translation is not None,
             kernels=models.target.kernels,
             n_ctx=self.n_ctx,
             sampler=as_json(replace(settings.sampling, seed=request.seed)),

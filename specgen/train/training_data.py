@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from specgen.drafters.translation import Translation
+from specgen.drafters.translated import Translation
 from specgen.errors import PairError
 from specgen.llama import LlamaModel
 from specgen.session.kept_answers import KeptAnswer

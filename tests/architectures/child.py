@@ -19,12 +19,12 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from specgen.errors import SpecgenError
-from specgen.llama.kernel_checks import choose_kernels
+from specgen.llama.kernels.admission import choose_kernels
 from tests.architectures.checks import CHECKS, CheckFailedError, Subject, can_branch
 
 
 def main() -> None:
-    from specgen.llama.kernels import attached
+    from specgen.llama.kernels.attached import attached
 
     job: dict[str, Any] = json.loads(sys.argv[1])
     folder, name = Path(job["folder"]), job["name"]

@@ -43,8 +43,7 @@ DRAFTS: dict[str, tuple[str, ...]] = {
     "ngram": ("ngram", "--ngram-min", "1", "--ngram-max", "3"),
     "tree": ("draft", "--tree", "2,2"),
     "parallel": ("draft", "--draft-mask", "3"),
-    "translated as text": ("respelled", "--translate", "string"),
-    "translated by token": ("respelled", "--translate", "tokens"),
+    "translated": ("respelled",),
     "heads": ("heads",),
 }
 FROM_STATES = ("mtp glm4moe", "mtp qwen35", "mtp mimo2", "eagle llama", "dflash llama")

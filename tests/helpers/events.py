@@ -56,7 +56,7 @@ class Script:
             n_prompt_tokens=n_tokens,
             target="t.gguf",
             draft=self.draft,
-            translation=None,
+            translated=False,
             kernels="llama.cpp",
             n_ctx=512,
             sampler={"seed": 1},

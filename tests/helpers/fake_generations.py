@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from specgen.drafters import (
     WrappedDrafter,
     ready,
 )
-from specgen.drafters.translation import PrefixShaper, SharedShaper, Translation
+from specgen.drafters.translated import PrefixShaper, Translation
 from specgen.events import Event
 from specgen.method.backend import Batch
 from specgen.method.cost_table import FREE, CostTable, Price
@@ -31,8 +30,7 @@ from specgen.method.loop import Loop
 from specgen.method.policy import FixedPolicy, Policy, RoundPlan, RoundResult
 from specgen.method.verify import AutoVerifier, Verifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, parse_tree
-from specgen.session.draft_models import Translated
-from specgen.session.drafter_factory import draft_sampling, guess_sampling
+from specgen.session.drafter_factory import guess_sampling
 from specgen.system.arrays import Logits
 from specgen.text.grammar.base import GrammarState
 from specgen.text.sampling import Sampler
@@ -306,32 +304,26 @@ def translated_drafter(
     translation: Translation,
     language: Language,
     vocabulary: FakeVocabulary,
-    mode: Translated,
     state: TextState,
-    sampler: SamplerOptions = GREEDY,
     *,
-    draws: bool = False,
     ignore_eos: bool = False,
     draft_prompt: abc.Sequence[int] | None = None,
     n_ctx: int = 256,
     n_batch: int = 64,
     seed: int = 99,
 ) -> tuple[TranslatedDrafter, FakeBackend]:
-    """A drafter whose model has another vocabulary, as `DraftModel` makes it, and its backend.
-    `sampler` is what the target's logits go through; with `draws`, the draft's do so too."""
+    """A drafter whose model has another vocabulary, as `DraftModel` makes it, and its backend."""
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=n_batch, n_sequences=1)
     text = translation.text(state.tokens, draft_prompt)
-    rng = np.random.default_rng(seed)
-    if mode == "string":
-        ends = vocabulary.end_tokens() if ignore_eos else ()
-        never = SamplerOptions(logit_bias=tuple((token, -math.inf) for token in ends))
-        shaper = PrefixShaper(Sampler(never), translation.draft_lexicon)
-        inner = ModelDrafter(backend, shaper, rng, draws=False, n_shared_tokens=vocabulary.n_tokens)
-        return TranslatedDrafter(inner, translation, text, shaper), backend
-    shaped = draft_sampling(sampler, DraftOptions(policy="fixed"), draws=draws)
-    shared = SharedShaper(translation.shared, Shaper(Sampler(shaped), state))
-    inner = ModelDrafter(backend, shared, rng, draws=draws, n_shared_tokens=vocabulary.n_tokens)
-    return TranslatedDrafter(inner, translation, text, shared), backend
+    shaper = PrefixShaper(translation.draft_lexicon, vocabulary.end_tokens() if ignore_eos else ())
+    inner = ModelDrafter(
+        backend,
+        shaper,
+        np.random.default_rng(seed),
+        draws=False,
+        n_shared_tokens=vocabulary.n_tokens,
+    )
+    return TranslatedDrafter(inner, translation, text, shaper), backend
 
 
 def ngram_drafter() -> SuffixDrafter:

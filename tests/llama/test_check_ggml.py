@@ -17,7 +17,7 @@ import pytest
 
 from scripts import build_peers, check_ggml, ggml_source
 from scripts.build_kernels import BuildError
-from specgen.llama.kernel_checks.choice import library_path
+from specgen.llama.kernels.admission import library_path
 from specgen.system.llama_build import REQUIRED_VERSION
 
 pytestmark = pytest.mark.skipif(

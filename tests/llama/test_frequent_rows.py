@@ -12,7 +12,7 @@ import pytest
 
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend, LlamaModel, frequent_rows
-from specgen.llama.kernels import Kernels
+from specgen.llama.kernels.attached import Kernels
 from specgen.method.backend import Batch
 from specgen.options import (
     ContextOptions,

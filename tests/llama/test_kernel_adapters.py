@@ -14,7 +14,7 @@ import pytest
 from gguf import GGUFReader, GGUFWriter
 
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.kernels import Kernels
+from specgen.llama.kernels.attached import Kernels
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits

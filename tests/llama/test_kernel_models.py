@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.kernels import Kernels
+from specgen.llama.kernels.attached import Kernels
 from specgen.method.backend import Batch
 from specgen.options import CacheType, ContextOptions, FlashAttention
 from specgen.system.arrays import Logits

@@ -212,8 +212,8 @@ _CHILD = """
 import hashlib, json, sys
 import numpy as np
 from specgen.llama import operators
-from specgen.llama.kernels import attach
-from specgen.llama.kernel_checks import library_path
+from specgen.llama.kernels.attached import attach
+from specgen.llama.kernels.admission import library_path
 from tests.llama.test_kernel_products import (
     MOST_COLUMNS, MOST_COLUMNS_OF_TILES, TYPES, error, exact, normal
 )

@@ -4,7 +4,7 @@ specgen."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +14,11 @@ import pytest
 
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.llama import LlamaModel
-from specgen.llama.kernel_checks import choice
-from specgen.llama.kernel_checks.choice import KernelStatus
-from specgen.llama.kernel_checks.model_support import FILE_NAME, ModelTrials
-from specgen.llama.kernel_trial import skeleton_of, try_kernels
-from specgen.llama.kernels import Kernels, KernelSupport, ask_before_loading
+from specgen.llama.kernels import admission
+from specgen.llama.kernels.admission import TRIAL_FILE, KernelStatus, ModelTrials
+from specgen.llama.kernels.attached import Kernels, ask_before_loading
+from specgen.llama.kernels.trial import skeleton_of, try_kernels
+from specgen.options import KernelChoice
 from specgen.system import child_process
 from specgen.system.child_process import ChildTimeoutError, ask_child
 from tests.helpers.cli import Cli
@@ -27,18 +27,16 @@ from tests.helpers.kernels import stand_in
 from tests.llama.test_kernels import in_process, python
 from tests.tiny import TinyConfig, write_tiny_model
 
-ALL = KernelSupport()
 PROMPT = "def add(a, b): return a + b"
 
-#: A child that dies as a table says: by its library's name, products and attention, the number of steps that it
-#: begins and the signal that ends it (0: none). It notes each run in a log.
+#: A child that dies as a table says: by what the kernels do, the number of steps that it begins and the signal that
+#: ends it (0: none). It notes each run in a log.
 _CHILD = """
 import json, os, pathlib, sys
-log, table, library, file, steps, products, attention = sys.argv[1:]
-key = (products + attention) if library else "plain"
+log, table, kernels, library, file, steps = sys.argv[1:]
 with open(log, "a") as runs:
-    print(key, pathlib.Path(file).name, file=runs)
-n_steps, end = json.loads(table).get(key, [9, 0])
+    print(kernels, pathlib.Path(file).name, file=runs)
+n_steps, end = json.loads(table).get(kernels, [9, 0])
 pathlib.Path(steps).write_text("".join(f"step {n}\\n" for n in range(1, n_steps + 1)))
 if end:
     os.kill(os.getpid(), end)
@@ -66,145 +64,145 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
-def dying(log: Path, table: Mapping[str, Sequence[int]] | None = None) -> list[str]:
-    """The command of a child that dies as a table says."""
-    return [*python(_CHILD), str(log), json.dumps(table or {})]
+Dying = Callable[[Mapping[str, Sequence[int]]], None]
+
+
+@pytest.fixture
+def dying(log: Path, monkeypatch: pytest.MonkeyPatch) -> Dying:
+    """Lets the child of trials die as a table says."""
+
+    def use(table: Mapping[str, Sequence[int]]) -> None:
+        monkeypatch.setattr(admission, "TRIAL", [*python(_CHILD), str(log), json.dumps(table)])
+
+    use({})
+    return use
+
+
+@pytest.fixture
+def trials(tmp_path: Path, library: Path, dying: Dying) -> ModelTrials:
+    dying({})
+    return ModelTrials(library, tmp_path / "cache")
 
 
 def runs(log: Path) -> list[str]:
-    """What was tried: the kernels that were on, and the file."""
+    """What was tried: what the kernels did, and the file."""
     return log.read_text().splitlines()
 
 
-# --- which kernels can compute a model ------------------------------------------------------
+# --- whether the kernels can compute a model ------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("table", "support", "tried"),
+    ("table", "problem", "tried"),
     [
-        ({}, ALL, ["11"]),
-        # The products die: llama.cpp's serve, and the kernels' attention.
-        ({"11": [2, SEGV]}, KernelSupport(products=False), ["11", "plain", "01"]),
+        ({}, "", ["on"]),
+        # The kernels die: llama.cpp's code serves.
+        ({"on": [2, SEGV]}, "they died of SIGSEGV on step 2", ["on", "without", "off"]),
+        # Switched off, they get as far as llama.cpp, which dies of something else later.
         (
-            {"11": [2, SEGV], "01": [2, SEGV]},
-            KernelSupport(products=False, attention=False),
-            ["11", "plain", "01", "00"],
-        ),
-        # With attention alone it gets as far as llama.cpp, which dies of something else later.
-        (
-            {"11": [2, SEGV], "01": [7, SEGV], "plain": [7, SEGV]},
-            KernelSupport(products=False),
-            ["11", "plain", "01"],
+            {"on": [2, SEGV], "off": [7, SEGV], "without": [7, SEGV]},
+            "they died of SIGSEGV on step 2",
+            ["on", "without", "off"],
         ),
         # llama.cpp dies where the kernels do: they are not the reason.
-        ({"11": [7, SEGV], "plain": [7, SEGV]}, ALL, ["11", "plain"]),
+        ({"on": [7, SEGV], "without": [7, SEGV]}, "", ["on", "without"]),
     ],
 )
 def test_what_dies_is_left_to_llama_cpp(
     tmp_path: Path,
     model: Path,
-    library: Path,
+    trials: ModelTrials,
+    dying: Dying,
     log: Path,
     table: dict[str, list[int]],
-    support: KernelSupport,
+    problem: str,
     tried: list[str],
 ) -> None:
-    trials = ModelTrials(library, tmp_path / "cache", child=dying(log, table))
-    found = trials.support_for(model)
-    if support != ALL:
-        assert found.problem == "they died of SIGSEGV on step 2"
-    assert replace(found, problem="") == support
+    dying(table)
+    assert trials.problem_of(model) == problem
     assert runs(log) == [f"{kernels} skeleton.gguf" for kernels in tried]
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [FILE_NAME]
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [TRIAL_FILE]
 
 
 def test_a_skeleton_that_llama_cpp_cannot_compute_proves_nothing(
-    tmp_path: Path, model: Path, library: Path, log: Path
+    model: Path, trials: ModelTrials, dying: Dying, log: Path
 ) -> None:
-    table = {"11": [2, SEGV], "plain": [2, SEGV]}
-    trials = ModelTrials(library, tmp_path / "cache", child=dying(log, table))
-    assert trials.support_for(model) == ALL
+    dying({"on": [2, SEGV], "without": [2, SEGV]})
+    assert trials.problem_of(model) == ""
     assert [line.split()[1] for line in runs(log)] == 2 * ["skeleton.gguf"] + 2 * ["model.gguf"]
 
 
 def test_a_model_that_only_a_process_without_kernels_computes_is_refused(
-    tmp_path: Path, model: Path, library: Path, log: Path
+    model: Path, trials: ModelTrials, dying: Dying, log: Path
 ) -> None:
-    table = {kernels: [2, SEGV] for kernels in ("11", "01", "00")}
-    trials = ModelTrials(library, tmp_path / "cache", child=dying(log, table))
+    dying({"on": [2, SEGV], "off": [2, SEGV]})
     for _ in range(2):
         with pytest.raises(BackendError, match="SIGSEGV on step 2") as caught:
-            trials.support_for(model)
+            trials.problem_of(model)
         assert "--kernels llama.cpp" in (caught.value.hint or "")
-    assert len(runs(log)) == 4
+    assert len(runs(log)) == 3
 
 
 def test_kernels_that_are_required_are_an_error_where_they_die(
-    tmp_path: Path, model: Path, library: Path, log: Path
+    tmp_path: Path, model: Path, library: Path, dying: Dying
 ) -> None:
-    child = dying(log, {"11": [2, SEGV]})
-    trials = ModelTrials(library, tmp_path / "cache", required=True, child=child)
+    dying({"on": [2, SEGV]})
+    trials = ModelTrials(library, tmp_path / "cache", required=True)
     with pytest.raises(UsageError, match="cannot compute this model: they died of SIGSEGV"):
-        trials.support_for(model)
+        trials.problem_of(model)
 
 
-def test_a_hanging_child_is_a_dead_one(
-    tmp_path: Path, model: Path, library: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_hanging", [True, False], ids=["hanging", "held up once"])
+def test_a_hanging_child_is_asked_again_and_then_a_dead_one(
+    model: Path,
+    trials: ModelTrials,
+    dying: Dying,
+    monkeypatch: pytest.MonkeyPatch,
+    is_hanging: bool,
 ) -> None:
+    n_asked = 0
 
-    def hanging(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    def slow(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
+        nonlocal n_asked
         answer = ask_child(command, timeout_s)
-        if command[-2] == "1":  # products
+        n_asked += 1
+        if n_asked == 1 or (is_hanging and "on" in command):
             raise ChildTimeoutError("no answer within 120 s")
         return answer
 
-    monkeypatch.setattr(child_process, "ask_child", hanging)
-    trials = ModelTrials(library, tmp_path / "cache", child=dying(log, {"11": [3, 0]}))
-    problem = "no answer within 120 s on step 3"
-    assert trials.support_for(model) == KernelSupport(products=False, problem=problem)
-
-
-def test_a_child_that_was_held_up_once_is_asked_again(
-    tmp_path: Path, model: Path, library: Path, log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held_up: list[str] = []
-
-    def slow_once(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
-        if not held_up:
-            held_up.append("here")
-            raise ChildTimeoutError("no answer within 120 s")
-        return ask_child(command, timeout_s)
-
-    monkeypatch.setattr(child_process, "ask_child", slow_once)
-    trials = ModelTrials(library, tmp_path / "cache", child=dying(log, {}))
-    assert trials.support_for(model) == ALL
-    assert len(runs(log)) == 1
+    dying({"on": [3, 0]})
+    monkeypatch.setattr(child_process, "ask_child", slow)
+    problem = "no answer within 120 s on step 3" if is_hanging else ""
+    assert trials.problem_of(model) == problem
 
 
 def test_a_child_that_something_else_killed_decides_nothing(
-    tmp_path: Path, model: Path, library: Path, log: Path
+    model: Path, trials: ModelTrials, dying: Dying, log: Path
 ) -> None:
     """As the system does if memory runs out."""
-    trials = ModelTrials(library, tmp_path / "cache", child=dying(log, {"11": [1, KILL]}))
-    assert trials.support_for(model) == ALL
+    dying({"on": [1, KILL]})
+    assert trials.problem_of(model) == ""
     n_before = len(runs(log))
-    trials.support_for(model)
+    trials.problem_of(model)
     assert len(runs(log)) == 2 * n_before
 
 
 # --- what is remembered ---------------------------------------------------------------------
 
 
-def test_a_model_is_tried_once(tmp_path: Path, model: Path, library: Path, log: Path) -> None:
-    cache, child = tmp_path / "cache", dying(log, {"11": [2, SEGV]})
-    first = ModelTrials(library, cache, child=child).support_for(model)
+def test_a_model_is_tried_once(
+    tmp_path: Path, model: Path, library: Path, trials: ModelTrials, dying: Dying, log: Path
+) -> None:
+    dying({"on": [2, SEGV]})
+    problem = trials.problem_of(model)
+    assert problem
     assert len(runs(log)) == 3
-    again = ModelTrials(library, cache, child=child)  # as the next process does
-    assert again.support_for(model) == first
+    again = ModelTrials(library, tmp_path / "cache")  # as the next process does
+    assert again.problem_of(model) == problem
     other = write_tiny_model(tmp_path / "other.gguf", TinyConfig(seed=1, name="another"))
-    assert again.support_for(other) == first  # the same make
+    assert again.problem_of(other) == problem  # the same make
     assert len(runs(log)) == 3
-    assert again.try_anew(model) == first.problem
+    assert again.try_anew(model) == problem
     assert len(runs(log)) == 6
 
 
@@ -212,49 +210,50 @@ def test_a_model_is_tried_once(tmp_path: Path, model: Path, library: Path, log: 
     "changes", [{"tensor_type": "q8_0"}, {"n_head_kv": 1}, {"architecture": "qwen2"}]
 )
 def test_a_model_of_another_make_is_tried(
-    tmp_path: Path, model: Path, library: Path, log: Path, changes: dict[str, Any]
+    model: Path, trials: ModelTrials, log: Path, changes: dict[str, Any]
 ) -> None:
-    trials = ModelTrials(library, tmp_path / "cache", child=dying(log))
-    trials.support_for(model)
+    trials.problem_of(model)
     write_tiny_model(model, replace(TinyConfig(), **changes))
-    trials.support_for(model)
+    trials.problem_of(model)
     assert len(runs(log)) == 2
 
 
 def test_other_kernels_are_tried_again(
-    tmp_path: Path, model: Path, library: Path, log: Path
+    tmp_path: Path, model: Path, library: Path, trials: ModelTrials, log: Path
 ) -> None:
-    ModelTrials(library, tmp_path / "cache", child=dying(log)).support_for(model)
+    trials.problem_of(model)
     library.write_bytes(b"another library")
-    ModelTrials(library, tmp_path / "cache", child=dying(log)).support_for(model)
+    ModelTrials(library, tmp_path / "cache").problem_of(model)
     assert len(runs(log)) == 2
 
 
+@pytest.mark.usefixtures("dying")
 @pytest.mark.parametrize("content", ["", "nonsense", "[]", '{"results": 1}'])
 def test_a_damaged_cache_costs_a_trial(
     tmp_path: Path, model: Path, library: Path, log: Path, content: str
 ) -> None:
-    file = tmp_path / "cache" / FILE_NAME
+    file = tmp_path / "cache" / TRIAL_FILE
     file.parent.mkdir()
     file.write_text(content)
     for _ in range(2):
-        ModelTrials(library, file.parent, child=dying(log)).support_for(model)
+        ModelTrials(library, file.parent).problem_of(model)
     assert len(runs(log)) == 1
     document = json.loads(file.read_text())
-    file.write_text(json.dumps({"results": {key: {"products": 1} for key in document["results"]}}))
-    assert ModelTrials(library, file.parent, child=dying(log)).support_for(model) == ALL
+    file.write_text(json.dumps({"results": {key: {"problem": 1} for key in document["results"]}}))
+    assert ModelTrials(library, file.parent).problem_of(model) == ""
     assert len(runs(log)) == 2
 
 
+@pytest.mark.usefixtures("dying")
 def test_a_cache_that_cannot_be_written_costs_a_trial_in_each_process(
     tmp_path: Path, model: Path, library: Path, log: Path
 ) -> None:
     cache = tmp_path / "file"
     cache.write_text("no folder")
     for n_runs in (1, 2):
-        trials = ModelTrials(library, cache, child=dying(log))
+        trials = ModelTrials(library, cache)
         for _ in range(2):
-            assert trials.support_for(model) == ALL
+            assert trials.problem_of(model) == ""
         assert len(runs(log)) == n_runs
 
 
@@ -323,35 +322,27 @@ def test_what_is_no_model_has_no_skeleton(tmp_path: Path, model: Path) -> None:
 def test_kernels_that_die_in_a_trial_are_off_for_the_model(tmp_path: Path, model: Path) -> None:
     """With a library that ends the process once its products are on, and one that does not."""
     dies = stand_in(tmp_path / "dies", macros=["PRODUCTS_DIE"])
-    trials = ModelTrials(dies, tmp_path / "cache")
-    assert trials.support_for(model) == KernelSupport(
-        products=False, problem="they died of SIGABRT"
-    )
+    assert ModelTrials(dies, tmp_path / "cache").problem_of(model) == "they died of SIGABRT"
     fine = stand_in(tmp_path / "fine")
     loading = """
 import json, sys
 from pathlib import Path
-from specgen.llama import LlamaModel, kernels
+from specgen.llama import LlamaModel
+from specgen.llama.kernels.attached import attached
 
 library, model = map(Path, sys.argv[1:])
-attached = kernels.attach(library)
+kernels = attached.attach(library)
 found = []
-for support in (
-    kernels.KernelSupport(),
-    kernels.KernelSupport(products=False, problem="they died"),
-    kernels.KernelSupport(products=False, attention=False, problem="they died"),
-    kernels.KernelSupport(),
-):
-    kernels.ask_before_loading(lambda _file: support)
+for problem in ("", "they died", ""):
+    attached.ask_before_loading(lambda _file: problem)
     loaded = LlamaModel(model)
-    attached.enable(products=True, attention=True)
-    found.append([loaded.kernels, loaded.kernel_problem, loaded.has_equal_rows, attached.computes_attention])
+    kernels.enable(products=True, attention=True)
+    found.append([loaded.kernels, loaded.kernel_problem, loaded.has_equal_rows, kernels.computes_attention])
     loaded.close()
 print(json.dumps(found))
 """
     assert in_process(loading, str(fine), str(model)) == [
         ["specgen avx2", "", True, True],
-        ["llama.cpp", "they died", False, True],
         ["llama.cpp", "they died", False, False],
         ["specgen avx2", "", False, False],  # attention is the same for all
     ]
@@ -360,16 +351,15 @@ print(json.dumps(found))
 def test_a_model_is_tried_with_the_kernels_that_were_built(
     tmp_path: Path, model: Path, kernels: Kernels
 ) -> None:
-    trials = ModelTrials(kernels.path, tmp_path / "cache")
-    assert trials.support_for(model) == ALL
-    assert json.loads((tmp_path / "cache" / FILE_NAME).read_text())["results"]
+    assert ModelTrials(kernels.path, tmp_path / "cache").problem_of(model) == ""
+    assert json.loads((tmp_path / "cache" / TRIAL_FILE).read_text())["results"]
 
 
 def test_a_file_that_cannot_be_loaded_is_not_the_kernels_fault(
     tmp_path: Path, kernels: Kernels
 ) -> None:
     path = write_tiny_model(tmp_path / "half.gguf", TinyConfig(), keep_fraction=0.5)
-    assert ModelTrials(kernels.path, tmp_path / "cache").support_for(path) == ALL
+    assert ModelTrials(kernels.path, tmp_path / "cache").problem_of(path) == ""
     with pytest.raises(ModelFileError):
         LlamaModel(path)
 
@@ -379,7 +369,7 @@ def unsupported(kernels: Kernels) -> Iterator[None]:
     """All models are ones on which the kernels died."""
     assert kernels.computes_products
     problem = "they died of SIGSEGV on loading it"
-    ask_before_loading(lambda _file: KernelSupport(products=False, problem=problem))
+    ask_before_loading(lambda _file: problem)
     yield
     ask_before_loading(None)
 
@@ -400,23 +390,22 @@ def test_a_run_says_that_llama_cpp_serves(cli: Cli) -> None:
 
 @linux
 def test_every_choice_of_kernels_tries_models(
-    tmp_path: Path, model: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, library: Path, dying: Dying, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[ModelTrials] = []
+    asked: list[Callable[[Path], str]] = []
     status = KernelStatus("specgen", "avx2", path=library)
-    monkeypatch.setattr(choice, "library_path", lambda: library)
-    monkeypatch.setattr(choice, "examine_kernels", lambda *_args, **_options: status)
-    attached = SimpleNamespace(instructions="avx2")
-    monkeypatch.setattr("specgen.llama.kernels.attach", lambda _path: attached)
-    monkeypatch.setattr(choice, "try_models", made.append)
-    child = dying(tmp_path / "log", {"11": [1, SEGV]})
-    choice.choose_kernels("auto", tmp_path, trial=child)
-    choice.choose_kernels("specgen", tmp_path, trial=child)
-    choice.choose_kernels("llama.cpp", tmp_path, trial=child)
-    auto, required = made
-    assert auto.support_for(model).problem
+    monkeypatch.setattr(admission, "library_path", lambda: library)
+    monkeypatch.setattr(admission, "examine_kernels", lambda *_args, **_options: status)
+    monkeypatch.setattr(admission, "attach", lambda _path: SimpleNamespace(instructions="avx2"))
+    monkeypatch.setattr(admission, "ask_before_loading", asked.append)
+    dying({"on": [1, SEGV]})
+    wanted: list[KernelChoice] = ["auto", "specgen", "llama.cpp"]
+    for each in wanted:
+        admission.choose_kernels(each, tmp_path)
+    auto, required = asked
+    assert auto(model)
     with pytest.raises(UsageError):
-        required.support_for(model)
+        required(model)
 
 
 # --- the doctor -----------------------------------------------------------------------------
@@ -426,7 +415,7 @@ def test_every_choice_of_kernels_tries_models(
 def test_the_doctor_tries_the_kernels_on_the_model(
     monkeypatch: pytest.MonkeyPatch, model: Path, problem: str
 ) -> None:
-    from specgen.llama import kernel_checks as kernels
+    from specgen.llama.kernels import admission as kernels
     from specgen.measure import doctor
 
     status = KernelStatus("specgen", "avx2", path=Path("library"), tested="all is well")

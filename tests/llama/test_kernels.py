@@ -8,17 +8,23 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specgen.errors import UsageError
-from specgen.llama.kernel_checks import choice, test_results
-from specgen.llama.kernel_checks.choice import KernelStatus
-from specgen.llama.kernel_checks.test_results import FILE_NAME, TestResult, result_of, run_test
-from specgen.llama.kernels import ggml_version
+from specgen.llama.kernels import admission
+from specgen.llama.kernels.admission import (
+    SELF_TEST_FILE,
+    KernelStatus,
+    SelfTest,
+    run_self_test,
+    self_test_of,
+)
+from specgen.llama.kernels.attached import ggml_version
 from specgen.options import KernelChoice
 from specgen.system.llama_build import REBUILD, REQUIRED_VERSION
 from specgen.system.machine import cpu_name, cpuinfo
@@ -27,7 +33,7 @@ from tests.helpers.common import ROOT, linux
 from tests.helpers.kernels import stand_in
 
 PROMPT = "def add(a, b): return a + b"
-PASSED = {"outcome": "passed", "message": "all is well", "instructions": "avx2"}
+PASSED = SelfTest("passed", "all is well", "avx2")
 
 
 def python(program: str) -> list[str]:
@@ -35,10 +41,19 @@ def python(program: str) -> list[str]:
     return [sys.executable, "-c", program]
 
 
-def answering(answer: Mapping[str, str], log: Path | None = None) -> list[str]:
+def answering(answer: SelfTest, log: Path | None = None) -> list[str]:
     """A child that gives an answer without testing anything, and notes each time it does."""
     noting = f"open({str(log)!r}, 'a').write('tested\\n'); " if log else ""
-    return python(f"{noting}print({json.dumps(dict(answer))!r})")
+    return python(f"{noting}print({json.dumps(asdict(answer))!r})")
+
+
+TestedBy = Callable[[Sequence[str]], None]
+
+
+@pytest.fixture
+def tested_by(monkeypatch: pytest.MonkeyPatch) -> TestedBy:
+    """Lets a command test the library."""
+    return lambda command: monkeypatch.setattr(admission, "SELF_TEST", command)
 
 
 def in_process(program: str, *arguments: str) -> Any:
@@ -58,7 +73,7 @@ def in_process(program: str, *arguments: str) -> Any:
 ATTACH = """
 import json, sys
 from pathlib import Path
-from specgen.llama import kernels
+from specgen.llama.kernels.attached import attached as kernels
 from specgen.errors import BackendError
 
 found = [kernels.computing()]
@@ -108,8 +123,9 @@ def test_ggml_functions_are_those_of_the_library_that_llama_cpp_uses() -> None:
     # Another copy of the library would have been loaded for them.
     program = """
 import json
-from specgen.llama import build, kernels
-assert build().devices and kernels.ggml_version()
+from specgen.llama import build
+from specgen.llama.kernels.attached import ggml_version
+assert build().devices and ggml_version()
 lines = open("/proc/self/maps").read().splitlines()
 print(json.dumps(sorted({line.split("/")[-1] for line in lines if "libggml" in line})))
 """
@@ -124,7 +140,7 @@ print(json.dumps(sorted({line.split("/")[-1] for line in lines if "libggml" in l
 
 @linux
 def test_a_library_without_kernels_fails_the_self_test(tmp_path: Path) -> None:
-    result = run_test(stand_in(tmp_path))
+    result = run_self_test(stand_in(tmp_path))
     assert result.outcome == "failed"
     assert "no buffer type specgen" in result.message
 
@@ -132,8 +148,8 @@ def test_a_library_without_kernels_fails_the_self_test(tmp_path: Path) -> None:
 @linux
 def test_a_library_that_refuses_is_not_broken(tmp_path: Path) -> None:
     built_for = f'BUILT_FOR="{ggml_version()}"'
-    result = run_test(stand_in(tmp_path, problem="this CPU has no AVX2", macros=[built_for]))
-    assert result == TestResult("refused", "this CPU has no AVX2")
+    result = run_self_test(stand_in(tmp_path, problem="this CPU has no AVX2", macros=[built_for]))
+    assert result == SelfTest("refused", "this CPU has no AVX2")
 
 
 @linux
@@ -141,9 +157,9 @@ def test_kernels_for_another_llama_cpp_say_how_to_get_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = stand_in(tmp_path, problem="they are for ggml 0.0.0")
-    monkeypatch.setattr(choice, "library_path", lambda: library)
+    monkeypatch.setattr(admission, "library_path", lambda: library)
     for _ in range(2):  # the second time as remembered
-        status = choice.choose_kernels("auto", tmp_path / "cache")
+        status = admission.choose_kernels("auto", tmp_path / "cache")
         assert status.reason == "they are for ggml 0.0.0"
         assert not status.is_broken
         assert status.hint is not None
@@ -154,7 +170,7 @@ def test_kernels_for_another_llama_cpp_say_how_to_get_theirs(
 
 @linux
 def test_the_kernels_are_for_the_required_llama_cpp() -> None:
-    path = choice.library_path()
+    path = admission.library_path()
     if path is None:
         pytest.skip("the kernels were not built")
     assert importlib.metadata.version("llama-cpp-python").partition("+")[0] == REQUIRED_VERSION
@@ -168,54 +184,56 @@ def test_the_kernels_are_for_the_required_llama_cpp() -> None:
 def test_a_truncated_library_does_not_pass(tmp_path: Path, n_bytes: int) -> None:
     path = stand_in(tmp_path)
     path.write_bytes(path.read_bytes()[:n_bytes])
-    result = run_test(path)  # what is mapped of it may lie behind its end: SIGBUS
+    result = run_self_test(path)  # what is mapped of it may lie behind its end: SIGBUS
     assert result.outcome != "passed"
     assert "loaded" in result.message or "SIGBUS" in result.message
 
 
 @linux
 def test_a_crash_is_a_failed_test(tmp_path: Path) -> None:
-    result = run_test(stand_in(tmp_path, macros=["DIES"]))
+    result = run_self_test(stand_in(tmp_path, macros=["DIES"]))
     assert result.outcome == "failed"
     assert "SIGABRT" in result.message
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_an_illegal_instruction_is_named(tmp_path: Path) -> None:
-    dying = python(f"import os; os.kill(os.getpid(), {int(signal.SIGILL)})")
-    assert run_test(tmp_path, child=dying) == TestResult("failed", "they died of SIGILL")
+def test_an_illegal_instruction_is_named(tmp_path: Path, tested_by: TestedBy) -> None:
+    tested_by(python(f"import os; os.kill(os.getpid(), {int(signal.SIGILL)})"))
+    assert run_self_test(tmp_path) == SelfTest("failed", "they died of SIGILL")
 
 
 @pytest.mark.parametrize(
     ("child", "message"),
     [
         (python("print('nonsense')"), "it gave no answer"),
-        (python('print(\'{"outcome": "fine"}\')'), "it gave no answer"),
+        (python('print(\'{"outcome": "passed"}\')'), "it gave no answer"),
         (python("import sys; sys.exit('what a pity')"), "it ended with code 1: what a pity"),
         (["no-such-program"], "no-such-program cannot be started"),
     ],
 )
 def test_a_child_without_an_answer_has_failed(
-    tmp_path: Path, child: Sequence[str], message: str
+    tmp_path: Path, tested_by: TestedBy, child: Sequence[str], message: str
 ) -> None:
-    result = run_test(tmp_path, child=child)
+    tested_by(child)
+    result = run_self_test(tmp_path)
     assert result.outcome == "failed"
     assert message in result.message
 
 
 def test_a_child_that_was_held_up_once_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tested_by: TestedBy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(test_results, "TIMEOUT_S", 10.0)
+    monkeypatch.setattr(admission, "SELF_TEST_TIMEOUT_S", 10.0)
     text = f"""
 import json, pathlib, time
 begun = pathlib.Path({str(tmp_path / "begun")!r})
 if not begun.exists():
     begun.touch()
     time.sleep(600)
-print(json.dumps({{"outcome": "passed", "message": ""}}))
+print({json.dumps(asdict(PASSED))!r})
 """
-    assert run_test(tmp_path, child=python(text)).outcome == "passed"
+    tested_by(python(text))
+    assert run_self_test(tmp_path).outcome == "passed"
 
 
 # --- remembering ----------------------------------------------------------------------------
@@ -226,7 +244,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that passes for the library, and no kernels in this process."""
     path = tmp_path / "libspecgen-kernels.so"
     path.write_bytes(b"a library")
-    monkeypatch.setattr(choice, "library_path", lambda: path)
+    monkeypatch.setattr(admission, "library_path", lambda: path)
     return path
 
 
@@ -235,29 +253,28 @@ def n_tests(log: Path) -> int:
 
 
 def test_a_result_is_remembered_until_something_changes(
-    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, library: Path, tested_by: TestedBy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log, cache = tmp_path / "log", tmp_path / "cache"
-    child = answering(PASSED, log)
-    expected = TestResult("passed", "all is well", "avx2")
+    tested_by(answering(PASSED, log))
     for _ in range(2):
-        assert result_of(library, cache, child=child) == expected
+        assert self_test_of(library, cache) == PASSED
     assert n_tests(log) == 1
-    monkeypatch.setenv(test_results.INSTRUCTIONS_VARIABLE, "avx2")
-    result_of(library, cache, child=child)
-    assert n_tests(log) == 2
-    monkeypatch.delenv(test_results.INSTRUCTIONS_VARIABLE)
+    with monkeypatch.context() as changed:
+        changed.setenv(admission.INSTRUCTIONS_VARIABLE, "avx2")
+        self_test_of(library, cache)
+        assert n_tests(log) == 2
+    with monkeypatch.context() as changed:
+        changed.setattr(admission, "processor", lambda: "another CPU")
+        self_test_of(library, cache)
+        assert n_tests(log) == 3
     library.write_bytes(b"another library")
-    result_of(library, cache, child=child)
-    assert n_tests(log) == 3
-    monkeypatch.setattr(test_results, "cpu_name", lambda: "another CPU")
-    result_of(library, cache, child=child)
+    self_test_of(library, cache)
     assert n_tests(log) == 4
     library.write_bytes(b"a library")
-    monkeypatch.undo()
-    result_of(library, cache, child=child)
+    self_test_of(library, cache)
     assert n_tests(log) == 4
-    result_of(library, cache, child=child, anew=True)
+    self_test_of(library, cache, anew=True)
     assert n_tests(log) == 5
 
 
@@ -269,92 +286,99 @@ def test_processors_for_arm_are_told_apart(tmp_path: Path, monkeypatch: pytest.M
             f"processor: 0\nFeatures: {features}\nCPU implementer: 0x41\nCPU part: {part}\n"
         )
         about = cpuinfo(file)
-        monkeypatch.setattr(test_results, "cpuinfo", lambda about=about: about)
-        names.add(test_results.cpu_name())
+        monkeypatch.setattr(admission, "cpuinfo", lambda about=about: about)
+        names.add(admission.processor())
         assert cpu_name(about).endswith(f"0x41 {part}")
     assert len(names) == 3
 
 
 @pytest.mark.parametrize("content", ["", "nonsense", "[]", '{"results": 1}'])
-def test_a_broken_file_is_made_again(tmp_path: Path, library: Path, content: str) -> None:
-    (tmp_path / FILE_NAME).write_text(content)
-    log = tmp_path / "log"
+def test_a_broken_file_is_made_again(
+    tmp_path: Path, library: Path, tested_by: TestedBy, content: str
+) -> None:
+    file, log = tmp_path / SELF_TEST_FILE, tmp_path / "log"
+    file.write_text(content)
+    tested_by(answering(PASSED, log))
     for _ in range(2):
-        result_of(library, tmp_path, child=answering(PASSED, log))
+        self_test_of(library, tmp_path)
     assert n_tests(log) == 1
-
-
-def test_a_broken_result_is_made_again(tmp_path: Path, library: Path) -> None:
-    log = tmp_path / "log"
-    result_of(library, tmp_path, child=answering(PASSED, log))
-    file = tmp_path / FILE_NAME
     document = json.loads(file.read_text())
-    for key in document["results"]:
-        document["results"][key] = {"outcome": "splendid", "message": 1}
-    file.write_text(json.dumps(document))
-    assert result_of(library, tmp_path, child=answering(PASSED, log)).outcome == "passed"
-    assert n_tests(log) == 2
+    damaged: list[object] = [[], {"outcome": "passed", "message": 1}]
+    for broken in damaged:
+        for key in document["results"]:
+            document["results"][key] = broken
+        file.write_text(json.dumps(document))
+        assert self_test_of(library, tmp_path) == PASSED
+    assert n_tests(log) == 3
 
 
-def test_few_results_are_kept(tmp_path: Path, library: Path) -> None:
+def test_few_results_are_kept(tmp_path: Path, library: Path, tested_by: TestedBy) -> None:
+    tested_by(answering(PASSED))
     for number in range(12):
         library.write_bytes(bytes([number]))
-        result_of(library, tmp_path, child=answering(PASSED))
-    kept = json.loads((tmp_path / FILE_NAME).read_text())["results"]
+        self_test_of(library, tmp_path)
+    kept = json.loads((tmp_path / SELF_TEST_FILE).read_text())["results"]
     assert len(kept) == 8
 
 
-def test_a_cache_that_cannot_be_written_remembers_nothing(tmp_path: Path, library: Path) -> None:
+def test_a_cache_that_cannot_be_written_remembers_nothing(
+    tmp_path: Path, library: Path, tested_by: TestedBy
+) -> None:
     cache = tmp_path / "file"
     cache.write_text("no folder")
-    assert result_of(library, cache, child=answering(PASSED)).outcome == "passed"
+    tested_by(answering(PASSED))
+    assert self_test_of(library, cache).outcome == "passed"
 
 
 # --- choosing -------------------------------------------------------------------------------
 
 
 def test_what_was_not_built_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "library_path", lambda: None)
-    status = choice.choose_kernels("auto", tmp_path)
+    monkeypatch.setattr(admission, "library_path", lambda: None)
+    status = admission.choose_kernels("auto", tmp_path)
     assert status.label == "llama.cpp"
     assert status.reason
     assert status.path is None
     monkeypatch.setattr("sysconfig.get_platform", lambda: "macosx-14.0-arm64")
-    assert choice.choose_kernels("auto", tmp_path).reason == "there are none for macosx-14.0-arm64"
+    assert (
+        admission.choose_kernels("auto", tmp_path).reason == "there are none for macosx-14.0-arm64"
+    )
     with pytest.raises(UsageError, match="there are none for macosx"):
-        choice.choose_kernels("specgen", tmp_path)
-    assert choice.choose_kernels("llama.cpp", tmp_path).computes == "llama.cpp"
+        admission.choose_kernels("specgen", tmp_path)
+    assert admission.choose_kernels("llama.cpp", tmp_path).computes == "llama.cpp"
 
 
 def test_a_library_that_was_built_lies_in_the_package_and_passes_its_test() -> None:
-    path = choice.library_path()
+    path = admission.library_path()
     if path is None:
         pytest.skip("the kernels were not built")
     assert path == ROOT / "specgen" / "llama" / "libspecgen-kernels.so"
-    result = run_test(path)
+    result = run_self_test(path)
     assert result.outcome in ("passed", "refused"), result
     assert bool(result.instructions) == (result.outcome == "passed")
 
 
 def test_the_environment_may_choose() -> None:
-    assert choice.wanted_in({}) == "auto"
-    assert choice.wanted_in({"SPECGEN_KERNELS": ""}) == "auto"
-    assert choice.wanted_in({"SPECGEN_KERNELS": "specgen"}) == "specgen"
+    assert admission.wanted_in({}) == "auto"
+    assert admission.wanted_in({"SPECGEN_KERNELS": ""}) == "auto"
+    assert admission.wanted_in({"SPECGEN_KERNELS": "specgen"}) == "specgen"
     with pytest.raises(UsageError, match="'other'; set it to one of auto, specgen, llama.cpp"):
-        choice.wanted_in({"SPECGEN_KERNELS": "other"})
+        admission.wanted_in({"SPECGEN_KERNELS": "other"})
 
 
 @pytest.mark.parametrize("outcome", ["refused", "failed"])
-def test_what_does_not_pass_is_not_used(tmp_path: Path, library: Path, outcome: str) -> None:
-    child = answering({"outcome": outcome, "message": "the reason"})
-    status = choice.choose_kernels("auto", tmp_path, child=child)
+def test_what_does_not_pass_is_not_used(
+    tmp_path: Path, library: Path, tested_by: TestedBy, outcome: str
+) -> None:
+    tested_by(answering(SelfTest(outcome, "the reason")))
+    status = admission.choose_kernels("auto", tmp_path)
     assert status.computes == "llama.cpp"
     assert status.path == library
     assert status.reason is not None
     assert "the reason" in status.reason
     assert status.is_broken == (outcome == "failed")
     with pytest.raises(UsageError, match="the reason") as caught:
-        choice.choose_kernels("specgen", tmp_path, child=child)
+        admission.choose_kernels("specgen", tmp_path)
     assert caught.value.hint is not None
     assert "--kernels llama.cpp" in caught.value.hint
 
@@ -362,17 +386,17 @@ def test_what_does_not_pass_is_not_used(tmp_path: Path, library: Path, outcome: 
 CHOOSE = """
 import json, sys
 from pathlib import Path
-from specgen.llama import kernels
-from specgen.llama.kernel_checks import choice
+from specgen.llama.kernels.attached import attached as kernels
+from specgen.llama.kernels import admission
 
 path, cache, *wanted = sys.argv[1:]
-choice.library_path = lambda: Path(path)
-child = [sys.executable, "-c", "print('" + json.dumps(
-    {"outcome": "passed", "message": "all is well", "instructions": "avx2"}
+admission.library_path = lambda: Path(path)
+admission.SELF_TEST = [sys.executable, "-c", "print('" + json.dumps(
+    {"outcome": "passed", "message": "all is well", "instructions": "avx2", "hint": ""}
 ) + "')"]
 found = []
 for each in wanted:
-    status = choice.choose_kernels(each, Path(cache), child=child)
+    status = admission.choose_kernels(each, Path(cache))
     assert status.label == kernels.computing(), status
     found.append(status.label)
 print(json.dumps(found))
@@ -398,15 +422,15 @@ def test_what_passed_and_then_refuses_is_not_used(tmp_path: Path) -> None:
 @pytest.fixture
 def refused(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that are there, and not for this machine."""
-    result = TestResult("refused", "they are for ggml 0.0.0")
-    monkeypatch.setattr(choice, "result_of", lambda *_args, **_options: result)
+    result = SelfTest("refused", "they are for ggml 0.0.0")
+    monkeypatch.setattr(admission, "self_test_of", lambda *_args, **_options: result)
     monkeypatch.setenv("SPECGEN_KERNELS", "auto")
 
 
 def test_kernels_that_were_not_built_are_noted_once(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "library_path", lambda: None)
+    monkeypatch.setattr(admission, "library_path", lambda: None)
     for wanted, times in (("llama.cpp", 0), ("auto", 1), ("auto", 0)):
         result = cli.run(PROMPT, "--kernels", wanted)
         assert result.code == 0
@@ -419,8 +443,8 @@ def test_kernels_that_were_not_built_are_noted_once(
 def test_a_platform_that_has_no_kernels_is_not_noted(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "library_path", lambda: None)
-    monkeypatch.setattr(choice, "PLATFORMS", ())
+    monkeypatch.setattr(admission, "library_path", lambda: None)
+    monkeypatch.setattr(admission, "PLATFORMS", ())
     assert "kernels" not in cli.run(PROMPT, "--kernels", "auto").err
 
 
@@ -484,10 +508,9 @@ def test_every_command_that_loads_models_takes_the_choice(
 def test_what_was_measured_is_kept_apart_by_who_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specgen.llama import kernels
-    from specgen.measure.selection.session_opening import open_memory
     from specgen.options import ContextOptions
     from specgen.session.calibration.threads import Threads
+    from specgen.session.open import open_memory
 
     model, context = tmp_path / "model.gguf", ContextOptions()
     model.write_bytes(b"model")
@@ -499,7 +522,7 @@ def test_what_was_measured_is_kept_apart_by_who_computes(
     again = open_memory()
     assert again.threads(model, context) == Threads(2, 3)
     assert again.costs(model, context, 0, 1)
-    monkeypatch.setattr(kernels, "computing", lambda: "specgen avx2")
+    monkeypatch.setattr("specgen.session.open.computing", lambda: "specgen avx2")
     other = open_memory()
     assert other.threads(model, context) is None
     assert not other.costs(model, context, 0, 1)
@@ -518,7 +541,7 @@ def test_the_summary_names_our_kernels_and_not_llama_cpps() -> None:
 
 
 def report_with(status: KernelStatus, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from specgen.llama import kernel_checks as kernels
+    from specgen.llama.kernels import admission as kernels
     from specgen.measure import doctor
 
     monkeypatch.setenv("SPECGEN_KERNELS", "auto")

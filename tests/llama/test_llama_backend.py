@@ -19,7 +19,7 @@ import pytest
 
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel, weights
-from specgen.llama.kernels import Kernels
+from specgen.llama.kernels.attached import Kernels
 from specgen.llama.library import llama_cpp
 from specgen.method.backend import Batch
 from specgen.method.draft import ROOT, Branches, Draft, keep_path, pack

@@ -9,7 +9,7 @@ import pytest
 
 from specgen.errors import BackendError
 from specgen.llama import operators
-from specgen.llama.kernels import Kernels
+from specgen.llama.kernels.attached import Kernels
 from specgen.llama.operators import (
     CPU_BUFFER,
     AttentionOptions,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from specgen.llama.kernel_checks import choose_kernels
+from specgen.llama.kernels.admission import choose_kernels
 from specgen.models import cache_folder
 from specgen.options import (
     ContextOptions,

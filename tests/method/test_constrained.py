@@ -46,7 +46,6 @@ from tests.helpers.fake_generations import (
 )
 from tests.helpers.fake_grammar import FakeGrammar
 from tests.registry import CACHES, ON_FAKES, VERIFIERS, Text
-from tests.registry import DRAFTERS as CASES
 from tests.tiny import Architecture, TinyConfig, write_tiny_model
 
 N_VOCAB = 12
@@ -182,11 +181,6 @@ DRAFTERS: dict[str, DrafterOf] = {
     ),
     "tree": lambda state, own: GrammarTrees(state, np.random.default_rng(5)),
     **{name: registered(name) for name in ("staged by a model", "tree of guesses")},
-    **{
-        name: registered(name)
-        for name, case in CASES.items()
-        if case.translated != "off" and case.grammar
-    },
 }
 
 

@@ -307,8 +307,7 @@ def said(loaded: Models) -> FinishedEvent:
         ("draft", "off", "top-k", "block"),
         ("draft", "off", "greedy", "match"),
         ("ngram", "off", "top-k", "match"),
-        ("respelled", "tokens", "top-k", "block"),
-        ("respelled", "string", "top-k", "match"),
+        ("respelled", "auto", "top-k", "match"),
     ],
 )
 def test_auto_judges_as_the_verifier_for_that_kind_of_draft(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, abc
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,23 +23,19 @@ from specgen.drafters import (
     Drafter,
     Drafting,
     ModelDrafter,
-    SuffixDrafter,
     TranslatedDrafter,
     WrappedDrafter,
     draft_alone,
 )
-from specgen.drafters.translation import SharedTokens, Translation
+from specgen.drafters.translated import Translation
 from specgen.events import CommittedEvent, Event, NoticeEvent
-from specgen.method.draft import Draft
 from specgen.method.loop import Loop
 from specgen.method.policy import RoundPlan, draft_up_to
-from specgen.method.verify import BlockVerifier, MatchVerifier, ResidualVerifier, Verifier
+from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
-from specgen.session.draft_models import Translated
-from specgen.system.arrays import TokenArray
-from specgen.text.sampling import Distribution, Sampler, distribution
+from specgen.text.sampling import distribution
 from specgen.text.sequence import Sequence
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import TextState
 from tests.helpers import goodness_of_fit
 from tests.helpers.common import UNFILTERED
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language
@@ -48,12 +43,10 @@ from tests.helpers.fake_generations import GREEDY, Clock, Setup, translated_draf
 from tests.helpers.goodness_of_fit import LEVEL
 from tests.helpers.vocabularies import ALPHABET, ByteLanguage, joined, spoken, texts, vocabulary
 
-MODES: tuple[Translated, ...] = ("string", "tokens")
 BYTES = [bytes((byte,)) for byte in sorted(set(ALPHABET.encode()))]
 #: What tokens of two to six bytes may stand for: whole characters and parts of them.
 LONGER = [ALPHABET.encode()[i : i + n] for n in range(2, 7) for i in range(len(ALPHABET.encode()))]
 LONGER += [b"ab ", b"ba", b"aa", b" a", b" b", b"\n\n", b"\na", b" \n", "é中".encode()]
-in_every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 @functools.cache
@@ -89,7 +82,6 @@ class Pair:
     draft: FakeVocabulary
     language: int = 0
     draft_language: int = 0
-    mode: Translated = "string"
     n_ctx: int = 256
     prompt: str = "ab é中 a"
     sampler: SamplerOptions = GREEDY
@@ -129,9 +121,7 @@ class Pair:
                 Translation(self.target, self.draft),
                 language_of(self.draft_language, self.draft, 1),
                 self.draft,
-                self.mode,
                 state,
-                setup.sampler,
                 ignore_eos=self.options.ignore_eos,
                 n_ctx=self.n_ctx,
             )
@@ -211,7 +201,6 @@ pairs = st.builds(
     ),
     language=st.integers(0, 5),
     draft_language=st.integers(0, 5),
-    mode=st.sampled_from(MODES),
     n_ctx=st.sampled_from([256, 256, 24, 12, 7]),
     prompt=texts(3).map(lambda text: "a" + text),
     options=st.builds(
@@ -247,12 +236,11 @@ def test_greedy_text_equals_plain_text(pair: Pair) -> None:
     pair.check()
 
 
-@in_every_mode
-def test_drafts_in_another_vocabulary_are_accepted(mode: Translated) -> None:
+def test_drafts_in_another_vocabulary_are_accepted() -> None:
     counts: Counter[str] = Counter()
     endless = GenerationOptions(max_tokens=30, ignore_eos=True)
     for seed in range(12):
-        pair = Pair(cut(seed), cut(100 + seed), seed, seed, mode, options=endless)
+        pair = Pair(cut(seed), cut(100 + seed), seed, seed, options=endless)
         watched = pair.check()
         counts["drafted"] += watched.n_drafted
         counts["accepted"] += watched.n_accepted
@@ -265,21 +253,17 @@ def test_drafts_in_another_vocabulary_are_accepted(mode: Translated) -> None:
     assert counts["redecoded"] < 3 * counts["rounds"]
 
 
-@in_every_mode
-def test_a_draft_with_the_same_tokens_is_accepted_as_one_that_needs_no_translation(
-    mode: Translated,
-) -> None:
+def test_a_draft_with_the_same_tokens_is_accepted_as_one_that_needs_no_translation() -> None:
     same = cut(7)
-    watched = Pair(same, same, 1, 1, mode, options=GenerationOptions(max_tokens=60)).check()
+    watched = Pair(same, same, 1, 1, options=GenerationOptions(max_tokens=60)).check()
     assert watched.n_accepted > 0.6 * watched.n_drafted
 
 
-@in_every_mode
-def test_text_with_ends_in_drafts_is_exact(mode: Translated) -> None:
+def test_text_with_ends_in_drafts_is_exact() -> None:
     """The draft says when the text ends, and the target agrees often enough."""
     n_ended = n_in_draft = 0
     for seed in range(24):
-        pair = Pair(cut(seed), cut(100 + seed), seed, seed, mode)
+        pair = Pair(cut(seed), cut(100 + seed), seed, seed)
         pair.check()
         generation, events, _ = pair.run()
         if generation.finish_reason == "stop":
@@ -293,13 +277,10 @@ def test_text_with_ends_in_drafts_is_exact(mode: Translated) -> None:
     assert n_in_draft >= 3
 
 
-@in_every_mode
 @pytest.mark.parametrize("n_ctx", [10, 16, 30])
-def test_drafting_goes_on_when_the_text_outgrows_the_drafts_context(
-    mode: Translated, n_ctx: int
-) -> None:
+def test_drafting_goes_on_when_the_text_outgrows_the_drafts_context(n_ctx: int) -> None:
     options = GenerationOptions(max_tokens=60, ignore_eos=True)
-    pair = Pair(cut(1), cut(101), 1, 1, mode, n_ctx=n_ctx, options=options)
+    pair = Pair(cut(1), cut(101), 1, 1, n_ctx=n_ctx, options=options)
     watched = pair.check()
     assert watched.n_slides >= 1
     assert watched.n_proposals >= watched.n_rounds - 1
@@ -310,19 +291,18 @@ def test_drafting_goes_on_when_the_text_outgrows_the_drafts_context(
     assert watched.backend.n_decoded_rows < whole.backend.n_decoded_rows + 1.5 * n_said
 
 
-@in_every_mode
-def test_a_draft_that_can_say_little_of_the_text_does_no_harm(mode: Translated) -> None:
+def test_a_draft_that_can_say_little_of_the_text_does_no_harm() -> None:
     some = vocabulary([b"a", b"b", b"ab"], ["</s>"])
-    watched = Pair(cut(1), some, 2, 2, mode).check()
+    watched = Pair(cut(1), some, 2, 2).check()
     assert watched.n_drafted > 0
     nothing = vocabulary([b"z", b"y"], ["</s>"])
-    prompt = replace(Pair(cut(1), nothing, 2, 2, "string"), prompt="z中y")
+    prompt = replace(Pair(cut(1), nothing, 2, 2), prompt="z中y")
     assert prompt.check().n_accepted == 0
 
 
 def test_a_draft_without_any_token_of_the_text_drafts_nothing() -> None:
     nothing = vocabulary([b"z"], ["</s>"])
-    watched = Pair(cut(1), nothing, 2, 2, "string").check()
+    watched = Pair(cut(1), nothing, 2, 2).check()
     assert watched.n_drafted == watched.backend.n_decoded_rows == 0
 
 
@@ -331,31 +311,11 @@ def test_half_characters_are_finished_by_the_draft() -> None:
     target = vocabulary(BYTES, ["</s>"])
     characters = vocabulary([character.encode() for character in ALPHABET], ["</s>"])
     options = GenerationOptions(max_tokens=60, ignore_eos=True)
-    watched = Pair(target, characters, 1, 1, "string", options=options).check()
+    watched = Pair(target, characters, 1, 1, options=options).check()
     assert watched.n_accepted > 0.5 * watched.n_drafted
 
 
-def test_any_drafter_may_be_translated() -> None:
-    target, draft = cut(5), cut(6)
-    setup = Pair(
-        target, draft, 1, options=GenerationOptions(max_tokens=80, ignore_eos=True)
-    ).setup()
-    plain = setup.run()[0]
-    translation = Translation(target, draft)
-
-    def make(state: TextState) -> Drafter:
-        return TranslatedDrafter(
-            SuffixDrafter(1, 4), translation, translation.text(state.tokens, None), None
-        )
-
-    setup.drafter = make
-    fast = setup.run()[0]
-    assert fast.tokens == plain.tokens
-    assert fast.tally.n_accepted > 0
-
-
-@in_every_mode
-def test_a_rewound_answer_is_drafted_for_as_the_first_time(mode: Translated) -> None:
+def test_a_rewound_answer_is_drafted_for_as_the_first_time() -> None:
     """As when a place in an answer is drawn from again and again."""
     target, draft = cut(5), cut(8)
     language = spoken(ByteLanguage(3), draft)
@@ -365,7 +325,7 @@ def test_a_rewound_answer_is_drafted_for_as_the_first_time(mode: Translated) -> 
     translation = Translation(target, draft)
 
     def fresh() -> TranslatedDrafter:
-        return translated_drafter(translation, language, draft, mode, TextState(prompt))[0]
+        return translated_drafter(translation, language, draft, TextState(prompt))[0]
 
     drafter = fresh()
     draft_alone(drafter.propose(longer, plan))
@@ -385,11 +345,6 @@ N_DRAWS = 1400
 SMALL_TARGET = vocabulary([b"a", b"b", b"ab", b"bb"], ["</s>"])
 SMALL_DRAFT = vocabulary([b"ba", b"b", b"ab", b"a"], ["<|eos|>"])
 SMALL_PROMPT = (0, 1, 2, 0)
-VERIFIERS: dict[str, tuple[Callable[[], Verifier], Translated, bool]] = {
-    "match, string": (MatchVerifier, "string", False),
-    "residual, tokens": (ResidualVerifier, "tokens", True),
-    "block, tokens": (BlockVerifier, "tokens", True),
-}
 
 
 class SmallLanguage(ByteLanguage):
@@ -420,84 +375,18 @@ def exact() -> dict[tuple[int, ...], float]:
     return found | open_texts
 
 
-@pytest.mark.parametrize("verifier", ["match, string", "block, tokens"])
-def test_stopping_where_the_draft_is_unsure_does_not_bias(verifier: str) -> None:
-    counts = draw(verifier, p_min=0.4)
-    assert p_value(counts) > LEVEL
+def test_stopping_where_the_draft_is_unsure_does_not_bias() -> None:
+    assert goodness_of_fit.p_value(draw(p_min=0.4), exact()) > LEVEL
 
 
-@pytest.mark.parametrize("verifier", ["residual, tokens", "block, tokens"])
-def test_draws_from_all_of_the_drafts_tokens_fit_too(verifier: str) -> None:
-    counts = draw(verifier, make=whole_drafter)
-    assert p_value(counts) > LEVEL
-
-
-def test_distributions_that_are_not_renormalised_are_caught(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Bug: a token's chance among all of the draft's tokens, tested as that among the shared."""
-
-    def renamed(counterparts: TokenArray, source: Distribution) -> Distribution:
-        token_ids = counterparts[source.token_ids]
-        kept = np.flatnonzero(token_ids >= 0)
-        kept = kept[token_ids[kept].argsort()]
-        return Distribution(token_ids[kept], source.probs[kept])
-
-    monkeypatch.setattr("specgen.drafters.translation.shared_tokens.over_counterparts", renamed)
-    counts = draw("residual, tokens", make=whole_drafter)
-    assert p_value(counts) < LEVEL
-
-
-def test_distributions_of_other_tokens_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the draft's distributions are taken for ones over the target's tokens."""
-    translate = SharedTokens.translate
-
-    def unchanged(shared: SharedTokens, draft: Draft) -> Draft:
-        made = translate(shared, draft)
-        return replace(made, distributions=draft.distributions[: len(made)])
-
-    monkeypatch.setattr(SharedTokens, "translate", unchanged)
-    counts = draw("residual, tokens")
-    assert p_value(counts) < LEVEL
-
-
-def p_value(counts: Counter[tuple[int, ...]]) -> float:
-    return goodness_of_fit.p_value(counts, exact())
-
-
-#: Makes what drafts for a text, from a seed.
-MakeDrafter = Callable[[TextState, int], Drafter]
-
-
-def whole_drafter(state: TextState, seed: int) -> Drafter:
-    """Draws from all tokens of the draft's vocabulary, those that are not shared among them."""
-    backend = FakeBackend(SMALL_DRAFT, DRAFT, n_sequences=1)
-    shaper = Shaper(Sampler(UNFILTERED), TextState(()))
-    inner = ModelDrafter(
-        backend,
-        shaper,
-        np.random.default_rng(seed),
-        draws=True,
-        n_shared_tokens=SMALL_DRAFT.n_tokens,
-    )
-    return TranslatedDrafter(inner, TRANSLATION, TRANSLATION.text(state.tokens, None), None)
-
-
-def draw(
-    verifier: str, p_min: float = 0.0, make: MakeDrafter | None = None
-) -> Counter[tuple[int, ...]]:
+def draw(p_min: float) -> Counter[tuple[int, ...]]:
     """The first tokens of many answers."""
-    make_verifier, mode, draws = VERIFIERS[verifier]
     counts: Counter[tuple[int, ...]] = Counter()
     rng = np.random.default_rng(12)
 
     def drafter(state: TextState) -> Drafter:
         seed = int(rng.integers(2**31))
-        if make is not None:
-            return make(state, seed)
-        return translated_drafter(
-            TRANSLATION, DRAFT, SMALL_DRAFT, mode, state, UNFILTERED, draws=draws, seed=seed
-        )[0]
+        return translated_drafter(TRANSLATION, DRAFT, SMALL_DRAFT, state, seed=seed)[0]
 
     n_accepted = 0
     for number in range(N_DRAWS):
@@ -510,7 +399,7 @@ def draw(
             options=GenerationOptions(max_tokens=N_TOKENS + 2),
             seed=10_000 + number,
             prompt=SMALL_PROMPT,
-            verifier=make_verifier(),
+            verifier=MatchVerifier(),
         )
         loop, generation = Loop(setup.backend(), Clock()), setup.generation()
         loop.start(generation)

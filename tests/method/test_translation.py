@@ -1,8 +1,7 @@
-"""What a draft says, in the target's tokens: as text, and token by token."""
+"""What a draft says, in the target's tokens."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,21 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.translation import (
-    Lexicon,
-    PrefixShaper,
-    SharedShaper,
-    SharedTokens,
-    Translation,
-)
-from specgen.drafters.translation.string_translation import n_unfinished
+from specgen.drafters.spelling import Lexicon, n_unfinished
+from specgen.drafters.translated import PrefixShaper, Translation
 from specgen.method.draft import ROOT, Draft
-from specgen.options import SamplerOptions
-from specgen.text.sampling import Distribution, NoTokenAllowedError, Sampler
-from specgen.text.text_state import Shaper, TextState
 from tests.helpers.common import BYTES
 from tests.helpers.fake_backend import FakeVocabulary
-from tests.helpers.fake_grammar import FakeGrammar
 from tests.helpers.vocabularies import broken_texts, joined, target_texts, vocabularies, vocabulary
 
 
@@ -62,7 +51,7 @@ def test_a_chain_says_in_the_targets_tokens_what_the_draft_says(
     if data.draw(st.booleans()):
         held_back += data.draw(st.binary(max_size=2))  # perhaps not what the draft says
     before += held_back
-    translated = translation.strings.translate(chain(tokens), before, held_back)
+    translated = translation.translate(chain(tokens), before, held_back)
     assert translated.is_chain
     assert not translated.is_drawn
     if not said.startswith(held_back):
@@ -94,7 +83,7 @@ def test_a_chain_says_in_the_targets_tokens_what_the_draft_says(
 def test_each_branch_of_a_tree_is_translated_as_by_itself(
     target: FakeVocabulary, draft: FakeVocabulary, before: bytes, data: st.DataObject
 ) -> None:
-    strings = Translation(target, draft).strings
+    strings = Translation(target, draft)
     tree = data.draw(trees(draft))
     translated = strings.translate(tree, before, b"")
     expected = {strings.translate(chain(tree.text(leaf)), before, b"").tokens
@@ -110,7 +99,7 @@ def test_ends_go_by_role_and_only_after_whole_text() -> None:
     target = vocabulary([*BYTES[:0x80], "é".encode()], ["</s>", "<|im_end|>"], eot="<|im_end|>")
     eos, eot = 129, 130
     draft = vocabulary([*BYTES], ["<|eos|>", "<|eot|>", "<pad>"], eos="<|eos|>", eot="<|eot|>")
-    strings = Translation(target, draft).strings
+    strings = Translation(target, draft)
 
     def translate(tokens: Sequence[int], held_back: bytes = b"") -> tuple[int, ...]:
         return strings.translate(chain(tokens), b"x" + held_back, held_back).tokens
@@ -130,7 +119,7 @@ def test_ends_go_by_role_and_only_after_whole_text() -> None:
 
 def test_no_half_character_is_proposed_unless_the_text_broke_off_in_one() -> None:
     target = vocabulary([*BYTES, "中".encode(), b"ab"], ["</s>"])
-    strings = Translation(target, vocabulary(BYTES)).strings
+    strings = Translation(target, vocabulary(BYTES))
     first, second, third = "中".encode()
     a, b = b"ab"
 
@@ -148,7 +137,7 @@ def test_no_half_character_is_proposed_unless_the_text_broke_off_in_one() -> Non
 def test_text_is_spelled_as_it_goes_on_from_the_text_before() -> None:
     # Merges: "ab" is made first, so that "abc" is "ab" and "c"; but "bc" by itself is one.
     target = vocabulary([b"ab", b"bc", b"a", b"b", b"c"], merges=True)
-    strings = Translation(target, vocabulary([b"a", b"b", b"c"])).strings
+    strings = Translation(target, vocabulary([b"a", b"b", b"c"]))
     assert strings.translate(chain([1, 2]), b"", b"").tokens == (1,)
     assert strings.translate(chain([1, 2]), b"a", b"").tokens == (3, 4)
     assert strings.translate(chain([0, 1, 2]), b"a", b"a").tokens == (3, 4)
@@ -158,7 +147,7 @@ def test_text_is_spelled_as_it_goes_on_from_the_text_before() -> None:
 def test_a_token_is_as_likely_as_what_begins_in_it() -> None:
     target = vocabulary([b"a", b"b", b"c", b"abc", b"bc"], ["</s>"])
     draft = vocabulary([b"a", b"b", b"c", b"ca", b"cab"], ["</s>"])
-    strings = Translation(target, draft).strings
+    strings = Translation(target, draft)
 
     def likely(
         tokens: Sequence[int], probabilities: Sequence[float | None], held_back: bytes = b""
@@ -172,172 +161,12 @@ def test_a_token_is_as_likely_as_what_begins_in_it() -> None:
     assert likely([4], [0.5], b"c") == [(0, 0.5), (1, 1.0)]
 
 
-# --- token by token
-
-
-@given(vocabularies(), vocabularies())
-def test_shared_tokens_stand_for_the_same(target: FakeVocabulary, draft: FakeVocabulary) -> None:
-    shared = Translation(target, draft).shared
-    assert len(shared) == len(shared.target_ids) == len(shared.draft_ids)
-    assert (np.diff(shared.target_ids) > 0).all()
-    assert len(set(shared.draft_ids.tolist())) == len(shared)
-    for ours, theirs in zip(shared.target_ids.tolist(), shared.draft_ids.tolist(), strict=True):
-        assert target.token_bytes(ours) == draft.token_bytes(theirs)
-        assert target.is_end(ours) == draft.is_end(theirs)
-        assert target.token_bytes(ours) or target.is_end(ours)
-        assert shared.target_tokens([theirs]) == [ours]
-    # Nothing is left out.
-    found = {target.token_bytes(int(token)) for token in shared.target_ids}
-    assert found - {b""} == set(Lexicon(target).tokens) & set(Lexicon(draft).tokens)
-    n_ends = sum(map(target.is_end, shared.target_ids.tolist()))
-    assert (n_ends > 0) == bool(target.ends and draft.ends)
-
-
-def test_of_several_ends_the_one_with_the_same_name_or_role_is_shared() -> None:
-    target = vocabulary([b"a"], ["</s>"])
-    draft = vocabulary([b"a"], ["<|eot|>", "</s>"], eot="<|eot|>", eos="</s>")
-    assert Translation(target, draft).shared.draft_ids.tolist() == [0, 2]
-    target = vocabulary([b"a"], ["<|eos|>"])
-    draft = vocabulary([b"a"], ["<|eot|>", "</s>"], eot="<|eot|>", eos="</s>")
-    assert Translation(target, draft).shared.draft_ids.tolist() == [0, 2]
-    target = vocabulary([b"a"], ["<|im_end|>", "<|eos|>"], eos="<|eos|>", eot="<|im_end|>")
-    shared = Translation(target, draft).shared
-    assert (shared.target_ids.tolist(), shared.draft_ids.tolist()) == ([0, 1, 2], [0, 1, 2])
-
-
-def normalized(row: Sequence[float]) -> Distribution:
-    probs = np.array(row)
-    kept = np.flatnonzero(probs)
-    return Distribution(kept, probs[kept] / probs[kept].sum())
-
-
-@given(vocabularies(), vocabularies(), st.data())
-def test_distributions_are_restricted_to_what_is_shared(
-    target: FakeVocabulary, draft: FakeVocabulary, data: st.DataObject
-) -> None:
-    shared = Translation(target, draft).shared
-    n = target.n_tokens
-    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    row = rng.random(n) * (rng.random(n) < data.draw(st.sampled_from([0.05, 0.5, 1.0])))
-    row[rng.integers(n)] += 0.1
-    source = normalized(row.tolist())
-    found = shared.to_draft(source)
-    mass = sum(source.probability(int(token)) for token in shared.target_ids)
-    if found is None:
-        assert mass == 0.0
-        return
-    assert (np.diff(found.token_ids) > 0).all()
-    assert (found.probs > 0).all()
-    assert found.probs.sum() == pytest.approx(1.0)
-    for ours, theirs in zip(shared.target_ids.tolist(), shared.draft_ids.tolist(), strict=True):
-        assert found.probability(theirs) == pytest.approx(source.probability(ours) / mass)
-
-
-@given(vocabularies(), vocabularies(), st.data())
-def test_a_draft_is_translated_up_to_what_is_not_shared(
-    target: FakeVocabulary, draft: FakeVocabulary, data: st.DataObject
-) -> None:
-    shared = Translation(target, draft).shared
-    tree = data.draw(trees(draft))
-    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    sources: list[Distribution | None] = []
-    for token in tree.tokens:
-        row = rng.random(draft.n_tokens)
-        row[token] += 0.1
-        sources.append(normalized(row.tolist()) if rng.random() < 0.8 else None)
-    n = len(tree)
-    tree = Draft(tree.tokens, tree.parents, tree.origins, (0.5,) * n, tuple(sources))
-    translated = shared.translate(tree)
-    to_target = dict(zip(shared.draft_ids.tolist(), shared.target_ids.tolist(), strict=True))
-    kept = [
-        node
-        for node in range(n)
-        if all(tree.tokens[above] in to_target for above in tree.path(node))
-    ]
-    assert translated.tokens == tuple(to_target[tree.tokens[node]] for node in kept)
-    for number, node in enumerate(kept):
-        parent = tree.parents[node]
-        assert translated.parents[number] == (ROOT if parent == ROOT else kept.index(parent))
-        source, made = sources[node], translated.distributions[number]
-        assert (source is None) == (made is None)
-        if source is None or made is None:
-            continue
-        mass = sum(source.probability(token) for token in to_target)
-        assert (np.diff(made.token_ids) > 0).all()
-        for theirs, ours in to_target.items():
-            assert made.probability(ours) == pytest.approx(source.probability(theirs) / mass)
-
-
-# --- sampling among the shared tokens
-
-LETTERS = vocabulary([b"a", b"b", b"c", b"d", b"ab"], ["</s>"])
-OTHERS = vocabulary([b"x", b"d", b"c", b"bc", b"b", b"a"], ["<|eos|>"])
-#: By the target's tokens, those of the draft.
-PAIRS = {0: 5, 1: 4, 2: 2, 3: 1, 5: 6}
-
-SAMPLERS = {
-    "plain": SamplerOptions(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0),
-    "default": SamplerOptions(temperature=0.8),
-    "greedy": SamplerOptions(),
-    "others": SamplerOptions(temperature=0.9, typical_p=0.7, top_n_sigma=1.0, dynatemp_range=0.5),
-    "XTC": SamplerOptions(temperature=1.0, xtc_probability=0.5, xtc_threshold=0.1),
-    "penalties": SamplerOptions(
-        temperature=1.0, repeat_penalty=1.5, frequency_penalty=0.3, logit_bias=((1, 2.0),)
-    ),
-}
-
-
-def shared_shaper(
-    options: SamplerOptions, state: TextState
-) -> tuple[SharedTokens, SharedShaper, Shaper]:
-    shared = Translation(LETTERS, OTHERS).shared
-    inner = Shaper(Sampler(options), state)
-    return shared, SharedShaper(shared, inner), inner
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_samplers_see_the_targets_tokens(name: str) -> None:
-    """The draft's logits, put where the target has its tokens, and sampled as the target's."""
-    rng = np.random.default_rng(5)
-    for _ in range(20):
-        history = rng.integers(0, 6, size=5).tolist()
-        _, shaper, inner = shared_shaper(SAMPLERS[name], TextState(history))
-        logits = rng.normal(0.0, 2.0, OTHERS.n_tokens).astype(np.float32)
-        before = logits.copy()
-        row = np.full(LETTERS.n_tokens, -np.inf, np.float32)
-        for ours, theirs in PAIRS.items():
-            row[ours] = logits[theirs]
-        expected = inner.distribution(row, [3, 1])
-        for _ in range(2):  # what the samplers did to the row is undone
-            found = shaper.distribution(logits, [1, 4])
-            assert found.token_ids.tolist() == sorted(PAIRS[t] for t in expected.token_ids.tolist())
-            for ours, theirs in PAIRS.items():
-                assert found.probability(theirs) == pytest.approx(expected.probability(ours))
-        assert (logits == before).all()
-        assert shaper.top_probability(logits, [1]) == pytest.approx(
-            float(np.exp(logits - logits.max()).sum() ** -1)
-        )
-
-
-def test_a_grammar_holds_among_the_shared_tokens() -> None:
-    logits = np.zeros(OTHERS.n_tokens, np.float32)
-    # "ab" has no counterpart: where the grammar leaves nothing else, nothing is drafted.
-    grammar = FakeGrammar({0: {4: 1}, 1: {3: 2, 1: 2}}).start
-    _, shaper, _ = shared_shaper(SAMPLERS["plain"], TextState([0], grammar))
-    with pytest.raises(NoTokenAllowedError):
-        shaper.distribution(logits)
-    state = TextState([0], grammar)
-    state.commit(4)
-    _, shaper, _ = shared_shaper(SAMPLERS["plain"], state)
-    assert shaper.distribution(logits).token_ids.tolist() == [1, 4]
-
-
 # --- drafts that must begin with something
 
 
 def test_a_beginning_is_finished_as_the_draft_thinks_likeliest() -> None:
     draft = vocabulary([b"\n", b"\n  ", b"\n\n", b"a", b" ", b"\n\t"], ["</s>"])
-    shaper = PrefixShaper(Sampler(SamplerOptions()), Lexicon(draft))
+    shaper = PrefixShaper(Lexicon(draft))
     logits = np.array([0.0, 2.0, 1.0, 9.0, 3.0, -1.0, 5.0], np.float32)
     plain = shaper.distribution(logits)
     assert plain.mode == 3
@@ -355,12 +184,5 @@ def test_a_beginning_is_finished_as_the_draft_thinks_likeliest() -> None:
 
 def test_an_end_that_is_ignored_is_not_drafted_either() -> None:
     draft = vocabulary([b"a", b"b"], ["</s>"])
-    never = SamplerOptions(logit_bias=((2, -math.inf),))
-    shaper = PrefixShaper(Sampler(never), Lexicon(draft))
+    shaper = PrefixShaper(Lexicon(draft), never=[2])
     assert shaper.distribution(np.array([0.0, 1.0, 9.0], np.float32)).mode == 1
-
-
-def test_a_translation_reads_each_vocabulary_once() -> None:
-    translation = Translation(LETTERS, OTHERS)
-    assert translation.shared is translation.shared
-    assert translation.strings is translation.strings

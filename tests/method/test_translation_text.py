@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.translation import DraftText, Lexicon, Speller, Translation
-from specgen.drafters.translation.string_translation import ControlTokens, n_unfinished
+from specgen.drafters.draft_text import DraftText
+from specgen.drafters.spelling import ControlTokens, Lexicon, Speller, n_unfinished
+from specgen.drafters.translated import Translation
 from specgen.method.draft import NO_DRAFT, Draft
 from tests.helpers.common import BYTES
 from tests.helpers.fake_backend import FakeVocabulary

@@ -16,7 +16,7 @@ import pytest
 
 from scripts import build_architectures, build_kernels, build_rpc, models_page
 from specgen.errors import ModelFileError
-from specgen.llama.kernels import Kernels
+from specgen.llama.kernels.attached import Kernels
 from tests.architectures import run
 from tests.architectures.checks import CHECKS, CheckFailedError, Subject
 from tests.architectures.exceptions import EXCEPTIONS, KnownException, exception_for
@@ -185,9 +185,9 @@ def test_the_page_says_what_was_found(tmp_path: Path, monkeypatch: pytest.Monkey
     run.keep(tmp_path / "found.jsonl", "1.2.3", results)
     page = "\n".join(models_page.parts(tmp_path / "found.jsonl"))
     assert "Of 2 shapes that generate text, 2 have" in page
-    assert "| a | yes | yes | n-gram, model, tree |  |" in page
-    assert "| b, with experts | yes | no | model | rows: a reason (`mul_mat`) |" in page
-    assert "| c | an encoder |" in page
+    assert "Drafts are chains and trees: a." in page
+    assert "| b with experts | yes | no | rows: a reason (`mul_mat`) |" in page
+    assert "| an encoder | c |" in page
 
 
 # --- the models

@@ -298,7 +298,7 @@ def test_a_wheel_can_be_built_from_the_source_distribution(tmp_path: Path) -> No
         "CONTRIBUTING.md",
         "BENCHMARKS.md",
         "Makefile",
-        "benchmarks/results/several-15.json",
+        "benchmarks/results/server-15.json",
     } <= names
     assert "hatch_build.py" in names
     assert "scripts/build_kernels.py" in names

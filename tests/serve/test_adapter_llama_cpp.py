@@ -102,7 +102,6 @@ def drafted_texts(
         ("good", FIXED, 0.5, 1.0),
         ("wrong", FIXED, 0.0, 0.1),
         ("respelled", FIXED, 0.5, 1.0),
-        ("respelled", replace(FIXED, translate="tokens"), 0.1, 1.0),
         ("ngram", replace(FIXED, ngram_min=1), 0.05, 1.0),
         ("good", replace(FIXED, ngrams=True, ngram_min=1), 0.2, 1.0),
         ("good", DraftOptions(policy="threshold"), 0.2, 1.0),

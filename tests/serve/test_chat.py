@@ -19,9 +19,9 @@ from specgen.serve.chat.chat import Chat
 from specgen.serve.chat.commands import COMMANDS, Command, parse
 from specgen.serve.chat.conversation import Change, Conversation, Turn
 from specgen.serve.chat.log import ChatLog
-from specgen.session.chat_template import Message
 from specgen.session.engine import Engine
 from specgen.session.loaded_models import Models
+from specgen.session.prompts.template import Message
 from specgen.session.thoughts import ThoughtReader, is_thinking, thought_of
 from tests.helpers.common import NOW
 from tests.helpers.tiny import write_respelled_model

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from specgen.llama import LlamaModel
 from specgen.options import ContextOptions, SessionOptions
-from specgen.session.chat_template import Message, ToolCall, render
 from specgen.session.loaded_models import Models
+from specgen.session.prompts.template import Message, ToolCall, render
 from tests.helpers.common import NOW
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 

@@ -17,10 +17,9 @@ from llama_cpp import llama_chat_format as formats
 from specgen.errors import PromptError
 from specgen.llama import LlamaModel, LlamaVocabulary
 from specgen.options import ContextOptions, SessionOptions
-from specgen.session.chat_template import Message, Role, ToolCall, render
-from specgen.session.content_marks import marked, unmarked
 from specgen.session.loaded_models import Models
-from specgen.session.special_tokens import tokenize_marked
+from specgen.session.prompts.marks import marked, tokenize_marked, unmarked
+from specgen.session.prompts.template import Message, Role, ToolCall, render
 from tests.helpers.common import NOW
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 

@@ -13,7 +13,13 @@ from specgen.drafters import SuffixDrafter, draft_alone
 from specgen.errors import UsageError
 from specgen.llama import LlamaModel
 from specgen.method.policy import draft_up_to
-from specgen.session.infill import ContextFile, Gap, InfillTokens, infill_prompt, kept_lengths
+from specgen.session.prompts.infill import (
+    ContextFile,
+    Gap,
+    InfillTokens,
+    infill_prompt,
+    kept_lengths,
+)
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import INFILL_TOKENS, TokenizerKind
 

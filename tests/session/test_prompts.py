@@ -25,11 +25,11 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
-from specgen.session.chat_template import Message
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
+from specgen.session.prompts.template import Message
 from tests.helpers.common import NOW
 from tests.helpers.fake_backend import FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB, model_drafter

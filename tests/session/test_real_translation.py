@@ -18,8 +18,6 @@ from specgen.options import (
     GenerationOptions,
     SamplerOptions,
     SessionOptions,
-    TranslateMode,
-    VerifierName,
 )
 from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
@@ -46,20 +44,16 @@ def pair(request: pytest.FixtureRequest, smollm2: Path, gemma3: Path) -> tuple[P
 
 def opened(
     pair: tuple[Path, Path],
-    translate: TranslateMode,
     *,
     n_tokens: int = 16,
     temperature: float = 0.0,
-    verifier: VerifierName = "auto",
 ) -> Models:
     context = ContextOptions(n_threads=1)
     options = SessionOptions(
         target=pair[0],
         draft=pair[1],
         sampler=SamplerOptions(temperature=temperature),
-        drafting=DraftOptions(
-            policy="fixed", max_tokens=3, p_min=0.0, translate=translate, verifier=verifier
-        ),
+        drafting=DraftOptions(policy="fixed", max_tokens=3, p_min=0.0),
         generation=GenerationOptions(max_tokens=n_tokens),
         target_context=context,
         draft_context=context,
@@ -76,11 +70,8 @@ def stray_prompt(loaded: Models) -> Prompt:
     return Prompt("", tuple(tokens))
 
 
-@pytest.mark.parametrize("translate", ["string", "tokens"])
-def test_greedy_text_is_that_of_plain_decoding(
-    pair: tuple[Path, Path], translate: TranslateMode
-) -> None:
-    with opened(pair, translate) as loaded:
+def test_greedy_text_is_that_of_plain_decoding(pair: tuple[Path, Path]) -> None:
+    with opened(pair) as loaded:
         prompts = [loaded.prompts.of_text(text, chat=False) for text in TEXTS.values()]
         results = list(check_greedy(loaded, [*prompts, stray_prompt(loaded)]))
     assert len(results) == len(TEXTS) + 1
@@ -90,15 +81,11 @@ def test_greedy_text_is_that_of_plain_decoding(
         assert not result.is_defect, (name, result.difference)
 
 
-# Judging token by token is the same code whatever was translated: `test_lossless` has it.
-@pytest.mark.parametrize(("translate", "verifier"), [("string", "match"), ("tokens", "block")])
-def test_sampled_text_is_distributed_as_the_targets(
-    smollm2: Path, gemma3: Path, translate: TranslateMode, verifier: VerifierName
-) -> None:
-    # Six tests at a level of 1e-5 each: a correct specgen would fail here once in ten thousand
+def test_sampled_text_is_distributed_as_the_targets(smollm2: Path, gemma3: Path) -> None:
+    # Three tests at a level of 1e-5 each: a correct specgen would fail here once in thirty thousand
     # times, were the seeds drawn anew.
     plan = SampledPlan(depth=3, level=1e-5, n_draws=800)
-    with opened((smollm2, gemma3), translate, temperature=0.8, verifier=verifier) as loaded:
+    with opened((smollm2, gemma3), temperature=0.8) as loaded:
         result = check_sampled(loaded, loaded.prompts.of_text(TEXTS["prose"]), plan, seed=3)
     assert result is not None
     assert result.fits, [depth.test for depth in result.depths]
@@ -108,7 +95,7 @@ def test_sampled_text_is_distributed_as_the_targets(
 
 def test_the_answer_in_chat_is_drafted_as_chat(smollm2: Path, gemma3: Path) -> None:
     """The draft's own template opens the turn; one without a template gets paragraphs."""
-    with opened((smollm2, gemma3), "string") as loaded:
+    with opened((smollm2, gemma3)) as loaded:
         prompt = loaded.prompts.of_text("Why is the sky blue?", system="Be brief.")
         assert prompt.draft_tokens is not None
         assert loaded.drafts.model is not None
@@ -116,6 +103,6 @@ def test_the_answer_in_chat_is_drafted_as_chat(smollm2: Path, gemma3: Path) -> N
         text = b"".join(map(vocabulary.token_bytes, prompt.draft_tokens))
         assert text == b"Be brief.\n\nWhy is the sky blue?\n\n"
         assert prompt.draft_tokens[0] == vocabulary.special_tokens()["bos"]
-    with opened((gemma3, smollm2), "string") as loaded:
+    with opened((gemma3, smollm2)) as loaded:
         prompt = loaded.prompts.of_text("Why is the sky blue?")
         assert prompt.draft_tokens is None  # the target has no template: text is continued

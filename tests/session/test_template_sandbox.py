@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specgen.errors import PromptError
-from specgen.session.chat_template import Message, render
+from specgen.session.prompts.template import Message, render
 from tests.helpers.common import NOW
 
 _DOUBLED = (

@@ -110,7 +110,7 @@ def plain(models: Path, target: str, text: str, **changes: object) -> FinishedEv
 
 def test_a_draft_with_another_vocabulary_opens(models: Path) -> None:
     prompt, finished = run(opened(models))
-    assert prompt.translation == "string"
+    assert prompt.translated
     assert prompt.draft == "draft.gguf"
     assert finished.n_drafted > 0
 
@@ -122,52 +122,30 @@ def test_the_other_vocabulary_may_be_refused(models: Path) -> None:
         assert loaded.drafts.name == "bpe draft.gguf"
 
 
-@pytest.mark.parametrize("translate", ["auto", "string", "tokens", "off"])
+@pytest.mark.parametrize("translate", ["auto", "off"])
 def test_the_same_vocabulary_is_not_translated(models: Path, translate: TranslateMode) -> None:
     prompt, finished = run(opened(models, draft="bpe draft", translate=translate))
-    assert prompt.translation is None
+    assert not prompt.translated
     assert finished.n_accepted > 0
     assert finished.token_ids == plain(models, "target", TEXTS["English"]).token_ids
 
 
 def test_no_draft_has_no_translation(models: Path) -> None:
     prompt, _ = run(opened(models, draft="none"))
-    assert prompt.translation is None
-
-
-@pytest.mark.parametrize(
-    ("sampler", "expected"),
-    [
-        (SamplerOptions(), "string"),
-        (SamplerOptions(temperature=1.0), "tokens"),
-        (SamplerOptions(repeat_penalty=1.2), "string"),
-        (SamplerOptions(temperature=1.0, repeat_penalty=1.2), "tokens"),
-    ],
-)
-def test_what_accepts_more_is_chosen(
-    models: Path, sampler: SamplerOptions, expected: TranslateMode
-) -> None:
-    prompt, _ = run(opened(models, sampler=sampler))
-    assert prompt.translation == expected
-    for asked in ("string", "tokens"):
-        prompt, _ = run(opened(models, sampler=sampler, translate=asked))
-        assert prompt.translation == asked
+    assert not prompt.translated
 
 
 # --- greedy text
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@pytest.mark.parametrize("translate", ["string", "tokens"])
-def test_greedy_text_equals_plain_text(models: Path, translate: TranslateMode, name: str) -> None:
+def test_greedy_text_equals_plain_text(models: Path, name: str) -> None:
     text = TEXTS[name]
     for target, draft in (("target", "draft"), ("draft", "target")):
         for n_draft in (1, 3, 8, 16):
-            prompt, fast = run(
-                opened(models, target, draft, n_draft=n_draft, translate=translate), text
-            )
+            prompt, fast = run(opened(models, target, draft, n_draft=n_draft), text)
             expected = plain(models, target, text)
-            assert prompt.translation == translate
+            assert prompt.translated
             assert fast.token_ids == expected.token_ids
             assert fast.text == expected.text
             assert fast.finish_reason == expected.finish_reason
@@ -183,11 +161,8 @@ def test_greedy_text_equals_plain_text(models: Path, translate: TranslateMode, n
         ("short", {"max_tokens": 80, "ignore_eos": True}),
     ],
 )
-@pytest.mark.parametrize("translate", ["string", "tokens"])
-def test_other_drafts_are_exact(
-    models: Path, draft: str, changes: dict[str, Any], translate: TranslateMode
-) -> None:
-    _, fast = run(opened(models, draft=draft, translate=translate, **changes))
+def test_other_drafts_are_exact(models: Path, draft: str, changes: dict[str, Any]) -> None:
+    _, fast = run(opened(models, draft=draft, **changes))
     assert fast.token_ids == plain(models, "target", TEXTS["English"], **changes).token_ids
     assert fast.n_drafted > (2 * fast.n_rounds if draft == "short" else 0)
 
@@ -236,17 +211,14 @@ def test_text_that_is_continued_is_translated(models: Path) -> None:
         assert loaded.prompts.of_text("Hi", now=NOW).draft_tokens is None
 
 
-@pytest.mark.parametrize("translate", ["string", "tokens"])
 @pytest.mark.parametrize("draft", ["chat draft", "draft"])
-def test_answers_in_a_conversation_are_exact(
-    models: Path, draft: str, translate: TranslateMode
-) -> None:
+def test_answers_in_a_conversation_are_exact(models: Path, draft: str) -> None:
     def answer(loaded: Models) -> FinishedEvent:
         with loaded:
             prompt = loaded.prompts.of_text("the cat is", system="in", now=NOW)
             return outcome(list(generate(loaded, prompt)))[1]
 
-    fast = answer(opened(models, "chat", draft, translate=translate))
+    fast = answer(opened(models, "chat", draft))
     assert fast.token_ids == answer(opened(models, "chat", "none")).token_ids
     assert fast.n_drafted > 0
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.translation import Translation
+from specgen.drafters.translated import Translation
 from specgen.train.training_data import SoftLabels
 from tests.helpers.fake_backend import FakeVocabulary
 from tests.helpers.vocabularies import target_texts, vocabularies, vocabulary

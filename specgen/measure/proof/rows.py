@@ -52,16 +52,13 @@ def is_moved(by: float, by_batches: float, *, exact: bool = False) -> bool:
 
 def unequal_rows(loaded: Models, prompt: Sequence[int], *, are_moved: bool) -> str:
     """Return why rows of the target depend on their batch although specgen's kernels compute: the reason
-    that is known of the model, or, if batches moved rows, the operator. Empty if they do not."""
-    from specgen.llama.unequal_rows import find_unequal_operator, repeated
-
+    that is known of the model. Empty if they do not."""
     model = loaded.target
     if not model.has_kernels:
         return ""
     if model.row_exception or not are_moved or not prompt:
         return model.row_exception
-    context = loaded.options.target_context
-    return str(find_unequal_operator(model, context, repeated(prompt)) or "")
+    return "the reason is not known"
 
 
 def drafting_batch_sizes(loaded: Models) -> range:

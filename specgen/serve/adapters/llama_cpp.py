@@ -15,10 +15,8 @@ from llama_cpp.llama_speculative import LlamaDraftModel
 
 from specgen.errors import UsageError
 from specgen.llama.file_check import remember_checks
-from specgen.llama.kernel_checks import choose_kernels
-from specgen.llama.kernels import support_for
-from specgen.measure.selection.model_choice import staged
-from specgen.measure.selection.session_opening import find_models, open_memory, session_options
+from specgen.llama.kernels.admission import choose_kernels
+from specgen.llama.kernels.attached import kernel_problem
 from specgen.models import cache_folder, human_bytes
 from specgen.options import (
     ContextOptions,
@@ -29,8 +27,11 @@ from specgen.options import (
     KernelOptions,
     SamplerOptions,
     TreeShape,
+    staged,
 )
 from specgen.serve.adapters.draft_rounds import DraftRounds
+from specgen.session.files import find_models
+from specgen.session.open import open_memory, session_options
 from specgen.system.llama_build import REBUILD, REQUIRED_VERSION, uses_bundle
 from specgen.text.tally import Tally
 
@@ -90,7 +91,7 @@ class SpecgenDraft(LlamaDraftModel):
         sources = find_models(staged(str(target), [str(each) for each in drafts], None), quiet=True)
         remember_checks(cache_folder())
         choose_kernels(kernels, cache_folder())
-        if problem := support_for(sources.target).problem:  # the Llama of the target is not ours
+        if problem := kernel_problem(sources.target):  # the Llama of the target is not ours
             choose_kernels("llama.cpp", cache_folder())
             note(f"not using specgen's kernels: in a trial of {sources.target.name} {problem}")
         options = session_options(

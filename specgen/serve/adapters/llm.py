@@ -22,7 +22,7 @@ import specgen
 from specgen.models import fetch, load_registry, locate, stderr_progress
 
 if TYPE_CHECKING:
-    from specgen.session.chat_template import Role
+    from specgen.session.prompts.template import Role
 
 #: Logits are float32: factors near its largest number (3e38) would make infinities.
 _LARGEST = 1e30

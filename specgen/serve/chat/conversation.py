@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from specgen.session.chat_template import Message
+from specgen.session.prompts.template import Message
 
 #: The kinds of changes of a conversation.
 #:

@@ -1,0 +1,409 @@
+"""Whether specgen's kernels compute: one self-test for a machine, one trial for a model.
+
+Kernels that are wrong for a processor or for a model may end the process that runs them, so child processes try
+them. The results are remembered. They depend on the contents of the library, llama.cpp and the processor; that of a
+trial also on the file, or on what models of the same make have in common (see `skeleton_of`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from specgen import __version__
+from specgen.errors import BackendError, UsageError
+from specgen.llama.kernels.attached import ask_before_loading, attach, attached, ggml_version
+from specgen.llama.kernels.trial import Skeleton, skeleton_of
+from specgen.llama.library import build
+from specgen.options import KernelChoice
+from specgen.system.atomic_files import KeptResults
+from specgen.system.child_process import ChildDiedError, ChildError, ask_child_again
+from specgen.system.machine import cpuinfo
+
+#: The environment variable with the choice of kernels, if no option gives one.
+VARIABLE = "SPECGEN_KERNELS"
+#: This environment variable restricts the kernels to an instruction set when they are attached.
+INSTRUCTIONS_VARIABLE = "SPECGEN_KERNELS_INSTRUCTIONS"
+LIBRARY_NAME = "libspecgen-kernels.so"
+#: The platforms that the kernels support, as `sysconfig.get_platform` names them.
+PLATFORMS = ("linux-x86_64", "linux-aarch64")
+
+_BUILD = (
+    "install specgen again where there is a C++ compiler; SPECGEN_KERNELS_BUILD=required shows "
+    "what fails"
+)
+_LEAVE = "--kernels llama.cpp, or SPECGEN_KERNELS=llama.cpp, does without them"
+_DEFECT = "report this as a defect of specgen; --kernels llama.cpp does without its kernels"
+
+
+# --- the choice -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KernelStatus:
+    """Which kernels compute models on the CPU, and why."""
+
+    computes: Literal["specgen", "llama.cpp"]
+    #: The instruction set of specgen's kernels, if they compute: ``avx2``, ``avx-vnni``,
+    #: ``avx512-vnni``, ``amx-int8`` or ``neon-dotprod``; else empty.
+    instructions: str = ""
+    #: Why they are not used, as the rest of a sentence; None if they are used.
+    reason: str | None = None
+    #: What to do about it.
+    hint: str | None = None
+    #: The library; None if it was not built.
+    path: Path | None = None
+    #: What their self-test tested; empty if it was not needed or not passed.
+    tested: str = ""
+    #: Whether the library accepted this machine and this llama.cpp, and then failed its test.
+    is_broken: bool = False
+
+    @property
+    def label(self) -> str:
+        """A short name of the kernels that compute: ``specgen avx512-vnni`` or ``llama.cpp``."""
+        return f"{self.computes} {self.instructions}".strip()
+
+
+def note_about(status: KernelStatus, wanted: KernelChoice, cache: Path) -> str | None:
+    """Return a note if specgen's kernels should compute here and do not; None if there is nothing to say.
+    That they were not built is said once, which `cache` remembers: it has no other effect than speed."""
+    if wanted != "auto" or status.reason is None:
+        return None
+    note = f"not using specgen's kernels: {status.reason}"
+    if status.path is not None:
+        return note
+    if status.hint is None or not is_first_time(cache / f"kernels-missing-{__version__}"):
+        return None
+    return f"{note} (this note is shown once)"
+
+
+def is_first_time(marker: Path) -> bool:
+    """Return whether `marker` was not there, and make it."""
+    try:
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def library_path() -> Path | None:
+    """Return the library of kernels; None if it was not built."""
+    path = Path(__file__).parents[1] / LIBRARY_NAME
+    return path if path.is_file() else None
+
+
+def wanted_in(environment: Mapping[str, str]) -> KernelChoice:
+    """Return the choice that the environment variable makes. Raise `UsageError` if it is not valid."""
+    wanted = environment.get(VARIABLE) or "auto"
+    choices: tuple[KernelChoice, ...] = get_args(KernelChoice)
+    if wanted not in choices:
+        raise UsageError(f"{VARIABLE} is {wanted!r}; set it to one of {', '.join(choices)}")
+    return choices[choices.index(wanted)]
+
+
+def choose_kernels(wanted: KernelChoice, cache: Path) -> KernelStatus:
+    """Choose specgen's or llama.cpp's kernels for the models that this process loads from now on. Call
+    this before the first model is loaded. The results of tests are kept in `cache`.
+
+    ``auto`` takes specgen's kernels if they pass their self-test. Raise `UsageError` if they are required and
+    cannot be used. Each model is tried with them before it is loaded; see `ModelTrials`.
+    """
+    now = attached()
+    if wanted == "llama.cpp":
+        status = KernelStatus("llama.cpp", reason="llama.cpp's were asked for", path=library_path())
+    elif now is not None and now.path == library_path():  # they were tested then
+        status = KernelStatus("specgen", now.instructions, path=now.path)
+    else:
+        status = examine_kernels(cache)
+    if status.computes == "specgen" and status.path is not None:
+        path = status.path
+        try:
+            status = KernelStatus("specgen", attach(path).instructions, path=path)
+        except (
+            BackendError
+        ) as error:  # the child process attached them, but this process may fail to
+            status = KernelStatus("llama.cpp", reason=error.message, hint=_LEAVE, path=path)
+        trials = ModelTrials(path, cache, required=wanted == "specgen")
+        ask_before_loading(trials.problem_of)
+    elif now is not None:
+        now.enable(products=False, attention=False)
+    if wanted == "specgen" and status.computes != "specgen":
+        raise UsageError(f"specgen's kernels cannot be used: {status.reason}", status.hint)
+    return status
+
+
+def examine_kernels(cache: Path, *, anew: bool = False) -> KernelStatus:
+    """Return whether specgen's kernels can be used here, without attaching them. `anew` tests them even if
+    the result of an earlier test is known."""
+    path = library_path()
+    if path is None:
+        platform = sysconfig.get_platform()
+        if platform not in PLATFORMS:
+            return KernelStatus("llama.cpp", reason=f"there are none for {platform}")
+        return KernelStatus("llama.cpp", reason="they were not built", hint=_BUILD)
+    result = self_test_of(path, cache, anew=anew)
+    if result.outcome == "passed":
+        return KernelStatus("specgen", result.instructions, path=path, tested=result.message)
+    if result.outcome == "refused":
+        hint = f"{result.hint}; {_LEAVE}" if result.hint else _LEAVE
+        return KernelStatus("llama.cpp", reason=result.message, hint=hint, path=path)
+    return KernelStatus(
+        "llama.cpp",
+        reason=f"their test failed: {result.message}",
+        hint=f"`specgen doctor` tests them again; {_LEAVE}",
+        path=path,
+        is_broken=True,
+    )
+
+
+# --- the self-test --------------------------------------------------------------------------------
+
+#: The command that tests a library, whose path follows; `specgen.llama.kernels.self_test`.
+SELF_TEST: Sequence[str] = (sys.executable, "-m", "specgen.llama.kernels.self_test")
+SELF_TEST_TIMEOUT_S = 60.0
+#: The file of results in the cache folder, and the most of them in it.
+SELF_TEST_FILE, _N_SELF_TESTS = "kernels.json", 8
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """The result of a self-test."""
+
+    #: ``passed``, ``failed``, or ``refused``: the library itself says that it is not for this machine or llama.cpp.
+    outcome: str
+    #: What was tested, or what went wrong, in a line.
+    message: str
+    #: The instruction set of the kernels, if they passed.
+    instructions: str = ""
+    #: What to do about a refusal, if the library is for another llama.cpp.
+    hint: str = ""
+
+
+def self_test_of(library: Path, cache: Path, *, anew: bool = False) -> SelfTest:
+    """Return the result of testing a library here: the remembered one if there is one, unless `anew`."""
+    kept = KeptResults(cache / SELF_TEST_FILE, _N_SELF_TESTS)
+    key = _key(_circumstances(library))
+    known = None if anew else _parsed(SelfTest, kept.read().get(key))
+    if known is None:
+        known = run_self_test(library)
+        kept.add({key: asdict(known)})
+    return known
+
+
+def run_self_test(library: Path) -> SelfTest:
+    """Test a library in a child process. Return a result however the process ends."""
+    try:
+        answer = ask_child_again([*SELF_TEST, os.fspath(library)], SELF_TEST_TIMEOUT_S)
+    except ChildError as error:
+        last_words = error.last_words if isinstance(error, ChildDiedError) else ""
+        return SelfTest("failed", _why(error) + (f": {last_words}" if last_words else ""))
+    return _parsed(SelfTest, answer) or SelfTest("failed", "it gave no answer")
+
+
+def _why(error: ChildError) -> str:
+    is_signal = isinstance(error, ChildDiedError) and error.signal_name
+    return f"they died of {is_signal}" if is_signal else str(error)
+
+
+# --- what is remembered ---------------------------------------------------------------------------
+
+_Result = TypeVar("_Result", "SelfTest", "_Verdict")
+
+
+def _parsed(kind: type[_Result], value: Any) -> _Result | None:
+    """Return the result in a JSON value; None if it is damaged."""
+    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    if not isinstance(value, dict):
+        return None
+    found = {name: type(each).__name__ for name, each in value.items()}
+    return kind(**value) if found == types else None
+
+
+def _circumstances(library: Path) -> dict[str, str]:
+    """Return what the results of all tests depend on."""
+    built = build()
+    return {
+        "specgen": __version__,
+        "library": hashlib.sha256(library.read_bytes()).hexdigest(),
+        "llama-cpp-python": built.version,
+        "features": built.system_info,
+        "ggml": ggml_version(),
+        "cpu": processor(),
+        "instructions": os.environ.get(INSTRUCTIONS_VARIABLE, ""),
+    }
+
+
+def processor() -> str:
+    """Return the name, the microcode and the features of the CPU as Linux reports them (on ARM, numbers in
+    place of a name)."""
+    about = cpuinfo()
+    own = ("model name", "microcode", "flags")
+    arm = ("CPU implementer", "CPU part", "CPU variant", "CPU revision", "Features")
+    return "\n".join(about.get(name, "") for name in (*own, *arm))
+
+
+def _key(circumstances: Mapping[str, str]) -> str:
+    text = json.dumps(circumstances, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+# --- the trials of models -------------------------------------------------------------------------
+
+#: The command of a trial; `specgen.llama.kernels.trial` has its arguments.
+TRIAL: Sequence[str] = (sys.executable, "-m", "specgen.llama.kernels.trial")
+#: The file of verdicts in the cache folder, and the most of them in it.
+TRIAL_FILE, _N_TRIALS = "kernel_trials.json", 512
+#: The longest that a trial may take: so many seconds, and one more for so many bytes.
+_TRIAL_TIMEOUT_S, _BYTES_PER_S = 120.0, 20e6
+#: A trial that gets beyond so many steps has loaded the model and decoded.
+_N_STEPS_ENOUGH = 4
+#: Signals that do not come from the kernels: the system ran out of memory, or a file became shorter.
+_NOT_THE_KERNELS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGBUS")
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What a trial of the kernels on a model shows."""
+
+    #: Why they cannot compute it, as the rest of a sentence: "they died of SIGSEGV ..."; empty if they can.
+    problem: str = ""
+    #: Whether llama.cpp's own code can compute it in a process with the kernels attached.
+    usable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """How a trial's process ended, in which step, and why. It ends ``done``, ``refused`` (llama.cpp cannot load the
+    file), ``died`` (or hung), or ``stopped`` by something else than the kernels."""
+
+    end: Literal["done", "refused", "died", "stopped"]
+    n_steps: int
+    problem: str
+
+
+class ModelTrials:
+    """Tries the kernels of `library` on models, and remembers the verdicts in the folder `cache` (if it cannot be
+    written, for this process). With `required`, a model that they cannot compute is an error."""
+
+    def __init__(self, library: Path, cache: Path, *, required: bool = False) -> None:
+        self._library = library
+        self._cache = cache
+        self._kept = KeptResults(cache / TRIAL_FILE, _N_TRIALS)
+        self._required = required
+        self._circumstances: dict[str, str] = {}
+        self._known: dict[str, _Verdict] = {}
+
+    def problem_of(self, file: Path) -> str:
+        """Return why the kernels cannot compute a model; empty if they can. They are tried if no verdict is
+        remembered. Raise `UsageError` if they are required and cannot, `BackendError` if llama.cpp's code can
+        compute the model only in a process without them."""
+        verdict = self._verdict(file)
+        if verdict.problem and self._required:
+            raise UsageError(
+                f"{file}: specgen's kernels cannot compute this model: {verdict.problem}", _DEFECT
+            )
+        if not verdict.usable:
+            raise BackendError(
+                f"{file}: specgen's kernels stop llama.cpp from computing this model: "
+                f"{verdict.problem}",
+                _DEFECT,
+            )
+        return verdict.problem
+
+    def try_anew(self, file: Path) -> str:
+        """Return why the kernels cannot compute a model, by a new trial; empty if they can."""
+        return self._verdict(file, anew=True).problem
+
+    def _verdict(self, file: Path, *, anew: bool = False) -> _Verdict:
+        about = file.stat()
+        version = f"\0{about.st_ino} {about.st_size} {about.st_mtime_ns}"
+        keys = [self._key(os.fsencode(file.resolve()) + version.encode())]
+        verdict = None if anew else self._remembered(keys[-1])
+        if verdict is not None:
+            return verdict
+        skeleton = skeleton_of(file)
+        if skeleton is not None:
+            keys.append(self._key(skeleton.metadata))
+            verdict = None if anew else self._remembered(keys[-1])
+        verdict = verdict or self._first_verdict(file, skeleton)
+        if verdict is None:  # what stopped the trials was not the kernels
+            return _Verdict()
+        self._known.update(dict.fromkeys(keys, verdict))
+        self._kept.add(dict.fromkeys(keys, asdict(verdict)))
+        return verdict
+
+    def _key(self, make: bytes) -> str:
+        self._circumstances = self._circumstances or _circumstances(self._library)
+        return _key({**self._circumstances, "make": hashlib.sha256(make).hexdigest()})
+
+    def _remembered(self, key: str) -> _Verdict | None:
+        if key not in self._known and (found := _parsed(_Verdict, self._kept.read().get(key))):
+            self._known[key] = found
+        return self._known.get(key)
+
+    def _first_verdict(self, file: Path, skeleton: Skeleton | None) -> _Verdict | None:
+        """Try the kernels on the skeleton, and on the file itself if that shows nothing."""
+        with contextlib.ExitStack() as resources:
+            folder = self._folder(resources)
+            verdict = None
+            if skeleton is not None:
+                with contextlib.suppress(OSError):  # the disk is full
+                    small = folder / "skeleton.gguf"
+                    skeleton.write(small)
+                    verdict = self._try(small, folder, is_skeleton=True)
+            return verdict or self._try(file, folder, is_skeleton=False)
+
+    def _folder(self, resources: contextlib.ExitStack) -> Path:
+        """Make a folder for the files of a trial: in the cache, or in memory if the cache cannot be written."""
+        with contextlib.suppress(OSError):
+            self._cache.mkdir(parents=True, exist_ok=True)
+            inside = tempfile.TemporaryDirectory(prefix="trial-", dir=self._cache)
+            return Path(resources.enter_context(inside))
+        return Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="specgen-trial-")))
+
+    def _try(self, file: Path, folder: Path, *, is_skeleton: bool) -> _Verdict | None:
+        """Return whether the kernels can compute a file; None if that does not show."""
+        on = self._run(file, folder, "on")
+        if on.end != "died":
+            return _Verdict() if on.end == "done" else None
+        without = self._run(file, folder, "without")
+        if without.end == "stopped":
+            return None
+        if without.end == "died" and without.n_steps <= on.n_steps:
+            # llama.cpp dies, too: the kernels can compute what it can.
+            is_enough = without.n_steps > _N_STEPS_ENOUGH or not is_skeleton
+            return _Verdict() if is_enough else None
+        off = self._run(file, folder, "off")
+        return _Verdict(on.problem, off.end == "done" or off.n_steps >= without.n_steps)
+
+    def _run(self, file: Path, folder: Path, kernels: Literal["on", "off", "without"]) -> _Run:
+        """Run a trial in a child process."""
+        steps = folder / "steps"
+        command = [*TRIAL, kernels, *map(os.fspath, (self._library, file, steps))]
+        timeout_s = _TRIAL_TIMEOUT_S + file.stat().st_size / _BYTES_PER_S
+        end: Literal["done", "refused", "died", "stopped"] = "died"
+        try:
+            answer = ask_child_again(command, timeout_s, lambda: steps.write_text(""))
+            problem = str(answer.get("problem", ""))
+            end = "refused" if problem else "done"
+        except ChildError as error:
+            problem = _why(error)
+            if isinstance(error, ChildDiedError) and error.signal_name in _NOT_THE_KERNELS:
+                end = "stopped"
+        begun = steps.read_text(encoding="utf-8").splitlines()
+        if begun and end == "died":
+            problem += f" on {begun[-1]}"
+        return _Run(end, len(begun), problem)

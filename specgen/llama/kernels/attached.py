@@ -1,0 +1,267 @@
+"""The library of kernels, attached to GGML: matrix products and attention for some CPUs.
+
+GGML loads the library (`ggml_backend_load`). The library then offers its own layout of weights to GGML's CPU backend.
+llama.cpp stores the weights of models that it loads afterwards in this layout, and the kernels compute the operators
+that use them. llama.cpp computes all other operators itself. The kernels serve all models of the process. They cannot
+be detached, but they can be switched off for models that are loaded later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specgen.errors import BackendError
+from specgen.llama.library import forget_log, ggml, last_error
+from specgen.system.llama_build import REBUILD
+
+#: The result of `computing` if specgen's kernels do not compute.
+LLAMA_CPP = "llama.cpp"
+#: In place of that result for a model on workers, which do not say what kernels they use.
+WORKERS = "workers"
+
+_TEXT, _POINTER, _INT, _UINT64 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64
+_INT32_ARRAY = ctypes.POINTER(ctypes.c_int32)
+#: The library's functions, whose names begin with `specgen_kernels_`: results and arguments.
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "problem": (_TEXT,),
+    "instructions": (_TEXT,),
+    "built_for": (_TEXT,),
+    "counts": (None, ctypes.POINTER(_UINT64)),
+    "enable": (None, _INT, _INT),
+    "serve": (None,),
+    "new_row_limit": (_POINTER, ctypes.c_int64, _INT32_ARRAY, ctypes.c_int64),
+    "set_row_limit": (None, _POINTER),
+    "delete_row_limit": (None, _POINTER),
+    "open_packed": (_POINTER, _TEXT),
+    "load_packed": (None, _POINTER),
+    "used_packed": (_INT, _POINTER),
+    "packed_file_bytes": (_UINT64, _POINTER),
+    "write_packed": (_INT, _POINTER, _TEXT),
+    "close_packed": (None, _POINTER),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCounts:
+    """How much the kernels have computed since the process began."""
+
+    n_products: int
+    n_attentions: int
+    #: The size of the weights that are in the kernels' layout now.
+    packed_bytes: int
+    #: Attentions that were left to llama.cpp.
+    n_attentions_left: int
+
+
+class RowLimit:
+    """Which rows of a matrix with `n_rows` rows are computed; the other outputs are -infinity.
+
+    `rows` is int32 and increases. Rows are computed in groups, so a few others are too. Used as a context manager,
+    it applies to what the calling thread decodes."""
+
+    def __init__(self, library: Any, n_rows: int, rows: NDArray[np.int32]) -> None:
+        self._library = library
+        pointer = rows.ctypes.data_as(_INT32_ARRAY)
+        self._handle = library.specgen_kernels_new_row_limit(n_rows, pointer, len(rows))
+
+    def __enter__(self) -> None:
+        self._library.specgen_kernels_set_row_limit(self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        self._library.specgen_kernels_set_row_limit(None)
+
+    def close(self) -> None:
+        if self._handle:
+            self._library.specgen_kernels_delete_row_limit(self._handle)
+            self._handle = None
+
+
+class PackedFile:
+    """A file of packed weights. Used as a context manager, models that the calling thread loads take their packed
+    weights from it or, if it does not exist, can be written to it."""
+
+    def __init__(self, library: Any, path: Path) -> None:
+        self._library = library
+        self._handle = library.specgen_kernels_open_packed(os.fsencode(path))
+
+    def __enter__(self) -> None:
+        self._library.specgen_kernels_load_packed(self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        self._library.specgen_kernels_load_packed(None)
+
+    @property
+    def was_used(self) -> bool:
+        """Whether the model's packed weights are those of the file."""
+        return bool(self._library.specgen_kernels_used_packed(self._handle))
+
+    @property
+    def n_bytes(self) -> int:
+        """The number of bytes that `write` writes; 0 if there is nothing to write."""
+        return int(self._library.specgen_kernels_packed_file_bytes(self._handle))
+
+    def write(self, path: Path) -> None:
+        """Write the weights, which must still be loaded, to a file. Raise `OSError`."""
+        problem = self._library.specgen_kernels_write_packed(self._handle, os.fsencode(path))
+        if problem:
+            raise OSError(problem, os.strerror(problem), str(path))
+
+    def close(self) -> None:
+        if self._handle:
+            self._library.specgen_kernels_close_packed(self._handle)
+            self._handle = None
+
+
+class Kernels:
+    """The library of kernels that this process attached to GGML; see `attach`."""
+
+    def __init__(self, path: Path, library: Any) -> None:
+        self.path = path
+        self._library = library
+        #: Their instruction set: ``avx2``, ``avx-vnni``, ``avx512-vnni``, ``amx-int8`` or ``neon-dotprod``.
+        self.instructions = _text(library.specgen_kernels_instructions())
+        #: Whether models that are loaded now get the kernels' layout of weights.
+        self.computes_products = True
+        self.computes_attention = True
+        #: Whether a model of this process cannot have the kernels' attention, which is the same for all.
+        self.lacks_attention = False
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the library's contents."""
+        return hashlib.sha256(self.path.read_bytes()).hexdigest()
+
+    def enable(self, *, products: bool, attention: bool) -> None:
+        """Switch the kernels on or off. `products` applies to models that are loaded from now on;
+        `attention` to all attention from now on, and to products of tensors that are not packed, unless a
+        model excluded it."""
+        attention = attention and not self.lacks_attention
+        self._library.specgen_kernels_enable(int(products), int(attention))
+        self.computes_products, self.computes_attention = products, attention
+
+    def serve(self) -> None:
+        """Pack, from now on, the quantised weights that other machines send to this process's CPU through
+        llama.cpp's RPC."""
+        self._library.specgen_kernels_serve()
+
+    def row_limit(self, n_rows: int, rows: NDArray[np.int32]) -> RowLimit:
+        """Return a limit to some rows of the matrices that have `n_rows` rows."""
+        return RowLimit(self._library, n_rows, rows)
+
+    def packed_file(self, path: Path) -> PackedFile:
+        """Open a file of packed weights, which need not exist."""
+        return PackedFile(self._library, path)
+
+    def counts(self) -> KernelCounts:
+        numbers = (_UINT64 * 4)()
+        self._library.specgen_kernels_counts(numbers)
+        return KernelCounts(*numbers)
+
+
+_attached: Kernels | None = None
+_problem_of: Callable[[Path], str] | None = None
+
+
+def attach(path: Path) -> Kernels:
+    """Attach the library at `path` to GGML, once for the process, and switch its kernels on.
+
+    Raise `BackendError` with the reason if this fails: the file is not such a library, GGML has
+    another version (the hint installs the right one), the CPU lacks the instructions, or another
+    library is attached.
+    """
+    global _attached  # noqa: PLW0603 - GGML's own list, which it changes, is global too
+    if _attached is not None:
+        if _attached.path != path:
+            raise BackendError(f"other kernels are attached: {_attached.path}")
+        _attached.enable(products=True, attention=True)
+        return _attached
+    try:
+        library = ctypes.CDLL(os.fspath(path))
+        for name, (result, *arguments) in _FUNCTIONS.items():
+            function = getattr(library, f"specgen_kernels_{name}")
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise BackendError(f"the library cannot be loaded: {error}") from error
+    load = ggml("ggml_backend_load", _POINTER, _TEXT)
+    forget_log()
+    loaded = load(os.fsencode(path))
+    problem = _text(library.specgen_kernels_problem())
+    if problem or not loaded:
+        fits = _text(library.specgen_kernels_built_for()) == ggml_version()
+        raise BackendError(
+            problem or f"GGML did not take the library: {last_error()}",
+            hint=None if fits else f"install the llama.cpp that they are for: {REBUILD}",
+        )
+    _attached = Kernels(path, library)
+    return _attached
+
+
+def attached() -> Kernels | None:
+    """Return the kernels of this process; None if none were attached."""
+    return _attached
+
+
+def computing() -> str:
+    """Return which kernels compute the matrix products on the CPU for models that are loaded now:
+    ``specgen`` and the instruction set, or ``llama.cpp``."""
+    if _attached is None or not _attached.computes_products:
+        return LLAMA_CPP
+    return f"specgen {_attached.instructions}"
+
+
+def ask_before_loading(problem_of: Callable[[Path], str] | None) -> None:
+    """Ask `problem_of`, before a model file is loaded, why the kernels cannot compute it. None: they can."""
+    global _problem_of  # noqa: PLW0603 - like the attached library, it holds for the process
+    _problem_of = problem_of
+
+
+def kernel_problem(file: Path) -> str:
+    """Return why the kernels in use cannot compute a model, as the rest of a sentence ("they died of SIGSEGV
+    ..."); empty if they can, or none are in use."""
+    if _attached is None or not _attached.computes_products or _problem_of is None:
+        return ""
+    return _problem_of(file)
+
+
+@contextlib.contextmanager
+def loading_with(problem: str) -> Iterator[None]:
+    """Load a model within this context. If the kernels have a problem with it they are off; attention, which is
+    not chosen by model, stays off."""
+    kernels = _attached
+    if kernels is None or not problem:
+        yield
+        return
+    kernels.lacks_attention = True
+    kernels.enable(products=False, attention=False)
+    try:
+        yield
+    finally:
+        kernels.enable(products=True, attention=False)
+
+
+def lacks_attention() -> bool:
+    """Return whether the kernels of this process leave attention to llama.cpp because of a model."""
+    return _attached is not None and _attached.lacks_attention
+
+
+def ggml_version() -> str:
+    """Return the version of the GGML that llama.cpp is linked to; empty if it does not report one."""
+    try:
+        return _text(ggml("ggml_version", _TEXT)())
+    except BackendError:
+        return ""
+
+
+def _text(value: bytes | None) -> str:
+    return (value or b"").decode("utf-8", "replace")

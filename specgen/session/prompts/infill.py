@@ -1,0 +1,239 @@
+r"""The prompt for a text with a gap: fill-in-the-middle (2207.14255).
+
+Models are trained for it on texts in which special tokens mark prefix, suffix and middle:
+
+    <PRE> prefix <SUF> suffix <MID>    most models: see below
+    [SUFFIX] suffix [PREFIX] prefix    Codestral (`encode_fim` of mistral-common)
+
+Qwen2.5-Coder (2409.12186), CodeLlama (2308.12950), StarCoder (2305.06161), StarCoder2 (2402.19173),
+DeepSeek-Coder (2401.14196) and Granite (2405.04324) have the order prefix, suffix, middle. SentencePiece may
+put a space before a text: CodeLlama and Codestral are trained with one before the prefix, and with none
+before the suffix.
+
+Two models have special tokens for the other files of a repository:
+
+    <|repo_name|>name\n <|file_sep|>path\ntext ... <|file_sep|>path\n <PRE> prefix ...    Qwen2.5-Coder
+    <repo_name>name <file_sep>path\ntext ... <file_sep> <PRE> path\nprefix ...            StarCoder2
+
+For the other models, the prefix starts with the texts of the other files, without their names and without
+comments around them. llama.cpp's server (`format_prompt_infill`) does the same for Qwen2.5-Coder. It
+supports neither Codestral's order nor StarCoder2's files, and it puts texts of other files before the first
+mark.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specgen.errors import UsageError
+from specgen.llama import LlamaModel
+from specgen.llama.vocabulary import LlamaVocabulary
+from specgen.session.prompts.prompt import Prompt
+
+#: Control tokens that llama.cpp does not recognise: Codestral's for prefix and suffix, and StarCoder2's for a
+#: repository and its files.
+_CODESTRAL = ("[PREFIX]", "[SUFFIX]")
+_STARCODER2 = ("<repo_name>", "<file_sep>")
+#: Tokens that end a middle, but that llama.cpp does not take for an end of text: those of StarCoder2,
+#: CodeGemma and CodeLlama (in files that do not name it).
+_ENDS = ("<file_sep>", "<|file_separator|>", "▁<EOT>")
+#: The share of the room that the prefix gets if prefix and suffix together are too long: the text before
+#: a gap says more about it than the text after it. (llama.cpp's server has the same share.)
+_PREFIX_SHARE = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class ContextFile:
+    """Another file, which the prompt contains before the text with the gap."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A gap between `prefix` and `suffix` in the file `name`. `context` holds other files of the
+    repository."""
+
+    prefix: str
+    suffix: str
+    name: str = "file"
+    context: tuple[ContextFile, ...] = ()
+    repository: str = "repository"
+
+
+@dataclass(frozen=True, slots=True)
+class InfillPrompt:
+    """The prompt for a gap, and messages about the texts that did not fit into it."""
+
+    prompt: Prompt
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class InfillTokens:
+    """The special tokens of a vocabulary for texts with a gap; -1 for one that it lacks."""
+
+    prefix: int = -1
+    suffix: int = -1
+    middle: int = -1
+    repository: int = -1
+    separator: int = -1
+    #: Whether files are marked as for StarCoder2: the name of the file with the gap comes after the mark
+    #: of the prefix, and no line break follows the name of the repository.
+    as_starcoder2: bool = False
+    #: The tokens that end a middle. No mark can be a part of a middle, and Qwen2.5-Coder's own examples
+    #: stop at all marks; llama.cpp ends a text at some of them.
+    ends: frozenset[int] = frozenset()
+
+    @staticmethod
+    def of(vocabulary: LlamaVocabulary) -> InfillTokens | None:
+        """Return the tokens of a vocabulary; None if it lacks those for prefix and suffix."""
+        found = vocabulary.infill_tokens()
+        prefix, suffix, middle = found["prefix"], found["suffix"], found["middle"]
+        # A model file may name Codestral's two tokens, and an unused third one for the middle.
+        if min(prefix, suffix, middle) < 0 or vocabulary.token_text(prefix) == _CODESTRAL[0]:
+            prefix, suffix = map(vocabulary.control_token, _CODESTRAL)
+            middle = -1
+        if min(prefix, suffix) < 0:
+            return None
+        repository, separator = found["repository"], found["separator"]
+        as_starcoder2 = separator < 0
+        if as_starcoder2:
+            repository, separator = map(vocabulary.control_token, _STARCODER2)
+        ends = {*found.values(), prefix, suffix, *map(vocabulary.control_token, _ENDS)}
+        return InfillTokens(
+            prefix, suffix, middle, repository, separator, as_starcoder2, frozenset(ends - {-1})
+        )
+
+    @property
+    def knows_files(self) -> bool:
+        """Whether the vocabulary has tokens for the files of a repository."""
+        return min(self.repository, self.separator) >= 0
+
+
+def check_infill(model: LlamaModel) -> InfillTokens:
+    """Return the tokens of a model for texts with a gap. Raise `UsageError` if it was not trained for gaps."""
+    tokens = InfillTokens.of(model.vocabulary)
+    if tokens is None:
+        raise UsageError(
+            f"{model.name} has no tokens for fill-in-the-middle",
+            hint="use a model that was trained for it, such as Qwen2.5-Coder or StarCoder2",
+        )
+    return tokens
+
+
+def infill_prompt(
+    model: LlamaModel, own_draft: LlamaModel | None, gap: Gap, n_room: int
+) -> InfillPrompt:
+    """Return the prompt for a gap, of at most `n_room` tokens.
+
+    Names of control tokens in the texts are plain text. If the texts are too long, the first ones of the
+    other files are left out, then the far ends of prefix and suffix. A draft model with another
+    vocabulary, `own_draft`, gets the same prompt in its own tokens. If it was not trained for gaps, it gets
+    the suffix and after it the prefix, which it continues. Raise `UsageError` if the target was not trained.
+    """
+    tokens = check_infill(model)
+    written, left_out = _Writer(model.vocabulary, tokens, n_room).write(gap)
+    draft_tokens = None
+    if own_draft is not None:
+        own = InfillTokens.of(own_draft.vocabulary) or InfillTokens()
+        draft_tokens = tuple(_Writer(own_draft.vocabulary, own, n_room).write(gap)[0])
+    text = "".join(map(model.vocabulary.control_text, written))
+    return InfillPrompt(
+        Prompt(text, tuple(written), draft_tokens, ends=tokens.ends), tuple(left_out)
+    )
+
+
+class _Writer:
+    """Writes prompts for gaps as a model expects them, of at most `n_room` tokens."""
+
+    def __init__(self, vocabulary: LlamaVocabulary, tokens: InfillTokens, n_room: int) -> None:
+        self._vocabulary, self._tokens = vocabulary, tokens
+        self._inside = vocabulary.tokenize_inside
+        self._bos = [vocabulary.special_tokens()["bos"]] if vocabulary.add_bos else []
+        marks = (tokens.prefix, tokens.suffix, tokens.middle)
+        self._n_room = max(0, n_room - len(self._bos) - sum(mark >= 0 for mark in marks))
+
+    def write(self, gap: Gap) -> tuple[list[int], list[str]]:
+        """Return the tokens of a prompt, and descriptions of the texts that did not fit."""
+        return (gap.context and self._with_files(gap)) or self._alone(gap)
+
+    def _with_files(self, gap: Gap) -> tuple[list[int], list[str]] | None:
+        """Write other files before the gap; None if there is no room for any of them."""
+        head, heading, begin = self._headings(gap)
+        n_headings = len(head) + len(heading) + len(begin)
+        n_left = self._n_room - n_headings
+        if n_left <= n_headings:
+            return None
+        prefix, suffix, left_out = _around(
+            self._inside(gap.prefix), self._inside(gap.suffix), n_left
+        )
+        n_left -= len(prefix) + len(suffix)
+        files: list[int] = []
+        for number in range(len(gap.context), 0, -1):  # the last files are the nearest
+            written = self._file(gap.context[number - 1])
+            if len(written) > n_left:
+                left_out += [each.name for each in gap.context[:number]]
+                break
+            n_left -= len(written)
+            files = [*written, *files]
+        if not files:
+            return None
+        if not self._tokens.knows_files:
+            return self._parts([], [*files, *prefix], suffix), left_out
+        return self._parts([*head, *files, *heading], [*begin, *prefix], suffix), left_out
+
+    def _alone(self, gap: Gap) -> tuple[list[int], list[str]]:
+        prefix = self._vocabulary.tokenize(gap.prefix, add_special=False, parse_special=False)
+        prefix, suffix, left_out = _around(prefix, self._inside(gap.suffix), self._n_room)
+        names = [file.name for file in gap.context]
+        return self._parts([], prefix, suffix), [*left_out, *names]
+
+    def _parts(self, before: list[int], prefix: list[int], suffix: list[int]) -> list[int]:
+        """Return a prompt made of its texts, with the marks between them."""
+        tokens = self._tokens
+        if tokens.middle >= 0:
+            gap = [tokens.prefix, *prefix, tokens.suffix, *suffix, tokens.middle]
+        elif tokens.prefix >= 0:
+            gap = [tokens.suffix, *suffix, tokens.prefix, *prefix]
+        else:
+            gap = [*suffix, *prefix]
+        return [*self._bos, *before, *gap]
+
+    def _headings(self, gap: Gap) -> tuple[list[int], list[int], list[int]]:
+        """Return the tokens before the first file, before the file with the gap, and before its prefix."""
+        tokens, inside = self._tokens, self._inside
+        if not tokens.knows_files:
+            return [], [], []
+        if tokens.as_starcoder2:
+            head = [tokens.repository, *inside(gap.repository)]
+            return head, [tokens.separator], inside(f"{gap.name}\n")
+        head = [tokens.repository, *inside(f"{gap.repository}\n")]
+        return head, [tokens.separator, *inside(f"{gap.name}\n")], []
+
+    def _file(self, file: ContextFile) -> list[int]:
+        if not self._tokens.knows_files:
+            return self._inside(f"{file.text}\n\n")
+        name, text = self._inside(f"{file.name}\n"), self._inside(file.text)
+        return [self._tokens.separator, *name, *text]
+
+
+def _around(
+    prefix: list[int], suffix: list[int], n_room: int
+) -> tuple[list[int], list[int], list[str]]:
+    """Return as much of prefix and suffix, next to the gap, as there is room for, and what is left out."""
+    n_prefix, n_suffix = kept_lengths(len(prefix), len(suffix), n_room)
+    left_out = []
+    if n_prefix < len(prefix):
+        left_out.append(f"the first {len(prefix) - n_prefix} tokens before the gap")
+    if n_suffix < len(suffix):
+        left_out.append(f"the last {len(suffix) - n_suffix} tokens behind the gap")
+    return prefix[len(prefix) - n_prefix :], suffix[:n_suffix], left_out
+
+
+def kept_lengths(n_prefix: int, n_suffix: int, n_room: int) -> tuple[int, int]:
+    """Return how many tokens of prefix and suffix to keep. Room that one of them does not need goes to
+    the other."""
+    n_suffix_kept = min(n_suffix, max(n_room - n_prefix, n_room - int(_PREFIX_SHARE * n_room)))
+    return min(n_prefix, n_room - n_suffix_kept), n_suffix_kept

@@ -1,0 +1,259 @@
+"""Turn the user's prompt into tokens for the target and the draft model."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from specgen.errors import PromptError, PromptLengthError, UsageError
+from specgen.llama import LlamaModel
+from specgen.llama.vocabulary import LlamaVocabulary
+from specgen.session.prompts.marks import control_names, tokenize_marked, unmarked
+from specgen.session.prompts.template import Message, render
+
+#: The tools that a model may call, in the form of OpenAI's API.
+_Tools: TypeAlias = Sequence[Mapping[str, Any]]
+#: The name of a second template, for conversations with tools, in some model files.
+_TOOL_TEMPLATE = "tool_use"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The text before an answer: `text` as the target sees it, and its `tokens`, at least one.
+    `draft_tokens` is the prompt of a draft model with another vocabulary. If it is None, the draft model
+    decodes the target's tokens without those at the positions `head`. The tokens `ends` end the answer,
+    besides those that end any answer of the target."""
+
+    text: str
+    tokens: tuple[int, ...]
+    draft_tokens: tuple[int, ...] | None = None
+    head: range = range(0)
+    ends: frozenset[int] = frozenset()
+
+    def without_head(self) -> Prompt:
+        """Return the prompt without the tokens of the head."""
+        return Prompt(self.text, _without(self.tokens, self.head))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Makes the prompts of a target and of `own_draft`, a draft model with another vocabulary, if there is
+    one. In a conversation, only the template's own text names control tokens. In a text that is continued as
+    it is, their names become these tokens, as in llama.cpp. `now` is the date that some templates write, by
+    default the present one. All methods raise `PromptError` for an empty prompt."""
+
+    target: LlamaModel
+    own_draft: LlamaModel | None = None
+    #: The size of the context, if a prompt that is certainly longer is to be refused before it is tokenized.
+    n_ctx: int | None = None
+
+    def of_text(
+        self,
+        text: str,
+        *,
+        chat: bool | None = None,
+        system: str | None = None,
+        now: datetime.datetime | None = None,
+    ) -> Prompt:
+        """Return the prompt of the user's `text`: with `chat` a user's turn in a template, without it a text
+        to be continued; None uses the template if there is one. Raise `UsageError` if `chat` or `system`
+        needs a template and there is none."""
+        if chat is not False and self.target.chat_template() is not None:
+            before = [] if system is None else [Message("system", system)]
+            return self.of_messages([*before, Message("user", text)], now=now)
+        if chat is False and system is not None:
+            raise UsageError(
+                "a system message needs the chat template, and the prompt is to be used as it is"
+            )
+        if chat or system is not None:
+            wanted = "--chat" if chat else "--system"
+            raise UsageError(
+                f"{wanted} needs a chat template, and {self.target.name} has none",
+                hint=f"leave {wanted} out: the prompt is then continued as it is",
+            )
+        _check_length(self.target.vocabulary, text, self.n_ctx)
+        return _prompt(text, tokenize(self.target.vocabulary, text, parse_special=True))
+
+    def of_messages(
+        self,
+        messages: Sequence[Message],
+        *,
+        now: datetime.datetime | None = None,
+        tools: _Tools = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """Return the prompt of a conversation's next turn, in the models' own templates. `tools` and
+        `variables` are those of `template.render`. Raise `UsageError` if the target has no template,
+        `PromptError` if it does not accept the messages, and `PromptLengthError`."""
+        chat = _Conversation(
+            messages, now or datetime.datetime.now().astimezone(), tools, variables
+        )
+        found = chat.tokens(self.target, self.n_ctx)
+        if found is None:
+            raise UsageError(
+                f"a conversation needs a chat template, and {self.target.name} has none"
+            )
+        prompt = _prompt(*found)
+        return replace(
+            prompt,
+            head=chat.head(self.target.vocabulary, prompt.text, prompt.tokens),
+            draft_tokens=None if self.own_draft is None else chat.draft_tokens(self.own_draft),
+        )
+
+    def of_tokens(self, tokens: Sequence[int]) -> Prompt:
+        """Return a prompt of these tokens of the target. Raise `PromptError` if it lacks one of them."""
+        vocabulary = self.target.vocabulary
+        for token in tokens:
+            if not 0 <= token < vocabulary.n_tokens:
+                raise PromptError(
+                    f"there is no token {token}: {self.target.name} has {vocabulary.n_tokens} tokens"
+                )
+        return _prompt(
+            b"".join(map(vocabulary.token_bytes, tokens)).decode("utf-8", "replace"), tokens
+        )
+
+
+def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
+    """Return the model's template for conversations with or without tools; None if it has none."""
+    named = model.chat_template(_TOOL_TEMPLATE) if has_tools else None
+    return named or model.chat_template()
+
+
+def tokenize(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool) -> list[int]:
+    """Return a prompt's tokens, with the beginning-of-text token if the model wants one. Raise
+    `PromptError` if the text has half a surrogate pair, which UTF-8 cannot express."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the prompt has half a surrogate pair, {text[error.start]!r}, at character {error.start}",
+            hint="give text that UTF-8 can express",
+        ) from None
+    # A chat template may have written the beginning-of-text token already.
+    add_special = not (parse_special and _begins(vocabulary, text))
+    return vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """A conversation whose next turn is the answer."""
+
+    messages: Sequence[Message]
+    now: datetime.datetime
+    tools: _Tools
+    variables: Mapping[str, Any] | None
+
+    def tokens(self, model: LlamaModel, n_ctx: int | None = None) -> tuple[str, list[int]] | None:
+        """Return the conversation in the model's own template, and its tokens; None if it has no template.
+        Names of control tokens become these tokens only where the template writes all of the name."""
+        has_tools = bool(self.tools) or any(message.role == "tool" for message in self.messages)
+        template = template_of(model, has_tools=has_tools)
+        if template is None:
+            return None
+        vocabulary = model.vocabulary
+        text = self._text(vocabulary, template)
+        _check_length(vocabulary, text, n_ctx)
+        tokens = tokenize(vocabulary, text, parse_special=True)
+        names = control_names(vocabulary, tokens)
+        try:
+            marked_text = self._text(vocabulary, template, marks_contents=True)
+        except PromptError:
+            # Marks do not survive what this template does, and nothing else tells who wrote a name.
+            contents = repr((self.messages, self.tools, self.variables))
+            if any(name in contents for name in names):
+                raise
+            return text, tokens
+        if all(text.count(name) == marked_text.count(name) for name in names):
+            return text, tokens
+        add_special = not _begins(vocabulary, marked_text)
+        return unmarked(marked_text), tokenize_marked(
+            vocabulary, marked_text, add_special=add_special
+        )
+
+    def head(self, vocabulary: LlamaVocabulary, text: str, tokens: Sequence[int]) -> range:
+        """Return the positions, among the tokens of the rendered `text`, of the turns that the template
+        itself adds before the first message, such as a default system message.
+
+        A draft model drafts nearly as well without them (docs/lab-notes.md). With tools there are
+        none, since templates may describe them there, and none before a system message, which is the user's.
+        The beginning-of-text token stays, since attention rests on it.
+        """
+        first = self.messages[0].content.strip()
+        if self.tools or self.messages[0].role == "system" or not first or first not in text:
+            return range(0)
+        head = tokenize(vocabulary, text[: text.index(first)], parse_special=True)
+        stop = max((n for n, token in enumerate(head, 1) if vocabulary.is_end(token)), default=0)
+        if not stop or head[:stop] != list(tokens[:stop]):
+            return range(0)
+        # White space between two turns belongs to neither.
+        while stop < len(head) and vocabulary.token_bytes(head[stop]).isspace():
+            stop += 1
+        return range(int(head[0] == vocabulary.special_tokens()["bos"]), stop)
+
+    def draft_tokens(self, model: LlamaModel) -> tuple[int, ...]:
+        """Return the conversation, without its `head`, for a draft model with another vocabulary.
+
+        If its template does not accept a system message, that message goes to the start of the first turn.
+        A model without a template that works, a base model for example, gets the turns as paragraphs.
+        """
+        for attempt in (self, replace(self, messages=_without_system(self.messages))):
+            try:
+                found = attempt.tokens(model)
+            except PromptError:
+                continue
+            if found is not None:
+                text, tokens = found
+                return _without(tokens, attempt.head(model.vocabulary, text, tokens))
+        paragraphs = "".join(f"{message.content}\n\n" for message in self.messages)
+        return tuple(tokenize(model.vocabulary, paragraphs, parse_special=False))
+
+    def _text(
+        self, vocabulary: LlamaVocabulary, template: str, *, marks_contents: bool = False
+    ) -> str:
+        special = vocabulary.special_tokens()
+        return render(
+            template,
+            self.messages,
+            bos_token=vocabulary.control_text(special["bos"]),
+            eos_token=vocabulary.control_text(special["eos"]),
+            now=self.now,
+            tools=self.tools,
+            variables=self.variables,
+            marks_contents=marks_contents,
+        )
+
+
+def _prompt(text: str, tokens: Sequence[int]) -> Prompt:
+    if not tokens:
+        raise PromptError("the prompt is empty", hint="give something to continue")
+    return Prompt(text, tuple(tokens))
+
+
+def _begins(vocabulary: LlamaVocabulary, text: str) -> bool:
+    """Return whether a text begins with the name of the beginning-of-text token."""
+    bos = vocabulary.control_text(vocabulary.special_tokens()["bos"])
+    return bool(bos) and text.startswith(bos)
+
+
+def _check_length(vocabulary: LlamaVocabulary, text: str, n_ctx: int | None) -> None:
+    """Raise `PromptLengthError` if a text has certainly more than `n_ctx` tokens."""
+    if n_ctx is None or len(text) <= n_ctx:
+        return
+    n_least = vocabulary.fewest_tokens(text)
+    if n_least > n_ctx:
+        raise PromptLengthError(
+            f"the prompt has at least {n_least} tokens, but the context has {n_ctx}"
+        )
+
+
+def _without(tokens: Sequence[int], head: range) -> tuple[int, ...]:
+    return (*tokens[: head.start], *tokens[head.stop :])
+
+
+def _without_system(messages: Sequence[Message]) -> list[Message]:
+    if messages[0].role != "system" or len(messages) == 1:
+        return list(messages)
+    system, first, *others = messages
+    return [replace(first, content=f"{system.content}\n\n{first.content}"), *others]
