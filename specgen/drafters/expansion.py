@@ -193,7 +193,7 @@ class Worthwhile:
         self._looks: list[float] = []
 
     def take(self, tree: TreeBuilder, node: int, look: Look) -> None:
-        before = self._stop.before if node == ROOT else self._probabilities[node]
+        before = 1.0 if node == ROOT else self._probabilities[node]
         self._looks += [probability for _, probability in look.guesses[:1]]
         for rank, (token, probability) in enumerate(look.guesses):
             if rank == 0 or probability >= _LEAST:
@@ -206,7 +206,7 @@ class Worthwhile:
         )
 
     def cut(self, draft: Draft) -> Draft:
-        kept = self._stop.cut_after(draft).first(self._n_max)  # the likeliest come first
+        kept = self._stop.cut(draft).first(self._n_max)  # the likeliest come first
         return replace(kept, looks=tuple(self._looks))
 
 

@@ -41,12 +41,8 @@ _N_HERE = 20.0
 _N_HALF = 20.0
 _N_ENOUGH = 6
 _FADING_TEXTS = 1.0 - 1.0 / 33.0
-#: The prior gain counts as this many texts for the mean, and as this many for the variance. Its standard
-#: deviation is in proportion to the square root of a round's gain before the cost of a look.
-_N_START_MEAN = 2.0
-_N_START_VARIANCE = 4.0
-_START_DEVIATION = 1.2
-_LEAST_DEVIATION, _MOST_DEVIATION = 0.05, 0.5
+#: The prior gain counts as this many texts.
+_N_START_GAIN = 2.0
 #: The most that may be lost on a drafter in all, in plain tokens' time: this much at first, plus a share
 #: of the generated tokens, plus what the drafter saved, up to a limit.
 _FIRST_ALLOWANCE = 32.0
@@ -79,22 +75,20 @@ def start_of(origin: str, confidence: float) -> float:
 
 @dataclass(slots=True)
 class GainPrior:
-    """The gain of a round with a drafter in earlier texts, in plain tokens' time. Some texts suit a
-    drafter and others do not, and a few texts of one kind predict little about the next one.
-
-    Both the mean and the variance of the gain are unknown. `start` is the prior mean: the gain that
-    was expected in the first text, for example after a sample of the drafter's tokens.
-    """
+    """The gain of a round with a drafter in earlier texts, in plain tokens' time: what to expect of the next
+    text before much was seen of it. `start` is what was expected in the first text."""
 
     start: float | None = None
-    #: The number of texts, weighted by how much was seen of each; the sum of their gains, and that
-    #: of the squares.
+    #: The number of texts, weighted by how much was seen of each, and the sum of their gains.
     n: float = 0.0
     total: float = 0.0
-    squares: float = 0.0
     #: What may still be lost on the drafter before it saves anything. The drafter is not started if
     #: reading the text takes longer than this. So a drafter that never pays costs next to nothing.
     allowance: float = _FIRST_ALLOWANCE
+
+    @property
+    def mean(self) -> float:
+        return (_N_START_GAIN * (self.start or 0.0) + self.total) / (_N_START_GAIN + self.n)
 
     def account(self, saved: float, n_tokens: int) -> None:
         """Record a round that added `n_tokens` tokens, and what the drafter saved in it; negative if it
@@ -106,19 +100,6 @@ class GainPrior:
         """Count another text."""
         self.n = self.n * _FADING_TEXTS + weight
         self.total = self.total * _FADING_TEXTS + weight * gain
-        self.squares = self.squares * _FADING_TEXTS + weight * gain * gain
-
-    def of_next(self, look: float) -> tuple[float, float]:
-        """Return the mean and the standard deviation of the next text's gain; `look` is the cost of one of
-        the drafter's looks, in plain tokens' time."""
-        start = self.start or 0.0
-        mean = (_N_START_MEAN * start + self.total) / (_N_START_MEAN + self.n)
-        # A drafter that is never right gains nothing in any text.
-        deviation = _START_DEVIATION * math.sqrt(max(0.0, start + look))
-        deviation = min(_MOST_DEVIATION, max(_LEAST_DEVIATION, deviation))
-        spread = max(0.0, self.squares - self.total**2 / self.n) if self.n else 0.0
-        variance = (_N_START_VARIANCE * deviation**2 + spread) / (_N_START_VARIANCE + self.n)
-        return mean, math.sqrt(variance * (1.0 + 1.0 / (_N_START_MEAN + self.n)))
 
 
 @dataclass(slots=True)

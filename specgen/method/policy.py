@@ -6,13 +6,13 @@ A policy makes a plan once a round, as a value. Drafters follow it without askin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
 
+from specgen.events import REASONS, ReasonName
 from specgen.method.acceptance import (
     NGRAM_ORIGINS,
     AcceptanceRates,
@@ -25,49 +25,6 @@ from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.stopping import StoppingRule, WhilePaying
 from specgen.options import DraftOptions
 from specgen.system.units import seconds_text
-
-#: Why a round drafts, or why it drafts nothing. The list is closed: `REASONS` explains each.
-ReasonName: TypeAlias = Literal[
-    "found",
-    "model",
-    "found and model",
-    "trial",
-    "fixed",
-    "off",
-    "costs unknown",
-    "plain decode",
-    "no room",
-    "nothing found",
-    "prefill",
-    "row cost",
-    "acceptance",
-    "put aside",
-    "unsure",
-    "grammar",
-    "failed",
-]
-
-REASONS: Final[Mapping[ReasonName, str]] = MappingProxyType(
-    {
-        "found": "tokens found in earlier text are worth their rows in the target's batch",
-        "model": "the draft model is expected to save time",
-        "found and model": "the draft model goes on behind tokens found in earlier text",
-        "trial": "the draft model is tried again, to see whether it pays by now",
-        "fixed": "the draft length does not depend on costs",
-        "off": "nothing drafts for this answer",
-        "costs unknown": "the cost of the target's decodes is not known yet",
-        "plain decode": "a decode without a draft keeps the cost of a token up to date",
-        "no room": "the answer, the context or the batch has no room for a draft",
-        "nothing found": "no earlier text continues from here",
-        "prefill": "the draft model would have to read the text first, and that may not pay off",
-        "row cost": "even a draft that is always right would save nothing at these costs",
-        "acceptance": "too few drafted tokens are expected to be accepted",
-        "put aside": "the drafter lost time in this answer and waits",
-        "unsure": "the drafter was too unsure of its first token",
-        "grammar": "the grammar allows none of the drafted tokens",
-        "failed": "the drafter failed",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +47,9 @@ class Offer:
     n_most: int
     #: What the drafter that costs nothing has found.
     found: Draft = NO_DRAFT
-    #: The name of the drafter that has to decode, and its price behind the first n found tokens.
+    #: The name of the drafter that has to decode, and its price.
     drafter: str | None = None
-    price: Callable[[int], Price] = lambda _n: FREE
+    price: Price = FREE
     #: The other sequences in the target's batch.
     others: Others = ALONE
 
@@ -144,9 +101,9 @@ class Whole:
 class RoundPlan:
     """What one sequence drafts in a round, and why.
 
-    The draft has up to three segments: `found`, the tokens of the free drafter that are verified; after
-    them at most `n_max` tokens of the drafter that decodes, as far as `stop` lets it go; and, if `extends`
-    is set, tokens that the free drafter finds after or beside those. `stop` cuts the finished draft.
+    Either `found` is verified, which the free drafter proposed, or the drafter that decodes drafts at most
+    `n_max` tokens, as far as `stop` lets it go; if `extends` is set, the free drafter adds tokens after or
+    beside those. `stop` cuts the finished draft.
     """
 
     reason: Reason
@@ -354,6 +311,20 @@ _N_TRIED_TOKENS = 3
 #: A round loses at most so many plain tokens: where it took longer, the machine stood still for a moment,
 #: which says nothing about the drafter.
 _MOST_LOST_TOKENS = 8.0
+#: The prefill of a draft may take at most this share of the time that the answer took so far; and this share
+#: for a proven drafter, which gained this much of a plain token in a round, in at least so many texts.
+_MOST_AHEAD = 0.35
+_MOST_AHEAD_IF_PROVEN = 2.0
+_PROVEN_GAIN = 0.3
+_N_PROVEN = 2.0
+#: The looks at a text that say as much of it as earlier texts do, and what a text may be better than is known,
+#: in plain tokens' time a round.
+_N_SURE = 10.0
+_HOPE = 0.12
+#: The rounds that it takes to see that a model does not pay in a text, and the rounds that have to make up
+#: for such a try.
+_N_TRIED = 4.0
+_N_NEAR = 6.0
 #: A stopping rule is computed again when a price has changed by this share of a token's worth, or after this
 #: many looks and judged tokens.
 _NEWS = 0.05
@@ -365,9 +336,8 @@ class Pace:
     """Averages over the recent rounds of an answer: seconds a token, tokens a round, and the share of rounds
     that n-grams leave to a model."""
 
-    #: The weight of a new round once there were many. At first, and after a draft model starts, the rounds
-    #: since then count equally, and all before as `_N_BEFORE` of them: an average that follows slowly
-    #: overestimates the time of a token, so that drafts are too long.
+    #: The weight of a new round once there were many; at first all rounds count equally, and plain decoding as
+    #: `_N_BEFORE` of them.
     _RATE = 0.06
     _N_BEFORE = 4.0
 
@@ -378,14 +348,11 @@ class Pace:
         self.tokens_a_round = 1.0
         self.left_by_ngrams = 1.0
         self._n_rounds = 0
-        self._has_model_begun = False
 
     def add(self, origin: str | None, round_s: float, n_committed: int, plain_s: float) -> None:
         """Add a round that drafted with `origin`; a plain decode takes `plain_s`."""
         self.elapsed_s += round_s
         by_ngrams = origin in NGRAM_ORIGINS
-        if origin is not None and not by_ngrams and not self._has_model_begun:
-            self._has_model_begun, self._n_rounds = True, 0
         self._n_rounds += 1
         rate = max(self._RATE, 1.0 / (self._n_rounds + self._N_BEFORE))
         # Seconds and tokens are averaged separately: the mean of their ratios would be a different figure.
@@ -520,10 +487,10 @@ class CostAwarePolicy:
         if drafter is None:
             reason = Reason("found") if len(found) else self._why_nothing_found(offer.found)
             return RoundPlan(reason, found=found, stop=stop)
-        price = offer.price(0)
+        price = offer.price
         value_s, reason = self._worth_of_model(drafter, price, offer.n_left)
         if len(found) and stop.worth_of(found) >= value_s:
-            return self._found_first(offer, drafter, found, n_max, stop)
+            return RoundPlan(Reason("found"), found=found, stop=stop, drafter=drafter)
         start = self._start(drafter, price)
         if value_s > 0.0:
             return RoundPlan(
@@ -581,36 +548,6 @@ class CostAwarePolicy:
         for acceptance in self._acceptance.values():
             acceptance.end_text()
 
-    # --- found tokens -----------------------------------------------------------------------
-
-    def _found_first(
-        self, offer: Offer, drafter: str, found: Draft, n_max: int, stop: WhilePaying
-    ) -> RoundPlan:
-        """Return the plan of a round whose draft starts with found tokens. The model drafts after them if
-        that is expected to pay."""
-        n_found = len(found)
-        if n_found < n_max and found.is_chain:
-            price, before = offer.price(n_found), stop.path_probabilities(found)[-1]
-            start = self._start(drafter, price, n_found, before)
-            n_rounds = self._pace.n_model_rounds(offer.n_left)
-            if start.value_s * n_rounds > price.prefill_s:
-                return RoundPlan(
-                    Reason("found and model"),
-                    n_max - n_found,
-                    found,
-                    replace(
-                        stop,
-                        rule=start.rule,
-                        next_s=price.next_s,
-                        n_before=n_found,
-                        before=before,
-                    ),
-                    n_at_once=start.n_at_once,
-                    drafter=drafter,
-                    prefill_s=price.prefill_s,
-                )
-        return RoundPlan(Reason("found"), found=found, stop=stop, drafter=drafter)
-
     def _why_nothing_found(self, found: Draft) -> Reason:
         if not len(found):
             return Reason("nothing found")
@@ -630,7 +567,7 @@ class CostAwarePolicy:
             return 0.0, Reason("put aside")
         gains = acceptance.counts.gains_at(self._costs.n_sequences)
         self._considered[origin] = gains
-        too_long = price.prefill_s > prefill_limit_s(price, gains, plain_s, self._pace.elapsed_s)
+        too_long = price.prefill_s > _prefill_limit_s(gains, plain_s, self._pace.elapsed_s)
         if too_long and gains.start is not None:
             return 0.0, _needs_prefill(price)
         value_s = self._start(origin, price).value_s
@@ -642,9 +579,9 @@ class CostAwarePolicy:
             return value_s, Reason("row cost", text)
         if too_long:
             return 0.0, _needs_prefill(price)
-        value_s = gain_of_starting(
+        value_s = _gain_of_starting(
             value_s,
-            price,
+            price.prefill_s,
             gains,
             acceptance.n_looks,
             plain_s=plain_s,
@@ -676,17 +613,16 @@ class CostAwarePolicy:
             k * plain_s - self._extra_s(k) - price.seconds(k) for k in range(1, self.n_max + 1)
         )
 
-    def _start(self, origin: str, price: Price, n_before: int = 0, before: float = 1.0) -> _Start:
-        """Return how a model's draft should start behind `n_before` found tokens, which are accepted whole
-        with the probability `before`."""
+    def _start(self, origin: str, price: Price) -> _Start:
+        """Return how a model's draft should start."""
         rule = self._rule(origin, price, self.n_max)
         if not price.at_once_s:
-            return _Start(rule, rule.value(n_before, before) + price.next_s - price.first_s)
+            return _Start(rule, rule.value(0, 1.0) + price.next_s - price.first_s)
         # How sure the draft is is known only once all its tokens are predicted. So the rule is solved for
         # each number of tokens, with free looks, and the decode is subtracted.
-        n_most = min(self.n_max - n_before, len(price.at_once_s))
+        n_most = min(self.n_max, len(price.at_once_s))
         values_s = {
-            n: self._rule(origin, price, n_before + n).value(n_before, before) - price.seconds(n)
+            n: self._rule(origin, price, n).value(0, 1.0) - price.seconds(n)
             for n in _AT_ONCE
             if n <= n_most
         }
@@ -761,34 +697,17 @@ def _needs_prefill(price: Price) -> Reason:
     return Reason("prefill", text)
 
 
-# --- whether a model should start in a text ---------------------------------------------------
-
-#: The prefill of a draft may take at most this share of the time that the answer took so far, so that an
-#: answer that ends soon loses no more; and this share for a proven drafter: one that paid in nearly every
-#: text, in at least `_N_PROVEN` texts.
-_MOST_AHEAD = 0.35
-_MOST_AHEAD_IF_PROVEN = 2.0
-_N_PROVEN = 2.0
-#: The standard deviation of a text's gain as estimated by a single look, in plain tokens' time.
-_NOISE = 1.0
-#: The rounds that it takes to see that a model does not pay in a text, and the rounds that have to make up
-#: for such a try.
-_N_TRIED = 4.0
-_N_NEAR = 6.0
-
-
-def prefill_limit_s(price: Price, gains: GainPrior, plain_s: float, elapsed_s: float) -> float:
+def _prefill_limit_s(gains: GainPrior, plain_s: float, elapsed_s: float) -> float:
     """Return the most seconds that a draft's prefill may take now: what may be lost on the drafter, and a
-    share of the answer's time so far."""
-    mean, deviation = gains.of_next(price.first_s / plain_s)
-    is_proven = gains.n >= _N_PROVEN and mean > deviation
+    share of the answer's time so far, so that an answer that ends soon loses no more."""
+    is_proven = gains.n >= _N_PROVEN and gains.mean > _PROVEN_GAIN
     most_ahead = _MOST_AHEAD_IF_PROVEN if is_proven else _MOST_AHEAD
     return max(0.0, min(gains.allowance * plain_s, most_ahead * elapsed_s))
 
 
-def gain_of_starting(
+def _gain_of_starting(
     value_s: float,
-    price: Price,
+    prefill_s: float,
     gains: GainPrior,
     n_looks: int,
     *,
@@ -798,27 +717,15 @@ def gain_of_starting(
     """Return the expected gain of starting a draft model in a text, in seconds a round; above 0 it should
     start.
 
-    After `n_looks` of the model in this text, a round with it seems to gain `value_s`. A few
-    looks are an unsure estimate, so it is averaged with the gain in earlier texts, whose spread
-    shows how far this text may be from it. A model that does not pay shows this soon, and stops
-    again. So the gain of starting is the mean of the positive part. It has to make up for
-    the prefill and for a try that fails. A plain decode takes `plain_s`; about `n_rounds` are left.
+    After `n_looks` of the model in this text, a round with it seems to gain `value_s`. A few looks are an
+    unsure estimate, so it is averaged with the gain in earlier texts. What is unsure counts in favour:
+    a model that does not pay shows this soon, and stops again. The gain has to make up for the prefill and for
+    a try that fails. A plain decode takes `plain_s`; about `n_rounds` are left.
     """
-    mean, deviation = gains.of_next(price.first_s / plain_s)
-    unknown = 1.0 / (1.0 + n_looks * (deviation / _NOISE) ** 2)
-    value_s = unknown * mean * plain_s + (1.0 - unknown) * value_s
-    gain_s = _mean_above_zero(value_s, deviation * plain_s * math.sqrt(unknown))
+    unknown = _N_SURE / (_N_SURE + n_looks)
+    value_s = unknown * gains.mean * plain_s + (1.0 - unknown) * value_s
+    gain_s = max(0.0, value_s + _HOPE * unknown * plain_s)
     try_s = _N_TRIED * max(0.0, -value_s)
-    if gain_s * n_rounds <= price.prefill_s + try_s or gain_s * min(n_rounds, _N_NEAR) <= try_s:
+    if gain_s * n_rounds <= prefill_s + try_s or gain_s * min(n_rounds, _N_NEAR) <= try_s:
         return min(value_s, 0.0)
-    return max(value_s - price.prefill_s / n_rounds, 1e-9)
-
-
-def _mean_above_zero(mean: float, deviation: float) -> float:
-    """Return the mean of max(0, X) for a normal X."""
-    if deviation <= 0.0:
-        return max(0.0, mean)
-    place = mean / deviation
-    below = 0.5 * math.erfc(-place / math.sqrt(2.0))
-    density = math.exp(-0.5 * place * place) / math.sqrt(2.0 * math.pi)
-    return mean * below + deviation * density
+    return max(value_s - prefill_s / n_rounds, 1e-9)

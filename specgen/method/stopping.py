@@ -91,8 +91,7 @@ class StoppingRule:
 
 @dataclass(frozen=True, slots=True)
 class WhilePaying:
-    """Drafts as long as another token is expected to save time. The draft follows a chain of `n_before`
-    found tokens, which are accepted whole with probability `before`.
+    """Drafts as long as another token is expected to save time.
 
     `curves` has, for each origin, the probability that its tokens are accepted, by bin of the drafter's
     confidence. An expected token counts `ngram_token_s` or `model_token_s` seconds, and `extra_s[n]` are
@@ -108,8 +107,6 @@ class WhilePaying:
     rule: StoppingRule | None = None
     next_s: float = 0.0
     p_min: float = 0.0
-    n_before: int = 0
-    before: float = 1.0
     needs_confidence: bool = True
 
     def token_s(self, origin: str) -> float:
@@ -136,17 +133,15 @@ class WhilePaying:
     def wants_token(self, confidences: Sequence[float]) -> bool:
         if confidences[-1] < self.p_min or self.rule is None:
             return False
-        n_drafted = self.n_before + len(confidences) - 1
-        return self.rule.takes(n_drafted, self._path_probability(confidences)) > 0.0
+        return self.rule.takes(len(confidences) - 1, self._path_probability(confidences)) > 0.0
 
     def wants_decode(self, confidences: Sequence[float]) -> bool:
         if self.rule is None:
             return False
-        n_drafted = self.n_before + len(confidences)
-        return self.rule.value(n_drafted, self._path_probability(confidences)) > 0.0
+        return self.rule.value(len(confidences), self._path_probability(confidences)) > 0.0
 
     def cut(self, draft: Draft) -> Draft:
-        """Return the nodes worth verifying. What was drawn at random stays, whatever it is, and so does what
+        """Return the nodes worth verifying, those of a tree likeliest first. What was drawn at random stays, whatever it is, and so does what
         it depends on."""
         n_drawn = draft.n_drawn
         if not len(draft) or (n_drawn and not draft.has_free_end):
@@ -156,14 +151,10 @@ class WhilePaying:
             token_s = self.token_s(draft.origins[0])
             n_best = _best_number(chances, token_s, self.extra_s)
             return draft.first(max(n_drawn, n_best))
-        token_s, extra_s = self.token_s(draft.origins[n_drawn]), self._extra_after(n_drawn)
+        token_s = self.token_s(draft.origins[n_drawn])
+        extra_s = [seconds - self.extra_s[n_drawn] for seconds in self.extra_s[n_drawn:]]
         behind = best_nodes(chances[n_drawn:], token_s, extra_s)
         return draft.only([*range(n_drawn), *(n_drawn + node for node in behind)])
-
-    def cut_after(self, draft: Draft) -> Draft:
-        """Return the nodes worth verifying of a tree that follows the found tokens, likeliest first."""
-        chances = [self.before * chance for chance in self.path_probabilities(draft)]
-        return draft.only(best_nodes(chances, self.model_token_s, self._extra_after(self.n_before)))
 
     def frontier(
         self,
@@ -187,7 +178,7 @@ class WhilePaying:
             if tree.ranks[node] > 0 or tree.probabilities[node] >= self.p_min
         ]
         nodes.sort(key=probabilities.__getitem__, reverse=True)
-        token_s, extra_s = self.token_s(self.origin), self._extra_after(self.n_before)
+        token_s, extra_s = self.token_s(self.origin), self.extra_s
         n_room = len(extra_s) - 1
         taken = best_nodes(probabilities, token_s, extra_s)
         # A new node takes one more row, or the row of the least likely node that has one.
@@ -206,7 +197,7 @@ class WhilePaying:
                 break
             # The first node may be followed far. Tokens behind the others would compete for the same rows.
             if n == 0:
-                further_s = self.rule.value(self.n_before + n_rows, chance) + self.next_s
+                further_s = self.rule.value(n_rows, chance) + self.next_s
                 gain_s += max(0.0, further_s)
             else:
                 gain_s += self.rule.single(chance, insert_s)
@@ -227,17 +218,11 @@ class WhilePaying:
         return probabilities
 
     def _path_probability(self, confidences: Sequence[float]) -> float:
-        """Return the probability that the found tokens and those with these confidences are
-        accepted."""
-        chance, curve = self.before, self.curves[self.origin]
+        """Return the probability that tokens with these confidences are accepted."""
+        chance, curve = 1.0, self.curves[self.origin]
         for confidence in confidences:
             chance *= curve[bisect.bisect_left(BIN_EDGES, confidence)]
         return chance
-
-    def _extra_after(self, n_before: int) -> Sequence[float]:
-        """Return the seconds that n tokens after a draft of `n_before` tokens add to the batch, for each n
-        from 0."""
-        return [seconds - self.extra_s[n_before] for seconds in self.extra_s[n_before:]]
 
 
 def best_nodes(

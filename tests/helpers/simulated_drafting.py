@@ -103,7 +103,7 @@ def run(
         n_left = world.n_tokens - place
         whole, draft_s = NO_DRAFT, 0.0
         price = Price(world.draft_s, world.draft_s, behind_s)
-        plan = policy.plan(Offer(n_left, n_left - 1, drafter="model", price=always(price)))
+        plan = policy.plan(Offer(n_left, n_left - 1, drafter="model", price=price))
         if plan.n_max >= 1:
             draft_s, behind_s = behind_s, 0.0
             whole, n_looks = _drafted(world, plan, place)
@@ -132,11 +132,6 @@ def run(
         found.lengths.append(len(draft))
     policy.finish()
     return found
-
-
-def always(price: Price) -> Callable[[int], Price]:
-    """The price of a drafter wherever it starts."""
-    return lambda _n_found: price
 
 
 def _drafted(world: World, plan: RoundPlan, place: int) -> tuple[Draft, int]:

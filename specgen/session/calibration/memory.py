@@ -355,7 +355,7 @@ def _gains(value: object) -> GainPrior:
     if not all(_is_number(number) and math.isfinite(number) for number in value):
         return GainPrior()
     gains = GainPrior(*map(float, value))
-    return GainPrior() if gains.n < 0.0 or gains.squares < 0.0 else gains
+    return GainPrior() if gains.n < 0.0 else gains
 
 
 def _numbers(value: object) -> ProbArray | None:
