@@ -156,7 +156,7 @@ def test_by_cost_the_models_are_timed_once(models: Path, monkeypatch: pytest.Mon
     texts, _, _ = drafted_texts(models, "good", options)
     assert texts == plain_texts(models)
     assert '"costs"' in memory_file().read_text(encoding="utf-8")
-    monkeypatch.setattr("specgen.serve.adapters.draft_rounds.Engine", None)
+    monkeypatch.setattr("specgen.serve.adapters.draft_rounds.calibrate", None)
     texts, _, _ = drafted_texts(models, "good", options)
     assert texts == plain_texts(models)
 

@@ -13,15 +13,12 @@ from specgen.method.policy import Reason, RoundPlan, RoundResult
 from specgen.options import SessionOptions
 from specgen.session.calibration.memory import Memory
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.engine import Engine
 from specgen.session.loaded_models import Models
-from specgen.session.measurements import is_pair_measured
+from specgen.session.measurements import calibrate, is_pair_measured
 from specgen.session.prompts import Prompt
 from specgen.text.sequence import Sequence
 from specgen.text.tally import Tally
 
-#: The size in tokens of the contexts in which models are timed.
-_N_CTX_TIMED = 512
 #: The context size for `Sequence`: the other program cuts off what does not fit its own context.
 _UNLIMITED = 2**31
 
@@ -194,6 +191,7 @@ def _refuse_recurrent(loaded: Models) -> None:
 
 
 def _measure(options: SessionOptions, memory: Memory, clock: Callable[[], float]) -> None:
-    """Time the models as every engine does when it opens, and keep the result in `memory`."""
-    with Models(options, clock, memory) as loaded, Engine(loaded, n_ctx=_N_CTX_TIMED):
+    """Measure what drafting costs, and keep the result in `memory`."""
+    with Models(options, clock, memory) as loaded:
+        calibrate(loaded)
         memory.save()
