@@ -348,7 +348,7 @@ class Server:
             prompt = model.loaded.prompts.of_messages(
                 asked.messages,
                 tools=asked.tool_definitions,
-                variables=asked.template_variables,
+                variables=asked.variables,
             )
             return prompt.text
 

@@ -86,7 +86,7 @@ def prompt_of(request: Request, loaded: Models, n_ctx: int) -> Prompt:
             request.messages,
             now=datetime.datetime.now().astimezone(),
             tools=request.tool_definitions,
-            variables=request.template_variables,
+            variables=request.variables,
         )
     if request.tokens is not None:
         return prompts.of_tokens(request.tokens)
