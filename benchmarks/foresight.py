@@ -51,7 +51,7 @@ from specgen.measure.bench.plan import (
 )
 from specgen.measure.bench.runs import NOW, Result
 from specgen.measure.prompts import BenchPrompt
-from specgen.measure.selection.trial import Baseline, TargetAnswer, agreeing_path, measure_target
+from specgen.measure.trial import Baseline, TargetAnswer, agreeing_path, measure_target
 from specgen.method.draft import ROOT, Draft
 from specgen.method.policy import draft_up_to
 from specgen.models import cache_folder

@@ -36,7 +36,7 @@ from specgen.events import FinishedEvent
 from specgen.llama import LlamaModel
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import computing
-from specgen.measure.selection.trial import Baseline, Replay, TargetAnswer, answered_prompt, replay
+from specgen.measure.trial import Baseline, Replay, TargetAnswer, answered_prompt, replay
 from specgen.models import cache_folder, identify
 from specgen.models.made_files import learning_folder
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions

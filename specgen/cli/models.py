@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from specgen.cli.command import Command
-from specgen.cli.flags import HUB, hub_names, model_names, pair_names
+from specgen.cli.flags.models import HUB, hub_names, model_names, pair_names
 from specgen.cli.inputs import is_terminal
 from specgen.options import SourceChoice
 

@@ -25,7 +25,7 @@ from benchmarks.foresight import (
 )
 from specgen.drafters import Drafter, Drafting, draft_alone, ready
 from specgen.measure.bench.plan import Field, Plan
-from specgen.measure.selection.trial import TargetAnswer, agreeing_path
+from specgen.measure.trial import TargetAnswer, agreeing_path
 from specgen.method.policy import RoundPlan, draft_up_to
 from specgen.options import (
     AUTO_TREE,

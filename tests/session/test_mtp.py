@@ -18,7 +18,7 @@ from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend
 from specgen.llama.mtp import MtpContext
 from specgen.llama.mtp_layers import mtp_of, why_no_mtp
-from specgen.measure.selection.trial import measure_target, try_draft
+from specgen.measure.trial import measure_target, try_draft
 from specgen.method.backend import Batch
 from specgen.method.draft import Draft
 from specgen.options import (

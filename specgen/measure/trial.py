@@ -63,9 +63,6 @@ class TargetAnswer:
 
     prompt: str
     tokens: tuple[int, ...]
-    #: The hidden states from which the target chose each token, float32[n_tokens, n_embd]; None if they
-    #: were not asked for.
-    hidden: Hidden | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +71,7 @@ class Baseline:
     median seconds of decodes by their rows: of 1 row, and of at least one larger size if a round has room
     for a draft. `chat` says whether the prompts used its template (None: if it has one).
 
-    `skipped` are the numbers, from 1 on, of prompts that do not fit into the context. `answer_token_s` are
-    the median seconds of a token, one for each answer with more than one token: they are much the same
-    if the machine is otherwise idle.
+    `skipped` are the numbers, from 1 on, of prompts that do not fit into the context.
     """
 
     answers: tuple[TargetAnswer, ...]
@@ -84,7 +79,6 @@ class Baseline:
     n_ctx: int
     batch_s: dict[int, float]
     chat: bool | None = None
-    answer_token_s: tuple[float, ...] = ()
 
     @property
     def costs(self) -> Costs:
@@ -95,6 +89,11 @@ class Baseline:
     def token_s(self) -> float:
         """Seconds of a token in plain decoding."""
         return self.batch_s[1]
+
+    @property
+    def n_tokens(self) -> int:
+        """The number of tokens in all answers."""
+        return sum(len(answer.tokens) for answer in self.answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +135,6 @@ class DraftFigures:
     mean_accepted_length: float
     draft_token_s: float | None
     start_s: float
-    #: The mean number of tokens in a draft, over the rounds that had one, and the share of these rounds.
-    draft_length: float | None = None
-    draft_share: float = 0.0
     #: All rounds, and why some of them drafted nothing, the most frequent reason first.
     n_rounds: int = 0
     undrafted: tuple[ReasonCount, ...] = ()
@@ -162,13 +158,11 @@ def measure_target(
     prompts: abc.Sequence[str],
     *,
     chat: bool | None = None,
-    hidden: bool = False,
     interrupted: Callable[[], bool] = lambda: False,
     progress: PromptsDone = lambda _done, _total: None,
 ) -> Baseline | None:
     """Let the target answer the prompts without a draft, and time its batches of 1 row up to the most rows
-    of a round by the options. With `hidden`, the hidden states are kept too, from which decoder
-    heads draft.
+    of a round by the options.
 
     The temperature must be 0. Return None if interrupted. Raise `PromptError` if no prompt fits into the
     context, if no answer is longer than a token, or if the context has no room to time the batches; and
@@ -179,7 +173,6 @@ def measure_target(
     sizes = timed_batch_sizes(loaded.n_rows_max)
     samples: defaultdict[int, list[float]] = defaultdict(list)
     answers: list[TargetAnswer] = []
-    token_s: list[float] = []
     with loaded.contexts(n_ctx, drafts=False) as (target, _):
         for text, prompt in fitting:
             progress(len(answers), len(fitting))
@@ -189,11 +182,8 @@ def measure_target(
             if interrupted():
                 return None
             n_prompt = generation.n_prompt
-            states = _hidden_states(target, generation.tokens, n_prompt) if hidden else None
-            answers.append(TargetAnswer(text, tuple(generation.tokens[n_prompt:]), states))
-            if tokens_s := generation.tally.target_s_by_rows[1]:
-                samples[1] += tokens_s
-                token_s.append(statistics.median(tokens_s))
+            answers.append(TargetAnswer(text, tuple(generation.tokens[n_prompt:])))
+            samples[1] += generation.tally.target_s_by_rows[1]
             # Batches are timed right after the single tokens, since a machine's speed changes.
             for size in _timed_sizes(sizes):
                 if interrupted():
@@ -210,7 +200,7 @@ def measure_target(
     batch_s = {size: statistics.median(samples[size]) for size in sizes}
     for size, seconds in batch_s.items():
         loaded.costs.table().start(size, seconds)
-    return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat, tuple(token_s))
+    return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat)
 
 
 def try_draft(
@@ -229,83 +219,89 @@ def try_draft(
             f"{loaded.drafts.name}: it reads the target's cache, so it cannot draft for kept answers",
             hint="`specgen bench` measures it",
         )
+    replays: list[Replay] = []
     with loaded.contexts(baseline.n_ctx) as (target, draft):
         measure_if_new(loaded, target, draft)
-        replays = _replays(loaded, baseline, (target, draft), interrupted, progress)
-    is_whole = len(replays) == len(baseline.answers)
-    return summarise(replays, baseline.token_s) if is_whole else None
+        for answer in baseline.answers:
+            progress(len(replays), len(baseline.answers))
+            if interrupted():
+                return None
+            prompt = answered_prompt(loaded, baseline, answer)
+            if draft is not None:
+                draft.remove(0)
+            generation = DrafterFactory(loaded).sequence(prompt, baseline.n_ctx, draft, 0)
+            tokens, states = (*prompt.tokens, *answer.tokens), None
+            if isinstance(generation.hidden, HiddenTrail):
+                read_states(target, tokens, generation.hidden)
+            elif isinstance(generation.hidden, LastHidden):
+                states = _states_of_answer(target, tokens, len(prompt.tokens))
+            replays.append(replay(generation, answer, baseline, loaded.clock, states))
+    return summarise(replays, baseline.token_s)
 
 
 def replay(
-    generation: Sequence, answer: TargetAnswer, baseline: Baseline, clock: Callable[[], float]
+    generation: Sequence,
+    answer: TargetAnswer,
+    baseline: Baseline,
+    clock: Callable[[], float],
+    states: Hidden | None = None,
 ) -> Replay:
     """Replay the rounds of a known answer with the generation's drafter.
 
     `generation` must be at the end of its prompt; afterwards it is at the end of the answer. `clock`
-    returns seconds and is read around each proposal.
+    returns seconds and is read around each proposal. For drafts from the target's last state, `states` are
+    those from which it chose each token of the answer, float32[n_tokens, n_embd].
     """
-    drafters, policy = generation.drafters, generation.policy
+    drafters, policy, hidden = generation.drafters, generation.policy, generation.hidden
     tokens, costs = answer.tokens, baseline.costs
-    tally = Tally()
-    n_tokens = len(tokens) - 1
-
-    def propose(plan: RoundPlan | None = None) -> _Proposed:
-        if drafters is None:
-            return _Proposed(RoundPlan(Reason("off")))
-        started = clock()
-        offer = generation.offer(policy.n_max)
-        plan = plan or policy.plan(offer)
-        draft = draft_alone(drafters.propose(generation.tokens, plan))
-        verified = plan.stop.cut(draft)
-        if len(plan.found) + plan.n_max > 0 and not len(verified):
-            plan = dataclasses.replace(plan, reason=Reason("unsure"))
-        return _Proposed(plan, verified, (offer.found, draft), clock() - started)
-
-    def commit(proposed: _Proposed) -> tuple[int, ...]:
-        """End a round, and return the accepted nodes."""
-        draft = proposed.draft
-        done = len(generation.tokens) - generation.n_prompt
+    tally, start_s = Tally(), 0.0
+    while (done := len(generation.tokens) - generation.n_prompt) < len(tokens):
+        plan, draft, seconds = RoundPlan(Reason("off")), NO_DRAFT, 0.0
+        whole: tuple[Draft, ...] = ()
+        if drafters is not None:
+            started = clock()
+            offer = generation.offer(policy.n_max)
+            plan = policy.plan(offer) if done else draft_up_to(1)
+            proposed = draft_alone(drafters.propose(generation.tokens, plan))
+            whole, draft = (offer.found, proposed), plan.stop.cut(proposed)
+            if len(plan.found) + plan.n_max > 0 and not len(draft):
+                plan = dataclasses.replace(plan, reason=Reason("unsure"))
+            seconds = clock() - started
+        if not done:
+            # In a real answer, the prompt's round has no draft, and the draft model decodes the prompt in the
+            # next round. Here it decodes it before, for a proposal that is not used: so the rounds have only
+            # costs that grow with the answer.
+            start_s, seconds = seconds, 0.0
+            plan, whole, draft = RoundPlan(Reason("plain decode")), (), NO_DRAFT
+        else:
+            tally.n_rounds += 1
+            tally.draft_s += seconds
+            tally.target_s += costs.rows_s(1 + len(draft))
+            if not len(draft):
+                tally.add_undrafted(plan.reason.name, str(plan.reason))
         path = agreeing_path(draft, tokens[done:])
-        for token in tokens[done : done + len(path) + 1]:
+        last = done + len(path)
+        for token in tokens[done : last + 1]:
             generation.commit(token)
-        if isinstance(generation.hidden, LastHidden) and answer.hidden is not None and done:
-            last = done + len(path)
-            if last < len(answer.hidden):
-                generation.hidden.take(answer.hidden[last], generation.n_prompt + last)
+        if (
+            isinstance(hidden, LastHidden)
+            and states is not None
+            and done > 0
+            and last < len(states)
+        ):
+            hidden.take(states[last], generation.n_prompt + last)
         n_rows = 1 + len(draft)
-        told = tuple(tokens[done : done + len(path) + 1])
+        committed = tuple(tokens[done : last + 1])
         result = RoundResult(
-            proposed.plan,
-            draft,
-            path,
-            proposed.seconds,
-            costs.rows_s(n_rows),
-            n_rows,
-            told,
-            proposed.whole,
+            plan, draft, path, seconds, costs.rows_s(n_rows), n_rows, committed, whole
         )
         policy.observe(result)
         if drafters is not None:
             drafters.observe(result)
-        return path
-
-    # In a real answer, the prompt's round has no draft, and the draft model decodes the prompt in the next
-    # round. Here it decodes the prompt before, for a proposal that is not used. So the rounds have only
-    # costs that grow with the answer.
-    start_s = propose(draft_up_to(1)).seconds
-    commit(_Proposed(RoundPlan(Reason("plain decode"))))
-    while len(generation.tokens) - generation.n_prompt < len(tokens):
-        proposed = propose()
-        tally.n_rounds += 1
-        tally.draft_s += proposed.seconds
-        tally.target_s += costs.rows_s(1 + len(proposed.draft))
-        if not len(proposed.draft):
-            reason = proposed.plan.reason
-            tally.add_undrafted(reason.name, str(reason))
-        tally.add_draft(proposed.draft, commit(proposed))
+        tally.add_draft(draft, path)
     policy.finish()
     return Replay(
-        n_tokens,
+        len(tokens) - 1,
         tally.n_rounds,
         tally.n_drafted,
         tally.n_accepted,
@@ -315,16 +311,6 @@ def replay(
         token_s=baseline.token_s,
         undrafted=tally.reasons,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Proposed:
-    """The drafting of a replayed round: its plan, the draft to verify, all that was proposed, and seconds."""
-
-    plan: RoundPlan
-    draft: Draft = NO_DRAFT
-    whole: tuple[Draft, ...] = ()
-    seconds: float = 0.0
 
 
 def summarise(replays: abc.Sequence[Replay], plain_token_s: float) -> DraftFigures:
@@ -339,7 +325,6 @@ def summarise(replays: abc.Sequence[Replay], plain_token_s: float) -> DraftFigur
     tally = Tally()
     for each in chain.from_iterable(replay.undrafted for replay in told):
         tally.add_undrafted(each.reason, each.text, each.n_rounds)
-    n_drafts = n_rounds - sum(each.n_rounds for each in tally.reasons)
     return DraftFigures(
         speedup=speedup(n_tokens, seconds, plain_token_s),
         worst_speedup=min(replay.speedup for replay in told),
@@ -348,8 +333,6 @@ def summarise(replays: abc.Sequence[Replay], plain_token_s: float) -> DraftFigur
         mean_accepted_length=n_tokens / n_rounds,
         draft_token_s=draft_s / n_drafted if n_drafted else None,
         start_s=sum(replay.start_s for replay in told) / len(told),
-        draft_length=n_drafted / n_drafts if n_drafts else None,
-        draft_share=n_drafts / n_rounds,
         n_rounds=n_rounds,
         undrafted=tally.reasons,
         speedups=tuple(replay.speedup for replay in told),
@@ -405,16 +388,24 @@ def _fitting(
     return fitting, tuple(skipped)
 
 
-def _hidden_states(target: LlamaBackend, tokens: abc.Sequence[int], n_prompt: int) -> Hidden:
-    """Return the hidden states from which each token of an answer was chosen, float32[n_tokens, n_embd].
-    The answer is decoded again, after its prompt, which the cache holds."""
-    target.remove(0, n_prompt - 1)
+def _states_of_answer(target: LlamaBackend, tokens: abc.Sequence[int], n_prompt: int) -> Hidden:
+    """Return the final hidden states from which each token of an answer was chosen, float32[n_tokens, n_embd].
+    The context must be empty, and is empty again afterwards."""
     pieces: list[Hidden] = []
-    for start in range(n_prompt - 1, len(tokens) - 1, target.n_outputs):
+    start = 0
+    while start < len(tokens) - 1:
+        is_prompt = start < n_prompt - 1
+        size = target.n_batch if is_prompt else target.n_outputs
+        end = min(start + size, n_prompt - 1 if is_prompt else len(tokens) - 1)
         batch = Batch()
-        for position in range(start, min(start + target.n_outputs, len(tokens) - 1)):
-            batch.add(tokens[position], position, (0,), True)
-        pieces.append(target.decode_hidden(batch)[1].copy())
+        for position in range(start, end):
+            batch.add(tokens[position], position, (0,), not is_prompt)
+        if is_prompt:
+            target.decode(batch)
+        else:
+            pieces.append(target.decode_hidden(batch)[1].copy())
+        start = end
+    target.remove(0)
     return np.concatenate(pieces)
 
 
@@ -423,27 +414,3 @@ def _timed_sizes(sizes: abc.Sequence[int]) -> Iterator[int]:
     out: the answer itself times it."""
     for repeat in range(_N_REPEATS):
         yield from sizes[1 : None if repeat == 0 else _N_OFTEN]
-
-
-def _replays(
-    loaded: Models,
-    baseline: Baseline,
-    contexts: tuple[LlamaBackend, LlamaBackend | None],
-    interrupted: Callable[[], bool],
-    progress: PromptsDone,
-) -> list[Replay]:
-    """Return a replay of each answer; fewer if interrupted."""
-    replays: list[Replay] = []
-    target, draft = contexts
-    for answer in baseline.answers:
-        progress(len(replays), len(baseline.answers))
-        if interrupted():
-            break
-        prompt = answered_prompt(loaded, baseline, answer)
-        if draft is not None:
-            draft.remove(0)
-        generation = DrafterFactory(loaded).sequence(prompt, baseline.n_ctx, draft, 0)
-        if isinstance(generation.hidden, HiddenTrail):
-            read_states(target, (*prompt.tokens, *answer.tokens), generation.hidden)
-        replays.append(replay(generation, answer, baseline, loaded.clock))
-    return replays
