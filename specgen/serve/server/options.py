@@ -47,21 +47,20 @@ class Limits:
     request_s: float = _limit(
         0.0,
         "--limit-time",
-        "Time from a request to the end of its answers; they are cut off then. 0 is no limit.",
+        "Time until the answers to a request are cut off; 0 is no limit.",
         metavar="SECONDS",
     )
     client_s: float = _limit(
         60.0,
         "--limit-client",
-        "How long a client may take to send the head of a request, or its body, or to receive a piece "
-        "of the answer; 0 is no limit.",
+        "How long a client may take to send head or body, or to receive a piece; 0 is no limit.",
         metavar="SECONDS",
     )
     n_connections: int = option(
         1000,
         "--limit-connections",
-        "Open connections. If there are more, the one that has been silent for longest is closed, or "
-        "the newest gets status 503 if all are being answered.",
+        "Open connections. Beyond that the one that has been silent for longest is closed, or the newest gets "
+        "status 503.",
         panel="Limits of a request",
         min=1,
         metavar="N",
@@ -95,8 +94,7 @@ class ServerOptions:
     cors_origins: tuple[str, ...] = _server(
         (),
         "--cors-origin",
-        "Let web pages of this origin (for example https://example.org; * is any) use the server; may "
-        "be given several times.",
+        "Let web pages of this origin (as https://example.org; * is any) use the server; may be repeated.",
         metavar="ORIGIN",
         show_default="none",
     )
