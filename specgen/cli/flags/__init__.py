@@ -170,8 +170,8 @@ class Template:
     chat: bool | None = _prompt(
         None,
         "--chat/--raw",
-        "Put the prompt into the model's chat template, or continue it as it is. In a raw prompt, names of "
-        "control tokens (<|im_end|>, ...) become these tokens.",
+        "Put the prompt into the model's chat template, or continue it as it is, with names of control tokens "
+        "(<|im_end|>, ...) as these tokens.",
         show_default="chat, if the model has a template",
     )
     system: str | None = _prompt(
@@ -313,16 +313,15 @@ setup = group(
         "learn": Option(
             "--learn/--no-learn",
             envvar="SPECGEN_LEARN",
-            help="Keep prompts and answers on this disk, in the data folder, readable by you alone. The draft "
-            "model learns from them (`specgen draft learn`), and repetitions of them draft. `specgen draft "
-            "forget` deletes them. Without it nothing is kept.",
+            help="Keep prompts and answers in the data folder, readable by you alone. The draft model learns from "
+            "them (`specgen draft learn`), and repetitions of them draft. `specgen draft forget` deletes them.",
             rich_help_panel="Learning",
         ),
         "prompt_cache": Option(
             "--prompt-cache",
             metavar="FILE",
-            help="Keep what was read in this file, and what was computed of it; a prompt that begins with the "
-            "same text is then not read again. The file is made if it does not exist.",
+            help="Keep in this file what was computed of the prompt; one that begins with the same text is then "
+            "not read again.",
             show_default="not kept",
             rich_help_panel="Prompt",
         ),
