@@ -17,11 +17,11 @@ from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, Piece
 from specgen.serve.batch.lines import Line, LineError, unexpected
 from specgen.serve.batch.results import Write, result_of
-from specgen.serve.formats.chat_answer import completion_body
+from specgen.serve.formats.chat_answer import Answer, completion_body
 from specgen.serve.formats.request import Request, check_tokens, with_call_form
 from specgen.session.engine import Engine
 from specgen.session.loaded_models import Models
-from specgen.session.measurements import fastest_parallel
+from specgen.session.measurements import calibrate, fastest_parallel
 from specgen.session.prefix_cache import n_common
 from specgen.session.prompts import Prompt, template_of
 from specgen.session.request import Request as EngineRequest
@@ -47,7 +47,7 @@ class Prompting:
                 request.messages,
                 now=self.now,
                 tools=request.tool_definitions,
-                variables=request.template_variables,
+                variables=request.variables,
             )
         if request.tokens is not None:
             return loaded.prompts.of_tokens(request.tokens)
@@ -132,6 +132,7 @@ class Batch:
         yield self.tally
         if not tasks or interrupted():
             return
+        calibrate(self._loaded, interrupted)
         n_parallel = self._parallel or fastest_parallel(self._loaded, len(tasks), interrupted)
         with Engine.largest(
             self._loaded,
@@ -234,17 +235,20 @@ class Batch:
         self, task: _Task, answer: EngineRequest, finished: FinishedEvent, pieces: list[Piece]
     ) -> dict[str, Any]:
         identity = task.line.identity
-        body = completion_body(
-            task.request.kind,
+        request = task.request
+        made = Answer(
             finished,
-            pieces,
+            pieces if request.generation.logprobs is not None else None,
+            request.parser(answer.prompt.text),
+            request.stop_string(finished),
+        )
+        body = completion_body(
+            request.kind,
+            [made],
             identity=identity,
             created=int(self._wall_clock()),
             model=self._loaded.target.name,
-            has_logprobs=task.request.generation.logprobs is not None,
-            parser=task.request.parser(answer.prompt.text),
-            warnings=task.request.warnings,
-            stop_string=task.request.stop_string(finished),
+            warnings=request.warnings,
         )
         return {"status_code": 200, "request_id": f"req-{identity}", "body": body}
 
