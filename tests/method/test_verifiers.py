@@ -21,7 +21,6 @@ import pytest
 from specgen.drafters import Drafter, Drafting, SuffixDrafter, ready
 from specgen.method.distribution import Distribution
 from specgen.method.draft import Draft
-from specgen.method.loop import Loop
 from specgen.method.policy import Policy, RoundPlan
 from specgen.method.verify import (
     MatchVerifier,
@@ -31,6 +30,7 @@ from specgen.method.verify import (
     Verifier,
 )
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
+from specgen.session.answer_loop import AnswerLoop
 from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import (
@@ -114,7 +114,7 @@ def draw(
             verifier=verifier,
             n_batch=128,
         )
-        loop, generation = Loop(setup.backend(), Clock()), setup.generation()
+        loop, generation = AnswerLoop(setup.backend(), Clock()), setup.generation()
         loop.start(generation)
         while len(generation.answer) < 1 + N_TOKENS:
             loop.round([generation])

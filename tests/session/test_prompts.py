@@ -15,7 +15,6 @@ from specgen.errors import UsageError
 from specgen.events import Event, FinishedEvent
 from specgen.llama import LlamaModel
 from specgen.method.cost_table import CostTable
-from specgen.method.loop import Loop
 from specgen.method.policy import FixedPolicy, draft_up_to
 from specgen.options import (
     ContextOptions,
@@ -25,6 +24,7 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
@@ -183,7 +183,7 @@ def answered(loaded: Models, prompt: Prompt) -> tuple[tuple[int, ...], list[int]
         loaded.contexts(256) as (target, draft),
         loaded.draft_contexts(256, helpers_only=True) as helpers,
     ):
-        loop = Loop(target, time.perf_counter)
+        loop = AnswerLoop(target, time.perf_counter)
         generation = DrafterFactory(loaded).sequence(prompt, 256, draft, seed=1, helpers=helpers)
         loop.start(generation)
         while not generation.is_finished:
