@@ -93,9 +93,8 @@ def measure_if_new(
     agrees with the target. Results that are known are not measured again. The contexts must be empty.
     Return the seconds that this took; 0 if everything was known.
 
-    If other programs slowed the measurement down (`ModelCosts.was_busy`), its costs are used now but not
-    kept: by the table of a busy machine perhaps no draft pays, and then no decode would correct it. If the
-    machine is busy each time, they are kept for a few runs, so that not each run measures. Raise
+    If other programs slowed the measurement down (`ModelCosts.was_busy`), its costs are kept for a few runs only:
+    by the table of a busy machine perhaps no draft pays, and then no decode would correct it. Raise
     `KeyboardInterrupt` if `interrupted` returns True between decodes; that measurement is not kept."""
     started, timed, costs = models.clock(), models.drafts.timed, models.costs
     is_known = is_pair_measured(models, timed)
@@ -107,7 +106,7 @@ def measure_if_new(
             complete(costs.table(timed), draft, _DRAFT_SIZES, interrupted=interrupted)
         costs.was_busy = is_busy(load.share)
         if costs.was_busy:
-            costs.do_not_keep(timed)
+            costs.keep_briefly(timed)
     is_sampled = draft is not None and _sample_agreement(models, target, draft, interrupted)
     return models.clock() - started if is_sampled or not is_known else 0.0
 
