@@ -22,8 +22,7 @@ from specgen.method.acceptance import (
     N_BINS,
     AcceptanceCounts,
     AcceptanceRates,
-    TextWorths,
-    new_acceptance_rates,
+    GainPrior,
 )
 from specgen.method.cost_table import CostTable
 from specgen.options import ContextOptions
@@ -119,7 +118,7 @@ class Memory:
             entries = kept.items() if isinstance(kept, dict) else ()
             found = {origin: _valid(_COUNTS, entry) for origin, entry in entries}
             self._acceptance[key] = {
-                origin: new_acceptance_rates(origin, counts.to_counts())
+                origin: AcceptanceRates(origin, counts.to_counts())
                 for origin, counts in found.items()
                 if counts is not None
             }
@@ -250,8 +249,9 @@ _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Bins = Annotated[
     list[Annotated[_Number, Field(ge=0.0)]], Field(min_length=N_BINS, max_length=N_BINS)
 ]
-#: The fields of `TextWorths`.
-_Worths = Annotated[list[_Number], Field(min_length=5, max_length=5)]
+#: The fields of a `GainPrior`.
+_N_GAINS = len(dataclasses.fields(GainPrior))
+_Gains = Annotated[list[_Number], Field(min_length=_N_GAINS, max_length=_N_GAINS)]
 _SECONDS = TypeAdapter(
     dict[Annotated[int, Field(ge=1, le=10**6)], Annotated[_Number, Field(gt=0.0)]]
 )
@@ -266,20 +266,18 @@ class _Counts(BaseModel):
     judged: _Bins
     accepted: _Bins
     seen: _Bins
-    worths: _Worths | None = None
-    worths_beside: dict[str, _Worths] = {}
+    gains: _Gains | None = None
+    gains_beside: dict[str, _Gains] = {}
 
     @classmethod
     def of(cls, counts: AcceptanceCounts) -> _Counts:
-        known = {
-            n: worths for n, worths in counts.worths_beside.items() if worths.start is not None
-        }
+        known = {n: gains for n, gains in counts.gains_beside.items() if gains.start is not None}
         return cls(
             judged=counts.n_judged.round(3).tolist(),
             accepted=counts.n_accepted.round(3).tolist(),
             seen=counts.n_seen.round(3).tolist(),
-            worths=_rounded(counts.worths) if counts.worths.start is not None else None,
-            worths_beside={str(n): _rounded(worths) for n, worths in known.items()},
+            gains=_rounded(counts.gains) if counts.gains.start is not None else None,
+            gains_beside={str(n): _rounded(gains) for n, gains in known.items()},
         )
 
     def to_counts(self) -> AcceptanceCounts:
@@ -288,13 +286,13 @@ class _Counts(BaseModel):
             judged,
             np.minimum(accepted, judged),
             seen,
-            TextWorths(*self.worths or ()),
-            {int(n): TextWorths(*each) for n, each in self.worths_beside.items() if n.isdecimal()},
+            GainPrior(*self.gains or ()),
+            {int(n): GainPrior(*each) for n, each in self.gains_beside.items() if n.isdecimal()},
         )
 
 
-def _rounded(worths: TextWorths) -> list[float]:
-    return [round(number, 4) for number in dataclasses.astuple(worths)]
+def _rounded(gains: GainPrior) -> list[float]:
+    return [round(number, 4) for number in dataclasses.astuple(gains)]
 
 
 def _valid(adapter: TypeAdapter[_Value], entry: object) -> _Value | None:
