@@ -23,6 +23,7 @@ from specgen.drafters import (
 from specgen.events import DraftedEvent
 from specgen.method.backend import Backend
 from specgen.method.cost_table import CostTable
+from specgen.method.distribution import Distribution
 from specgen.method.draft import NO_DRAFT, ROOT, Draft, TreeBuilder
 from specgen.method.loop import Loop
 from specgen.method.policy import (
@@ -42,7 +43,7 @@ from specgen.method.verify import (
 )
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree
 from specgen.session.drafter_factory import guess_sampling
-from specgen.text.sampling import Distribution, Sampler
+from specgen.text.sampling import Sampler
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.exact_distributions import Fate, all_fates
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
