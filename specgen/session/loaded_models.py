@@ -25,8 +25,7 @@ from specgen.llama.mtp import MtpContext
 from specgen.llama.weights import load_ahead
 from specgen.method.cost_table import CostTable
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
-from specgen.session.calibration.memory import Memory
-from specgen.session.calibration.threads import with_threads
+from specgen.session.calibration.memory import Memory, with_threads
 from specgen.session.draft_models import DraftModel, DraftModels
 from specgen.session.kept_answers import Learnt, read_learnt
 from specgen.session.prompts import Prompts

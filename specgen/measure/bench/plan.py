@@ -97,7 +97,7 @@ class Plan:
 
     def _context(self, model: DraftSource, context: ContextOptions) -> ContextOptions:
         """Return a model's context options, with the threads that `specgen run` would use."""
-        from specgen.session.calibration.threads import with_threads
+        from specgen.session.calibration.memory import with_threads
 
         if self.known is None or not isinstance(model, Path):
             return context

@@ -26,7 +26,6 @@ from specgen.method.acceptance import (
 )
 from specgen.method.cost_table import CostTable
 from specgen.options import ContextOptions
-from specgen.session.calibration.threads import Threads
 from specgen.session.calibration.timing import MIN_SIZES
 from specgen.system.atomic_files import replace_text
 
@@ -42,6 +41,23 @@ _COSTS, _CHANCES, _THREADS = "costs", "chances", "threads"
 _BUSY = "busy"
 
 _Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """Threads for a single row, and for batches; llama.cpp has no room for more than 512."""
+
+    n_single: Annotated[int, Field(strict=True, ge=1, le=512)]
+    n_batch: Annotated[int, Field(strict=True, ge=1, le=512)]
+
+
+def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOptions:
+    """Return the options, with the measured numbers of threads where the options name none. A number
+    that the user names is meant for batches too."""
+    if threads is None or context.n_threads is not None:
+        return context
+    n_batch = context.n_threads_batch or threads.n_batch
+    return replace(context, n_threads=threads.n_single, n_threads_batch=n_batch)
 
 
 class Memory:
