@@ -9,9 +9,9 @@ wins.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -166,7 +166,7 @@ class Memory:
             if counted:
                 _move_last(document[_CHANCES], key, counted)
         for key, threads in self._threads.items():
-            _move_last(document[_THREADS], key, dataclasses.asdict(threads))
+            _move_last(document[_THREADS], key, asdict(threads))
         for kind, entries in document.items():
             document[kind] = dict(list(entries.items())[-_N_KEPT:])
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -266,7 +266,7 @@ _Bins = Annotated[
     list[Annotated[_Number, Field(ge=0.0)]], Field(min_length=N_BINS, max_length=N_BINS)
 ]
 #: The fields of a `GainPrior`.
-_N_GAINS = len(dataclasses.fields(GainPrior))
+_N_GAINS = len(fields(GainPrior))
 _Gains = Annotated[list[_Number], Field(min_length=_N_GAINS, max_length=_N_GAINS)]
 _SECONDS = TypeAdapter(
     dict[Annotated[int, Field(ge=1, le=10**6)], Annotated[_Number, Field(gt=0.0)]]
@@ -308,7 +308,7 @@ class _Counts(BaseModel):
 
 
 def _rounded(gains: GainPrior) -> list[float]:
-    return [round(number, 4) for number in dataclasses.astuple(gains)]
+    return [round(number, 4) for number in astuple(gains)]
 
 
 def _valid(adapter: TypeAdapter[_Value], entry: object) -> _Value | None:
