@@ -54,8 +54,8 @@ class DflashDrafter(MtpDrafter):
         block_s = self._costs.share_s(self._n_most + (not self._predicts_from_last))
         n_new = self._n_read(n_context) - max(self._cache.n_held, self._trail.first)
         n_behind = max(0, n_new - self._n_most - 1)
-        backlog_s = self._costs.share_s(n_behind) if n_behind else 0.0
-        return Price(block_s, 0.0, backlog_s, n_behind)
+        prefill_s = self._costs.share_s(n_behind) if n_behind else 0.0
+        return Price(block_s, 0.0, prefill_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         n_read = self._n_read(len(context))

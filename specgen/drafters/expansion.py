@@ -12,11 +12,12 @@ from typing import Protocol
 
 import numpy as np
 
+from specgen.method.distribution import Distribution, NoTokenAllowedError
 from specgen.method.draft import ROOT, Draft, TreeBuilder
-from specgen.method.policy import RoundPlan, WhilePaying
+from specgen.method.policy import RoundPlan
+from specgen.method.stopping import WhilePaying
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Distribution, NoTokenAllowedError
 
 #: The guesses to consider for a position, if the shape does not ask for more; and, where costs decide, the
 #: least probability of guesses after the first.
@@ -113,7 +114,7 @@ class DraftedChain:
         if plan.needs_confidence:
             top = self._shaper.top_probability(row, path)
         self._looks.append(1.0 if top is None else top)
-        if not plan.keeps(self._looks):
+        if not plan.wants_token(self._looks):
             return False
         try:
             source = self._shaper.distribution(row, path)
@@ -127,7 +128,7 @@ class DraftedChain:
 
     def goes_on(self) -> bool:
         """Return whether another look is worth its cost."""
-        return self._plan.looks(self._looks)
+        return self._plan.wants_decode(self._looks)
 
     def draft(self, origin: str) -> Draft:
         """Return the chain as a draft; `origin` is the drafter's name."""
@@ -192,7 +193,7 @@ class Worthwhile:
         self._looks: list[float] = []
 
     def take(self, tree: TreeBuilder, node: int, look: Look) -> None:
-        before = self._stop.before if node == ROOT else self._probabilities[node]
+        before = 1.0 if node == ROOT else self._probabilities[node]
         self._looks += [probability for _, probability in look.guesses[:1]]
         for rank, (token, probability) in enumerate(look.guesses):
             if rank == 0 or probability >= _LEAST:
@@ -205,7 +206,7 @@ class Worthwhile:
         )
 
     def cut(self, draft: Draft) -> Draft:
-        kept = self._stop.cut_after(draft).first(self._n_max)  # the likeliest come first
+        kept = self._stop.cut(draft).first(self._n_max)  # the likeliest come first
         return replace(kept, looks=tuple(self._looks))
 
 

@@ -97,9 +97,9 @@ class MtpDrafter:
         n_rows = self._cache.n_missing(n_read)
         n_usual = min(n_rows, N_USUAL)
         next_s, first_s = self._costs.share_s(1), self._costs.share_s(n_usual)
-        backlog_s = max(0.0, self._costs.share_s(n_rows) - first_s)
+        prefill_s = max(0.0, self._costs.share_s(n_rows) - first_s)
         n_unread = n_context - 1 - n_read
-        return Price(first_s + n_unread * next_s, next_s, backlog_s, n_rows - n_usual)
+        return Price(first_s + n_unread * next_s, next_s, prefill_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         n_read = self._n_read(len(context))

@@ -52,11 +52,11 @@ class MtpChainDrafter(MtpDrafter):
         n_usual = min(n_rows[0], N_USUAL)
         first_s, next_s = self._costs.share_s(n_usual), self._costs.share_s(n_usual + 1)
         n_unread = n_context - 1 - n_read
-        backlog_s = 0.0
+        prefill_s = 0.0
         # Later a layer that no draft reached reads little, and only if one does.
         if n_rows[0] > n_usual:
-            backlog_s = sum(max(0.0, self._costs.share_s(n) - first_s) for n in n_rows)
-        return Price(first_s + n_unread * next_s, next_s, backlog_s, n_rows[0] - n_usual)
+            prefill_s = sum(max(0.0, self._costs.share_s(n) - first_s) for n in n_rows)
+        return Price(first_s + n_unread * next_s, next_s, prefill_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         n_read = self._n_read(len(context))

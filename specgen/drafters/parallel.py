@@ -86,7 +86,7 @@ class ParallelDrafter(ModelDrafter):
         n_usual = min(n_behind, self._n_most + 1)
         at_once_s = tuple(self._costs.share_s(n_usual + n) for n in range(self._n_most))
         prefill_s = max(0.0, self._costs.share_s(n_behind) - at_once_s[0])
-        return Price(at_once_s[0], 0.0, prefill_s, n_behind - n_usual, at_once_s)
+        return Price(at_once_s[0], 0.0, prefill_s, at_once_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         n_rows = self._make_room(len(context), self._n_at_once(plan))

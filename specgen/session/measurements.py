@@ -16,6 +16,7 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.loaded_models import MAX_SEQUENCES, Models
 from specgen.session.prompts import Prompt, tokenize
 from specgen.system.machine import LoadOfOthers, is_busy
+from specgen.system.units import seconds_text
 from specgen.text.text_state import TextState
 
 #: Batch sizes to time for a draft model: drafted tokens, the tokens of the last round, a prompt.
@@ -66,16 +67,20 @@ def short_context(models: Models) -> int:
     return min(_N_SHORT, n_train) if n_train > 0 else _N_SHORT
 
 
-def measure_if_costs_decide(
-    models: Models,
-    target: Backend,
-    draft: Backend | None,
-    interrupted: Callable[[], bool] = lambda: False,
-) -> float:
-    """Call `measure_if_new` if there is a draft and costs decide how much is drafted; return 0 if not."""
-    if not models.options.drafting.is_by_cost or models.drafts.source == "none":
-        return 0.0
-    return measure_if_new(models, target, draft, interrupted)
+def calibrate(models: Models, interrupted: Callable[[], bool] = lambda: False) -> str:
+    """Measure what drafting costs here and how often the draft agrees with the target, if costs decide how much is
+    drafted and this is not known, in short contexts of their own. Return a sentence that says so; empty if all
+    was known. Raise what `measure_if_new` raises, and `MemoryLimitError`."""
+    drafts = models.drafts
+    if not models.options.drafting.is_by_cost or drafts.source == "none":
+        return ""
+    if is_pair_measured(models, drafts.timed) and not _wants_agreement(models):
+        return ""
+    with models.contexts(short_context(models)) as (target, draft):
+        took_s = measure_if_new(models, target, draft, interrupted)
+    again = "; the machine was busy, so they will be measured again" * models.costs.was_busy
+    took = seconds_text(took_s)
+    return f"measured the costs of drafting and the expected acceptance in {took}{again}"
 
 
 def measure_if_new(
@@ -162,20 +167,26 @@ def read_for(draft: Backend, target: Backend, tokens: Sequence[int]) -> None:
         read_states(target, tokens, draft.trails[0])
 
 
-def _sample_agreement(
-    models: Models, target: Backend, draft: Backend, interrupted: Callable[[], bool]
-) -> bool:
-    """Measure how often the draft model agrees with the target, unless that is known, or the draft could
-    not pay even if it always agreed. Return whether anything was measured."""
+def _wants_agreement(models: Models) -> bool:
+    """Return whether the draft's agreement with the target is to be measured: it is not known, and the draft would
+    pay if it always agreed."""
     timed, acceptance = models.drafts.timed, DrafterFactory(models).acceptance()
     from_states = models.drafts.from_states
     origin = "model" if from_states is None else from_states.origin
     is_known = origin in acceptance and acceptance[origin].n_judged >= N_KNOWN
-    drafting = models.options.drafting
-    if timed is None or is_known or not drafting.is_by_cost or models.drafts.reads_cache:
+    is_by_cost = models.options.drafting.is_by_cost
+    if timed is None or is_known or not is_by_cost or models.drafts.reads_cache:
         return False
     costs = known_costs(models, timed)
-    if costs is None or expected_gain(costs, 1.0).speedup <= 1.0:
+    return costs is not None and expected_gain(costs, 1.0).speedup > 1.0
+
+
+def _sample_agreement(
+    models: Models, target: Backend, draft: Backend, interrupted: Callable[[], bool]
+) -> bool:
+    """Measure how often the draft model agrees with the target, if that is wanted. Return whether anything was
+    measured."""
+    if not _wants_agreement(models):
         return False
     tokens = tokenize(models.target.vocabulary, TEXT, parse_special=False)[:N_TOKENS]
     walk = agreement_walk(models, Prompt(TEXT, tuple(tokens[:1])), draft)

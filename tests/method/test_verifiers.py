@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from specgen.drafters import Drafter, Drafting, SuffixDrafter, ready
+from specgen.method.distribution import Distribution
 from specgen.method.draft import Draft
 from specgen.method.loop import Loop
 from specgen.method.policy import Policy, RoundPlan
@@ -30,7 +31,6 @@ from specgen.method.verify import (
     Verifier,
 )
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
-from specgen.text.sampling import Distribution
 from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import (

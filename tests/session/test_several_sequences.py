@@ -24,13 +24,14 @@ from specgen.events import NoticeEvent
 from specgen.method.acceptance import AcceptanceRates
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import BatchShare, CostTable, Others
+from specgen.method.distribution import NoTokenAllowedError
 from specgen.method.draft import Branches, Draft
 from specgen.method.loop import Loop
 from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult
 from specgen.options import DraftOptions, GenerationOptions, parse_tree
 from specgen.session.drafter_factory import guess_sampling
 from specgen.system.arrays import Logits
-from specgen.text.sampling import NoTokenAllowedError, Sampler
+from specgen.text.sampling import Sampler
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
