@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from specgen.drafters.lookup.array import IntArray, SuffixArray
-from specgen.system.atomic_files import replace_bytes
+from specgen.system.files import replace_bytes
 
 #: The most bytes and texts that a store holds.
 MAX_BYTES = 8 << 20

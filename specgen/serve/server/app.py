@@ -46,7 +46,7 @@ from specgen.serve.server.model_pool import ModelPool, Place, Served, ServedMode
 from specgen.serve.server.options import ServerOptions
 from specgen.session.prompts import template_of
 from specgen.system.arrays import Hidden
-from specgen.system.json_values import as_json
+from specgen.system.json_lines import as_json
 
 _T = TypeVar("_T")
 _PAGE = Path(__file__).parent / "page"
