@@ -147,7 +147,7 @@ def search_drafts(
 ) -> Search | None:
     """Try the drafts that were found, n-grams and MTP layers; return None if interrupted before there was a
     result."""
-    from specgen.llama.decoder_heads import is_heads_file
+    from specgen.drafters.kinds import find_kind
     from specgen.measure.selection.candidates import Refused
     from specgen.measure.selection.draft_search import Search, Tried, by_speedup
     from specgen.measure.selection.trial import measure_target, plain_figures, try_draft
@@ -159,7 +159,9 @@ def search_drafts(
         loaded,
         texts,
         chat=chat,
-        hidden=any(map(is_heads_file, candidates)),
+        hidden=any(
+            kind is not None and kind.reads == "last states" for kind in map(find_kind, candidates)
+        ),
         interrupted=stop,
         progress=lambda done, total: progress(target.name, done, total),
     )

@@ -172,7 +172,7 @@ class ModelLoader:
             stack.callback(engine.close)
             output.note(
                 f"{counted(engine.n_parallel, 'answer')} at once, contexts of {engine.n_ctx} tokens; "
-                f"draft: {loaded.drafts.name}"
+                f"draft: {loaded.draft_name}"
             )
             for notice in engine.take_notices():
                 output.note(notice)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.drafters.hidden_trail import LastHidden
+from specgen.text.hidden_trail import LastHidden
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama.decoder_heads import (
     DecoderHeads,

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specgen.drafters.hidden_trail import HiddenTrail
+from specgen.text.hidden_trail import HiddenTrail
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.draft_kind import draft_kind

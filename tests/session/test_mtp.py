@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specgen.drafters import MtpChainDrafter, MtpDrafter
-from specgen.drafters.hidden_trail import HiddenTrail
+from specgen.text.hidden_trail import HiddenTrail
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend

@@ -190,11 +190,7 @@ def lineups(
 
 def _same_vocabulary(field: Field, sessions: Sequence[Models]) -> dict[str, Path]:
     """Return the draft models with the target's vocabulary, by name: llama.cpp refuses others."""
-    own = {
-        loaded.options.draft
-        for loaded in sessions
-        if not (loaded.drafts.own_vocabulary is not None)
-    }
+    own = {loaded.options.draft for loaded in sessions if not (loaded.own_vocabulary is not None)}
     firsts = {stages[0]: name for name, stages in field.drafts.items() if len(stages) == 1}
     return {
         firsts.get(draft, draft.name): draft

@@ -204,8 +204,10 @@ class SessionOpener:
             drafts = self._drafts_later or options.draft != "none"
             for note in without_effect(options, drafts=drafts, has_gpu=build().gpu_offload):
                 self._note(note)
-            draft, target = loaded.drafts.model, loaded.target
-            if draft is not None and draft.size_bytes > target.size_bytes:
+            target = loaded.target
+            for draft in loaded.draft.models[:1] if loaded.draft is not None else ():
+                if draft.size_bytes <= target.size_bytes:
+                    continue
                 self._note(
                     f"the draft {draft.name} ({human_bytes(draft.size_bytes)}) is larger than the target "
                     f"{target.name} ({human_bytes(target.size_bytes)}): are the two swapped?"
@@ -214,8 +216,8 @@ class SessionOpener:
 
     def _note_kernels(self, loaded: Models) -> None:
         """Say once of each model that specgen's kernels cannot compute it."""
-        for model in (loaded.target, loaded.drafts.model):
-            if model is None or not model.kernel_problem or model.path in self._noted:
+        for model in loaded.models:
+            if not model.kernel_problem or model.path in self._noted:
                 continue
             self._noted.add(model.path)
             self._note(
@@ -228,8 +230,8 @@ class SessionOpener:
         from specgen.llama.kernels.admission import is_first_time
         from specgen.models import cache_folder
 
-        for model in (loaded.target, loaded.drafts.model):
-            if model is None or not model.lacks_disk_room:
+        for model in loaded.models:
+            if not model.lacks_disk_room:
                 continue
             if is_first_time(cache_folder() / f"no-room-for-packed-weights-{__version__}"):
                 self._note(

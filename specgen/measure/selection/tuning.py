@@ -218,9 +218,8 @@ class Tuner:
         self._progress(f"threads for {model.name}", 0, 1)
         default = default_threads()
         counts = thread_counts(default, os.cpu_count() or default, _n_usable_cores())
-        with loaded.contexts(short_context(loaded), drafts=draft is not None) as (target, drafting):
-            backend = target if draft is None else drafting
-            assert backend is not None, "the loaded draft"
+        with loaded.contexts(short_context(loaded), drafts=draft is not None) as (target, drafts):
+            backend = target if draft is None else drafts[0]
             found = measure_threads(backend, counts, default, THREADS_BUDGET_S, self._interrupted)
         if self._interrupted():
             return None
@@ -232,16 +231,16 @@ class Tuner:
         positions; None if interrupted. The acceptance statistics learn from this."""
         n_places = n_agreed = 0
         tell = self._telling(f"agreement of {draft.name}")
-        with self._loaded.contexts(baseline.n_ctx) as (target, drafting):
-            assert drafting is not None, "the loaded draft"
-            measure_if_new(self._loaded, target, drafting)
+        with self._loaded.contexts(baseline.n_ctx) as (target, drafts):
+            measure_if_new(self._loaded, target, drafts)
             for number, answer in enumerate(baseline.answers):
                 tell(number, len(baseline.answers))
                 prompt = answered_prompt(self._loaded, baseline, answer)
-                drafting.remove(0)
-                walk = agreement_walk(self._loaded, prompt, drafting)
+                for each in drafts:
+                    each.remove(0)
+                walk = agreement_walk(self._loaded, prompt, drafts)
                 tokens = [*prompt.tokens, *answer.tokens]
-                read_for(drafting, target, tokens)
+                read_for(drafts[0], target, tokens)
                 for place in range(len(prompt.tokens), len(tokens)):
                     if self._interrupted():
                         return None

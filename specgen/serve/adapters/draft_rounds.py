@@ -66,7 +66,8 @@ class DraftRounds:
             loaded = Models(options, clock, memory, vocabulary_only=True)
             self.models = self._resources.enter_context(loaded)
             _refuse_recurrent(loaded)
-            if options.drafting.is_by_cost and not is_pair_measured(loaded, loaded.drafts.path):
+            timed = loaded.draft.timed if loaded.draft is not None else None
+            if options.drafting.is_by_cost and not is_pair_measured(loaded, timed):
                 _measure(options, memory, clock)
             self.contexts = self._resources.enter_context(loaded.draft_contexts(n_ctx))
             on_error.pop_all()
@@ -91,7 +92,7 @@ class DraftRounds:
     @property
     def draft_name(self) -> str:
         """The drafter: a model's file name, ``ngram`` or ``none``."""
-        return self.models.drafts.name
+        return self.models.draft_name
 
     def next(self, text: abc.Sequence[int]) -> list[int]:
         """Return a draft, which may be empty, to follow a text of at least one token.
@@ -129,9 +130,8 @@ class DraftRounds:
     def _begin_text(self, text: abc.Sequence[int]) -> Sequence:
         """Start a new text. The caches keep the prefix that they share with it."""
         self._end_text()
-        draft = self.contexts[0] if self.contexts else None
         self._sequence = sequence = DrafterFactory(self.models).sequence(
-            Prompt("", tuple(text)), _UNLIMITED, draft, seed=0, helpers=self.contexts[1:]
+            Prompt("", tuple(text)), _UNLIMITED, self.contexts, seed=0
         )
         return sequence
 

@@ -233,7 +233,7 @@ def _prompt(
         # The far ends of a long text matter little: the text is cut to leave room for an answer.
         n_answer = generation.max_tokens if generation.max_tokens >= 0 else n_ctx // 4
         n_room = max(n_ctx // 4, n_ctx - n_answer)
-        return infill_prompt(loaded.target, loaded.drafts.own_vocabulary, asked.gap, n_room).prompt
+        return infill_prompt(loaded.target, loaded.own_vocabulary, asked.gap, n_room).prompt
     prompts = replace(loaded.prompts, n_ctx=n_ctx)
     if request.kind == "chat":
         return prompts.of_messages(

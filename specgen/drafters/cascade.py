@@ -8,10 +8,11 @@ from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import Drafter, Drafting, draft_alone
 from specgen.method.policy import RoundPlan, RoundResult, draft_up_to
+from specgen.text.prefix import n_common
 from specgen.text.text_state import TextState
 
 
-class Drafters:
+class Cascade:
     """A drafter that costs nothing, one that decodes, or both, for one sequence.
 
     In each round `look_up` comes first: the proposal of `free` (n-grams) is known before the round is
@@ -116,11 +117,30 @@ class Drafters:
         """Let the model forget the tokens that it was shown and that did not become text."""
         if not self._shown or self.model is None:
             return
-        n_same = 0
-        for shown, token in zip(self._shown, context[self._n_text :], strict=False):
-            if shown != token:
-                break
-            n_same += 1
+        n_same = n_common(self._shown, context[self._n_text :])
         if n_same < len(self._shown):
             self.model.rewind(self._n_text + n_same)
         self._shown = ()
+
+
+class WrappedDrafter:
+    """Forwards every call to another drafter; subclasses override what differs."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def price(self, n_context: int) -> Price:
+        return self.inner.price(n_context)
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        return self.inner.propose(context, plan, n_drafted)
+
+    def observe(self, result: RoundResult) -> None:
+        self.inner.observe(result)
+
+    def rewind(self, n_tokens: int) -> None:
+        self.inner.rewind(n_tokens)
