@@ -26,7 +26,7 @@ SLOW = cli/test_cli_batch.py cli/test_cli_bench.py cli/test_cli_chat.py cli/test
 	method/test_trees.py::test_drawn_trees_fit method/test_trees.py::test_trees_of_the_likeliest \
 	method/test_verifiers.py session/test_real_model.py session/test_real_translation.py \
 	session/test_translated_session.py llama/test_build_kernels.py llama/test_kernels.py llama/test_llama_dry.py \
-	llama/test_llama_rollback.py llama/test_llama_sampling.py llama/test_rpc.py measure/test_bench_peers.py \
+	llama/test_llama_rollback.py llama/test_llama_sampling.py llama/test_rpc.py measure/test_peers.py \
 	measure/test_doctor.py measure/test_proof.py measure/test_proof_statistics.py models/test_downloads.py \
 	project/test_architectures.py::test_a_tiny project/test_long_runs.py render/test_render_live.py
 
@@ -129,7 +129,7 @@ docs-check: $(VENV)/.installed-dev ## Check that the generated part of docs/ is 
 install: $(VENV)/.installed ## Build and install specgen into VENV
 
 # With the flags of the build that is installed, unless others are asked for.
-peers: $(VENV)/.installed ## Build llama.cpp's own programs, for specgen bench --against llama.cpp
+peers: $(VENV)/.installed ## Build llama.cpp's own programs, for benchmarks/peers.py
 	@CMAKE_ARGS="$${CMAKE_ARGS:-$$(sed -n 's/^cmake: //p' $(VENV)/.llama-settings)}" \
 		$(BIN)/python -m scripts.build_peers $(VENV)/peers
 

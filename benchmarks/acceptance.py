@@ -36,7 +36,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.answers import answer, begin
-from specgen.measure.proof import evenly_chosen, read_prompts
+from specgen.measure.prompts import evenly_chosen, read_prompts
 from specgen.method.backend import Backend, Batch
 from specgen.method.loop import Loop
 from specgen.options import (

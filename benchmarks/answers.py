@@ -16,14 +16,15 @@ from statistics import geometric_mean
 from typing import Any
 
 from specgen.events import FinishedEvent
-from specgen.measure.bench.contenders import NOW
-from specgen.measure.bench.prompts import (
+from specgen.measure.bench.runs import NOW
+from specgen.measure.prompts import (
     BenchPrompt,
+    evenly_chosen,
     first_of_each,
     own_prompts,
     read_bench_prompts,
+    read_prompts,
 )
-from specgen.measure.proof import evenly_chosen, read_prompts
 from specgen.options import DraftOptions, DraftSource, GenerationOptions, SessionOptions, parse_tree
 from specgen.session.calibration.memory import Memory
 from specgen.session.engine import generate

@@ -32,32 +32,42 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.answers import bench_prompts, write_json
 from specgen.drafters import draft_alone
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
-from specgen.measure.bench.contenders import NOW
-from specgen.measure.bench.figures import ContenderFigures, geometric_mean, speedup_of
-from specgen.measure.bench.job import Job
-from specgen.measure.bench.plan import NGRAM, Field, Plan, find_fields
-from specgen.measure.bench.prompts import BenchPrompt
-from specgen.measure.bench.report import BenchReport, to_json_object
-from specgen.measure.bench.runs import Result
-from specgen.measure.selection.session_opening import open_memory
-from specgen.measure.selection.trial import Baseline, TargetAnswer, agreeing_path, measure_target
+from specgen.measure.bench.figures import (
+    BenchReport,
+    ContenderFigures,
+    figures_of,
+    geometric_mean,
+    speedup_of,
+    to_json_object,
+)
+from specgen.measure.bench.plan import (
+    NGRAM,
+    Field,
+    Plan,
+    about,
+    contender_entries,
+    find_fields,
+    measure,
+)
+from specgen.measure.bench.runs import NOW, Result
+from specgen.measure.prompts import BenchPrompt
+from specgen.measure.trial import Baseline, TargetAnswer, agreeing_path, measure_target
 from specgen.method.draft import ROOT, Draft
 from specgen.method.policy import draft_up_to
 from specgen.models import cache_folder
 from specgen.options import (
     AUTO_TREE,
-    ContextOptions,
-    Contexts,
     DraftOptions,
     GenerationOptions,
-    SamplerOptions,
+    SessionOptions,
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.loaded_models import Models
+from specgen.session.open import open_memory
 from specgen.text.sequence import Sequence
 
 if TYPE_CHECKING:
-    from specgen.options import DraftSource, SessionOptions
+    from specgen.options import DraftSource
     from specgen.system.progress import Progress
 
 #: Every fourth look also times a draft of a single token.
@@ -77,21 +87,24 @@ def main() -> None:
     asked = parser.parse_args()
     print(choose_kernels(wanted_in(os.environ), cache_folder()).label, file=sys.stderr)
     prompts = bench_prompts(asked.prompts, asked.count)
-    plan = Plan(
-        policies=(asked.policy,),
-        trees=(AUTO_TREE,),
-        temperatures=(0.0,),
-        sampling=SamplerOptions(),
+    base = SessionOptions(
+        target=asked.target,
+        draft="none",
         drafting=DraftOptions(max_tokens=asked.draft_max),
-        answer=GenerationOptions(max_tokens=asked.max_tokens),
-        machine=Contexts(ContextOptions(), ContextOptions()),
-        chat=None,
-        known=open_memory(),
+        generation=GenerationOptions(max_tokens=asked.max_tokens),
+        cache=cache_folder(),
     )
+    plan = Plan(base, (asked.policy,), (AUTO_TREE,), known=open_memory())
     (field,) = find_fields([asked.target], [], asked.draft, quiet=True)
-    job = Job(plan, prompts, 1, _tell, lambda: False, shlex.join(sys.argv))
-    job.measure(field)
-    report = job.report([field])
+    measured = measure([field], plan, prompts, progress=_tell)
+    report = BenchReport(
+        about(plan, [field], shlex.join(sys.argv), measured.kernels),
+        contender_entries([field], plan),
+        prompts,
+        1,
+        measured.runs,
+        figures_of(measured.runs.results),
+    )
     found = foresee_field(field, plan, report)
     for each in report.figures:
         share = share_reached(report, found, each)
@@ -422,7 +435,7 @@ def foresee_field(field: Field, plan: Plan, report: BenchReport) -> Foresight:
         drafts[NGRAM] = NGRAM
     skipped = {skip.prompt for skip in report.runs.skipped}
     prompts = [prompt for prompt in report.prompts if prompt.number not in skipped]
-    options = foresight_options(plan.options(field), plan.n_max)
+    options = foresight_options(plan.options(field, plan.plain), max(w.n_max for w in plan.ways))
     with Models(options, time.perf_counter) as loaded:
         found = foresee(loaded, field.name, drafts, groups, prompts, chat=plan.chat, progress=_tell)
     assert found is not None, "it is not interrupted"
@@ -432,12 +445,7 @@ def foresee_field(field: Field, plan: Plan, report: BenchReport) -> Foresight:
 def groups_of(field: Field, plan: Plan) -> list[tuple[str, ...]]:
     """Return the groups of drafts that draft together, and the group of all of them. Drafts with a draft of
     their own are left out."""
-    together = [
-        tuple(plan.drafters(draft, way))
-        for draft, stages in field.drafts.items()
-        if len(stages) == 1
-        for way in plan.ways
-    ]
+    together = [tuple(each.drafters) for each in plan.entries(field) if len(each.stages) == 1]
     named = tuple(dict.fromkeys(name for group in together for name in group))
     return list(dict.fromkeys((*together, named))) if named else []
 

@@ -36,17 +36,18 @@ from specgen.events import FinishedEvent
 from specgen.llama import LlamaModel
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import computing
-from specgen.measure.selection.session_opening import find_target, open_memory
-from specgen.measure.selection.trial import Baseline, Replay, TargetAnswer, answered_prompt, replay
+from specgen.measure.trial import Baseline, Replay, TargetAnswer, answered_prompt, replay
 from specgen.models import cache_folder, identify
+from specgen.models.made_files import learning_folder
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
+from specgen.session.files import find_target
 from specgen.session.kept_answers import last_number
 from specgen.session.loaded_models import Models
+from specgen.session.open import open_memory
 from specgen.system.json_values import as_json
 from specgen.system.machine import look_at_machine
-from specgen.train.draft_files import learning_folder
 from specgen.train.online_learning import Lesson, learn
 from specgen.train.training_loop import Budget
 

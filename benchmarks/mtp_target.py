@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from benchmarks.model_files import Stored, copy_metadata, write_file
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.operators import quantize
-from specgen.measure.proof import read_prompts
+from specgen.measure.prompts import read_prompts
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.train.gguf_weights import ModelRows

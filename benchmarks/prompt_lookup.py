@@ -23,13 +23,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers import PeerError, run_program
 from specgen.llama import default_threads
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
-from specgen.measure.bench.contenders import NOW, Outcome, SessionContender, outcome_of_peer
-from specgen.measure.bench.figures import figures_of
-from specgen.measure.bench.peers import PeerError, PeerResult, run_program
-from specgen.measure.bench.report import BenchReport, to_json_object
-from specgen.measure.bench.runs import Lineup, Runs, run_lineups
+from specgen.measure.bench.figures import BenchReport, figures_of, to_json_object
+from specgen.measure.bench.runs import (
+    NOW,
+    Lineup,
+    Outcome,
+    Runs,
+    SessionContender,
+    run_lineups,
+)
 from specgen.models import cache_folder
 from specgen.render.tables import bench_lines
 from specgen.session.loaded_models import Models
@@ -93,7 +98,7 @@ class LookupContender:
             n_gpu_layers=options.target_context.n_gpu_layers,
             flash_attention=options.target_context.flash_attention != "off",
         )
-        return outcome_of_peer(run_lookup(job))
+        return run_lookup(job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,23 +117,14 @@ class LookupJob:
     flash_attention: bool = True
 
 
-def run_lookup(
-    job: LookupJob,
-    *,
-    limit_s: float = 900.0,
-    interrupted: Callable[[], bool] = lambda: False,
-) -> PeerResult | None:
-    """Let llama-cpp-python answer; None if `interrupted` returned True and it was killed. Raise `PeerError`
-    if it fails or takes longer than `limit_s` seconds."""
-    command = (sys.executable, __file__, "--child")
-    data = json.dumps(asdict(job))
-    output = run_program(command, limit_s=limit_s, interrupted=interrupted, stdin=data)
-    if output is None:
-        return None
+def run_lookup(job: LookupJob) -> Outcome:
+    """Let llama-cpp-python answer. Raise `PeerError` if it fails or takes too long."""
+    command = (sys.executable, "-m", "benchmarks.prompt_lookup", "--child")
+    stdout, _ = run_program(command, stdin=json.dumps(asdict(job)))
     try:
-        told = json.loads(output[0].splitlines()[-1])
-        told["token_ids"] = tuple(told["token_ids"])
-        return PeerResult(**told, n_prompt_tokens=len(job.prompt), command=command)
+        found = json.loads(stdout.splitlines()[-1])
+        found["token_ids"] = tuple(found["token_ids"])
+        return Outcome(**found, finish_reason=None, time_to_first_token_s=None)
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise PeerError("llama-cpp-python's prompt lookup tells no figures") from error
 
@@ -158,7 +154,7 @@ class CountingDrafter:
 
 
 def answer(job: LookupJob, clock: Callable[[], float]) -> dict[str, Any]:
-    """Load the model and generate; return the fields of a `PeerResult` that this gives."""
+    """Load the model and generate; return the fields of an `Outcome` that this gives."""
     from specgen.llama.vocabulary import LlamaVocabulary
 
     drafter, model = _open(job)
@@ -179,7 +175,6 @@ def answer(job: LookupJob, clock: Callable[[], float]) -> dict[str, Any]:
         "token_ids": token_ids[:-1] if vocabulary.is_end(token_ids[-1]) else token_ids,
         "n_tokens": len(token_ids),
         "tokens_per_s": (len(token_ids) - 1) / seconds if seconds else None,
-        "seconds": seconds,
         "prompt_s": times_s[0] - started_s,
         "n_drafted": drafter.n_drafted,
         "n_accepted": drafter.n_accepted,

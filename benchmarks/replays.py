@@ -39,7 +39,7 @@ import numpy as np
 
 from benchmarks.answers import begin, read_setting
 from specgen.events import FinishedEvent
-from specgen.measure.bench.prompts import BenchPrompt, first_of_each, read_bench_prompts
+from specgen.measure.prompts import BenchPrompt, first_of_each, read_bench_prompts
 from specgen.measure.proof.memo_backend import MemoBackend
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import CostTable

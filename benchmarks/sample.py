@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from specgen.measure.bench.prompts import first_of_each, own_prompts, read_bench_prompts
+from specgen.measure.prompts import first_of_each, own_prompts, read_bench_prompts
 
 _MORE = Path(__file__).with_name("prompts.jsonl")
 #: Our categories: what a table calls them, and what they are called in either of our files.

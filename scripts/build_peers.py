@@ -1,4 +1,4 @@
-"""Builds llama.cpp's own programs that speculate, for `specgen bench --against llama.cpp`.
+"""Builds llama.cpp's own programs that speculate, for `benchmarks/peers.py`.
 
 Their source is the one that the installed llama-cpp-python was built from: the source
 distribution of that version, from the package index. Its CMake project is configured as pip
@@ -29,7 +29,7 @@ from pathlib import Path
 from scripts import cmake_args
 from specgen.errors import FetchError, SpecgenError
 from specgen.models.progress import LineProgress
-from specgen.models.pypi import ACCEPT, INDEX_VARIABLE, IndexFile, index_url, normalized, parse_page
+from specgen.models.pypi import INDEX_VARIABLE, IndexFile, files_of, index_url, normalized
 
 PACKAGE = "llama-cpp-python"
 PROGRAMS = ("llama-speculative-simple", "llama-lookup")
@@ -158,15 +158,14 @@ def download(version: str, work: Path) -> Path:
     archive = work / archive_name(version)
     with requests.Session() as session:
         transfer = Transfer(session, LineProgress(sys.stderr))
-        page = transfer.page(f"{index_url()}{PACKAGE}/", ACCEPT)
-        file = find_source(parse_page(page), version) if page else None
+        file = find_source(files_of(transfer, PACKAGE), version)
         if file is None or file.sha256 is None:
             raise FetchError(
                 f"{index_url()} has no source distribution of {PACKAGE} {version} with a SHA-256",
                 f"{INDEX_VARIABLE} names another index",
             )
         say(f"downloading {file.name}")
-        transfer.download(file.url, archive, sha256=file.sha256, report=lambda _done, _all: None)
+        transfer.download(file.url, archive, file.sha256)
     return archive
 
 

@@ -15,13 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from specgen.errors import UsageError
 from specgen.events import CommittedEvent, Event
-from specgen.measure.selection.model_choice import staged
-from specgen.measure.selection.session_opening import (
-    SessionOpener,
-    find_models,
-    session_options,
-    start_kernels,
-)
 from specgen.options import (
     ContextOptions,
     Contexts,
@@ -31,9 +24,12 @@ from specgen.options import (
     KernelChoice,
     KernelOptions,
     SamplerOptions,
+    staged,
 )
 from specgen.session.engine import Engine
+from specgen.session.files import find_models
 from specgen.session.loaded_models import Models
+from specgen.session.open import open_session, session_options, start_kernels
 from specgen.session.prompts import Prompt
 from specgen.session.prompts.template import Message
 from specgen.session.request import Request
@@ -113,7 +109,7 @@ def load(
         Contexts(context or ContextOptions(), draft_context or ContextOptions(), own_kernels),
     )
     with contextlib.ExitStack() as on_error:
-        loaded = SessionOpener(sources.drafts, clock=time.perf_counter, note=note).open(options)
+        loaded = open_session(options, sources.drafts, clock=time.perf_counter, note=note)
         on_error.callback(loaded.close)
         engine = Engine(loaded, n_parallel=n_parallel, n_ctx=n_ctx)
         on_error.pop_all()

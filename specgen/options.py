@@ -1,14 +1,20 @@
-"""Every option of a run and its default. Defaults are defined nowhere else.
+"""Every option of a run: its default, and its spellings and help on the command line.
 
-The command line reads its defaults from here, so `specgen run --help` shows these values.
-Importing this module costs nothing (no NumPy, no llama.cpp).
+An option is declared here and nowhere else; `specgen.cli.flags` makes typer's options of these fields.
+Importing this module costs nothing (no NumPy, no llama.cpp, no typer).
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
+
+from specgen.errors import UsageError
 
 #: What drafts: a model file, n-grams of the text so far, or nothing.
 DraftSource: TypeAlias = Path | Literal["ngram", "none", "mtp"]
@@ -30,6 +36,30 @@ SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
 #: What the text views show of a draft besides the answer: rejected tokens until the next
 #: round (``accepted``), for good (``all``), or no marks at all (``none``).
 Show: TypeAlias = Literal["accepted", "all", "none"]
+
+
+def option(default: Any, spellings: str, help: str, **settings: Any) -> Any:  # noqa: A002
+    """Declare a field that is an option of the command line, too.
+
+    Its `spellings` have spaces between, the readable one first, then llama.cpp's. `panel` is its heading in the
+    help; `parse` makes the field's value of the text (or texts, where the field is a tuple) and raises
+    `ValueError`. The other settings are those of `typer.Option`.
+    """
+    return field(
+        default=default, metadata={"spellings": spellings.split(), "help": help, **settings}
+    )
+
+
+def utf8(given: Any) -> Any:
+    """Return texts that were given as they are. Raise `ValueError` unless they are UTF-8: other bytes arrive as
+    lone surrogates, which cannot be encoded later."""
+    try:
+        (given if isinstance(given, str) else "".join(given)).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"it is not UTF-8 at character {error.start}; check the terminal's locale"
+        ) from None
+    return given
 
 
 #: The samplers by llama.cpp's names, in its order.
@@ -74,6 +104,45 @@ _ALIASES: dict[str, SamplerName] = {
 }
 
 
+#: Logits are float32: factors near its largest number (3e38) would make infinities.
+LARGEST_FACTOR = 1e30
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
+
+
+def _parse_biases(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
+    """Parse TOKEN_ID(+|-)BIAS, llama.cpp's form."""
+    found = []
+    for text in texts:
+        match = re.fullmatch(r"(\d+)([+-].+)", text)
+        try:
+            token_id, bias = (int(match[1]), float(match[2])) if match else (-1, math.nan)
+        except ValueError:
+            token_id, bias = -1, math.nan
+        if token_id < 0 or not (bias == -math.inf or abs(bias) <= LARGEST_FACTOR):
+            raise ValueError(
+                f"{text} is not TOKEN_ID+BIAS or TOKEN_ID-BIAS, as 15043+1 or 15043-inf"
+            )
+        found.append((token_id, bias))
+    return tuple(found)
+
+
+def _parse_breakers(texts: Sequence[str]) -> tuple[str, ...]:
+    """Return the texts, with their escapes replaced as llama.cpp replaces them."""
+    if "" in texts:
+        raise ValueError("a text is empty; for no breakers at all, give none")
+    if "none" in texts:
+        return ()
+    return tuple(
+        re.sub(r"\\([nrt\"'\\])", lambda found: _ESCAPES[found[1]], text) for text in utf8(texts)
+    )
+
+
+_sampling = partial(option, panel="Sampling")
+_repetition = partial(option, panel="Sampling: against repetition")
+_more_sampling = partial(option, panel="Sampling: more of llama.cpp's samplers")
+_share = partial(_more_sampling, min=0.0, max=1.0)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplerOptions:
     """How a token is drawn from logits. Names, order and meaning are llama.cpp's.
@@ -81,53 +150,120 @@ class SamplerOptions:
     The temperature comes last, so all others act on the distribution at temperature 1.
     """
 
-    #: Temperature; 0 or less takes the most likely token that the other samplers leave.
-    temperature: float = 0.0
-    #: Keep the k most likely tokens; 0 or less keeps all.
-    top_k: int = 40
-    #: Keep the smallest set of most likely tokens whose mass reaches p; 1 keeps all.
-    top_p: float = 0.95
-    #: Drop tokens less likely than p times the most likely one; 0 keeps all.
-    min_p: float = 0.05
-    #: Seed of the random numbers; negative picks one and reports it.
-    seed: int = -1
-    #: Which samplers there are, in their order. One that is not named does nothing, whatever
-    #: its options; without the temperature, tokens are drawn at temperature 1.
+    temperature: float = _sampling(
+        0.0,
+        "--temp --temperature",
+        "Temperature; 0 takes the most likely token that the other samplers leave.",
+        min=0.0,
+    )
+    top_k: int = _sampling(40, "--top-k", "Keep the k most likely tokens; 0 keeps all.", min=0)
+    top_p: float = _sampling(
+        0.95,
+        "--top-p",
+        "Keep the most likely tokens that together reach p; 1 keeps all.",
+        min=0.0,
+        max=1.0,
+    )
+    min_p: float = _sampling(
+        0.05,
+        "--min-p",
+        "Drop tokens less likely than p times the most likely one; 0 keeps all.",
+        min=0.0,
+        max=1.0,
+    )
+    seed: int = _sampling(
+        -1, "--seed -s", "Seed of the random numbers; -1 picks one.", min=-1, max=2**63 - 1
+    )
+    #: One that is not named does nothing, whatever its options; without the temperature, tokens are drawn at
+    #: temperature 1.
     samplers: tuple[SamplerName, ...] = DEFAULT_SAMPLERS
-    #: How many of the last tokens of the text the next three look at; -1 is all, 0 none.
-    repeat_last_n: int = 64
-    #: Divide the positive logits of tokens that occurred by this, and multiply the others.
-    repeat_penalty: float = 1.0
-    #: Take this off the logits of tokens that occurred, once.
-    presence_penalty: float = 0.0
-    #: The same for every time that they occurred.
-    frequency_penalty: float = 0.0
-    #: DRY: a token that would make a repetition of n tokens longer loses
-    #: multiplier * base ** (n - allowed length), from the allowed length on; 0 is off.
-    dry_multiplier: float = 0.0
-    #: Below 1 DRY is off.
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    #: How many of the last tokens of the text to look for repetitions in; -1 is all, 0 none.
-    dry_last_n: int = 64
-    #: A repetition does not reach back over any of these strings.
-    dry_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    #: Keep the smallest set of most typical tokens whose mass exceeds p; 1 keeps all.
-    typical_p: float = 1.0
-    #: Drop tokens whose logit is more than n standard deviations below the largest one; 0 or
-    #: less keeps all.
-    top_n_sigma: float = -1.0
-    #: With this probability, drop all but the least likely of the tokens at least as likely as
-    #: the threshold; a threshold above 1/2 keeps all.
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    #: Choose a temperature between temperature - range and temperature + range by the entropy;
-    #: 0 is the fixed temperature.
-    dynatemp_range: float = 0.0
-    #: How the entropy, as a share of the largest possible one, becomes a temperature: its power.
-    dynatemp_exponent: float = 1.0
-    #: Token ids and what to add to their logits, before everything else; -inf forbids a token.
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = _sampling(
+        (),
+        "--logit-bias -l",
+        "Make a token more or less likely before all samplers, for example 15043+1 or 15043-inf; may be given "
+        "several times.",
+        metavar="TOKEN_ID(+|-)BIAS",
+        parse=_parse_biases,
+    )
+    repeat_last_n: int = _repetition(
+        64,
+        "--repeat-last-n",
+        "How many of the last tokens the penalties look at; -1 is all.",
+        min=-1,
+    )
+    repeat_penalty: float = _repetition(
+        1.0,
+        "--repeat-penalty",
+        "Divide (or, if negative, multiply) the logits of tokens that occurred; 1 is off.",
+        min=0.01,
+    )
+    presence_penalty: float = _repetition(
+        0.0,
+        "--presence-penalty",
+        "Subtract this from the logits of tokens that occurred; 0 is off.",
+    )
+    frequency_penalty: float = _repetition(
+        0.0, "--frequency-penalty", "Subtract this for each time that a token occurred; 0 is off."
+    )
+    #: DRY: a token that would make a repetition of n tokens longer loses multiplier * base ** (n - allowed
+    #: length), from the allowed length on.
+    dry_multiplier: float = _repetition(
+        0.0,
+        "--dry-multiplier",
+        "DRY: penalty of a token that would extend a repetition; 0 is off.",
+        min=0.0,
+    )
+    dry_base: float = _repetition(
+        1.75,
+        "--dry-base",
+        "DRY: by how much the penalty grows for each token of the repetition; below 1 is off.",
+        min=0.0,
+    )
+    dry_allowed_length: int = _repetition(
+        2, "--dry-allowed-length", "DRY: repetitions of fewer tokens are free.", min=0
+    )
+    dry_last_n: int = _repetition(
+        64,
+        "--dry-penalty-last-n",
+        "DRY: how many of the last tokens to look at; -1 is all, 0 is off.",
+        min=-1,
+    )
+    dry_breakers: tuple[str, ...] = _repetition(
+        ("\n", ":", '"', "*"),
+        "--dry-sequence-breaker",
+        "DRY: no repetition goes on across this text; may be given several times and replaces the "
+        "defaults; none leaves none.",
+        metavar="TEXT",
+        show_default=r"\n : \" *",
+        parse=_parse_breakers,
+    )
+    typical_p: float = _share(
+        1.0,
+        "--typical --typical-p",
+        "Locally typical sampling: keep the most typical tokens that reach p; 1 is off.",
+    )
+    top_n_sigma: float = _more_sampling(
+        -1.0,
+        "--top-nsigma --top-n-sigma",
+        "Keep tokens within n standard deviations of the largest logit; -1 is off.",
+    )
+    xtc_probability: float = _share(
+        0.0, "--xtc-probability", "XTC: chance that the most likely tokens are left out; 0 is off."
+    )
+    xtc_threshold: float = _share(
+        0.1,
+        "--xtc-threshold",
+        "XTC: which ones: all but the last that reach this probability; over 0.5 is off.",
+    )
+    dynatemp_range: float = _more_sampling(
+        0.0,
+        "--dynatemp-range",
+        "Dynamic temperature: by how much it moves with the entropy; 0 is off.",
+        min=0.0,
+    )
+    dynatemp_exponent: float = _more_sampling(
+        1.0, "--dynatemp-exp", "Dynamic temperature: exponent of the entropy.", min=0.0
+    )
 
     @property
     def greedy(self) -> bool:
@@ -255,49 +391,132 @@ def parse_tree(text: str) -> TreeShape:
     return shape
 
 
+_drafting = partial(option, panel="Drafting")
+_ngrams = partial(option, panel="Repetitions")
+_lookup = partial(option, panel="Other texts")
+
+
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
     """How much is drafted in a round, and how drafts are judged."""
 
-    #: ``cost`` drafts as long as that is expected to save time, by measured costs and by what
-    #: was accepted before; ``threshold`` until the draft as a whole becomes too unlikely, by a
-    #: bound that moves with what was accepted; ``fixed`` as much as `max_tokens` and `p_min` say.
-    policy: PolicyName = "cost"
-    #: The most tokens drafted a round; None takes `FIXED_LENGTH` for fixed drafts, and
-    #: `LONGEST_DRAFT` for the others.
-    max_tokens: int | None = None
-    #: Whether drafts branch, and how.
-    tree: TreeShape = AUTO_TREE
-    #: The most tokens from a tree's root down; None is as many as it has.
-    tree_depth: int | None = None
-    #: Drafts shorter than this are not used. A draft drawn at random from a draft model is
-    #: always used: dropping one for what it contains would bias the answer.
-    min_tokens: int = 0
-    #: Stop drafting where the draft's most likely token is less likely than this (at
-    #: temperature 1); None takes `FIXED_P_MIN` for fixed drafts, and 0 for the others.
-    p_min: float | None = None
-    #: Beside a draft model, let n-grams draft too; None does so where costs decide which of them.
-    ngrams: bool | None = None
-    #: Prompt lookup: the shortest run of tokens that counts as a repetition, and the longest that
-    #: counts for more than a shorter one; None takes `FIXED_NGRAMS` for fixed drafts, and
-    #: `NGRAMS` for others, which weigh how likely a short one is to go on as before.
-    ngram_max: int | None = None
-    ngram_min: int | None = None
-    #: Files and folders whose texts are looked up too.
-    lookup_files: tuple[Path, ...] = ()
-    #: Whether texts of earlier runs are looked up, and this one's kept for later.
-    lookup_store: bool = False
-    #: ``auto`` takes, of the others, the one that accepts most of the draft at hand.
-    verifier: VerifierName = "auto"
-    #: Temperature and top-k of a draft model's draws; None takes `DRAFT_TEMPERATURE` times the
-    #: target's temperature, and its top-k. They change how much is accepted, never what is said.
-    temperature: float | None = None
-    top_k: int | None = None
-    #: ``auto`` translates what a draft model with another vocabulary says, ``off`` refuses such a pair.
-    translate: TranslateMode = "auto"
-    #: The mask token of a parallel draft model, which predicts several tokens in one decode: ``auto`` takes
-    #: what its file says, ``off`` drafts one token after the other; else the token's number or its text.
-    mask: str = "auto"
+    policy: PolicyName = _drafting(
+        "cost",
+        "--policy",
+        "How much to draft: cost (as long as it is expected to save time, by measured costs and "
+        "acceptance rates), threshold (until the whole draft is too unlikely, by an adaptive bound), or "
+        "fixed (by --draft-max and --draft-p-min alone).",
+        envvar="SPECGEN_POLICY",
+    )
+    max_tokens: int | None = _drafting(
+        None,
+        "--draft-max --draft-n",
+        "The most tokens to draft in a round; 0 drafts nothing.",
+        min=0,
+        max=128,
+        show_default=f"{LONGEST_DRAFT}, or {FIXED_LENGTH} with --policy fixed",
+    )
+    tree: TreeShape = _drafting(
+        AUTO_TREE,
+        "--tree",
+        "Whether drafts branch: auto (where it is expected to save time; needs --policy cost), off "
+        "(chains), a fixed number of children at each depth (3,2,1), or a number of independent drafts "
+        "and their length (4x5). A fixed shape is drafted in every round.",
+        metavar="auto|off|3,2,1|4x5",
+        parse=parse_tree,
+    )
+    tree_depth: int | None = _drafting(
+        None,
+        "--tree-depth",
+        "The greatest depth of a tree, in tokens; --draft-max limits all tokens of the tree.",
+        min=1,
+        show_default=False,
+    )
+    min_tokens: int = _drafting(
+        0,
+        "--draft-min --draft-n-min",
+        "Do not use drafts with fewer tokens. (Sampled drafts are always used: dropping them would "
+        "bias the answer.)",
+        min=0,
+    )
+    p_min: float | None = _drafting(
+        None,
+        "--draft-p-min",
+        "Stop drafting where the draft's most likely token has a lower probability.",
+        min=0.0,
+        max=1.0,
+        show_default=f"0, or {FIXED_P_MIN} with --policy fixed",
+    )
+    temperature: float | None = _drafting(
+        None,
+        "--draft-temp",
+        "Temperature at which a draft model samples; it does not change the answer's distribution.",
+        min=0.01,
+        show_default=f"{DRAFT_TEMPERATURE} times the target's",
+    )
+    top_k: int | None = _drafting(
+        None,
+        "--draft-top-k",
+        "Top-k with which a draft model samples; it does not change the answer's distribution.",
+        min=0,
+        show_default="the target's",
+    )
+    verifier: VerifierName = _drafting(
+        "auto",
+        "--verifier",
+        "How drafts are verified; all ways keep the target's distribution: match (a seed gives the "
+        "same text as without a draft), residual, block, spectr (for independent drafts), or auto (match "
+        "with a seed, else the one that accepts most).",
+    )
+    translate: TranslateMode = _drafting(
+        "auto",
+        "--translate",
+        "For a draft model with another vocabulary: auto translates its text, off refuses the model.",
+    )
+    mask: str = _drafting(
+        "auto",
+        "--draft-mask",
+        "The mask token of a parallel draft model (PARD), which predicts all tokens of a draft in one "
+        "decode: its number or its text. auto takes what the file says, off drafts one token after the other.",
+        metavar="auto|off|TOKEN",
+        parse=utf8,
+    )
+    ngrams: bool | None = _ngrams(
+        None,
+        "--ngrams/--no-ngrams",
+        "Also draft repetitions of the text so far, beside a draft model. With --policy cost the more "
+        "promising of the two drafts, else repetitions come first.",
+        show_default="with --policy cost",
+    )
+    ngram_min: int | None = _ngrams(
+        None,
+        "--ngram-min",
+        "The shortest run of tokens that counts as a repetition.",
+        min=1,
+        show_default=f"{NGRAMS[0]}, or {FIXED_NGRAMS[0]} with --policy fixed",
+    )
+    ngram_max: int | None = _ngrams(
+        None,
+        "--ngram-max",
+        "The longest run of tokens that is compared; longer ones count the same.",
+        min=1,
+        max=64,
+        show_default=f"{NGRAMS[1]}, or {FIXED_NGRAMS[1]} with --policy fixed",
+    )
+    lookup_files: tuple[Path, ...] = _lookup(
+        (),
+        "--lookup-file --lookup-cache-static -lcs",
+        "Also draft repetitions of these texts: a code base, earlier answers (JSON Lines or text). May "
+        "be given several times.",
+        metavar="FILE|FOLDER",
+        show_default=False,
+    )
+    lookup_store: bool = _lookup(
+        False,
+        "--lookup-store",
+        "Keep prompts and answers on this disk, in the cache folder, and also draft repetitions of "
+        "earlier ones. Without it nothing is kept.",
+    )
 
     @property
     def n_max(self) -> int:
@@ -361,24 +580,48 @@ class Workers:
     timeout_s: float = field(default=60.0, compare=False)
 
 
+_machine = partial(option, panel="Machine")
+
+
 @dataclass(frozen=True, slots=True)
 class ContextOptions:
     """How a model is loaded and its context made."""
 
-    #: Context size in tokens; None takes what the prompt and the answer can need, 0 the size
-    #: the model was trained with.
-    n_ctx: int | None = None
-    #: Prompt tokens decoded at once.
-    n_batch: int = 512
-    #: Threads for one token and for batches; None takes the number of physical cores.
-    n_threads: int | None = None
-    n_threads_batch: int | None = None
-    #: Layers kept on the GPU; negative is all of them.
-    n_gpu_layers: int = -1
-    flash_attention: FlashAttention = "auto"
-    #: Types of the K and V cache.
-    cache_type_k: CacheType = "f16"
-    cache_type_v: CacheType = "f16"
+    n_ctx: int | None = _machine(
+        None,
+        "--ctx-size -c",
+        "Context size in tokens; 0 is the size that the model was trained with.",
+        min=0,
+        show_default="what prompt and answer need; 4096 at most in chat, and in fim what is read in 5 s",
+    )
+    n_batch: int = _machine(
+        512, "--batch-size -b", "Prompt tokens to decode at once.", min=1, max=8192
+    )
+    n_threads: int | None = _machine(
+        None,
+        "--threads -t",
+        "Threads for decoding.",
+        min=1,
+        max=1024,
+        show_default="what `specgen tune` found best, or physical cores",
+    )
+    n_threads_batch: int | None = _machine(
+        None,
+        "--threads-batch -tb",
+        "Threads for batches: prompts and verification.",
+        min=1,
+        max=1024,
+        show_default="same as --threads",
+    )
+    n_gpu_layers: int = _machine(
+        -1,
+        "--gpu-layers -ngl",
+        "Layers of the target to keep on the GPU; -1 is all of them.",
+        min=-1,
+    )
+    flash_attention: FlashAttention = _machine("auto", "--flash-attn -fa", "Flash attention.")
+    cache_type_k: CacheType = _machine("f16", "--cache-type-k -ctk", "Type of the cached keys.")
+    cache_type_v: CacheType = _machine("f16", "--cache-type-v -ctv", "Type of the cached values.")
     #: Other machines that hold its layers; None for this one.
     workers: Workers | None = None
 
@@ -387,8 +630,20 @@ class ContextOptions:
 class KernelOptions:
     """Who computes on the CPU, and whether weights packed for specgen's kernels are kept on the disk."""
 
-    choice: KernelChoice = "auto"
-    packed_cache: Literal["auto", "off"] = "auto"
+    choice: KernelChoice = _machine(
+        "auto",
+        "--kernels",
+        "Whose code computes on the CPU. specgen: its own kernels, which make the rows of a batch "
+        "cheap; auto: these, if they were built and pass their test.",
+        envvar="SPECGEN_KERNELS",
+    )
+    packed_cache: Literal["auto", "off"] = _machine(
+        "auto",
+        "--packed-cache",
+        "Keep the weights on the disk as specgen's kernels read them, so that the next command starts at "
+        "once: auto (if the disk has room), or off.",
+        envvar="SPECGEN_PACKED_CACHE",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,23 +664,62 @@ class Grammar:
     text: str
 
 
+_answer = partial(option, panel="Answer")
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
     """When an answer ends."""
 
-    #: The most tokens to generate; negative goes on until the text ends or the context is full.
-    max_tokens: int = -1
-    #: Strings that end the answer; not part of it.
-    stop: tuple[str, ...] = ()
-    #: Never choose an end-of-text token.
-    ignore_eos: bool = False
+    max_tokens: int = _answer(
+        -1,
+        "--max-tokens --predict --n-predict -n",
+        "The most tokens to generate; -1 continues until the text ends or the context is full.",
+        min=-1,
+    )
+    stop: tuple[str, ...] = _answer(
+        (),
+        "--stop --reverse-prompt -r",
+        "End the answer before this text; may be given several times.",
+        metavar="TEXT",
+        parse=utf8,
+    )
+    ignore_eos: bool = _answer(False, "--ignore-eos", "Never choose an end-of-text token.")
+    logprobs: int | None = _answer(
+        None,
+        "--logprobs",
+        "With --json: report the target's log-probability of each token, and the N most likely tokens "
+        "in its place.",
+        min=0,
+        max=100,
+        metavar="N",
+        show_default="none",
+    )
     #: A grammar that the answer follows.
     grammar: Grammar | None = None
-    #: Report the target's log-probability of each token, and of this many of the most likely
-    #: ones in its place; None reports none.
-    logprobs: int | None = None
     #: Control tokens, by their entries, that are shown in the text, and that the grammar may ask for.
     shown_controls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """The models that the user named; None for those that were not named."""
+
+    target: str | None
+    draft: str | None
+    pair: str | None
+    #: The drafts of the draft: the first drafts for the draft model, the next for that one, and so on.
+    helpers: tuple[str, ...] = ()
+
+
+def staged(target: str | None, drafts: Sequence[str], pair: str | None) -> ModelChoice:
+    """Return the models. The first of `drafts` drafts for the target, the next one for the first, and so
+    on. Raise `UsageError` if the drafts cannot be combined."""
+    if "none" in drafts and len(drafts) > 1:
+        raise UsageError("--draft none drafts nothing, so it goes with no other --draft")
+    if "ngram" in drafts[:-1]:
+        raise UsageError("--draft ngram needs no draft of its own: give it last, after the models")
+    return ModelChoice(target, drafts[0] if drafts else None, pair, tuple(drafts[1:]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import UsageError
-from specgen.measure.selection.default_draft import DraftChoice
 from specgen.options import Contexts, DraftSource, KernelOptions, SessionOptions
 
 if TYPE_CHECKING:
     from specgen.serve.batch.lines import Line
     from specgen.serve.batch.on_ray import Cluster
     from specgen.serve.batch.results import Results
+    from specgen.session.files import DraftChoice
     from specgen.session.loaded_models import Models
 
 #: The number of longest lines that are tokenized to find out how large the caches have to be.
@@ -77,12 +77,12 @@ def open_on_node(
     options: SessionOptions, drafts: Sequence[DraftChoice], kernels: KernelOptions
 ) -> Models:
     """Load the models in an actor. Files that are made, and what is learnt, stay on the node."""
-    from specgen.cli.model_loading import make_opener, use_kernels
+    from specgen.cli.model_loading import load, use_kernels
     from specgen.models import cache_folder
 
     quiet = Output(quiet=True)
     use_kernels(kernels, quiet)
-    return make_opener(drafts, quiet).open(replace(options, cache=cache_folder()))
+    return load(replace(options, cache=cache_folder()), quiet, drafts)
 
 
 def answer_on_ray(

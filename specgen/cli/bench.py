@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +17,15 @@ from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import OutputError, UsageError
 from specgen.measure.bench.plan import Plan, find_fields
-from specgen.measure.selection.session_opening import layers_without_gpu, open_memory
-from specgen.options import Contexts, DraftOptions, GenerationOptions, PolicyName, SamplerOptions
+from specgen.measure.prompts import first_of_each, given_prompts, own_prompts, read_bench_prompts
+from specgen.options import (
+    Contexts,
+    DraftOptions,
+    GenerationOptions,
+    PolicyName,
+    SamplerOptions,
+    SessionOptions,
+)
 from specgen.render.text import counted
 from specgen.system.machine import LoadOfOthers, notes_on_figures
 from specgen.system.units import duration
@@ -27,9 +33,9 @@ from specgen.system.units import duration
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specgen.measure.bench.contenders import Against
-    from specgen.measure.bench.job import Announcement
-    from specgen.measure.bench.report import BenchReport
+    from specgen.measure.bench.figures import BenchReport
+    from specgen.measure.bench.plan import Field
+    from specgen.measure.prompts import BenchPrompt
 
 _POLICIES: tuple[PolicyName, ...] = ("cost", "threshold", "fixed")
 
@@ -100,20 +106,6 @@ _CONTEST = flags.panel(
         help="The most tokens of each answer.",
     ),
     n_rounds=Option("--repeat", min=1, help="How often to go through all prompts."),
-    against=Option(
-        "--against",
-        metavar="NAME",
-        help="Compare with another program in the same run: llama.cpp (its own programs in usual settings; "
-        "`make peers` builds them), or llama.cpp-all (in all settings).",
-        show_default=False,
-    ),
-    peers=Option(
-        "--peers",
-        metavar="FOLDER",
-        envvar="SPECGEN_PEERS",
-        help="Where llama.cpp's programs are.",
-        show_default="where `make peers` puts them",
-    ),
 )
 _FILES = flags.panel(
     "Output",
@@ -162,8 +154,6 @@ def bench(
     n_prompts: int | None = None,
     max_tokens: int = 128,
     n_rounds: int = 1,
-    against: list[str] | None = None,
-    peers: Path | None = None,
     chat: bool | None = None,
     drafting: DraftOptions,
     sampling: SamplerOptions,
@@ -186,70 +176,84 @@ def bench(
     token relative to plain decoding; answers whose text differs from plain
     decoding's; the speed-up of whole answers, prompts included.
     """
-    from specgen.llama import build
-    from specgen.measure.bench.job import Job
-    from specgen.measure.bench.prompts import (
-        first_of_each,
-        given_prompts,
-        own_prompts,
-        read_bench_prompts,
-    )
+    from specgen.measure.bench.figures import BenchReport, figures_of
+    from specgen.measure.bench.plan import about, contender_entries, measure
+    from specgen.models import cache_folder
+    from specgen.session.open import layers_without_gpu, open_memory
 
-    if against and machine.target.workers is not None:
-        raise UsageError("--against starts programs without workers: leave out --rpc")
-    if texts and prompts is not None:
-        raise UsageError(
-            "the prompts are given twice: as texts and as --prompts", hint="use one of them"
-        )
+    asked = _prompts(texts, prompts, n_prompts)
     use_kernels(machine.kernels, output)
-    for note in layers_without_gpu(machine.target, machine.draft, has_gpu=build().gpu_offload):
+    for note in layers_without_gpu(machine.target, machine.draft):
         output.note(note)
+    base = SessionOptions(
+        target=Path(),  # each contender has its own
+        draft="none",
+        sampler=sampling,
+        drafting=drafting,
+        generation=GenerationOptions(max_tokens=max_tokens),
+        target_context=machine.target,
+        draft_context=machine.draft,
+        cache=cache_folder(),
+    )
     plan = Plan(
+        base,
         policies=parse_policies(policies),
         trees=tuple(dict.fromkeys(flags.tree_shape(text) for text in trees or ["auto"])),
         temperatures=tuple(dict.fromkeys(temperatures or [0.0])),
-        sampling=sampling,
-        drafting=drafting,
-        answer=GenerationOptions(max_tokens=max_tokens),
-        machine=machine,
         chat=chat,
-        against=_parse_against(against),
-        peers=peers,
         known=open_memory(),
     )
-    if plan.n_max == 0:
+    if max(way.n_max for way in plan.ways) == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to compare")
     _check_folder(html_file, "--html")
     if json_file != STDIO:
         _check_folder(json_file, "--json")
-    if texts:
-        asked = given_prompts(texts)
-    else:
-        asked = own_prompts() if prompts is None else read_bench_prompts(prompts)
-    asked = asked if n_prompts is None else first_of_each(asked, n_prompts)
     targets = [*(targets or ()), *flags.hub_names(hf_repo, hf_file, hf_token)]
     drafts = [*(drafts or ()), *flags.hub_names(hf_repo_draft)]
     fields = find_fields(targets, pairs or [], drafts, quiet=output.quiet)
     load = LoadOfOthers()
     with log_shown(output), output.measuring() as (progress, stop):
-        job = Job(
+        measured = measure(
+            fields,
             plan,
             asked,
-            n_rounds,
-            progress,
-            stop,
-            _command(hf_token),
-            lambda planned: output.note(_planned(planned, n_rounds, has_more=n_prompts != 1)),
+            n_rounds=n_rounds,
+            progress=progress,
+            interrupted=stop,
+            announce=lambda field, kernels, seconds: output.note(
+                _planned(plan, field, kernels, seconds, len(asked), n_rounds)
+            ),
         )
-        for field in fields:
-            job.measure(field)
-    report = replace(job.report(fields), others_share=load.share)
+    report = BenchReport(
+        about=about(plan, fields, _command(hf_token), measured.kernels),
+        contenders=contender_entries(fields, plan),
+        prompts=asked,
+        n_rounds=n_rounds,
+        runs=measured.runs,
+        figures=figures_of(measured.runs.results),
+        is_interrupted=stop(),
+        others_share=load.share,
+    )
     _write(report, json_file, html_file)
     for note in dict.fromkeys(_notes(report)):
         output.note(note)
-    if job.error is not None:
-        raise job.error
+    if measured.error is not None:
+        raise measured.error
     return stop.exit_code
+
+
+def _prompts(
+    texts: list[str] | None, file: Path | None, n_of_each: int | None
+) -> list[BenchPrompt]:
+    if texts and file is not None:
+        raise UsageError(
+            "the prompts are given twice: as texts and as --prompts", hint="use one of them"
+        )
+    if texts:
+        asked = given_prompts(texts)
+    else:
+        asked = own_prompts() if file is None else read_bench_prompts(file)
+    return asked if n_of_each is None else first_of_each(asked, n_of_each)
 
 
 def parse_policies(given: Sequence[str] | None) -> tuple[PolicyName, ...]:
@@ -268,15 +272,6 @@ def parse_policies(given: Sequence[str] | None) -> tuple[PolicyName, ...]:
     return tuple(found) or (DraftOptions().policy,)
 
 
-def _parse_against(given: Sequence[str] | None) -> tuple[Against, ...]:
-    from specgen.measure.bench.contenders import AGAINST
-
-    for name in given or ():
-        if name not in AGAINST:
-            raise UsageError(f"--against {name}: one of {', '.join(AGAINST)}")
-    return tuple(each for each in AGAINST if each in (given or ()))
-
-
 def _check_folder(path: Path | None, option: str) -> None:
     """Check that a file can be written, before hours of measuring."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
@@ -286,8 +281,7 @@ def _check_folder(path: Path | None, option: str) -> None:
 
 def _write(report: BenchReport, json_file: Path | None, html_file: Path | None) -> None:
     """Show the report, and write the files that were asked for. Raise `OutputError`."""
-    from specgen.measure.bench.html import to_html
-    from specgen.measure.bench.report import to_json_object
+    from specgen.measure.bench.figures import to_html, to_json_object
     from specgen.render.tables import bench_lines, print_bench_tables
 
     document = json.dumps(to_json_object(report), indent=1, ensure_ascii=False)
@@ -315,19 +309,16 @@ def _write_file(path: Path, text: str) -> None:
         raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _planned(planned: Announcement, n_rounds: int, *, has_more: bool) -> str:
-    """Return what will be measured and about how long it takes. `has_more` says whether -N could be smaller."""
-    prompts = counted(planned.n_answers // n_rounds, "prompt")
+def _planned(
+    plan: Plan, field: Field, kernels: str, seconds: float, n_prompts: int, n_rounds: int
+) -> str:
+    """Return what will be measured for a target and about how long it takes."""
+    names = ", ".join(entry.name for entry in (plan.plain, *plan.entries(field)))
     rounds = "" if n_rounds == 1 else f", {n_rounds} times"
-    names = ", ".join(planned.contenders)
-    shorter = [
-        *(["fewer prompts (-N 1)"] if has_more and planned.n_answers > n_rounds else []),
-        *(["fewer tokens (-n 32)"] if planned.n_tokens > 32 else []),
-    ]
-    less = f"; {' or '.join(shorter)} take less" if shorter else ""
     return (
-        f"{planned.target} ({planned.kernels}): {prompts}{rounds}, each answered with up to {planned.n_tokens} tokens by: {names}. "
-        f"This takes about {duration(max(1.0, planned.seconds))}{less}"
+        f"{field.name} ({kernels}): {counted(n_prompts, 'prompt')}{rounds}, each answered with up to "
+        f"{plan.base.generation.max_tokens} tokens by: {names}. This takes about "
+        f"{duration(max(1.0, seconds))}; fewer prompts (-N 1) or tokens (-n 32) take less"
     )
 
 

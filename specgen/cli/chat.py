@@ -286,8 +286,8 @@ def _show_figures(talk: Chat) -> None:
     """Print figures of the last answer, and of all answers of this run."""
     from rich.text import Text
 
-    from specgen.render.base import say
     from specgen.render.select import make_console
+    from specgen.render.streams import say
     from specgen.render.summary import print_summary
     from specgen.render.text import counted
 

@@ -93,9 +93,9 @@ def doctor(*, model: str | None = None, rpc: str | None = None, as_json: bool = 
 
 def _model_file(name: str) -> Path:
     """Return a model's file; raise `SpecgenError` for names that are unknown or whose file is not here."""
-    from specgen.measure.selection import resolve
     from specgen.models import is_reference, load_registry, locate, parse_reference
     from specgen.models.hub_cache import find_in_cache
+    from specgen.session.files import find_model
 
     registry = load_registry()
 
@@ -110,7 +110,7 @@ def _model_file(name: str) -> Path:
             )
         return path
 
-    return resolve.find_model(name, registry, find)
+    return find_model(name, registry, find)
 
 
 @contextmanager

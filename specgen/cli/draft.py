@@ -21,11 +21,10 @@ from specgen.cli.draft_make import data, make
 from specgen.cli.model_loading import use_kernels
 from specgen.cli.output import Output
 from specgen.errors import OutputError, UsageError
-from specgen.measure.selection.model_choice import ModelChoice
-from specgen.measure.selection.session_opening import find_models, find_target
 from specgen.models import cache_folder, data_folder, human_bytes
-from specgen.options import KernelOptions
-from specgen.train.draft_files import identity_of, learning_folder
+from specgen.models.made_files import identity_of, learning_folder
+from specgen.options import KernelOptions, ModelChoice
+from specgen.session.files import find_models, find_target
 
 app = typer.Typer(
     name="draft", help="Find, make or train the best draft for a target.", no_args_is_help=True

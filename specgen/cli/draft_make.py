@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from typer import Option
 
 from specgen.cli import flags
-from specgen.cli.draft_find import known_candidates, search_drafts, show_search, trial_options
-from specgen.cli.model_loading import log_shown, make_opener, opened, use_kernels
+from specgen.cli.draft_find import known_candidates, show_search, trial_options
+from specgen.cli.model_loading import load, log_shown, opened, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import UsageError
-from specgen.measure.selection.session_opening import find_target
 from specgen.models import cache_folder
 from specgen.options import Contexts, DraftOptions, GenerationOptions
+from specgen.session.files import find_target
 from specgen.train.draft_builder import (
     JUDGED_TOKENS,
     N_ANSWER_TOKENS,
@@ -34,7 +34,7 @@ from specgen.train.draft_builder import (
 
 if TYPE_CHECKING:
     from specgen.cli.process import Interrupt
-    from specgen.measure.selection.draft_search import Search
+    from specgen.measure.search import Search
     from specgen.session.loaded_models import Models
     from specgen.system.progress import Progress
 
@@ -106,7 +106,8 @@ def data(
     ),
     kind=Option(
         "--kind",
-        help="What to make (decoder heads, or a small model fitted to the target).",
+        help="What to make: decoder heads, a small model fitted to the target, or the target without some "
+        "of its layers.",
         show_default="heads; a fitted model too, where JAX is installed and there is a small one",
     ),
     minutes=Option(
@@ -145,12 +146,15 @@ def make(
 
     Decoder heads read the target's hidden state and predict the tokens after the next one: they need no
     model of their own, and about a millisecond per draft. A small model that is fitted to the target (needs
-    `pip install 'specgen-gguf[train]'`) is as fast as before, and agrees with the target more often.
+    `pip install 'specgen-gguf[train]'`) is as fast as before, and agrees with the target more often. The
+    target without some of its layers gains least.
 
     It prints the ranking as `specgen draft find` does.
     """
-    from specgen.measure.proof import evenly_chosen
+    from specgen.measure.prompts import evenly_chosen
+    from specgen.measure.search import search_drafts
     from specgen.session.measurements import target_costs
+    from specgen.session.open import open_session
     from specgen.train.target_text import is_held_back
 
     path = find_target(target, quiet=output.quiet)
@@ -163,8 +167,7 @@ def make(
     ends_s = time.monotonic() + 60.0 * minutes
     n_drafts = 1 + len(kinds) + len(known_candidates([], path)[0])
     with log_shown(output), output.measuring() as (progress, stop):
-        opener = make_opener((), output)
-        with opener.open(own) as loaded:
+        with load(own, output) as loaded:
             costs = target_costs(loaded, stop)
             plan = plan_time(ends_s - time.monotonic(), costs, n_drafts, parallel)
             output.note(_plan_text(plan, minutes, n_tokens))
@@ -175,11 +178,10 @@ def make(
             return stop.exit_code
         held_back = [prompt for index, prompt in enumerate(text.prompts) if is_held_back(index)]
         judged = replace(own, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
-        with opener.open(judged) as loaded:
+        with open_session(judged, clock=time.perf_counter, memory=loaded.memory) as loaded:
             texts = evenly_chosen(held_back, plan.n_judged)
-            search = search_drafts(
-                loaded, known_candidates(made, path), texts, None, progress, stop
-            )
+            found = known_candidates(made, path)
+            search = search_drafts(loaded, *found, texts, interrupted=stop, progress=progress)
     show_search(
         search,
         output,
@@ -213,7 +215,7 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Out
     from specgen.train.distillation import check_library
 
     is_asked = draft is not None or kind == "distilled"
-    if kind == "heads":
+    if kind in ("heads", "pruned"):
         if draft is not None:
             raise UsageError("--draft is the model to fit: it goes with --kind distilled")
         return None
@@ -249,7 +251,7 @@ def _delete_others(
 
 def _prompts(file: Path | None) -> list[str]:
     """Return the prompts of a file, each once, or those of the package."""
-    from specgen.measure.proof import read_prompts
+    from specgen.measure.prompts import read_prompts
 
     return own_prompts() if file is None else list(dict.fromkeys(read_prompts(file)))
 

@@ -13,22 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.cli.output import Output
-from specgen.measure.selection.default_draft import DraftChoice
-from specgen.measure.selection.model_choice import ModelChoice
-from specgen.measure.selection.session_opening import (
-    Check,
-    SessionOpener,
-    find_models,
-    session_options,
-    start_kernels,
+from specgen.options import (
+    Contexts,
+    DraftOptions,
+    GenerationOptions,
+    KernelOptions,
+    ModelChoice,
+    SamplerOptions,
 )
-from specgen.options import Contexts, DraftOptions, GenerationOptions, KernelOptions, SamplerOptions
 
 if TYPE_CHECKING:
-    from specgen.measure.selection.resolve import Sources
     from specgen.options import SessionOptions
     from specgen.session.calibration.memory import Memory
+    from specgen.session.files import DraftChoice, Sources
     from specgen.session.loaded_models import Models
+    from specgen.session.open import Check
 
 #: Lines of llama.cpp's log that matter to users: models, memory, contexts, and what went wrong.
 _MATTERS = re.compile(
@@ -54,6 +53,9 @@ class Setup:
 
     def find(self, output: Output) -> tuple[Sources, SessionOptions]:
         """Return the files of the models, fetched if necessary, and the options to load them with."""
+        from specgen.session.files import find_models
+        from specgen.session.open import session_options
+
         sources = find_models(self.models, quiet=output.quiet)
         options = session_options(
             sources,
@@ -67,11 +69,11 @@ class Setup:
         return sources, options
 
     @contextlib.contextmanager
-    def opened(self, output: Output, check: Check = lambda _loaded: None) -> Iterator[Models]:
+    def opened(self, output: Output, check: Check | None = None) -> Iterator[Models]:
         """Find and load the models; close them at the end. Raise what `opened` raises."""
         sources, options = self.find(output)
-        with opened(options, self.machine.kernels, output, sources.drafts, check) as loaded:
-            yield loaded
+        with opened(options, self.machine.kernels, output, sources.drafts, check) as session:
+            yield session
 
 
 @contextlib.contextmanager
@@ -80,16 +82,47 @@ def opened(
     kernels: KernelOptions,
     output: Output,
     drafts: Sequence[DraftChoice] = (),
-    check: Check = lambda _loaded: None,
-    *,
-    drafts_later: bool = False,
+    check: Check | None = None,
 ) -> Iterator[Models]:
-    """Load the models, as a `SessionOpener` does; close them at the end. Raise `ModelFileError`,
-    `PairError`, what `check` raises, and `UsageError` if kernels that were asked for cannot be used."""
+    """Load the models, as `open_session` does; close them at the end. Raise what it raises, and `UsageError`
+    if kernels that were asked for cannot be used."""
     use_kernels(kernels, output)
-    opener = make_opener(drafts, output, check, drafts_later=drafts_later)
-    with log_shown(output), opener.open(options) as loaded:
-        yield loaded
+    with log_shown(output), load(options, output, drafts, check) as session:
+        yield session
+
+
+def load(
+    options: SessionOptions,
+    output: Output,
+    drafts: Sequence[DraftChoice] = (),
+    check: Check | None = None,
+    *,
+    memory: Memory | None = None,
+) -> Models:
+    """Load the models, as `open_session` does; on a terminal, show that they are loading. Notes go to standard
+    error."""
+    from specgen.session.open import open_session
+
+    @contextlib.contextmanager
+    def loading(name: str) -> Iterator[None]:
+        if output.quiet or output.verbose or not sys.stderr.isatty():
+            yield
+            return
+        from specgen.render.select import make_console
+
+        with make_console(sys.stderr, os.environ).status(f"loading {name}"):
+            yield
+
+    return open_session(
+        options,
+        drafts,
+        clock=time.perf_counter,
+        memory=memory,
+        note=output.note,
+        check=check or (lambda _session: None),
+        loading=loading,
+        load_ahead=not output.verbose,  # lines of the log of two models at once would be mixed
+    )
 
 
 def use_kernels(wanted: KernelOptions, output: Output) -> None:
@@ -97,6 +130,7 @@ def use_kernels(wanted: KernelOptions, output: Output) -> None:
     missing or cannot be used. From then on, a crash in native code is reported in a line. Raise `UsageError`
     if kernels that were asked for cannot be used."""
     from specgen.llama.library import end_with_a_line
+    from specgen.session.open import start_kernels
 
     end_with_a_line(sys.stdout.flush)
     status, note = start_kernels(wanted)
@@ -133,36 +167,3 @@ def what_matters(show: Callable[[str], None]) -> Callable[[str], None]:
                 show(f"{line}\n")
 
     return take
-
-
-def make_opener(
-    drafts: Sequence[DraftChoice],
-    output: Output,
-    check: Check = lambda _loaded: None,
-    *,
-    drafts_later: bool = False,
-    memory: Memory | None = None,
-) -> SessionOpener:
-    """Return a `SessionOpener`; on a terminal, it shows that models are loading. Notes go to standard
-    error."""
-
-    @contextlib.contextmanager
-    def loading(name: str) -> Iterator[None]:
-        if output.quiet or output.verbose or not sys.stderr.isatty():
-            yield
-            return
-        from specgen.render.select import make_console
-
-        with make_console(sys.stderr, os.environ).status(f"loading {name}"):
-            yield
-
-    return SessionOpener(
-        drafts,
-        clock=time.perf_counter,
-        note=output.note,
-        details=output.verbose > 0,
-        drafts_later=drafts_later,
-        check=check,
-        loading=loading,
-        memory=memory,
-    )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from specgen.cli.command import Command
-from specgen.cli.flags import HUB, hub_names, model_names, pair_names
+from specgen.cli.flags.models import HUB, hub_names, model_names, pair_names
 from specgen.cli.inputs import is_terminal
 from specgen.options import SourceChoice
 
@@ -135,12 +135,16 @@ def pull(
     download goes on where it ended. Of a model on the hub the newest version
     is downloaded.
     """
-    from specgen.models import fetch, load_registry, parse_reference, stderr_progress
+    from specgen.models import (
+        fetch,
+        fetch_reference,
+        load_registry,
+        parse_reference,
+        stderr_progress,
+    )
 
     progress = stderr_progress(quiet=quiet)
     if "/" in name:
-        from specgen.models.hub import fetch_reference
-
         hub_names(None, token=hf_token)
         typer.echo(fetch_reference(parse_reference(name), progress=progress, newest=True))
         return
@@ -189,7 +193,7 @@ def remove_model(
     files of the cache share stay.
     """
     from specgen.models import human_bytes, load_registry
-    from specgen.models.removal import find_removal
+    from specgen.models.hub_cache import find_removal
 
     removal = find_removal(name, load_registry())
     names = ", ".join(removal.names)
@@ -273,7 +277,7 @@ def _model_values(
         "hub_repo": None if hub is None else hub.repo,
         "hub_file": None if hub is None else hub.file,
         "hub_revision": None if hub is None else hub.revision,
-        "pypi_packages": [] if pypi is None else [*map(pypi.package_of, range(pypi.n_parts))],
+        "pypi_packages": [] if pypi is None else [*map(pypi.package_of, range(pypi.parts))],
         "pypi_version": None if pypi is None else pypi.version,
         "pairs": [pair.name for pair in registry.pairs_with(model)],
     }

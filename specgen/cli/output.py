@@ -9,35 +9,59 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from specgen.cli.process import Interrupt
 from specgen.errors import UsageError
-from specgen.options import GenerationOptions, Show
+from specgen.options import GenerationOptions, Show, option
 
 if TYPE_CHECKING:
     from specgen.events import FinishedEvent
-    from specgen.render.base import Renderer
+    from specgen.render.streams import Renderer
     from specgen.session.loaded_models import Models
     from specgen.session.prompts import Prompt
     from specgen.system.progress import Progress
+
+
+_output = partial(option, panel="Output")
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
     """How a command shows answers, and what it prints on standard error."""
 
-    #: Which marks an answer's tokens carry on a terminal.
-    show: Show = "accepted"
-    #: Whether a summary follows an answer; None prints one unless `json` or `quiet` is set.
-    stats: bool | None = None
-    #: Whether events are printed instead of the answer.
-    json: bool = False
-    quiet: bool = False
-    #: 1 prints what matters of llama.cpp's log, 2 all of it.
-    verbose: int = 0
-    #: Whether an answer in a pipe ends with a line break.
-    newline: bool = True
+    show: Show = _output(
+        "accepted",
+        "--show",
+        "What a terminal shows of drafts. accepted: coloured tokens; rejected ones vanish after their "
+        "round. all: rejected ones stay, and each round's reason to draft or not to draft is shown where it "
+        "changes. none: plain text.",
+    )
+    stats: bool | None = _output(
+        None,
+        "--stats/--no-stats",
+        "Print a summary on standard error after the answer.",
+        show_default="stats, but not with --json or --quiet",
+    )
+    json: bool = _output(
+        False, "--json", "Print events instead of the answer, as one JSON object on each line."
+    )
+    newline: bool = _output(
+        True,
+        "--newline/--no-newline",
+        "In a pipe, end the answer with a line break. (A file gets the answer as it is.)",
+        show_default="newline; in fim no-newline",
+    )
+    quiet: bool = _output(False, "--quiet -q", "Print only errors on standard error.")
+    verbose: int = _output(
+        0,
+        "--verbose -v",
+        "Print more detail on standard error (models, memory, contexts, warnings). Twice (-vv), all of "
+        "llama.cpp's own log.",
+        count=True,
+        show_default=False,
+    )
 
     @property
     def has_summary(self) -> bool:

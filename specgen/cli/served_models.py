@@ -14,21 +14,20 @@ from typer import Option
 
 from specgen.cli import flags
 from specgen.cli.command import COMMAND_LINE_ERROR
-from specgen.cli.model_loading import Setup, make_opener
+from specgen.cli.model_loading import Setup, load
 from specgen.cli.output import Output
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
-from specgen.measure.selection.session_opening import open_memory
 from specgen.models import human_bytes
 from specgen.render.text import counted
 from specgen.system.toml_file import correct, read_toml
 
 if TYPE_CHECKING:
     from specgen.llama.embeddings import Embedder
-    from specgen.measure.selection.resolve import Sources
     from specgen.options import SessionOptions
     from specgen.serve.server.jobs import Turns
     from specgen.serve.server.model_pool import ModelEntry, OpenedModel
     from specgen.session.calibration.memory import Memory
+    from specgen.session.files import Sources
 
 #: The default number of answers at once, if the memory has room for as many.
 _N_PARALLEL = 4
@@ -76,6 +75,8 @@ class ModelLoader:
     def _memory(self) -> Memory:
         """What was learnt about this machine. All models share it: costs that were measured while other
         programs slowed the machine down are not kept in the file, but a second load uses them."""
+        from specgen.session.open import open_memory
+
         return open_memory()
 
     def entry(
@@ -157,8 +158,9 @@ class ModelLoader:
 
         with contextlib.ExitStack() as stack:
             with _weights(options), turns:
-                opener = make_opener(sources.drafts, output, memory=self._memory)
-                loaded = stack.enter_context(opener.open(options))
+                loaded = stack.enter_context(
+                    load(options, output, sources.drafts, memory=self._memory)
+                )
                 stack.callback(self._save, turns)
                 n_parallel, is_fixed = parallel
                 engine = Engine.largest(

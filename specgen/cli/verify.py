@@ -7,21 +7,23 @@ import json as json_module
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from typer import Option
 
 from specgen.cli import flags
-from specgen.cli.model_loading import log_shown, make_opener, use_kernels
+from specgen.cli.model_loading import load, log_shown, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import DefectError, PromptError, UsageError
-from specgen.measure.selection.model_choice import ModelChoice
-from specgen.measure.selection.session_opening import SessionOpener, find_models, session_options
-from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import Contexts, DraftOptions, GenerationOptions, ModelChoice, SamplerOptions
 from specgen.render.text import counted
+from specgen.session.files import find_models
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from specgen.cli.process import Interrupt
     from specgen.measure.proof import (
         DraftingPlan,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
         UncheckedPrompt,
     )
     from specgen.options import SessionOptions
+    from specgen.session.files import DraftChoice
     from specgen.session.loaded_models import Models
     from specgen.session.prompts import Prompt
     from specgen.system.progress import Progress
@@ -168,6 +171,8 @@ def verify(
         level=split_level(false_alarm, depth * n_places * len(ways)),
         n_draws=n_draws,
     )
+    from specgen.session.open import open_memory, session_options
+
     sources = find_models(models, quiet=output.quiet)
     if sources.draft == "none":
         why = sources.drafts[0].why  # what was saved for this target
@@ -176,8 +181,8 @@ def verify(
     options = session_options(sources, sampling, drafting, answer, machine)
     use_kernels(machine.kernels, output)
     with log_shown(output), output.measuring() as (progress, stop):
-        opener = make_opener(sources.drafts, output)
-        job = _Job(options, ways, opener, texts, chat, progress, stop, seeded_bug)
+        opened = partial(load, output=output, memory=open_memory())
+        job = _Job(options, ways, (sources.drafts, opened), texts, chat, progress, stop, seeded_bug)
         greedy = job.greedy(n_prompts or _N_PROMPTS) if check != "sampled" else ()
         if check == "both" and greedy and not stop():
             output.note(
@@ -212,7 +217,7 @@ class _Job:
         self,
         options: SessionOptions,
         ways: list[DraftingPlan],
-        opener: SessionOpener,
+        models: tuple[Sequence[DraftChoice], Callable[..., Models]],
         prompts: list[str],
         chat: bool | None,
         progress: Progress,
@@ -223,7 +228,7 @@ class _Job:
 
         self._options = options
         self._ways = ways
-        self._opener = opener
+        self._drafts, self._opened = models
         self._prompts = prompts
         self._chat = chat
         self._progress = progress
@@ -363,8 +368,9 @@ class _Job:
         )
 
     def _open(self, sampler: SamplerOptions) -> Models:
-        loaded = self._opener.open(replace(self._options, sampler=sampler))
-        self._options = replace(self._options, draft=self._opener.draft or "none")
+        loaded = self._opened(replace(self._options, sampler=sampler), drafts=self._drafts)
+        self._options = replace(self._options, draft=loaded.draft_source)
+        self._drafts = ()  # it is loaded again, without a choice
         self._kernels = loaded.target.kernels
         return loaded
 

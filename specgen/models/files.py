@@ -1,19 +1,19 @@
-"""Model files: names, sizes and digests."""
+"""Model files (names, sizes, digests), and the folders in which specgen keeps its own files."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 #: A model that is cut into files: "name-00002-of-00003.gguf".
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _BLOCK_BYTES = 1 << 20
 
@@ -61,36 +61,28 @@ def model_stem(path: Path) -> str:
 
 
 def model_parts(path: Path) -> list[Path]:
-    """Return the files of a model: its shards, in their order, or the one file."""
-    shard = _SHARD.fullmatch(path.name)
-    if shard is None:
+    """Return the files of a model that are there: its shards, in their order, or the one file."""
+    if _SHARD.fullmatch(path.name) is None:
         return [path]
-    return sorted(path.parent.glob(f"{_literal(shard['stem'])}-?????-of-{shard['count']}.gguf"))
+    shards = (path.with_name(name) for name in shard_names(path.name))
+    return [shard for shard in shards if shard.exists()]
 
 
-def _literal(text: str) -> str:
-    """Return a glob pattern that matches `text` only."""
-    return re.sub(r"([*?[])", r"[\1]", text)
-
-
-def has_size(path: Path, size_bytes: int) -> bool:
-    """Return whether `path` is a file of that size."""
+def size_of(path: Path) -> int:
+    """Return the size of a file in bytes; 0 if there is none, or it cannot be accessed."""
     try:
-        return path.is_file() and path.stat().st_size == size_bytes
+        return path.stat().st_size
     except OSError:
-        return False
+        return 0
 
 
-def file_sha256(path: Path, report: Callable[[int], None] | None = None) -> str:
+def file_sha256(path: Path, report: Callable[[int], None] = lambda _n_bytes: None) -> str:
     """Return the SHA-256 of a file, in hexadecimal; `report` receives the bytes read so far."""
     digest = hashlib.sha256()
-    n_bytes = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
-            n_bytes += len(block)
-            if report is not None:
-                report(n_bytes)
+            report(file.tell())
     return digest.hexdigest()
 
 
@@ -106,3 +98,45 @@ def human_bytes(n_bytes: int) -> str:
         unit += 1
     n_decimals = 2 if amount < 9.995 else 1 if amount < 99.95 else 0
     return f"{amount:.{n_decimals}f} {_UNITS[unit]}"
+
+
+# --- folders, none of which need exist
+
+
+def _folder(kind: str) -> Path:
+    """Return the folder that SPECGEN_CACHE, SPECGEN_CONFIG or SPECGEN_DATA names, else the system's usual one."""
+    if override := os.environ.get(f"SPECGEN_{kind.upper()}"):
+        return Path(override).expanduser()
+    import platformdirs
+
+    return Path(getattr(platformdirs, f"user_{kind}_dir")("specgen", appauthor=False))
+
+
+def cache_folder() -> Path:
+    """Return the folder of files that can be made or fetched again."""
+    return _folder("cache")
+
+
+def config_folder() -> Path:
+    """Return the folder of files that the user writes."""
+    return _folder("config")
+
+
+def data_folder() -> Path:
+    """Return the folder of files that the user wants to keep, such as conversations."""
+    return _folder("data")
+
+
+def models_folder() -> Path:
+    """Return the folder of downloaded models."""
+    return cache_folder() / "models"
+
+
+def packed_folder() -> Path:
+    """Return the folder of weights as specgen's kernels read them (`specgen.llama.packed_weights`)."""
+    return cache_folder() / "packed"
+
+
+def memory_file() -> Path:
+    """Return the file of what was learnt on this machine."""
+    return cache_folder() / "learnt.json"

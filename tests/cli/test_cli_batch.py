@@ -19,7 +19,8 @@ import pytest
 
 from specgen.serve.batch import lines as batch_lines
 from specgen.serve.batch.runner import Prompting
-from specgen.serve.formats.openai import request
+from specgen.serve.formats import request
+from specgen.serve.formats.chat_request import read_request
 from tests.helpers.cli import Result, in_process
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import CHATML_TEMPLATE
@@ -266,12 +267,10 @@ def test_lines_that_fail(specgen: Batch, tmp_path: Path) -> None:
 def test_lines_that_nothing_can_hold_end_only_themselves(
     specgen: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = request.read_request
-
     def fails_for_a_seed(kind: request.Kind, body: dict[str, Any], *defaults: Any) -> Any:
         if "seed" in body:
             raise ZeroDivisionError("a bug")
-        return read(kind, body, *defaults)
+        return read_request(kind, body, *defaults)
 
     rows: list[str | dict[str, Any]] = [
         PROMPTS[0],
@@ -290,10 +289,10 @@ def test_lines_that_nothing_can_hold_end_only_themselves(
     found = records(out)
     assert text_of(found["1"])
     messages = {name: each["error"]["message"] for name, each in found.items() if each["error"]}
-    assert messages["2"].startswith("\\ud800: there is no such field")
-    assert messages["3"].startswith("dry_breakers: half a surrogate pair")
-    assert messages["4"].startswith("logit_bias: ")
-    assert messages["6"] == "promt: there is no such field; did you mean prompt?"
+    assert messages["2"].startswith("\\ud800: half a surrogate pair")
+    assert messages["3"].startswith("dry_breakers[0]: half a surrogate pair")
+    assert messages["4"].startswith("logit_bias.111")
+    assert messages["6"] == "prompt: it is missing"
     assert messages["7"] == "specgen failed: ZeroDivisionError: a bug"
     assert found["7"]["error"]["code"] == "bug"
 

@@ -22,14 +22,7 @@ from specgen.errors import UsageError
 from specgen.llama import build
 from specgen.measure.bench.plan import Field, Plan, named_apart
 from specgen.measure.bench.runs import Runs
-from specgen.options import (
-    AUTO_TREE,
-    ContextOptions,
-    Contexts,
-    DraftOptions,
-    GenerationOptions,
-    SamplerOptions,
-)
+from specgen.options import AUTO_TREE, ContextOptions, SessionOptions
 from specgen.render.tables import bench_lines, print_bench_tables
 from specgen.session.calibration.memory import Memory
 from specgen.session.calibration.threads import Threads
@@ -97,7 +90,7 @@ def test_layers_for_a_gpu_without_one_are_named(
 ) -> None:
     for has_gpu, named in ((False, ["-ngl"]), (True, [])):
         built = dataclasses.replace(build(), gpu_offload=has_gpu)
-        monkeypatch.setattr("specgen.llama.build", lambda built=built: built)
+        monkeypatch.setattr("specgen.session.open.build", lambda built=built: built)
         outcome = bench("--draft", "ngram", "-ngl", "9", "-N", "1")
         notes = [line for line in outcome.err.splitlines() if "no effect" in line]
         assert [note.split()[1] for note in notes] == named
@@ -235,8 +228,9 @@ def test_the_page_is_written(bench: Specgen, tmp_path: Path) -> None:
     rows(bench("--draft", "draft", "--html", page))
     text = page.read_text(encoding="utf-8")
     assert text.startswith("<!DOCTYPE html>")
-    assert "draft.gguf" in text
-    assert "<svg" in text
+    data = text.partition('id="report">')[2].partition("</script>")[0]
+    assert [each["contender"] for each in json.loads(data)["figures"]] == ["plain", "draft.gguf"]
+    assert "http" not in text.replace(data, ""), "it loads nothing"
 
 
 # --- what goes wrong
@@ -304,7 +298,7 @@ def test_an_error_after_results_costs_no_results(
 def test_an_interruption_tells_what_there_is(
     bench: Specgen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from specgen.measure.bench.contenders import SessionContender
+    from specgen.measure.bench.runs import SessionContender
 
     answer = SessionContender.answer
     n_answers = 0
@@ -393,23 +387,16 @@ def test_models_have_as_many_threads_as_were_found_to_be_best(tmp_path: Path) ->
     memory, context = Memory(), ContextOptions()
     memory.keep_threads(target, context, Threads(3, 5))
 
-    def options(machine: Contexts) -> tuple[ContextOptions, ContextOptions]:
-        plan = Plan(
-            policies=("cost",),
-            trees=(AUTO_TREE,),
-            temperatures=(0.0,),
-            sampling=SamplerOptions(),
-            drafting=DraftOptions(),
-            answer=GenerationOptions(),
-            machine=machine,
-            chat=None,
-            known=memory,
-        )
-        found = plan.options(Field("t", target, {"d": (draft,)}), (draft,))
+    def options(context: ContextOptions) -> tuple[ContextOptions, ContextOptions]:
+        base = SessionOptions(target, "none", target_context=context, draft_context=context)
+        plan = Plan(base, ("cost",), (AUTO_TREE,), known=memory)
+        field = Field("t", target, {"d": (draft,)})
+        (entry,) = plan.entries(field)
+        found = plan.options(field, entry)
         return found.target_context, found.draft_context
 
-    ours, drafts = options(Contexts(context, context))
+    ours, drafts = options(context)
     assert (ours.n_threads, ours.n_threads_batch) == (3, 5)
     assert (drafts.n_threads, drafts.n_threads_batch) == (None, None)
     named = ContextOptions(n_threads=1)
-    assert options(Contexts(named, named))[0] == named
+    assert options(named)[0] == named

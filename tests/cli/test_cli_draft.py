@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.measure.selection.candidates import Refused, find_candidates
-from specgen.measure.selection.draft_search import Search, Tried, by_speedup
-from specgen.measure.selection.trial import Baseline, DraftFigures, TargetAnswer
+from specgen.measure.search import Refused, Search, Tried, by_speedup, find_candidates
+from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.models import SavedDraft, identify, save_draft, saved_draft, saved_drafts_file
 from specgen.render.tables import draft_lines, print_draft_table
 from tests.helpers.cli import Result, Specgen, complaint, on_terminal, rest_of
@@ -77,8 +76,8 @@ def test_json_has_every_figure_the_refused_files_and_the_target(
     assert result.code == 0
     document: dict[str, Any] = json.loads(result.out)
     keys = (
-        "target plain_tokens_per_s batch_s n_prompts n_tokens skipped_prompts drafts refused "
-        "ties others_share saved is_interrupted"
+        "target plain_tokens_per_s batch_s n_prompts n_tokens skipped_prompts threads drafts refused "
+        "ties advice others_share saved is_interrupted"
     )
     assert " ".join(document) == keys
     assert document["target"] == str(tiny_models / "target.gguf")
@@ -144,9 +143,9 @@ def test_the_models_of_a_folder_are_tried(find: Specgen, tiny_models: Path, tmp_
 def test_models_that_have_a_name_and_are_on_the_disk_are_tried(
     find: Specgen, tiny_models: Path
 ) -> None:
-    from specgen.models import load_registry, models_folder
+    from specgen.models import load_registry
     from specgen.models.files import file_sha256
-    from specgen.models.model_folder import slot_of
+    from tests.helpers.fetch import store
 
     draft = tiny_models / "draft.gguf"
     config = saved_drafts_file().parent
@@ -165,10 +164,8 @@ def test_models_that_have_a_name_and_are_on_the_disk_are_tried(
         """,
         encoding="utf-8",
     )
-    slot = slot_of(load_registry().model("known"), models_folder())
     assert set(columns(find())) == {"ngram", "none"}
-    slot.folder.mkdir(parents=True)
-    slot.file.write_bytes(draft.read_bytes())
+    store(load_registry().model("known"), draft.read_bytes())
     assert set(columns(find())) == {"known", "ngram", "none"}
     # Whoever names files wants to know about these.
     assert set(columns(find("bad"))) == {"bad", "ngram", "none"}
@@ -353,7 +350,7 @@ def test_a_damaged_file_of_choices_is_one_error_and_only_where_it_matters(
         assert result.code == 2
         assert result.out == ""
         error, hint = result.err.splitlines()
-        assert error.startswith(f"error: {file} is not JSON")
+        assert error.startswith(f"error: {file}: is not JSON")
         assert hint == f"hint: correct {file}, or move it away"
     assert run_without_a_draft(specgen, target, "--draft", "none").code == 0
     assert find().code == 0
@@ -475,8 +472,11 @@ def search(**changes: Any) -> Search:
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_is_whole_at_every_width(width: int) -> None:
     stream = io.StringIO()
+    sentences = ("measured so", "it means that", "do this")
     print_draft_table(
-        search(), Console(file=stream, width=width, force_terminal=True, color_system=None)
+        search(),
+        sentences,
+        Console(file=stream, width=width, force_terminal=True, color_system=None),
     )
     shown = stream.getvalue()
     assert max(map(len, shown.splitlines())) <= width

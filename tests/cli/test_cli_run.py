@@ -391,7 +391,7 @@ def test_dry_breakers_are_read_with_their_escapes(cli: Cli) -> None:
         r"\q",
         '"',
     ]
-    assert "--dry-sequence-breaker ''" in complaint(
+    assert "--dry-sequence-breaker: a text is empty" in complaint(
         cli.run(PROMPT, "--dry-sequence-breaker", ""), 2
     )
 

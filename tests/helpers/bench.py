@@ -7,11 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specgen.errors import SpecgenError
-from specgen.measure.bench.contenders import Outcome
-from specgen.measure.bench.figures import figures_of
-from specgen.measure.bench.prompts import BenchPrompt
-from specgen.measure.bench.report import BenchReport
-from specgen.measure.bench.runs import Result, Runs
+from specgen.measure.bench.figures import BenchReport, figures_of
+from specgen.measure.bench.runs import Outcome, Result, Runs
+from specgen.measure.prompts import BenchPrompt
 
 #: An answer that was drafted for.
 OUTCOME = Outcome(

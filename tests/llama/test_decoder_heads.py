@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.text.hidden_trail import LastHidden
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama.decoder_heads import (
     DecoderHeads,
@@ -31,6 +30,7 @@ from specgen.options import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.loaded_models import Models
+from specgen.text.hidden_trail import LastHidden
 from specgen.train.heads import Adam, Network
 from tests.helpers.common import EXACT
 from tests.helpers.heads import make_heads, opened, prompts, trained, written

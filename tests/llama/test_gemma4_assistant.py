@@ -11,7 +11,7 @@ import pytest
 from specgen.drafters import AssistantDrafter
 from specgen.errors import BackendError, PairError
 from specgen.llama.gemma4_assistant import AssistantContext
-from specgen.measure.selection.trial import measure_target, try_draft
+from specgen.measure.trial import measure_target, try_draft
 from specgen.method.backend import Batch
 from specgen.method.draft import Draft
 from specgen.options import (

@@ -508,10 +508,9 @@ def test_every_command_that_loads_models_takes_the_choice(
 def test_what_was_measured_is_kept_apart_by_who_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specgen.llama.kernels.attached import attached as kernels
-    from specgen.measure.selection.session_opening import open_memory
     from specgen.options import ContextOptions
     from specgen.session.calibration.threads import Threads
+    from specgen.session.open import open_memory
 
     model, context = tmp_path / "model.gguf", ContextOptions()
     model.write_bytes(b"model")
@@ -523,7 +522,7 @@ def test_what_was_measured_is_kept_apart_by_who_computes(
     again = open_memory()
     assert again.threads(model, context) == Threads(2, 3)
     assert again.costs(model, context, 0, 1)
-    monkeypatch.setattr(kernels, "computing", lambda: "specgen avx2")
+    monkeypatch.setattr("specgen.session.open.computing", lambda: "specgen avx2")
     other = open_memory()
     assert other.threads(model, context) is None
     assert not other.costs(model, context, 0, 1)

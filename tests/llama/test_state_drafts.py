@@ -16,11 +16,11 @@ from typing import Any, get_args
 
 import pytest
 
+from benchmarks.peers import SIMPLE, PeerError, find_program
 from specgen.events import DraftedEvent, NoticeEvent
 from specgen.llama import LlamaBackend
 from specgen.llama.dflash import DflashContext, DflashModel
 from specgen.llama.eagle import EagleContext
-from specgen.measure.bench.peers import SIMPLE, PeerError, find_program
 from specgen.measure.proof import SampledPlan, check_sampled
 from specgen.method.backend import Batch
 from specgen.options import SamplerOptions, parse_tree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,8 @@ from specgen.measure.bench.figures import (
     figures_of,
     geometric_mean,
     spread,
+    to_html,
+    to_json_object,
 )
 from specgen.measure.bench.runs import Result
 from specgen.render.tables import print_bench_tables
@@ -229,3 +232,13 @@ def test_a_speed_up_beyond_the_tokens_per_pass_is_marked() -> None:
         console = Console(file=io.StringIO(), width=120)
         print_bench_tables(report, console)
         assert ("2.30!" in console.file.getvalue()) == is_marked  # type: ignore[attr-defined]
+
+
+def test_the_page_holds_the_report_and_no_name_ends_its_script() -> None:
+    name = "</script><script>alert('REPORT & <b>')</script>"
+    report = report_of([result("plain", 1, 10.0), result(name, 1, 20.0)])
+    page = to_html(report)
+    data, _, after = page.partition('id="report">')[2].partition("</script>")
+    assert json.loads(data) == json.loads(json.dumps(to_json_object(report)))
+    assert name not in after
+    assert page.count("</script>") == 2

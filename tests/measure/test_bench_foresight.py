@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -26,15 +25,13 @@ from benchmarks.foresight import (
 )
 from specgen.drafters import Drafter, Drafting, draft_alone, ready
 from specgen.measure.bench.plan import Field, Plan
-from specgen.measure.selection.trial import TargetAnswer, agreeing_path
+from specgen.measure.trial import TargetAnswer, agreeing_path
 from specgen.method.policy import RoundPlan, draft_up_to
 from specgen.options import (
     AUTO_TREE,
-    ContextOptions,
-    Contexts,
     DraftOptions,
     GenerationOptions,
-    SamplerOptions,
+    SessionOptions,
 )
 from tests.helpers.bench import report_of, result
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
@@ -285,10 +282,11 @@ def test_drafts_with_a_draft_of_their_own_are_left_out() -> None:
     field = Field(
         "t", Path("t.gguf"), {"a": (Path("a.gguf"),), "b+c": (Path("b.gguf"), Path("c.gguf"))}
     )
-    plan = Plan(
-        ("fixed",), (AUTO_TREE,), (0.0,), SamplerOptions(), DraftOptions(policy="fixed", ngrams=False),
-        GenerationOptions(), Contexts(ContextOptions(), ContextOptions()), None,
-    )  # fmt: skip
-    assert groups_of(field, plan) == [("a",)]
-    beside = dataclasses.replace(plan, drafting=DraftOptions(policy="fixed", ngrams=True))
-    assert groups_of(field, beside) == [("a", "ngram")]
+
+    def groups(*, ngrams: bool) -> list[tuple[str, ...]]:
+        drafting = DraftOptions(policy="fixed", ngrams=ngrams)
+        base = SessionOptions(Path("t.gguf"), "none", drafting=drafting)
+        return groups_of(field, Plan(base, ("fixed",), (AUTO_TREE,)))
+
+    assert groups(ngrams=False) == [("a",)]
+    assert groups(ngrams=True) == [("a", "ngram")]

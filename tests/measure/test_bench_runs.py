@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from specgen.errors import BackendError, PromptError
-from specgen.measure.bench.contenders import Outcome
-from specgen.measure.bench.prompts import BenchPrompt
-from specgen.measure.bench.runs import Failure, Lineup, Runs, SkippedPrompt, run_lineups
+from specgen.measure.bench.runs import Failure, Lineup, Outcome, Runs, SkippedPrompt, run_lineups
+from specgen.measure.prompts import BenchPrompt
 from tests.helpers.bench import OUTCOME, FakeContender, outcome
 
 Log = list[tuple[str, str]]

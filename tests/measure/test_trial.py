@@ -10,7 +10,7 @@ import pytest
 from specgen.drafters import Drafter
 from specgen.errors import BackendError
 from specgen.events import ReasonCount
-from specgen.measure.selection.trial import (
+from specgen.measure.trial import (
     Baseline,
     Replay,
     TargetAnswer,
@@ -210,16 +210,6 @@ def test_what_was_not_drafted_has_no_rate() -> None:
 def test_sizes_between_two_that_were_timed_are_in_proportion() -> None:
     assert BASELINE.token_s == 10.0
     assert BASELINE.costs.rows_s(4) == pytest.approx(16.0)
-
-
-def test_the_share_of_rounds_that_had_a_draft() -> None:
-    half = a_replay(30, 10, 5.0, 25.0, n_undrafted=5)
-    none = a_replay(10, 10, 0.0, 20.0)
-    assert summarise([half], 2.0).draft_share == pytest.approx(0.5)
-    assert summarise([half], 2.0).draft_length == pytest.approx(30 / 5)
-    assert summarise([half, none], 2.0).draft_share == pytest.approx(0.25)
-    assert summarise([none], 2.0).draft_share == 0.0
-    assert summarise([none], 2.0).draft_length is None
 
 
 def test_reasons_of_all_answers_are_added_up() -> None:

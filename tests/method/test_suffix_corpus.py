@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from specgen.drafters.suffix_array import SuffixArray
 from specgen.drafters.ngrams import MAX_BYTES, MAX_FILE_BYTES, load_corpus
+from specgen.drafters.suffix_array import SuffixArray
 from specgen.errors import UsageError
 from tests.helpers.fake_backend import FakeVocabulary
 

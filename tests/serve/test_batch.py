@@ -18,7 +18,7 @@ from specgen.render.progress_bars import batch_summary
 from specgen.serve.batch.lines import Line, LineError, read_lines
 from specgen.serve.batch.results import OWN, ResultsFile, missing, read_results, without_errors
 from specgen.serve.batch.runner import Tally, order_by_prefix
-from specgen.serve.formats.openai.request import Request
+from specgen.serve.formats.request import Request
 from specgen.session.prefix_cache import n_common
 from specgen.session.prompts.template import Message
 from specgen.system.json_lines import to_line

@@ -12,8 +12,9 @@ import pytest
 
 from specgen.events import FinishedEvent
 from specgen.options import GenerationOptions, SamplerOptions, SessionOptions
-from specgen.serve.formats.openai.answer_parser import message_of
-from specgen.serve.formats.openai.request import Request, read_request, with_call_form
+from specgen.serve.formats.chat_request import read_request
+from specgen.serve.formats.request import Request, with_call_form
+from specgen.serve.formats.tool_calls import message_of
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
 from tests.tiny import TinyConfig, write_tiny_model

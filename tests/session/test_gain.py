@@ -11,9 +11,6 @@ from specgen.session.calibration.gain import (
     WORTH,
     Agreement,
     Costs,
-    Gain,
-    break_even,
-    carried_over,
     expected_gain,
     speedup,
 )
@@ -103,59 +100,3 @@ def test_a_speed_up_is_the_time_of_plain_decoding_over_that_of_rounds() -> None:
 def test_agreement_without_a_place_has_no_rate() -> None:
     assert Agreement(8, 6).rate == 0.75
     assert Agreement(0, 0).rate is None
-
-
-# --- what if
-
-#: A batch of n rows costs 1 + (n - 1) / 4 tokens.
-QUARTERS = Costs({rows: 0.75 + 0.25 * rows for rows in range(1, 9)}, 0.1)
-
-
-def test_a_draft_begins_to_pay_where_the_expected_speed_up_is_one() -> None:
-    # One drafted token: 1 + a = 1.25 + 0.1, and longer drafts need more.
-    least = break_even(QUARTERS)
-    assert least == pytest.approx(0.35, abs=0.005)
-    assert break_even(Costs({1: 1.0, 2: 1.95}, 0.1)) is None
-    # Two drafted tokens may pay where one does not.
-    assert break_even(Costs({1: 1.0, 2: 1.95, 3: 2.0}, 0.1)) is not None
-    assert break_even(Costs({1: 1.0, 2: 1.2}, 0.9)) is None
-    # Two tokens a round at the very best, for 1.9.
-    assert break_even(Costs({1: 1.0, 2: 1.9}, 0.0)) == pytest.approx(0.9, abs=0.005)
-
-
-@given(
-    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8),
-    st.floats(0.0, 1.0),
-)
-def test_above_the_rate_from_which_it_pays_it_pays_and_below_it_does_not(
-    steps: list[float], draft_token_s: float
-) -> None:
-    batch_s, seconds = {1: 1.0}, 1.0
-    for rows, step in enumerate(steps, 2):
-        batch_s[rows] = seconds = seconds + step
-    costs = Costs(batch_s, draft_token_s)
-    least = break_even(costs)
-    if least is None:
-        assert expected_gain(costs, 1.0).speedup <= 1.0
-    else:
-        assert expected_gain(costs, least).speedup > 1.0
-        assert expected_gain(costs, max(0.0, least - 0.01)).speedup <= 1.0 or least < 0.01
-
-
-def test_costs_are_changed_in_one_thing_only() -> None:
-    assert QUARTERS.with_cheaper_draft(0.5) == Costs(QUARTERS.batch_s, 0.05)
-    assert QUARTERS.with_flat_batches() == Costs(dict.fromkeys(range(1, 9), 1.0), 0.1)
-
-
-def test_what_is_expected_is_measured_from_what_was_measured() -> None:
-    now = expected_gain(QUARTERS, 0.8)
-    assert carried_over(1.3, now, now) == pytest.approx(1.3)
-    cheaper = expected_gain(QUARTERS.with_cheaper_draft(0.5), 0.8)
-    ratio = cheaper.speedup / now.speedup
-    assert ratio > 1.05
-    assert carried_over(1.3, now, cheaper) == pytest.approx(1.3 * ratio)
-    # Without loss nobody drafts at a loss.
-    assert carried_over(0.7, now, cheaper) == pytest.approx(ratio)
-    never: Gain = expected_gain(QUARTERS, 0.0)
-    assert never.speedup < 1.0
-    assert carried_over(1.3, now, never) == pytest.approx(1.3 / now.speedup)

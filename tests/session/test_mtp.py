@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from specgen.drafters import MtpChainDrafter, MtpDrafter
-from specgen.text.hidden_trail import HiddenTrail
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend
 from specgen.llama.mtp import MtpContext
 from specgen.llama.mtp_layers import mtp_of, why_no_mtp
-from specgen.measure.selection.trial import measure_target, try_draft
+from specgen.measure.trial import measure_target, try_draft
 from specgen.method.backend import Batch
 from specgen.method.draft import Draft
 from specgen.options import (
@@ -34,6 +33,7 @@ from specgen.options import (
 from specgen.session.agreement import read_states
 from specgen.session.engine import Engine
 from specgen.session.loaded_models import Models
+from specgen.text.hidden_trail import HiddenTrail
 from tests.helpers.cli import Specgen
 from tests.helpers.mtp import MtpArchitecture, split_mtp_model, write_mtp_model
 from tests.helpers.states_drafts import PROMPT, answer, watched_drafts

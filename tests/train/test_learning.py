@@ -24,6 +24,7 @@ from specgen.errors import UsageError
 from specgen.events import FinishedEvent, NoticeEvent
 from specgen.llama import LlamaModel
 from specgen.models import identify
+from specgen.models.made_files import learning_folder
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.session.engine import Engine, generate
 from specgen.session.kept_answers import (
@@ -39,7 +40,6 @@ from specgen.session.kept_answers import (
 from specgen.session.loaded_models import Models
 from specgen.train import learner as learner_module
 from specgen.train import learning_process
-from specgen.train.draft_files import learning_folder
 from specgen.train.learner import NEW_ANSWERS, Learner
 from specgen.train.online_learning import Lesson, learn, split
 from specgen.train.training_data import N_COLUMNS, kept_texts

@@ -1,15 +1,19 @@
-"""The figures of each contender, over all prompts and by category."""
+"""The figures of each contender, over all prompts and by category, and the report: as JSON, and as a page."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.resources
+import json
 import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from specgen.measure.bench.runs import Result
+from specgen.measure.bench.runs import Outcome, Result, Runs
+from specgen.measure.prompts import BenchPrompt
 from specgen.session.calibration.gain import is_impossible
 
 #: At a draft position with fewer drafted tokens than this, an acceptance rate means nothing.
@@ -52,8 +56,7 @@ class Worst:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The time after the prompt: the shares of its parts, which add up to 1, and `token_s`, seconds a
-    token."""
+    """The time after the prompt: the shares of its parts, which add up to 1, and seconds a token."""
 
     target: float
     draft: float
@@ -66,11 +69,10 @@ class ContenderFigures:
     """The figures of a contender's answers; None means unknown.
 
     `speedup` is the geometric mean over the categories, `speedups` the spread over all answers. `whole` is
-    the speed-up of whole answers, prompts included. (If a program prefills its draft model before the first
-    token, that time shows only there.) `acceptance_by_position` begins with the first drafted token: the
-    accepted share of all tokens drafted at that position. `first_token` is the median, over all answers, of
-    the time to the first token relative to plain decoding's. `n_different` counts answers whose text
-    differs from plain decoding's (at temperature 0, where rounding in batches may turn a near-tie).
+    the speed-up of whole answers, prompts included. `acceptance_by_position` begins with the first drafted
+    token: the accepted share of all tokens drafted at that position. `first_token` is the median, over all
+    answers, of the time to the first token relative to plain decoding's. `n_different` counts answers whose
+    text differs from plain decoding's at temperature 0, where rounding in batches may turn a near-tie.
     """
 
     target: str
@@ -103,35 +105,58 @@ class ContenderFigures:
 
 
 def figures_of(results: Iterable[Result]) -> tuple[ContenderFigures, ...]:
-    """Return the figures of each contender that has an answer, plain decoding first in each lineup."""
+    """Return the figures of each contender that has an answer, lineup by lineup."""
     plain: dict[tuple[str, float], dict[_Key, Result]] = defaultdict(dict)
-    told: dict[tuple[str, float, str], dict[_Key, Result]] = defaultdict(dict)
+    answers: dict[tuple[str, float, str], dict[_Key, Result]] = defaultdict(dict)
     for result in results:
         lineup, key = (result.target, result.temperature), (result.prompt, result.round)
-        told[(*lineup, result.contender)][key] = result
+        answers[(*lineup, result.contender)][key] = result
         if result.is_plain:
             plain[lineup][key] = result
-    lineups = dict.fromkeys(name[:2] for name in told)
-    order = [name for lineup in lineups for name in told if name[:2] == lineup]
-    return tuple(_figures(told[name], plain[name[:2]]) for name in order)
+    lineups = dict.fromkeys(name[:2] for name in answers)
+    order = [name for lineup in lineups for name in answers if name[:2] == lineup]
+    return tuple(_figures(answers[name], plain[name[:2]]) for name in order)
 
 
-def geometric_mean(values: Sequence[float]) -> float | None:
-    """Return the geometric mean; None if there are no values."""
-    if not values:
-        return None
-    return math.exp(statistics.fmean(math.log(value) for value in values))
+def _figures(results: Mapping[_Key, Result], plain: Mapping[_Key, Result]) -> ContenderFigures:
+    """Return a contender's figures; `plain` has plain decoding's answers in the same lineup."""
+    first = next(iter(results.values()))
+    outcomes = [result.outcome for result in results.values()]
+    speedups = _ratios(results, plain, speedup_of)
+    n_drafted = _sum(outcome.n_drafted for outcome in outcomes)
+    n_accepted = _sum(outcome.n_accepted for outcome in outcomes)
+    first_tokens = _ratios(results, plain, _first_token)
+    return ContenderFigures(
+        target=first.target,
+        temperature=first.temperature,
+        contender=first.contender,
+        is_plain=first.is_plain,
+        n_answers=len(results),
+        n_tokens=sum(outcome.n_tokens for outcome in outcomes),
+        speedup=_over_categories(results, speedups),
+        speedups=spread(list(speedups.values())),
+        whole=_over_categories(results, _ratios(results, plain, _whole_speedup)),
+        worst=_worst(speedups),
+        tokens_per_s=_speeds(outcomes),
+        n_rounds=_sum(outcome.n_rounds for outcome in outcomes),
+        n_drafted=n_drafted,
+        acceptance_rate=(n_accepted or 0) / n_drafted if n_drafted else None,
+        acceptance_by_position=_by_position(outcomes),
+        mean_accepted_length=_mean_length(outcomes),
+        shares=_shares(outcomes),
+        first_token=statistics.median(first_tokens.values()) if first_tokens else None,
+        n_different=None
+        if first.temperature > 0.0
+        else sum(
+            not result.outcome.says_the_same(plain[key].outcome)
+            for key, result in results.items()
+            if key in plain
+        ),
+        categories=_by_category(results, speedups),
+    )
 
 
-def spread(values: Sequence[float]) -> Spread | None:
-    """Return the spread; None if there are no values."""
-    if not values:
-        return None
-    if len(values) == 1:
-        (only,) = values
-        return Spread(only, only, only, only, only)
-    first, middle, third = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(min(values), first, middle, third, max(values))
+# --- ratios to plain decoding ------------------------------------------------------------------------
 
 
 def speedup_of(result: Result, plain: Result | None) -> float | None:
@@ -142,94 +167,76 @@ def speedup_of(result: Result, plain: Result | None) -> float | None:
     return fast / slow if fast and slow else None
 
 
-def whole_speedup_of(result: Result, plain: Result | None) -> float | None:
+def _whole_speedup(result: Result, plain: Result) -> float | None:
     """Return the speed-up of an answer with as many tokens as plain decoding's, prompt included."""
-    if plain is None:
-        return None
-    slow_s, fast_s = (_whole_s(each, plain.outcome.n_tokens) for each in (plain, result))
+
+    def whole_s(outcome: Outcome) -> float | None:
+        if outcome.prompt_s is None or not outcome.tokens_per_s:
+            return None
+        return outcome.prompt_s + (plain.outcome.n_tokens - 1) / outcome.tokens_per_s
+
+    slow_s, fast_s = whole_s(plain.outcome), whole_s(result.outcome)
     return slow_s / fast_s if slow_s and fast_s else None
 
 
-def _whole_s(result: Result, n_tokens: int) -> float | None:
-    """Return the seconds for the prompt and `n_tokens` tokens, at a contender's speed."""
-    outcome = result.outcome
-    if outcome.prompt_s is None or not outcome.tokens_per_s:
-        return None
-    return outcome.prompt_s + (n_tokens - 1) / outcome.tokens_per_s
+def _first_token(result: Result, plain: Result) -> float | None:
+    own, other = (each.outcome.time_to_first_token_s for each in (result, plain))
+    return own / other if own is not None and other else None
 
 
-# --- one contender ---------------------------------------------------------------------------
-
-
-def _figures(results: Mapping[_Key, Result], plain: Mapping[_Key, Result]) -> ContenderFigures:
-    """Return a contender's figures; `plain` has plain decoding's answers in the same lineup."""
-    first = next(iter(results.values()))
-    outcomes = [result.outcome for result in results.values()]
-    speedups = _speedups(results, plain)
-    drafted = [outcome for outcome in outcomes if outcome.n_drafted is not None]
-    n_drafted = sum(outcome.n_drafted or 0 for outcome in drafted)
-    n_accepted = sum(outcome.n_accepted or 0 for outcome in drafted)
-    rounds = [outcome.n_rounds for outcome in outcomes if outcome.n_rounds is not None]
-    return ContenderFigures(
-        target=first.target,
-        temperature=first.temperature,
-        contender=first.contender,
-        is_plain=first.is_plain,
-        n_answers=len(results),
-        n_tokens=sum(outcome.n_tokens for outcome in outcomes),
-        speedup=_over_categories(results, speedups),
-        speedups=spread(list(speedups.values())),
-        whole=_over_categories(results, _speedups(results, plain, whole_speedup_of)),
-        worst=_worst(speedups),
-        tokens_per_s=spread([o.tokens_per_s for o in outcomes if o.tokens_per_s]),
-        n_rounds=sum(rounds) if rounds else None,
-        n_drafted=n_drafted if drafted else None,
-        acceptance_rate=n_accepted / n_drafted if n_drafted else None,
-        acceptance_by_position=_by_position(list(results.values())),
-        mean_accepted_length=_mean_length(list(results.values())),
-        shares=_shares(list(results.values())),
-        first_token=_first_token(results, plain),
-        n_different=_n_different(results, plain),
-        categories=_by_category(results, plain),
-    )
-
-
-def _speedups(
+def _ratios(
     results: Mapping[_Key, Result],
     plain: Mapping[_Key, Result],
-    of: Callable[[Result, Result | None], float | None] = speedup_of,
+    ratio: Callable[[Result, Result], float | None],
 ) -> dict[_Key, float]:
-    """Return the speed-ups of the answers that have one."""
-    found = {key: of(result, plain.get(key)) for key, result in results.items()}
-    return {key: speedup for key, speedup in found.items() if speedup is not None}
+    """Return the ratios of the answers that have one."""
+    found = {k: ratio(result, plain[k]) for k, result in results.items() if k in plain}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    """Return the geometric mean; None if there are no values."""
+    return math.exp(statistics.fmean(map(math.log, values))) if values else None
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Return the spread; None if there are no values."""
+    if not values:
+        return None
+    first = middle = third = values[0]
+    if len(values) > 1:
+        first, middle, third = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(min(values), first, middle, third, max(values))
 
 
 def _over_categories(
     results: Mapping[_Key, Result], speedups: Mapping[_Key, float]
 ) -> float | None:
     """Return the geometric mean over the categories of the geometric means over their answers."""
-    by_category: dict[str, list[float]] = defaultdict(list)
-    for key, speedup in speedups.items():
-        by_category[results[key].category].append(speedup)
-    means = map(geometric_mean, by_category.values())
+    means = [geometric_mean(values) for values in _grouped(results, speedups).values()]
     return geometric_mean([mean for mean in means if mean is not None])
 
 
-def _by_category(
-    results: Mapping[_Key, Result], plain: Mapping[_Key, Result]
-) -> tuple[CategoryFigures, ...]:
-    by_category: dict[str, dict[_Key, Result]] = defaultdict(dict)
+def _grouped(
+    results: Mapping[_Key, Result], speedups: Mapping[_Key, float]
+) -> dict[str, list[float]]:
+    """Return the speed-ups by category; each category has a list."""
+    by_category: dict[str, list[float]] = {}
     for key, result in results.items():
-        by_category[result.category][key] = result
+        own = by_category.setdefault(result.category, [])
+        if key in speedups:
+            own.append(speedups[key])
+    return by_category
+
+
+def _by_category(
+    results: Mapping[_Key, Result], speedups: Mapping[_Key, float]
+) -> tuple[CategoryFigures, ...]:
     found = []
-    for category, own in by_category.items():
-        speedups = list(_speedups(own, plain).values())
-        speeds = [r.outcome.tokens_per_s for r in own.values() if r.outcome.tokens_per_s]
-        found.append(
-            CategoryFigures(
-                category, len(own), geometric_mean(speedups), spread(speedups), spread(speeds)
-            )
-        )
+    for category, own in _grouped(results, speedups).items():
+        outcomes = [each.outcome for each in results.values() if each.category == category]
+        mean = geometric_mean(own)
+        found.append(CategoryFigures(category, len(outcomes), mean, spread(own), _speeds(outcomes)))
     return tuple(found)
 
 
@@ -237,18 +244,29 @@ def _worst(speedups: Mapping[_Key, float]) -> Worst | None:
     by_prompt: dict[int, list[float]] = defaultdict(list)
     for (prompt, _), speedup in speedups.items():
         by_prompt[prompt].append(speedup)
-    means = {prompt: geometric_mean(values) for prompt, values in by_prompt.items()}
-    told = [Worst(prompt, mean) for prompt, mean in means.items() if mean is not None]
-    return min(told, key=lambda worst: worst.speedup, default=None)
+    means = [Worst(n, geometric_mean(values) or 0.0) for n, values in by_prompt.items()]
+    return min(means, key=lambda worst: worst.speedup, default=None)
 
 
-def _by_position(results: Sequence[Result]) -> tuple[float, ...]:
+# --- counts and times ----------------------------------------------------------------------------------
+
+
+def _sum(values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _speeds(outcomes: Sequence[Outcome]) -> Spread | None:
+    return spread([outcome.tokens_per_s for outcome in outcomes if outcome.tokens_per_s])
+
+
+def _by_position(outcomes: Sequence[Outcome]) -> tuple[float, ...]:
     drafted: defaultdict[int, int] = defaultdict(int)
     accepted: defaultdict[int, int] = defaultdict(int)
-    for result in results:
-        for position, n in enumerate(result.outcome.drafted_by_depth):
+    for outcome in outcomes:
+        for position, n in enumerate(outcome.drafted_by_depth):
             drafted[position] += n
-        for position, n in enumerate(result.outcome.accepted_by_depth):
+        for position, n in enumerate(outcome.accepted_by_depth):
             accepted[position] += n
     shares: list[float] = []
     while drafted[len(shares)] >= _MIN_DRAFTED:
@@ -256,45 +274,86 @@ def _by_position(results: Sequence[Result]) -> tuple[float, ...]:
     return tuple(shares)
 
 
-def _mean_length(results: Sequence[Result]) -> float | None:
+def _mean_length(outcomes: Sequence[Outcome]) -> float | None:
     """Return the tokens a round, over the rounds of all answers."""
-    pairs = [(result.outcome.mean_accepted_length, result.outcome.n_rounds) for result in results]
-    told = [(mean * n, n) for mean, n in pairs if mean is not None and n]
-    n_rounds = sum(n for _, n in told)
-    return sum(tokens for tokens, _ in told) / n_rounds if n_rounds else None
+    known = [
+        (outcome.mean_accepted_length, outcome.n_rounds)
+        for outcome in outcomes
+        if outcome.mean_accepted_length is not None and outcome.n_rounds
+    ]
+    n_rounds = sum(n for _, n in known)
+    return sum(mean * n for mean, n in known) / n_rounds if n_rounds else None
 
 
-def _shares(results: Sequence[Result]) -> Shares | None:
-    target_s = draft_s = own_s = 0.0
-    n_tokens = 0
-    for outcome in (result.outcome for result in results):
-        if outcome.target_s is None or outcome.draft_s is None or outcome.own_s is None:
-            return None
-        target_s, draft_s = target_s + outcome.target_s, draft_s + outcome.draft_s
-        own_s += outcome.own_s
-        n_tokens += max(0, outcome.n_tokens - 1)
-    whole = target_s + draft_s + own_s
-    if not whole or not n_tokens:
+def _shares(outcomes: Sequence[Outcome]) -> Shares | None:
+    times = [(each.target_s, each.draft_s, each.own_s) for each in outcomes]
+    known = [time for time in times if None not in time]
+    n_tokens = sum(max(0, outcome.n_tokens - 1) for outcome in outcomes)
+    target, draft, own = (sum(time[part] or 0.0 for time in known) for part in range(3))
+    whole = target + draft + own
+    if len(known) < len(times) or not whole or not n_tokens:
         return None
-    return Shares(target_s / whole, draft_s / whole, own_s / whole, whole / n_tokens)
+    return Shares(target / whole, draft / whole, own / whole, whole / n_tokens)
 
 
-def _first_token(results: Mapping[_Key, Result], plain: Mapping[_Key, Result]) -> float | None:
-    ratios = []
-    for key, result in results.items():
-        own = result.outcome.time_to_first_token_s
-        others = plain[key].outcome.time_to_first_token_s if key in plain else None
-        if own is not None and others:
-            ratios.append(own / others)
-    return statistics.median(ratios) if ratios else None
+# --- the report ------------------------------------------------------------------------------------------
 
 
-def _n_different(results: Mapping[_Key, Result], plain: Mapping[_Key, Result]) -> int | None:
-    """Return the number of different texts; None above temperature 0, where texts may differ."""
-    if any(result.temperature > 0.0 for result in results.values()):
-        return None
-    return sum(
-        not result.outcome.says_the_same(plain[key].outcome)
-        for key, result in results.items()
-        if key in plain
-    )
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """The results of a benchmark. `about` has the machine, versions, command line and settings.
+
+    `contenders` describes each contender: its `target`, `temperature`, `name` and `drafters`. Both are JSON
+    values."""
+
+    about: Mapping[str, Any]
+    contenders: Sequence[Mapping[str, Any]]
+    prompts: Sequence[BenchPrompt]
+    n_rounds: int
+    runs: Runs
+    figures: Sequence[ContenderFigures]
+    is_interrupted: bool = False
+    #: The share of all cores' time that other programs took meanwhile; None if it is unknown.
+    others_share: float | None = None
+
+    @property
+    def lineups(self) -> list[tuple[str, float]]:
+        """The targets and temperatures that have figures."""
+        return list(dict.fromkeys((each.target, each.temperature) for each in self.figures))
+
+    @property
+    def categories(self) -> list[str]:
+        """The categories of the prompts that were answered."""
+        return list(dict.fromkeys(own.category for each in self.figures for own in each.categories))
+
+    def of(self, lineup: tuple[str, float]) -> list[ContenderFigures]:
+        """Return the figures of a lineup, plain decoding first."""
+        return [each for each in self.figures if (each.target, each.temperature) == lineup]
+
+
+def to_json_object(report: BenchReport) -> dict[str, Any]:
+    """Return everything as JSON values, with times in seconds."""
+    runs = report.runs
+    lists: dict[str, Sequence[Any]] = {
+        "figures": report.figures,
+        "failures": runs.failures,
+        "skipped_prompts": runs.skipped,
+        "results": runs.results,
+    }
+    return {
+        **report.about,
+        "n_rounds": report.n_rounds,
+        "is_interrupted": report.is_interrupted,
+        "others_share": report.others_share,
+        "prompts": [dataclasses.asdict(prompt) for prompt in report.prompts],
+        "contenders": [dict(contender) for contender in report.contenders],
+        **{name: [dataclasses.asdict(each) for each in own] for name, own in lists.items()},
+    }
+
+
+def to_html(report: BenchReport) -> str:
+    """Return a page that loads nothing and holds the report as JSON; its script makes the tables and bars."""
+    page = importlib.resources.files("specgen.measure.bench").joinpath("page.html")
+    # In a script element nothing but this would end it.
+    data = json.dumps(to_json_object(report), ensure_ascii=False).replace("<", "\\u003c")
+    return page.read_text(encoding="utf-8").replace("REPORT", data, 1)

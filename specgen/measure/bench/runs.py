@@ -1,19 +1,138 @@
-"""Run a benchmark: all contenders answer each prompt, taking turns."""
+"""Contenders answer prompts in turns: plain decoding, drafting in some way, another program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import datetime
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from specgen.errors import PromptError, SpecgenError
-from specgen.measure.bench.contenders import Contender, Outcome
-from specgen.measure.bench.prompts import BenchPrompt
+from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent
+from specgen.measure.prompts import BenchPrompt
 
-#: A prompt that fits every context.
+if TYPE_CHECKING:
+    from specgen.session.loaded_models import Models
+
+#: The date for chat templates that write one, fixed so that prompts do not change between runs.
+NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
+#: A prompt that fits every context, and how much of an answer warms up.
 _WARM_UP = "Count from one to twenty."
+_N_WARM_UP = 8
 
-#: Called with the number of answers that are done and of all answers.
-PromptsDone = Callable[[int, int], None]
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The measurements of one answer; None means that a contender does not report it. Times are seconds.
+
+    `tokens_per_s` counts the tokens after the first one. `token_ids` exclude the token that ended the answer.
+    Counts by depth begin with the first drafted token. `target_s`, `draft_s` and `own_s` divide the time
+    after the prompt: in the target, in the drafter, and in the program itself.
+    """
+
+    text: str
+    n_tokens: int
+    finish_reason: str | None
+    tokens_per_s: float | None
+    time_to_first_token_s: float | None
+    token_ids: tuple[int, ...] | None = None
+    n_rounds: int | None = None
+    n_drafted: int | None = None
+    n_accepted: int | None = None
+    mean_accepted_length: float | None = None
+    drafted_by_depth: tuple[int, ...] = ()
+    accepted_by_depth: tuple[int, ...] = ()
+    prompt_s: float | None = None
+    target_s: float | None = None
+    draft_s: float | None = None
+    own_s: float | None = None
+    #: Notices for the user, for example that drafting failed.
+    notices: tuple[str, ...] = ()
+
+    def says_the_same(self, other: Outcome) -> bool:
+        """Whether two texts are equal, token by token if both report their tokens.
+
+        A program that does not report them may write some tokens after the limit: if the other answer ended
+        there, only its text has to agree."""
+        if self.token_ids is not None and other.token_ids is not None:
+            return self.token_ids == other.token_ids
+        limited, longer = (self, other) if self.finish_reason == "length" else (other, self)
+        if limited.finish_reason == "length":
+            # The limit may have cut a character in two; the longer text has all of it.
+            return longer.text.startswith(limited.text.rstrip("\N{REPLACEMENT CHARACTER}"))
+        return self.text == other.text
+
+
+class Contender(Protocol):
+    """Answers prompts, always in the same way. Both methods may raise a `SpecgenError`: `PromptError` if the
+    prompt does not fit, any other if the contender cannot go on."""
+
+    @property
+    def name(self) -> str:
+        """The name in tables; it is unique in a lineup."""
+        ...
+
+    def answer(self, prompt: str) -> Outcome:
+        """Answer a prompt, given as a user types it."""
+        ...
+
+    def warm_up(self, prompt: str) -> None:
+        """Do the work that makes the first answer slower than others."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SessionContender:
+    """Loaded models with their options as a contender. It does not close them."""
+
+    name: str
+    loaded: Models
+    chat: bool | None = None
+    interrupted: Callable[[], bool] = lambda: False
+
+    def answer(self, prompt: str) -> Outcome:
+        events = list(self._events(prompt))
+        finished = events[-1]
+        assert isinstance(finished, FinishedEvent), "the last event of a generation"
+        notices = [event.message for event in events if isinstance(event, NoticeEvent)]
+        return outcome_of(finished, tuple(notices))
+
+    def warm_up(self, prompt: str) -> None:
+        # Closing the generator frees the contexts.
+        with contextlib.closing(self._events(prompt)) as events:
+            for event in events:
+                if isinstance(event, CommittedEvent) and event.n_tokens >= _N_WARM_UP:
+                    break
+
+    def _events(self, prompt: str) -> Generator[Event, None, None]:
+        from specgen.session.engine import generate
+
+        begun = self.loaded.prompts.of_text(prompt, chat=self.chat, now=NOW)
+        return generate(self.loaded, begun, interrupted=self.interrupted, estimate_gain=False)
+
+
+def outcome_of(finished: FinishedEvent, notices: tuple[str, ...] = ()) -> Outcome:
+    """Return the outcome of a generation that ended with this event."""
+    return Outcome(
+        text=finished.text,
+        n_tokens=finished.n_tokens,
+        finish_reason=finished.finish_reason,
+        tokens_per_s=finished.tokens_per_s,
+        time_to_first_token_s=finished.time_to_first_token_s,
+        token_ids=finished.token_ids,
+        n_rounds=finished.n_rounds,
+        n_drafted=finished.n_drafted,
+        n_accepted=finished.n_accepted,
+        mean_accepted_length=finished.mean_accepted_length,
+        drafted_by_depth=finished.drafted_by_depth,
+        accepted_by_depth=finished.accepted_by_depth,
+        prompt_s=finished.prompt_s,
+        target_s=max(0.0, finished.target_s - finished.prompt_s),
+        draft_s=finished.draft_s,
+        own_s=finished.loop_s,
+        notices=notices,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +193,36 @@ class Runs:
     failures: list[Failure] = field(default_factory=list)
     skipped: list[SkippedPrompt] = field(default_factory=list)
 
+    def is_out(self, lineup: Lineup, contender: Contender, prompt: BenchPrompt) -> bool:
+        """Whether a contender failed before, or nobody can answer the prompt."""
+        name = lineup.target, lineup.temperature, contender.name
+        return any((f.target, f.temperature, f.contender) == name for f in self.failures) or any(
+            (s.target, s.prompt) == (lineup.target, prompt.number) for s in self.skipped
+        )
+
+    def fail(
+        self, lineup: Lineup, contender: Contender, prompt: int | None, error: SpecgenError
+    ) -> None:
+        """Note a failure. Raise it if plain decoding failed: there is nothing to compare with."""
+        if contender is lineup.plain:
+            raise error
+        self.failures.append(
+            Failure(lineup.target, lineup.temperature, contender.name, prompt, error.message)
+        )
+
+    def answer(self, lineup: Lineup, contender: Contender, prompt: BenchPrompt) -> Outcome | None:
+        """Return the outcome of an answer; None if there is none."""
+        if self.is_out(lineup, contender, prompt):
+            return None
+        try:
+            return contender.answer(prompt.text)
+        except SpecgenError as error:
+            if isinstance(error, PromptError) and contender is lineup.plain:
+                self.skipped.append(SkippedPrompt(lineup.target, prompt.number, error.message))
+            else:
+                self.fail(lineup, contender, prompt.number, error)
+            return None
+
 
 def run_lineups(
     lineups: Sequence[Lineup],
@@ -82,7 +231,7 @@ def run_lineups(
     *,
     n_rounds: int = 1,
     interrupted: Callable[[], bool] = lambda: False,
-    progress: PromptsDone = lambda _done, _total: None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
     """Let all contenders answer all prompts, `n_rounds` times, after a warm-up; add the results to `runs`.
 
@@ -90,121 +239,38 @@ def run_lineups(
     slows all of them. An interrupted answer is not a result. Raise the `SpecgenError` of a plain contender,
     and `PromptError` if no prompt could be answered.
     """
-    _Job(lineups, prompts, runs, n_rounds, interrupted, progress).run()
-
-
-class _Job:
-    def __init__(
-        self,
-        lineups: Sequence[Lineup],
-        prompts: Sequence[BenchPrompt],
-        runs: Runs,
-        n_rounds: int,
-        interrupted: Callable[[], bool],
-        progress: PromptsDone,
-    ) -> None:
-        self._lineups = lineups
-        self._prompts = prompts
-        self._n_rounds = n_rounds
-        self._interrupted = interrupted
-        self._progress = progress
-        self._runs = runs
-        #: Lineup and name of contenders that failed; target and number of prompts that cannot be answered.
-        self._out: set[tuple[int, str]] = set()
-        self._unfit: set[tuple[str, int]] = set()
-        self._n_contenders = sum(1 + len(lineup.others) for lineup in lineups)
-        self._n_done = 0
-        self._has_answers = False
-
-    def run(self) -> None:
-        self._tell(0)
-        for index, lineup in enumerate(self._lineups):
-            for contender in lineup.turn(0):
-                if self._interrupted():
-                    return
-                self._warm_up(index, contender)
-        for number, (round_number, prompt) in enumerate(self._turns()):
-            for index, lineup in enumerate(self._lineups):
-                self._n_done = number * self._n_contenders
-                if not self._answers(index, lineup.turn(number), prompt, round_number):
-                    return
-        self._n_done = self._n_contenders * len(self._prompts) * self._n_rounds
-        self._tell(0)
-        if not self._has_answers and self._unfit:
-            last = self._runs.skipped[-1]
-            raise PromptError(f"no prompt can be answered; prompt {last.prompt}: {last.reason}")
-
-    def _turns(self) -> Iterator[tuple[int, BenchPrompt]]:
-        for round_number in range(1, self._n_rounds + 1):
-            for prompt in self._prompts:
-                yield round_number, prompt
-
-    def _warm_up(self, index: int, contender: Contender) -> None:
-        try:
-            contender.warm_up(_WARM_UP)
-        except SpecgenError as error:
-            self._fail(index, contender, None, error)
-
-    def _answers(
-        self, index: int, turn: Sequence[Contender], prompt: BenchPrompt, round_number: int
-    ) -> bool:
-        """Let a lineup answer a prompt; return False if interrupted."""
-        lineup = self._lineups[index]
-        n_before = sum(1 + len(earlier.others) for earlier in self._lineups[:index])
-        for place, contender in enumerate(turn):
-            self._tell(n_before + place)
-            if self._interrupted():
-                return False
-            if (index, contender.name) in self._out:
-                continue
-            if (lineup.target, prompt.number) in self._unfit:
-                break
-            outcome = self._answer(index, contender, prompt)
-            if outcome is None:
-                continue
-            if outcome.is_interrupted or self._interrupted():
-                return False
-            result = Result(
-                target=lineup.target,
-                temperature=lineup.temperature,
-                contender=contender.name,
-                is_plain=contender is lineup.plain,
-                prompt=prompt.number,
-                category=prompt.category,
-                round=round_number,
-                outcome=outcome,
-            )
-            self._runs.results.append(result)
-            self._has_answers = True
-        return True
-
-    def _answer(self, index: int, contender: Contender, prompt: BenchPrompt) -> Outcome | None:
-        lineup = self._lineups[index]
-        try:
-            return contender.answer(prompt.text)
-        except PromptError as error:
-            if contender is not lineup.plain:
-                self._fail(index, contender, prompt.number, error)
-                return None
-            self._unfit.add((lineup.target, prompt.number))
-            skipped = SkippedPrompt(lineup.target, prompt.number, error.message)
-            self._runs.skipped.append(skipped)
-            return None
-        except SpecgenError as error:
-            self._fail(index, contender, prompt.number, error)
-            return None
-
-    def _fail(
-        self, index: int, contender: Contender, prompt: int | None, error: SpecgenError
-    ) -> None:
-        lineup = self._lineups[index]
-        if contender is lineup.plain:  # there is nothing to compare with
-            raise error
-        self._out.add((index, contender.name))
-        self._runs.failures.append(
-            Failure(lineup.target, lineup.temperature, contender.name, prompt, error.message)
-        )
-
-    def _tell(self, n_more: int) -> None:
-        total = self._n_contenders * len(self._prompts) * self._n_rounds
-        self._progress(self._n_done + n_more, total)
+    turns = [
+        (round_number, prompt) for round_number in range(1, n_rounds + 1) for prompt in prompts
+    ]
+    n_all = len(turns) * sum(1 + len(lineup.others) for lineup in lineups)
+    n_before = len(runs.results)
+    progress(0, n_all)
+    for lineup in lineups:
+        for contender in lineup.turn(0):
+            if interrupted():
+                return
+            try:
+                contender.warm_up(_WARM_UP)
+            except SpecgenError as error:
+                runs.fail(lineup, contender, None, error)
+    every = (
+        (round_number, prompt, lineup, contender)
+        for turn, (round_number, prompt) in enumerate(turns)
+        for lineup in lineups
+        for contender in lineup.turn(turn)
+    )
+    for n_done, (round_number, prompt, lineup, contender) in enumerate(every):
+        progress(n_done, n_all)
+        if interrupted():
+            return
+        outcome = runs.answer(lineup, contender, prompt)
+        if outcome is None:
+            continue
+        if outcome.finish_reason == "interrupted" or interrupted():
+            return
+        where = lineup.target, lineup.temperature, contender.name, contender is lineup.plain
+        runs.results.append(Result(*where, prompt.number, prompt.category, round_number, outcome))
+    progress(n_all, n_all)
+    if len(runs.results) == n_before and runs.skipped:
+        last = runs.skipped[-1]
+        raise PromptError(f"no prompt can be answered; prompt {last.prompt}: {last.reason}")

@@ -5,10 +5,11 @@
 `statistics` has the mathematics. `specgen.testing.bugs` has known bugs, which the checks must find.
 """
 
+from specgen.measure.prompts import TRIAL_PROMPTS as OWN_PROMPTS
+from specgen.measure.prompts import evenly_chosen, read_prompts
 from specgen.measure.proof.differences import Choice, Difference, GreedyResult
 from specgen.measure.proof.drafting_plans import DraftingPlan, WayName, ways_to_draft
 from specgen.measure.proof.greedy import N_AT_ONCE, PlainAnswers, check_greedy
-from specgen.measure.proof.prompts import OWN_PROMPTS, evenly_chosen, read_prompts
 from specgen.measure.proof.report import ProofCheck, ProofReport, UncheckedPrompt, to_json_object
 from specgen.measure.proof.sampled import SampledPlan, SampledResult, check_sampled, room
 from specgen.measure.proof.statistics import split_level

@@ -17,8 +17,6 @@ from specgen.errors import UsageError
 from specgen.llama.file_check import remember_checks
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import kernel_problem
-from specgen.measure.selection.model_choice import staged
-from specgen.measure.selection.session_opening import find_models, open_memory, session_options
 from specgen.models import cache_folder, human_bytes
 from specgen.options import (
     ContextOptions,
@@ -29,8 +27,11 @@ from specgen.options import (
     KernelOptions,
     SamplerOptions,
     TreeShape,
+    staged,
 )
 from specgen.serve.adapters.draft_rounds import DraftRounds
+from specgen.session.files import find_models
+from specgen.session.open import open_memory, session_options
 from specgen.system.llama_build import REBUILD, REQUIRED_VERSION, uses_bundle
 from specgen.text.tally import Tally
 

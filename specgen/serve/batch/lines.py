@@ -11,8 +11,9 @@ from typing import Any
 
 from specgen.errors import PromptError
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.openai.body import shown
-from specgen.serve.formats.openai.request import BodyError, Kind, Request, read_request
+from specgen.serve.formats.chat_request import read_request
+from specgen.serve.formats.fields import BodyError, shown
+from specgen.serve.formats.request import Kind, Request
 from specgen.system.json_values import json_reason
 
 _URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}

@@ -17,8 +17,8 @@ from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, Pi
 from specgen.options import GenerationOptions
 from specgen.serve.batch.lines import Line, LineError, unexpected
 from specgen.serve.batch.results import Results, result_of
-from specgen.serve.formats.openai.request import Request, check_tokens, with_call_form
-from specgen.serve.formats.openai.response import completion_body
+from specgen.serve.formats.chat_answer import completion_body
+from specgen.serve.formats.request import Request, check_tokens, with_call_form
 from specgen.session.engine import Engine
 from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt, template_of

@@ -23,26 +23,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specgen import __version__
 from specgen.errors import SpecgenError, UsageError
 from specgen.llama.embeddings import unit
-from specgen.serve.formats.messages.writer import PING
-from specgen.serve.formats.openai.body import BodyError, boolean_of, text_of
-from specgen.serve.formats.openai.embeddings import embedding_response, read_embedding_request
-from specgen.serve.formats.openai.request import read_request, with_call_form
+from specgen.serve.formats.chat_request import read_request
+from specgen.serve.formats.embeddings import embedding_response, read_embedding_request
+from specgen.serve.formats.fields import BodyError, Fields, Integer, parse
+from specgen.serve.formats.messages_answer import PING
+from specgen.serve.formats.request import Request as AnswersRequest
+from specgen.serve.formats.request import with_call_form
 from specgen.serve.server.access import AccessCheck
 from specgen.serve.server.embedding import ServedEmbedder
 from specgen.serve.server.errors import RequestError
 from specgen.serve.server.http import EventStream, read_json, while_connected
 from specgen.serve.server.job_request import (
     Endpoint,
-    ServerRequest,
     answer_requests,
-    n_prompt_tokens,
-    read_server_request,
+    prompt_of,
+    read_requests,
 )
-from specgen.serve.server.job_response import (
-    InfillResponseBuilder,
-    ResponseBuilder,
-    TranslatedResponseBuilder,
-)
+from specgen.serve.server.job_response import InfillResponseBuilder, ResponseBuilder
 from specgen.serve.server.jobs import Job, QueueFullError
 from specgen.serve.server.metrics import ServerMetrics
 from specgen.serve.server.model_pool import ModelPool, Served, ServedModel
@@ -91,6 +88,17 @@ _GRAMMAR_FIELDS = (
     "output_format",
 )
 _log = logging.getLogger("specgen.serve.server")
+
+
+class _TokenizeBody(Fields):
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class _DetokenizeBody(Fields):
+    tokens: list[Integer]
 
 
 class Server:
@@ -217,23 +225,22 @@ class Server:
     ) -> Response:
         loop = asyncio.get_running_loop()
         submit = functools.partial(self._submit, model, endpoint, body, loop)
-        asked, job = await self._in_thread(model, request, body, submit)
-        is_translated = asked.translation is not None
-        make = TranslatedResponseBuilder if is_translated else ResponseBuilder
-        answering = (InfillResponseBuilder if endpoint == "infill" else make)(
-            asked,
+        requests, job = await self._in_thread(model, request, body, submit)
+        make = InfillResponseBuilder if endpoint == "infill" else ResponseBuilder
+        answering = make(
+            requests,
             job,
             model.thread,
             model=model.name,
             created=int(time.time()),
             limit_s=self._limits.request_s,
         )
-        if asked.streams:
+        if requests[0].streams:
             return EventStream(
                 answering.chunks(),
                 answering.end,
                 self._limits.client_s,
-                named=is_translated,
+                named=requests[0].writer is not None,
                 alive=PING if endpoint == "messages" else None,
             )
         return JSONResponse(await while_connected(request, answering.body()))
@@ -244,17 +251,17 @@ class Server:
         endpoint: Endpoint,
         body: Mapping[str, Any],
         loop: asyncio.AbstractEventLoop,
-    ) -> tuple[ServerRequest, Job]:
+    ) -> tuple[tuple[AnswersRequest, ...], Job]:
         """Read a body and submit its answers to the engine. Raise `RequestError`, `SpecgenError`."""
-        asked = read_server_request(endpoint, body, model.loaded, self._limits)
-        engine = model.thread.engine
+        requests = read_requests(endpoint, body, model.loaded, self._limits)
+        engine, n_answers = model.thread.engine, requests[0].n * len(requests)
         n_most = engine.n_parallel + self._limits.n_waiting
-        if asked.n_answers > n_most:
-            raise BodyError("n", f"{asked.n_answers} answers; there is room for at most {n_most}")
+        if n_answers > n_most:
+            raise BodyError("n", f"{n_answers} answers; there is room for at most {n_most}")
         try:
-            model.thread.check_room(asked.n_answers)
-            asks = answer_requests(asked, model.loaded, engine.n_ctx, self._limits)
-            return asked, model.thread.submit(asks, loop)
+            model.thread.check_room(n_answers)
+            asks = answer_requests(requests, model.loaded, engine.n_ctx, self._limits)
+            return requests, model.thread.submit(asks, loop)
         except QueueFullError as error:
             raise _queue_full(error) from None
         except UsageError as error:
@@ -269,25 +276,22 @@ class Server:
         self, model: ServedModel, request: Request, body: Mapping[str, Any]
     ) -> Response:
         def count() -> int:
-            asked = read_server_request("messages", body, model.loaded, self._limits)
-            return n_prompt_tokens(asked, model.loaded, model.thread.engine.n_ctx)
+            (asked,) = read_requests("messages", body, model.loaded, self._limits)
+            return len(prompt_of(asked, model.loaded, model.thread.engine.n_ctx).tokens)
 
         return JSONResponse({"input_tokens": await self._in_thread(model, request, body, count)})
 
     async def _tokenize(
         self, model: ServedModel, request: Request, body: Mapping[str, Any]
     ) -> Response:
-        content = text_of("content", body.get("content"))
-        add_special = boolean_of("add_special", body.get("add_special"))
-        with_pieces = boolean_of("with_pieces", body.get("with_pieces"))
-        parse_special = boolean_of("parse_special", body.get("parse_special"), default=True)
+        asked = parse(_TokenizeBody, body)
         vocabulary = model.loaded.target.vocabulary
 
         def tokens() -> list[Any]:
             found = vocabulary.tokenize(
-                content, add_special=add_special, parse_special=parse_special
+                asked.content, add_special=asked.add_special, parse_special=asked.parse_special
             )
-            if not with_pieces:
+            if not asked.with_pieces:
                 return list(found)
             return [
                 {"id": token, "piece": _piece(vocabulary.token_bytes(token))} for token in found
@@ -298,9 +302,7 @@ class Server:
     async def _detokenize(
         self, model: ServedModel, request: Request, body: Mapping[str, Any]
     ) -> Response:
-        tokens = body.get("tokens")
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise BodyError("tokens", "it is no list of whole numbers")
+        tokens = parse(_DetokenizeBody, body).tokens
         if not tokens:
             return JSONResponse({"content": ""})
         decoded = functools.partial(model.loaded.prompts.of_tokens, tokens)

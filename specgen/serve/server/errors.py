@@ -14,8 +14,8 @@ from specgen.errors import (
     SpecgenError,
     UsageError,
 )
-from specgen.serve.formats.messages.writer import error_body
-from specgen.serve.formats.openai.body import BodyError, sendable
+from specgen.serve.formats.fields import BodyError, sendable
+from specgen.serve.formats.messages_answer import error_body
 
 #: The types of errors by their status, where OpenAI has one.
 _TYPES = {

@@ -1,14 +1,13 @@
 """The expected speed-up of a draft, from what decodes cost and how often the draft agrees with the target.
 
-This is the only estimate of a gain. `specgen run` makes it before a draft model is used that was never tried
-with its target, and `specgen tune` explains with it. What is measured instead, as in
-`specgen.measure.selection.trial`, is a speed-up by the same quotient, `speedup`.
+`specgen run` makes this estimate before a draft model is used that was never tried with its target. What is
+measured instead, as in `specgen.measure.trial`, is a speed-up by the same quotient, `speedup`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from specgen.method.cost_table import CostTable
 
@@ -20,8 +19,6 @@ ACCEPTANCE = 0.7
 WORTH = 1.1
 #: A speed-up may exceed the tokens per pass by this factor before it counts as impossible.
 _LEEWAY = 1.05
-#: The precision of `break_even`.
-_PRECISION = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +40,6 @@ class Costs:
         busy at that time.
         """
         return max(self.token_s, CostTable(self.batch_s).seconds(n_rows))
-
-    def with_cheaper_draft(self, share: float) -> Costs:
-        """Return the costs if a drafted token took only this share of its time."""
-        return replace(self, draft_token_s=share * self.draft_token_s)
-
-    def with_flat_batches(self) -> Costs:
-        """Return the costs if the target's batches took no longer than a single token. A target whose
-        decodes wait for the weights comes near that."""
-        return replace(self, batch_s=dict.fromkeys(self.batch_s, self.token_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,24 +119,3 @@ def expected_gain(costs: Costs, acceptance: float = ACCEPTANCE) -> Gain:
         token_tokens=costs.draft_token_s / costs.token_s,
         free_speedup=max(of(n, 0.0) for n in numbers),
     )
-
-
-def break_even(costs: Costs) -> float | None:
-    """Return the least acceptance rate with which a draft is expected to save time; None if even a draft
-    that is always right would not."""
-    if expected_gain(costs, 1.0).speedup <= 1.0:
-        return None
-    low, high = 0.0, 1.0
-    while high - low > _PRECISION:
-        middle = (low + high) / 2
-        low, high = (low, middle) if expected_gain(costs, middle).speedup > 1.0 else (middle, high)
-    return high
-
-
-def carried_over(measured: float, before: Gain, after: Gain) -> float:
-    """Return the speed-up that was `measured` as it would be if `after` were expected, not `before`.
-
-    It is scaled by their ratio: what the formula leaves out, such as that drafts stop where they are unsure,
-    is left out of both. Speed-ups below 1 count as 1, since nobody has to draft at a loss.
-    """
-    return max(1.0, measured) * max(1.0, after.speedup) / max(1.0, before.speedup)

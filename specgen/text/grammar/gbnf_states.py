@@ -10,14 +10,14 @@ states, and what was found out about one holds each time.
 
 from __future__ import annotations
 
-import bisect
 import threading
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from specgen.text.grammar.gbnf_rules import Characters, Element, Gbnf
+from specgen.errors import UsageError
+from specgen.text.grammar.gbnf import ROOT, Characters, Element, Gbnf
 
 #: The numbers of its stacks. Without any, no text may follow.
 Stacks: TypeAlias = frozenset[int]
@@ -40,44 +40,44 @@ class TooManyWaysError(Exception):
     """A question takes too long: texts can be read in too many ways. All later questions raise it at once."""
 
 
-class CharacterClasses(dict[int, int]):
-    """Maps a code point to the number of its class."""
-
-    def __init__(self, grammar: Gbnf) -> None:
-        super().__init__()
-        stretches = grammar.character_classes()
-        self._starts = [start for start, _ in stretches]
-        self._numbers = [number for _, number in stretches]
-        #: A code point of each class.
-        self.examples = {number: start for start, number in reversed(stretches)}
-
-    def __missing__(self, code_point: int) -> int:
-        number = self._numbers[bisect.bisect_right(self._starts, code_point) - 1]
-        self[code_point] = number
-        return number
-
-    def of_all(self, code_points: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Return the classes of many code points, int32[n]."""
-        places = np.searchsorted(np.array(self._starts), code_points, "right") - 1
-        return np.array(self._numbers, np.int32)[places]
-
-
 class GbnfStates:
-    """The states of a grammar. Several threads may use it. Its methods raise `TooManyWaysError`."""
+    """The states of a grammar. Several threads may use it. Its methods raise `TooManyWaysError`.
+
+    Raises `UsageError` if a rule derives no text, begins with itself, or can be read in too many ways."""
 
     def __init__(self, grammar: Gbnf) -> None:
         self._rules = grammar.rules
-        self.classes = CharacterClasses(grammar)
+        stretches = grammar.character_classes()
+        self._class_starts = np.array([start for start, _ in stretches], np.int32)
+        self._class_numbers = np.array([number for _, number in stretches], np.int32)
+        self._n_classes = len(set(self._class_numbers.tolist()))
         self._stacks: list[_Stack] = []
         self._number_of_stack: dict[_Stack, int] = {}
         self._classes: dict[Characters, list[int]] = {}
         self._lock = threading.RLock()
-        self._work, self._work_left = 0, float(_MOST_WORK_IN_ALL)
+        for name, (rule, line) in grammar.named.items():
+            self._work, self._work_left = 0, float(_MOST_WORK_IN_ALL)
+            problem = "derives no text at all"
+            try:
+                is_possible = bool(self._expanded(self._begin_of(rule)))
+            except TooManyWaysError:
+                is_possible = False
+                problem = "begins with itself (left recursion), or can be read in too many ways"
+            if not is_possible:
+                raise UsageError(f"the grammar, line {line}: rule {name!r} {problem}")
         self._forget()
-        root = grammar.root
-        todo = [(root, number, 0, _EMPTY) for number in range(len(self._rules[root]))]
         #: The state before a text.
-        self.start: Stacks = self._expanded(todo)
+        self.start: Stacks = self._expanded(self._begin_of(grammar.named[ROOT][0]))
+
+    def _begin_of(self, rule: int, below: int = _EMPTY) -> list[_Stack]:
+        return [(rule, number, 0, below) for number in range(len(self._rules[rule]))]
+
+    def classes_of(self, code_points: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return the numbers of the classes of many code points, int32[n]."""
+        found: npt.NDArray[np.int32] = self._class_numbers[
+            np.searchsorted(self._class_starts, code_points, "right") - 1
+        ]
+        return found
 
     def allow_for_token(self) -> None:
         """Add the work for another token of a text to what is allowed."""
@@ -92,8 +92,9 @@ class GbnfStates:
         """Return the state after more text."""
         with self._lock:
             number = self._begin(state)
-            for character in text:
-                number = self._following(number, self.classes[ord(character)])
+            code_points = np.frombuffer(text.encode("utf-32-le"), "<i4")
+            for kind in self.classes_of(code_points).tolist():
+                number = self._following(number, kind)
             return self._states[number]
 
     def after_texts(
@@ -142,7 +143,7 @@ class GbnfStates:
         self._number_of_state: dict[Stacks, int] = {}
         self._tops: dict[int, dict[int, list[int]]] = {}
         #: The number of the state after a state and a character of a class.
-        self._table = np.full((16, len(self.classes.examples)), _UNKNOWN, np.int32)
+        self._table = np.full((16, self._n_classes), _UNKNOWN, np.int32)
         self._n_kept = 0
         self._state(frozenset())
 
@@ -173,8 +174,13 @@ class GbnfStates:
     def _classes_of(self, characters: Characters) -> list[int]:
         found = self._classes.get(characters)
         if found is None:
-            examples = self.classes.examples.items()
-            found = [kind for kind, example in examples if characters.has(example)]
+            starts, numbers = self._class_starts.tolist(), self._class_numbers.tolist()
+            kinds = dict(zip(numbers, starts, strict=True))
+            found = [
+                kind
+                for kind, code_point in kinds.items()
+                if characters.may_have(code_point, code_point)
+            ]
             self._classes[characters] = found
         return found
 
@@ -207,8 +213,7 @@ class GbnfStates:
                 continue
             if index + 1 < len(sequence):  # else nothing is left to do here
                 below = self._stack((rule, alternative, index + 1, below))
-            n_alternatives = len(self._rules[element.rule])
-            todo += [(element.rule, number, 0, below) for number in range(n_alternatives)]
+            todo += self._begin_of(element.rule, below)
         return frozenset(found)
 
     def _count(self, n: int) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 
 from specgen.errors import UsageError
 from specgen.options import Grammar
-from specgen.text.grammar.llguidance_grammar import objections_to, problem_of
+from specgen.text.grammar.llguidance_grammar import objections_to
 
 #: Keywords that do not constrain the text; a reference or an alternative beside them is all of a schema.
-_SILENT = frozenset(
+_IGNORED = frozenset(
     [
         "$schema",
         "$id",
@@ -50,6 +50,8 @@ _MOST_PARTS = 10_000
 #: The most optional properties of an object, any of which may come next; llguidance ends the text above.
 _MOST_OPTIONAL = 500
 _PATTERN_ITEM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
+#: Tells llguidance to ignore what it cannot enforce.
+_LENIENT = {"x-guidance": {"lenient": True}}
 #: More repetitions, or parts, are not told apart.
 _MANY = 10**9
 
@@ -60,46 +62,23 @@ def schema_grammar(schema: str) -> Grammar:
     conforms to it, or it cannot be enforced."""
     parsed = _parse(schema) or {"type": "object"}
     grammar = Grammar("json_schema", json.dumps(_closed(parsed)))
-    problem = problem_of(grammar)
-    if problem is not None:
-        raise UsageError(f"the JSON schema cannot be enforced: {_plain(problem)}")
+    is_wrong, messages = objections_to(grammar)
+    if is_wrong:
+        raise UsageError(f"the JSON schema cannot be enforced: {_plain('; '.join(messages))}")
     return grammar
 
 
 def lenient_schema_grammar(schema: str) -> tuple[Grammar, tuple[str, ...]]:
     """Return a grammar of texts that conform to what can be enforced of a schema, and the names of what it
-    leaves out. Raise `UsageError` if the text is no schema, or nothing conforms to it."""
+    leaves out: keywords, or the whole schema, in whose place any object conforms. Raise `UsageError` if the text is no
+    schema."""
     parsed = _closed(_parse(schema) or {"type": "object"})
-    left_out = {name: None for part in _parts(parsed) for name in _without_unreadable(part)}
-    grammar = Grammar("json_schema", json.dumps({**parsed, "x-guidance": {"lenient": True}}))
+    grammar = Grammar("json_schema", json.dumps({**parsed, **_LENIENT}))
     is_wrong, messages = objections_to(grammar)
     if is_wrong:
-        raise UsageError(f"the JSON schema cannot be enforced: {_plain('; '.join(messages))}")
-    for message in messages:
-        left_out |= dict.fromkeys(_names_in(message))
-    return grammar, tuple(left_out)
-
-
-def _without_unreadable(part: dict[str, Any]) -> Iterator[str]:
-    """Remove the keywords that a lenient grammar would not accept either: regular expressions with
-    look-around, and references that lead out of the schema. Yield their names."""
-    pattern, reference = part.get("pattern"), part.get("$ref")
-    if isinstance(pattern, str) and not _is_readable(pattern):
-        del part["pattern"]
-        yield "pattern"
-    patterns = part.get("patternProperties")
-    if isinstance(patterns, dict) and not all(map(_is_readable, patterns)):
-        del part["patternProperties"]
-        part["additionalProperties"] = True
-        yield "patternProperties"
-    if isinstance(reference, str) and not reference.startswith("#"):
-        del part["$ref"]
-        yield f"$ref {reference}"
-
-
-def _is_readable(pattern: str) -> bool:
-    schema = json.dumps({"type": "string", "pattern": pattern})
-    return problem_of(Grammar("json_schema", schema)) is None
+        anything = Grammar("json_schema", json.dumps({"type": "object", **_LENIENT}))
+        return anything, (f"it ({_plain('; '.join(messages))})",)
+    return grammar, tuple(dict.fromkeys(name for text in messages for name in _names_in(text)))
 
 
 def _names_in(message: str) -> list[str]:
@@ -212,7 +191,7 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     closed: dict[str, Any] = json.loads(json.dumps(schema))
     parts = list(_parts(closed))
     if any(
-        "allOf" in part or ("$ref" in part and part.keys() - _SILENT - {"$ref"}) for part in parts
+        "allOf" in part or ("$ref" in part and part.keys() - _IGNORED - {"$ref"}) for part in parts
     ):
         return closed
     todo: list[Any] = [closed]
@@ -223,7 +202,7 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
         todo += _children(part)
         alternatives = [name for name in _ALTERNATIVES if name in part]
         if alternatives:
-            if len(alternatives) == 1 and not part.keys() - _SILENT - {*alternatives}:
+            if len(alternatives) == 1 and not part.keys() - _IGNORED - {*alternatives}:
                 todo += _list(part[alternatives[0]])
         elif _names_all(part):
             part["additionalProperties"] = False

@@ -1,0 +1,265 @@
+"""specgen against llama.cpp's own speculative programs, by turns in one run. `make peers` builds them.
+
+    python -m benchmarks.peers -m 7b.gguf -md 1b.gguf -md 0.5b.gguf -N 1 --json out.json
+
+Prints the lines of `specgen bench` for plain decoding, specgen with each draft, and llama.cpp's programs in the
+settings that people use most. What their figures mean (llama-cpp-python 0.3.36):
+
+- `llama-speculative-simple` starts its clock when both models have decoded the prompt but its last token, and counts
+  all tokens after it; the printed figure is like specgen's.
+- `llama-lookup` starts its clock behind the whole prompt, so its first token costs nothing: the figure here is that
+  of the n - 1 others.
+- Both may write some tokens after the limit. On a GPU they may start the clock before the prompt's decode has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.answers import bench_prompts, opened, parser_of, tell, write_json
+from specgen.errors import SpecgenError
+from specgen.llama import default_threads
+from specgen.llama.mtp_layers import why_no_mtp
+from specgen.measure.bench.figures import BenchReport, figures_of, to_json_object
+from specgen.measure.bench.runs import NOW, Lineup, Outcome, Runs, SessionContender, run_lineups
+from specgen.options import DraftSource
+from specgen.render.tables import bench_lines
+from specgen.session.loaded_models import Models
+
+#: If it is set, programs are searched in this folder only.
+PEERS_VARIABLE = "SPECGEN_PEERS"
+SIMPLE = "llama-speculative-simple"
+LOOKUP = "llama-lookup"
+
+_CONTEXT_STEP = 256
+#: Room for the longest drafts.
+_DRAFT_ROOM = 64
+#: The last lines are sometimes lost, since the programs do not wait for the thread that writes their log.
+_N_TRIES = 3
+_NUMBER = r"(-?\d[\d.]*|-?inf|-?nan)"
+_SPEED = rf"{{}}\s+{_NUMBER} tokens in\s+{_NUMBER} seconds, speed:\s+{_NUMBER} t/s"
+_COUNT = rf"\bn_{{}}\s*=\s*{_NUMBER}"
+
+
+class PeerError(SpecgenError):
+    """Another program is missing, failed, took too long, or refuses the pair of models."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSetting:
+    """A program and its way to draft, in its own options."""
+
+    name: str
+    arguments: tuple[str, ...]
+    program: str = SIMPLE
+    needs_draft: bool = False
+    needs_mtp: bool = False
+
+
+def _simple(name: str, types: str, *arguments: str, needs: str = "") -> PeerSetting:
+    command = ("--spec-type", types, *arguments)
+    return PeerSetting(name, command, needs_draft=needs == "draft", needs_mtp=needs == "mtp")
+
+
+_NGRAMS = ("--spec-ngram-simple-size-n", "4", "--spec-ngram-simple-size-m", "8")
+_THREE = ("--spec-draft-n-max", "3")
+_EIGHT = ("--spec-draft-n-max", "8")
+SETTINGS = (
+    _simple("draft 3", "draft-simple", *_THREE, needs="draft"),
+    _simple(
+        "draft 8, p-min 0.75", "draft-simple", *_EIGHT, "--spec-draft-p-min", "0.75", needs="draft"
+    ),
+    _simple(
+        "ngram-simple 4/8, draft 3", "ngram-simple,draft-simple", *_THREE, *_NGRAMS, needs="draft"
+    ),
+    _simple("ngram-simple 4/8", "ngram-simple", *_NGRAMS),
+    PeerSetting("lookup 8", _EIGHT, program=LOOKUP),
+    _simple("mtp 1", "draft-mtp", "--spec-draft-n-max", "1", needs="mtp"),
+    _simple("mtp 3", "draft-mtp", *_THREE, needs="mtp"),
+)
+
+
+def find_program(name: str) -> Path:
+    """A peer's path: in $SPECGEN_PEERS, else beside this Python's own files. Raises `PeerError`."""
+    place = Path(os.environ.get(PEERS_VARIABLE) or Path(sys.prefix) / "peers").expanduser()
+    file = f"{name}.exe" if os.name == "nt" else name
+    for path in (place / file, place / "bin" / file):
+        if path.is_file():
+            return path
+    raise PeerError(f"there is no {name} in {place}", hint=f"make peers, or set {PEERS_VARIABLE}")
+
+
+def run_program(
+    command: Sequence[str], *, limit_s: float = 900.0, stdin: str = ""
+) -> tuple[str, str]:
+    """Run a program; its stdout and stderr. Raises `PeerError` with its last words."""
+    name = Path(command[0]).name
+    # LLAMA_ARG_... variables are options too, and would have a hidden effect.
+    env = {key: value for key, value in os.environ.items() if not key.startswith("LLAMA_ARG_")}
+    try:
+        done = subprocess.run(
+            command,
+            input=stdin.encode(),
+            capture_output=True,
+            env=env,
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise PeerError(f"{name} did not end within {limit_s:g} s") from error
+    except OSError as error:
+        raise PeerError(f"{command[0]} cannot be run: {error.strerror}") from error
+    stdout, stderr = (part.decode("utf-8", "replace") for part in (done.stdout, done.stderr))
+    if done.returncode:
+        words = [line.strip() for line in stderr.splitlines() if line.strip()] or [
+            "it says nothing"
+        ]
+        raise PeerError(f"{name} failed ({done.returncode}): {words[-1]}")
+    return stdout.replace("\r\n", "\n"), stderr
+
+
+class PeerContender:
+    """One of llama.cpp's programs in one setting. The models give prompts and options; they do not decode."""
+
+    def __init__(self, name: str, setting: PeerSetting, draft: Path | None, loaded: Models) -> None:
+        self.name = name
+        self._setting = setting
+        self._program = find_program(setting.program)
+        self._draft = draft
+        self._loaded = loaded
+
+    def warm_up(self, prompt: str) -> None:
+        """Do nothing: every run loads the models and warms them up before its clock starts."""
+
+    def answer(self, prompt: str) -> Outcome:
+        begun = self._loaded.prompts.of_text(prompt, chat=None, now=NOW)
+        vocabulary = self._loaded.target.vocabulary
+        # llama.cpp puts this token before the prompt, even if the prompt begins with it.
+        bos = ""
+        if vocabulary.add_bos:
+            bos = vocabulary.control_text(vocabulary.special_tokens()["bos"])
+        text = begun.text.removeprefix(bos)
+        with tempfile.TemporaryDirectory(prefix="specgen-") as folder:
+            file = Path(folder) / "prompt"
+            file.write_bytes(text.encode())
+            command = [str(self._program), *self._arguments(file, len(begun.tokens))]
+            stdout, stderr = run_program(command)
+            for _ in range(_N_TRIES):
+                if re.search(_COUNT.format("accept"), stderr):
+                    break
+                stdout, stderr = run_program(command)
+        ends = filter(None, map(vocabulary.control_text, vocabulary.end_tokens()))
+        outcome, n_prompt = read_figures(
+            stderr, self._setting.program, answer_of(stdout, bos + text, list(ends))
+        )
+        if n_prompt != len(begun.tokens):
+            what = f"{n_prompt} tokens, specgen as {len(begun.tokens)}: not to be compared"
+            raise PeerError(f"{self._setting.program} reads the prompt as {what}")
+        return outcome
+
+    def _arguments(self, prompt: Path, n_prompt: int) -> Iterator[str]:
+        options = self._loaded.options
+        n_tokens, n_threads = options.generation.max_tokens, str(default_threads())
+        yield from ("-m", str(options.target), *self._setting.arguments)
+        if self._draft is not None:
+            yield from ("-md", str(self._draft))
+        # -f would remove the last newline. They stop when there are more tokens than -n.
+        yield from ("-bf", str(prompt), "--no-escape", "-n", str(n_tokens - 1))
+        n_ctx = -(-(n_prompt + n_tokens + _DRAFT_ROOM) // _CONTEXT_STEP) * _CONTEXT_STEP
+        # The prompt must fit a batch.
+        yield from ("-c", str(n_ctx), "-b", str(max(n_ctx, 2048)), "-fit", "off")
+        yield from ("-t", n_threads, "-tb", n_threads, "--temp", "0")
+
+
+def read_figures(stderr: str, program: str, text: str) -> tuple[Outcome, int]:
+    """The figures of a program, and the number of prompt tokens it read. Raises `PeerError`."""
+
+    def last(pattern: str) -> list[float]:
+        found = re.findall(pattern, stderr)
+        if not found:
+            raise PeerError(f"{program} tells no figures")
+        return [float(n) for n in (found[-1] if isinstance(found[-1], tuple) else found[-1:])]
+
+    n_prompt, prompt_s, _ = last(_SPEED.format("encoded"))
+    n_tokens, _, tokens_per_s = last(_SPEED.format("decoded"))
+    n_timed = n_tokens - 1 if program == LOOKUP else n_tokens
+    outcome = Outcome(
+        text=text,
+        n_tokens=int(n_tokens),
+        finish_reason=None,
+        tokens_per_s=tokens_per_s * n_timed / n_tokens if n_timed > 0 else None,
+        time_to_first_token_s=None,
+        n_drafted=int(last(_COUNT.format("drafted"))[0]),
+        n_accepted=int(last(_COUNT.format("accept"))[0]),
+        prompt_s=prompt_s,
+    )
+    return outcome, int(n_prompt)
+
+
+def answer_of(stdout: str, prompt: str, ends: Sequence[str]) -> str:
+    """The text behind the prompt, which a program writes first, token by token: its spaces may differ. Nothing if
+    the prompt is not there."""
+    body = stdout.removeprefix("\n\n").removesuffix("\n\n").removesuffix("\n\n")
+    characters = " *".join(map(re.escape, prompt.replace(" ", "")))
+    match = re.match(f" *{characters}", body)
+    if match is None:
+        return ""
+    text = body[match.end() + len(prompt) - len(prompt.rstrip(" ")) :]
+    for end in ends:
+        text = text.partition(end)[0]
+    return text
+
+
+def peers_of(loaded: Models, drafts: Mapping[str, Path]) -> list[PeerContender]:
+    """Contenders for all settings, one for each draft if a setting needs one."""
+    has_mtp = not why_no_mtp(loaded.options.target)
+    found = []
+    for setting in SETTINGS:
+        if setting.needs_mtp and not has_mtp:
+            continue
+        with_drafts = drafts.items() if setting.needs_draft else [("", None)]
+        for name, draft in with_drafts:
+            suffix = f" ({name})" if name and len(drafts) > 1 else ""
+            found.append(PeerContender(f"llama.cpp {setting.name}{suffix}", setting, draft, loaded))
+    return found
+
+
+def main() -> None:
+    parser = parser_of(__doc__, max_tokens=128, drafts=True)
+    parser.add_argument("--prompts", type=Path, help="default: those of `specgen bench`")
+    parser.add_argument("-N", "--count", type=int, help="prompts of each category")
+    asked = parser.parse_args()
+    prompts = bench_prompts(asked.prompts, asked.count)
+    sources: dict[str, DraftSource] = {path.name: path for path in asked.draft} | {"ngram": "ngram"}
+    plain = opened(asked.target, "none", asked.max_tokens)
+    own = [
+        SessionContender(name, opened(asked.target, draft, asked.max_tokens))
+        for name, draft in sources.items()
+    ]
+    try:
+        peers = peers_of(plain, {path.name: path for path in asked.draft})
+    except PeerError as error:
+        sys.exit(f"{error.message}\nhint: {error.hint}")
+    lineup = Lineup(asked.target.name, 0.0, SessionContender("plain", plain), (*own, *peers))
+    runs = Runs()
+    run_lineups([lineup], prompts, runs, progress=tell)
+    for failure in runs.failures:
+        print(f"{failure.contender}: {failure.message}", file=sys.stderr)
+    entries = [{"name": each.name, "drafters": [each.name]} for each in own]
+    entries += [{"name": each.name, "drafters": []} for each in peers]
+    about = {"command": " ".join(sys.argv)}
+    report = BenchReport(about, entries, prompts, 1, runs, figures_of(runs.results))
+    for line in bench_lines(report):
+        print(line)
+    write_json(asked.json, to_json_object(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The draft that was saved for a target by `specgen draft find --save` or `specgen draft make`.
+
+The file drafts.json in the configuration folder is written by specgen; people may read and repair it. A
+target is identified by the name and the size of its file, so that it may be moved.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specgen.errors import OutputError, UsageError
+from specgen.models.files import FileIdentity, config_folder
+from specgen.options import DraftSource
+from specgen.system.atomic_files import replace_text
+from specgen.system.toml_file import correct
+
+
+@dataclass(frozen=True, slots=True)
+class SavedDraft:
+    """A draft that was chosen by measuring, with the measurements; None if there are none.
+
+    `speedup` is over plain decoding, `worst_speedup` is that of the worst prompt, and `draft_token_s` the
+    seconds that drafting a token takes.
+    """
+
+    draft: DraftSource
+    date: datetime.date | None = None
+    speedup: float | None = None
+    worst_speedup: float | None = None
+    tokens_per_s: float | None = None
+    acceptance_rate: float | None = None
+    draft_token_s: float | None = None
+
+
+_FIGURES = ("speedup", "worst_speedup", "tokens_per_s", "acceptance_rate", "draft_token_s")
+
+
+def saved_drafts_file() -> Path:
+    """Return the file of the drafts that were found best; it need not exist."""
+    return config_folder() / "drafts.json"
+
+
+def saved_draft(target: FileIdentity, file: Path | None = None) -> SavedDraft | None:
+    """Return the draft that was saved for a target; None if there is none.
+
+    `file` defaults to `saved_drafts_file()`. Unknown fields are ignored, and figures that cannot be read are
+    None. Raise `UsageError` if the file cannot be read or does not name the draft.
+    """
+    path = file or saved_drafts_file()
+    entry = _read(path)["drafts"].get(_key(target))
+    if entry is None:
+        return None
+    draft = entry.get("draft") if isinstance(entry, dict) else None
+    if not isinstance(draft, str) or not draft:
+        raise _damaged(path, f'"{_key(target)}": draft: is no path, "mtp", "ngram" or "none"')
+    figures = {name: _figure(entry.get(name)) for name in _FIGURES}
+    return SavedDraft(_source(draft), _date(entry.get("date")), **figures)
+
+
+def save_draft(target: FileIdentity, saved: SavedDraft, file: Path | None = None) -> Path:
+    """Save a draft for a target, replacing an earlier one; return the file.
+
+    The file is replaced whole, so that no reader ever sees half of it. Raise `UsageError` if the
+    present file is damaged, `OutputError` if it cannot be written.
+    """
+    path = file or saved_drafts_file()
+    document = _read(path)
+    draft = saved.draft.absolute() if isinstance(saved.draft, Path) else saved.draft
+    values = {**asdict(saved), "draft": str(draft), "date": saved.date and saved.date.isoformat()}
+    document["drafts"][_key(target)] = {
+        name: value for name, value in values.items() if value is not None
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    except OSError as error:
+        reason = error.strerror or error
+        raise OutputError(
+            f"{path} could not be written: {reason}", "set SPECGEN_CONFIG to another folder"
+        ) from error
+    return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of the file, with its "drafts"."""
+    try:
+        document: object = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        document = {}
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, too
+        raise _damaged(path, f"is not JSON: {error}") from error
+    if not isinstance(document, dict) or not isinstance(document.setdefault("drafts", {}), dict):
+        raise _damaged(path, "is not a JSON object with an object named drafts")
+    return document
+
+
+def _damaged(path: Path, problem: str) -> UsageError:
+    return UsageError(f"{path}: {problem}", correct(path))
+
+
+def _key(target: FileIdentity) -> str:
+    return f"{target.name}, {target.size_bytes} bytes"
+
+
+def _source(text: str) -> DraftSource:
+    words: dict[str, DraftSource] = {"ngram": "ngram", "mtp": "mtp", "none": "none"}
+    return words.get(text, Path(text))
+
+
+def _figure(value: object) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
+
+
+def _date(value: object) -> datetime.date | None:
+    try:
+        return datetime.date.fromisoformat(value) if isinstance(value, str) else None
+    except ValueError:
+        return None

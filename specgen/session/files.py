@@ -1,0 +1,250 @@
+"""Find the files of a session: the target, and the drafts that may be tried for it, the best first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specgen.errors import ModelFileError, UsageError
+from specgen.models import cache_folder, identify, load_registry, locate, saved_draft
+from specgen.models.hub_reference import PREFIX, is_reference, looks_like_reference
+from specgen.models.made_files import heads_file
+
+if TYPE_CHECKING:
+    from specgen.models import CatalogueModel, FileIdentity, Registry, SavedDraft
+    from specgen.options import DraftSource, ModelChoice
+
+#: Fetches the model with a name in the registry or on the hub, and returns its path.
+Fetch = Callable[[str], Path]
+#: The general draft is for targets of at least this many times its bytes: a draft that is not much
+#: quicker than its target cannot pay.
+_MIN_RATIO = 4
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChoice:
+    """A draft, and `why` it was chosen, in a sentence; empty if the user named it. `advice` says how to
+    find a better one. `is_measured` says whether its gain for this target was measured."""
+
+    draft: DraftSource
+    why: str = ""
+    advice: str = ""
+    is_measured: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The files of a session: the target, and one or more drafts in the order in which to try them. A draft
+    that the user named is the only one."""
+
+    target: Path
+    drafts: tuple[DraftChoice, ...]
+    #: The drafts of the draft model: the first drafts for it, the next for that one, and so on.
+    helpers: tuple[DraftSource, ...] = ()
+
+    @property
+    def draft(self) -> DraftSource:
+        """The draft to try first."""
+        return self.drafts[0].draft
+
+
+def find_models(
+    choice: ModelChoice,
+    *,
+    quiet: bool = False,
+    registry: Registry | None = None,
+    fetch: Fetch | None = None,
+) -> Sources:
+    """Find the target and the drafts. Named models that are not on this disk are fetched, with progress on
+    standard error.
+
+    If only a pair is named, target and draft are the pair's. If neither a target nor a pair is named, the
+    target is that of the default pair. For this target, and for a target that is named without a draft, the
+    drafts are those of `choose_drafts`; the draft of the default pair is fetched if none is saved for its
+    target. A named draft replaces all others. Raise `UsageError`, `UnknownModelError` or `FetchError`.
+    """
+    from specgen.llama.mtp_layers import mtp_of
+
+    registry = registry or load_registry()
+    fetch = fetch or fetching(registry, quiet=quiet)
+    target, draft = choice.target, choice.draft
+    if target is not None and choice.pair is not None:
+        raise UsageError(
+            f"--target {target} and --pair {choice.pair} exclude each other",
+            hint="use one of them; with --pair, --draft replaces the pair's draft",
+        )
+    pair = registry.pair(choice.pair or registry.default_pair) if target is None else None
+    if pair is not None:
+        target = pair.target
+        draft = pair.draft if draft is None and choice.pair is not None else draft
+    assert target is not None
+    path = find_model(target, registry, fetch)
+    helpers: list[DraftSource] = [
+        "ngram" if name == "ngram" else find_model(name, registry, fetch) for name in choice.helpers
+    ]
+    if draft is not None:
+        named = DraftChoice(_named_draft(draft, path, registry, fetch))
+        return Sources(path, (named,), tuple(helpers))
+    identity = identify(path)
+    if identity is None:  # opening the file will report what is wrong
+        return Sources(path, (DraftChoice("ngram"),), tuple(helpers))
+    saved = saved_draft(identity)
+    if pair is not None and saved is None and pair.draft != "ngram":
+        find_model(pair.draft, registry, fetch)
+    drafts = choose_drafts(identity, saved, registry, mtp=mtp_of(path))
+    return Sources(path, drafts, tuple(helpers))
+
+
+def _named_draft(name: str, target: Path, registry: Registry, fetch: Fetch) -> DraftSource:
+    """Return the draft of a name. Raise `UsageError` if it stands for heads that were not made."""
+    if name == "mtp":
+        from specgen.llama.mtp_layers import mtp_of
+
+        return mtp_of(target) or "mtp"  # without any, opening the draft says why
+    words: dict[str, DraftSource] = {"ngram": "ngram", "none": "none"}
+    if name in words:
+        return words[name]
+    if name != "heads":
+        return find_model(name, registry, fetch, others=(*words, "heads"))
+    identity = identify(target)
+    heads = heads_file(cache_folder(), identity) if identity is not None else None
+    if heads is None or not _exists(heads):
+        raise UsageError(
+            f"--draft heads: none were made for {target.name}",
+            hint=f"`specgen draft make -m {target}` makes them",
+        )
+    return heads
+
+
+def find_target(name: str, *, quiet: bool) -> Path:
+    """Return the file of a target. If it is missing, it is fetched, with progress on standard error."""
+    registry = load_registry()
+    return find_model(name, registry, fetching(registry, quiet=quiet))
+
+
+def find_model(name: str, registry: Registry, fetch: Fetch, others: Iterable[str] = ()) -> Path:
+    """Return the file of a model. `name` is a model on the hub if it begins with ``hf:``, a path if it
+    exists or looks like one, else a model's name in the registry. `others` are words that may have been
+    meant.
+
+    Raise `UnknownModelError` or `FetchError`.
+    """
+    if is_reference(name):
+        return fetch(name)
+    path = Path(name).expanduser()
+    separators = [os.sep, os.altsep or os.sep]
+    looks_like_path = name.endswith(".gguf") or any(separator in name for separator in separators)
+    if name and name not in registry.models and (looks_like_path or _exists(path)):
+        if looks_like_reference(name) and not _exists(path):
+            raise ModelFileError(f"{name}: no such file", f"a model on the hub is {PREFIX}{name}")
+        return path
+    return fetch(registry.model(name, others).name)
+
+
+def fetching(registry: Registry, *, quiet: bool) -> Fetch:
+    """Return what fetches a model, from the hub or by its name in the registry."""
+    from specgen.models import fetch, fetch_reference, parse_reference, stderr_progress
+
+    def get(name: str) -> Path:
+        progress = stderr_progress(quiet=quiet)
+        if is_reference(name):
+            return fetch_reference(parse_reference(name), progress=progress)
+        return fetch(registry.model(name), progress=progress)
+
+    return get
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # for example if the name is too long
+        return False
+
+
+# --- the drafts for a target, if the user names none ----------------------------------------------
+
+
+def choose_drafts(
+    target: FileIdentity,
+    saved: SavedDraft | None,
+    registry: Registry,
+    *,
+    mtp: DraftSource | None = None,
+    locate: Callable[[CatalogueModel], Path | None] = locate,
+) -> tuple[DraftChoice, ...]:
+    """Return the possible drafts for a target without a named draft, the best first.
+
+    The draft that was `saved` for it comes first, then its MTP layers (`mtp`: in its file, or in one beside
+    it), then the first partner in the registry that `locate` finds on this disk, then the general draft if
+    it is there and much smaller than the target, then n-grams. The first that loads and is expected to be
+    faster drafts. N-grams and no draft always load, so the choices end with the first of these.
+    """
+    choices: list[DraftChoice] = []
+    for choice in _candidates(target, saved, registry, locate, mtp):
+        if choice.draft not in [earlier.draft for earlier in choices]:
+            choices.append(choice)
+        if choice.draft in ("ngram", "none"):
+            break
+    return tuple(choices)
+
+
+def _candidates(
+    target: FileIdentity,
+    saved: SavedDraft | None,
+    registry: Registry,
+    locate: Callable[[CatalogueModel], Path | None],
+    mtp: DraftSource | None,
+) -> Iterator[DraftChoice]:
+    gone = ""
+    if saved is not None:
+        if not isinstance(saved.draft, Path) or saved.draft.is_file():
+            yield _saved(target, saved)
+        else:
+            gone = f"{saved.draft}, saved as the draft for {target.name}, no longer exists; "
+    if mtp is not None:
+        whose = "the target's own MTP layers"
+        if isinstance(mtp, Path):
+            whose = f"{mtp.name}, the target's MTP layers beside it"
+        yield DraftChoice(mtp, f"{gone}drafting with {whose}")
+    model = registry.recognise(target)
+    for pair in registry.pairs_for(model) if model is not None else ():
+        if pair.draft == "ngram":
+            where = f"since the pair {pair.name} has no draft model"
+            yield DraftChoice("ngram", f"{gone}drafting with n-grams, {where}")
+        elif (path := locate(registry.model(pair.draft))) is not None:
+            where = f"the partner of {pair.target} in the pair {pair.name}"
+            yield DraftChoice(path, f"{gone}drafting with {path.name}, {where}")
+            break
+    if registry.general_draft is not None:
+        general = registry.model(registry.general_draft)
+        is_small = _MIN_RATIO * general.size_bytes <= target.size_bytes
+        path = locate(general) if is_small and general != model else None
+        if path is not None:
+            yield DraftChoice(
+                path,
+                f"{gone}drafting with {path.name}, the general draft",
+                "`specgen draft find` looks for a better one",
+            )
+    advice = "`specgen draft find` tries what is on this disk"
+    yield DraftChoice("ngram", f"{gone}drafting with n-grams", advice)
+
+
+def _saved(target: FileIdentity, saved: SavedDraft) -> DraftChoice:
+    origin = f"as `specgen draft find --save` found best for {target.name}"
+    if saved.draft == "none":
+        return DraftChoice("none", f"not drafting, {origin}", is_measured=True)
+    figure = f" (x{saved.speedup:.2f} there)" if saved.speedup is not None else ""
+    why = f"drafting with {name_of(saved.draft)}, {origin}{figure}"
+    return DraftChoice(saved.draft, why, is_measured=True)
+
+
+def name_of(draft: DraftSource) -> str:
+    """Return the name of a draft for a table or a sentence."""
+    if isinstance(draft, Path):
+        return draft.name
+    if draft == "mtp":
+        return "MTP layers"
+    return "n-grams" if draft == "ngram" else "none"

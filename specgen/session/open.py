@@ -1,0 +1,260 @@
+"""Open a session: choose what computes, load the target, and use the first draft that is expected to be faster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+from specgen import __version__
+from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError
+from specgen.llama import build
+from specgen.llama.file_check import remember_checks
+from specgen.llama.kernels.admission import (
+    KernelStatus,
+    choose_kernels,
+    is_first_time,
+    note_about,
+)
+from specgen.llama.kernels.attached import computing
+from specgen.llama.packed_weights import keep_packed_weights
+from specgen.models import (
+    cache_folder,
+    data_folder,
+    human_bytes,
+    identify,
+    memory_file,
+    packed_folder,
+)
+from specgen.models.made_files import learning_folder
+from specgen.options import (
+    ContextOptions,
+    Contexts,
+    DraftOptions,
+    GenerationOptions,
+    KernelOptions,
+    SamplerOptions,
+    SessionOptions,
+)
+from specgen.session.calibration.gain import Gain, expected_gain
+from specgen.session.calibration.memory import Memory
+from specgen.session.files import DraftChoice, Sources
+from specgen.session.loaded_models import Models
+from specgen.session.measurements import known_costs, measure_costs
+from specgen.system.machine import look_at_machine
+
+#: Shows that the model with this name is loading, within a `with` block.
+Loading = Callable[[str], AbstractContextManager[object]]
+#: Raises that a target cannot do what is asked for.
+Check = Callable[[Models], object]
+#: Errors of a draft that leave the target as it is.
+DRAFT_ERRORS = (BackendError, MemoryLimitError, ModelFileError, PairError)
+
+
+def start_kernels(wanted: KernelOptions) -> tuple[KernelStatus, str | None]:
+    """Choose what computes on the CPU, and whether packed weights are kept, before the first model is loaded.
+    Return what was chosen, and a note if kernels are missing or cannot be used. Raise `UsageError` if kernels
+    that were asked for cannot be used."""
+    remember_checks(cache_folder())
+    status = choose_kernels(wanted.choice, cache_folder())
+    keep_packed_weights(None if wanted.packed_cache == "off" else packed_folder())
+    return status, note_about(status, wanted.choice, cache_folder())
+
+
+def session_options(
+    sources: Sources,
+    sampling: SamplerOptions,
+    drafting: DraftOptions,
+    answer: GenerationOptions,
+    contexts: Contexts,
+    *,
+    learn: bool = False,
+    prompt_cache: Path | None = None,
+) -> SessionOptions:
+    """Return the options of a session. With `learn`, answers are kept: drafts learn from them, and n-grams
+    are looked up in them."""
+    learning = None
+    if learn and (identity := identify(sources.target)) is not None:
+        learning = learning_folder(data_folder(), identity)
+        drafting = replace(drafting, lookup_store=True)
+    return SessionOptions(
+        target=sources.target,
+        draft=sources.draft,
+        sampler=sampling,
+        drafting=drafting,
+        generation=answer,
+        target_context=contexts.target,
+        draft_context=contexts.draft,
+        helpers=sources.helpers,
+        cache=cache_folder(),
+        learning=learning,
+        prompt_cache=prompt_cache,
+    )
+
+
+def open_session(
+    options: SessionOptions,
+    drafts: Sequence[DraftChoice] = (),
+    *,
+    clock: Callable[[], float],
+    memory: Memory | None = None,
+    note: Callable[[str], None] = lambda _text: None,
+    check: Check = lambda _session: None,
+    loading: Loading = lambda _name: contextlib.nullcontext(),
+    load_ahead: bool = True,
+) -> Models:
+    """Load a target, and the first of `drafts` that fits it and is expected to be faster on this machine. Without
+    `drafts`, that of the options is loaded.
+
+    Only a draft that the user named can raise an error: in place of a draft that specgen chose, the next one is
+    used, and `note` gets the reason. `check` is called with the session before a draft is chosen, and may raise that the
+    target cannot do what is asked for. `clock` returns seconds; `loading` shows the progress. `memory` is what
+    was learnt about this machine, by default `open_memory`. With `load_ahead`, the weights of the likely draft
+    are read beside those of the target. Raise `ModelFileError`, `MemoryLimitError` or `PairError`.
+    """
+    if drafts:
+        options = replace(options, draft=drafts[0].draft)
+    # Drafts that specgen chose are loaded after the target. So errors of the two can be told
+    # apart, and the target is loaded only once if several drafts are tried.
+    is_chosen = bool(drafts and drafts[0].why)
+    memory = memory if memory is not None else open_memory()
+    notes: list[str] = []
+    with contextlib.ExitStack() as on_error, loading(options.target.name):
+        session = on_error.enter_context(
+            Models(
+                replace(options, draft="none") if is_chosen else options,
+                clock,
+                memory,
+                draft_ahead=options.draft if load_ahead else "none",
+            )
+        )
+        check(session)
+        if is_chosen:
+            notes.append(use_first(session, drafts))
+        on_error.pop_all()
+    for text in (*notes, *_notes(session, options, drafts)):
+        note(text)
+    return session
+
+
+def use_first(session: Models, choices: Sequence[DraftChoice]) -> str:
+    """Use the first draft that loads; a draft model whose gain was not measured must also be expected to make
+    the target faster. Return a note with the reasons."""
+    said: list[str] = []
+    may_pay = True
+    for choice in choices:
+        path = choice.draft if isinstance(choice.draft, Path) else None
+        checks = path is not None and session.n_rows_max > 1 and not choice.is_measured
+        if checks and not may_pay:
+            continue
+        costs = None
+        try:
+            if path is not None and checks:
+                costs = known_costs(session, path)
+            # A model that cannot pay by the known costs is not loaded.
+            if costs is None or expected_gain(costs).is_worth_it:
+                session.change_draft(choice.draft)
+                if path is not None and checks:
+                    costs = measure_costs(session, path)
+                    session.memory.save()  # not every command saves what its session learns
+        except DRAFT_ERRORS as error:
+            said.append(error.message)
+            continue
+        if costs is not None and not (expected := expected_gain(costs)).is_worth_it:
+            said.append(refusal(Path(choice.draft).name, expected))
+            may_pay = not expected.rules_out_all
+            continue
+        return "; ".join(filter(None, (*said, choice.why, choice.advice)))
+    session.change_draft("none")
+    return "; ".join([*said, "not drafting"])
+
+
+def refusal(draft: str, expected: Gain) -> str:
+    """Return a message with figures that says why a draft model is not used."""
+    batch = f"a batch of {expected.n_drafted + 1} costs {expected.batch_tokens:.1f} tokens"
+    if expected.rules_out_all:
+        return f"not drafting with {draft}: {batch} here, too much for any draft model to save time"
+    guess = f"a guess costs {expected.token_tokens:.2f} tokens of the target and {batch}"
+    return f"not drafting with {draft}: {guess} here, so it would be about x{expected.speedup:.2f}"
+
+
+# --- notes ----------------------------------------------------------------------------------------
+
+#: What only a drafter reads, by the name of its option.
+_OF_DRAFTERS = {
+    "max_tokens": "--draft-max",
+    "min_tokens": "--draft-min",
+    "p_min": "--draft-p-min",
+    "tree": "--tree",
+    "tree_depth": "--tree-depth",
+    "temperature": "--draft-temp",
+    "top_k": "--draft-top-k",
+    "ngrams": "--ngrams",
+    "lookup_files": "--lookup-file",
+}
+
+
+def _notes(
+    session: Models, options: SessionOptions, drafts: Sequence[DraftChoice]
+) -> Iterator[str]:
+    """Yield what the user should know of the loaded models, and of options that change nothing or make
+    everything slower."""
+    models = session.models
+    for model in models:
+        if model.kernel_problem:
+            yield (
+                f"{model.name}: llama.cpp's own code computes this model, since specgen's kernels failed in a "
+                f"trial ({model.kernel_problem}); please report this (`specgen doctor -m` tries again)"
+            )
+    no_room = next((model.name for model in models if model.lacks_disk_room), None)
+    marker = cache_folder() / f"no-room-for-packed-weights-{__version__}"
+    if no_room is not None and is_first_time(marker):
+        yield (
+            f"{no_room}: its packed weights are not kept, so every start packs them anew: the disk has "
+            "too little room (a tenth of it stays free; this note is shown once)"
+        )
+    if drafts and options.draft == "none":
+        plain = DraftOptions()
+        for field, name in _OF_DRAFTERS.items():
+            if getattr(options.drafting, field) != getattr(plain, field):
+                yield f"{name} has no effect: with `--draft none` nothing drafts"
+    yield from layers_without_gpu(options.target_context, options.draft_context)
+    n_threads, n_cores = options.target_context.n_threads or 0, os.cpu_count()
+    if n_cores is not None and n_threads > n_cores:
+        yield f"-t {n_threads} is slower than -t {n_cores}: this machine runs {n_cores} threads at once"
+    for draft in models[1:]:
+        if draft.size_bytes > session.target.size_bytes:
+            yield (
+                f"the draft {draft.name} ({human_bytes(draft.size_bytes)}) is larger than the target "
+                f"{session.target.name} ({human_bytes(session.target.size_bytes)}): are the two swapped?"
+            )
+
+
+def layers_without_gpu(target: ContextOptions, draft: ContextOptions) -> Iterator[str]:
+    """Yield a line about each number of layers for a GPU that changes nothing, since there is none."""
+    for context, name in ((target, "-ngl"), (draft, "-ngld")):
+        if context.n_gpu_layers > 0 and not build().gpu_offload:
+            layers = context.n_gpu_layers
+            yield f"{name} {layers} has no effect: this build of llama.cpp finds no GPU (`specgen doctor`)"
+
+
+def open_memory() -> Memory:
+    """Return the memory of this machine with this build of llama.cpp and the kernels in use."""
+    built, machine = build(), look_at_machine()
+    affinity = getattr(os, "sched_getaffinity", None)
+    about = {
+        "llama_cpp_python": built.version,
+        "features": built.system_info,
+        "devices": [device.description for device in built.devices],
+        "cores": [
+            machine.n_physical_cores,
+            machine.n_logical_cores,
+            len(affinity(0)) if affinity is not None else None,
+        ],
+        "cpu": machine.cpu,
+        "kernels": computing(),
+    }
+    return Memory(memory_file(), about)

@@ -1,0 +1,393 @@
+"""Which of the drafts that were chosen for a target is taken, and what is said about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+import specgen.cli
+import specgen.session.calibration.timing
+from specgen.errors import BackendError, MemoryLimitError
+from specgen.llama import LlamaBackend
+from specgen.models import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
+from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
+from specgen.session.calibration.gain import Costs, expected_gain
+from specgen.session.calibration.memory import Memory
+from specgen.session.calibration.timing import timed_batch_sizes
+from specgen.session.files import DraftChoice
+from specgen.session.loaded_models import Models
+from specgen.session.measurements import known_costs, measure_costs
+from specgen.session.open import open_session, use_first
+
+PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
+#: Batches that are nearly free, ones that no draft can pay for, and a draft as slow as a target.
+CHEAP = Costs({1: 0.030, 2: 0.031, 3: 0.032, 4: 0.033}, 0.001)
+DEAR = Costs({1: 0.030, 2: 0.060, 3: 0.090, 4: 0.120}, 0.001)
+SLOW_DRAFT = Costs(CHEAP.batch_s, 0.030)
+
+
+class Measured:
+    """Stands for the timing of a model's decodes: says what it is told, and counts how often it
+    is asked. The target's batches are those of the first costs."""
+
+    def __init__(self) -> None:
+        self.costs: dict[str, Costs | Exception] = {}
+        self.asked: list[str] = []
+
+    def __call__(
+        self,
+        backend: LlamaBackend,
+        sizes: Iterable[int],
+        budget_s: float,
+        interrupted: Callable[[], bool],
+    ) -> dict[int, float]:
+        name = backend.model.name
+        if name == "target.gguf":
+            found = [costs for costs in self.costs.values() if isinstance(costs, Costs)]
+            return dict((found[0] if found else CHEAP).batch_s)
+        self.asked.append(name)
+        costs = self.costs.get(name, CHEAP)
+        if isinstance(costs, Exception):
+            raise costs
+        return {size: size * costs.draft_token_s for size in sizes}
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
+    measured = Measured()
+    monkeypatch.setattr(specgen.session.calibration.timing, "measure_sizes", measured)
+    monkeypatch.setattr("specgen.system.machine.share_of_others", lambda *_: 0.0)
+    return measured
+
+
+def options(models: Path, **drafting: int) -> SessionOptions:
+    context = ContextOptions(n_threads=1)
+    return SessionOptions(
+        models / "target.gguf",
+        "none",
+        drafting=DraftOptions(policy="fixed", **drafting),  # type: ignore[arg-type]
+        target_context=context,
+        draft_context=context,
+    )
+
+
+@pytest.fixture
+def loaded(tiny_models: Path) -> Iterator[Models]:
+    with Models(options(tiny_models), time.perf_counter) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def choices(tiny_models: Path) -> tuple[DraftChoice, ...]:
+    return (
+        DraftChoice(tiny_models / "draft.gguf", "drafting with the partner"),
+        DraftChoice(tiny_models / "bad.gguf", "drafting with the general one", "find a better"),
+        DraftChoice("ngram", "drafting with n-grams", "search"),
+    )
+
+
+def test_a_model_that_pays_is_taken_with_its_reason(
+    loaded: Models, choices: tuple[DraftChoice, ...], measured: Measured
+) -> None:
+    assert use_first(loaded, choices) == "drafting with the partner"
+    assert loaded.drafts.name == "draft.gguf"
+    assert measured.asked == ["draft.gguf"]
+
+
+def test_a_model_that_is_too_slow_gives_way_to_the_next(
+    loaded: Models,
+    choices: tuple[DraftChoice, ...],
+    measured: Measured,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured.costs = {"draft.gguf": SLOW_DRAFT}
+    note = use_first(loaded, choices)
+    assert loaded.drafts.name == "bad.gguf"
+    assert note == (
+        "not drafting with draft.gguf: a guess costs 1.00 tokens of the target and a batch of 2 costs 1.0 "
+        f"tokens here, so it would be about x{expected_gain(SLOW_DRAFT).speedup:.2f}; "
+        "drafting with the general one; find a better"
+    )
+    assert measured.asked == ["draft.gguf", "bad.gguf"]
+    # A model that is known to be too slow is not loaded again.
+    tried: list[object] = []
+    change_draft = Models.change_draft
+
+    def noted(self: Models, source: DraftSource) -> None:
+        tried.append(source)
+        change_draft(self, source)
+
+    monkeypatch.setattr(Models, "change_draft", noted)
+    assert use_first(loaded, choices) == note
+    assert tried == [choices[1].draft]
+    assert measured.asked == ["draft.gguf", "bad.gguf"]
+
+
+def test_where_batches_are_too_dear_no_other_model_is_tried(
+    loaded: Models, choices: tuple[DraftChoice, ...], measured: Measured
+) -> None:
+    measured.costs = {"draft.gguf": DEAR}
+    assert use_first(loaded, choices) == (
+        "not drafting with draft.gguf: a batch of 2 costs 2.0 tokens here, too much for any draft model "
+        "to save time; drafting with n-grams; search"
+    )
+    assert loaded.drafts.name == "ngram"
+    assert measured.asked == ["draft.gguf"]
+
+
+def test_what_was_measured_for_the_target_is_not_checked(
+    loaded: Models, choices: tuple[DraftChoice, ...], measured: Measured
+) -> None:
+    measured.costs = {"draft.gguf": DEAR}
+    saved = dataclasses.replace(choices[0], is_measured=True)
+    assert use_first(loaded, (saved, *choices[1:])) == saved.why
+    assert loaded.drafts.source == saved.draft
+    assert measured.asked == []
+
+
+def test_n_grams_and_drafts_of_no_token_are_not_checked(
+    loaded: Models, tiny_models: Path, choices: tuple[DraftChoice, ...], measured: Measured
+) -> None:
+    assert use_first(loaded, choices[2:]) == "drafting with n-grams; search"
+    with Models(options(tiny_models, max_tokens=0), time.perf_counter) as idle:
+        use_first(idle, choices)
+        assert idle.drafts.source == choices[0].draft
+    assert measured.asked == []
+
+
+@pytest.mark.parametrize("error", [MemoryLimitError("no room"), BackendError("broken")])
+def test_a_draft_whose_context_cannot_be_had_gives_way_to_the_next(
+    loaded: Models,
+    choices: tuple[DraftChoice, ...],
+    measured: Measured,
+    error: Exception,
+) -> None:
+    measured.costs = {"draft.gguf": error}
+    assert use_first(loaded, choices) == f"{error}; drafting with the general one; find a better"
+    assert loaded.drafts.name == "bad.gguf"
+    assert use_first(loaded, choices[:1]) == f"{error}; not drafting"
+    assert loaded.drafts.name == "none"
+
+
+# --- the real measurement, and what is kept of it
+
+
+@pytest.fixture
+def n_decodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many decodes there were since it was last asked."""
+    count = 0
+    decode = LlamaBackend.decode
+
+    def counted(self: LlamaBackend, batch: object) -> object:
+        nonlocal count
+        count += 1
+        return decode(self, batch)  # type: ignore[arg-type]
+
+    def since() -> int:
+        nonlocal count
+        found, count = count, 0
+        return found
+
+    monkeypatch.setattr(LlamaBackend, "decode", counted)
+    return since
+
+
+def test_a_pair_is_measured_once(
+    tiny_models: Path, choices: tuple[DraftChoice, ...], n_decodes: Callable[[], int]
+) -> None:
+    def measures(changed: SessionOptions) -> bool:
+        memory = Memory(memory_file(), {"cpu": "x"})
+        with Models(changed, time.perf_counter, memory) as loaded:
+            use_first(loaded, choices[:1])
+        memory.save()
+        return n_decodes() > 0
+
+    own = options(tiny_models)
+    assert measures(own)
+    assert not measures(own)
+    assert not measures(dataclasses.replace(own, target=tiny_models / "." / "target.gguf"))
+    context = own.draft_context
+    for changed in (
+        dataclasses.replace(own, target=tiny_models / "chat.gguf"),
+        dataclasses.replace(own, target_context=dataclasses.replace(context, n_threads=2)),
+        dataclasses.replace(own, draft_context=dataclasses.replace(context, n_threads_batch=2)),
+        dataclasses.replace(own, draft_context=dataclasses.replace(context, n_gpu_layers=0)),
+        dataclasses.replace(own, target_context=dataclasses.replace(context, cache_type_k="f32")),
+        dataclasses.replace(
+            own, target_context=dataclasses.replace(context, flash_attention="off")
+        ),
+    ):
+        assert measures(changed)
+        assert not measures(changed)
+    assert not measures(own)
+    memory_file().write_text("{", encoding="utf-8")
+    assert measures(own)
+    assert not measures(own)
+
+
+def test_two_drafts_for_a_target_have_its_batches_measured_once(
+    tiny_models: Path, choices: tuple[DraftChoice, ...], n_decodes: Callable[[], int]
+) -> None:
+    with Models(options(tiny_models), time.perf_counter) as loaded:
+        for choice, models in ((choices[0], 2), (choices[1], 1)):
+            path = Path(choice.draft)
+            loaded.change_draft(path)
+            costs = measure_costs(loaded, path)
+            assert costs is not None
+            # Of seven sizes of the draft's and four of the target's, three times each.
+            assert n_decodes() == (4 + 7 * 3) + (4 + 4 * 3) * (models - 1)
+            assert known_costs(loaded, path) == costs
+            assert n_decodes() == 0
+
+
+def test_a_longer_draft_has_its_batches_measured_too(
+    tiny_models: Path, choices: tuple[DraftChoice, ...], n_decodes: Callable[[], int]
+) -> None:
+    """What three rows cost says little of seventeen."""
+    memory, path = Memory(), Path(choices[0].draft)
+    for n_max in (2, 16):
+        with Models(options(tiny_models, max_tokens=n_max), time.perf_counter, memory) as loaded:
+            loaded.change_draft(path)
+            costs = measure_costs(loaded, path)
+            assert costs is not None
+            assert max(costs.batch_s) == n_max + 1
+            assert n_decodes() > 0
+
+
+def test_a_memory_that_cannot_be_written_is_measured_again_without_a_word(
+    tiny_models: Path,
+    choices: tuple[DraftChoice, ...],
+    n_decodes: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("", encoding="utf-8")
+    monkeypatch.setenv("SPECGEN_CACHE", str(file))
+    for _ in range(2):
+        memory = Memory(memory_file())
+        with Models(options(tiny_models), time.perf_counter, memory) as loaded:
+            use_first(loaded, choices)
+        memory.save()
+        assert n_decodes() > 0
+    assert file.read_text(encoding="utf-8") == ""
+
+
+@pytest.mark.parametrize("n_max", [1, 2, 3, 16])
+def test_the_sizes_that_a_round_may_have_are_measured(tiny_models: Path, n_max: int) -> None:
+    draft = tiny_models / "other.gguf"  # another vocabulary
+    own = dataclasses.replace(options(tiny_models, max_tokens=n_max), draft=draft)
+    with Models(own, time.perf_counter) as loaded:
+        assert known_costs(loaded, draft) is None
+        found = measure_costs(loaded, draft)
+        assert found == known_costs(loaded, draft)
+    assert found is not None
+    assert set(found.batch_s) == set(timed_batch_sizes(n_max + 1))
+    assert all(seconds > 0.0 for seconds in (*found.batch_s.values(), found.draft_token_s))
+
+
+# --- the commands
+
+
+def test_a_session_opens_with_the_draft_that_pays(
+    tiny_models: Path, choices: tuple[DraftChoice, ...], measured: Measured
+) -> None:
+    measured.costs = {"draft.gguf": SLOW_DRAFT}
+    notes: list[str] = []
+    own = options(tiny_models)
+    with open_session(own, choices, clock=time.perf_counter, note=notes.append) as session:
+        assert session.drafts.name == "bad.gguf"
+    assert measured.asked == ["draft.gguf", "bad.gguf"]
+    assert len(notes) == 1
+    # What was measured is kept: the next session opens without measuring.
+    with open_session(own, choices, clock=time.perf_counter) as session:
+        assert session.drafts.name == "bad.gguf"
+    assert measured.asked == ["draft.gguf", "bad.gguf"]
+
+
+@pytest.fixture
+def target(tiny_models: Path) -> Path:
+    """A target whose partner is on the disk, by the user's own list of models."""
+    from specgen.models import load_registry
+    from specgen.models.files import file_sha256
+    from tests.helpers.fetch import store
+
+    target, draft = tiny_models / "target.gguf", tiny_models / "draft.gguf"
+    config = saved_drafts_file().parent
+    config.mkdir(parents=True)
+    tables = "".join(
+        f"""
+        [[models]]
+        name = "{path.stem}"
+        file = "{path.name}"
+        size_bytes = {path.stat().st_size}
+        sha256 = "{file_sha256(path)}"
+        licence = "MIT"
+        parameters = "1"
+        quantisation = "F32"
+        description = "tiny"
+        """
+        for path in (target, draft)
+    )
+    pair = '[[pairs]]\nname = "tiny"\ntarget = "target"\ndraft = "draft"\ndescription = "tiny"\n'
+    (config / "models.toml").write_text(tables + pair, encoding="utf-8")
+    store(load_registry().model("draft"), draft.read_bytes())
+    return target
+
+
+def test_run_and_verify_take_a_partner_only_if_it_pays(
+    target: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def specgen_(*arguments: str) -> tuple[str, list[str]]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            specgen.cli.main([*arguments, "-m", str(target), "-t", "1", "-fa", "off", "-n", "8"])
+        captured = capsys.readouterr()
+        assert exit_.value.code == 0, captured.err
+        return captured.out, captured.err.splitlines()
+
+    def drafted_by(*more: str) -> tuple[str, list[str]]:
+        out, notes = specgen_("run", "--json", PROMPT, *more)
+        return json.loads(out.splitlines()[0])["draft"], notes
+
+    verify = ("verify", "--check", "greedy", "-N", "1", "--draft-max", "2")
+    draft, (note,) = drafted_by()
+    assert draft == "draft.gguf"
+    assert "in the pair tiny" in note
+    assert "with drafts from draft.gguf" in specgen_(*verify)[0]
+    measured.costs = {"draft.gguf": DEAR}
+    assert drafted_by()[0] == "draft.gguf"  # as it was kept
+    assert measured.asked == ["draft.gguf"]
+    memory_file().unlink()
+    for _ in range(2):
+        draft, (note,) = drafted_by()
+        assert draft == "ngram"
+        assert note.startswith("note: not drafting with draft.gguf: a batch of 2")
+        assert note.endswith(
+            "; drafting with n-grams; `specgen draft find` tries what is on this disk"
+        )
+    drafting = ("--ngram-min", "1", "-N", "4")
+    assert "with drafts from ngram" in specgen_(*verify, *drafting)[0]
+    # What the user names, or had measured, is his own.
+    assert drafted_by("--draft", "draft") == ("draft.gguf", [])
+    identity = identify(target)
+    assert identity is not None
+    save_draft(identity, SavedDraft(target.parent / "draft.gguf", speedup=1.5))
+    draft, (note,) = drafted_by()
+    assert (draft, "not drafting" in note) == ("draft.gguf", False)
+    assert measured.asked == 2 * ["draft.gguf"]
+    assert drafted_by("--quiet") == ("draft.gguf", [])
+
+
+def test_what_verify_measured_need_not_be_measured_again(target: Path, measured: Measured) -> None:
+    models = ("-m", str(target), "-t", "1", "-fa", "off", "-n", "8")
+    for _ in range(2):
+        with pytest.raises(SystemExit) as exit_:
+            specgen.cli.main(["verify", "--check", "greedy", "-N", "1", "--quiet", *models])
+        assert exit_.value.code == 0
+        assert measured.asked == ["draft.gguf"]
