@@ -208,7 +208,7 @@ def test_nothing_drafts_for_heads(folder: Path) -> None:
     options = SessionOptions(
         target=folder / "t.gguf", draft=folder / "heads.gguf", helpers=("ngram",)
     )
-    with pytest.raises(UsageError, match="decoder heads take no draft of their own"):
+    with pytest.raises(UsageError, match="takes no draft of its own"):
         Models(options, time.perf_counter)
 
 
@@ -236,7 +236,7 @@ def test_the_loop_leaves_the_state_behind_what_was_read(folder: Path, grammar: s
         prompt = speculative.prompts.of_text(PROMPT)
         with speculative.contexts(512) as (target, _), speculative.contexts(512) as (alone, _):
             loop = Loop(target, time.perf_counter)
-            generation = DrafterFactory(speculative).sequence(prompt, 512, None, 0)
+            generation = DrafterFactory(speculative).sequence(prompt, 512, (), 0)
             loop.start(generation)
             last = generation.hidden
             assert isinstance(last, LastHidden)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.lookup import store as store_module
-from specgen.drafters.ngrams import EarlierTexts
+from specgen.drafters import lookup_texts as store_module
+from specgen.drafters.lookup_texts import EarlierTexts
 from specgen.drafters.suffix_array import SuffixArray
 
 

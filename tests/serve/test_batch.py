@@ -19,9 +19,9 @@ from specgen.serve.batch.lines import Line, LineError, read_lines
 from specgen.serve.batch.results import OWN, ResultsFile, missing, read_results, without_errors
 from specgen.serve.batch.runner import Tally, order_by_prefix
 from specgen.serve.formats.request import Request
-from specgen.session.prefix_cache import n_common
 from specgen.session.prompts.template import Message
 from specgen.system.json_lines import to_line
+from specgen.text.prefix import n_common
 
 DEFAULTS = SamplerOptions(), GenerationOptions(max_tokens=5)
 
