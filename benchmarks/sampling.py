@@ -24,7 +24,7 @@ import numpy as np
 from specgen.options import SamplerOptions
 from specgen.system.arrays import BoolArray, Logits, TokenArray
 from specgen.text.sampling import DryBreakers, Sampler
-from specgen.text.sampling.candidates import best
+from specgen.text.sampling.distribution import best
 from specgen.text.sampling.dry import dry_penalties
 
 VOCABULARIES = (12, 151_936)

@@ -153,7 +153,7 @@ class SamplerOptions:
     temperature: float = _sampling(
         0.0,
         "--temp --temperature",
-        "Temperature; 0 takes the most likely token that the other samplers leave.",
+        "Temperature; 0 takes the most likely token.",
         min=0.0,
     )
     top_k: int = _sampling(40, "--top-k", "Keep the k most likely tokens; 0 keeps all.", min=0)
@@ -180,43 +180,42 @@ class SamplerOptions:
     logit_bias: tuple[tuple[int, float], ...] = _sampling(
         (),
         "--logit-bias -l",
-        "Make a token more or less likely before all samplers, for example 15043+1 or 15043-inf; may be given "
-        "several times.",
+        "Make a token more or less likely, as 15043+1 or 15043-inf; may be repeated.",
         metavar="TOKEN_ID(+|-)BIAS",
         parse=_parse_biases,
     )
     repeat_last_n: int = _repetition(
         64,
         "--repeat-last-n",
-        "How many of the last tokens the penalties look at; -1 is all.",
+        "Last tokens that the penalties look at; -1 is all.",
         min=-1,
     )
     repeat_penalty: float = _repetition(
         1.0,
         "--repeat-penalty",
-        "Divide (or, if negative, multiply) the logits of tokens that occurred; 1 is off.",
+        "Divide the logits of tokens that occurred (multiply negative ones); 1 is off.",
         min=0.01,
     )
     presence_penalty: float = _repetition(
         0.0,
         "--presence-penalty",
-        "Subtract this from the logits of tokens that occurred; 0 is off.",
+        "Subtract this from logits of tokens that occurred.",
     )
     frequency_penalty: float = _repetition(
-        0.0, "--frequency-penalty", "Subtract this for each time that a token occurred; 0 is off."
+        0.0, "--frequency-penalty", "The same, for each time that they occurred."
     )
     #: DRY: a token that would make a repetition of n tokens longer loses multiplier * base ** (n - allowed
     #: length), from the allowed length on.
     dry_multiplier: float = _repetition(
         0.0,
         "--dry-multiplier",
-        "DRY: penalty of a token that would extend a repetition; 0 is off.",
+        "DRY: penalty of a token that extends a repetition; 0 is off.",
         min=0.0,
     )
     dry_base: float = _repetition(
         1.75,
         "--dry-base",
-        "DRY: by how much the penalty grows for each token of the repetition; below 1 is off.",
+        "DRY: growth of the penalty with each token of the repetition.",
         min=0.0,
     )
     dry_allowed_length: int = _repetition(
@@ -225,14 +224,13 @@ class SamplerOptions:
     dry_last_n: int = _repetition(
         64,
         "--dry-penalty-last-n",
-        "DRY: how many of the last tokens to look at; -1 is all, 0 is off.",
+        "DRY: last tokens to look at; -1 is all, 0 is off.",
         min=-1,
     )
     dry_breakers: tuple[str, ...] = _repetition(
         ("\n", ":", '"', "*"),
         "--dry-sequence-breaker",
-        "DRY: no repetition goes on across this text; may be given several times and replaces the "
-        "defaults; none leaves none.",
+        "DRY: repetitions end at this text; may be repeated, replaces the defaults; none leaves none.",
         metavar="TEXT",
         show_default=r"\n : \" *",
         parse=_parse_breakers,
@@ -240,7 +238,7 @@ class SamplerOptions:
     typical_p: float = _share(
         1.0,
         "--typical --typical-p",
-        "Locally typical sampling: keep the most typical tokens that reach p; 1 is off.",
+        "Keep the most typical tokens that together reach p; 1 is off.",
     )
     top_n_sigma: float = _more_sampling(
         -1.0,
@@ -248,17 +246,17 @@ class SamplerOptions:
         "Keep tokens within n standard deviations of the largest logit; -1 is off.",
     )
     xtc_probability: float = _share(
-        0.0, "--xtc-probability", "XTC: chance that the most likely tokens are left out; 0 is off."
+        0.0, "--xtc-probability", "XTC: chance that the likeliest tokens are left out; 0 is off."
     )
     xtc_threshold: float = _share(
         0.1,
         "--xtc-threshold",
-        "XTC: which ones: all but the last that reach this probability; over 0.5 is off.",
+        "XTC: all but the last that reach this probability are; over 0.5 is off.",
     )
     dynatemp_range: float = _more_sampling(
         0.0,
         "--dynatemp-range",
-        "Dynamic temperature: by how much it moves with the entropy; 0 is off.",
+        "Dynamic temperature: how far it moves with the entropy; 0 is off.",
         min=0.0,
     )
     dynatemp_exponent: float = _more_sampling(
@@ -403,9 +401,8 @@ class DraftOptions:
     policy: PolicyName = _drafting(
         "cost",
         "--policy",
-        "How much to draft: cost (as long as it is expected to save time, by measured costs and "
-        "acceptance rates), threshold (until the whole draft is too unlikely, by an adaptive bound), or "
-        "fixed (by --draft-max and --draft-p-min alone).",
+        "How much to draft: cost (while it is expected to save time), threshold (until the whole draft is "
+        "too unlikely), or fixed (by --draft-max and --draft-p-min).",
         envvar="SPECGEN_POLICY",
     )
     max_tokens: int | None = _drafting(
@@ -419,30 +416,29 @@ class DraftOptions:
     tree: TreeShape = _drafting(
         AUTO_TREE,
         "--tree",
-        "Whether drafts branch: auto (where it is expected to save time; needs --policy cost), off "
-        "(chains), a fixed number of children at each depth (3,2,1), or a number of independent drafts "
-        "and their length (4x5). A fixed shape is drafted in every round.",
+        "Whether drafts branch: auto (where it is expected to save time, with --policy cost), off, or in "
+        "every round a fixed number of children at each depth (3,2,1), or independent drafts and their "
+        "length (4x5).",
         metavar="auto|off|3,2,1|4x5",
         parse=parse_tree,
     )
     tree_depth: int | None = _drafting(
         None,
         "--tree-depth",
-        "The greatest depth of a tree, in tokens; --draft-max limits all tokens of the tree.",
+        "The greatest depth of a tree; --draft-max limits all its tokens.",
         min=1,
         show_default=False,
     )
     min_tokens: int = _drafting(
         0,
         "--draft-min --draft-n-min",
-        "Do not use drafts with fewer tokens. (Sampled drafts are always used: dropping them would "
-        "bias the answer.)",
+        "Drop drafts with fewer tokens, but not sampled ones, which would bias the answer.",
         min=0,
     )
     p_min: float | None = _drafting(
         None,
         "--draft-p-min",
-        "Stop drafting where the draft's most likely token has a lower probability.",
+        "Stop drafting where the likeliest token has a lower probability.",
         min=0.0,
         max=1.0,
         show_default=f"0, or {FIXED_P_MIN} with --policy fixed",
@@ -450,23 +446,23 @@ class DraftOptions:
     temperature: float | None = _drafting(
         None,
         "--draft-temp",
-        "Temperature at which a draft model samples; it does not change the answer's distribution.",
+        "Temperature of the draft model; the answer's distribution stays the same.",
         min=0.01,
         show_default=f"{DRAFT_TEMPERATURE} times the target's",
     )
     top_k: int | None = _drafting(
         None,
         "--draft-top-k",
-        "Top-k with which a draft model samples; it does not change the answer's distribution.",
+        "Top-k of the draft model; the answer's distribution stays the same.",
         min=0,
         show_default="the target's",
     )
     verifier: VerifierName = _drafting(
         "auto",
         "--verifier",
-        "How drafts are verified; all ways keep the target's distribution: match (a seed gives the "
-        "same text as without a draft), residual, block, spectr (for independent drafts), or auto (match "
-        "with a seed, else the one that accepts most).",
+        "How drafts are verified; all keep the target's distribution: match (a seed gives the same text as "
+        "without a draft), residual, block, spectr (independent drafts), or auto (match with a seed, else "
+        "what accepts most).",
     )
     translate: TranslateMode = _drafting(
         "auto",
@@ -476,16 +472,15 @@ class DraftOptions:
     mask: str = _drafting(
         "auto",
         "--draft-mask",
-        "The mask token of a parallel draft model (PARD), which predicts all tokens of a draft in one "
-        "decode: its number or its text. auto takes what the file says, off drafts one token after the other.",
+        "The mask token of a parallel draft model (PARD), by number or text. auto takes what the file says, "
+        "off drafts one token after the other.",
         metavar="auto|off|TOKEN",
         parse=utf8,
     )
     ngrams: bool | None = _ngrams(
         None,
         "--ngrams/--no-ngrams",
-        "Also draft repetitions of the text so far, beside a draft model. With --policy cost the more "
-        "promising of the two drafts, else repetitions come first.",
+        "Beside a draft model, also draft repetitions of the text so far.",
         show_default="with --policy cost",
     )
     ngram_min: int | None = _ngrams(
@@ -498,7 +493,7 @@ class DraftOptions:
     ngram_max: int | None = _ngrams(
         None,
         "--ngram-max",
-        "The longest run of tokens that is compared; longer ones count the same.",
+        "The longest run of tokens that is compared.",
         min=1,
         max=64,
         show_default=f"{NGRAMS[1]}, or {FIXED_NGRAMS[1]} with --policy fixed",
@@ -506,16 +501,14 @@ class DraftOptions:
     lookup_files: tuple[Path, ...] = _lookup(
         (),
         "--lookup-file --lookup-cache-static -lcs",
-        "Also draft repetitions of these texts: a code base, earlier answers (JSON Lines or text). May "
-        "be given several times.",
+        "Also draft repetitions of these texts (text or JSON Lines); may be repeated.",
         metavar="FILE|FOLDER",
         show_default=False,
     )
     lookup_store: bool = _lookup(
         False,
         "--lookup-store",
-        "Keep prompts and answers on this disk, in the cache folder, and also draft repetitions of "
-        "earlier ones. Without it nothing is kept.",
+        "Keep prompts and answers in the cache folder, and draft repetitions of earlier ones.",
     )
 
     @property
@@ -592,7 +585,7 @@ class ContextOptions:
         "--ctx-size -c",
         "Context size in tokens; 0 is the size that the model was trained with.",
         min=0,
-        show_default="what prompt and answer need; 4096 at most in chat, and in fim what is read in 5 s",
+        show_default="what is needed; 4096 at most in chat, in fim what is read in 5 s",
     )
     n_batch: int = _machine(
         512, "--batch-size -b", "Prompt tokens to decode at once.", min=1, max=8192
@@ -616,7 +609,7 @@ class ContextOptions:
     n_gpu_layers: int = _machine(
         -1,
         "--gpu-layers -ngl",
-        "Layers of the target to keep on the GPU; -1 is all of them.",
+        "Layers of the target on the GPU; -1 is all.",
         min=-1,
     )
     flash_attention: FlashAttention = _machine("auto", "--flash-attn -fa", "Flash attention.")
@@ -633,15 +626,14 @@ class KernelOptions:
     choice: KernelChoice = _machine(
         "auto",
         "--kernels",
-        "Whose code computes on the CPU. specgen: its own kernels, which make the rows of a batch "
-        "cheap; auto: these, if they were built and pass their test.",
+        "Whose code computes on the CPU; auto: specgen's kernels, if they were built and pass their test.",
         envvar="SPECGEN_KERNELS",
     )
     packed_cache: Literal["auto", "off"] = _machine(
         "auto",
         "--packed-cache",
-        "Keep the weights on the disk as specgen's kernels read them, so that the next command starts at "
-        "once: auto (if the disk has room), or off.",
+        "Keep the weights on the disk as specgen's kernels read them, for a quick start: auto (if there is "
+        "room), or off.",
         envvar="SPECGEN_PACKED_CACHE",
     )
 
@@ -674,13 +666,13 @@ class GenerationOptions:
     max_tokens: int = _answer(
         -1,
         "--max-tokens --predict --n-predict -n",
-        "The most tokens to generate; -1 continues until the text ends or the context is full.",
+        "The most tokens to generate; -1 goes on until the text ends or the context is full.",
         min=-1,
     )
     stop: tuple[str, ...] = _answer(
         (),
         "--stop --reverse-prompt -r",
-        "End the answer before this text; may be given several times.",
+        "End the answer before this text; may be repeated.",
         metavar="TEXT",
         parse=utf8,
     )
@@ -688,8 +680,7 @@ class GenerationOptions:
     logprobs: int | None = _answer(
         None,
         "--logprobs",
-        "With --json: report the target's log-probability of each token, and the N most likely tokens "
-        "in its place.",
+        "With --json: the target's log-probabilities of each token and of the N likeliest.",
         min=0,
         max=100,
         metavar="N",

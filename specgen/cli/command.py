@@ -1,4 +1,4 @@
-"""What all commands have in common: the user's defaults, and two kinds of help."""
+"""What all commands have in common: the user's defaults, llama.cpp's spellings, and examples in the help."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import typer
 import typer.core
 
 from specgen.cli.defaults import defaults_for
+from specgen.cli.examples import EXAMPLES
 from specgen.cli.llama_cpp_options import translated
 
 #: Typer's base of errors in the use of the command line; it has no public name.
@@ -29,19 +30,19 @@ class Command(typer.core.TyperCommand):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        #: Whether the short help was asked for.
-        self._is_short = False
+        # Typer shows each paragraph as a line.
+        self.epilog = "\n\n".join(EXAMPLES.get(self.name or "", ()))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:
             args = translated(ctx, args)
-            self._is_short = "-h" in args and "--help" not in args
             try:
                 given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
             except COMMAND_LINE_ERROR as error:
                 error.ctx = ctx  # type: ignore[attr-defined]
                 raise
-            if not _asks_for_help(self, ctx, given):
+            eager = [each.name for each in self.get_params(ctx) if each.is_eager]
+            if not any(given.get(name) for name in eager):  # no help is asked for
                 ctx.default_map = self._defaults(ctx, given)
         return super().parse_args(ctx, args)
 
@@ -51,15 +52,3 @@ class Command(typer.core.TyperCommand):
 
     def get_params(self, ctx: Any) -> Any:
         return without_flag_types(super().get_params(ctx))
-
-    def get_help(self, ctx: Any) -> str:
-        if not self._is_short:
-            return super().get_help(ctx)
-        from specgen.cli.short_help import short_help
-
-        return short_help(self, ctx)
-
-
-def _asks_for_help(command: Command, ctx: Any, given: dict[str, Any]) -> bool:
-    eager = [each.name for each in command.get_params(ctx) if each.is_eager]
-    return any(given.get(name) for name in eager)

@@ -108,7 +108,7 @@ def data(
         "--kind",
         help="What to make: decoder heads, a small model fitted to the target, or the target without some "
         "of its layers.",
-        show_default="heads; a fitted model too, where JAX is installed and there is a small one",
+        show_default="heads; a fitted model too, where there is a small one",
     ),
     minutes=Option(
         "--minutes", min=0.1, help="About how long it may take, comparing drafts included."
@@ -145,9 +145,9 @@ def make(
     the text.
 
     Decoder heads read the target's hidden state and predict the tokens after the next one: they need no
-    model of their own, and about a millisecond per draft. A small model that is fitted to the target (needs
-    `pip install 'specgen-gguf[train]'`) is as fast as before, and agrees with the target more often. The
-    target without some of its layers gains least.
+    model of their own, and about a millisecond per draft. A small model that is fitted to the target is as
+    fast as before, and agrees with the target more often. Both are trained with JAX (`pip install
+    'specgen-gguf[train]'`). The target without some of its layers gains least.
 
     It prints the ranking as `specgen draft find` does.
     """
@@ -212,18 +212,11 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Out
     """Return the model to fit; None without one. Raise `UsageError` if a fitted draft was asked for but is
     not possible."""
     from specgen.models import load_registry, locate
-    from specgen.train.distillation import check_library
 
     is_asked = draft is not None or kind == "distilled"
     if kind in ("heads", "pruned"):
         if draft is not None:
             raise UsageError("--draft is the model to fit: it goes with --kind distilled")
-        return None
-    try:
-        check_library()
-    except UsageError:
-        if is_asked:
-            raise
         return None
     if draft is not None:
         return find_target(draft, quiet=output.quiet)

@@ -34,9 +34,8 @@ class Output:
     show: Show = _output(
         "accepted",
         "--show",
-        "What a terminal shows of drafts. accepted: coloured tokens; rejected ones vanish after their "
-        "round. all: rejected ones stay, and each round's reason to draft or not to draft is shown where it "
-        "changes. none: plain text.",
+        "What a terminal shows of drafts: accepted (rejected tokens vanish after their round), all (they stay, "
+        "with each round's reason to draft or not), or none (plain text).",
     )
     stats: bool | None = _output(
         None,
@@ -45,20 +44,19 @@ class Output:
         show_default="stats, but not with --json or --quiet",
     )
     json: bool = _output(
-        False, "--json", "Print events instead of the answer, as one JSON object on each line."
+        False, "--json", "Print events instead of the answer, a JSON object on each line."
     )
     newline: bool = _output(
         True,
         "--newline/--no-newline",
-        "In a pipe, end the answer with a line break. (A file gets the answer as it is.)",
+        "In a pipe, end the answer with a line break.",
         show_default="newline; in fim no-newline",
     )
     quiet: bool = _output(False, "--quiet -q", "Print only errors on standard error.")
     verbose: int = _output(
         0,
         "--verbose -v",
-        "Print more detail on standard error (models, memory, contexts, warnings). Twice (-vv), all of "
-        "llama.cpp's own log.",
+        "Print more on standard error: models, memory, contexts; with -vv all of llama.cpp's log.",
         count=True,
         show_default=False,
     )

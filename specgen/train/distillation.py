@@ -9,7 +9,6 @@ the target only on the target's own text, so some ten thousand tokens of it suff
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from specgen.system.atomic_files import new_beside
 from specgen.system.json_lines import write_errors
 from specgen.train.gguf_weights import GgufWeights, read_weights, write_weights
 from specgen.train.training_data import N_COLUMNS, Rows, TrainingText, pack_split
-from specgen.train.training_loop import Budget, Schedule, TrainingState, train
+from specgen.train.training_loop import Budget, Schedule, TrainingState, check_library, train
 
 if TYPE_CHECKING:
     from specgen.train.transformer import Trainer
@@ -71,7 +70,7 @@ def distil(
     """Train a draft on texts and write it to `output`; None if interrupted.
 
     The state is kept beside `output` during the training, so the same call continues a training
-    that was interrupted or killed. Raises `UsageError` if JAX is not installed or there is too little text,
+    that was interrupted or killed. Raises `UsageError` if there is too little text,
     `ModelFileError` if the draft cannot be trained, `MemoryLimitError` and `OutputError`.
     """
     check_library()
@@ -176,16 +175,6 @@ def _key(draft: Path, learnt: Rows, judged: Rows, settings: str) -> str:
     for rows in (learnt, judged):
         found.update(rows.tokens.tobytes() + rows.labels.tobytes())
     return found.hexdigest()
-
-
-def check_library() -> None:
-    """Raise `UsageError` if JAX or optax is not installed."""
-    for name in ("jax", "optax"):
-        if importlib.util.find_spec(name) is None:
-            raise UsageError(
-                f"training a draft needs {name}, which is not installed",
-                hint="pip install 'specgen-gguf[train]'",
-            )
 
 
 def check_memory(draft: Path, weights: GgufWeights) -> None:

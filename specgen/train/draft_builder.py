@@ -24,12 +24,12 @@ from specgen.models.made_files import (
 from specgen.system.atomic_files import new_beside
 from specgen.system.json_lines import write_errors
 from specgen.system.progress import Progress
+from specgen.train.training_loop import Budget, check_library
 
 if TYPE_CHECKING:
     from specgen.method.cost_table import CostTable
     from specgen.session.loaded_models import Models
     from specgen.train.target_text import TargetText
-    from specgen.train.training_loop import Budget
 
 Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
 
@@ -131,6 +131,8 @@ class DraftBuilder:
             from specgen.train.layer_skip import check_prunable
 
             check_prunable(self._loaded.target)  # before minutes are spent on the text
+        if set(kinds) != {"pruned"}:
+            check_library()
         started_s = self._clock()
         n_have = self.write_text(until_s=started_s + _SHARE_OF_TEXT * 60.0 * minutes)
         if n_have < self._text_options.n_tokens and not self._interrupted():
@@ -173,8 +175,6 @@ class DraftBuilder:
         )
 
     def _budget(self, until_s: float, label: str) -> Budget:
-        from specgen.train.training_loop import Budget
-
         progress = partial(self._progress, label)
         return Budget(self._clock, until_s, self._interrupted, progress)
 

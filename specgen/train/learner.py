@@ -16,9 +16,8 @@ from specgen.llama import default_threads
 from specgen.session.engine import Engine
 from specgen.session.kept_answers import last_number, learnt_weights, read_learnt
 from specgen.session.loaded_models import Models
-from specgen.train.distillation import check_library
-from specgen.train.learning_process import GO, PAUSE
-from specgen.train.online_learning import Lesson
+from specgen.train.online_learning import GO, PAUSE, Lesson
+from specgen.train.training_loop import check_library
 
 #: The number of new answers that starts a lesson.
 NEW_ANSWERS = 10
@@ -28,7 +27,7 @@ _MINUTES = 10.0
 _CORES_SHARE = 4
 #: Seconds that the process has to end after it was told to.
 _END_S = 5.0
-COMMAND = (sys.executable, "-m", "specgen.train.learning_process")
+COMMAND = (sys.executable, "-m", "specgen.train.online_learning")
 
 
 class Learner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,11 +11,23 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from specgen.errors import UsageError
+
 #: Arrays by name.
 Parameters: TypeAlias = dict[str, NDArray[Any]]
 
 #: Seconds from one saved state to the next.
 _SAVED_EVERY_S = 60.0
+
+
+def check_library() -> None:
+    """Raise `UsageError` if JAX or optax is not installed."""
+    for name in ("jax", "optax"):
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(
+                f"training a draft needs {name}, which is not installed",
+                hint="pip install 'specgen-gguf[train]'",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, draft_up_to
 from specgen.method.verify import make_verifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, TreeShape, parse_tree
 from specgen.system.arrays import Logits
-from specgen.text.sampling import distribution
 from specgen.text.text_state import TextState
+from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import GREEDY, N_VOCAB, Clock, Setup, draft_request
 

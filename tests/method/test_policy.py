@@ -32,7 +32,7 @@ from specgen.method.policy import (
     draft_up_to,
 )
 from specgen.options import FIXED_LENGTH, FIXED_P_MIN, LONGEST_DRAFT, DraftOptions, SamplerOptions
-from specgen.text.sampling import distribution
+from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import N_VOCAB, model_drafter
 from tests.helpers.simulated_drafting import WRONG, Run, World, run, steps, text

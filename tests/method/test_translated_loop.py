@@ -28,11 +28,11 @@ from specgen.method.loop import Loop
 from specgen.method.policy import RoundPlan, draft_up_to
 from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
-from specgen.text.sampling import distribution
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import TextState
 from tests.helpers import goodness_of_fit
 from tests.helpers.common import UNFILTERED
+from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language
 from tests.helpers.fake_generations import GREEDY, Clock, Setup, translated_drafter
 from tests.helpers.goodness_of_fit import LEVEL

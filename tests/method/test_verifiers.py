@@ -31,7 +31,8 @@ from specgen.method.verify import (
     Verifier,
 )
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
-from specgen.text.sampling import Distribution, distribution
+from specgen.text.sampling import Distribution
+from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import (
     Clock,

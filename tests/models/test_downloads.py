@@ -21,12 +21,12 @@ from specgen.errors import FetchError
 from specgen.models import (
     CatalogueModel,
     HubSource,
-    RichProgress,
     fetch,
     folder_of,
     load_registry,
     locate,
 )
+from specgen.models.progress import RichProgress
 from specgen.models.transfer import Transfer
 from tests.helpers.fetch import (
     Fault,
@@ -56,7 +56,8 @@ CONTENT = random_bytes(600_000)
 FETCH = """
 import sys
 from specgen.errors import FetchError
-from specgen.models import LineProgress, fetch, load_registry, locate
+from specgen.models import fetch, load_registry, locate
+from specgen.models.progress import LineProgress
 try:
     path = fetch(load_registry().model("tiny"), progress=LineProgress(sys.stderr))
     assert path == locate(load_registry().model("tiny"))

@@ -16,7 +16,7 @@ from specgen.errors import OutputError, PromptError, UsageError
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.render.progress_bars import batch_summary
 from specgen.serve.batch.lines import Line, LineError, read_lines
-from specgen.serve.batch.results import OWN, ResultsFile, missing, read_results, without_errors
+from specgen.serve.batch.results import OWN, appending, missing, read_results, without_errors
 from specgen.serve.batch.runner import Tally, order_by_prefix
 from specgen.serve.formats.request import Request
 from specgen.session.prompts.template import Message
@@ -177,9 +177,9 @@ def out(tmp_path: Path) -> Path:
 
 
 def append(out: Path, *records: dict[str, Any]) -> None:
-    with ResultsFile.opened(out, read_results(out)) as results:
+    with appending(out, read_results(out)) as write:
         for each in records:
-            results.write(each)
+            write(each)
 
 
 class TestResults:

@@ -61,7 +61,7 @@ def test_what_an_agent_sends() -> None:
     assert (asked.tools.must_call, asked.tools.is_parallel) == (True, False)
     assert (asked.sampling.temperature, asked.sampling.top_k, asked.sampling.top_p) == (0.5, 5, 0.9)
     assert asked.generation.stop == ("\n\n", "END")
-    assert asked.template_variables == {"enable_thinking": True}
+    assert asked.variables == {"enable_thinking": True}
     assert asked.splits_reasoning
 
 
@@ -109,7 +109,7 @@ def test_a_billing_header_does_not_reach_the_model() -> None:
     ],
 )
 def test_thinking_is_a_variable_of_the_template(thinking: Any, variables: dict[str, bool]) -> None:
-    assert read({"messages": [USER], "thinking": thinking}).template_variables == variables
+    assert read({"messages": [USER], "thinking": thinking}).variables == variables
 
 
 @pytest.mark.parametrize("field", ["output_config", "output_format"])

@@ -11,7 +11,7 @@ import pytest
 
 from specgen.events import FinishedEvent, Piece, ReasonCount, TokenLogprob
 from specgen.options import GenerationOptions, Grammar, SamplerOptions
-from specgen.serve.formats.chat_answer import completion_body, figures, joined
+from specgen.serve.formats.chat_answer import Answer, completion_body, figures, joined
 from specgen.serve.formats.chat_request import read_request
 from specgen.serve.formats.fields import AnswerBody, BodyError
 from specgen.serve.formats.request import Kind, Request, check_tokens, with_call_form
@@ -305,12 +305,10 @@ PIECES = [
 def body(kind: Kind, *, has_logprobs: bool = False) -> dict[str, Any]:
     made = completion_body(
         kind,
-        FINISHED,
-        PIECES,
+        [Answer(FINISHED, PIECES if has_logprobs else None)],
         identity="abc",
         created=17,
         model="m.gguf",
-        has_logprobs=has_logprobs,
     )
     assert json.loads(json.dumps(made, allow_nan=False)) == made
     return made
@@ -375,7 +373,7 @@ def test_the_gain_of_several_choices_is_that_of_their_common_time(
         )
         for speedup, seconds in zip(speedups, (3.0, 1.0), strict=True)
     ]
-    drafts = figures(joined(answers, 2))["speculative"]
+    drafts = figures([*map(Answer, answers)], (), 2)["speculative"]
     assert drafts["estimated_speedup"] == expected
     between = None if expected is None else [expected - 0.5, expected + 0.5]
     assert drafts["estimated_speedup_range"] == between
@@ -394,7 +392,7 @@ def test_a_busy_machine_knows_no_gain(
         estimated_speedup_range=(1.4, 1.6),
         others_share=others_share,
     )
-    drafts = figures(answer)["speculative"]
+    drafts = figures([Answer(answer)])["speculative"]
     assert (drafts["estimated_speedup"], drafts["estimated_speedup_range"]) == expected
 
 

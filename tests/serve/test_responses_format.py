@@ -165,9 +165,9 @@ def test_the_form_of_the_answer() -> None:
 
 
 def test_effort_goes_to_the_template() -> None:
-    assert read(reasoning={"effort": "none"}).template_variables == {"enable_thinking": False}
+    assert read(reasoning={"effort": "none"}).variables == {"enable_thinking": False}
     assert warned(reasoning={"effort": "none"}) == []
-    assert warned(reasoning={"effort": "high", "summary": "auto"}) == ["reasoning.effort"]
+    assert warned(reasoning={"effort": "high", "summary": "auto"}) == ["reasoning_effort"]
 
 
 def test_what_is_ignored_is_mentioned() -> None:
@@ -274,7 +274,7 @@ def test_an_agents_body() -> None:
         *("system", "user", "assistant", "tool", "assistant", "tool")
     ]
     assert request.messages[2].reasoning == "I have to look."
-    assert request.template_variables == {"enable_thinking": False}
+    assert request.variables == {"enable_thinking": False}
 
 
 # --- answers

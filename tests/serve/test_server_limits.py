@@ -19,7 +19,7 @@ import pytest
 
 from specgen.errors import BackendError
 from specgen.llama import LlamaVocabulary
-from specgen.serve.server.jobs import AnswerRequest, EngineThread
+from specgen.serve.server.jobs import EngineThread
 from specgen.serve.server.metrics import Metrics, ServerMetrics
 from specgen.serve.server.options import Limits, ServerOptions
 from specgen.session.engine import Engine
@@ -267,8 +267,7 @@ def _events(thread: EngineThread, loaded: Models) -> list[Any]:
 
     async def ask() -> list[Any]:
         prompt = loaded.prompts.of_text("x", chat=False)
-        request = AnswerRequest(prompt, loaded.options.sampler, loaded.options.generation)
-        job = thread.submit([request], asyncio.get_running_loop())
+        job = thread.submit([lambda engine: engine.insert(prompt)], asyncio.get_running_loop())
         return [event async for _, event in job.events()]
 
     return asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))

@@ -376,7 +376,7 @@ def test_variables_and_earlier_reasoning_reach_the_template(
         assert prompt == "|a|why|b||c|glad"
         answer = server.post("/v1/chat/completions", **body, prompt_cache_retention="24h").json()
         (warning,) = answer["warnings"]
-        assert warning.startswith("chat_template_kwargs.enable_thinking: ")
+        assert warning.startswith("enable_thinking: ")
         tokens = server.post("/tokenize", content=prompt, add_special=True).json()["tokens"]
         assert answer["usage"]["prompt_tokens"] == len(tokens)
 

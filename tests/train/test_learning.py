@@ -39,7 +39,7 @@ from specgen.session.kept_answers import (
 )
 from specgen.session.loaded_models import Models
 from specgen.train import learner as learner_module
-from specgen.train import learning_process
+from specgen.train import online_learning
 from specgen.train.learner import NEW_ANSWERS, Learner
 from specgen.train.online_learning import Lesson, learn, split
 from specgen.train.training_data import N_COLUMNS, kept_texts
@@ -440,18 +440,18 @@ def test_a_lessons_clock_stands_still_in_a_pause(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stdin))
         ended: list[int] = []
         monkeypatch.setattr(os, "_exit", ended.append)
-        pauses = learning_process.Pauses()
+        pauses = online_learning.Pauses()
         pauses.listen()
-        monkeypatch.setattr(learning_process, "time", SimpleNamespace(monotonic=clock))
+        monkeypatch.setattr(online_learning, "time", SimpleNamespace(monotonic=clock))
         assert not pauses.wait()
         is_read.clear()
-        pipe.write(learning_process.PAUSE)
+        pipe.write(online_learning.PAUSE)
         until(lambda: pauses.is_paused)
         waiting = threading.Thread(target=pauses.wait)
         waiting.start()
         assert is_read.wait(60.0)
         now_s = 15.0
-        pipe.write(learning_process.GO)
+        pipe.write(online_learning.GO)
         waiting.join()
         assert pauses.clock() == 10.0
         pipe.close()
@@ -519,7 +519,7 @@ def test_the_process_that_learns_ends_with_the_learner(
 
 _PARENT = """
 import json, subprocess, sys
-child = subprocess.Popen([sys.executable, "-m", "specgen.train.learning_process"],
+child = subprocess.Popen([sys.executable, "-m", "specgen.train.online_learning"],
     stdin=subprocess.PIPE, start_new_session=True)
 child.stdin.write(json.dumps(json.loads(sys.argv[1])).encode() + b"\\n")
 child.stdin.flush()

@@ -28,7 +28,6 @@ from specgen.cli.flags.models import (
     target,
     target_option,
 )
-from specgen.cli.flags.server import limits, server
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 from specgen.errors import UsageError
@@ -53,7 +52,6 @@ __all__ = [
     "HUB_DRAFT",
     "JSON_REPORT",
     "Template",
-    "Trials",
     "answer",
     "constraint",
     "draft_model",
@@ -62,7 +60,6 @@ __all__ = [
     "group",
     "hub_names",
     "kernels",
-    "limits",
     "loudness",
     "machine",
     "model_names",
@@ -72,14 +69,12 @@ __all__ = [
     "pair_names",
     "panel",
     "sampling",
-    "server",
     "setup",
     "takes_options",
     "target",
     "target_option",
     "template",
     "tree_shape",
-    "trials",
     "utf8",
 ]
 
@@ -170,8 +165,8 @@ class Template:
     chat: bool | None = _prompt(
         None,
         "--chat/--raw",
-        "Put the prompt into the model's chat template, or continue it as it is. In a raw prompt, names of "
-        "control tokens (<|im_end|>, ...) become these tokens.",
+        "Put the prompt into the model's chat template, or continue it as it is, with names of control tokens "
+        "(<|im_end|>, ...) as these tokens.",
         show_default="chat, if the model has a template",
     )
     system: str | None = _prompt(
@@ -193,39 +188,6 @@ def template(**given: Any) -> Template:
 
 
 CHAT = group(Template)(lambda **given: Template(**given).chat).without("system")
-
-_trial = partial(option, panel="Trials")
-
-
-@dataclass(frozen=True, slots=True)
-class Trials:
-    """Prompts to measure with, and how many tokens of each answer count."""
-
-    prompts: Path | None = _trial(
-        None,
-        "--prompts",
-        'Prompts to try with: JSON Lines with "prompt" or "turns".',
-        show_default="a few of our own",
-    )
-    n_prompts: int = _trial(
-        4, "--count -N", "How many prompts to use, spread evenly over the file.", min=1
-    )
-    max_tokens: int = _trial(
-        64,
-        "--max-tokens --predict --n-predict -n",
-        "How many tokens of each answer to use.",
-        min=2,
-    )
-
-    def texts(self) -> list[str]:
-        """Return the prompts. Raise `PromptError`."""
-        from specgen.measure.prompts import TRIAL_PROMPTS, evenly_chosen, read_prompts
-
-        every = TRIAL_PROMPTS if self.prompts is None else read_prompts(self.prompts)
-        return evenly_chosen(every, self.n_prompts)
-
-
-trials = group(Trials)(Trials)
 
 # --- answers
 
@@ -313,16 +275,15 @@ setup = group(
         "learn": Option(
             "--learn/--no-learn",
             envvar="SPECGEN_LEARN",
-            help="Keep prompts and answers on this disk, in the data folder, readable by you alone. The draft "
-            "model learns from them (`specgen draft learn`), and repetitions of them draft. `specgen draft "
-            "forget` deletes them. Without it nothing is kept.",
+            help="Keep prompts and answers in the data folder, readable by you alone. The draft model learns from "
+            "them (`specgen draft learn`), and repetitions of them draft. `specgen draft forget` deletes them.",
             rich_help_panel="Learning",
         ),
         "prompt_cache": Option(
             "--prompt-cache",
             metavar="FILE",
-            help="Keep what was read in this file, and what was computed of it; a prompt that begins with the "
-            "same text is then not read again. The file is made if it does not exist.",
+            help="Keep in this file what was computed of the prompt; one that begins with the same text is then "
+            "not read again.",
             show_default="not kept",
             rich_help_panel="Prompt",
         ),

@@ -22,32 +22,30 @@ _MACHINE = panel(
         "--gpu-layers-draft",
         "-ngld",
         min=-1,
-        help="Layers of the draft to keep on the GPU; -1 is all of them.",
+        help="Layers of the draft on the GPU; -1 is all.",
     ),
     rpc=Option(
         "--rpc",
         metavar="HOST:PORT,...",
-        help="Spread the target's layers over these machines, each running `specgen worker`; the draft "
-        "stays here.",
+        help="Spread the target's layers over these machines, which run `specgen worker`.",
     ),
     tensor_split=Option(
         "--tensor-split",
         "-ts",
         metavar="N,N,...",
-        help="With --rpc: the share of the target for each worker's device, for example 3,1.",
+        help="With --rpc: each device's share of the target, as 3,1.",
         show_default="by their free memory",
     ),
     output_here=Option(
         "--output-here",
-        help="With --rpc: keep the output matrix on this machine. The network then carries hidden states "
-        "instead of logits, which are some 20 to 100 times as large.",
+        help="With --rpc: keep the output matrix here, so that hidden states travel in place of logits, which "
+        "are 20 to 100 times as large.",
     ),
     rpc_timeout=Option(
         "--rpc-timeout",
         metavar="SECONDS",
         min=0.1,
-        help="With --rpc: give up when a worker is silent for longer, in one decode or while one tensor is "
-        "sent.",
+        help="With --rpc: give up when a worker is silent for longer.",
     ),
 )
 

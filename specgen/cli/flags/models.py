@@ -21,8 +21,8 @@ HUB = panel(
         "-hf",
         "-hfr",
         metavar="USER/REPO[:QUANT]",
-        help="The target, from the Hugging Face hub; `-m hf:USER/REPO:QUANT` is the same. Without QUANT it is "
-        "Q4_K_M, else Q8_0, else the first model of the repository. Fetched on first use.",
+        help="The target, from the Hugging Face hub, as `-m hf:USER/REPO:QUANT`. Without QUANT: Q4_K_M, else "
+        "Q8_0, else the repository's first model.",
         show_default=False,
     ),
     hf_file=Option(
@@ -38,8 +38,7 @@ HUB = panel(
         metavar="TOKEN",
         parser=utf8,
         envvar="HF_TOKEN",
-        help="The token for gated and private repositories. Other users of the machine can see options: "
-        "the variable is safer.",
+        help="The token for gated and private repositories; other users can see options, but not the variable.",
         show_default="the one that `hf auth login` keeps",
     ),
 )
@@ -50,7 +49,7 @@ HUB_DRAFT = panel(
         "-hfd",
         "-hfrd",
         metavar="USER/REPO[:QUANT]",
-        help="The draft, from the Hugging Face hub; `--draft hf:USER/REPO:QUANT` is the same.",
+        help="The draft, from the hub, as `--draft hf:USER/REPO:QUANT`.",
         show_default=False,
     ),
 )
@@ -106,17 +105,16 @@ _MODELS = panel(
         "-md",
         metavar="FILE|NAME|mtp|ngram|none",
         autocompletion=draft_names,
-        help="What drafts: a GGUF file or a name; `mtp` (the target's own MTP layers); `ngram` (repetitions "
-        "of the text so far); `heads` (made by `specgen draft make`); or `none` (plain decoding). A second "
-        "--draft drafts for the first: a smaller model or `ngram`.",
-        show_default="the pair's; with -m alone the one that `specgen draft find` or `specgen draft make` "
-        "saved, its MTP layers, a known partner on this disk, or ngram",
+        help="What drafts: a file or a name, `mtp` (the target's own layers), `ngram` (repetitions of the text "
+        "so far), `heads` (made by `specgen draft make`), or `none`. A second --draft drafts for the first.",
+        show_default="the pair's; with -m alone what `specgen draft find` saved, MTP layers, a known partner on "
+        "this disk, or ngram",
     ),
     pair=Option(
         "--pair",
         metavar="NAME",
         autocompletion=pair_names,
-        help="A target and its draft, by a name from `specgen models list`; fetched on first use.",
+        help="A target and its draft, by a name from `specgen models list`.",
         show_default="the default pair, if no target is given",
     ),
 )

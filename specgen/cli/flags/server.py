@@ -45,7 +45,7 @@ def server(
     **others: Any,
 ) -> ServerOptions:
     """Return the options of the server, without the limits. Raise `UsageError`."""
-    from specgen.serve.server.addresses import is_loopback
+    from specgen.serve.server.options import is_loopback
 
     keys = () if api_key_file is None else _keys(api_key_file)
     options = ServerOptions(api_keys=keys, **others)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from specgen.events import CommittedEvent, FinishedEvent, Piece, ReasonCount
@@ -14,39 +14,42 @@ from specgen.serve.formats.tool_calls import AnswerParser, message_of
 from specgen.system.machine import is_busy
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished answer: `pieces` are its tokens if log-probabilities are wanted, a new `parser` finds reasoning
+    and tool calls in it, and `stop_string` is the one that ended it."""
+
+    finished: FinishedEvent
+    pieces: Sequence[Piece] | None = None
+    parser: AnswerParser | None = None
+    stop_string: str | None = None
+    n_reasoning_tokens: int = 0
+
+
 def completion_body(
     kind: Kind,
-    finished: FinishedEvent,
-    pieces: Sequence[Piece],
+    answers: Sequence[Answer],
     *,
     identity: str,
     created: int,
     model: str,
-    has_logprobs: bool,
-    parser: AnswerParser | None = None,
-    n_reasoning_tokens: int = 0,
     warnings: Sequence[str] = (),
-    stop_string: str | None = None,
+    n_for_each_prompt: int = 1,
 ) -> dict[str, Any]:
-    """Return the body for a finished answer: a chat completion, or a text completion.
+    """Return the body with answers, which are ordered by prompt: a chat completion, or a text completion.
 
-    `identity` makes its id, and `created` is in seconds since 1970. `pieces` are the answer's tokens, used
-    only for their log-probabilities. A new `parser` finds reasoning and tool calls. `warnings` say what of
-    the request was ignored. `stop_string` is the one that ended the answer."""
-    chosen = choice(
-        kind, 0, finished, pieces if has_logprobs else None, parser=parser, stop_string=stop_string
-    )
+    `identity` makes its id, and `created` is in seconds since 1970. `warnings` say what of the request was
+    ignored."""
     return {
-        **head(kind, identity, created, model),
-        "choices": [chosen],
-        **figures(finished, n_reasoning_tokens, warnings),
+        **_head(kind, identity, created, model),
+        "choices": [_choice(kind, number, answer) for number, answer in enumerate(answers)],
+        **figures(answers, warnings, n_for_each_prompt),
     }
 
 
-def head(
+def _head(
     kind: Kind, identity: str, created: int, model: str, *, is_chunk: bool = False
 ) -> dict[str, Any]:
-    """Return the beginning of a body."""
     is_text = kind == "completion"
     what = "text_completion" if is_text else "chat.completion"
     return {
@@ -57,25 +60,18 @@ def head(
     }
 
 
-def choice(
-    kind: Kind,
-    number: int,
-    finished: FinishedEvent,
-    pieces: Sequence[Piece] | None,
-    *,
-    parser: AnswerParser | None,
-    stop_string: str | None,
-) -> dict[str, Any]:
-    """Return one of the answers of a body. `pieces` are its tokens if log-probabilities are wanted."""
+def _choice(kind: Kind, number: int, answer: Answer) -> dict[str, Any]:
+    finished, stop_string = answer.finished, answer.stop_string
     found: dict[str, Any] = {"index": number}
     if kind == "completion":
         found["text"] = finished.text
-    elif parser is not None:
-        found["message"] = message_of(parser, finished.text, is_cut=is_cut(finished, stop_string))
+    elif answer.parser is not None:
+        cut = is_cut(finished, stop_string)
+        found["message"] = message_of(answer.parser, finished.text, is_cut=cut)
     else:
         found["message"] = {"role": "assistant", "content": finished.text}
-    found["logprobs"] = None if pieces is None else logprobs(kind, pieces)
-    found["finish_reason"] = finish_reason(finished, parser)
+    found["logprobs"] = None if answer.pieces is None else _logprobs(kind, answer.pieces)
+    found["finish_reason"] = finish_reason(finished, answer.parser)
     if stop_string is not None:
         found["stop_reason"] = stop_string
     return found
@@ -102,13 +98,15 @@ def own_figures(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def figures(
-    finished: FinishedEvent, n_reasoning: int = 0, warnings: Sequence[str] = ()
+    answers: Sequence[Answer], warnings: Sequence[str] = (), n_for_each_prompt: int = 1
 ) -> dict[str, Any]:
     """Return `usage`, and specgen's own figures.
 
     In `speculative`, the gain is not known on a busy machine. The names in `timings` are llama.cpp's; `_ms`
     are milliseconds. Answers that share a round have equal parts of its time. `undrafted` says why rounds
     drafted nothing."""
+    finished = joined([answer.finished for answer in answers], n_for_each_prompt)
+    n_reasoning = sum(answer.n_reasoning_tokens for answer in answers)
     n_prompt, n_cached = finished.n_prompt_tokens, finished.n_cached_tokens
     between = finished.estimated_speedup_range
     if is_busy(finished.others_share):
@@ -213,7 +211,7 @@ def _gain(answers: Sequence[FinishedEvent]) -> tuple[float | None, tuple[float, 
 # --- log-probabilities ----------------------------------------------------------------------------
 
 
-def logprobs(kind: Kind, pieces: Sequence[Piece], start: int = 0) -> dict[str, Any]:
+def _logprobs(kind: Kind, pieces: Sequence[Piece], start: int = 0) -> dict[str, Any]:
     """Return the log-probabilities of the tokens that the target chose; forced tokens have none. A chat has
     an entry for each; a completion has lists, with the offset of each token in the text, of which `start`
     characters come before these tokens."""
@@ -268,7 +266,7 @@ class ChunkWriter:
         has_pieces: bool,
     ) -> None:
         self._kind = kind
-        self._head = head(kind, identity, created, model, is_chunk=True)
+        self._head = _head(kind, identity, created, model, is_chunk=True)
         self._has_logprobs = has_logprobs
         self._has_pieces = has_pieces
         #: Characters of each answer so far.
@@ -292,7 +290,7 @@ class ChunkWriter:
         if self._has_logprobs or self._has_pieces:
             chunks = chunks or [self.delta(number, {})]
         if self._has_logprobs:
-            chunks[0]["choices"][0]["logprobs"] = logprobs(self._kind, event.pieces, start)
+            chunks[0]["choices"][0]["logprobs"] = _logprobs(self._kind, event.pieces, start)
         if self._has_pieces:
             chunks[0]["pieces"] = [
                 {"text": piece.text, "kind": piece.kind, "origin": piece.origin}

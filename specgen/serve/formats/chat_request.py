@@ -16,11 +16,11 @@ from specgen.serve.formats.fields import (
     AnswerBody,
     AnswerFormat,
     BodyError,
-    Choice,
     Fields,
     Integer,
     Parts,
     Schema,
+    ToolChoice,
     Word,
     parse,
     shown,
@@ -112,7 +112,7 @@ class _OpenAIBody(AnswerBody):
 class _ChatBody(_OpenAIBody):
     messages: Annotated[list[_Message], Field(min_length=1)]
     tools: list[_Tool] = []
-    tool_choice: Choice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     reasoning_format: Literal["none", "auto", "deepseek"] = "none"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import (
@@ -127,27 +127,21 @@ class Speculative(Fields):
     pieces: bool = False
 
 
-class AnswerFormat(Fields):
+class _NamedSchema(Fields):
+    schema_: Schema | None = Field(None, validation_alias="schema")
+
+
+class AnswerFormat(_NamedSchema):
     """The form of an answer, with its JSON schema where the APIs have it."""
 
     type: str
-    schema_: Schema | None = Field(None, validation_alias="schema")
-    json_schema: AnswerFormat | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _nested(cls, value: Any) -> Any:
-        """Give the object around OpenAI's schema, which has a name for a type, the type."""
-        nested = value.get("json_schema") if isinstance(value, dict) else None
-        if isinstance(nested, dict):
-            return {**value, "json_schema": {**nested, "type": "json_schema"}}
-        return value
+    json_schema: _NamedSchema | None = None
 
     def schema_of(self, where: str) -> Schema | None:
         """Return the schema; None for a free text."""
+        found = (self.json_schema or self).schema_
         if self.type == "text":
             return None
-        found = (self.json_schema or self).schema_
         if self.type == "json_object":  # llama.cpp's servers take a schema here
             return found or {"type": "object"}
         if self.type != "json_schema" or found is None:
@@ -156,32 +150,23 @@ class AnswerFormat(Fields):
         return found
 
 
-class NamedFunction(Fields):
-    """A function that a choice names."""
-
-    name: str
-
-
 class Choice(Fields):
-    """How tools may be called, in the forms of all APIs; a text is the `type`."""
+    """How tools may be called, in the forms of all APIs."""
 
-    type: str
+    type: str = "function"
     name: str | None = None
-    function: NamedFunction | None = None
+    function: Choice | None = None
     #: Of ``allowed_tools``.
     mode: Literal["auto", "required"] = "auto"
     tools: list[Choice] = []
     allowed_tools: Choice | None = None
     disable_parallel_tool_use: bool = False
 
-    @model_validator(mode="before")
-    @classmethod
-    def _typed(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return {"type": value}
-        if isinstance(value, dict) and isinstance(value.get("allowed_tools"), dict):
-            return {**value, "allowed_tools": {**value["allowed_tools"], "type": "allowed_tools"}}
-        return value
+
+#: A choice; a text is its type.
+ToolChoice: TypeAlias = Annotated[
+    Choice, BeforeValidator(lambda value: {"type": value} if isinstance(value, str) else value)
+]
 
 
 # --- bodies ---------------------------------------------------------------------------------------
@@ -207,15 +192,6 @@ _LACKING: Mapping[str, tuple[Any, str]] = {
     "truncation": ("disabled", "an input that is too long is refused"),
     "verbosity": ("medium", "the model has no such setting"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateVariable:
-    """A variable for the chat template, and the `field` of the request that sets it."""
-
-    field: str
-    name: str
-    value: Any
 
 
 class Body(Fields):
@@ -278,9 +254,8 @@ class AnswerBody(Body):
     stream: bool = False
     speculative: Speculative = Speculative()
 
-    #: Where the body has the form of an answer, and the effort of reasoning.
+    #: Where the body has the form of an answer.
     format_field: ClassVar[str] = "response_format"
-    effort_field: ClassVar[str] = "reasoning_effort"
 
     def sampling(self, default: SamplerOptions) -> SamplerOptions:
         """Return how tokens are drawn; fields that are not there keep the default."""
@@ -325,25 +300,17 @@ class AnswerBody(Body):
         except UsageError as error:
             raise BodyError(names[0], error.message) from None
 
-    def variables(
-        self, effort: str | None = None, thinks: bool | None = None
-    ) -> tuple[TemplateVariable, ...]:
-        """Return the variables that the body sets for the chat template. `thinks` is Anthropic's field."""
-        found: dict[str, TemplateVariable] = {}
-        if thinks is not None:
-            found["enable_thinking"] = TemplateVariable("thinking", "enable_thinking", thinks)
+    def variables(self, effort: str | None = None, thinks: bool | None = None) -> Mapping[str, Any]:
+        """Return the variables that the body sets for the chat template. Raise `BodyError`."""
+        found: dict[str, Any] = {} if thinks is None else {"enable_thinking": thinks}
         if effort is not None:
-            name = self.effort_field
-            found["reasoning_effort"] = TemplateVariable(name, "reasoning_effort", effort)
-            if effort == "none":
-                off = TemplateVariable(name, "enable_thinking", value=False)
-                found["enable_thinking"] = off
-        for key, value in self.chat_template_kwargs.items():
-            name = f"chat_template_kwargs.{key}"
-            if key in OWN_VARIABLES:
-                raise BodyError(name, "specgen sets this variable")
-            found[key] = TemplateVariable(name, key, value)
-        return tuple(found.values())
+            found["reasoning_effort"] = effort
+        if effort == "none":
+            found["enable_thinking"] = False
+        for name in self.chat_template_kwargs:
+            if name in OWN_VARIABLES:
+                raise BodyError(f"chat_template_kwargs.{name}", "specgen sets this variable")
+        return found | self.chat_template_kwargs
 
 
 # --- reading --------------------------------------------------------------------------------------

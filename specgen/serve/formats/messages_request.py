@@ -12,10 +12,10 @@ from specgen.serve.formats.fields import (
     AnswerBody,
     AnswerFormat,
     BodyError,
-    Choice,
     Fields,
     Part,
     Schema,
+    ToolChoice,
     parse,
     shown,
     text_of,
@@ -75,14 +75,13 @@ class _Body(AnswerBody):
     system: _Blocks = []
     messages: Annotated[list[_Message], Field(min_length=1)]
     tools: list[_Tool] = []
-    tool_choice: Choice | None = None
+    tool_choice: ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig = _OutputConfig()
     #: An older place for the format.
     output_format: AnswerFormat | None = None
 
     format_field: ClassVar[str] = "output_config.format"
-    effort_field: ClassVar[str] = "output_config.effort"
 
 
 _Block.model_rebuild()

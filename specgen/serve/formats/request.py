@@ -15,7 +15,6 @@ from specgen.serve.formats.fields import (
     Choice,
     Schema,
     Speculative,
-    TemplateVariable,
     shown,
 )
 from specgen.serve.formats.tool_calls import (
@@ -39,6 +38,8 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 #: The schema of a function without parameters; templates read the properties even of those.
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _PARAGRAPH = "\n\n"
+#: Variables of chat templates that say how much is thought; few templates read both.
+_THINKING = frozenset(["enable_thinking", "reasoning_effort"])
 
 
 class AnswerWriter(Protocol):
@@ -85,7 +86,8 @@ class Request:
     tools: Tools | None = None
     #: How the model writes calls; known after `with_call_form`.
     call_form: CallForm | None = None
-    variables: tuple[TemplateVariable, ...] = ()
+    #: More variables for the template.
+    variables: Mapping[str, Any] = field(default_factory=dict)
     #: Whether a thinking block becomes `reasoning_content`, apart from the answer.
     splits_reasoning: bool = False
     #: What was ignored.
@@ -103,11 +105,6 @@ class Request:
     def tool_definitions(self) -> tuple[dict[str, Any], ...]:
         """The definitions of tools for the template."""
         return tuple(each.definition for each in self.tools.functions) if self.tools else ()
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """More variables for the template."""
-        return {variable.name: variable.value for variable in self.variables}
 
     def thought_reader(self, prompt: str) -> ThoughtReader | None:
         """Return a reader for the thinking block of one answer to a rendered prompt; None if it is not
@@ -161,19 +158,17 @@ def with_call_form(request: Request, template: str | None) -> Request:
 
 
 def _with_read_variables(request: Request, template: str) -> Request:
-    """Return the request with the variables that the template reads, and warnings of fields that set none."""
-    read = tuple(
-        variable
-        for variable in request.variables
-        if re.search(rf"\b{re.escape(variable.name)}\b", template)
-    )
-    known = {variable.field for variable in read}
-    unread = [each.field for each in request.variables if each.field not in known]
-    told = [
-        f"{name}: ignored, since the chat template does not read it"
-        for name in dict.fromkeys(unread)
-    ]
-    return replace(request, variables=read, warnings=(*request.warnings, *told))
+    """Return the request with the variables that the template reads, and warnings of the others."""
+    read = {
+        name: value
+        for name, value in request.variables.items()
+        if re.search(rf"\b{re.escape(name)}\b", template)
+    }
+    unread = request.variables.keys() - read.keys()
+    if _THINKING & read.keys():
+        unread -= _THINKING
+    ignored = [f"{name}: ignored, since the chat template does not read it" for name in unread]
+    return replace(request, variables=read, warnings=(*request.warnings, *sorted(ignored)))
 
 
 def check_tokens(request: Request, n_tokens: int) -> None:

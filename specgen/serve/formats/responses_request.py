@@ -19,10 +19,10 @@ from specgen.serve.formats.fields import (
     AnswerBody,
     AnswerFormat,
     BodyError,
-    Choice,
     Fields,
     Parts,
     Schema,
+    ToolChoice,
     parse,
     shown,
     text_of,
@@ -107,14 +107,13 @@ class _Body(AnswerBody):
     instructions: Parts = []
     input: Annotated[list[_Item], BeforeValidator(_as_items), Field(min_length=1)]
     tools: list[_Tool] = []
-    tool_choice: Choice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     text: _Text = _Text()
     reasoning: _Reasoning = _Reasoning()
     include: list[str] = []
 
     format_field: ClassVar[str] = "text.format"
-    effort_field: ClassVar[str] = "reasoning.effort"
 
     def warnings(self) -> list[str]:
         """Return what was ignored, in nested fields too."""

@@ -40,9 +40,9 @@ from specgen.serve.server.job_request import (
     read_requests,
 )
 from specgen.serve.server.job_response import InfillResponseBuilder, ResponseBuilder
-from specgen.serve.server.jobs import Job, QueueFullError
+from specgen.serve.server.jobs import Job
 from specgen.serve.server.metrics import ServerMetrics
-from specgen.serve.server.model_pool import ModelPool, Served, ServedModel
+from specgen.serve.server.model_pool import ModelPool, Place, Served, ServedModel
 from specgen.serve.server.options import ServerOptions
 from specgen.session.prompts import template_of
 from specgen.system.arrays import Hidden
@@ -185,16 +185,16 @@ class Server:
 
         async def respond(request: Request) -> Response:
             body = await read_json(request, self._limits)
-            name = self._pool.find(body.get("model"))
-            if self._pool.embeds(name) != embeds:
-                raise _wrong_kind(name, embeds=not embeds)
-            model = self._pool.lease_if_ready(name)
+            place = self._pool.find(body.get("model"))
+            if place.entry.embeds != embeds:
+                raise _wrong_kind(place.entry.name, embeds=not embeds)
+            model = self._pool.lease_if_ready(place)
             if model is None:
-                model = await while_connected(request, self._pool.lease(name))
+                model = await while_connected(request.receive, self._pool.lease(place))
             try:
                 return await answer(model, request, body)
             finally:
-                self._pool.release(name)
+                self._pool.release(place)
 
         return Route(path, respond, methods=["POST"])
 
@@ -206,7 +206,7 @@ class Server:
         wait for theirs."""
         loop = asyncio.get_running_loop()
         if self._n_preparing >= model.n_parallel + self._limits.n_waiting:
-            raise _queue_full(QueueFullError(1))
+            raise RequestError.queue_full(1)
         self._n_preparing += 1
         try:
             if request.state.n_bytes <= _SHORT_BYTES and not _has_grammar(body):
@@ -230,7 +230,7 @@ class Server:
         answering = make(
             requests,
             job,
-            model.thread,
+            model,
             model=model.name,
             created=int(time.time()),
             limit_s=self._limits.request_s,
@@ -243,7 +243,7 @@ class Server:
                 named=requests[0].writer is not None,
                 alive=PING if endpoint == "messages" else None,
             )
-        return JSONResponse(await while_connected(request, answering.body()))
+        return JSONResponse(await while_connected(request.receive, answering.body()))
 
     def _submit(
         self,
@@ -254,16 +254,14 @@ class Server:
     ) -> tuple[tuple[AnswersRequest, ...], Job]:
         """Read a body and submit its answers to the engine. Raise `RequestError`, `SpecgenError`."""
         requests = read_requests(endpoint, body, model.loaded, self._limits)
-        engine, n_answers = model.thread.engine, requests[0].n * len(requests)
+        engine, n_answers = model.engine, requests[0].n * len(requests)
         n_most = engine.n_parallel + self._limits.n_waiting
         if n_answers > n_most:
             raise BodyError("n", f"{n_answers} answers; there is room for at most {n_most}")
         try:
-            model.thread.check_room(n_answers)
+            model.check_room(n_answers)
             asks = answer_requests(requests, model.loaded, engine.n_ctx, self._limits)
-            return requests, model.thread.submit(asks, loop)
-        except QueueFullError as error:
-            raise _queue_full(error) from None
+            return requests, model.submit(asks, loop)
         except UsageError as error:
             field = next((name for name in _GRAMMAR_FIELDS if body.get(name) is not None), None)
             if field is None or "grammar" not in error.message or isinstance(error, BodyError):
@@ -277,7 +275,7 @@ class Server:
     ) -> Response:
         def count() -> int:
             (asked,) = read_requests("messages", body, model.loaded, self._limits)
-            return len(prompt_of(asked, model.loaded, model.thread.engine.n_ctx).tokens)
+            return len(prompt_of(asked, model.loaded, model.engine.n_ctx).tokens)
 
         return JSONResponse({"input_tokens": await self._in_thread(model, request, body, count)})
 
@@ -324,9 +322,7 @@ class Server:
         limit_s = self._limits.request_s or None
         try:
             work = asyncio.wait_for(model.embed(texts, encoded), limit_s)
-            vectors = await while_connected(request, work)
-        except QueueFullError as error:
-            raise _queue_full(error) from None
+            vectors = await while_connected(request.receive, work)
         except asyncio.TimeoutError:
             message = f"the embeddings were not done in {limit_s:g} s"
             raise RequestError(503, message, code="timeout") from None
@@ -348,7 +344,7 @@ class Server:
             prompt = model.loaded.prompts.of_messages(
                 asked.messages,
                 tools=asked.tool_definitions,
-                variables=asked.template_variables,
+                variables=asked.variables,
             )
             return prompt.text
 
@@ -358,30 +354,31 @@ class Server:
 
     async def _health(self, _request: Request) -> Response:
         about: dict[str, Any] = {"status": "ok"}
-        if len(self._pool.names) > 1 and not self._options.api_keys:  # the path needs no key
-            about["models"] = {name: self._pool.status(name) for name in self._pool.names}
+        places = self._pool.places
+        if len(places) > 1 and not self._options.api_keys:  # the path needs no key
+            about["models"] = {name: place.status for name, place in places.items()}
         return JSONResponse(about)
 
     async def _models(self, request: Request) -> Response:
-        asked = request.path_params.get("model")
-        if asked is None:
-            return JSONResponse({"object": "list", "data": [*map(self._about, self._pool.names)]})
-        if asked not in self._pool.names:
-            raise RequestError(404, f"there is no model {asked!r}", code="model_not_found")
-        return JSONResponse(self._about(asked))
+        name, places = request.path_params.get("model"), self._pool.places
+        if name is None:
+            return JSONResponse({"object": "list", "data": [*map(self._about, places.values())]})
+        if name not in places:
+            raise RequestError(404, f"there is no model {name!r}", code="model_not_found")
+        return JSONResponse(self._about(places[name]))
 
-    def _about(self, name: str) -> dict[str, Any]:
+    def _about(self, place: Place) -> dict[str, Any]:
         """Return what a list of models says of one. `status` has the form of llama.cpp's server with several
         models."""
+        model = place.served
         about = {
-            "id": name,
+            "id": place.entry.name,
             "object": "model",
             "created": self._started,
             "owned_by": "specgen",
-            "type": "embeddings" if self._pool.embeds(name) else "llm",
-            "status": {"value": self._pool.status(name), "failed": self._pool.has_failed(name)},
+            "type": "embeddings" if place.entry.embeds else "llm",
+            "status": {"value": place.status, "failed": place.failure is not None},
         }
-        model = self._pool.served(name)
         if model is not None:
             about["meta"] = {
                 "n_vocab": model.target.vocabulary.n_tokens,
@@ -393,12 +390,12 @@ class Server:
         return Response(self._pool.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _props(self, request: Request) -> Response:
-        name = self._pool.find(request.query_params.get("model"))
-        model = self._pool.served(name)
-        about = {"model_alias": name, "build_info": f"specgen {__version__}"}
+        place = self._pool.find(request.query_params.get("model"))
+        model = place.served
+        about = {"model_alias": place.entry.name, "build_info": f"specgen {__version__}"}
         if not isinstance(model, ServedModel):
             return JSONResponse(about)
-        loaded, engine = model.loaded, model.thread.engine
+        loaded, engine = model.loaded, model.engine
         template = loaded.target.chat_template()
         return JSONResponse(
             {
@@ -425,7 +422,7 @@ class Server:
                 {
                     "id": slot.number,
                     "model": model.name,
-                    "n_ctx": model.thread.engine.n_ctx,
+                    "n_ctx": model.engine.n_ctx,
                     "is_processing": slot.request is not None,
                     "n_prompt_tokens": slot.n_prompt,
                     "n_prompt_tokens_processed": slot.n_read,
@@ -433,7 +430,7 @@ class Server:
                 }
                 for model in self._pool.loaded
                 if isinstance(model, ServedModel) and asked in (None, model.name)
-                for slot in model.thread.engine.slots
+                for slot in model.engine.slots
             ]
         )
 
@@ -505,11 +502,6 @@ def _wrong_kind(name: str, *, embeds: bool) -> RequestError:
     else:
         what = f"{name} generates text and has no embeddings: serve an embedding model for them"
     return RequestError(400, what, code="unsupported", param="model")
-
-
-def _queue_full(error: QueueFullError) -> RequestError:
-    headers = {"Retry-After": str(error.retry_s)}
-    return RequestError(429, str(error), code="queue_full", headers=headers)
 
 
 def _has_grammar(body: Mapping[str, Any]) -> bool:

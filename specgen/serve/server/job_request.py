@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
@@ -14,8 +15,9 @@ from specgen.serve.formats.messages_request import read_messages
 from specgen.serve.formats.request import Request, check_tokens, with_call_form
 from specgen.serve.formats.responses_request import read_response_request
 from specgen.serve.server.errors import RequestError
-from specgen.serve.server.jobs import AnswerRequest
+from specgen.serve.server.jobs import Insert
 from specgen.serve.server.options import Limits
+from specgen.session.engine import Engine
 from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt, template_of
 from specgen.session.prompts.infill import infill_prompt
@@ -50,11 +52,11 @@ def read_requests(
 
 def answer_requests(
     requests: Sequence[Request], loaded: Models, n_ctx: int, limits: Limits
-) -> list[AnswerRequest]:
+) -> list[Insert]:
     """Return what to submit to an engine with contexts of `n_ctx` tokens: all answers to the first prompt,
     then those to the next. Raise `UsageError`, `PromptError`, and `RequestError` for a prompt that does not
     fit."""
-    asks: list[AnswerRequest] = []
+    asks: list[Insert] = []
     for request in requests:
         check_tokens(request, loaded.target.vocabulary.n_tokens)
         generation = request.generation
@@ -67,7 +69,16 @@ def answer_requests(
             own = sampling
             if sampling.seed >= 0:
                 own = replace(sampling, seed=sampling.seed + number)
-            asks.append(AnswerRequest(prompt, own, generation, wish.draft, wish.max, wish.verifier))
+            insert = functools.partial(
+                Engine.insert,
+                prompt=prompt,
+                sampling=own,
+                generation=generation,
+                draft=wish.draft,
+                n_drafted_max=wish.max,
+                verifier=wish.verifier,
+            )
+            asks.append(insert)
     return asks
 
 
@@ -84,7 +95,7 @@ def prompt_of(request: Request, loaded: Models, n_ctx: int) -> Prompt:
             request.messages,
             now=datetime.datetime.now().astimezone(),
             tools=request.tool_definitions,
-            variables=request.template_variables,
+            variables=request.variables,
         )
     if request.tokens is not None:
         return prompts.of_tokens(request.tokens)

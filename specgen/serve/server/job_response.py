@@ -11,13 +11,12 @@ from typing import Any
 from specgen.errors import SpecgenError
 from specgen.events import CommittedEvent, Event, FinishedEvent, Piece
 from specgen.serve.formats.chat_answer import (
+    Answer,
     ChunkWriter,
-    choice,
+    completion_body,
     figures,
     finish_reason,
-    head,
     is_cut,
-    joined,
 )
 from specgen.serve.formats.request import Request
 from specgen.serve.formats.tool_calls import AnswerParser
@@ -176,31 +175,42 @@ class ResponseBuilder:
         """Return a new parser for an answer."""
         return self._request(number).parser(self._job.answers[number].prompt.text)
 
-    def _chat_body(self) -> dict[str, Any]:
-        """Return the response in OpenAI's form."""
-        choices = [
-            choice(
-                self._kind,
-                number,
+    def _answers(self) -> list[Answer]:
+        """Return the finished answers, each with a new parser."""
+        return [
+            Answer(
                 collected.finished,
                 collected.pieces if self._has_logprobs else None,
-                parser=self._parser(number),
-                stop_string=self._request(number).stop_string(collected.finished),
+                self._parser(number),
+                self._request(number).stop_string(collected.finished),
+                collected.n_reasoning_tokens,
             )
             for number, collected in enumerate(self._collected)
             if collected.finished is not None
         ]
-        top = head(self._kind, self._identity, self._created, self._model)
-        return {**top, "choices": choices, **self._figures()}
+
+    def _chat_body(self) -> dict[str, Any]:
+        """Return the response in OpenAI's form."""
+        body = completion_body(
+            self._kind,
+            self._answers(),
+            identity=self._identity,
+            created=self._created,
+            model=self._model,
+            warnings=self._first.warnings,
+            n_for_each_prompt=self._first.n,
+        )
+        return self._with_wish(body)
 
     def _figures(self) -> dict[str, Any]:
-        """Return `usage`, `speculative` with the request's wishes, and `timings` of the response."""
-        finished = [each.finished for each in self._collected if each.finished is not None]
-        n_reasoning = sum(each.n_reasoning_tokens for each in self._collected)
-        found = figures(joined(finished, self._first.n), n_reasoning, self._first.warnings)
+        """Return the figures of the response, for its last chunk."""
+        return self._with_wish(figures(self._answers(), self._first.warnings, self._first.n))
+
+    def _with_wish(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the body with the request's wishes about drafts in `speculative`."""
         wish = self._first.speculative
         echo = {"draft": wish.draft, "max": wish.max, "verifier": wish.verifier}
-        return {**found, "speculative": {**echo, **found["speculative"]}}
+        return {**body, "speculative": {**echo, **body["speculative"]}}
 
 
 class InfillResponseBuilder(ResponseBuilder):

@@ -1,10 +1,13 @@
-"""The options of a server: addresses, keys and limits."""
+"""The options of a server, and the address that it listens on."""
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from dataclasses import dataclass, field
 from functools import partial
 
+from specgen.errors import UsageError
 from specgen.options import option, utf8
 
 _limit = partial(option, panel="Limits of a request", min=0)
@@ -44,21 +47,20 @@ class Limits:
     request_s: float = _limit(
         0.0,
         "--limit-time",
-        "Time from a request to the end of its answers; they are cut off then. 0 is no limit.",
+        "Time until the answers to a request are cut off; 0 is no limit.",
         metavar="SECONDS",
     )
     client_s: float = _limit(
         60.0,
         "--limit-client",
-        "How long a client may take to send the head of a request, or its body, or to receive a piece "
-        "of the answer; 0 is no limit.",
+        "How long a client may take to send head or body, or to receive a piece; 0 is no limit.",
         metavar="SECONDS",
     )
     n_connections: int = option(
         1000,
         "--limit-connections",
-        "Open connections. If there are more, the one that has been silent for longest is closed, or "
-        "the newest gets status 503 if all are being answered.",
+        "Open connections. Beyond that the one that has been silent for longest is closed, or the newest gets "
+        "status 503.",
         panel="Limits of a request",
         min=1,
         metavar="N",
@@ -92,8 +94,7 @@ class ServerOptions:
     cors_origins: tuple[str, ...] = _server(
         (),
         "--cors-origin",
-        "Let web pages of this origin (for example https://example.org; * is any) use the server; may "
-        "be given several times.",
+        "Let web pages of this origin (as https://example.org; * is any) use the server; may be repeated.",
         metavar="ORIGIN",
         show_default="none",
     )
@@ -105,3 +106,43 @@ class ServerOptions:
         min=0.0,
         metavar="SECONDS",
     )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def bound_socket(host: str, port: int, client_s: float = 0.0) -> socket.socket:
+    """Return a socket bound to an address, which does not listen yet.
+
+    If the system can, it drops a connection whose client accepts no data for `client_s` seconds (0: never).
+    Raise `UsageError` if there is no such address, or it is taken."""
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(address[0], address[1])
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"--host {host}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if client_s > 0 and hasattr(socket, "TCP_USER_TIMEOUT"):
+            milliseconds = min(int(1000 * client_s), 2**31 - 1)
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        listening.bind(address[4])
+    except (OSError, OverflowError) as error:
+        listening.close()
+        reason = getattr(error, "strerror", None) or error
+        hint = "take another --port; 0 takes one that is free"
+        raise UsageError(f"{host}, port {port}: cannot listen there: {reason}", hint) from error
+    return listening
+
+
+def url_of(bound: socket.socket) -> str:
+    """Return the URL of a socket's address."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
