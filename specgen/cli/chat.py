@@ -77,6 +77,7 @@ def chat(
     with contextlib.ExitStack() as stack:
         from specgen.serve.chat.chat import Chat, check_template
         from specgen.session.engine import Engine
+        from specgen.session.measurements import calibrate
         from specgen.train.learner import Learner
 
         conversation, log = stack.enter_context(_opened(path, output))
@@ -85,13 +86,15 @@ def chat(
             opened(options, kernels, output, sources.drafts, check_template)
         )
         view = _View(output)
+        news = calibrate(loaded, view.interrupted)
         engine = stack.enter_context(
             Engine(loaded, interrupted=view.interrupted, estimate_gain=stats or output.json)
         )
+        engine.notify(news)
         stack.callback(loaded.memory.save)
         now = datetime.datetime.now().astimezone()
         talk = Chat(loaded, engine, conversation, log, now=now)
-        learner = stack.enter_context(Learner(loaded, engine, engine.tell))
+        learner = stack.enter_context(Learner(loaded, engine, engine.notify))
         _begin(talk, system, text)
         return _talk(talk, view, learner, output)
 

@@ -15,6 +15,7 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.loaded_models import MAX_SEQUENCES, Models
 from specgen.session.prompts import Prompt, tokenize
 from specgen.system.machine import LoadOfOthers, is_busy
+from specgen.system.units import seconds_text
 from specgen.text.hidden_trail import StatesBackend
 from specgen.text.text_state import TextState
 
@@ -64,16 +65,20 @@ def short_context(models: Models) -> int:
     return min(_N_SHORT, n_train) if n_train > 0 else _N_SHORT
 
 
-def measure_if_costs_decide(
-    models: Models,
-    target: Backend,
-    drafts: Sequence[Backend],
-    interrupted: Callable[[], bool] = lambda: False,
-) -> float:
-    """Call `measure_if_new` if there is a draft and costs decide how much is drafted; return 0 if not."""
-    if not models.options.drafting.is_by_cost or models.draft is None:
-        return 0.0
-    return measure_if_new(models, target, drafts, interrupted)
+def calibrate(models: Models, interrupted: Callable[[], bool] = lambda: False) -> str:
+    """Measure what drafting costs here and how often the draft agrees with the target, if costs decide how much is
+    drafted and this is not known, in short contexts of their own. Return a sentence that says so; empty if all
+    was known. Raise what `measure_if_new` raises, and `MemoryLimitError`."""
+    draft = models.draft
+    if not models.options.drafting.is_by_cost or draft is None:
+        return ""
+    if is_pair_measured(models, draft.timed) and not _wants_agreement(models):
+        return ""
+    with models.contexts(short_context(models)) as (target, drafts):
+        took_s = measure_if_new(models, target, drafts, interrupted)
+    again = "; the machine was busy, so they will be measured again" * models.costs.was_busy
+    took = seconds_text(took_s)
+    return f"measured the costs of drafting and the expected acceptance in {took}{again}"
 
 
 def measure_if_new(
@@ -161,14 +166,9 @@ def read_for(draft: Backend, target: Backend, tokens: Sequence[int]) -> None:
         read_states(target, tokens, draft.trails[0])
 
 
-def _sample_agreement(
-    models: Models,
-    target: Backend,
-    drafts: Sequence[Backend],
-    interrupted: Callable[[], bool],
-) -> bool:
-    """Measure how often the draft agrees with the target, unless that is known, or the draft could
-    not pay even if it always agreed. Return whether anything was measured."""
+def _wants_agreement(models: Models) -> bool:
+    """Return whether the draft's agreement with the target is to be measured: it is not known, and the draft would
+    pay if it always agreed."""
     draft, acceptance = models.draft, DrafterFactory(models).acceptance()
     if draft is None or draft.timed is None or draft.reads == "cache":
         return False
@@ -176,7 +176,18 @@ def _sample_agreement(
     if is_known or not models.options.drafting.is_by_cost:
         return False
     costs = known_costs(models, draft.timed)
-    if costs is None or expected_gain(costs, 1.0).speedup <= 1.0:
+    return costs is not None and expected_gain(costs, 1.0).speedup > 1.0
+
+
+def _sample_agreement(
+    models: Models,
+    target: Backend,
+    drafts: Sequence[Backend],
+    interrupted: Callable[[], bool],
+) -> bool:
+    """Measure how often the draft agrees with the target, if that is wanted. Return whether anything was
+    measured."""
+    if not _wants_agreement(models):
         return False
     tokens = tokenize(models.target.vocabulary, TEXT, parse_special=False)[:N_TOKENS]
     walk = agreement_walk(models, Prompt(TEXT, tuple(tokens[:1])), drafts)

@@ -165,7 +165,7 @@ def test_work_that_fails_or_is_interrupted_says_how_far_it_was(
 COMMANDS = {
     "bench": (["-md", "ngram", "-n", "4"], r"target\.gguf: \d of 4"),
     "verify": (["-md", "draft", "-n", "8", "--check", "greedy"], "greedy: 2 of 2"),
-    "tune": (["-md", "draft", "-n", "4", "-t", "1"], r"agreement of draft\.gguf: 1 of 2"),
+    "tune": (["-md", "draft", "-n", "4", "-t", "1"], r"draft\.gguf: 1 of 2"),
     "draft find": (["-n", "4"], r"target\.gguf: 1 of 2"),
 }
 

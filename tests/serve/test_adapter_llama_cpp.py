@@ -153,7 +153,7 @@ def test_by_cost_the_models_are_timed_once(models: Path, monkeypatch: pytest.Mon
     texts, _, _ = drafted_texts(models, "good", options)
     assert texts == plain_texts(models)
     assert '"costs"' in memory_file().read_text(encoding="utf-8")
-    monkeypatch.setattr("specgen.serve.adapters.llama_cpp.Engine", None)
+    monkeypatch.setattr("specgen.serve.adapters.llama_cpp.calibrate", None)
     texts, _, _ = drafted_texts(models, "good", options)
     assert texts == plain_texts(models)
 

@@ -319,7 +319,7 @@ def test_a_draft_is_loaded_again_between_answers_only(models: Path, tmp_path: Pa
         list(engine.run())
         assert engine.reload_draft()
         assert in_use(loaded) == tmp_path / "w.gguf"
-        engine.tell("news")
+        engine.notify("news")
         second = engine.insert(prompts(3)[1])
         events = list(engine.stream(second))
         assert [e.message for e in events if isinstance(e, NoticeEvent)] == ["news"]

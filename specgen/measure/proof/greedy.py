@@ -22,6 +22,7 @@ from specgen.method.loop import Loop
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
 from specgen.session.loaded_models import CONTEXT_STEP, Models
+from specgen.session.measurements import calibrate
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
 from specgen.system.arrays import Logits
@@ -156,6 +157,7 @@ class _Run:
         self._way = way
         self._bug = bug
         self._by_index: dict[int, _Asked] = {}
+        calibrate(loaded, interrupted)
         self.engine = Engine(
             loaded,
             n_parallel=n_at_once,

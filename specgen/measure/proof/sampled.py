@@ -38,7 +38,7 @@ from specgen.method.backend import Backend
 from specgen.method.loop import Loop
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.loaded_models import Models
-from specgen.session.measurements import measure_if_costs_decide
+from specgen.session.measurements import calibrate
 from specgen.session.prompts import Prompt
 from specgen.testing.bugs import Bug
 from specgen.text.text_state import RememberingShaper, Shaper
@@ -160,12 +160,12 @@ def check_sampled(
     """
     way = way or DraftingPlan(loaded.options.drafting)
     loaded.change_drafting(way.drafting)
+    calibrate(loaded)
     n_prompt = len(prompt.tokens)
     n_ctx = loaded.context_size(n_prompt + room(plan))
     with (
         loaded.contexts(n_ctx) as (cache, caches),
     ):
-        measure_if_costs_decide(loaded, cache, caches)
         target = _remembering(loaded, cache, prompt)
         drafts: list[Backend] = []
         remembering = [target]

@@ -38,10 +38,9 @@ from specgen.options import (
     staged,
 )
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.engine import Engine
 from specgen.session.files import find_models
 from specgen.session.loaded_models import Models
-from specgen.session.measurements import is_pair_measured
+from specgen.session.measurements import calibrate, is_pair_measured
 from specgen.session.open import open_memory, session_options
 from specgen.session.prompts import Prompt
 from specgen.system.llama_build import REBUILD, REQUIRED_VERSION, uses_bundle
@@ -51,8 +50,6 @@ from specgen.text.tally import Tally
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-#: The size in tokens of the contexts in which models are timed.
-_N_CTX_TIMED = 512
 #: The context size for `Sequence`: `Llama` cuts off what does not fit its own context.
 _UNLIMITED = 2**31
 
@@ -140,7 +137,8 @@ class SpecgenDraft(LlamaDraftModel):
                 )
             timed = loaded.draft.timed if loaded.draft is not None else None
             if options.drafting.is_by_cost and not is_pair_measured(loaded, timed):
-                with Models(options, clock, memory) as whole, Engine(whole, n_ctx=_N_CTX_TIMED):
+                with Models(options, clock, memory) as whole:
+                    calibrate(whole)
                     memory.save()
             self.contexts = self._resources.enter_context(loaded.draft_contexts(n_ctx))
             on_error.pop_all()
