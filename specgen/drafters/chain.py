@@ -71,7 +71,7 @@ class ModelDrafter:
         if self._guesses is not None:
             next_s = self._guesses.token_s(next_s)
         prefill_s = max(0.0, self._costs.share_s(n_behind) - first_s)
-        return Price(first_s, next_s, prefill_s, n_behind - n_usual)
+        return Price(first_s, next_s, prefill_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         n_max = self._make_room(len(context), plan.n_max)

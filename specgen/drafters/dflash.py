@@ -48,7 +48,7 @@ class DflashDrafter(StatesDrafter):
         n_new = self._n_read(n_context) - max(self._cache.n_held, self.states.first)
         n_behind = max(0, n_new - self._n_most - 1)
         prefill_s = self._costs.share_s(n_behind) if n_behind else 0.0
-        return Price(block_s, 0.0, prefill_s, n_behind)
+        return Price(block_s, 0.0, prefill_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         n_read = self._n_read(len(context))

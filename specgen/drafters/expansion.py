@@ -15,7 +15,8 @@ import numpy as np
 from specgen.drafters.kind import DraftRequest
 from specgen.method.draft import ROOT, Draft, TreeBuilder
 from specgen.method.drafter import Ask, Drafting
-from specgen.method.policy import RoundPlan, WhilePaying
+from specgen.method.policy import RoundPlan
+from specgen.method.stopping import WhilePaying
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Distribution, NoTokenAllowedError
@@ -94,7 +95,7 @@ class DraftedChain:
         if plan.needs_confidence:
             top = request.shaper.top_probability(row, path)
         self._looks.append(1.0 if top is None else top)
-        if not plan.keeps(self._looks):
+        if not plan.wants_token(self._looks):
             return False
         try:
             source = request.shaper.distribution(row, path)
@@ -108,7 +109,7 @@ class DraftedChain:
 
     def goes_on(self) -> bool:
         """Return whether another look is worth its cost."""
-        return self._plan.looks(self._looks)
+        return self._plan.wants_decode(self._looks)
 
     def draft(self, origin: str) -> Draft:
         """Return the chain as a draft; `origin` is the drafter's name."""
@@ -186,7 +187,7 @@ class Worthwhile:
         self._looks: list[float] = []
 
     def take(self, tree: TreeBuilder, node: int, look: Look) -> None:
-        before = self._stop.before if node == ROOT else self._probabilities[node]
+        before = 1.0 if node == ROOT else self._probabilities[node]
         self._looks += [probability for _, probability in look.guesses[:1]]
         for rank, (token, probability) in enumerate(look.guesses):
             if rank == 0 or probability >= _LEAST:
@@ -199,7 +200,7 @@ class Worthwhile:
         )
 
     def cut(self, draft: Draft) -> Draft:
-        kept = self._stop.cut_after(draft).first(self._n_max)  # the likeliest come first
+        kept = self._stop.cut(draft).first(self._n_max)  # the likeliest come first
         return replace(kept, looks=tuple(self._looks))
 
 

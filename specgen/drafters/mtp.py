@@ -60,7 +60,7 @@ class MtpChainDrafter(StatesDrafter):
         # Later a layer that no draft reached reads little, and only if one does.
         if n_rows[0] > n_usual:
             prefill_s = sum(max(0.0, self._costs.share_s(n) - first_s) for n in n_rows)
-        return Price(first_s + n_unread * next_s, next_s, prefill_s, n_rows[0] - n_usual)
+        return Price(first_s + n_unread * next_s, next_s, prefill_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         n_read = self._n_read(len(context))

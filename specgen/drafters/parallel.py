@@ -36,7 +36,7 @@ class ParallelDrafter(ModelDrafter):
     The decode has the tokens that the model has not read yet and K - 1 times the token `mask`, at
     consecutive positions. The row of the last token of the text predicts the next token, as in any model,
     and the row of mask i predicts token i + 1. The plan says how many tokens that are (`n_at_once`), and
-    its `keeps` decides with the confidence of each row how many are drafted.
+    its `wants_token` decides with the confidence of each row how many are drafted.
 
     A row depends on the text and not on the tokens drafted before. So each token of a draft that is drawn
     is drawn from a distribution that does not depend on the draws before, except through the shaper
@@ -62,7 +62,7 @@ class ParallelDrafter(ModelDrafter):
         n_usual = min(n_behind, self._n_most + 1)
         at_once_s = tuple(self._costs.share_s(n_usual + n) for n in range(self._n_most))
         prefill_s = max(0.0, self._costs.share_s(n_behind) - at_once_s[0])
-        return Price(at_once_s[0], 0.0, prefill_s, n_behind - n_usual, at_once_s)
+        return Price(at_once_s[0], 0.0, prefill_s, at_once_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         n_rows = self._make_room(len(context), self._n_at_once(plan))

@@ -59,9 +59,7 @@ class Guesses:
         drafters, n_text, n_drafted = self._drafters, len(text), n_before + len(drafted)
         found = drafters.look_up(text, n_max, n_drafted)
         self._plan = plan = self._policy.plan(
-            Offer(
-                n_room + 1, n_max, found, drafters.model_name, lambda n: drafters.price(n_text + n)
-            )
+            Offer(n_room + 1, n_max, found, drafters.model_name, drafters.price(n_text))
         )
         whole = yield from self._timed(drafters.propose(text, plan, n_drafted))
         self._proposed, guess = (found, whole), plan.stop.cut(whole)

@@ -203,7 +203,7 @@ class LayerDrafter(StatesDrafter):
         next_s, first_s = self._costs.share_s(1), self._costs.share_s(n_usual)
         prefill_s = max(0.0, self._costs.share_s(n_rows) - first_s)
         n_unread = n_context - 1 - n_read
-        return Price(first_s + n_unread * next_s, next_s, prefill_s, n_rows - n_usual)
+        return Price(first_s + n_unread * next_s, next_s, prefill_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         n_read = self._n_read(len(context))

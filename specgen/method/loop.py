@@ -23,6 +23,7 @@ from specgen.events import (
     NoticeEvent,
     Piece,
     ReadingEvent,
+    ReasonName,
     TokenKind,
     VerifiedEvent,
 )
@@ -30,7 +31,7 @@ from specgen.method.backend import Backend, Batch, HiddenBackend
 from specgen.method.cost_table import CostTable, Others
 from specgen.method.draft import NO_DRAFT, ROOT, Draft, keep_path, pack
 from specgen.method.drafter import propose_together, refuse_nonsense
-from specgen.method.policy import Reason, ReasonName, RoundPlan, RoundResult
+from specgen.method.policy import Reason, RoundPlan, RoundResult
 from specgen.method.round_events import (
     committed,
     draft_nodes,

@@ -93,11 +93,11 @@ class _PickyStop:
     def needs_confidence(self) -> bool:
         return self.inner.needs_confidence
 
-    def keeps(self, confidences: abc.Sequence[float]) -> bool:
-        return self.inner.keeps(confidences)
+    def wants_token(self, confidences: abc.Sequence[float]) -> bool:
+        return self.inner.wants_token(confidences)
 
-    def looks(self, confidences: abc.Sequence[float]) -> bool:
-        return self.inner.looks(confidences)
+    def wants_decode(self, confidences: abc.Sequence[float]) -> bool:
+        return self.inner.wants_decode(confidences)
 
     def cut(self, draft: Draft) -> Draft:
         kept = self.inner.cut(draft)

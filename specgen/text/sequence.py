@@ -130,7 +130,7 @@ class Sequence:
             n_most,
             found,
             drafters.model_name,
-            lambda n_found: drafters.price(n_text + n_found),
+            drafters.price(n_text),
             others,
         )
 

@@ -17,20 +17,13 @@ from specgen.events import DraftedEvent
 from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import Drafter, Drafting, draft_alone, ready
-from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan, RoundResult
+from specgen.method.policy import FixedPolicy, Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Distribution, Sampler
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
-from tests.helpers.fake_generations import (
-    N_VOCAB,
-    PROMPT,
-    NoDrafter,
-    Setup,
-    draft_request,
-    model_drafter,
-)
+from tests.helpers.fake_generations import N_VOCAB, PROMPT, Setup, draft_request, model_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -55,7 +48,7 @@ class Scripted:
         self.told.append((list(context), plan.n_max))
         wanted = self.drafts.pop(0)
         n = 0
-        while n < min(plan.n_max, len(wanted)) and plan.keeps([0.9] * (n + 1)):
+        while n < min(plan.n_max, len(wanted)) and plan.wants_token([0.9] * (n + 1)):
             n += 1
         return ready(Draft.chain(wanted[:n], self.name))
 
@@ -81,9 +74,8 @@ def model_first(n_max: int, *, extends: bool = False) -> RoundPlan:
     return RoundPlan(Reason("model"), n_max, extends=extends, drafter="model")
 
 
-def found_first(tokens: Sequence[int], n_behind: int = 0) -> RoundPlan:
-    found = Draft.chain(tokens, "ngram")
-    return RoundPlan(Reason("found"), n_behind, found, drafter="model")
+def found_first(tokens: Sequence[int]) -> RoundPlan:
+    return RoundPlan(Reason("found"), found=Draft.chain(tokens, "ngram"), drafter="model")
 
 
 # --- who begins
@@ -128,15 +120,6 @@ def test_nothing_goes_on_from_independent_walks() -> None:
     assert propose(drafters, TEXT, model_first(4, extends=True)) is walks
 
 
-def test_the_model_goes_on_from_what_ngrams_propose() -> None:
-    drafters, _, model = combined([4, 5], [6, 7, 8])
-    draft = propose(drafters, TEXT, found_first([4, 5], 2))
-    assert draft.tokens == (4, 5, 6, 7)
-    assert draft.origins == ("ngram", "ngram", "model", "model")
-    assert draft.is_chain
-    assert model.told == [([*TEXT, 4, 5], 2)]
-
-
 def test_ngrams_go_on_from_what_the_model_drafts() -> None:
     drafters, ngrams, _ = combined([], [6, 7])
     ngrams.drafts = [[], [8, 9]]
@@ -156,28 +139,6 @@ def test_ngrams_that_differ_become_branches_of_the_models_draft() -> None:
     draft = propose(drafters, TEXT, model_first(8, extends=True))
     assert (draft.tokens, draft.parents) == ((4, 6, 5), (-1, 0, 0))
     assert draft.origins == ("model", "model", "ngram")
-
-
-@pytest.mark.parametrize(
-    ("committed", "expected"),
-    [
-        ([4, 5, 6, 9], None),  # all that it was shown was accepted
-        ([4, 5, 9], None),
-        ([4, 9], "rewind 4"),
-        ([9], "rewind 3"),
-    ],
-)
-def test_a_model_keeps_what_was_accepted_of_what_it_was_shown(
-    committed: list[int], expected: str | None
-) -> None:
-    drafters, _, model = combined([4, 5], [6, 7])
-    propose(drafters, TEXT, found_first([4, 5], 6))
-    del model.told[:]
-    drafters.look_up([*TEXT, *committed], 8)
-    assert model.told == ([] if expected is None else [expected])
-    # It is settled then.
-    drafters.look_up([*TEXT, *committed, 1], 8)
-    assert model.told == ([] if expected is None else [expected])
 
 
 # --- what stands before a draft
@@ -212,11 +173,9 @@ def test_a_model_knows_what_stands_between_the_text_and_its_draft(
         model = ModelDrafter(backend, draft_request(state, shaper), n_shared_tokens=N_VOCAB)
     if is_headless:
         model = PromptHeadSkipper(model, range(1))
-    drafters = Cascade(Scripted("ngram", [[4, 5]]), model)
-    draft = propose(drafters, TEXT, found_first([4, 5], 3))
-    assert draft.tokens[:2] == (4, 5)
-    assert len(draft) == 5
-    assert shaper.paths[:3] == [draft.tokens[:n] for n in (2, 3, 4)]
+    draft = draft_alone(model.propose([*TEXT, 4, 5], draft_up_to(3), 2))
+    assert len(draft) == 3
+    assert shaper.paths[:3] == [(4, 5, *draft.tokens[:n]) for n in range(3)]
 
 
 def test_a_drafts_own_draft_knows_all_that_stands_before_it() -> None:
@@ -231,47 +190,6 @@ def test_a_drafts_own_draft_knows_all_that_stands_before_it() -> None:
     assert drafter.told[0] == 4
 
 
-@pytest.mark.parametrize("penalty", [1.0, 5.0])
-def test_with_penalties_a_model_goes_on_behind_ngrams_as_the_target_does(penalty: float) -> None:
-    """A model that is the target itself is then always right."""
-    sampler = SamplerOptions(repeat_penalty=penalty, presence_penalty=penalty, repeat_last_n=-1)
-    plain, _ = Setup(language=LANGUAGE, vocabulary=LETTERS, sampler=sampler).run()
-    n_right = 2
-
-    class Right(NoDrafter):
-        """Knows how the text goes on, for two tokens."""
-
-        name = "ngram"
-
-        def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-            tokens = plain.tokens[len(context) :][: min(n_right, plan.n_max)]
-            return ready(Draft.chain(tokens, self.name))
-
-    def make(state: TextState) -> Cascade:
-        model, _ = model_drafter(LANGUAGE, LETTERS, sampler, state=state)
-        return Cascade(Right(), model)
-
-    class Both(FixedPolicy):
-        def plan(self, offer: Offer) -> RoundPlan:
-            plan = super().plan(offer)
-            n_behind = min(self.n_max, offer.n_most) - len(plan.found)
-            return replace(plan, n_max=max(0, n_behind), drafter=offer.drafter)
-
-    setup = Setup(
-        language=LANGUAGE,
-        vocabulary=LETTERS,
-        sampler=sampler,
-        drafter=make,
-        policy=Both,
-        drafting=DraftOptions(policy="fixed", max_tokens=6, p_min=0.0),
-    )
-    fast, events = setup.run()
-    assert fast.tokens == plain.tokens
-    drafted = [event for event in events if isinstance(event, DraftedEvent)]
-    assert any(node.origin == "model" for event in drafted for node in event.nodes)
-    assert fast.tally.acceptance_rate == 1.0
-
-
 # --- the rest of a drafter
 
 
@@ -281,10 +199,6 @@ def test_both_hear_of_the_result_and_forget() -> None:
     assert ngrams.told == model.told == ["observe"]
     drafters.rewind(2)
     assert ngrams.told == model.told == ["observe", "rewind 2"]
-    # What the model was shown is no text.
-    propose(drafters, TEXT, found_first([4, 5], 6))
-    drafters.rewind(9)
-    assert (ngrams.told[-1], model.told[-1]) == ("rewind 9", "rewind 3")
 
 
 def with_ngrams(sampler: SamplerOptions) -> Setup:

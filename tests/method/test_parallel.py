@@ -130,7 +130,7 @@ def test_no_more_is_predicted_than_the_context_has_rows_of_logits_for() -> None:
 
 def test_the_draft_stops_where_a_row_is_unsure() -> None:
     class UntilThird(RoundPlan):
-        def keeps(self, confidences: Sequence[float]) -> bool:
+        def wants_token(self, confidences: Sequence[float]) -> bool:
             return len(confidences) < 3
 
     drafter, backend = parallel()
@@ -380,7 +380,7 @@ def at_once(first_s: float, row_s: float, n: int = 16) -> Price:
 
 
 def planned(price: Price, n_most: int = 16) -> RoundPlan:
-    return cost_policy().plan(Offer(400, n_most, drafter="model", price=lambda _n: price))
+    return cost_policy().plan(Offer(400, n_most, drafter="model", price=price))
 
 
 def test_the_decode_predicts_the_more_tokens_the_cheaper_its_rows_are() -> None:
@@ -420,7 +420,7 @@ def test_the_price_is_that_of_one_decode() -> None:
     price = drafter.price(6)
     assert price.seconds(1) == pytest.approx(costs.seconds(3))
     assert price.seconds(4) == pytest.approx(costs.seconds(6))
-    assert price.next_s == price.backlog_s == 0.0
+    assert price.next_s == price.prefill_s == 0.0
     # More than a round can bring is prefill.
-    assert drafter.price(60).n_unread == 60 - 3 - 7
+    assert drafter.price(60).prefill_s > 0.0
     assert backend.text(0) == (1, 2, 3)

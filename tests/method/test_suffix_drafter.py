@@ -242,5 +242,5 @@ def test_a_longer_match_counts_no_more_than_the_longest_that_counts() -> None:
 def test_it_costs_nothing() -> None:
     drafter = SuffixDrafter(1, 4, [SuffixArray.build([[1, 2]])])
     price = drafter.price(1000)
-    assert (price.first_s, price.next_s, price.backlog_s) == (0.0, 0.0, 0.0)
+    assert (price.first_s, price.next_s, price.prefill_s) == (0.0, 0.0, 0.0)
     assert drafter.name == "ngram"

@@ -11,7 +11,7 @@ import pytest
 from specgen.drafters.model import DraftModel
 from specgen.errors import UsageError
 from specgen.events import DraftedEvent, FinishedEvent
-from specgen.method.acceptance import new_acceptance_rates
+from specgen.method.acceptance import AcceptanceRates
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
 from specgen.options import (
@@ -241,7 +241,7 @@ def test_several_answers_draft_in_one_batch(tmp_path: Path) -> None:
 def test_what_is_learnt_about_acceptance_is_kept_apart(tmp_path: Path) -> None:
     """The rows of masks are accepted less often than those of tokens."""
     with models(tmp_path, mask="3") as opened:
-        DrafterFactory(opened).acceptance()["model"] = new_acceptance_rates("model")
+        DrafterFactory(opened).acceptance()["model"] = AcceptanceRates("model")
         assert "model" in DrafterFactory(opened).acceptance()
         opened.change_drafting(DraftOptions(mask="off"))
         assert "model" not in DrafterFactory(opened).acceptance()

@@ -174,7 +174,7 @@ def test_it_costs_what_has_to_be_read() -> None:
     plain, _ = model_drafter(random_language(N_VOCAB), letters, costs=costs)
     drafter = PromptHeadSkipper(inner, range(1, 21))
     assert drafter.price(50) == plain.price(30)
-    assert drafter.price(50).backlog_s < plain.price(50).backlog_s
+    assert drafter.price(50).prefill_s < plain.price(50).prefill_s
 
 
 def answered(loaded: Models, prompt: Prompt) -> tuple[tuple[int, ...], list[int]]:

@@ -23,8 +23,7 @@ from specgen.method.acceptance import (
     N_BINS,
     AcceptanceCounts,
     AcceptanceRates,
-    TextWorths,
-    new_acceptance_rates,
+    GainPrior,
 )
 from specgen.method.cost_table import CostTable
 from specgen.options import ContextOptions
@@ -39,7 +38,7 @@ _N_DEPTHS = 22
 #: The number of entries of each kind that are kept, the latest ones.
 _N_KEPT = 256
 
-#: The numbers of texts at once for which a drafter's worths are kept separately.
+#: The numbers of texts at once for which a drafter's gains are kept separately.
 _AT_ONCE = tuple(str(2**n) for n in range(1, 9))
 #: llama.cpp has no room for more threads, so larger numbers in the file make no sense.
 _MAX_THREADS = 512
@@ -128,7 +127,7 @@ class Memory:
         if key not in self._acceptance:
             kept = self._known[_CHANCES].get(key, {})
             self._acceptance[key] = {
-                origin: new_acceptance_rates(origin, counts)
+                origin: AcceptanceRates(origin, counts)
                 for origin, counts in _all_counts(kept).items()
             }
         return self._acceptance[key]
@@ -340,23 +339,23 @@ def _counts(value: object) -> AcceptanceCounts | None:
     judged, accepted, seen = (_numbers(value.get(name)) for name in ("judged", "accepted", "seen"))
     if judged is None or accepted is None or seen is None or np.any(accepted > judged + 1e-6):
         return None
-    beside = value.get("worths_beside")
-    worths_beside = {
-        int(n): _worths(worths)
-        for n, worths in (beside.items() if isinstance(beside, dict) else ())
+    beside = value.get("gains_beside")
+    gains_beside = {
+        int(n): _gains(gains)
+        for n, gains in (beside.items() if isinstance(beside, dict) else ())
         if n in _AT_ONCE
     }
-    return AcceptanceCounts(judged, accepted, seen, _worths(value.get("worths")), worths_beside)
+    return AcceptanceCounts(judged, accepted, seen, _gains(value.get("gains")), gains_beside)
 
 
-def _worths(value: object) -> TextWorths:
-    """Return the worths of texts; empty if they were not kept or make no sense."""
-    if not isinstance(value, list) or len(value) != len(dataclasses.fields(TextWorths)):
-        return TextWorths()
+def _gains(value: object) -> GainPrior:
+    """Return the gains of texts; empty if they were not kept or make no sense."""
+    if not isinstance(value, list) or len(value) != len(dataclasses.fields(GainPrior)):
+        return GainPrior()
     if not all(_is_number(number) and math.isfinite(number) for number in value):
-        return TextWorths()
-    worths = TextWorths(*map(float, value))
-    return TextWorths() if worths.n < 0.0 or worths.squares < 0.0 else worths
+        return GainPrior()
+    gains = GainPrior(*map(float, value))
+    return GainPrior() if gains.n < 0.0 else gains
 
 
 def _numbers(value: object) -> ProbArray | None:
@@ -368,21 +367,21 @@ def _numbers(value: object) -> ProbArray | None:
     return numbers if np.all(np.isfinite(numbers) & (numbers >= 0.0)) else None
 
 
-def _rounded(worths: TextWorths) -> list[float]:
-    return [round(number, 4) for number in dataclasses.astuple(worths)]
+def _rounded(gains: GainPrior) -> list[float]:
+    return [round(number, 4) for number in dataclasses.astuple(gains)]
 
 
 def _to_json(counts: AcceptanceCounts) -> dict[str, Any]:
     known: dict[str, Any] = {}
-    if counts.worths.start is not None:
-        known["worths"] = _rounded(counts.worths)
+    if counts.gains.start is not None:
+        known["gains"] = _rounded(counts.gains)
     beside = {
-        str(n): _rounded(worths)
-        for n, worths in counts.worths_beside.items()
-        if worths.start is not None
+        str(n): _rounded(gains)
+        for n, gains in counts.gains_beside.items()
+        if gains.start is not None
     }
     if beside:
-        known["worths_beside"] = beside
+        known["gains_beside"] = beside
     return known | {
         "judged": [round(number, 3) for number in counts.n_judged.tolist()],
         "accepted": [round(number, 3) for number in counts.n_accepted.tolist()],
