@@ -13,13 +13,13 @@ from typing import Protocol
 import numpy as np
 
 from specgen.drafters.kind import DraftRequest
+from specgen.method.distribution import Distribution, NoTokenAllowedError
 from specgen.method.draft import ROOT, Draft, TreeBuilder
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
 from specgen.method.stopping import WhilePaying
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Distribution, NoTokenAllowedError
 
 #: The guesses to consider for a position, if the shape does not ask for more; and, where costs decide, the
 #: least probability of guesses after the first.

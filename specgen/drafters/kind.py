@@ -16,11 +16,11 @@ import numpy as np
 from specgen.errors import RollbackError
 from specgen.method.backend import Backend
 from specgen.method.cost_table import CostTable
+from specgen.method.distribution import Distribution
 from specgen.method.draft import Branches
 from specgen.options import AUTO_TREE, ContextOptions, DraftOptions, DraftSource, TreeShape
 from specgen.system.arrays import Logits
 from specgen.text.prefix import n_common
-from specgen.text.sampling import Distribution
 
 if TYPE_CHECKING:
     from specgen.drafters.suffix_array import SuffixArray

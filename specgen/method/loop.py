@@ -29,6 +29,7 @@ from specgen.events import (
 )
 from specgen.method.backend import Backend, Batch, HiddenBackend
 from specgen.method.cost_table import CostTable, Others
+from specgen.method.distribution import Distribution, NoTokenAllowedError
 from specgen.method.draft import NO_DRAFT, ROOT, Draft, keep_path, pack
 from specgen.method.drafter import propose_together, refuse_nonsense
 from specgen.method.policy import Reason, RoundPlan, RoundResult
@@ -41,7 +42,6 @@ from specgen.method.round_events import (
 )
 from specgen.method.verify import Verdict
 from specgen.system.arrays import Hidden, Logits
-from specgen.text.sampling import Distribution, NoTokenAllowedError
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import TextState
 

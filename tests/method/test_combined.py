@@ -15,12 +15,13 @@ from specgen.drafters.staged import Guesses
 from specgen.drafters.tree import TreeModelDrafter
 from specgen.events import DraftedEvent
 from specgen.method.cost_table import FREE, Price
+from specgen.method.distribution import Distribution
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import Drafter, Drafting, draft_alone, ready
 from specgen.method.policy import FixedPolicy, Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Distribution, Sampler
+from specgen.text.sampling import Sampler
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB, PROMPT, Setup, draft_request, model_drafter

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from specgen.drafters.cascade import Cascade
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
+from specgen.method.distribution import Distribution, NoTokenAllowedError
 from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import Drafter
 from specgen.method.loop import Loop
@@ -32,7 +33,6 @@ from specgen.options import (
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Distribution, NoTokenAllowedError
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.common import EXACT, UNFILTERED

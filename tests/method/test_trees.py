@@ -19,6 +19,7 @@ from specgen.drafters.tree import TreeModelDrafter
 from specgen.events import DraftedEvent
 from specgen.method.backend import Backend
 from specgen.method.cost_table import CostTable
+from specgen.method.distribution import Distribution
 from specgen.method.draft import NO_DRAFT, ROOT, Draft, TreeBuilder
 from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.loop import Loop
@@ -38,7 +39,6 @@ from specgen.method.verify import (
     Verifier,
 )
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree
-from specgen.text.sampling import Distribution
 from specgen.text.text_state import TextState
 from tests.helpers.exact_distributions import Fate, all_fates
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language

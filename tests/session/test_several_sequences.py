@@ -20,13 +20,13 @@ from specgen.events import NoticeEvent
 from specgen.method.acceptance import AcceptanceRates
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import BatchShare, CostTable, Others
+from specgen.method.distribution import NoTokenAllowedError
 from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.loop import Loop
 from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult
 from specgen.options import DraftOptions, GenerationOptions, parse_tree
 from specgen.system.arrays import Logits
-from specgen.text.sampling import NoTokenAllowedError
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language

@@ -18,6 +18,7 @@ from specgen.errors import PromptError
 from specgen.measure.proof.differences import Comparison, GreedyResult, PlainAnswer, Watch
 from specgen.measure.proof.drafting_plans import DraftingPlan, check_drafting, tokens_told
 from specgen.measure.proof.rows import batches_at_once_move
+from specgen.method.distribution import Distribution
 from specgen.method.loop import Loop
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
@@ -27,7 +28,7 @@ from specgen.session.prompts import Prompt
 from specgen.session.request import Request
 from specgen.system.arrays import Logits
 from specgen.testing.bugs import Bug
-from specgen.text.sampling import Distribution, Sampler
+from specgen.text.sampling import Sampler
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import Shaper, TextState
 
