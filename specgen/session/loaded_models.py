@@ -75,12 +75,11 @@ class ModelCosts:
         context, model = self.context_options(draft), self._file(draft)
         self._memory.forget_costs(model, context, default_threads())
 
-    def do_not_keep(self, draft: Key | None) -> None:
-        """Do not keep the present costs of the target and a draft model: they are measured again the next
-        time, or after some runs if the machine was busy the last times too."""
+    def keep_briefly(self, draft: Key | None) -> None:
+        """Keep the present costs of the target and a draft model for the next few runs only."""
         for model in (None,) if draft is None else (None, draft):
             context, file = self.context_options(model), self._file(model)
-            self._memory.keep_no_costs(file, context, default_threads())
+            self._memory.keep_briefly(file, context, default_threads())
 
     def _file(self, draft: Key | None) -> Path:
         """Return the file whose name stands for the costs."""

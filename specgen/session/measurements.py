@@ -91,9 +91,8 @@ def measure_if_new(
     agrees with the target. Results that are known are not measured again. The contexts must be empty.
     Return the seconds that this took; 0 if everything was known.
 
-    If other programs slowed the measurement down (`ModelCosts.was_busy`), its costs are used now but not
-    kept: by the table of a busy machine perhaps no draft pays, and then no decode would correct it. If the
-    machine is busy each time, they are kept for a few runs, so that not each run measures. Raise
+    If other programs slowed the measurement down (`ModelCosts.was_busy`), its costs are kept for a few runs only:
+    by the table of a busy machine perhaps no draft pays, and then no decode would correct it. Raise
     `KeyboardInterrupt` if `interrupted` returns True between decodes; that measurement is not kept."""
     started, costs = models.clock(), models.costs
     timed = models.draft.timed if models.draft is not None else None
@@ -106,7 +105,7 @@ def measure_if_new(
             complete(costs.table(timed), drafts[0], _DRAFT_SIZES, interrupted=interrupted)
         costs.was_busy = is_busy(load.share)
         if costs.was_busy:
-            costs.do_not_keep(timed)
+            costs.keep_briefly(timed)
     is_sampled = bool(drafts) and _sample_agreement(models, target, drafts, interrupted)
     return models.clock() - started if is_sampled or not is_known else 0.0
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from specgen.drafters.model import PromptHeadSkipper
-from specgen.errors import UsageError
 from specgen.events import Event, FinishedEvent
 from specgen.llama import LlamaModel
 from specgen.method.cost_table import CostTable
@@ -30,7 +29,6 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
-from specgen.session.prompts.template import Message
 from tests.helpers.common import NOW
 from tests.helpers.fake_backend import FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB, model_drafter
@@ -112,23 +110,12 @@ def test_a_prompt_that_stands_in_the_head_is_no_reason_to_leave_it_out(
         assert not loaded.prompts.of_text(text, now=NOW).head
 
 
-@pytest.mark.parametrize("text", ["", " ", "\n\t"])
-def test_a_prompt_without_words_is_read_whole(models: Path, text: str) -> None:
-    with opened(models, draft="none") as loaded:
-        assert not loaded.prompts.of_messages([Message("user", text)], now=NOW).head
-
-
 @pytest.mark.parametrize("target", ["bare", "no turns", "draft"])
 def test_prompts_without_such_a_turn_are_read_whole(models: Path, target: str) -> None:
     with opened(models, target, "none") as loaded:
         prompt = loaded.prompts.of_text("Hi", now=NOW)
         assert not prompt.head
         assert prompt.without_head().tokens == prompt.tokens
-
-
-def test_a_system_message_goes_with_the_template_only(models: Path) -> None:
-    with opened(models) as loaded, pytest.raises(UsageError, match="to be used as it is"):
-        loaded.prompts.of_text("Hi", chat=False, system="You are tiny.", now=NOW)
 
 
 def test_a_system_message_that_was_asked_for_is_read(models: Path) -> None:
