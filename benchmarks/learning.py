@@ -302,7 +302,7 @@ def _replay(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, 
             for answer in answers:
                 context.remove(0)
                 begun = answered_prompt(loaded, baseline, answer)
-                generation = DrafterFactory(loaded).sequence(begun, n_ctx, context, 0)
+                generation = DrafterFactory(loaded).sequence(begun, n_ctx, (context,), 0)
                 found[arm].append(replay(generation, answer, baseline, loaded.clock))
     return {
         "figures": compared(found),

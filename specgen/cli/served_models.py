@@ -177,7 +177,7 @@ class ModelLoader:
             engine.notify(news)
             output.note(
                 f"{counted(engine.n_parallel, 'answer')} at once, contexts of {engine.n_ctx} tokens; "
-                f"draft: {loaded.drafts.name}"
+                f"draft: {loaded.draft_name}"
             )
             for notice in engine.take_notices():
                 output.note(notice)

@@ -19,6 +19,7 @@ from specgen.llama.kernels.admission import TRIAL_FILE, KernelStatus, ModelTrial
 from specgen.llama.kernels.attached import Kernels, ask_before_loading
 from specgen.llama.kernels.trial import skeleton_of, try_kernels
 from specgen.options import KernelChoice
+from specgen.system import processes
 from specgen.system.processes import ChildTimeoutError, ask_child
 from tests.helpers.cli import Cli
 from tests.helpers.common import linux

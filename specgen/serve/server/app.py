@@ -408,7 +408,7 @@ class Server:
                         "max_tokens": loaded.options.generation.max_tokens,
                     },
                 },
-                "draft": loaded.drafts.name,
+                "draft": loaded.draft_name,
                 "kernels": loaded.target.kernels,
                 "chat_template": template or "",
                 "has_chat_template": template is not None,
