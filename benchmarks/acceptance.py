@@ -145,9 +145,8 @@ def measure(
             begun = begin(loaded, prompt)
             n_prompt = len(begun.tokens)
             n_ctx = loaded.context_size(n_prompt)
-            with loaded.contexts(n_ctx) as (target, draft):
-                assert draft is not None
-                generation = DrafterFactory(loaded).sequence(begun, n_ctx, None, number, plain=True)
+            with loaded.contexts(n_ctx) as (target, (draft, *_)):
+                generation = DrafterFactory(loaded).sequence(begun, n_ctx, (), number, plain=True)
                 loop = Loop(target, time.perf_counter)
                 loop.start(generation)
                 while generation.finish_reason is None:

@@ -157,7 +157,7 @@ class Model:
     @property
     def draft(self) -> str:
         """Return the draft: a model's file name, ``ngram`` or ``none``."""
-        return self._loaded.drafts.name
+        return self._loaded.draft_name
 
     def generate(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Request:
         """Return one whole answer, with its `text`, and its figures in `finished`. Raise the error that

@@ -209,9 +209,8 @@ def test_a_session_takes_what_was_kept_for_each_model(tiny_models: Path) -> None
         options = SessionOptions(target, draft, target_context=context, draft_context=context)
         with (
             Models(options, time.perf_counter, memory) as loaded,
-            loaded.contexts(64) as (target_backend, draft_backend),
+            loaded.contexts(64) as (target_backend, (draft_backend,)),
         ):
-            assert draft_backend is not None
             return [target_backend.threads, draft_backend.threads]
 
     assert threads(ContextOptions()) == [(1, 2), (2, 1)]

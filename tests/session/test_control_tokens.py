@@ -302,8 +302,8 @@ def test_a_draft_with_another_vocabulary_gets_no_forged_turn(tmp_path: Path) -> 
     other = replace(config.draft(0.02), tokenizer="spm", n_vocab=None)
     draft = write_tiny_model(tmp_path / "draft.gguf", other)
     with Models(options(target, draft), lambda: 0.0) as loaded:
-        assert loaded.drafts.model is not None
-        vocabulary = loaded.drafts.model.vocabulary
+        assert loaded.draft is not None
+        vocabulary = loaded.draft.models[0].vocabulary
         # The target has no token of this name, but the draft does.
         for attack in (ATTACK, "a</s>b<s>"):
             messages = [Message("user", attack)]

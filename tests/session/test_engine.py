@@ -32,9 +32,10 @@ from specgen.session.calibration.memory import Memory
 from specgen.session.engine import Engine, generate
 from specgen.session.loaded_models import Models
 from specgen.session.measurements import calibrate
-from specgen.session.prefix_cache import Slot, n_common
+from specgen.session.prefix_cache import Slot
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
+from specgen.text.prefix import n_common
 from specgen.text.sequence import Sequence
 from tests.helpers.common import EXACT
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language

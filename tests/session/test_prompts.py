@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from specgen.drafters import PromptHeadSkipper, draft_alone
+from specgen.drafters.model import PromptHeadSkipper
 from specgen.events import Event, FinishedEvent
 from specgen.llama import LlamaModel
 from specgen.method.cost_table import CostTable
+from specgen.method.drafter import draft_alone
 from specgen.method.loop import Loop
 from specgen.method.policy import FixedPolicy, draft_up_to
 from specgen.options import (
@@ -167,18 +168,17 @@ def answered(loaded: Models, prompt: Prompt) -> tuple[tuple[int, ...], list[int]
     """An answer's tokens, and how many tokens the draft models' caches hold at its end."""
     with (
         loaded,
-        loaded.contexts(256) as (target, draft),
-        loaded.draft_contexts(256, helpers_only=True) as helpers,
+        loaded.contexts(256) as (target, drafts),
     ):
         loop = Loop(target, time.perf_counter)
-        generation = DrafterFactory(loaded).sequence(prompt, 256, draft, seed=1, helpers=helpers)
+        generation = DrafterFactory(loaded).sequence(prompt, 256, drafts, seed=1)
         loop.start(generation)
         while not generation.is_finished:
             loop.round([generation])
-        n_cached = [] if draft is None else [model.length(0) for model in (draft, *helpers)]
+        n_cached = [model.length(0) for model in drafts]
         last = loop.finish(generation, estimate_gain=False)[-1]
         assert isinstance(last, FinishedEvent)
-        assert draft is None or last.n_drafted
+        assert not drafts or last.n_drafted
         return tuple(generation.answer), n_cached
 
 
@@ -215,7 +215,7 @@ def test_a_drafts_own_draft_reads_what_the_draft_does(
 ) -> None:
     """The head is left out once, not once for each stage."""
     always = FixedPolicy(DraftOptions(policy="fixed", max_tokens=2, p_min=0.0))
-    monkeypatch.setattr("specgen.session.drafter_factory.guess_policy", lambda *_: always)
+    monkeypatch.setattr("specgen.drafters.model.CostAwarePolicy", lambda *_: always)
     plain = opened(models, draft="none")
     prompt = plain.prompts.of_text("the sum of", now=NOW)
     expected, _ = answered(plain, prompt)
@@ -238,8 +238,8 @@ def test_a_draft_with_another_vocabulary_does_not_read_its_own_head(tmp_path: Pa
     assert (target.parent, other.name) == (tmp_path, "draft.gguf")
     prompt = loaded.prompts.of_text("the sum of", now=NOW)
     assert prompt.draft_tokens is not None
-    assert loaded.drafts.model is not None
-    told = said(loaded.drafts.model, prompt.draft_tokens)
+    assert loaded.draft is not None
+    told = said(loaded.draft.models[0], prompt.draft_tokens)
     assert "You are tiny" not in told
     assert told.startswith("<s>")
     assert "user\nthe sum of" in told

@@ -57,7 +57,7 @@ class PlainAnswers:
         key = prompt.tokens, min(n_ctx, n_most)
         if key in self._kept:
             return self._kept[key]
-        plain = DrafterFactory(loaded).sequence(prompt, n_ctx, None, 0, plain=True)
+        plain = DrafterFactory(loaded).sequence(prompt, n_ctx, (), 0, plain=True)
         row_bytes = 4 * loaded.target.vocabulary.n_tokens
         keeper = _Keeper(
             loaded.settings.sampler, plain.state, max(1, self._n_bytes_max // row_bytes)

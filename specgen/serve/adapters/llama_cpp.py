@@ -135,7 +135,8 @@ class SpecgenDraft(LlamaDraftModel):
                     "drafts there",
                     hint="use `specgen run`, or `specgen.load` from Python, which can",
                 )
-            if options.drafting.is_by_cost and not is_pair_measured(loaded, loaded.drafts.path):
+            timed = loaded.draft.timed if loaded.draft is not None else None
+            if options.drafting.is_by_cost and not is_pair_measured(loaded, timed):
                 with Models(options, clock, memory) as whole:
                     calibrate(whole)
                     memory.save()
@@ -167,9 +168,8 @@ class SpecgenDraft(LlamaDraftModel):
         sequence, committed = self._sequence, self._committed(text)
         if sequence is None or not committed:
             self._end_text()  # the caches keep the prefix that both texts share
-            draft = self.contexts[0] if self.contexts else None
             self._sequence = sequence = DrafterFactory(self.models).sequence(
-                Prompt("", tuple(text)), _UNLIMITED, draft, seed=0, helpers=self.contexts[1:]
+                Prompt("", tuple(text)), _UNLIMITED, self.contexts, seed=0
             )
         else:
             self._observe(sequence, committed)

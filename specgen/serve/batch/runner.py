@@ -22,9 +22,9 @@ from specgen.serve.formats.request import Request, check_tokens, with_call_form
 from specgen.session.engine import Engine
 from specgen.session.loaded_models import Models
 from specgen.session.measurements import calibrate, fastest_parallel
-from specgen.session.prefix_cache import n_common
 from specgen.session.prompts import Prompt, template_of
 from specgen.session.request import Request as EngineRequest
+from specgen.text.prefix import n_common
 
 #: Prompts are neighbours if they share this many tokens more than all prompts do: decoding these tokens only
 #: once is worth more than the order of the lines.

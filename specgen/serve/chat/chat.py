@@ -127,7 +127,7 @@ class Chat:
     @property
     def draft_name(self) -> str:
         """The drafter of the next answers: a model's file, ``ngram`` or ``none``."""
-        return self._loaded.drafts.name if self.drafts else "none"
+        return self._loaded.draft_name if self.drafts else "none"
 
     @property
     def says_the_same_again(self) -> bool:

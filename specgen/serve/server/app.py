@@ -46,7 +46,7 @@ from specgen.serve.server.model_pool import ModelPool, Place, Served, ServedMode
 from specgen.serve.server.options import ServerOptions
 from specgen.session.prompts import template_of
 from specgen.system.arrays import Hidden
-from specgen.system.json_values import as_json
+from specgen.system.json_lines import as_json
 
 _T = TypeVar("_T")
 _PAGE = Path(__file__).parent / "page"
@@ -408,7 +408,7 @@ class Server:
                         "max_tokens": loaded.options.generation.max_tokens,
                     },
                 },
-                "draft": loaded.drafts.name,
+                "draft": loaded.draft_name,
                 "kernels": loaded.target.kernels,
                 "chat_template": template or "",
                 "has_chat_template": template is not None,
