@@ -38,6 +38,7 @@ import numpy as np
 from benchmarks.answers import answer, begin
 from specgen.measure.prompts import evenly_chosen, read_prompts
 from specgen.method.backend import Backend, Batch
+from specgen.method.distribution import Distribution
 from specgen.method.loop import Loop
 from specgen.options import (
     ContextOptions,
@@ -50,7 +51,7 @@ from specgen.options import (
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.loaded_models import Models
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Distribution, Sampler, argmax
+from specgen.text.sampling import Sampler, argmax
 
 VERIFIERS: tuple[VerifierName, ...] = ("match", "residual", "block")
 #: Draft temperatures relative to the target's, and top-k, of the sweep.
@@ -144,9 +145,8 @@ def measure(
             begun = begin(loaded, prompt)
             n_prompt = len(begun.tokens)
             n_ctx = loaded.context_size(n_prompt)
-            with loaded.contexts(n_ctx) as (target, draft):
-                assert draft is not None
-                generation = DrafterFactory(loaded).sequence(begun, n_ctx, None, number, plain=True)
+            with loaded.contexts(n_ctx) as (target, (draft, *_)):
+                generation = DrafterFactory(loaded).sequence(begun, n_ctx, (), number, plain=True)
                 loop = Loop(target, time.perf_counter)
                 loop.start(generation)
                 while generation.finish_reason is None:

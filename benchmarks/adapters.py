@@ -77,7 +77,6 @@ def _opened(way: str, asked: argparse.Namespace) -> Iterator[tuple[Llama, Specge
                 way,
                 n_ctx=asked.ctx_size,
                 context=context,
-                draft_context=context,
                 kernels=asked.kernels,
             )
             opened.enter_context(draft)

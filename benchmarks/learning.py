@@ -46,7 +46,7 @@ from specgen.session.files import find_target
 from specgen.session.kept_answers import last_number
 from specgen.session.loaded_models import Models
 from specgen.session.open import open_memory
-from specgen.system.json_values import as_json
+from specgen.system.json_lines import as_json
 from specgen.system.machine import look_at_machine
 from specgen.train.online_learning import Lesson, learn
 from specgen.train.training_loop import Budget
@@ -302,7 +302,7 @@ def _replay(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, 
             for answer in answers:
                 context.remove(0)
                 begun = answered_prompt(loaded, baseline, answer)
-                generation = DrafterFactory(loaded).sequence(begun, n_ctx, context, 0)
+                generation = DrafterFactory(loaded).sequence(begun, n_ctx, (context,), 0)
                 found[arm].append(replay(generation, answer, baseline, loaded.clock))
     return {
         "figures": compared(found),

@@ -221,7 +221,7 @@ class Entrant:
             n_sequences=loaded.n_branches_max,
         )
         target = cast(Backend, Timed(said, self._costs[0], clock))
-        drafting = None if draft is None else cast(Backend, Timed(draft, self._costs[1], clock))
+        drafting = () if draft is None else (cast(Backend, Timed(draft, self._costs[1], clock)),)
         generation = DrafterFactory(loaded).sequence(prompt, real.n_ctx, drafting, seed=1)
         loop = Loop(target, clock)
         list(loop.run(generation))
@@ -229,7 +229,7 @@ class Entrant:
         finished = loop.finish(generation, estimate_gain=False)[0]
         assert isinstance(finished, FinishedEvent)
         seconds = finished.wall_s - finished.prompt_s
-        reading_s = 0.0 if drafting is None else cast(Timed, drafting).reading_s
+        reading_s = cast(Timed, drafting[0]).reading_s if drafting else 0.0
         plain_s = (len(told.tokens) + told.ended - 1) * self._costs[0].seconds(1)
         self.found.append(
             {
@@ -339,8 +339,8 @@ def main() -> None:
         loaded = stack.enter_context(Models(options, Clock()))
         for number, told in enumerate(answers, 1):
             n_ctx = loaded.context_size(len(begin(loaded, told.prompt.text).tokens))
-            with loaded.contexts(n_ctx) as (real, draft):
-                memo = None if draft is None else MemoBackend(draft)
+            with loaded.contexts(n_ctx) as (real, opened):
+                memo = MemoBackend(opened[0]) if opened else None
                 for entrant in entrants:
                     drafting = memo if entrant.draft in drafts else None
                     if asked.rehearsed:

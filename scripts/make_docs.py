@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeAlias
 from scripts import models_page
 from scripts.wrap_markdown import wrapped
 from specgen import errors, events
-from specgen.method.policy import REASONS
+from specgen.events import REASONS
 
 ROOT = Path(__file__).resolve().parent.parent
 

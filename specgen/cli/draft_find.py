@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from typer import Argument, Option
 
 from specgen.cli import flags
+from specgen.cli.flags.trials import TRIALS, Trials
 from specgen.cli.model_loading import opened
 from specgen.cli.output import Output
 from specgen.errors import ModelFileError, UsageError
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
         "--save",
         help="Save the fastest draft for this target: `specgen run` without --draft uses it.",
     ),
-    trials=flags.trials.but(n_prompts=6),
+    trials=TRIALS.but(n_prompts=6),
     chat=flags.CHAT,
     drafting=flags.drafting,
     machine=flags.machine,
@@ -50,7 +51,7 @@ def find(
     target: str,
     files: list[Path] | None = None,
     save: bool = False,
-    trials: flags.Trials,
+    trials: Trials,
     chat: bool | None = None,
     drafting: DraftOptions,
     machine: Contexts,

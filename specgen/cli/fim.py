@@ -104,7 +104,7 @@ class _FileGap:
     def write(self, middle: str) -> None:
         """Write the file with the middle in it, with the file's own line ends. Raise `OutputError`, also if
         the file changed meanwhile."""
-        from specgen.system.atomic_files import new_beside
+        from specgen.system.files import new_beside
 
         assert self.path is not None
         if "\r\n" in self.text:
@@ -197,7 +197,7 @@ def _prompt(loaded: Models, gap: Gap) -> tuple[Prompt, str]:
     from specgen.session.prompts.infill import infill_prompt
 
     n_room = _room(loaded)
-    infill = infill_prompt(loaded.target, loaded.drafts.own_vocabulary, gap, n_room)
+    infill = infill_prompt(loaded.target, loaded.own_vocabulary, gap, n_room)
     why = f"the context has room for {n_room} tokens of text (raise -c)"
     n_all = len(infill.prompt.tokens)
     if loaded.options.target_context.n_ctx is None and n_all > _LEAST_READ:
@@ -205,7 +205,7 @@ def _prompt(loaded: Models, gap: Gap) -> tuple[Prompt, str]:
             n_fast = tokens_read_in(loaded, _READING_S, stop)
         n_fast = max(_LEAST_READ, n_fast // _LEAST_READ * _LEAST_READ)
         if n_fast < n_all:
-            infill = infill_prompt(loaded.target, loaded.drafts.own_vocabulary, gap, n_fast)
+            infill = infill_prompt(loaded.target, loaded.own_vocabulary, gap, n_fast)
             why = (
                 f"this machine reads {n_fast} tokens in about {_READING_S:.0f} s "
                 f"(-c {loaded.usual_n_ctx} reads more)"

@@ -11,6 +11,7 @@ import typer
 from typer import Option
 
 from specgen.cli import flags
+from specgen.cli.flags.server import limits, server
 from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
@@ -65,8 +66,8 @@ def _memory_size(text: str) -> int:
             "then depends a little on what other users wrote.",
         ),
     ),
-    server=flags.server,
-    limits=flags.limits,
+    server=server,
+    limits=limits,
     model=model_setup.later(),
     output=flags.loudness,
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from specgen.cli import flags
 from specgen.cli.draft_find import known_candidates, notes_on, print_search
+from specgen.cli.flags.trials import TRIALS, Trials
 from specgen.cli.model_loading import opened
 from specgen.cli.output import Output
 from specgen.errors import UsageError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @flags.takes_options(
     models=flags.models,
-    trials=flags.trials,
+    trials=TRIALS,
     chat=flags.CHAT,
     drafting=flags.drafting.without("policy", "ngrams"),
     machine=flags.machine,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 def tune(
     *,
     models: ModelChoice,
-    trials: flags.Trials,
+    trials: Trials,
     chat: bool | None = None,
     drafting: DraftOptions,
     machine: Contexts,

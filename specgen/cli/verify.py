@@ -369,7 +369,7 @@ class _Job:
 
     def _open(self, sampler: SamplerOptions) -> Models:
         loaded = self._opened(replace(self._options, sampler=sampler), drafts=self._drafts)
-        self._options = replace(self._options, draft=loaded.drafts.source)
+        self._options = replace(self._options, draft=loaded.draft_source)
         self._drafts = ()  # it is loaded again, without a choice
         self._kernels = loaded.target.kernels
         return loaded

@@ -22,8 +22,7 @@ from specgen.errors import (
 from specgen.llama.kernels.attached import LLAMA_CPP, computing, kernel_problem, loading_with
 from specgen.llama.library import forget_log, last_error, llama_cpp
 from specgen.llama.packed_weights import PackedWeights, packed_weights_of
-from specgen.llama.remote_calls import RemoteCalls
-from specgen.llama.rpc import remote_devices, spread
+from specgen.llama.rpc import RemoteCalls, remote_devices, spread
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.options import Workers
 from specgen.system.worker_probe import check_protocol, probe

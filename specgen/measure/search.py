@@ -155,8 +155,8 @@ def search_drafts(
             if tunes_threads and path is not None and path == candidates[0]:
                 times = _tuned_threads(session, path, interrupted, progress)
                 threads |= {} if times is None else {path.name: times}
-            if path is not None or draft == "mtp":
-                session.costs.forget(path or "mtp")
+            if session.draft is not None and session.draft.timed is not None:
+                session.costs.forget(session.draft.timed)
             figures = try_draft(
                 session,
                 baseline,
@@ -205,10 +205,10 @@ def _tuned_threads(
     default, n_logical = default_threads(), os.cpu_count() or 1
     affinity = getattr(os, "sched_getaffinity", None)
     counts = thread_counts(default, n_logical, len(affinity(0)) if affinity else n_logical)
-    with session.contexts(short_context(session), drafts=draft is not None) as contexts:
-        backend = contexts[0 if draft is None else 1]
-        if backend is None:
+    with session.contexts(short_context(session), drafts=draft is not None) as (target, drafts):
+        if draft is not None and not drafts:
             return None
+        backend = target if draft is None else drafts[0]
         found = measure_threads(backend, counts, default, THREADS_BUDGET_S, interrupted)
     if interrupted():
         return None

@@ -11,16 +11,22 @@ import re
 import socket
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
 from specgen.errors import FetchError, UnknownModelError
 from specgen.models.files import file_sha256, human_bytes, size_of
-from specgen.models.hub_cache import cache_of_hub, cached_models, find_in_cache, storage_of
+from specgen.models.hub_cache import (
+    cache_of_hub,
+    cached_models,
+    find_in_cache,
+    page_of,
+    storage_of,
+)
 from specgen.models.hub_reference import (
     HubReference,
     choose,
@@ -52,13 +58,22 @@ _CACHE_VARIABLE = "HF_HOME"
 _T = TypeVar("_T")
 
 
+def _writing_to_cache() -> AbstractContextManager[None]:
+    """Let the block use huggingface_hub, whose warnings stay off stderr unless the user set its log level."""
+    logger = logging.getLogger("huggingface_hub")
+    if logger.level == logging.WARNING:
+        logger.setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="huggingface_hub")
+    return writing_below(cache_of_hub(), _CACHE_VARIABLE)
+
+
 def fetch_from_hub(source: HubSource, model: CatalogueModel, progress: DownloadProgress) -> Path:
     """Download the model into the hub's cache and return its path. Raise FetchError or UnknownModelError.
 
     The hub is first asked once for the metadata of the file. So a hub that does not respond within
     seconds, or a file that differs from ours, is noticed then, and not after minutes of retries.
     """
-    with _hub_in_use():
+    with _writing_to_cache():
         metadata = _metadata(source)
         etag = metadata.etag or ""
         is_other = _SHA256.fullmatch(etag) and etag != model.sha256
@@ -74,7 +89,7 @@ def fetch_from_hub(source: HubSource, model: CatalogueModel, progress: DownloadP
 
 
 def fetch_reference(
-    reference: HubReference, progress: DownloadProgress, *, newest: bool = False
+    reference: HubReference, progress: DownloadProgress | None, *, newest: bool = False
 ) -> Path:
     """Return the first file of a model that is named by its repository, downloading it if need be.
 
@@ -82,10 +97,10 @@ def fetch_reference(
     reference that names no quantisation may need the hub for the choice; if that cannot be reached,
     the cache decides. Raise FetchError, or UnknownModelError if there is no such repository or model.
     """
-    repo = reference.repo
+    repo, progress = reference.repo, progress or DownloadProgress()
     if not newest and (path := find_in_cache(usual(reference))) is not None:
         return path
-    with _hub_in_use():
+    with _writing_to_cache():
         try:
             sizes, licence = _listing(repo)
         except FetchError as error:
@@ -110,13 +125,6 @@ def fetch_reference(
                 f"`specgen models pull {repo}/{layers}` ({human_bytes(sizes[layers])})"
             )
         return path
-
-
-def page_of(repo: str) -> str:
-    """Return the address of a repository's page."""
-    from huggingface_hub import constants
-
-    return f"{constants.ENDPOINT}/{repo}"
 
 
 def _host() -> str:
@@ -320,19 +328,3 @@ def _translated(error: Exception, repo: str) -> Exception:
             f"check the name on {page}; for a private one, set HF_TOKEN (or --hf-token)",
         )
     return FetchError(f"{_host()} answered with status {status}", f"check HF_TOKEN, and {page}")
-
-
-@contextmanager
-def _hub_in_use() -> Iterator[None]:
-    """Let the block use huggingface_hub and write to its cache. Its warnings stay off stderr, unless the user
-    set its log level."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    if level == logging.WARNING:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), writing_below(cache_of_hub(), _CACHE_VARIABLE):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

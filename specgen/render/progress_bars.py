@@ -7,12 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from specgen.render.text import clean_line, counted
-from specgen.serve.batch.runner import Tally
 from specgen.system.progress import Progress, ProgressLines
 from specgen.system.units import duration
+
+if TYPE_CHECKING:
+    from specgen.serve.batch.runner import Tally
 
 #: Seconds before which a speed means nothing.
 _LEAST_S = 1.0

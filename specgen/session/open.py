@@ -202,7 +202,7 @@ def _notes(
 ) -> Iterator[str]:
     """Yield what the user should know of the loaded models, and of options that change nothing or make
     everything slower."""
-    models = [model for model in (session.target, session.drafts.model) if model is not None]
+    models = session.models
     for model in models:
         if model.kernel_problem:
             yield (

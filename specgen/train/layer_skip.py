@@ -24,15 +24,15 @@ from numpy.typing import NDArray
 
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.ggml_graph import copy_tensor
 from specgen.llama.gguf_metadata import GgufMetadata, parts_of
 from specgen.llama.library import forget_log, ggml, last_error, llama_cpp
+from specgen.llama.operators import copy_tensor
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.session.calibration.gain import Costs, expected_gain
 from specgen.session.loaded_models import Models
 from specgen.session.measurements import target_costs
-from specgen.system.atomic_files import new_beside
+from specgen.system.files import new_beside
 from specgen.system.json_lines import write_errors
 from specgen.train.target_text import TargetAnswer, TargetText
 from specgen.train.training_loop import Budget

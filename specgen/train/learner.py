@@ -49,14 +49,12 @@ class Learner:
         self._not_before = 0
         #: The sentence about a lesson's result, until the draft is reloaded.
         self._news: str | None = None
-        folder, draft = loaded.options.learning, loaded.drafts.path
+        folder, own = loaded.options.learning, loaded.draft
+        draft = own.learns if own is not None else None
         self._is_on = folder is not None and draft is not None
         if folder is None or draft is None:
-            return
-        main = loaded.drafts.main
-        if main is not None and main.mask is not None:
-            self._is_on = False
-            tell(f"answers are kept, and not learnt from: {main.model.name} is a parallel draft")
+            if folder is not None and own is not None and not own.is_free:
+                tell(f"answers are kept, and not learnt from: {own.name} cannot learn")
             return
         self._folder, self._draft = folder, draft
         #: The learnt weights that the draft was loaded with.

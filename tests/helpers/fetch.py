@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from specgen.models import CatalogueModel, DownloadProgress, HubSource, PypiSource, folder_of
+from specgen.models import CatalogueModel, HubSource, PypiSource, folder_of
+from specgen.models.progress import DownloadProgress
 from tests.helpers.common import ROOT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

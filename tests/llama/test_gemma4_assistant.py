@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen.drafters import AssistantDrafter
+from specgen.drafters.gemma4 import AssistantDrafter
 from specgen.errors import BackendError, PairError
 from specgen.llama.gemma4_assistant import AssistantContext
 from specgen.measure.trial import measure_target, try_draft
@@ -56,7 +56,7 @@ def proposed(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], Draft]:
 def drafted_anew(models: Models, text: Sequence[int], n: int) -> list[int]:
     """The likeliest tokens behind a text that the target reads in one batch."""
     n_read = len(text) - 1
-    with models.contexts(256) as (target, draft):
+    with models.contexts(256) as (target, (draft,)):
         assert isinstance(draft, AssistantContext)
         batch = Batch()
         for position, token in enumerate(text[:-1]):

@@ -416,7 +416,7 @@ class TestRemoteCalls:
     def test_what_was_alive_before_a_call_does_not_lengthen_it(self) -> None:
         script = """
 import time
-from specgen.llama.remote_calls import RemoteCalls
+from specgen.llama.rpc import RemoteCalls
 from specgen.errors import WorkerLostError
 calls = RemoteCalls(("127.0.0.1:1",), 2.0)
 assert calls(lambda: 7) == 7

@@ -107,8 +107,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def drafted_anew(opened: Models, text: Sequence[int], n: int) -> list[int]:
     """What is drafted behind a text by contexts that have seen nothing else."""
-    assert opened.drafts.eagle is not None
-    model, options = opened.drafts.eagle.model, {"n_ctx": 256, "clock": time.perf_counter}
+    assert opened.draft is not None
+    (model,) = opened.draft.models
+    options = {"n_ctx": 256, "clock": time.perf_counter}
     with ExitStack() as stack:
         target = LlamaBackend(opened.target, EXACT, **options)  # type: ignore[arg-type]
         stack.callback(target.close)

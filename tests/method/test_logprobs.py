@@ -29,7 +29,7 @@ from specgen.options import (
 from specgen.session.engine import generate
 from specgen.session.loaded_models import Models
 from specgen.system.arrays import Logits
-from specgen.text.sampling.logprobs import log_probabilities, most_likely
+from specgen.text.sampling.rows import log_probabilities, most_likely
 from specgen.text.text_state import TextState
 from tests.helpers.common import EXACT, UNFILTERED
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language

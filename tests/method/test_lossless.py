@@ -254,8 +254,10 @@ def loaded(
         learning=models / "learning" if has_learnt else None,
     )
     opened = Models(options, time.perf_counter)
-    assert (opened.drafts.learnt is not None) == has_learnt
-    assert (opened.drafts.from_states is not None) == (case in FROM_STATES)
+    made = opened.draft
+    assert (made is not None and made.learnt is not None) == has_learnt
+    reads_rows = made is not None and made.reads in ("all states", "cache")
+    assert reads_rows == (case in FROM_STATES)
     return opened
 
 

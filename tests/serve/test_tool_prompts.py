@@ -103,8 +103,8 @@ def test_a_draft_with_another_vocabulary_reads_the_tools_too(tmp_path: Path) -> 
         prompt = loaded.prompts.of_messages(TURNS[1:2], now=NOW, tools=TOOLS)
         assert not prompt.head
         assert prompt.draft_tokens is not None
-        assert loaded.drafts.model is not None
-        assert '"name": "weather"' in said(loaded.drafts.model, prompt.draft_tokens)
+        assert loaded.draft is not None
+        assert '"name": "weather"' in said(loaded.draft.models[0], prompt.draft_tokens)
 
 
 def said(model: LlamaModel, tokens: Sequence[int]) -> str:

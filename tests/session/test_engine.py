@@ -31,9 +31,11 @@ from specgen.options import (
 from specgen.session.calibration.memory import Memory
 from specgen.session.engine import Engine, generate
 from specgen.session.loaded_models import Models
-from specgen.session.prefix_cache import Slot, n_common
+from specgen.session.measurements import calibrate
+from specgen.session.prefix_cache import Slot
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
+from specgen.text.prefix import n_common
 from specgen.text.sequence import Sequence
 from tests.helpers.common import EXACT
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
@@ -109,7 +111,9 @@ def opened(
         target_context=replace(EXACT, n_batch=n_batch),
         draft_context=EXACT,
     )
-    return Models(options, clock)
+    session = Models(options, clock)
+    calibrate(session)
+    return session
 
 
 def alone(loaded: Models) -> list[str]:
@@ -501,7 +505,7 @@ def test_a_text_before_it_is_there_is_a_mistake(models: Path, costs: VirtualTime
 def test_a_long_prompt_is_read_beside_the_others_rounds(
     models: Path, costs: VirtualTime, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.session.engine.N_READ_BESIDE", 8)
+    monkeypatch.setattr("specgen.session.scheduler.N_READ_BESIDE", 8)
     monkeypatch.setattr("specgen.llama.LlamaModel.has_equal_rows", True)
     with opened(models, costs, kind) as loaded:
         expected = alone(loaded)
@@ -587,7 +591,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(models: Path, costs: Virtua
 def test_a_prompt_that_is_being_read_can_be_cancelled(
     models: Path, costs: VirtualTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.session.engine.N_READ_BESIDE", 8)
+    monkeypatch.setattr("specgen.session.scheduler.N_READ_BESIDE", 8)
     monkeypatch.setattr("specgen.llama.LlamaModel.has_equal_rows", True)
     with opened(models, costs) as loaded, Engine(loaded, n_parallel=2, n_ctx=N_CTX) as engine:
         first = engine.insert(PROMPTS[0])

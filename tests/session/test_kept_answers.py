@@ -196,8 +196,9 @@ def test_a_draft_drafts_from_what_it_learnt_and_the_text_stays(
     found = {}
     for learning in (None, tmp_path):
         with opened(tiny_models, learning, "bad") as loaded:
-            assert (loaded.drafts.learnt is not None) == (learning is not None)
-            assert loaded.drafts.name == "bad.gguf"
+            assert loaded.draft is not None
+            assert (loaded.draft.learnt is not None) == (learning is not None)
+            assert loaded.draft_name == "bad.gguf"
             events = list(generate(loaded, loaded.prompts.of_text("a cat")))
         found[learning] = events[-1]
         said = [event.message for event in events if isinstance(event, NoticeEvent)]
@@ -225,7 +226,8 @@ def test_what_was_learnt_and_is_damaged_is_not_used(
     else:
         write_learnt(tmp_path, draft, Learnt(f"../{tmp_path.name}/w.gguf"))
     with opened(tiny_models, tmp_path) as loaded:
-        assert loaded.drafts.learnt is None
+        assert loaded.draft is not None
+        assert loaded.draft.learnt is None
         *_, finished = generate(loaded, loaded.prompts.of_text("a cat"))
     assert isinstance(finished, FinishedEvent)
     assert finished.n_accepted > 0

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from specgen.drafters import MtpChainDrafter, MtpDrafter
-from specgen.drafters.hidden_trail import HiddenTrail
+from specgen.drafters.mtp import MtpChainDrafter
+from specgen.drafters.states import LayerDrafter
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend
@@ -34,6 +34,7 @@ from specgen.options import (
 from specgen.session.agreement import read_states
 from specgen.session.engine import Engine
 from specgen.session.loaded_models import Models
+from specgen.text.hidden_trail import HiddenTrail
 from tests.helpers.cli import Specgen
 from tests.helpers.mtp import MtpArchitecture, split_mtp_model, write_mtp_model
 from tests.helpers.states_drafts import PROMPT, answer, watched_drafts
@@ -192,13 +193,13 @@ def test_layers_beside_a_target_are_found(files: Path, parted: Path, tmp_path: P
 @pytest.fixture
 def proposed(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], Draft]:
     """What was drafted behind each text."""
-    return watched_drafts(monkeypatch, MtpDrafter, MtpChainDrafter)
+    return watched_drafts(monkeypatch, LayerDrafter, MtpChainDrafter)
 
 
 def drafted_anew(models: Models, text: Sequence[int], n: int) -> list[int]:
     """The likeliest tokens behind a text, each from an empty cache: all rows in one batch, those of the text with
     the target's states, the others with the states of what drafted the token before."""
-    with models.contexts(512) as (target, draft):
+    with models.contexts(512) as (target, (draft,)):
         assert isinstance(draft, MtpContext)
         trail = HiddenTrail(512)
         read_states(target, text[:-1], trail)

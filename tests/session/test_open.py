@@ -95,7 +95,7 @@ def test_a_model_that_pays_is_taken_with_its_reason(
     loaded: Models, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
     assert use_first(loaded, choices) == "drafting with the partner"
-    assert loaded.drafts.name == "draft.gguf"
+    assert loaded.draft_name == "draft.gguf"
     assert measured.asked == ["draft.gguf"]
 
 
@@ -107,7 +107,7 @@ def test_a_model_that_is_too_slow_gives_way_to_the_next(
 ) -> None:
     measured.costs = {"draft.gguf": SLOW_DRAFT}
     note = use_first(loaded, choices)
-    assert loaded.drafts.name == "bad.gguf"
+    assert loaded.draft_name == "bad.gguf"
     assert note == (
         "not drafting with draft.gguf: a guess costs 1.00 tokens of the target and a batch of 2 costs 1.0 "
         f"tokens here, so it would be about x{expected_gain(SLOW_DRAFT).speedup:.2f}; "
@@ -136,7 +136,7 @@ def test_where_batches_are_too_dear_no_other_model_is_tried(
         "not drafting with draft.gguf: a batch of 2 costs 2.0 tokens here, too much for any draft model "
         "to save time; drafting with n-grams; search"
     )
-    assert loaded.drafts.name == "ngram"
+    assert loaded.draft_name == "ngram"
     assert measured.asked == ["draft.gguf"]
 
 
@@ -146,7 +146,7 @@ def test_what_was_measured_for_the_target_is_not_checked(
     measured.costs = {"draft.gguf": DEAR}
     saved = dataclasses.replace(choices[0], is_measured=True)
     assert use_first(loaded, (saved, *choices[1:])) == saved.why
-    assert loaded.drafts.source == saved.draft
+    assert loaded.draft_source == saved.draft
     assert measured.asked == []
 
 
@@ -156,7 +156,7 @@ def test_n_grams_and_drafts_of_no_token_are_not_checked(
     assert use_first(loaded, choices[2:]) == "drafting with n-grams; search"
     with Models(options(tiny_models, max_tokens=0), time.perf_counter) as idle:
         use_first(idle, choices)
-        assert idle.drafts.source == choices[0].draft
+        assert idle.draft_source == choices[0].draft
     assert measured.asked == []
 
 
@@ -169,9 +169,9 @@ def test_a_draft_whose_context_cannot_be_had_gives_way_to_the_next(
 ) -> None:
     measured.costs = {"draft.gguf": error}
     assert use_first(loaded, choices) == f"{error}; drafting with the general one; find a better"
-    assert loaded.drafts.name == "bad.gguf"
+    assert loaded.draft_name == "bad.gguf"
     assert use_first(loaded, choices[:1]) == f"{error}; not drafting"
-    assert loaded.drafts.name == "none"
+    assert loaded.draft_name == "none"
 
 
 # --- the real measurement, and what is kept of it
@@ -301,12 +301,12 @@ def test_a_session_opens_with_the_draft_that_pays(
     notes: list[str] = []
     own = options(tiny_models)
     with open_session(own, choices, clock=time.perf_counter, note=notes.append) as session:
-        assert session.drafts.name == "bad.gguf"
+        assert session.draft_name == "bad.gguf"
     assert measured.asked == ["draft.gguf", "bad.gguf"]
     assert len(notes) == 1
     # What was measured is kept: the next session opens without measuring.
     with open_session(own, choices, clock=time.perf_counter) as session:
-        assert session.drafts.name == "bad.gguf"
+        assert session.draft_name == "bad.gguf"
     assert measured.asked == ["draft.gguf", "bad.gguf"]
 
 

@@ -98,8 +98,8 @@ def test_the_answer_in_chat_is_drafted_as_chat(smollm2: Path, gemma3: Path) -> N
     with opened((smollm2, gemma3)) as loaded:
         prompt = loaded.prompts.of_text("Why is the sky blue?", system="Be brief.")
         assert prompt.draft_tokens is not None
-        assert loaded.drafts.model is not None
-        vocabulary = loaded.drafts.model.vocabulary
+        assert loaded.draft is not None
+        vocabulary = loaded.draft.models[0].vocabulary
         text = b"".join(map(vocabulary.token_bytes, prompt.draft_tokens))
         assert text == b"Be brief.\n\nWhy is the sky blue?\n\n"
         assert prompt.draft_tokens[0] == vocabulary.special_tokens()["bos"]

@@ -323,8 +323,8 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_draft_that_is_loaded_ahead_is_loaded_once(models: Path, loads: list[str]) -> None:
     chosen = options(models, draft="good")
     with Models(chosen, time.perf_counter, draft_ahead=chosen.draft) as loaded:
-        assert loaded.drafts.model is not None
-        assert loaded.drafts.model.path == models / "good.gguf"
+        assert loaded.draft is not None
+        assert loaded.draft.models[0].path == models / "good.gguf"
     assert sorted(loads) == ["MainThread: target.gguf", "load ahead: good.gguf"]
     with Models(chosen, time.perf_counter):  # nothing holds the weights
         pass
@@ -333,7 +333,7 @@ def test_a_draft_that_is_loaded_ahead_is_loaded_once(models: Path, loads: list[s
 
 def test_a_draft_that_was_loaded_ahead_for_nothing_is_freed(models: Path, loads: list[str]) -> None:
     with Models(options(models), time.perf_counter, draft_ahead=models / "good.gguf") as loaded:
-        assert loaded.drafts.model is None
+        assert loaded.draft is None
     with Models(options(models, draft="good"), time.perf_counter):
         pass
     assert loads.count("MainThread: good.gguf") == 1

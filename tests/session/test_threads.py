@@ -216,9 +216,8 @@ def test_a_session_takes_what_was_kept_for_each_model(tiny_models: Path) -> None
         options = SessionOptions(target, draft, target_context=context, draft_context=context)
         with (
             Models(options, time.perf_counter, memory) as loaded,
-            loaded.contexts(64) as (target_backend, draft_backend),
+            loaded.contexts(64) as (target_backend, (draft_backend,)),
         ):
-            assert draft_backend is not None
             return [target_backend.threads, draft_backend.threads]
 
     assert threads(ContextOptions()) == [(1, 2), (2, 1)]
@@ -248,7 +247,7 @@ def test_costs_are_those_of_the_threads_that_are_taken(tiny_models: Path) -> Non
 
 
 @pytest.mark.parametrize("share_of_others", [0.0, 0.2, 0.4, 1.0])
-def test_what_a_busy_machine_costs_holds_for_now_and_is_not_kept(
+def test_what_a_busy_machine_costs_holds_for_a_few_runs_only(
     share_of_others: float, tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, draft = tmp_path / "learnt.json", tiny_models / "draft.gguf"
@@ -262,11 +261,14 @@ def test_what_a_busy_machine_costs_holds_for_now_and_is_not_kept(
         assert loaded.costs.was_busy == (share_of_others > 0.25)
         assert measure_if_new(loaded, *contexts) == 0.0
     memory.save()
-    with Models(options, time.perf_counter, Memory(file)) as loaded:
-        assert is_pair_measured(loaded, draft) == (share_of_others <= 0.25)
+    for n in range(6):
+        memory = Memory(file)
+        with Models(options, time.perf_counter, memory) as loaded:
+            assert is_pair_measured(loaded, draft) == (share_of_others <= 0.25 or n < 3)
+        memory.save()
 
 
-def test_on_a_machine_that_is_always_busy_fewer_and_fewer_runs_measure(
+def test_on_a_machine_that_is_always_busy_every_fourth_run_measures(
     tmp_path: Path, tiny_models: Path
 ) -> None:
     file, target = tmp_path / "learnt.json", tiny_models / "target.gguf"
@@ -280,12 +282,12 @@ def test_on_a_machine_that_is_always_busy_fewer_and_fewer_runs_measure(
             for n_rows in range(1, 5):
                 table.start(n_rows, 0.5)
             if is_busy:
-                memory.keep_no_costs(target, ContextOptions(), 1)
+                memory.keep_briefly(target, ContextOptions(), 1)
         memory.save()
         return is_new
 
     measured = [run() for _ in range(16)]
-    assert [n for n, is_new in enumerate(measured) if is_new] == [0, 1, 3, 7, 15]
+    assert [n for n, is_new in enumerate(measured) if is_new] == [0, 4, 8, 12]
     while not run(is_busy=False):
         pass
     assert not any(run() for _ in range(20))

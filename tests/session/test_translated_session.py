@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from specgen.drafters import TranslatedDrafter, draft_alone
+from specgen.drafters.translated import TranslatedDrafter
 from specgen.errors import PairError
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
+from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
 from specgen.options import (
     DraftOptions,
@@ -119,7 +120,7 @@ def test_the_other_vocabulary_may_be_refused(models: Path) -> None:
     with pytest.raises(PairError):
         opened(models, translate="off")
     with opened(models, draft="bpe draft", translate="off") as loaded:
-        assert loaded.drafts.name == "bpe draft.gguf"
+        assert loaded.draft_name == "bpe draft.gguf"
 
 
 @pytest.mark.parametrize("translate", ["auto", "off"])
@@ -171,9 +172,8 @@ def test_other_drafts_are_exact(models: Path, draft: str, changes: dict[str, Any
 
 
 def draft_text(loaded: Models, tokens: tuple[int, ...]) -> str:
-    draft = loaded.drafts.model
-    assert draft is not None
-    vocabulary = draft.vocabulary
+    assert loaded.own_vocabulary is not None
+    vocabulary = loaded.own_vocabulary.vocabulary
     said = (
         vocabulary.token_bytes(token) or vocabulary.control_text(token).encode() for token in tokens
     )
@@ -227,9 +227,8 @@ def test_the_draft_of_a_draft_of_the_same_weights_says_the_same(models: Path) ->
     """A translation back and forth leaves the text what it is: see the draft's own cache."""
     with opened(models, "target", "draft") as loaded:
         prompt = loaded.prompts.of_text("the cat is é 中", chat=False)
-        with loaded.contexts(256) as (_, draft):
-            assert draft is not None
-            generation = DrafterFactory(loaded).sequence(prompt, 256, draft, 1)
+        with loaded.contexts(256) as (_, (draft,)):
+            generation = DrafterFactory(loaded).sequence(prompt, 256, (draft,), 1)
             assert generation.drafters is not None
             drafter = generation.drafters.model
             assert isinstance(drafter, TranslatedDrafter)

@@ -297,7 +297,8 @@ def test_what_a_killed_lesson_left_is_deleted(models: Path, folder: Path) -> Non
 
 def in_use(loaded: Models) -> Path | None:
     """The weights that the draft learnt and drafts from."""
-    return loaded.drafts.learnt
+    assert loaded.draft is not None
+    return loaded.draft.learnt
 
 
 def test_a_draft_is_loaded_again_between_answers_only(models: Path, tmp_path: Path) -> None:
@@ -318,7 +319,7 @@ def test_a_draft_is_loaded_again_between_answers_only(models: Path, tmp_path: Pa
         list(engine.run())
         assert engine.reload_draft()
         assert in_use(loaded) == tmp_path / "w.gguf"
-        engine.tell("news")
+        engine.notify("news")
         second = engine.insert(prompts(3)[1])
         events = list(engine.stream(second))
         assert [e.message for e in events if isinstance(e, NoticeEvent)] == ["news"]
@@ -390,7 +391,8 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
         learner.between_answers()
         assert learner.is_learning
         until(lambda: bool(said), learner.between_answers)
-        assert loaded.drafts.learnt == tmp_path / "w.gguf"
+        assert loaded.draft is not None
+        assert loaded.draft.learnt == tmp_path / "w.gguf"
         assert "draft.gguf drafts with what it learnt from 9 answers from now on" in said[0]
         answer = engine.insert("abc")
         *_, finished = engine.stream(answer)

@@ -28,7 +28,6 @@ from specgen.cli.flags.models import (
     target,
     target_option,
 )
-from specgen.cli.flags.server import limits, server
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 from specgen.errors import UsageError
@@ -53,7 +52,6 @@ __all__ = [
     "HUB_DRAFT",
     "JSON_REPORT",
     "Template",
-    "Trials",
     "answer",
     "constraint",
     "draft_model",
@@ -62,7 +60,6 @@ __all__ = [
     "group",
     "hub_names",
     "kernels",
-    "limits",
     "loudness",
     "machine",
     "model_names",
@@ -72,14 +69,12 @@ __all__ = [
     "pair_names",
     "panel",
     "sampling",
-    "server",
     "setup",
     "takes_options",
     "target",
     "target_option",
     "template",
     "tree_shape",
-    "trials",
     "utf8",
 ]
 
@@ -193,39 +188,6 @@ def template(**given: Any) -> Template:
 
 
 CHAT = group(Template)(lambda **given: Template(**given).chat).without("system")
-
-_trial = partial(option, panel="Trials")
-
-
-@dataclass(frozen=True, slots=True)
-class Trials:
-    """Prompts to measure with, and how many tokens of each answer count."""
-
-    prompts: Path | None = _trial(
-        None,
-        "--prompts",
-        'Prompts to try with: JSON Lines with "prompt" or "turns".',
-        show_default="a few of our own",
-    )
-    n_prompts: int = _trial(
-        4, "--count -N", "How many prompts to use, spread evenly over the file.", min=1
-    )
-    max_tokens: int = _trial(
-        64,
-        "--max-tokens --predict --n-predict -n",
-        "How many tokens of each answer to use.",
-        min=2,
-    )
-
-    def texts(self) -> list[str]:
-        """Return the prompts. Raise `PromptError`."""
-        from specgen.measure.prompts import TRIAL_PROMPTS, evenly_chosen, read_prompts
-
-        every = TRIAL_PROMPTS if self.prompts is None else read_prompts(self.prompts)
-        return evenly_chosen(every, self.n_prompts)
-
-
-trials = group(Trials)(Trials)
 
 # --- answers
 

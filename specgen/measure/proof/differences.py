@@ -27,11 +27,12 @@ from specgen.measure.proof.rows import (
     movement,
     plain_rows,
 )
+from specgen.method.distribution import Distribution
 from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
 from specgen.system.arrays import Logits
 from specgen.testing.bugs import Bug
-from specgen.text.sampling import Distribution, Sampler
+from specgen.text.sampling import Sampler
 from specgen.text.tally import Tally
 from specgen.text.text_state import Shaper, TextState
 

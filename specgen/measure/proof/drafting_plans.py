@@ -98,10 +98,10 @@ class UpTo:
     n: int
     needs_confidence: bool = False
 
-    def keeps(self, confidences: abc.Sequence[float]) -> bool:
+    def wants_token(self, confidences: abc.Sequence[float]) -> bool:
         return len(confidences) <= self.n
 
-    def looks(self, confidences: abc.Sequence[float]) -> bool:
+    def wants_decode(self, confidences: abc.Sequence[float]) -> bool:
         return len(confidences) < self.n
 
     def cut(self, draft: Draft) -> Draft:

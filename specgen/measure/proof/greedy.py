@@ -18,15 +18,17 @@ from specgen.errors import PromptError
 from specgen.measure.proof.differences import Comparison, GreedyResult, PlainAnswer, Watch
 from specgen.measure.proof.drafting_plans import DraftingPlan, check_drafting, tokens_told
 from specgen.measure.proof.rows import batches_at_once_move
+from specgen.method.distribution import Distribution
 from specgen.method.loop import Loop
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
 from specgen.session.loaded_models import CONTEXT_STEP, Models
+from specgen.session.measurements import calibrate
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
 from specgen.system.arrays import Logits
 from specgen.testing.bugs import Bug
-from specgen.text.sampling import Distribution, Sampler
+from specgen.text.sampling import Sampler
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import Shaper, TextState
 
@@ -55,7 +57,7 @@ class PlainAnswers:
         key = prompt.tokens, min(n_ctx, n_most)
         if key in self._kept:
             return self._kept[key]
-        plain = DrafterFactory(loaded).sequence(prompt, n_ctx, None, 0, plain=True)
+        plain = DrafterFactory(loaded).sequence(prompt, n_ctx, (), 0, plain=True)
         row_bytes = 4 * loaded.target.vocabulary.n_tokens
         keeper = _Keeper(
             loaded.settings.sampler, plain.state, max(1, self._n_bytes_max // row_bytes)
@@ -156,6 +158,7 @@ class _Run:
         self._way = way
         self._bug = bug
         self._by_index: dict[int, _Asked] = {}
+        calibrate(loaded, interrupted)
         self.engine = Engine(
             loaded,
             n_parallel=n_at_once,

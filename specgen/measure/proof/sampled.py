@@ -38,7 +38,7 @@ from specgen.method.backend import Backend
 from specgen.method.loop import Loop
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.loaded_models import Models
-from specgen.session.measurements import measure_if_costs_decide
+from specgen.session.measurements import calibrate
 from specgen.session.prompts import Prompt
 from specgen.testing.bugs import Bug
 from specgen.text.text_state import RememberingShaper, Shaper
@@ -160,23 +160,22 @@ def check_sampled(
     """
     way = way or DraftingPlan(loaded.options.drafting)
     loaded.change_drafting(way.drafting)
+    calibrate(loaded)
     n_prompt = len(prompt.tokens)
     n_ctx = loaded.context_size(n_prompt + room(plan))
     with (
-        loaded.contexts(n_ctx) as (cache, draft_cache),
-        loaded.draft_contexts(n_ctx, helpers_only=True) as caches,
+        loaded.contexts(n_ctx) as (cache, caches),
     ):
-        measure_if_costs_decide(loaded, cache, draft_cache)
         target = _remembering(loaded, cache, prompt)
         drafts: list[Backend] = []
         remembering = [target]
-        reads_states = loaded.drafts.from_states is not None
-        for each in (draft_cache, *caches):
-            if each is not None and reads_states:  # its rows read states, and not the text alone
+        reads_states = loaded.draft is not None and loaded.draft.reads in ("all states", "cache")
+        for each in caches:
+            if reads_states:  # its rows read states, and not the text alone
                 drafts.append(each)
                 if isinstance(each, AssistantContext):
                     each.before_decode = target.hold
-            elif each is not None:
+            else:
                 remembering.append(_remembering(loaded, each, prompt))
                 drafts.append(remembering[-1])
 
@@ -189,9 +188,8 @@ def check_sampled(
         generation = DrafterFactory(loaded).sequence(
             prompt,
             n_ctx,
-            drafts[0] if drafts else None,
+            drafts,
             seed,
-            helpers=drafts[1:],
             make_shaper=RememberingShaper,
         )
         way.prepare(generation)
@@ -248,8 +246,10 @@ def _remembering(loaded: Models, cache: LlamaBackend, prompt: Prompt) -> MemoBac
     model = cache.model.path
     is_target = cache.model is loaded.target
     costs = loaded.costs.table(None if is_target else model, len(prompt.tokens))
-    hidden = is_target and loaded.drafts.heads is not None
-    all_rows = is_target and loaded.drafts.from_states is not None
+    hidden = is_target and loaded.draft is not None and loaded.draft.reads == "last states"
+    all_rows = (
+        is_target and loaded.draft is not None and loaded.draft.reads in ("all states", "cache")
+    )
     return MemoBackend(
         cache, n_bytes_max=_N_BYTES_MAX, costs=costs, hidden=hidden, all_rows=all_rows
     )

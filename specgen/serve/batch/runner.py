@@ -21,10 +21,10 @@ from specgen.serve.formats.chat_answer import Answer, completion_body
 from specgen.serve.formats.request import Request, check_tokens, with_call_form
 from specgen.session.engine import Engine
 from specgen.session.loaded_models import Models
-from specgen.session.measurements import fastest_parallel
-from specgen.session.prefix_cache import n_common
+from specgen.session.measurements import calibrate, fastest_parallel
 from specgen.session.prompts import Prompt, template_of
 from specgen.session.request import Request as EngineRequest
+from specgen.text.prefix import n_common
 
 #: Prompts are neighbours if they share this many tokens more than all prompts do: decoding these tokens only
 #: once is worth more than the order of the lines.
@@ -132,6 +132,7 @@ class Batch:
         yield self.tally
         if not tasks or interrupted():
             return
+        calibrate(self._loaded, interrupted)
         n_parallel = self._parallel or fastest_parallel(self._loaded, len(tasks), interrupted)
         with Engine.largest(
             self._loaded,

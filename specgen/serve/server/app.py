@@ -45,7 +45,7 @@ from specgen.serve.server.metrics import ServerMetrics
 from specgen.serve.server.model_pool import ModelPool, Place, ServedModel
 from specgen.serve.server.options import ServerOptions
 from specgen.system.arrays import Hidden
-from specgen.system.json_values import as_json
+from specgen.system.json_lines import as_json
 
 # Some machines map .js to plain text, and browsers do not run such a script.
 for _ending in (".js", ".mjs"):
@@ -342,7 +342,7 @@ class Server:
                         "max_tokens": loaded.options.generation.max_tokens,
                     },
                 },
-                "draft": loaded.drafts.name,
+                "draft": loaded.draft_name,
                 "kernels": loaded.target.kernels,
                 "chat_template": template or "",
                 "has_chat_template": template is not None,

@@ -10,7 +10,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Annotated, Protocol
+
+from pydantic import Field
 
 from specgen.method.backend import Backend
 from specgen.options import ContextOptions
@@ -37,10 +39,10 @@ _HOPELESS = 1.3
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """Threads for a single row, and for batches."""
+    """Threads for a single row, and for batches; llama.cpp has no room for more than 512."""
 
-    n_single: int
-    n_batch: int
+    n_single: Annotated[int, Field(strict=True, ge=1, le=512)]
+    n_batch: Annotated[int, Field(strict=True, ge=1, le=512)]
 
 
 @dataclass(frozen=True, slots=True)

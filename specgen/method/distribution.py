@@ -1,4 +1,4 @@
-"""A sparse distribution over tokens: the tokens that can be drawn, and their probabilities."""
+"""A sparse distribution over tokens: what the target or a draft says of the next one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ from functools import lru_cache
 
 import numpy as np
 
-from specgen.system.arrays import ProbArray, TokenArray
-from specgen.text.sampling.candidates import best
+from specgen.errors import BackendError
+from specgen.system.arrays import ProbArray, TokenArray, best
 
 #: The probabilities of a certain token, shared: greedy decoding makes such a distribution for each token.
 _ALL: ProbArray = np.ones(1)
 _ALL.flags.writeable = False
+
+
+class NoTokenAllowedError(BackendError):
+    """A grammar that allows no token at all."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the grammar allows no token here",
+            hint="a rule of the grammar cannot be completed with this model's tokens; change the grammar",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,12 @@ from specgen.method.policy import RoundPlan, RoundResult, draft_up_to
 from specgen.text.text_state import TextState
 
 
-class Drafters:
+class Cascade:
     """A drafter that costs nothing, one that decodes, or both, for one sequence.
 
     In each round `look_up` comes first: the proposal of `free` (n-grams) is known before the round is
-    planned. Then `propose` carries out the segments of the plan. Each drafter may go on after the other's
-    draft: the model reads the found tokens and drafts after them, or n-grams look up a continuation of the
-    text and the model's draft. Found tokens that were accepted stay in the model's cache.
+    planned. Then `propose` carries out the plan: it proposes what was found, or lets the model draft, after
+    which n-grams may look up a continuation of the text and its draft.
 
     With `merges`, n-gram tokens that differ from the model's become branches of its draft. This
     is only for drafts that are not drawn at random. With `state`, nothing is found that its grammar
@@ -38,9 +37,6 @@ class Drafters:
         self._state = state
         #: What the free drafter found in this round.
         self._found = NO_DRAFT
-        #: The tokens behind the text that the model was shown, and the text's length then.
-        self._shown: tuple[int, ...] = ()
-        self._n_text = 0
 
     @property
     def name(self) -> str:
@@ -55,7 +51,6 @@ class Drafters:
     def look_up(self, context: Sequence[int], n_max: int, n_drafted: int = 0) -> Draft:
         """Begin a round, and return what the free drafter finds to follow the text; at most `n_max` tokens.
         The last `n_drafted` tokens of `context` are drafted too."""
-        self._take_back(context)
         self._found = self._free_draft(context, n_max, n_drafted)
         return self._found
 
@@ -65,14 +60,8 @@ class Drafters:
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         """Draft as planned; see `Drafter.propose`. `look_up` was called for this round."""
-        found = plan.found
         if self.model is None or plan.n_max < 1:
-            return found
-        if len(found):
-            self._shown, self._n_text = found.tokens, len(context)
-            text = [*context, *found.tokens]
-            more = yield from self.model.propose(text, plan, n_drafted + len(found))
-            return found.followed_by(more)
+            return plan.found
         draft = yield from self.model.propose(context, plan, n_drafted)
         if not plan.extends or not len(draft):
             return draft
@@ -92,8 +81,7 @@ class Drafters:
         if self.free is not None:
             self.free.rewind(n_tokens)
         if self.model is not None:
-            self.model.rewind(min(n_tokens, self._n_text) if self._shown else n_tokens)
-        self._shown = ()
+            self.model.rewind(n_tokens)
 
     def _free_draft(self, context: Sequence[int], n_max: int, n_drafted: int = 0) -> Draft:
         if self.free is None or n_max < 1:
@@ -112,15 +100,25 @@ class Drafters:
         self.free.rewind(len(context))
         return draft.followed_by(more)
 
-    def _take_back(self, context: Sequence[int]) -> None:
-        """Let the model forget the tokens that it was shown and that did not become text."""
-        if not self._shown or self.model is None:
-            return
-        n_same = 0
-        for shown, token in zip(self._shown, context[self._n_text :], strict=False):
-            if shown != token:
-                break
-            n_same += 1
-        if n_same < len(self._shown):
-            self.model.rewind(self._n_text + n_same)
-        self._shown = ()
+
+class WrappedDrafter:
+    """Forwards every call to another drafter; subclasses override what differs."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def price(self, n_context: int) -> Price:
+        return self.inner.price(n_context)
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        return self.inner.propose(context, plan, n_drafted)
+
+    def observe(self, result: RoundResult) -> None:
+        self.inner.observe(result)
+
+    def rewind(self, n_tokens: int) -> None:
+        self.inner.rewind(n_tokens)
