@@ -104,7 +104,7 @@ class _FileGap:
     def write(self, middle: str) -> None:
         """Write the file with the middle in it, with the file's own line ends. Raise `OutputError`, also if
         the file changed meanwhile."""
-        from specgen.system.atomic_files import new_beside
+        from specgen.system.files import new_beside
 
         assert self.path is not None
         if "\r\n" in self.text:

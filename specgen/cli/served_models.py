@@ -19,7 +19,7 @@ from specgen.cli.output import Output
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
 from specgen.models import human_bytes
 from specgen.render.text import counted
-from specgen.system.toml_file import correct, read_toml
+from specgen.system.files import correct, read_toml
 
 if TYPE_CHECKING:
     from specgen.llama.embeddings import Embedder

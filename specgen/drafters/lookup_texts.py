@@ -15,7 +15,7 @@ import numpy as np
 from specgen.drafters.suffix_array import IntArray, SuffixArray
 from specgen.errors import UsageError
 from specgen.method.backend import Vocabulary
-from specgen.system.atomic_files import replace_bytes
+from specgen.system.files import replace_bytes
 
 #: Larger files in folders are left out: people hardly write such files.
 MAX_FILE_BYTES = 4 << 20

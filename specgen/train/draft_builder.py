@@ -21,7 +21,7 @@ from specgen.models.made_files import (
     pruned_file,
     text_folder,
 )
-from specgen.system.atomic_files import new_beside
+from specgen.system.files import new_beside
 from specgen.system.json_lines import write_errors
 from specgen.system.progress import Progress
 from specgen.train.training_loop import Budget, check_library

@@ -32,7 +32,7 @@ from specgen.options import ContextOptions
 from specgen.session.calibration.gain import Costs, expected_gain
 from specgen.session.measurements import target_costs
 from specgen.session.session import Session
-from specgen.system.atomic_files import new_beside
+from specgen.system.files import new_beside
 from specgen.system.json_lines import write_errors
 from specgen.train.target_text import TargetAnswer, TargetText
 from specgen.train.training_loop import Budget

@@ -130,10 +130,8 @@ def answering(
 ) -> Iterator[tuple[DrainingServer, threading.Thread, httpx.Client]]:
     """Answer requests with the models of a pool in a thread of this process, and give a client with the key."""
     keys = {"Authorization": f"Bearer {options.api_keys[0]}"} if options.api_keys else {}
-    with (
-        bound_socket(options.host, options.port, options.limits.client_s) as bound,
-        http_server(pool, options) as server,
-    ):
+    server = http_server(pool, options)
+    with bound_socket(options.host, options.port, options.limits.client_s) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         try:

@@ -28,7 +28,7 @@ from specgen.method.cost_table import CostTable
 from specgen.options import ContextOptions
 from specgen.session.calibration.threads import Threads
 from specgen.session.calibration.timing import MIN_SIZES
-from specgen.system.atomic_files import replace_text
+from specgen.system.files import replace_text
 
 #: Tables by how full the context is, in tokens: below 512, 1024, 2048, ...
 _SHALLOW = 512
