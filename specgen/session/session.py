@@ -88,7 +88,7 @@ class ModelCosts:
         return target if draft is None else target.with_name(f"{target.name}:{draft}")
 
 
-class Models:
+class Session:
     """A target and the models that draft for it, loaded once. Use it as a context manager.
 
     Opening it raises `ModelFileError`, `MemoryLimitError` or `PairError`. The weights stay loaded until it
@@ -140,7 +140,7 @@ class Models:
             self.change_draft(options.draft)
             on_error.pop_all()
 
-    def __enter__(self) -> Models:
+    def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *_: object) -> None:
