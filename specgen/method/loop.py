@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from specgen.drafters import Drafters
+from specgen.drafters.cascade import Cascade
 from specgen.errors import BackendError, SpecgenError
 from specgen.events import (
     DraftedEvent,
@@ -559,7 +559,7 @@ class _Drafted:
     #: What the free drafter found, and what the plan's drafters proposed.
     proposed: tuple[Draft, ...] = ()
     #: Those that carry out the plan; None if it drafts nothing.
-    drafters: Drafters | None = None
+    drafters: Cascade | None = None
     #: What is verified.
     draft: Draft = NO_DRAFT
     #: Seconds of the draft model's decodes, and of all drafting.

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from specgen.errors import ModelFileError
-from specgen.system.atomic_files import new_beside
+from specgen.system.files import new_beside
 from specgen.train.gguf_weights import (
     GgufWeights,
     Hyperparameters,

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters import SuffixDrafter, draft_alone
+from specgen.drafters.ngram import SuffixDrafter
 from specgen.errors import UsageError
 from specgen.llama import LlamaModel
+from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
 from specgen.session.prompts.infill import (
     ContextFile,
