@@ -49,7 +49,7 @@ from specgen.options import (
     VerifierName,
 )
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Sampler, argmax
 
@@ -112,7 +112,7 @@ def run(
 ) -> dict[str, object]:
     """Generate an answer to each prompt and count."""
     n_tokens = n_rounds = n_drafted = n_accepted = 0
-    with Models(options(arguments, temperature, verifier), time.perf_counter) as loaded:
+    with Session(options(arguments, temperature, verifier), time.perf_counter) as loaded:
         for prompt in prompts:
             found = answer(loaded, prompt)
             n_tokens += found.n_tokens
@@ -140,7 +140,7 @@ def measure(
     sampler = Sampler(chosen.sampler)
     sweep = {f"temperature x {t}": Sampler(at(chosen.sampler, t)) for t in RELATIVE_TEMPERATURES}
     sweep |= {f"top-k {k}": Sampler(replace(chosen.sampler, top_k=k)) for k in TOP_K}
-    with Models(chosen, time.perf_counter) as loaded:
+    with Session(chosen, time.perf_counter) as loaded:
         for number, prompt in enumerate(prompts):
             begun = begin(loaded, prompt)
             n_prompt = len(begun.tokens)

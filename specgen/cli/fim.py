@@ -18,9 +18,9 @@ from specgen.errors import OutputError, PromptError, UsageError
 
 if TYPE_CHECKING:
     from specgen.events import FinishedEvent
-    from specgen.session.loaded_models import Models
     from specgen.session.prompts import Prompt
     from specgen.session.prompts.infill import Gap
+    from specgen.session.session import Session
 
 #: FILE:LINE or FILE:LINE:COLUMN; a file's name may have colons too.
 LOCATION = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))?", re.DOTALL)
@@ -187,7 +187,7 @@ def _gap(found: _FileGap, context: list[tuple[str, str]]) -> Gap:
     )
 
 
-def _prompt(loaded: Models, gap: Gap) -> tuple[Prompt, str]:
+def _prompt(loaded: Session, gap: Gap) -> tuple[Prompt, str]:
     """Return the prompt for a gap, and a sentence about what is not read; empty if all of it is.
 
     Unless the user gave the size of the context, the prompt is as long as this machine reads in a few
@@ -214,7 +214,7 @@ def _prompt(loaded: Models, gap: Gap) -> tuple[Prompt, str]:
     return infill.prompt, left_out
 
 
-def _room(loaded: Models) -> int:
+def _room(loaded: Session) -> int:
     """Return the most tokens of the prompt. The far ends of a long file matter little, and take long to
     read. Raise `UsageError` if the middle needs the whole context."""
     n_ctx = loaded.usual_n_ctx

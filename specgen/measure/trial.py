@@ -40,8 +40,8 @@ from specgen.text.sequence import Sequence
 from specgen.text.tally import Tally
 
 if TYPE_CHECKING:
-    from specgen.session.loaded_models import Models
     from specgen.session.prompts import Prompt
+    from specgen.session.session import Session
 
 #: After each answer, the first `_N_OFTEN` sizes of batches are timed `_N_REPEATS` times, except a single
 #: row, which the answer itself times; the larger sizes are timed once.
@@ -154,7 +154,7 @@ def is_tie(one: DraftFigures, other: DraftFigures) -> bool:
 
 
 def measure_target(
-    loaded: Models,
+    loaded: Session,
     prompts: abc.Sequence[str],
     *,
     chat: bool | None = None,
@@ -204,7 +204,7 @@ def measure_target(
 
 
 def try_draft(
-    loaded: Models,
+    loaded: Session,
     baseline: Baseline,
     *,
     interrupted: Callable[[], bool] = lambda: False,
@@ -360,14 +360,14 @@ def agreeing_path(draft: Draft, tokens: abc.Sequence[int]) -> tuple[int, ...]:
     return tuple(path)
 
 
-def answered_prompt(loaded: Models, baseline: Baseline, answer: TargetAnswer) -> Prompt:
+def answered_prompt(loaded: Session, baseline: Baseline, answer: TargetAnswer) -> Prompt:
     """Return the prompt of an answer. Each draft needs a prompt of its own, since it contains the draft's
     tokens."""
     return loaded.prompts.of_text(answer.prompt, chat=baseline.chat, now=_NOW)
 
 
 def _fitting(
-    loaded: Models, texts: abc.Sequence[str], chat: bool | None
+    loaded: Session, texts: abc.Sequence[str], chat: bool | None
 ) -> tuple[list[tuple[str, Prompt]], tuple[int, ...]]:
     """Return the prompts that fit into the context, as they were given and as the models see them, and the
     numbers of the others. Raise `PromptError` if none fits."""

@@ -25,13 +25,13 @@ from specgen.method.loop import Loop
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, KeptAnswers
-from specgen.session.loaded_models import MAX_SEQUENCES, Models
 from specgen.session.measurements import calibrate
 from specgen.session.prefix_cache import PrefixCache, Slot
 from specgen.session.prompt_cache import CachedContext, PromptCache, why_no_prompt_cache
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
 from specgen.session.scheduler import Scheduler
+from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.system.json_lines import as_json
 from specgen.system.machine import LoadOfOthers
 from specgen.text.sequence import Sequence
@@ -43,7 +43,7 @@ class Engine:
 
     The contexts stay open: if a prompt shares a prefix with a text that is still in a cache, only the rest
     of it is decoded, by the target and by the draft model. A round of several answers is one batch of the
-    target. `n_ctx` is the number of tokens for one prompt and its answer, by default `Models.usual_n_ctx`.
+    target. `n_ctx` is the number of tokens for one prompt and its answer, by default `Session.usual_n_ctx`.
 
     `interrupted` is called between decodes. If it returns True, the unfinished answers end with the text
     that they have. `estimate_gain` allows a few
@@ -58,7 +58,7 @@ class Engine:
 
     def __init__(
         self,
-        models: Models,
+        models: Session,
         *,
         n_parallel: int = 1,
         n_ctx: int | None = None,
@@ -109,7 +109,7 @@ class Engine:
     @classmethod
     def largest(
         cls,
-        models: Models,
+        models: Session,
         n_parallel: int,
         n_ctx: int | None,
         *,
@@ -500,7 +500,7 @@ class Engine:
 
 
 def generate(
-    models: Models,
+    models: Session,
     prompt: Prompt,
     *,
     interrupted: Callable[[], bool] = lambda: False,

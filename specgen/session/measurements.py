@@ -12,8 +12,8 @@ from specgen.session.agreement import N_KNOWN, N_TOKENS, TEXT, Walk, read_states
 from specgen.session.calibration.gain import Costs, expected_gain
 from specgen.session.calibration.timing import MIN_SIZES, complete, is_measured, timed_batch_sizes
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.loaded_models import MAX_SEQUENCES, Models
 from specgen.session.prompts import Prompt, tokenize
+from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.system.machine import LoadOfOthers, is_busy
 from specgen.system.units import seconds_text
 from specgen.text.hidden_trail import StatesBackend
@@ -29,14 +29,14 @@ _AT_ONCE, _LEAST_GAIN = (1, 2, 4, 8, 16), 1.05
 _N_CTX, _N_SHORT = 512, 256
 
 
-def is_pair_measured(models: Models, draft: Key | None) -> bool:
+def is_pair_measured(models: Session, draft: Key | None) -> bool:
     """Return whether the costs of the target, up to the largest batch of a round, and of a draft model
     are known."""
     own = is_measured(models.costs.table(), models.n_rows_max)
     return own and (draft is None or is_measured(models.costs.table(draft)))
 
 
-def known_costs(models: Models, draft: Key) -> Costs | None:
+def known_costs(models: Session, draft: Key) -> Costs | None:
     """Return the costs of the target and of a draft model; None if they are not known, or only for one
     size of batches."""
     if not is_pair_measured(models, draft):
@@ -49,7 +49,7 @@ def known_costs(models: Models, draft: Key) -> Costs | None:
     return Costs(sizes, token_s) if len(sizes) > 1 else None
 
 
-def measure_costs(models: Models, draft: Path) -> Costs | None:
+def measure_costs(models: Session, draft: Path) -> Costs | None:
     """Return the costs of the target and of its draft model `draft`. Costs that are not known are measured.
     None if a round has no room for a draft. Raises `MemoryLimitError` if the contexts do not fit into
     memory, and `BackendError` if a decode fails."""
@@ -59,13 +59,13 @@ def measure_costs(models: Models, draft: Path) -> Costs | None:
     return known_costs(models, draft)
 
 
-def short_context(models: Models) -> int:
+def short_context(models: Session) -> int:
     """Return the size, in tokens, of a context in which only costs are measured."""
     n_train = models.target.n_ctx_train
     return min(_N_SHORT, n_train) if n_train > 0 else _N_SHORT
 
 
-def calibrate(models: Models, interrupted: Callable[[], bool] = lambda: False) -> str:
+def calibrate(models: Session, interrupted: Callable[[], bool] = lambda: False) -> str:
     """Measure what drafting costs here and how often the draft agrees with the target, if costs decide how much is
     drafted and this is not known, in short contexts of their own. Return a sentence that says so; empty if all
     was known. Raise what `measure_if_new` raises, and `MemoryLimitError`."""
@@ -82,7 +82,7 @@ def calibrate(models: Models, interrupted: Callable[[], bool] = lambda: False) -
 
 
 def measure_if_new(
-    models: Models,
+    models: Session,
     target: Backend,
     drafts: Sequence[Backend],
     interrupted: Callable[[], bool] = lambda: False,
@@ -111,7 +111,7 @@ def measure_if_new(
 
 
 def fastest_parallel(
-    models: Models, n_answers: int, interrupted: Callable[[], bool] = lambda: False
+    models: Session, n_answers: int, interrupted: Callable[[], bool] = lambda: False
 ) -> int:
     """Return the number of answers at once that gives most tokens per second, by the costs of the
     target's batches. Costs that are not known are measured now. Raise `MemoryLimitError`."""
@@ -129,7 +129,7 @@ def fastest_parallel(
     return best
 
 
-def target_costs(models: Models, interrupted: Callable[[], bool] = lambda: False) -> CostTable:
+def target_costs(models: Session, interrupted: Callable[[], bool] = lambda: False) -> CostTable:
     """Return the costs of the target. If they are not known, they are measured now. Raise
     `MemoryLimitError`, and `KeyboardInterrupt` if interrupted."""
     if not is_measured(models.costs.table()):
@@ -139,7 +139,7 @@ def target_costs(models: Models, interrupted: Callable[[], bool] = lambda: False
 
 
 def tokens_read_in(
-    models: Models, seconds: float, interrupted: Callable[[], bool] = lambda: False
+    models: Session, seconds: float, interrupted: Callable[[], bool] = lambda: False
 ) -> int:
     """Return how many tokens of a prompt the target reads in `seconds`, by its costs. Raise what
     `target_costs` raises."""
@@ -148,7 +148,7 @@ def tokens_read_in(
     return int(seconds * n_rows / table.seconds(n_rows))
 
 
-def agreement_walk(models: Models, prompt: Prompt, drafts: Sequence[Backend]) -> Walk:
+def agreement_walk(models: Session, prompt: Prompt, drafts: Sequence[Backend]) -> Walk:
     """Return a `Walk` of the draft, in empty contexts, through a text that starts with `prompt`. It
     counts how often the draft agrees with the target. The most likely tokens are compared, whatever the
     user's samplers are."""
@@ -165,7 +165,7 @@ def read_for(draft: Backend, target: Backend, tokens: Sequence[int]) -> None:
         read_states(target, tokens, draft.trails[0])
 
 
-def _wants_agreement(models: Models) -> bool:
+def _wants_agreement(models: Session) -> bool:
     """Return whether the draft's agreement with the target is to be measured: it is not known, and the draft would
     pay if it always agreed."""
     draft, acceptance = models.draft, DrafterFactory(models).acceptance()
@@ -179,7 +179,7 @@ def _wants_agreement(models: Models) -> bool:
 
 
 def _sample_agreement(
-    models: Models,
+    models: Session,
     target: Backend,
     drafts: Sequence[Backend],
     interrupted: Callable[[], bool],

@@ -15,7 +15,7 @@ from specgen.errors import OutputError, SpecgenError, UsageError
 from specgen.llama import default_threads
 from specgen.session.engine import Engine
 from specgen.session.kept_answers import last_number, learnt_weights, read_learnt
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.train.online_learning import GO, PAUSE, Lesson
 from specgen.train.training_loop import check_library
 
@@ -38,7 +38,7 @@ class Learner:
     `tell` gets a sentence for each change.
     """
 
-    def __init__(self, loaded: Models, engine: Engine, tell: Callable[[str], None]) -> None:
+    def __init__(self, loaded: Session, engine: Engine, tell: Callable[[str], None]) -> None:
         self._loaded, self._engine, self._tell = loaded, engine, tell
         self._child: subprocess.Popen[bytes] | None = None
         #: The pipes of the process, and the file of its standard error.

@@ -28,7 +28,7 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.text.hidden_trail import LastHidden
 from tests.helpers.common import EXACT
 from tests.helpers.heads import make_heads, opened, prompts, trained, written
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(
     folder: Path, draft: Path | None = None, *, target: str = "t.gguf", grammar: str | None = None
-) -> Models:
+) -> Session:
     options = SessionOptions(
         target=folder / target,
         draft=draft or folder / "heads.gguf",
@@ -59,7 +59,7 @@ def loaded(
         target_context=EXACT,
         draft_context=EXACT,
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
 # --- what they compute --------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_nothing_drafts_for_heads(folder: Path) -> None:
         target=folder / "t.gguf", draft=folder / "heads.gguf", helpers=("ngram",)
     )
     with pytest.raises(UsageError, match="takes no draft of its own"):
-        Models(options, time.perf_counter)
+        Session(options, time.perf_counter)
 
 
 # --- drafting -----------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from specgen.options import (
     VerifierName,
 )
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import Shaper, TextState
@@ -715,7 +715,7 @@ def test_long_forced_runs_on_tiny_models(tmp_path: Path, architecture: Architect
         sampler = SamplerOptions(temperature=temperature, top_p=1.0, min_p=0.0, seed=4)
         for draft in ("none", "ngram", tmp_path / "draft.gguf"):
             changed = replace(options, sampler=sampler, draft=draft)
-            with Models(changed, time.perf_counter) as loaded:
+            with Session(changed, time.perf_counter) as loaded:
                 texts[str(draft)] = list(generate(loaded, loaded.prompts.of_text("a", chat=False)))[
                     -1
                 ]  # type: ignore[assignment]

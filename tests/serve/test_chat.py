@@ -22,8 +22,8 @@ from specgen.serve.chat.conversation import (
     save_conversation,
 )
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
 from specgen.session.prompts.template import Message
+from specgen.session.session import Session
 from specgen.session.thoughts import ThoughtReader, is_thinking, thought_of
 from specgen.system.json_lines import to_line
 from tests.helpers.common import NOW
@@ -260,7 +260,7 @@ def test_neither_target_nor_draft_reads_again_what_was_said(models: Path, draft:
         generation=GenerationOptions(max_tokens=40),
         drafting=DraftOptions(policy="fixed", max_tokens=4, ngram_min=1),
     )
-    with Models(options, time.perf_counter) as loaded, Engine(loaded, n_ctx=2048) as engine:
+    with Session(options, time.perf_counter) as loaded, Engine(loaded, n_ctx=2048) as engine:
         talk = Chat(loaded, engine, Conversation(), now=NOW)
         (backend,) = engine.drafts
         for turn in range(6):

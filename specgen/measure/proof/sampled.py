@@ -37,9 +37,9 @@ from specgen.measure.proof.statistics import (
 from specgen.method.backend import Backend
 from specgen.method.loop import Loop
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.loaded_models import Models
 from specgen.session.measurements import calibrate
 from specgen.session.prompts import Prompt
+from specgen.session.session import Session
 from specgen.testing.bugs import Bug
 from specgen.text.text_state import RememberingShaper, Shaper
 
@@ -139,7 +139,7 @@ def room(plan: SampledPlan) -> int:
 
 
 def check_sampled(
-    loaded: Models,
+    loaded: Session,
     prompt: Prompt,
     plan: SampledPlan,
     *,
@@ -241,7 +241,7 @@ def check_sampled(
         )
 
 
-def _remembering(loaded: Models, cache: LlamaBackend, prompt: Prompt) -> MemoBackend:
+def _remembering(loaded: Session, cache: LlamaBackend, prompt: Prompt) -> MemoBackend:
     """Wrap a model's cache in a memory whose remembered decodes count with their measured time."""
     model = cache.model.path
     is_target = cache.model is loaded.target
@@ -291,7 +291,7 @@ def _test(
 
 
 def _compare_rows(
-    loaded: Models,
+    loaded: Session,
     n_ctx: int,
     target: MemoBackend,
     prompt: Sequence[int],
