@@ -28,7 +28,6 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
-from specgen.session import loaded_models
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from tests.helpers.common import NOW
@@ -308,7 +307,7 @@ def test_the_models_own_template_writes_the_prompt(models: Path) -> None:
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that llama.cpp loads, each after the name of the thread."""
-    monkeypatch.setattr(loaded_models, "LEAST_AHEAD", 0)
+    monkeypatch.setattr("specgen.session.session.LEAST_AHEAD", 0)
     found: list[str] = []
     load = llama_cpp.llama_model_load_from_file
 
