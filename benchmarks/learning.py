@@ -43,9 +43,9 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
 from specgen.session.files import find_target
 from specgen.session.kept_answers import last_number
-from specgen.session.loaded_models import Models
 from specgen.session.open import open_memory
-from specgen.system.json_values import as_json
+from specgen.session.session import Session
+from specgen.system.json_lines import as_json
 from specgen.system.machine import look_at_machine
 from specgen.train.online_learning import Lesson, learn
 from specgen.train.training_loop import Budget
@@ -83,7 +83,7 @@ def prompts() -> list[str]:
 def opened(options: SessionOptions) -> Iterator[Engine]:
     """An engine with a session, and a memory of its own."""
     with (
-        Models(options, time.perf_counter, open_memory()) as loaded,
+        Session(options, time.perf_counter, open_memory()) as loaded,
         Engine(loaded, estimate_gain=False, n_ctx=2048) as engine,
     ):
         yield engine
@@ -230,7 +230,7 @@ def _answer_and_learn(
     first = len(lessons) * N_BLOCK
     if last_number(folder) == first:
         with (
-            Models(kept, time.perf_counter, open_memory()) as loaded,
+            Session(kept, time.perf_counter, open_memory()) as loaded,
             Engine(loaded, n_parallel=N_BLOCK, n_ctx=1024) as engine,
         ):
             engine.answers(asked[first : first + N_BLOCK])
@@ -273,7 +273,7 @@ def _replay(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, 
     plain = replace(arms["without"], draft="none")
     n_ctx = 1024
     with (
-        Models(plain, time.perf_counter) as loaded,
+        Session(plain, time.perf_counter) as loaded,
         Engine(loaded, n_parallel=len(asked), n_ctx=n_ctx) as engine,
     ):
         asked_for = [engine.insert(prompt) for prompt in asked]
@@ -286,14 +286,14 @@ def _replay(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, 
     found: dict[str, list[Replay]] = {}
     for arm, options in arms.items():
         with (
-            Models(options, time.perf_counter, vocabulary_only=True) as loaded,
+            Session(options, time.perf_counter, vocabulary_only=True) as loaded,
             loaded.draft_contexts(n_ctx) as (context,),
         ):
             found[arm] = []
             for answer in answers:
                 context.remove(0)
                 begun = answered_prompt(loaded, baseline, answer)
-                generation = DrafterFactory(loaded).sequence(begun, n_ctx, context, 0)
+                generation = DrafterFactory(loaded).sequence(begun, n_ctx, (context,), 0)
                 found[arm].append(replay(generation, answer, baseline, loaded.clock))
     return {
         "figures": compared(found),

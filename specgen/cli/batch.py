@@ -23,7 +23,7 @@ from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
 from specgen.options import SessionOptions
-from specgen.system.json_values import as_json
+from specgen.system.json_lines import as_json
 
 if TYPE_CHECKING:
     from specgen.serve.batch.lines import Line

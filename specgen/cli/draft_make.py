@@ -35,7 +35,7 @@ from specgen.train.draft_builder import (
 if TYPE_CHECKING:
     from specgen.cli.process import Interrupt
     from specgen.measure.search import Search
-    from specgen.session.loaded_models import Models
+    from specgen.session.session import Session
     from specgen.system.progress import Progress
 
 _TEXT = {
@@ -250,7 +250,7 @@ def _prompts(file: Path | None) -> list[str]:
 
 
 def _builder(
-    loaded: Models, text: TextOptions, progress: Progress, stop: Interrupt, output: Output
+    loaded: Session, text: TextOptions, progress: Progress, stop: Interrupt, output: Output
 ) -> DraftBuilder:
 
     return DraftBuilder(

@@ -18,9 +18,9 @@ from specgen.errors import OutputError, PromptError, UsageError
 
 if TYPE_CHECKING:
     from specgen.events import FinishedEvent
-    from specgen.session.loaded_models import Models
     from specgen.session.prompts import Prompt
     from specgen.session.prompts.infill import Gap
+    from specgen.session.session import Session
 
 #: FILE:LINE or FILE:LINE:COLUMN; a file's name may have colons too.
 LOCATION = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))?", re.DOTALL)
@@ -104,7 +104,7 @@ class _FileGap:
     def write(self, middle: str) -> None:
         """Write the file with the middle in it, with the file's own line ends. Raise `OutputError`, also if
         the file changed meanwhile."""
-        from specgen.system.atomic_files import new_beside
+        from specgen.system.files import new_beside
 
         assert self.path is not None
         if "\r\n" in self.text:
@@ -187,7 +187,7 @@ def _gap(found: _FileGap, context: list[tuple[str, str]]) -> Gap:
     )
 
 
-def _prompt(loaded: Models, gap: Gap) -> tuple[Prompt, str]:
+def _prompt(loaded: Session, gap: Gap) -> tuple[Prompt, str]:
     """Return the prompt for a gap, and a sentence about what is not read; empty if all of it is.
 
     Unless the user gave the size of the context, the prompt is as long as this machine reads in a few
@@ -197,7 +197,7 @@ def _prompt(loaded: Models, gap: Gap) -> tuple[Prompt, str]:
     from specgen.session.prompts.infill import infill_prompt
 
     n_room = _room(loaded)
-    infill = infill_prompt(loaded.target, loaded.drafts.own_vocabulary, gap, n_room)
+    infill = infill_prompt(loaded.target, loaded.own_vocabulary, gap, n_room)
     why = f"the context has room for {n_room} tokens of text (raise -c)"
     n_all = len(infill.prompt.tokens)
     if loaded.options.target_context.n_ctx is None and n_all > _LEAST_READ:
@@ -205,7 +205,7 @@ def _prompt(loaded: Models, gap: Gap) -> tuple[Prompt, str]:
             n_fast = tokens_read_in(loaded, _READING_S, stop)
         n_fast = max(_LEAST_READ, n_fast // _LEAST_READ * _LEAST_READ)
         if n_fast < n_all:
-            infill = infill_prompt(loaded.target, loaded.drafts.own_vocabulary, gap, n_fast)
+            infill = infill_prompt(loaded.target, loaded.own_vocabulary, gap, n_fast)
             why = (
                 f"this machine reads {n_fast} tokens in about {_READING_S:.0f} s "
                 f"(-c {loaded.usual_n_ctx} reads more)"
@@ -214,7 +214,7 @@ def _prompt(loaded: Models, gap: Gap) -> tuple[Prompt, str]:
     return infill.prompt, left_out
 
 
-def _room(loaded: Models) -> int:
+def _room(loaded: Session) -> int:
     """Return the most tokens of the prompt. The far ends of a long file matter little, and take long to
     read. Raise `UsageError` if the middle needs the whole context."""
     n_ctx = loaded.usual_n_ctx

@@ -19,8 +19,8 @@ from specgen.options import GenerationOptions, Show, option
 if TYPE_CHECKING:
     from specgen.events import FinishedEvent
     from specgen.render.streams import Renderer
-    from specgen.session.loaded_models import Models
     from specgen.session.prompts import Prompt
+    from specgen.session.session import Session
     from specgen.system.progress import Progress
 
 
@@ -107,7 +107,7 @@ class Output:
 
 
 def show_answer(
-    loaded: Models,
+    loaded: Session,
     prompt: Prompt,
     output: Output,
     on_finished: Callable[[FinishedEvent], None] = lambda _finished: None,

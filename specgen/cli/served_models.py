@@ -19,7 +19,7 @@ from specgen.cli.output import Output
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
 from specgen.models import human_bytes
 from specgen.render.text import counted
-from specgen.system.toml_file import correct, read_toml
+from specgen.system.files import correct, read_toml
 
 if TYPE_CHECKING:
     from specgen.llama.embeddings import Embedder
@@ -177,7 +177,7 @@ class ModelLoader:
             engine.notify(news)
             output.note(
                 f"{counted(engine.n_parallel, 'answer')} at once, contexts of {engine.n_ctx} tokens; "
-                f"draft: {loaded.drafts.name}"
+                f"draft: {loaded.draft_name}"
             )
             for notice in engine.take_notices():
                 output.note(notice)

@@ -22,7 +22,7 @@ from specgen.errors import BackendError, UsageError, WorkerLostError
 from specgen.llama.library import device_of, forget_log, ggml, last_error, llama_cpp, native_devices
 from specgen.options import Workers
 from specgen.system.llama_build import LIBRARY, REINSTALL, version_of
-from specgen.system.process_end import leave_running
+from specgen.system.processes import leave_running
 from specgen.system.worker_probe import lost_among
 
 _BUILD_HINT = (

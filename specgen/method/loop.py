@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from specgen.drafters import Drafters
+from specgen.drafters.cascade import Cascade
 from specgen.errors import BackendError, SpecgenError
 from specgen.events import (
     DraftedEvent,
@@ -29,6 +29,7 @@ from specgen.events import (
 )
 from specgen.method.backend import Backend, Batch, HiddenBackend
 from specgen.method.cost_table import CostTable, Others
+from specgen.method.distribution import Distribution, NoTokenAllowedError
 from specgen.method.draft import NO_DRAFT, ROOT, Draft, keep_path, pack
 from specgen.method.drafter import propose_together, refuse_nonsense
 from specgen.method.policy import Reason, RoundPlan, RoundResult
@@ -41,7 +42,6 @@ from specgen.method.round_events import (
 )
 from specgen.method.verify import Verdict
 from specgen.system.arrays import Hidden, Logits
-from specgen.text.sampling import Distribution, NoTokenAllowedError
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import TextState
 
@@ -559,7 +559,7 @@ class _Drafted:
     #: What the free drafter found, and what the plan's drafters proposed.
     proposed: tuple[Draft, ...] = ()
     #: Those that carry out the plan; None if it drafts nothing.
-    drafters: Drafters | None = None
+    drafters: Cascade | None = None
     #: What is verified.
     draft: Draft = NO_DRAFT
     #: Seconds of the draft model's decodes, and of all drafting.

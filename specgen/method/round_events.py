@@ -10,7 +10,7 @@ from specgen.method.draft import ROOT, Draft
 from specgen.method.policy import Reason
 from specgen.method.verify import Verdict
 from specgen.system.arrays import Logits
-from specgen.text.sampling.distribution import log_probabilities, most_likely
+from specgen.text.sampling.rows import log_probabilities, most_likely
 from specgen.text.sequence import Sequence
 
 

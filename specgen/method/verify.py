@@ -13,10 +13,10 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from specgen.method.distribution import Distribution
 from specgen.method.draft import ROOT, Draft
 from specgen.options import VerifierName
 from specgen.system.arrays import ProbArray
-from specgen.text.sampling import Distribution
 
 #: Steps of the bisection for SpecTr's rho: as many as a float's precision allows.
 _N_HALVINGS = 50

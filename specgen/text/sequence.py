@@ -7,8 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from specgen.drafters import Drafters
-from specgen.drafters.hidden_trail import TargetStates
+from specgen.drafters.cascade import Cascade
 from specgen.errors import SpecgenError
 from specgen.events import FinishedEvent, FinishReason
 from specgen.method.backend import Vocabulary
@@ -17,6 +16,7 @@ from specgen.method.draft import Branches
 from specgen.method.policy import Offer, Policy
 from specgen.method.verify import Verifier
 from specgen.options import GenerationOptions
+from specgen.text.hidden_trail import TargetStates
 from specgen.text.tally import Tally
 from specgen.text.text_state import Shaper, TextState, TextStream
 
@@ -37,7 +37,7 @@ class Sequence:
     vocabulary: Vocabulary
     options: GenerationOptions
     n_ctx: int
-    drafters: Drafters | None
+    drafters: Cascade | None
     policy: Policy
     verifier: Verifier
     #: The target's samplers over `state`.

@@ -42,7 +42,7 @@ from specgen.session.kept_answers import (
     read_state,
     write_learnt,
 )
-from specgen.system.atomic_files import NEW, new_beside
+from specgen.system.files import NEW, new_beside
 from specgen.system.json_lines import locked, write_errors
 from specgen.train.distillation import check_memory, train_scales
 from specgen.train.gguf_weights import read_weights, write_weights

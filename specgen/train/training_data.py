@@ -14,11 +14,11 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from specgen.drafters.pairing import check_pair
 from specgen.drafters.translated import Translation
 from specgen.errors import PairError
 from specgen.llama import LlamaModel
 from specgen.session.kept_answers import KeptAnswer
-from specgen.session.pairing import check_pair
 from specgen.session.prompts import Prompts
 from specgen.train.target_text import N_TOP, TargetText
 

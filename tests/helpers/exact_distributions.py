@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from specgen.method.distribution import Distribution
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Distribution, Sampler
+from specgen.text.sampling import Sampler
 
 
 def distribution(logits: Logits, options: SamplerOptions) -> Distribution:

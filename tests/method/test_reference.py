@@ -23,7 +23,7 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from tests.helpers.common import EXACT
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -139,7 +139,7 @@ def test_draws_fit_the_reference(
     )
     counted: collections.Counter[tuple[int, ...]] = collections.Counter()
     n_accepted = 0
-    with Models(options, time.perf_counter) as loaded:
+    with Session(options, time.perf_counter) as loaded:
         begun = loaded.prompts.of_tokens(prompt)
         with Engine(loaded, n_parallel=8, n_ctx=128) as engine:
             for start in range(0, N_DRAWS, N_AT_ONCE):

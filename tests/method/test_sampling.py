@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from specgen.errors import BackendError
+from specgen.method.distribution import Distribution
 from specgen.options import (
     DEFAULT_SAMPLERS,
     SamplerName,
@@ -18,9 +19,9 @@ from specgen.options import (
     parse_sampler_letters,
     parse_samplers,
 )
-from specgen.system.arrays import Logits, TokenArray
-from specgen.text.sampling import Distribution, Sampler, argmax, top_probability
-from specgen.text.sampling.distribution import best, most_likely
+from specgen.system.arrays import Logits, TokenArray, best
+from specgen.text.sampling import Sampler, argmax, top_probability
+from specgen.text.sampling.rows import most_likely
 from tests.helpers.exact_distributions import distribution
 
 #: Few distinct values make ties likely.

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from specgen.method.distribution import NoTokenAllowedError
 from specgen.options import DEFAULT_SAMPLERS, SamplerOptions
 from specgen.system.arrays import BoolArray, Logits, TokenArray
-from specgen.text.sampling import NoTokenAllowedError, Sampler
+from specgen.text.sampling import Sampler
 from tests.method.test_sampling import HISTORIES, chains, rows
 
 

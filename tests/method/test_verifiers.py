@@ -18,8 +18,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from specgen.drafters import Drafter, Drafting, SuffixDrafter, ready
+from specgen.drafters.ngram import SuffixDrafter
+from specgen.method.distribution import Distribution
 from specgen.method.draft import Draft
+from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.loop import Loop
 from specgen.method.policy import Policy, RoundPlan
 from specgen.method.verify import (
@@ -30,7 +32,6 @@ from specgen.method.verify import (
     Verifier,
 )
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
-from specgen.text.sampling import Distribution
 from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import (

@@ -26,9 +26,9 @@ from specgen.llama.kernels.attached import ask_before_loading, attach, attached,
 from specgen.llama.kernels.trial import Skeleton, skeleton_of
 from specgen.llama.library import build
 from specgen.options import KernelChoice
-from specgen.system.atomic_files import KeptResults
-from specgen.system.child_process import ChildDiedError, ChildError, ask_child_again
+from specgen.system.files import KeptResults
 from specgen.system.machine import cpuinfo
+from specgen.system.processes import ChildDiedError, ChildError, ask_child_again
 
 #: The environment variable with the choice of kernels, if no option gives one.
 VARIABLE = "SPECGEN_KERNELS"

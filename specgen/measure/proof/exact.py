@@ -10,8 +10,8 @@ import numpy.typing as npt
 from specgen.measure.proof.memo_backend import MemoBackend
 from specgen.measure.proof.rows import decode
 from specgen.measure.proof.statistics import Cells
+from specgen.method.distribution import Distribution
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Distribution
 from specgen.text.text_state import Shaper, TextState
 
 #: Prefixes that are less likely than this are not extended, because each extension costs a decode.

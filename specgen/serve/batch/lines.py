@@ -14,7 +14,7 @@ from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.chat_request import read_request
 from specgen.serve.formats.fields import BodyError, shown
 from specgen.serve.formats.request import Kind, Request
-from specgen.system.json_values import json_reason
+from specgen.system.json_lines import json_reason
 
 _URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 #: The fields of a line in OpenAI's form; only such lines have a `body`.

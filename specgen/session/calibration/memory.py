@@ -9,15 +9,14 @@ wins.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from specgen.method.acceptance import (
     N_BINS,
@@ -27,28 +26,38 @@ from specgen.method.acceptance import (
 )
 from specgen.method.cost_table import CostTable
 from specgen.options import ContextOptions
-from specgen.session.calibration.threads import Threads
 from specgen.session.calibration.timing import MIN_SIZES
-from specgen.system.arrays import ProbArray
-from specgen.system.atomic_files import replace_text
+from specgen.system.files import replace_text
 
 #: Tables by how full the context is, in tokens: below 512, 1024, 2048, ...
 _SHALLOW = 512
 _N_DEPTHS = 22
 #: The number of entries of each kind that are kept, the latest ones.
 _N_KEPT = 256
-
-#: The numbers of texts at once for which a drafter's gains are kept separately.
-_AT_ONCE = tuple(str(2**n) for n in range(1, 9))
-#: llama.cpp has no room for more threads, so larger numbers in the file make no sense.
-_MAX_THREADS = 512
-
+#: How many further processes use costs that were measured on a busy machine, before they are measured again.
+_N_REUSED = 3
 _COSTS, _CHANCES, _THREADS = "costs", "chances", "threads"
-#: By the first key of a model's tables: how often in succession its costs were measured on a busy
-#: machine (`n`), and how many further processes use the last of these costs (`left`).
+#: By the first key of a model's tables: how many processes may still use its costs of a busy machine.
 _BUSY = "busy"
-#: The most processes that use costs of a busy machine before they are measured again.
-_MOST_REUSED = 63
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """Threads for a single row, and for batches; llama.cpp has no room for more than 512."""
+
+    n_single: Annotated[int, Field(strict=True, ge=1, le=512)]
+    n_batch: Annotated[int, Field(strict=True, ge=1, le=512)]
+
+
+def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOptions:
+    """Return the options, with the measured numbers of threads where the options name none. A number
+    that the user names is meant for batches too."""
+    if threads is None or context.n_threads is not None:
+        return context
+    n_batch = context.n_threads_batch or threads.n_batch
+    return replace(context, n_threads=threads.n_single, n_threads_batch=n_batch)
 
 
 class Memory:
@@ -68,27 +77,25 @@ class Memory:
         self._threads: dict[str, Threads] = {}
         #: Keys of tables that are to be removed from the file.
         self._forgotten: set[str] = set()
-        #: By the first of them, the keys of tables that were measured on a busy machine.
-        self._passing: dict[str, list[str]] = {}
-        #: First keys of tables in use that an earlier process measured on a busy machine.
+        #: First keys of tables that this process measured on a busy machine, and that an earlier one did.
+        self._busy: set[str] = set()
         self._reused: set[str] = set()
-        #: The counts of `_BUSY` that this process changed.
-        self._counted: dict[str, tuple[int, int]] = {}
 
     def costs(self, model: Path, context: ContextOptions, n_past: int, n_threads: int) -> CostTable:
         """Return the cost table of a model's decodes in contexts with these options and about `n_past`
         tokens; empty if nothing is known. What the table learns is kept. `n_threads` is the number of
         threads if the options name none."""
-        depth = _depth(n_past)
+        depth = min(max(0, n_past // _SHALLOW).bit_length(), _N_DEPTHS - 1)
         keys = self._cost_keys(model, context, n_threads)
         if keys[0] in self._known[_BUSY] and keys[0] not in self._reused:
             self._reused.add(keys[0])
-            if _busy_counts(self._known[_BUSY][keys[0]])[1] == 0:  # measure again
+            if self._n_reuses(keys[0]) == 0:  # measure again
                 for key in keys:
                     self._known[_COSTS].pop(key, None)
-        if keys[depth] not in self._tables:
-            self._tables[keys[depth]] = CostTable(self._kept_seconds(keys, depth))
-        table = self._tables[keys[depth]]
+        table = self._tables.get(keys[depth])
+        if table is None:
+            known = self._table(keys[depth]) or next(self._nearest(keys, depth), CostTable())
+            table = self._tables[keys[depth]] = CostTable(known.known)
         if depth:
             self._extend(table, keys, depth)
         return table
@@ -100,20 +107,18 @@ class Memory:
             self._tables.pop(key, None)
             self._known[_COSTS].pop(key, None)
             self._forgotten.add(key)
-            self._passing.pop(key, None)
+            self._busy.discard(key)
 
-    def keep_no_costs(self, model: Path, context: ContextOptions, n_threads: int) -> None:
-        """Do not keep the present costs of a model's decodes in such contexts, so that the next process
-        measures them again: the machine had other work to do. If it had so the last n times too, the next
-        2^n - 1 processes use these costs: on a machine that is always busy, few processes measure."""
-        keys = self._cost_keys(model, context, n_threads)
-        self._passing[keys[0]] = keys
+    def keep_briefly(self, model: Path, context: ContextOptions, n_threads: int) -> None:
+        """Let only the next few processes use the present costs of a model's decodes in such contexts: the machine
+        had other work to do. On a machine that is always busy, not each process measures."""
+        self._busy.add(self._cost_keys(model, context, n_threads)[0])
 
     def threads(self, model: Path, context: ContextOptions) -> Threads | None:
         """Return the numbers of threads with which a model is fastest; None if they were not
         measured."""
         key = self._model_key(model, context)
-        return self._threads.get(key) or _kept_threads(self._known[_THREADS].get(key))
+        return self._threads.get(key) or _valid(_THREAD_COUNTS, self._known[_THREADS].get(key))
 
     def keep_threads(self, model: Path, context: ContextOptions, threads: Threads) -> None:
         """Store the numbers of threads for a model."""
@@ -126,9 +131,12 @@ class Memory:
         key = _key({"target": _identity(target), "draft": name, "mode": mode})
         if key not in self._acceptance:
             kept = self._known[_CHANCES].get(key, {})
+            entries = kept.items() if isinstance(kept, dict) else ()
+            found = {origin: _valid(_COUNTS, entry) for origin, entry in entries}
             self._acceptance[key] = {
-                origin: AcceptanceRates(origin, counts)
-                for origin, counts in _all_counts(kept).items()
+                origin: AcceptanceRates(origin, counts.to_counts())
+                for origin, counts in found.items()
+                if counts is not None
             }
         return self._acceptance[key]
 
@@ -143,92 +151,87 @@ class Memory:
         if self._file is None:
             return
         document = _read(self._file)
-        passing = self._count_busy(document[_BUSY])
-        for key in self._forgotten | passing:
+        self._count_busy(document[_BUSY])
+        for key in self._forgotten:
             document[_COSTS].pop(key, None)
         for key, table in self._tables.items():
-            if table and key not in passing:
-                document[_COSTS].pop(key, None)
-                document[_COSTS][key] = {str(n): round(s, 7) for n, s in table.known.items()}
+            if table:
+                _move_last(document[_COSTS], key, {n: round(s, 7) for n, s in table.known.items()})
         for key, by_origin in self._acceptance.items():
-            counted = {o: _to_json(c.counts) for o, c in by_origin.items() if c.n_judged}
+            counted = {
+                origin: _Counts.of(rates.counts).model_dump(exclude_defaults=True)
+                for origin, rates in by_origin.items()
+                if rates.n_judged
+            }
             if counted:
-                document[_CHANCES].pop(key, None)
-                document[_CHANCES][key] = counted
+                _move_last(document[_CHANCES], key, counted)
         for key, threads in self._threads.items():
-            document[_THREADS].pop(key, None)
-            document[_THREADS][key] = dataclasses.asdict(threads)
+            _move_last(document[_THREADS], key, asdict(threads))
         for kind, entries in document.items():
             document[kind] = dict(list(entries.items())[-_N_KEPT:])
         self._file.parent.mkdir(parents=True, exist_ok=True)
         replace_text(self._file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
-    def _count_busy(self, counts: dict[str, Any]) -> set[str]:
-        """Count this process's measurements on a busy machine in `counts`, and its use of earlier ones, each
-        once; return the keys of the tables that are not kept."""
-        for first in (self._passing.keys() | self._reused) - self._counted.keys():
-            n, left = _busy_counts(counts.get(first))
-            if first in self._passing:
-                left, n = min(2**n - 1, _MOST_REUSED), min(n + 1, _MOST_REUSED)
-            elif left and first not in self._forgotten:
-                left -= 1
-            elif len(self._tables.get(first, CostTable()).known) >= MIN_SIZES:
-                n = left = 0  # measured anew, on an idle machine
-            self._counted[first] = n, left
-        for first, (n, left) in self._counted.items():
-            counts.pop(first, None)
-            if n:
-                counts[first] = {"n": n, "left": left}
-        once = (keys for first, keys in self._passing.items() if self._counted[first] == (1, 0))
-        return set(itertools.chain.from_iterable(once))
+    def _count_busy(self, left: dict[str, Any]) -> None:
+        """Count in the file this process's measurements on a busy machine, and its use of earlier ones."""
+        for key in self._reused - self._busy:
+            n_left = self._n_reuses(key)
+            if n_left and key not in self._forgotten:
+                left[key] = n_left - 1
+            elif len(self._tables.get(key, CostTable()).known) >= MIN_SIZES:  # measured anew
+                left.pop(key, None)
+        for key in self._busy:
+            _move_last(left, key, _N_REUSED)
 
-    def _kept_seconds(self, keys: Sequence[str], depth: int) -> dict[int, float]:
-        """Return the seconds that are kept for a depth, or for the nearest depth with a table."""
+    def _n_reuses(self, key: str) -> int:
+        left = self._known[_BUSY].get(key)
+        return min(left, _N_REUSED) if type(left) is int and left > 0 else 0
+
+    def _table(self, key: str) -> CostTable:
+        """Return the table of a key as this process has it, or as the file does."""
+        if key in self._tables:
+            return self._tables[key]
+        return CostTable(_valid(_SECONDS, self._known[_COSTS].get(key)) or {})
+
+    def _nearest(self, keys: Sequence[str], depth: int) -> Iterator[CostTable]:
+        """Yield the tables of other depths that know something, the nearest depth first."""
         for other in sorted(range(len(keys)), key=lambda other: abs(other - depth)):
-            if keys[other] in self._tables and other != depth:
-                return self._tables[keys[other]].known
-            seconds = _seconds(self._known[_COSTS].get(keys[other]))
-            if seconds:
-                return seconds
-        return {}
+            if other != depth and (table := self._table(keys[other])):
+                yield table
 
     def _extend(self, table: CostTable, keys: Sequence[str], depth: int) -> None:
         """Copy the costs of larger batches from the nearest depth that has them, scaled to this table. A
         table that was made without drafts knows small batches only. It expects larger ones to cost in
         proportion to their rows, so that no draft would ever pay."""
         largest = max(table.known, default=0)
-        for other in sorted(range(len(keys)), key=lambda other: abs(other - depth)):
-            if other == depth:
-                continue
-            kept = self._tables.get(keys[other]) or CostTable(
-                _seconds(self._known[_COSTS].get(keys[other]))
-            )
-            known = kept.known
-            if not known or max(known) <= largest:
+        for kept in self._nearest(keys, depth):
+            if max(kept.known) <= largest:
                 continue
             pace = table.seconds(1) / kept.seconds(1) if table.knows(1) and kept.knows(1) else 1.0
-            for size, seconds in known.items():
+            for size, seconds in kept.known.items():
                 if not table.knows(size):
                     table.start(size, seconds * pace)
             return
 
     def _cost_keys(self, model: Path, context: ContextOptions, n_threads: int) -> list[str]:
         """Return the keys of a model's tables, by depth."""
-        about = {"model": _identity(model), "context": _settings(context, n_threads)}
-        return [
-            _key({**about, "depth": depth, "machine": self._machine}) for depth in range(_N_DEPTHS)
-        ]
+        n_threads = context.n_threads or n_threads
+        settings = _placement(context) | {
+            "n_threads": n_threads,
+            "n_threads_batch": context.n_threads_batch or n_threads,
+            "n_gpu_layers": context.n_gpu_layers,
+            "flash_attention": context.flash_attention,
+            "cache_type_k": context.cache_type_k,
+            "cache_type_v": context.cache_type_v,
+        }
+        about = {"model": _identity(model), "context": settings, "machine": self._machine}
+        return [_key({**about, "depth": depth}) for depth in range(_N_DEPTHS)]
 
     def _model_key(self, model: Path, context: ContextOptions) -> str:
         """Return the key of a model's threads. Layers on a GPU need no threads, so the
         key includes the number of these layers."""
         about = {"model": _identity(model), "n_gpu_layers": context.n_gpu_layers}
-        about |= _placement(context)
-        return _key({**about, "machine": self._machine})
-
-
-def _depth(n_past: int) -> int:
-    return min(max(0, n_past // _SHALLOW).bit_length(), _N_DEPTHS - 1)
+        return _key({**about, **_placement(context), "machine": self._machine})
 
 
 def _identity(model: Path) -> str:
@@ -238,19 +241,6 @@ def _identity(model: Path) -> str:
         return f"{model.name}:{model.stat().st_size}"
     except OSError:
         return model.name
-
-
-def _settings(context: ContextOptions, n_threads: int) -> dict[str, Any]:
-    """Return the options of a context that decide what a decode costs."""
-    n_threads = context.n_threads or n_threads
-    return _placement(context) | {
-        "n_threads": n_threads,
-        "n_threads_batch": context.n_threads_batch or n_threads,
-        "n_gpu_layers": context.n_gpu_layers,
-        "flash_attention": context.flash_attention,
-        "cache_type_k": context.cache_type_k,
-        "cache_type_v": context.cache_type_v,
-    }
 
 
 def _placement(context: ContextOptions) -> dict[str, Any]:
@@ -271,6 +261,66 @@ def _key(about: Mapping[str, Any]) -> str:
 
 # --- the file --------------------------------------------------------------------------------
 
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+_Bins = Annotated[
+    list[Annotated[_Number, Field(ge=0.0)]], Field(min_length=N_BINS, max_length=N_BINS)
+]
+#: The fields of a `GainPrior`.
+_N_GAINS = len(fields(GainPrior))
+_Gains = Annotated[list[_Number], Field(min_length=_N_GAINS, max_length=_N_GAINS)]
+_SECONDS = TypeAdapter(
+    dict[Annotated[int, Field(ge=1, le=10**6)], Annotated[_Number, Field(gt=0.0)]]
+)
+_THREAD_COUNTS = TypeAdapter(Threads)
+
+
+class _Counts(BaseModel):
+    """The counts of `AcceptanceCounts` as JSON values."""
+
+    model_config = ConfigDict(strict=True)
+
+    judged: _Bins
+    accepted: _Bins
+    seen: _Bins
+    gains: _Gains | None = None
+    gains_beside: dict[str, _Gains] = {}
+
+    @classmethod
+    def of(cls, counts: AcceptanceCounts) -> _Counts:
+        known = {n: gains for n, gains in counts.gains_beside.items() if gains.start is not None}
+        return cls(
+            judged=counts.n_judged.round(3).tolist(),
+            accepted=counts.n_accepted.round(3).tolist(),
+            seen=counts.n_seen.round(3).tolist(),
+            gains=_rounded(counts.gains) if counts.gains.start is not None else None,
+            gains_beside={str(n): _rounded(gains) for n, gains in known.items()},
+        )
+
+    def to_counts(self) -> AcceptanceCounts:
+        judged, accepted, seen = map(np.array, (self.judged, self.accepted, self.seen))
+        return AcceptanceCounts(
+            judged,
+            np.minimum(accepted, judged),
+            seen,
+            GainPrior(*self.gains or ()),
+            {int(n): GainPrior(*each) for n, each in self.gains_beside.items() if n.isdecimal()},
+        )
+
+
+def _rounded(gains: GainPrior) -> list[float]:
+    return [round(number, 4) for number in astuple(gains)]
+
+
+def _valid(adapter: TypeAdapter[_Value], entry: object) -> _Value | None:
+    """Return an entry of the file; None if it makes no sense."""
+    try:
+        return adapter.validate_python(entry)
+    except ValidationError:
+        return None
+
+
+_COUNTS = TypeAdapter(_Counts)
+
 
 def _read(file: Path | None) -> dict[str, dict[str, Any]]:
     """Return the contents of the file by kind; empty if it is missing, not readable, or makes no
@@ -278,112 +328,13 @@ def _read(file: Path | None) -> dict[str, dict[str, Any]]:
     document: object = None
     if file is not None:
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            document = json.loads(file.read_text(encoding="utf-8"), parse_int=_whole)
+            document = json.loads(file.read_text(encoding="utf-8"))
     found = document if isinstance(document, dict) else {}
     kinds = {kind: found.get(kind) for kind in (_COSTS, _CHANCES, _THREADS, _BUSY)}
     return {kind: dict(value) if isinstance(value, dict) else {} for kind, value in kinds.items()}
 
 
-def _whole(digits: str) -> int | float:
-    """Return a whole number. One of many digits becomes a float, perhaps infinity, since it might be too
-    large to become one later."""
-    return int(digits) if len(digits) < 16 else float(digits)
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _seconds(entry: object) -> dict[int, float]:
-    """Return a table's seconds by rows; empty if anything in it makes no sense."""
-    if not isinstance(entry, dict):
-        return {}
-    found: dict[int, float] = {}
-    for size, seconds in entry.items():
-        if not (isinstance(size, str) and size.isascii() and size.isdigit() and len(size) < 7):
-            return {}
-        is_time = _is_number(seconds) and math.isfinite(seconds) and seconds > 0.0
-        if not is_time or int(size) < 1:
-            return {}
-        found[int(size)] = float(seconds)
-    return found
-
-
-def _busy_counts(entry: object) -> tuple[int, int]:
-    """Return how often costs were measured on a busy machine, and how many processes may still use them;
-    zeros if these counts make no sense."""
-    counts = [entry.get(name) for name in ("n", "left")] if isinstance(entry, dict) else []
-    sound = [n for n in counts if type(n) is int and 0 <= n <= _MOST_REUSED]
-    return (sound[0], sound[1]) if len(sound) == 2 else (0, 0)
-
-
-def _kept_threads(entry: object) -> Threads | None:
-    """Return the numbers of threads; None if they make no sense."""
-    if not isinstance(entry, dict):
-        return None
-    numbers = [entry.get(name) for name in ("n_single", "n_batch")]
-    counts = [n for n in numbers if type(n) is int and 1 <= n <= _MAX_THREADS]
-    return Threads(*counts) if len(counts) == len(numbers) else None
-
-
-def _all_counts(entry: object) -> dict[str, AcceptanceCounts]:
-    if not isinstance(entry, dict):
-        return {}
-    found = {origin: _counts(value) for origin, value in entry.items()}
-    return {origin: counts for origin, counts in found.items() if counts is not None}
-
-
-def _counts(value: object) -> AcceptanceCounts | None:
-    if not isinstance(value, dict):
-        return None
-    judged, accepted, seen = (_numbers(value.get(name)) for name in ("judged", "accepted", "seen"))
-    if judged is None or accepted is None or seen is None or np.any(accepted > judged + 1e-6):
-        return None
-    beside = value.get("gains_beside")
-    gains_beside = {
-        int(n): _gains(gains)
-        for n, gains in (beside.items() if isinstance(beside, dict) else ())
-        if n in _AT_ONCE
-    }
-    return AcceptanceCounts(judged, accepted, seen, _gains(value.get("gains")), gains_beside)
-
-
-def _gains(value: object) -> GainPrior:
-    """Return the gains of texts; empty if they were not kept or make no sense."""
-    if not isinstance(value, list) or len(value) != len(dataclasses.fields(GainPrior)):
-        return GainPrior()
-    if not all(_is_number(number) and math.isfinite(number) for number in value):
-        return GainPrior()
-    gains = GainPrior(*map(float, value))
-    return GainPrior() if gains.n < 0.0 else gains
-
-
-def _numbers(value: object) -> ProbArray | None:
-    if not isinstance(value, list) or len(value) != N_BINS:
-        return None
-    if not all(map(_is_number, value)):
-        return None
-    numbers = np.array(value, np.float64)
-    return numbers if np.all(np.isfinite(numbers) & (numbers >= 0.0)) else None
-
-
-def _rounded(gains: GainPrior) -> list[float]:
-    return [round(number, 4) for number in dataclasses.astuple(gains)]
-
-
-def _to_json(counts: AcceptanceCounts) -> dict[str, Any]:
-    known: dict[str, Any] = {}
-    if counts.gains.start is not None:
-        known["gains"] = _rounded(counts.gains)
-    beside = {
-        str(n): _rounded(gains)
-        for n, gains in counts.gains_beside.items()
-        if gains.start is not None
-    }
-    if beside:
-        known["gains_beside"] = beside
-    return known | {
-        "judged": [round(number, 3) for number in counts.n_judged.tolist()],
-        "accepted": [round(number, 3) for number in counts.n_accepted.tolist()],
-        "seen": [round(number, 3) for number in counts.n_seen.tolist()],
-    }
+def _move_last(entries: dict[str, Any], key: str, value: object) -> None:
+    """Set an entry, and let it be the latest."""
+    entries.pop(key, None)
+    entries[key] = value

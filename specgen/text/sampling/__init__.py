@@ -2,20 +2,18 @@
 meaning, as pure functions of NumPy arrays.
 
 `chain` puts the samplers that the options ask for into a `Sampler`; `samplers` and `dry` hold them;
-`distribution` is the result, and what is read from a row of logits without samplers.
+`rows` is what a row of logits says without samplers. The result is a `Distribution` of the method.
 """
 
 from specgen.text.sampling.chain import NO_HISTORY, Sampler
-from specgen.text.sampling.distribution import Distribution, argmax, top_probability
 from specgen.text.sampling.dry import DryBreakers
-from specgen.text.sampling.samplers import Allows, NoTokenAllowedError
+from specgen.text.sampling.rows import argmax, top_probability
+from specgen.text.sampling.samplers import Allows
 
 __all__ = [
     "NO_HISTORY",
     "Allows",
-    "Distribution",
     "DryBreakers",
-    "NoTokenAllowedError",
     "Sampler",
     "argmax",
     "top_probability",

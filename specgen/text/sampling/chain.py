@@ -15,10 +15,11 @@ from typing import TypeAlias
 import numpy as np
 
 from specgen.errors import BackendError
+from specgen.method.distribution import Distribution
 from specgen.options import SamplerName, SamplerOptions
-from specgen.system.arrays import Logits, ProbArray, TokenArray
-from specgen.text.sampling.distribution import Distribution, Scores, check_finite
+from specgen.system.arrays import Logits, ProbArray, Scores, TokenArray
 from specgen.text.sampling.dry import DryBreakers, dry_penalties
+from specgen.text.sampling.rows import check_finite
 from specgen.text.sampling.samplers import (
     Allows,
     Candidates,

@@ -14,9 +14,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from specgen.errors import BackendError
-from specgen.system.arrays import BoolArray, ProbArray, TokenArray
-from specgen.text.sampling.distribution import Distribution, Scores, best
+from specgen.method.distribution import Distribution, NoTokenAllowedError
+from specgen.system.arrays import BoolArray, ProbArray, Scores, TokenArray, best
 
 #: For int64[n] token ids, whether each may come next: bool[n].
 Allows: TypeAlias = Callable[[TokenArray], BoolArray]
@@ -77,16 +76,6 @@ class Candidates(NamedTuple):
 
 
 # --- a grammar as a mask ----------------------------------------------------------------------------
-
-
-class NoTokenAllowedError(BackendError):
-    """A grammar that allows no token at all."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the grammar allows no token here",
-            hint="a rule of the grammar cannot be completed with this model's tokens; change the grammar",
-        )
 
 
 def allowed(scores: Scores, allows: Allows) -> Candidates:
