@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specgen.method.backend import Backend
-from specgen.session.calibration.memory import Threads
-from specgen.session.calibration.timing import begin, time_batch
+from specgen.session.costs import begin, time_batch
+from specgen.session.memory import Threads
 
 #: Rows of the batch that is timed: as many as the batch of a round usually has.
 BATCH_ROWS = 6

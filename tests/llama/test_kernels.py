@@ -509,7 +509,7 @@ def test_what_was_measured_is_kept_apart_by_who_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from specgen.options import ContextOptions
-    from specgen.session.calibration.memory import Threads
+    from specgen.session.memory import Threads
     from specgen.session.open import open_memory
 
     model, context = tmp_path / "model.gguf", ContextOptions()
