@@ -45,10 +45,10 @@ from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import CostTable
 from specgen.method.loop import Loop
 from specgen.options import GenerationOptions, SessionOptions
-from specgen.session.calibration.memory import Memory
-from specgen.session.calibration.timing import MIN_SIZES
+from specgen.session.calibration import measure_if_new
+from specgen.session.costs import MIN_SIZES
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.measurements import measure_if_new
+from specgen.session.memory import Memory
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from tests.helpers.fake_backend import FakeBackend

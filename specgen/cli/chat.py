@@ -76,8 +76,8 @@ def chat(
     sources, options = setup.find(output)
     with contextlib.ExitStack() as stack:
         from specgen.serve.chat.chat import Chat, check_template
+        from specgen.session.calibration import calibrate
         from specgen.session.engine import Engine
-        from specgen.session.measurements import calibrate
         from specgen.train.learner import Learner
 
         conversation, log = stack.enter_context(_opened(path, output))

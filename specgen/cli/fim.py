@@ -193,7 +193,7 @@ def _prompt(loaded: Session, gap: Gap) -> tuple[Prompt, str]:
     Unless the user gave the size of the context, the prompt is as long as this machine reads in a few
     seconds: on a CPU, a context full of text takes half a minute.
     """
-    from specgen.session.measurements import tokens_read_in
+    from specgen.session.calibration import tokens_read_in
     from specgen.session.prompts.infill import infill_prompt
 
     n_room = _room(loaded)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from specgen.cli.process import Interrupt
 from specgen.errors import UsageError
-from specgen.options import GenerationOptions, Show, option
+from specgen.options import GenerationOptions, Show
+from specgen.sampler_options import option
 
 if TYPE_CHECKING:
     from specgen.events import FinishedEvent

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from specgen.events import undrafted_text
 from specgen.llama import default_threads
+from specgen.measure.threads import ThreadTimes, measure_threads, thread_counts
 from specgen.measure.trial import (
     Baseline,
     DraftFigures,
@@ -25,9 +26,8 @@ from specgen.measure.trial import (
     try_draft,
 )
 from specgen.models import FileIdentity, human_bytes, identify, shard_number
-from specgen.session.calibration.threads import ThreadTimes, measure_threads, thread_counts
+from specgen.session.calibration import short_context
 from specgen.session.files import name_of
-from specgen.session.measurements import short_context
 from specgen.session.open import DRAFT_ERRORS
 from specgen.system.machine import LoadOfOthers, is_busy
 

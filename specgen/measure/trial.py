@@ -30,10 +30,9 @@ from specgen.method.drafter import draft_alone
 from specgen.method.loop import Loop
 from specgen.method.policy import Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.session.agreement import read_states
-from specgen.session.calibration.gain import Costs, speedup
-from specgen.session.calibration.timing import time_batch, timed_batch_sizes
+from specgen.session.calibration import measure_if_new
+from specgen.session.costs import Costs, speedup, time_batch, timed_batch_sizes
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.measurements import measure_if_new
 from specgen.system.arrays import Hidden
 from specgen.text.hidden_trail import HiddenTrail, LastHidden
 from specgen.text.sequence import Sequence

@@ -23,9 +23,9 @@ from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama import LlamaBackend
 from specgen.method.loop import Loop
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
+from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, KeptAnswers
-from specgen.session.measurements import calibrate
 from specgen.session.prefix_cache import PrefixCache, Slot
 from specgen.session.prompt_cache import CachedContext, PromptCache, why_no_prompt_cache
 from specgen.session.prompts import Prompt

@@ -28,9 +28,9 @@ from specgen.options import (
     SessionOptions,
     TreeShape,
 )
-from specgen.session.calibration.memory import Memory
+from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine, generate
-from specgen.session.measurements import calibrate
+from specgen.session.memory import Memory
 from specgen.session.prefix_cache import Slot
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request

@@ -20,9 +20,9 @@ from specgen.measure.proof.drafting_plans import DraftingPlan, check_drafting, t
 from specgen.measure.proof.rows import batches_at_once_move
 from specgen.method.distribution import Distribution
 from specgen.method.loop import Loop
+from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
-from specgen.session.measurements import calibrate
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
 from specgen.session.session import CONTEXT_STEP, Session

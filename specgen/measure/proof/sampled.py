@@ -36,8 +36,8 @@ from specgen.measure.proof.statistics import (
 )
 from specgen.method.backend import Backend
 from specgen.method.loop import Loop
+from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.measurements import calibrate
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 from specgen.testing.bugs import Bug

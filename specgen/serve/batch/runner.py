@@ -19,8 +19,8 @@ from specgen.serve.batch.lines import Line, LineError, unexpected
 from specgen.serve.batch.results import Write, result_of
 from specgen.serve.formats.chat_answer import Answer, completion_body
 from specgen.serve.formats.request import Request, check_tokens, with_call_form
+from specgen.session.calibration import calibrate, fastest_parallel
 from specgen.session.engine import Engine
-from specgen.session.measurements import calibrate, fastest_parallel
 from specgen.session.prompts import Prompt, template_of
 from specgen.session.request import Request as EngineRequest
 from specgen.session.session import Session

@@ -14,19 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.llama import LlamaBackend, LlamaModel
+from specgen.measure.threads import BATCH_ROWS, choose_threads, measure_threads, thread_counts
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, SessionOptions
-from specgen.session.calibration.memory import Memory
-from specgen.session.calibration.threads import (
-    BATCH_ROWS,
-    Threads,
-    choose_threads,
-    measure_threads,
-    thread_counts,
-    with_threads,
-)
-from specgen.session.calibration.timing import is_measured
-from specgen.session.measurements import is_pair_measured, measure_if_new
+from specgen.session.calibration import is_pair_measured, measure_if_new
+from specgen.session.costs import is_measured
+from specgen.session.memory import Memory, Threads, with_threads
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.system.machine import CoreTime
