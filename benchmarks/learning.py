@@ -33,7 +33,6 @@ from typing import Any
 import numpy as np
 
 from specgen.events import FinishedEvent
-from specgen.llama import LlamaModel
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import computing
 from specgen.measure.trial import Baseline, Replay, TargetAnswer, answered_prompt, replay
@@ -103,16 +102,8 @@ def lesson(folder: Path, target: Path, draft: Path, minutes: float) -> Lesson:
     def progress(done: int, total: int) -> None:
         print(f"\rstep {done} of {total} ", end="", file=sys.stderr)
 
-    with (
-        contextlib.closing(LlamaModel(target, vocabulary_only=True)) as model,
-        contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small,
-    ):
-        found = learn(
-            folder,
-            model,
-            small,
-            Budget(time.monotonic, time.monotonic() + 60.0 * minutes, progress=progress),
-        )
+    budget = Budget(time.monotonic, time.monotonic() + 60.0 * minutes, progress=progress)
+    found = learn(folder, target, draft, budget)
     assert found is not None
     print(f"\n{found.text}; {found.n_steps} steps, {found.seconds:.0f} s", file=sys.stderr)
     return found
