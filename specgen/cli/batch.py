@@ -23,7 +23,7 @@ from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
 from specgen.options import SessionOptions
-from specgen.system.json_values import as_json
+from specgen.system.json_lines import as_json
 
 if TYPE_CHECKING:
     from specgen.serve.batch.lines import Line
@@ -211,8 +211,8 @@ def _answer(
     ):
         try:
             with contextlib.closing(job.run(lines, stop)) as tallies:
-                for tally in tallies:
-                    if not tally.n_tokens:  # models load, and prompts are prepared
+                for number, tally in enumerate(tallies):
+                    if number == 0:  # the prompts are prepared
                         started_s = time.perf_counter()
                     report(tally)
         finally:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specgen.serve.batch.results import Write
     from specgen.serve.batch.runner import Prompting
     from specgen.session.files import DraftChoice
-    from specgen.session.loaded_models import Models
+    from specgen.session.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def ray_batch(
 
 def open_on_node(
     options: SessionOptions, drafts: Sequence[DraftChoice], kernels: KernelOptions
-) -> Models:
+) -> Session:
     """Load the models in an actor. Files that are made, and what is learnt, stay on the node."""
     from specgen.cli.model_loading import load, use_kernels
     from specgen.models import cache_folder

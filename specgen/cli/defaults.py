@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.errors import UsageError
-from specgen.system.toml_file import read_toml
+from specgen.system.files import read_toml
 
 #: The commands that answer prompts: all defaults are theirs. The others, which measure or make drafts, take
 #: only those that name models and describe the machine.

@@ -19,15 +19,15 @@ from specgen.cli.output import Output
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
 from specgen.models import human_bytes
 from specgen.render.text import counted
-from specgen.system.toml_file import correct, read_toml
+from specgen.system.files import correct, read_toml
 
 if TYPE_CHECKING:
     from specgen.llama.embeddings import Embedder
     from specgen.options import SessionOptions
     from specgen.serve.server.jobs import Turns
     from specgen.serve.server.model_pool import ModelEntry, OpenedModel
-    from specgen.session.calibration.memory import Memory
     from specgen.session.files import Sources
+    from specgen.session.memory import Memory
 
 #: The default number of answers at once, if the memory has room for as many.
 _N_PARALLEL = 4
@@ -153,8 +153,8 @@ class ModelLoader:
         interrupted: Callable[[], bool],
     ) -> OpenedModel:
         from specgen.serve.server.model_pool import OpenedModel
+        from specgen.session.calibration import calibrate
         from specgen.session.engine import Engine
-        from specgen.session.measurements import calibrate
         from specgen.train.learner import Learner
 
         with contextlib.ExitStack() as stack:
@@ -177,7 +177,7 @@ class ModelLoader:
             engine.notify(news)
             output.note(
                 f"{counted(engine.n_parallel, 'answer')} at once, contexts of {engine.n_ctx} tokens; "
-                f"draft: {loaded.drafts.name}"
+                f"draft: {loaded.draft_name}"
             )
             for notice in engine.take_notices():
                 output.note(notice)

@@ -16,7 +16,7 @@ from specgen.cli.process import Interrupt
 from specgen.errors import BackendError, UsageError, WorkerLostError
 from specgen.options import KernelOptions
 from specgen.serve.server.options import is_loopback
-from specgen.system.process_end import leave_running
+from specgen.system.processes import leave_running
 
 _EVERYWHERE = "0.0.0.0"  # noqa: S104 - with --insecure-network only
 #: Seconds: the longest wait for the worker's first response, and between two checks for signals.

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TypeAlias
 
-from specgen.drafters.base import WrappedDrafter
+from specgen.drafters.cascade import WrappedDrafter
 from specgen.drafters.draft_text import DraftText
 from specgen.drafters.spelling import ControlTokens, Lexicon, Speller, n_unfinished
 from specgen.method.backend import Vocabulary

@@ -14,7 +14,7 @@ from specgen import __version__
 from specgen.errors import BackendError, ModelFileError
 from specgen.llama.gguf_metadata import GgufMetadata, parts_of
 from specgen.llama.library import forget_log, llama_cpp
-from specgen.system.atomic_files import KeptResults
+from specgen.system.files import KeptResults
 
 _GGUF_MAGIC = b"GGUF"
 #: Types of files that are not models, and what to do with each.

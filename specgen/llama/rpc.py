@@ -22,7 +22,7 @@ from specgen.errors import BackendError, UsageError, WorkerLostError
 from specgen.llama.library import device_of, forget_log, ggml, last_error, llama_cpp, native_devices
 from specgen.options import Workers
 from specgen.system.llama_build import LIBRARY, REINSTALL, version_of
-from specgen.system.process_end import leave_running
+from specgen.system.processes import leave_running
 from specgen.system.worker_probe import lost_among
 
 _BUILD_HINT = (
@@ -119,7 +119,6 @@ class Offered:
 
     @property
     def free_bytes(self) -> int:
-        """The free memory that is reported to clients."""
         return device_of(self.handle).free_bytes
 
 
@@ -252,7 +251,6 @@ class RemoteCalls:
         return task.result
 
     def check(self) -> None:
-        """Raise `WorkerLostError` if a worker was lost."""
         if self._lost is not None:
             reason, hint = self._lost
             self._names = self._names or lost_among(self._endpoints)

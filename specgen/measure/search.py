@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from specgen.events import undrafted_text
 from specgen.llama import default_threads
+from specgen.measure.threads import ThreadTimes, measure_threads, thread_counts
 from specgen.measure.trial import (
     Baseline,
     DraftFigures,
@@ -25,15 +26,14 @@ from specgen.measure.trial import (
     try_draft,
 )
 from specgen.models import FileIdentity, human_bytes, identify, shard_number
-from specgen.session.calibration.threads import ThreadTimes, measure_threads, thread_counts
+from specgen.session.calibration import short_context
 from specgen.session.files import name_of
-from specgen.session.measurements import short_context
 from specgen.session.open import DRAFT_ERRORS
 from specgen.system.machine import LoadOfOthers, is_busy
 
 if TYPE_CHECKING:
     from specgen.options import DraftSource
-    from specgen.session.loaded_models import Models
+    from specgen.session.session import Session
     from specgen.system.progress import Progress
 
 #: About how many seconds of decoding the comparison of numbers of threads takes.
@@ -111,7 +111,7 @@ class Search:
 
 
 def search_drafts(
-    session: Models,
+    session: Session,
     candidates: Sequence[Path],
     refused: Sequence[Refused],
     prompts: Sequence[str],
@@ -155,8 +155,8 @@ def search_drafts(
             if tunes_threads and path is not None and path == candidates[0]:
                 times = _tuned_threads(session, path, interrupted, progress)
                 threads |= {} if times is None else {path.name: times}
-            if path is not None or draft == "mtp":
-                session.costs.forget(path or "mtp")
+            if session.draft is not None and session.draft.timed is not None:
+                session.costs.forget(session.draft.timed)
             figures = try_draft(
                 session,
                 baseline,
@@ -192,7 +192,7 @@ def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
 
 
 def _tuned_threads(
-    session: Models, draft: Path | None, interrupted: Callable[[], bool], progress: Progress
+    session: Session, draft: Path | None, interrupted: Callable[[], bool], progress: Progress
 ) -> ThreadTimes | None:
     """Measure and keep the best numbers of threads for the target, or for the loaded draft model.
     None if the user named a number, if interrupted, or if the draft has no context of its own."""
@@ -205,10 +205,10 @@ def _tuned_threads(
     default, n_logical = default_threads(), os.cpu_count() or 1
     affinity = getattr(os, "sched_getaffinity", None)
     counts = thread_counts(default, n_logical, len(affinity(0)) if affinity else n_logical)
-    with session.contexts(short_context(session), drafts=draft is not None) as contexts:
-        backend = contexts[0 if draft is None else 1]
-        if backend is None:
+    with session.contexts(short_context(session), drafts=draft is not None) as (target, drafts):
+        if draft is not None and not drafts:
             return None
+        backend = target if draft is None else drafts[0]
         found = measure_threads(backend, counts, default, THREADS_BUDGET_S, interrupted)
     if interrupted():
         return None

@@ -21,27 +21,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specgen.drafters import draft_alone
-from specgen.drafters.hidden_trail import HiddenTrail, LastHidden
 from specgen.errors import BackendError, PromptError
 from specgen.events import ReasonCount
 from specgen.llama import LlamaBackend
 from specgen.method.backend import Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.drafter import draft_alone
 from specgen.method.policy import Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.session.agreement import read_states
 from specgen.session.answer_loop import AnswerLoop
-from specgen.session.calibration.gain import Costs, speedup
-from specgen.session.calibration.timing import time_batch, timed_batch_sizes
+from specgen.session.calibration import measure_if_new
+from specgen.session.costs import Costs, speedup, time_batch, timed_batch_sizes
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.measurements import measure_if_new
 from specgen.system.arrays import Hidden
+from specgen.text.hidden_trail import HiddenTrail, LastHidden
 from specgen.text.sequence import Sequence
 from specgen.text.tally import Tally
 
 if TYPE_CHECKING:
-    from specgen.session.loaded_models import Models
     from specgen.session.prompts import Prompt
+    from specgen.session.session import Session
 
 #: After each answer, the first `_N_OFTEN` sizes of batches are timed `_N_REPEATS` times, except a single
 #: row, which the answer itself times; the larger sizes are timed once.
@@ -154,7 +153,7 @@ def is_tie(one: DraftFigures, other: DraftFigures) -> bool:
 
 
 def measure_target(
-    loaded: Models,
+    loaded: Session,
     prompts: abc.Sequence[str],
     *,
     chat: bool | None = None,
@@ -177,7 +176,7 @@ def measure_target(
         for text, prompt in fitting:
             progress(len(answers), len(fitting))
             target.remove(0)
-            generation = DrafterFactory(loaded).sequence(prompt, n_ctx, None, 0, plain=True)
+            generation = DrafterFactory(loaded).sequence(prompt, n_ctx, (), 0, plain=True)
             list(AnswerLoop(target, loaded.clock, interrupted).run(generation))
             if interrupted():
                 return None
@@ -204,7 +203,7 @@ def measure_target(
 
 
 def try_draft(
-    loaded: Models,
+    loaded: Session,
     baseline: Baseline,
     *,
     interrupted: Callable[[], bool] = lambda: False,
@@ -214,22 +213,22 @@ def try_draft(
 
     Raise `MemoryLimitError` or `BackendError` if the draft model cannot be run.
     """
-    if loaded.drafts.reads_cache:
+    if loaded.draft is not None and loaded.draft.reads == "cache":
         raise BackendError(
-            f"{loaded.drafts.name}: it reads the target's cache, so it cannot draft for kept answers",
+            f"{loaded.draft_name}: it reads the target's cache, so it cannot draft for kept answers",
             hint="`specgen bench` measures it",
         )
     replays: list[Replay] = []
-    with loaded.contexts(baseline.n_ctx) as (target, draft):
-        measure_if_new(loaded, target, draft)
+    with loaded.contexts(baseline.n_ctx) as (target, drafts):
+        measure_if_new(loaded, target, drafts)
         for answer in baseline.answers:
             progress(len(replays), len(baseline.answers))
             if interrupted():
                 return None
             prompt = answered_prompt(loaded, baseline, answer)
-            if draft is not None:
+            for draft in drafts:
                 draft.remove(0)
-            generation = DrafterFactory(loaded).sequence(prompt, baseline.n_ctx, draft, 0)
+            generation = DrafterFactory(loaded).sequence(prompt, baseline.n_ctx, drafts, 0)
             tokens, states = (*prompt.tokens, *answer.tokens), None
             if isinstance(generation.hidden, HiddenTrail):
                 read_states(target, tokens, generation.hidden)
@@ -360,14 +359,14 @@ def agreeing_path(draft: Draft, tokens: abc.Sequence[int]) -> tuple[int, ...]:
     return tuple(path)
 
 
-def answered_prompt(loaded: Models, baseline: Baseline, answer: TargetAnswer) -> Prompt:
+def answered_prompt(loaded: Session, baseline: Baseline, answer: TargetAnswer) -> Prompt:
     """Return the prompt of an answer. Each draft needs a prompt of its own, since it contains the draft's
     tokens."""
     return loaded.prompts.of_text(answer.prompt, chat=baseline.chat, now=_NOW)
 
 
 def _fitting(
-    loaded: Models, texts: abc.Sequence[str], chat: bool | None
+    loaded: Session, texts: abc.Sequence[str], chat: bool | None
 ) -> tuple[list[tuple[str, Prompt]], tuple[int, ...]]:
     """Return the prompts that fit into the context, as they were given and as the models see them, and the
     numbers of the others. Raise `PromptError` if none fits."""

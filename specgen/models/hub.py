@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from specgen.errors import FetchError, UnknownModelError
 from specgen.models.files import file_sha256, human_bytes, size_of
-from specgen.models.hub_cache import cache_of_hub, cached_models, find_in_cache, storage_of
+from specgen.models.hub_cache import (
+    cache_of_hub,
+    cached_models,
+    find_in_cache,
+    page_of,
+    storage_of,
+)
 from specgen.models.hub_reference import (
     HubReference,
     choose,
@@ -119,13 +125,6 @@ def fetch_reference(
                 f"`specgen models pull {repo}/{layers}` ({human_bytes(sizes[layers])})"
             )
         return path
-
-
-def page_of(repo: str) -> str:
-    """Return the address of a repository's page."""
-    from huggingface_hub import constants
-
-    return f"{constants.ENDPOINT}/{repo}"
 
 
 def _host() -> str:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from specgen import __version__
 from specgen.errors import FetchError
 from specgen.models.files import file_sha256, human_bytes, size_of
-from specgen.system.atomic_files import existing_parent
+from specgen.system.files import existing_parent
 
 if TYPE_CHECKING:
     import requests

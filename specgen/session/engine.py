@@ -23,16 +23,16 @@ from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama import LlamaBackend
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.answer_loop import AnswerLoop
+from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, KeptAnswers
-from specgen.session.loaded_models import MAX_SEQUENCES, Models
-from specgen.session.measurements import calibrate
 from specgen.session.prefix_cache import PrefixCache, Slot
 from specgen.session.prompt_cache import CachedContext, PromptCache, why_no_prompt_cache
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
 from specgen.session.scheduler import Scheduler
-from specgen.system.json_values import as_json
+from specgen.session.session import MAX_SEQUENCES, Session
+from specgen.system.json_lines import as_json
 from specgen.system.machine import LoadOfOthers
 from specgen.text.sequence import Sequence
 
@@ -43,7 +43,7 @@ class Engine:
 
     The contexts stay open: if a prompt shares a prefix with a text that is still in a cache, only the rest
     of it is decoded, by the target and by the draft model. A round of several answers is one batch of the
-    target. `n_ctx` is the number of tokens for one prompt and its answer, by default `Models.usual_n_ctx`.
+    target. `n_ctx` is the number of tokens for one prompt and its answer, by default `Session.usual_n_ctx`.
 
     `interrupted` is called between decodes. If it returns True, the unfinished answers end with the text
     that they have. `estimate_gain` allows a few
@@ -58,7 +58,7 @@ class Engine:
 
     def __init__(
         self,
-        models: Models,
+        models: Session,
         *,
         n_parallel: int = 1,
         n_ctx: int | None = None,
@@ -109,7 +109,7 @@ class Engine:
     @classmethod
     def largest(
         cls,
-        models: Models,
+        models: Session,
         n_parallel: int,
         n_ctx: int | None,
         *,
@@ -122,7 +122,7 @@ class Engine:
         several answers at once, with a notice. Raise `MemoryLimitError`, `UsageError` if a fixed number is
         not possible."""
         notice = None
-        if not is_fixed and n_parallel > 1 and (why := models.drafts.why_one_sequence):
+        if not is_fixed and n_parallel > 1 and (why := models.why_one_sequence):
             n_parallel, notice = 1, f"{why}: answers are made one after the other"
         while True:
             try:
@@ -204,7 +204,7 @@ class Engine:
                 return False
             self._draft_contexts.close()
             self.drafts = ()
-            self._models.change_draft(self._models.drafts.source)
+            self._models.change_draft(self._models.draft_source)
             self.drafts = self._open_drafts()
             return True
 
@@ -235,10 +235,16 @@ class Engine:
         """Return the contexts whose texts a prompt cache keeps."""
         options = self._models.options
         found = [CachedContext(self.target, options.target_context)]
-        if self._models.drafts.from_states is None:
+        if not self._reads_rows:
             own = (draft for draft in self.drafts if draft.rollback == "cells")
             found += (CachedContext(draft, options.draft_context) for draft in own)
         return found
+
+    @property
+    def _reads_rows(self) -> bool:
+        """Whether the draft reads states of the target's rows, those of prompts too."""
+        draft = self._models.draft
+        return draft is not None and draft.reads in ("all states", "cache")
 
     def take_notices(self) -> list[str]:
         """Return the messages that wait for the next answer. That answer no longer gets them."""
@@ -405,14 +411,13 @@ class Engine:
         events: list[Event] = []
         with self._failing(slot):
             # The state behind a prefix may be forgotten, and the first row of the draft reads it.
-            n_again = 1 if self._models.drafts.from_states is not None else 0
+            n_again = 1 if self._reads_rows else 0
             slot.share_prefix(self.target, request.prompt.tokens, n_again=n_again)
             slot.sequence = self._factory.sequence(
                 request.prompt,
                 self.n_ctx,
-                self.drafts[0] if self.drafts else None,
+                self.drafts,
                 request.seed,
-                helpers=self.drafts[1:],
                 plain=not request.drafts,
                 settings=request.settings,
                 slot=slot,
@@ -428,8 +433,7 @@ class Engine:
     def _prompt_event(self, request: Request) -> PromptEvent:
         """Return the event that describes the models and options of a request."""
         models, prompt, settings = self._models, request.prompt, request.settings
-        drafts = models.drafts
-        draft = drafts.main if request.drafts else None
+        draft = models.draft if request.drafts else None
         grammar = settings.generation.grammar
         return PromptEvent(
             sequence=request.index,
@@ -437,8 +441,8 @@ class Engine:
             text=prompt.text,
             n_prompt_tokens=len(prompt.tokens),
             target=models.target.name,
-            draft=drafts.name if request.drafts else "none",
-            translated=draft is not None and draft.translation is not None,
+            draft=draft.name if draft is not None else "none",
+            translated=draft is not None and draft.own_vocabulary is not None,
             kernels=models.target.kernels,
             n_ctx=self.n_ctx,
             sampler=as_json(replace(settings.sampling, seed=request.seed)),
@@ -480,7 +484,7 @@ class Engine:
         self._models.keep_text(tokens)
         if self._kept is None:
             return
-        own = self._models.drafts.own_vocabulary if prompt.draft_tokens is not None else None
+        own = self._models.own_vocabulary if prompt.draft_tokens is not None else None
         self._kept.add(
             KeptAnswer(
                 prompt.without_head().tokens,
@@ -496,7 +500,7 @@ class Engine:
 
 
 def generate(
-    models: Models,
+    models: Session,
     prompt: Prompt,
     *,
     interrupted: Callable[[], bool] = lambda: False,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.errors import OutputError
-from specgen.system.atomic_files import replace_bytes, replace_text
+from specgen.system.files import replace_bytes, replace_text
 from specgen.system.json_lines import AppendedFile, locked, take_lines, to_line, write_errors
 
 ANSWERS = "answers.jsonl"

@@ -12,9 +12,10 @@ from specgen.errors import BackendError, SpecgenError
 from specgen.llama import LlamaBackend
 from specgen.method.cost_table import CostTable
 from specgen.session.answer_loop import AnswerLoop, ChunkedPrefill
-from specgen.session.prefix_cache import PrefixCache, Slot, n_common
+from specgen.session.prefix_cache import PrefixCache, Slot
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request, RequestSettings
+from specgen.text.prefix import n_common
 
 #: Waiting requests among which one is sought that need not wait for another prompt.
 _N_CONSIDERED = 16

@@ -13,10 +13,11 @@ from types import MappingProxyType
 
 import numpy as np
 
-from specgen.drafters import Drafter, Drafting, WrappedDrafter
+from specgen.drafters.cascade import WrappedDrafter
 from specgen.llama import LlamaBackend
 from specgen.method.distribution import Distribution
 from specgen.method.draft import ROOT, Draft
+from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import Offer, Policy, RoundPlan, Stop
 from specgen.method.verify import MatchVerifier, Target, Verdict, Verifier
 from specgen.text.sequence import Sequence

@@ -8,8 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from specgen.drafters import Drafters
-from specgen.drafters.hidden_trail import TargetStates
+from specgen.drafters.cascade import Cascade
 from specgen.errors import SpecgenError
 from specgen.events import (
     CommittedEvent,
@@ -31,6 +30,7 @@ from specgen.method.policy import Offer, Policy, Reason
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
 from specgen.system.arrays import Logits
+from specgen.text.hidden_trail import TargetStates
 from specgen.text.sampling.rows import log_probabilities, most_likely
 from specgen.text.tally import Tally
 from specgen.text.text_state import Shaper, TextState, TextStream
@@ -52,7 +52,7 @@ class Sequence:
     vocabulary: Vocabulary
     options: GenerationOptions
     n_ctx: int
-    drafters: Drafters | None
+    drafters: Cascade | None
     policy: Policy
     verifier: Verifier
     #: The target's samplers over `state`.

@@ -111,14 +111,6 @@ def test_answers_are_those_of_run(
         assert found[str(number)] == seeded.out
 
 
-def test_results_count_the_rounds_without_a_draft_by_reason(specgen: Batch, tmp_path: Path) -> None:
-    source, out = write(tmp_path / "in.jsonl", PROMPTS[0]), tmp_path / "out.jsonl"
-    assert specgen("batch", source, out, "-np", "1", draft="none").code == 0
-    body = records(out)["1"]["response"]["body"]
-    (why,) = body["timings"]["undrafted"]
-    assert (why["reason"], why["n_rounds"]) == ("off", body["speculative"]["n_rounds"])
-
-
 def test_the_number_at_once_is_chosen(specgen: Batch, tmp_path: Path) -> None:
     source, out = write(tmp_path / "in.jsonl", *PROMPTS), tmp_path / "out.jsonl"
     done = specgen("batch", source, out)
@@ -561,18 +553,3 @@ def test_a_model_of_one_sequence_makes_one_answer_at_a_time(
     assert "(llama) wrong: answers are made one after the other" in result.err
     assert "1 at once" in result.err
     assert len(texts(out)) == len(PROMPTS)
-
-
-def test_a_draft_of_one_sequence_is_refused_for_several_answers(
-    specgen: Batch, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from specgen.llama import LlamaModel
-
-    why = LlamaModel.why_one_sequence.fget  # type: ignore[attr-defined]
-    draft = property(lambda model: why(model) if model.name == "draft.gguf" else None)
-    monkeypatch.setattr("specgen.llama.model.ONE_SEQUENCE", frozenset({"llama"}))
-    monkeypatch.setattr(LlamaModel, "why_one_sequence", draft)
-    source = write(tmp_path / "in.jsonl", *PROMPTS)
-    result = specgen("batch", source, tmp_path / "out.jsonl", "--parallel", "2")
-    assert result.code == 2
-    assert "error: draft.gguf: llama.cpp computes several sequences" in result.err

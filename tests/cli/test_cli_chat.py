@@ -223,16 +223,6 @@ def test_what_has_no_room_goes_with_a_notice(chat: Chat) -> None:
     assert len(finished(result)) == 8
 
 
-@pytest.mark.parametrize(("given", "n_ctx"), [((), 4096), (("-c", "0"), 6144), (("-c", "99"), 99)])
-def test_the_room_of_the_context(
-    chat: Chat, models: Path, given: tuple[str, ...], n_ctx: int
-) -> None:
-    config = TinyConfig(chat_template=CHATML_TEMPLATE, n_ctx_train=6144)
-    write_tiny_model(models / "long.gguf", config)
-    result = chat("--json", "-q", *given, lines="the cat\n", target="long", draft="none")
-    assert json.loads(result.out.splitlines()[0])["n_ctx"] == n_ctx
-
-
 def test_a_conversation_is_kept_and_goes_on(chat: Chat) -> None:
     whole = chat(lines="the cat\nis on\nthe mat\n")
     first = chat("--session", "zoo", lines="the cat\nis on\n")
@@ -254,15 +244,6 @@ def test_a_thought_is_unchanged_in_a_pipe_and_shown_when_asked_for(chat: Chat) -
     result = chat("--grammar", grammar, "-n", "99", "-q", lines="the cat\n/think\n")
     assert (result.code, result.out) == (0, f"{text}\n")
     assert result.err == "why not\N{SYMBOL FOR ESCAPE}[2J\n"
-
-
-def test_drafts_go_off_and_on(chat: Chat) -> None:
-    lines = "a\n/draft off\nb\n/draft on\nc\n"
-    result = chat("--json", "-q", lines=lines)
-    assert [each["n_drafted"] == 0 for each in finished(result)] == [False, True, False]
-    assert result.err == "drafts from now on: none\ndrafts from now on: draft.gguf\n"
-    nothing = chat("-q", lines="/draft on\n", draft="none")
-    assert nothing.err == "drafts from now on: none\n"
 
 
 def test_an_answer_that_fails_is_told_and_the_conversation_goes_on(

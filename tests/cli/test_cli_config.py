@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen.system.toml_file import read_toml
+from specgen.system.files import read_toml
 from tests.helpers.cli import Result, complaint, in_process
 
 Specgen = Callable[..., Result]

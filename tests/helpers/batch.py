@@ -15,7 +15,7 @@ from specgen.options import ContextOptions, GenerationOptions, SamplerOptions, S
 from specgen.serve.batch.lines import Line, read_lines
 from specgen.serve.batch.on_ray import ActorJob
 from specgen.serve.batch.runner import Prompting
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 
 PROMPTING = Prompting(None, None, datetime(2026, 1, 1, tzinfo=timezone.utc))
 SETTINGS = {"target": "t.gguf"}
@@ -75,14 +75,14 @@ def wait_for_results(out: Path, n: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
-def open_tiny(path: Path) -> Models:
+def open_tiny(path: Path) -> Session:
     options = SessionOptions(
         path,
         draft="ngram",
         target_context=ContextOptions(n_threads=1),
         generation=GenerationOptions(max_tokens=20),
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
 def actor_job(path: Path) -> ActorJob:

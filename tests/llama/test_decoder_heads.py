@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specgen.drafters.hidden_trail import LastHidden
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama.decoder_heads import (
     DecoderHeads,
@@ -29,7 +28,8 @@ from specgen.options import (
 )
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
+from specgen.text.hidden_trail import LastHidden
 from tests.helpers.common import EXACT
 from tests.helpers.heads import make_heads, opened, prompts, trained, written
 from tests.tiny import TinyConfig, write_tiny_model
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(
     folder: Path, draft: Path | None = None, *, target: str = "t.gguf", grammar: str | None = None
-) -> Models:
+) -> Session:
     options = SessionOptions(
         target=folder / target,
         draft=draft or folder / "heads.gguf",
@@ -59,7 +59,7 @@ def loaded(
         target_context=EXACT,
         draft_context=EXACT,
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
 # --- what they compute --------------------------------------------------------------------------
@@ -206,8 +206,8 @@ def test_nothing_drafts_for_heads(folder: Path) -> None:
     options = SessionOptions(
         target=folder / "t.gguf", draft=folder / "heads.gguf", helpers=("ngram",)
     )
-    with pytest.raises(UsageError, match="decoder heads take no draft of their own"):
-        Models(options, time.perf_counter)
+    with pytest.raises(UsageError, match="takes no draft of its own"):
+        Session(options, time.perf_counter)
 
 
 # --- drafting -----------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_the_loop_leaves_the_state_behind_what_was_read(folder: Path, grammar: s
         prompt = speculative.prompts.of_text(PROMPT)
         with speculative.contexts(512) as (target, _), speculative.contexts(512) as (alone, _):
             loop = AnswerLoop(target, time.perf_counter)
-            generation = DrafterFactory(speculative).sequence(prompt, 512, None, 0)
+            generation = DrafterFactory(speculative).sequence(prompt, 512, (), 0)
             loop.start(generation)
             last = generation.hidden
             assert isinstance(last, LastHidden)

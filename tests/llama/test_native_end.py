@@ -15,7 +15,7 @@ from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import file_check
 from specgen.llama.library import asserted
 from specgen.models import cache_folder
-from specgen.system.atomic_files import KeptResults
+from specgen.system.files import KeptResults
 from tests.helpers.common import ROOT
 from tests.helpers.tiny import with_a_token_twice
 from tests.tiny import TinyConfig, write_tiny_model

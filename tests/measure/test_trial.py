@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from specgen.drafters import Drafter
 from specgen.errors import BackendError
 from specgen.events import ReasonCount
 from specgen.measure.trial import (
@@ -19,6 +18,7 @@ from specgen.measure.trial import (
     summarise,
 )
 from specgen.method.draft import Draft
+from specgen.method.drafter import Drafter
 from specgen.method.policy import RoundResult
 from specgen.options import DraftOptions, GenerationOptions
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language

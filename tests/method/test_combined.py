@@ -5,32 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import pytest
 
-from specgen.drafters import (
-    Drafter,
-    Drafters,
-    Drafting,
-    Guesses,
-    ModelDrafter,
-    PromptHeadSkipper,
-    SuffixDrafter,
-    TreeModelDrafter,
-    draft_alone,
-    ready,
-)
+from specgen.drafters.cascade import Cascade
+from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.model import PromptHeadSkipper
+from specgen.drafters.ngram import SuffixDrafter
+from specgen.drafters.staged import Guesses
+from specgen.drafters.tree import TreeModelDrafter
 from specgen.events import DraftedEvent
 from specgen.method.cost_table import FREE, Price
 from specgen.method.distribution import Distribution
 from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.drafter import Drafter, Drafting, draft_alone, ready
 from specgen.method.policy import FixedPolicy, Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
-from tests.helpers.fake_generations import N_VOCAB, PROMPT, Setup, model_drafter
+from tests.helpers.fake_generations import N_VOCAB, PROMPT, Setup, draft_request, model_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -66,12 +60,12 @@ class Scripted:
         self.told.append(f"rewind {n_tokens}")
 
 
-def combined(ngrams: Sequence[int], model: Sequence[int]) -> tuple[Drafters, Scripted, Scripted]:
+def combined(ngrams: Sequence[int], model: Sequence[int]) -> tuple[Cascade, Scripted, Scripted]:
     free, dear = Scripted("ngram", [ngrams] * 3), Scripted("model", [model] * 3, PRICE)
-    return Drafters(free, dear), free, dear
+    return Cascade(free, dear), free, dear
 
 
-def propose(drafters: Drafters, context: Sequence[int], plan: RoundPlan) -> Draft:
+def propose(drafters: Cascade, context: Sequence[int], plan: RoundPlan) -> Draft:
     """What is drafted in a round, after the free drafter has looked."""
     drafters.look_up(context, 8)
     return draft_alone(drafters.propose(context, plan))
@@ -96,8 +90,8 @@ def test_the_free_drafter_speaks_first_and_costs_nothing_of_the_model() -> None:
     assert model.told == []
     assert (drafters.name, drafters.model_name) == ("ngram+model", "model")
     assert drafters.price(7) == PRICE
-    assert (Drafters(free).price(7), Drafters(free).model_name) == (FREE, None)
-    assert Drafters(model=model).look_up(TEXT, 4) is NO_DRAFT
+    assert (Cascade(free).price(7), Cascade(free).model_name) == (FREE, None)
+    assert Cascade(model=model).look_up(TEXT, 4) is NO_DRAFT
 
 
 def test_the_one_begins_that_the_plan_names() -> None:
@@ -142,7 +136,7 @@ def test_ngrams_go_on_from_what_the_model_drafts() -> None:
 
 def test_ngrams_that_differ_become_branches_of_the_models_draft() -> None:
     free, model = Scripted("ngram", [[4, 5], []]), Scripted("model", [[4, 6]], PRICE)
-    drafters = Drafters(free, model, merges=True)
+    drafters = Cascade(free, model, merges=True)
     draft = propose(drafters, TEXT, model_first(8, extends=True))
     assert (draft.tokens, draft.parents) == ((4, 6, 5), (-1, 0, 0))
     assert draft.origins == ("model", "model", "ngram")
@@ -170,20 +164,14 @@ def test_a_model_knows_what_stands_between_the_text_and_its_draft(
 ) -> None:
     """Penalties and grammars depend on it."""
     state = TextState(TEXT)
-    shaper, rng = Paths(state), np.random.default_rng(0)
+    shaper = Paths(state)
     backend = FakeBackend(LETTERS, LANGUAGE, n_ctx=64, n_sequences=4)
     model: Drafter
     if is_tree:
-        model = TreeModelDrafter(
-            backend,
-            shaper,
-            rng,
-            draws=False,
-            n_shared_tokens=N_VOCAB,
-            shape=parse_tree("1,1,1"),
-        )
+        request = draft_request(state, shaper, branches=True, shape=parse_tree("1,1,1"))
+        model = TreeModelDrafter(backend, request, n_shared_tokens=N_VOCAB)
     else:
-        model = ModelDrafter(backend, shaper, rng, draws=False, n_shared_tokens=N_VOCAB)
+        model = ModelDrafter(backend, draft_request(state, shaper), n_shared_tokens=N_VOCAB)
     if is_headless:
         model = PromptHeadSkipper(model, range(1))
     draft = draft_alone(model.propose([*TEXT, 4, 5], draft_up_to(3), 2))
@@ -198,7 +186,7 @@ def test_a_drafts_own_draft_knows_all_that_stands_before_it() -> None:
             return super().propose(context, plan)
 
     drafter = Noted("model", [[4]] * 2)
-    guesses = Guesses(Drafters(model=drafter), Noting())
+    guesses = Guesses(Cascade(model=drafter), Noting())
     after(guesses, [*TEXT, 7, 7], [9, 8], 5, 2)
     assert drafter.told[0] == 4
 
@@ -215,9 +203,9 @@ def test_both_hear_of_the_result_and_forget() -> None:
 
 
 def with_ngrams(sampler: SamplerOptions) -> Setup:
-    def make(state: TextState) -> Drafters:
+    def make(state: TextState) -> Cascade:
         model, _ = model_drafter(LANGUAGE, LETTERS, sampler, state=state)
-        return Drafters(SuffixDrafter(2, 3), model)
+        return Cascade(SuffixDrafter(2, 3), model)
 
     return Setup(language=LANGUAGE, vocabulary=LETTERS, sampler=sampler, drafter=make)
 
@@ -282,7 +270,7 @@ def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
     said: list[int], n_right: int, told: tuple[int, ...]
 ) -> None:
     drafter, policy = Scripted("model", [[4, 5, 6, 7]]), Noting()
-    guesses = Guesses(Drafters(model=drafter), policy)
+    guesses = Guesses(Cascade(model=drafter), policy)
     assert list(after(guesses, TEXT, [9], 5)) == [4, 5, 6]
     assert drafter.told == [([*TEXT, 9], 3)]
     guesses.decoded(2.0)
@@ -300,7 +288,7 @@ def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
 
 def test_a_guess_of_which_the_model_drafted_too_little_says_nothing_about_the_rest() -> None:
     """The draft ended: nobody knows whether more of the guess was right."""
-    drafters = Drafters(model=Scripted("model", [[4, 5, 6]]))
+    drafters = Cascade(model=Scripted("model", [[4, 5, 6]]))
     guesses = Guesses(drafters, policy := Noting())
     after(guesses, TEXT, [9], 5)
     guesses.settle([9, 4])
@@ -315,7 +303,7 @@ def test_a_guesser_forgets_the_draft_and_keeps_what_became_text() -> None:
         ([*TEXT, 7], ["rewind 3"]),
     ):
         drafter = Scripted("model", [[4]] * 3)
-        guesses = Guesses(Drafters(model=drafter), Noting())
+        guesses = Guesses(Cascade(model=drafter), Noting())
         after(guesses, TEXT, [9], 5)
         after(guesses, TEXT, [9, 8], 5)
         assert "rewind" not in str(drafter.told)
@@ -326,12 +314,12 @@ def test_a_guesser_forgets_the_draft_and_keeps_what_became_text() -> None:
 
 def test_guesses_are_rewound_with_their_drafter() -> None:
     drafter = Scripted("model", [[4]])
-    guesses = Guesses(Drafters(model=drafter), Noting())
+    guesses = Guesses(Cascade(model=drafter), Noting())
     guesses.rewind(7)
     after(guesses, TEXT, [9], 5)
     guesses.rewind(5)
     guesses.rewind(2)
     told = [what for what in drafter.told if isinstance(what, str)]
     assert told == ["rewind 7", "rewind 3", "rewind 2"]
-    nothing = Guesses(Drafters(model=Scripted("model", [])), Noting())
+    nothing = Guesses(Cascade(model=Scripted("model", [])), Noting())
     assert after(nothing, TEXT, [9], 0) == []

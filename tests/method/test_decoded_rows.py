@@ -7,10 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from specgen.drafters import Drafter, Drafters, Guesses, SuffixDrafter
+from specgen.drafters.cascade import Cascade
+from specgen.drafters.ngram import SuffixDrafter
+from specgen.drafters.staged import Guesses
 from specgen.events import DraftedEvent, DraftNode, Event, NoticeEvent
 from specgen.method.backend import Batch
 from specgen.method.draft import Draft
+from specgen.method.drafter import Drafter
 from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan, RoundResult, Whole
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.system.arrays import Logits
@@ -102,7 +105,7 @@ class Extending(FixedPolicy):
 
 #: All that decodes with draft models in the target's own vocabulary, along one branch.
 DRAFTERS = [name for name, case in CASES.items() if case.watched]
-COMBINED = [name for name in DRAFTERS if CASES[name].kind is Drafters]
+COMBINED = [name for name in DRAFTERS if CASES[name].kind is Cascade]
 STAGED = [name for name in DRAFTERS if "staged" in name]
 TWICE = [*STAGED, "all at once"]
 in_every_way = pytest.mark.parametrize("name", DRAFTERS)
@@ -239,7 +242,7 @@ def test_guesses_that_are_not_taken_are_compared_with_what_is_drafted() -> None:
 
     def declined(state: TextState) -> Drafter:
         policy = Declining(DraftOptions(policy="fixed"))
-        return model(models.text(state), Guesses(Drafters(SuffixDrafter(1, 8)), policy))
+        return model(models.text(state), Guesses(Cascade(SuffixDrafter(1, 8)), policy))
 
     made = setup(models, "model", 6)
     made.drafter = declined

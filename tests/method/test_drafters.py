@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters import ModelDrafter, draft_alone
+from specgen.drafters.chain import ModelDrafter
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.drafter import propose_together
+from specgen.method.drafter import draft_alone, propose_together
 from specgen.method.policy import FixedPolicy, Offer, draft_up_to
 from specgen.options import DraftOptions, SamplerOptions
 from tests.helpers.exact_distributions import distribution

@@ -29,7 +29,7 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.text.grammar.base import GrammarState
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
@@ -413,7 +413,7 @@ def test_drafts_change_nothing(model: Path, tmp_path: Path, temperature: float) 
     )
     answers: list[FinishedEvent] = []
     for source in ("none", "ngram", draft):
-        with Models(replace(options, draft=source), time.perf_counter) as loaded:
+        with Session(replace(options, draft=source), time.perf_counter) as loaded:
             *_, last = generate(loaded, loaded.prompts.of_text("the cat"))
         assert isinstance(last, FinishedEvent)
         answers.append(last)

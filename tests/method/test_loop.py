@@ -8,7 +8,8 @@ from typing import cast
 
 import pytest
 
-from specgen.drafters import Drafter, Drafters, ModelDrafter, draft_alone
+from specgen.drafters.cascade import Cascade
+from specgen.drafters.chain import ModelDrafter
 from specgen.errors import BackendError
 from specgen.events import (
     CommittedEvent,
@@ -20,6 +21,7 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.method.draft import Draft
+from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import draft_up_to
 from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
@@ -56,7 +58,7 @@ DRAFTERS = [*QUALITIES, *(name for name in ON_FAKES if name != "model")]
 
 def drafter(
     kind: str, vocabulary: FakeVocabulary = LETTERS, sampler: SamplerOptions = GREEDY
-) -> Callable[[TextState], Drafter | Drafters]:
+) -> Callable[[TextState], Drafter | Cascade]:
     """What drafts for a text, some of it right. Random trees know what the target says."""
     language = QUALITIES.get(kind, LANGUAGE if "random" in kind else QUALITIES["good"])
     make = ON_FAKES.get(kind, ON_FAKES["model"])

@@ -9,11 +9,13 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from specgen.drafters import Drafters, Drafting, SuffixDrafter, ready
+from specgen.drafters.cascade import Cascade
+from specgen.drafters.ngram import SuffixDrafter
 from specgen.events import REASONS, CommittedEvent, FinishedEvent, ReasonName
 from specgen.method.acceptance import AcceptanceRates
 from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.drafter import Drafting, ready
 from specgen.method.policy import (
     CostAwarePolicy,
     FixedPolicy,
@@ -185,7 +187,7 @@ def test_the_summary_counts_the_rounds_that_drafted_nothing() -> None:
 
 def test_a_round_with_a_draft_is_not_counted() -> None:
     setup = replace(BASE)
-    setup.drafter = lambda state: Drafters(
+    setup.drafter = lambda state: Cascade(
         SuffixDrafter(1, 3), model_drafter(setup.language, setup.vocabulary, state=state)[0]
     )
     _, events = setup.run()
@@ -199,5 +201,5 @@ def test_a_round_with_a_draft_is_not_counted() -> None:
 def test_the_state_of_a_grammar_is_where_the_text_is() -> None:
     """What is found is within the grammar before it is planned, so that a model may go on behind it."""
     state = TextState((1, 2, 1, 7, 1, 2, 1), OnlyOnes())
-    found = Drafters(SuffixDrafter(1, 3), state=state).look_up(state.tokens, 4)
+    found = Cascade(SuffixDrafter(1, 3), state=state).look_up(state.tokens, 4)
     assert found.tokens == ()

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters import draft_alone
-from specgen.drafters.lookup.array import SuffixArray
-from specgen.drafters.lookup.text import TextIndex
-from specgen.drafters.ngram import SuffixDrafter, confidence
+from specgen.drafters.ngram import SuffixDrafter, TextIndex, confidence
+from specgen.drafters.suffix_array import SuffixArray
 from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)

@@ -19,16 +19,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specgen.drafters import (
-    Drafter,
-    Drafting,
-    ModelDrafter,
-    TranslatedDrafter,
-    WrappedDrafter,
-    draft_alone,
-)
-from specgen.drafters.translated import Translation
+from specgen.drafters.cascade import WrappedDrafter
+from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.translated import TranslatedDrafter, Translation
 from specgen.events import CommittedEvent, Event, NoticeEvent
+from specgen.method.drafter import Drafter, Drafting, draft_alone
 from specgen.method.policy import RoundPlan, draft_up_to
 from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions

@@ -13,18 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.drafters import (
-    Drafter,
-    Drafters,
-    SuffixDrafter,
-    TreeModelDrafter,
-    draft_alone,
-)
+from specgen.drafters.cascade import Cascade
+from specgen.drafters.ngram import SuffixDrafter
+from specgen.drafters.tree import TreeModelDrafter
 from specgen.events import DraftedEvent
 from specgen.method.backend import Backend
 from specgen.method.cost_table import CostTable
 from specgen.method.distribution import Distribution
 from specgen.method.draft import NO_DRAFT, ROOT, Draft, TreeBuilder
+from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import (
     CostAwarePolicy,
     Offer,
@@ -42,12 +39,10 @@ from specgen.method.verify import (
 )
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree
 from specgen.session.answer_loop import AnswerLoop
-from specgen.session.drafter_factory import guess_sampling
-from specgen.text.sampling import Sampler
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import TextState
 from tests.helpers.exact_distributions import Fate, all_fates
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
-from tests.helpers.fake_generations import GREEDY, PROMPT, Setup, Timed, tree_drafter
+from tests.helpers.fake_generations import PROMPT, Setup, Timed, tree_drafter, tree_request
 from tests.helpers.goodness_of_fit import LEVEL, p_value
 from tests.method.test_verifiers import DRAFTS, LETTERS, SAMPLERS, draw, exact
 from tests.method.test_verifiers import PROMPT as SHORT_PROMPT
@@ -353,7 +348,7 @@ def test_trees_change_nothing_and_no_token_is_decoded_twice(
         spoken, WORDS, shape, n_ctx=96, costs=draft_costs() if is_auto else None
     )
     free = SuffixDrafter(1, 4, n_children=3) if ngrams else None
-    whole = Drafters(free, drafter, merges=is_auto)
+    whole = Cascade(free, drafter, merges=is_auto)
     common = {"language": language, "vocabulary": WORDS, "options": options, "n_ctx": n_ctx}
     plain = Setup(**common).run()[0]  # type: ignore[arg-type]
     setup = Setup(
@@ -504,14 +499,7 @@ def test_a_context_may_serve_one_answer_after_another() -> None:
     first = draft_alone(drafter.propose(PROMPT, draft_up_to(14)))
     assert any(backend.length(sequence) for sequence in range(1, backend.n_sequences))
     backend.remove(0)
-    again = TreeModelDrafter(
-        backend,
-        Shaper(Sampler(guess_sampling(GREEDY)), TextState(PROMPT)),
-        np.random.default_rng(0),
-        draws=False,
-        n_shared_tokens=N_VOCAB,
-        shape=parse_tree("2,2,2"),
-    )
+    again = TreeModelDrafter(backend, tree_request("2,2,2"), n_shared_tokens=N_VOCAB)
     assert draft_alone(again.propose(PROMPT, draft_up_to(14))) == first
 
 

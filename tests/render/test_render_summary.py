@@ -108,11 +108,6 @@ def test_why_it_ended(reason: str, stopped_by: str | None, words: str) -> None:
     assert items(finished(finish_reason=reason, stopped_by=stopped_by))["end"] == words
 
 
-def test_the_end_of_a_grammar_is_called_so() -> None:
-    event = finished(finish_reason="stop", stopped_by="</s>", ends_grammar=True)
-    assert items(event)["end"] == "end of the grammar"
-
-
 def test_the_gain_and_how_it_is_known() -> None:
     event = finished(
         n_tokens=100,
@@ -164,11 +159,6 @@ def test_on_a_busy_machine_there_is_no_gain() -> None:
     assert items(event)["gain"] == (
         "not known, since the machine was busy: other programs took 40 % of the machine's cores meanwhile"
     )
-
-
-def test_a_gain_that_the_tokens_per_pass_do_not_allow_is_doubted() -> None:
-    event = finished(mean_accepted_length=2.0, estimated_speedup=2.5, others_share=0.1)
-    assert "2.00 tokens per pass allow no more" in items(event)["gain"]
 
 
 def test_a_loss_is_called_one_and_there_is_advice() -> None:
@@ -244,3 +234,8 @@ def test_a_summary_that_cannot_be_written_is_no_failure() -> None:
             raise OSError(28, "No space left on device")
 
     print_summary(Console(file=Full(), width=80), finished())
+
+
+def test_a_gain_that_the_tokens_per_pass_do_not_allow_is_doubted() -> None:
+    event = finished(mean_accepted_length=2.0, estimated_speedup=2.5, others_share=0.1)
+    assert "2.00 tokens per pass allow no more" in items(event)["gain"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from llama_cpp import Llama
 
-from specgen.drafters import Drafters
+from specgen.drafters.cascade import Cascade
 from specgen.errors import BackendError, PairError, UsageError
 from specgen.method.policy import FixedPolicy
 from specgen.models import memory_file
@@ -297,7 +297,7 @@ def test_policy_and_drafter_learn_from_each_round(
             reports.append(report)
 
         monkeypatch.setattr(FixedPolicy, "observe", note)
-        monkeypatch.setattr(Drafters, "observe", note)
+        monkeypatch.setattr(Cascade, "observe", note)
         own = (draft[2] + 1) % 300
         draft_after(rounds, [*prompt, *draft[:2], own])
     assert len(reports) == 2
@@ -410,5 +410,5 @@ def test_ctrl_c_while_drafting_harms_no_later_text(
 def test_of_the_target_only_the_vocabulary_is_loaded(models: Path) -> None:
     with opened_rounds(models, models / "good.gguf") as rounds:
         assert rounds.models.target.n_embd == 0
-        assert rounds.models.drafts.model is not None
-        assert rounds.models.drafts.model.n_embd > 0
+        assert rounds.models.draft is not None
+        assert rounds.models.draft.models[0].n_embd > 0

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +21,6 @@ from specgen.errors import BackendError, ModelFileError, SpecgenError
 from specgen.serve.batch.lines import Line
 from specgen.serve.batch.on_ray import ActorJob, Cluster, RayBatch, connected, place
 from specgen.serve.batch.runner import Batch
-from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
-from specgen.session.prompts import Prompt
-from specgen.session.request import Request
 from tests.helpers.batch import (
     PATIENCE_S,
     PROMPTING,
@@ -373,57 +368,6 @@ def cluster() -> Iterator[tuple[str, list[int]]]:
         process.communicate()
 
 
-def open_and_die(path: Path) -> Models:
-    """In an actor: a session that ends the process at a line that says so."""
-    plain = Engine.insert
-
-    def insert(engine: Engine, prompt: str | Prompt, **options: Any) -> Request:
-        request = plain(engine, prompt, **options)
-        if "die" in request.prompt.text:
-            engine.step()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return request
-
-    Engine.insert = insert  # type: ignore[assignment, method-assign]
-    return open_tiny(path)
-
-
-@needs_ray
-def test_a_line_that_kills_its_actor_leaves_the_other_actor_at_work(
-    cluster: tuple[str, list[int]], target: Path
-) -> None:
-    lines = lines_of(*(f"line {n}" if n != 7 else "die" for n in range(40)))
-    job = ActorJob(partial(open_and_die, target), PROMPTING, SETTINGS, 2, {})
-    results, found = Collected(), Cluster(cluster[0])
-    with (
-        pytest.raises(BackendError, match="have no answer, since their actors ended"),
-        connected(found, verbose=False) as ray,
-    ):
-        for _ in RayBatch(ray, found, job, results.write).run(lines):
-            pass
-    assert 30 <= len(results.records) < 40
-    assert "8" not in results.records
-
-
-@needs_ray
-@pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs /proc")
-def test_a_model_that_a_node_does_not_have_is_told(
-    cluster: tuple[str, list[int]],
-    target: Path,
-    tmp_path: Path,
-    specgen: Specgen,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tmp_path / "in").write_text("a\n")
-    monkeypatch.chdir(target.parent)
-    path = Path("/proc/self/cwd") / target.name
-    result = specgen(
-        "batch", tmp_path / "in", tmp_path / "out", "-m", path, "-md", "none", "--ray", cluster[0]
-    )
-    assert result.code == ModelFileError.exit_code, result.err
-    assert f"there is no file {path}" in result.err
-
-
 @needs_ray
 def test_answers_are_those_of_one_machine_though_actor_and_driver_are_killed(
     cluster: tuple[str, list[int]], target: Path, tmp_path: Path, specgen: Specgen
@@ -469,10 +413,3 @@ def test_answers_are_those_of_one_machine_though_actor_and_driver_are_killed(
 def test_one_module_imports_ray() -> None:
     importers = {module for module, path in modules().items() if "ray" in imported(path)}
     assert importers == {"specgen.serve.batch.on_ray"}
-
-
-def test_errors_of_actors_can_be_sent_to_another_process(target: Path) -> None:
-    job = pickle.loads(pickle.dumps(actor_job(target)))
-    assert job.files == actor_job(target).files
-    error = pickle.loads(pickle.dumps(ModelFileError("no file", "put it")))
-    assert (type(error), error.message, error.hint) == (ModelFileError, "no file", "put it")

@@ -359,27 +359,6 @@ def test_the_counts_of_several_choices_add_up_by_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("speedups", "expected"), [((2.0, 1.0), 1.75), ((None, 1.5), 1.5), ((None, None), None)]
-)
-def test_the_gain_of_several_choices_is_that_of_their_common_time(
-    speedups: tuple[float | None, ...], expected: float | None
-) -> None:
-    answers = [
-        dataclasses.replace(
-            FINISHED,
-            wall_s=seconds + FINISHED.prompt_s,
-            estimated_speedup=speedup,
-            estimated_speedup_range=None if speedup is None else (speedup - 0.5, speedup + 0.5),
-        )
-        for speedup, seconds in zip(speedups, (3.0, 1.0), strict=True)
-    ]
-    drafts = figures([*map(Answer, answers)], (), 2)["speculative"]
-    assert drafts["estimated_speedup"] == expected
-    between = None if expected is None else [expected - 0.5, expected + 0.5]
-    assert drafts["estimated_speedup_range"] == between
-
-
-@pytest.mark.parametrize(
     ("others_share", "expected"),
     [(None, (1.5, [1.4, 1.6])), (0.1, (1.5, [1.4, 1.6])), (0.4, (None, None))],
 )

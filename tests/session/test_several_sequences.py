@@ -11,41 +11,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.drafters import (
-    Drafter,
-    Drafters,
-    Drafting,
-    ModelDrafter,
-    TreeModelDrafter,
-    ready,
-)
+from specgen.drafters.cascade import Cascade
+from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.kind import CacheSlot
+from specgen.drafters.tree import TreeModelDrafter
 from specgen.errors import BackendError
 from specgen.events import NoticeEvent
 from specgen.method.acceptance import AcceptanceRates
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import BatchShare, CostTable, Others
 from specgen.method.distribution import NoTokenAllowedError
-from specgen.method.draft import Branches, Draft
+from specgen.method.draft import Draft
+from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult
 from specgen.options import DraftOptions, GenerationOptions, parse_tree
 from specgen.session.answer_loop import AnswerLoop
-from specgen.session.drafter_factory import guess_sampling
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Sampler
 from specgen.text.sequence import Sequence
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
-    GREEDY,
     N_VOCAB,
-    PROMPT,
     Clock,
     DeafDrafter,
     NoDrafter,
     NonsenseDrafter,
     Setup,
     Timed,
+    draft_request,
     model_drafter,
+    tree_request,
 )
 from tests.helpers.fake_grammar import FakeGrammar
 from tests.registry import ON_FAKES, Text
@@ -124,7 +119,7 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
     the batch of all, it would seem to lose by drafting, and put its drafter aside."""
     table = {n: 0.85 + 0.15 * n for n in range(1, 60)}
 
-    def seconds(drafters: Drafters | None) -> tuple[float, list[Sequence], list[float | None]]:
+    def seconds(drafters: Cascade | None) -> tuple[float, list[Sequence], list[float | None]]:
         setup = Setup(
             drafter=drafters,
             policy=lambda options: CostAwarePolicy(options, CostTable(table)),
@@ -147,7 +142,7 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
         return after_s - before_s, generations, gains
 
     plain_s, plain, no_gains = seconds(None)
-    drafted_s, drafted, gains = seconds(Drafters(AlwaysRight()))
+    drafted_s, drafted, gains = seconds(Cascade(AlwaysRight()))
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
     for generation in drafted:
         assert generation.tally.n_accepted > 60
@@ -205,19 +200,8 @@ def test_texts_that_are_written_at_once_learn_apart_and_count_together() -> None
 
 
 def tree_drafters(backend: FakeBackend, n: int) -> list[TreeModelDrafter]:
-    n_each = backend.n_sequences // n
-    return [
-        TreeModelDrafter(
-            backend,
-            Shaper(Sampler(guess_sampling(GREEDY, SHAPE)), TextState(PROMPT)),
-            np.random.default_rng(0),
-            draws=False,
-            n_shared_tokens=N_VOCAB,
-            shape=SHAPE,
-            slot=Branches(number * n_each, n_each),
-        )
-        for number in range(n)
-    ]
+    requests = [tree_request(SHAPE, slot=CacheSlot(number, n)) for number in range(n)]
+    return [TreeModelDrafter(backend, each, n_shared_tokens=N_VOCAB) for each in requests]
 
 
 @settings(max_examples=25)
@@ -273,18 +257,9 @@ class Counted(FakeBackend):
 def chain_drafters(
     backend: FakeBackend, n: int, costs: CostTable | None = None
 ) -> list[ModelDrafter]:
-    return [
-        ModelDrafter(
-            backend,
-            Shaper(Sampler(GREEDY), TextState(PROMPT)),
-            np.random.default_rng(0),
-            draws=False,
-            n_shared_tokens=N_VOCAB,
-            costs=costs,
-            sequence=number,
-        )
-        for number in range(n)
-    ]
+    slots = [CacheSlot(number, n) for number in range(n)]
+    requests = [draft_request(slot=slot, costs=costs or CostTable()) for slot in slots]
+    return [ModelDrafter(backend, each, n_shared_tokens=N_VOCAB) for each in requests]
 
 
 @pytest.mark.parametrize("n_sequences", [1, 2, 5])
@@ -375,11 +350,11 @@ def test_every_drafter_drafts_for_its_own_text(name: str, place: int) -> None:
     prompts = [(1, 5, 9, 2), (6,)]
     prompts.insert(place, (3, 1, 4, 1, 5))
 
-    def make(state: TextState) -> Drafter | Drafters:
+    def make(state: TextState) -> Drafter | Cascade:
         return ON_FAKES[name](Text(state, noisy(LANGUAGE, 0.7), LETTERS))
 
     good = model_drafter(noisy(LANGUAGE, 0.7), LETTERS, state=TextState(prompts[1 - place]))[0]
-    drafters: dict[int, Drafter | Callable[[TextState], Drafter | Drafters]]
+    drafters: dict[int, Drafter | Callable[[TextState], Drafter | Cascade]]
     drafters = {place: make, 1 - place: good}
     setups = [
         Setup(prompt=prompt, drafter=drafters.get(number), n_batch=100)

@@ -20,12 +20,12 @@ from specgen.measure.proof.drafting_plans import DraftingPlan, check_drafting, t
 from specgen.measure.proof.rows import batches_at_once_move
 from specgen.method.distribution import Distribution
 from specgen.session.answer_loop import AnswerLoop
+from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import CONTEXT_STEP, Models
-from specgen.session.measurements import calibrate
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
+from specgen.session.session import CONTEXT_STEP, Session
 from specgen.system.arrays import Logits
 from specgen.testing.bugs import Bug
 from specgen.text.sampling import Sampler
@@ -50,14 +50,14 @@ class PlainAnswers:
         self._n_bytes_max = n_bytes_max
         self._kept: dict[tuple[tuple[int, ...], int], PlainAnswer] = {}
 
-    def of(self, loaded: Models, loop: AnswerLoop, prompt: Prompt, n_ctx: int) -> PlainAnswer:
+    def of(self, loaded: Session, loop: AnswerLoop, prompt: Prompt, n_ctx: int) -> PlainAnswer:
         """Return the answer to a prompt. If it is not kept, `loop` decodes it; the cache must be empty."""
         # A larger context changes nothing, if the answer has room in this one.
         n_most = len(prompt.tokens) + loaded.options.generation.max_tokens
         key = prompt.tokens, min(n_ctx, n_most)
         if key in self._kept:
             return self._kept[key]
-        plain = DrafterFactory(loaded).sequence(prompt, n_ctx, None, 0, plain=True)
+        plain = DrafterFactory(loaded).sequence(prompt, n_ctx, (), 0, plain=True)
         row_bytes = 4 * loaded.target.vocabulary.n_tokens
         keeper = _Keeper(
             loaded.settings.sampler, plain.state, max(1, self._n_bytes_max // row_bytes)
@@ -73,7 +73,7 @@ class PlainAnswers:
 
 
 def check_greedy(
-    loaded: Models,
+    loaded: Session,
     prompts: abc.Sequence[Prompt],
     *,
     n_at_once: int = 1,
@@ -147,7 +147,7 @@ class _Run:
 
     def __init__(
         self,
-        loaded: Models,
+        loaded: Session,
         way: DraftingPlan,
         n_ctx: int,
         n_at_once: int,
@@ -264,7 +264,7 @@ class _Keeper(Shaper):
         return super().distribution(logits, path)
 
 
-def _beyond_window(loaded: Models, prompts: abc.Sequence[Prompt]) -> abc.Sequence[Prompt]:
+def _beyond_window(loaded: Session, prompts: abc.Sequence[Prompt]) -> abc.Sequence[Prompt]:
     """Return the prompts behind as many tokens as the target's sliding window has, if it has one and the
     context has room for them."""
     n = loaded.target.n_window
@@ -287,7 +287,7 @@ def _beyond_window(loaded: Models, prompts: abc.Sequence[Prompt]) -> abc.Sequenc
     return longer
 
 
-def _room(loaded: Models, prompts: abc.Sequence[Prompt]) -> int:
+def _room(loaded: Session, prompts: abc.Sequence[Prompt]) -> int:
     """Return the size in tokens of each answer's context: that of the options, but no more than is used."""
     n_prompt = max(len(prompt.tokens) for prompt in prompts)
     options, n_ctx = loaded.options, loaded.context_size(n_prompt)

@@ -36,10 +36,10 @@ from specgen.measure.proof.statistics import (
 )
 from specgen.method.backend import Backend
 from specgen.session.answer_loop import AnswerLoop
+from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.loaded_models import Models
-from specgen.session.measurements import calibrate
 from specgen.session.prompts import Prompt
+from specgen.session.session import Session
 from specgen.testing.bugs import Bug
 from specgen.text.text_state import RememberingShaper, Shaper
 
@@ -139,7 +139,7 @@ def room(plan: SampledPlan) -> int:
 
 
 def check_sampled(
-    loaded: Models,
+    loaded: Session,
     prompt: Prompt,
     plan: SampledPlan,
     *,
@@ -164,19 +164,18 @@ def check_sampled(
     n_prompt = len(prompt.tokens)
     n_ctx = loaded.context_size(n_prompt + room(plan))
     with (
-        loaded.contexts(n_ctx) as (cache, draft_cache),
-        loaded.draft_contexts(n_ctx, helpers_only=True) as caches,
+        loaded.contexts(n_ctx) as (cache, caches),
     ):
         target = _remembering(loaded, cache, prompt)
         drafts: list[Backend] = []
         remembering = [target]
-        reads_states = loaded.drafts.from_states is not None
-        for each in (draft_cache, *caches):
-            if each is not None and reads_states:  # its rows read states, and not the text alone
+        reads_states = loaded.draft is not None and loaded.draft.reads in ("all states", "cache")
+        for each in caches:
+            if reads_states:  # its rows read states, and not the text alone
                 drafts.append(each)
                 if isinstance(each, AssistantContext):
                     each.before_decode = target.hold
-            elif each is not None:
+            else:
                 remembering.append(_remembering(loaded, each, prompt))
                 drafts.append(remembering[-1])
 
@@ -189,9 +188,8 @@ def check_sampled(
         generation = DrafterFactory(loaded).sequence(
             prompt,
             n_ctx,
-            drafts[0] if drafts else None,
+            drafts,
             seed,
-            helpers=drafts[1:],
             make_shaper=RememberingShaper,
         )
         way.prepare(generation)
@@ -243,13 +241,15 @@ def check_sampled(
         )
 
 
-def _remembering(loaded: Models, cache: LlamaBackend, prompt: Prompt) -> MemoBackend:
+def _remembering(loaded: Session, cache: LlamaBackend, prompt: Prompt) -> MemoBackend:
     """Wrap a model's cache in a memory whose remembered decodes count with their measured time."""
     model = cache.model.path
     is_target = cache.model is loaded.target
     costs = loaded.costs.table(None if is_target else model, len(prompt.tokens))
-    hidden = is_target and loaded.drafts.heads is not None
-    all_rows = is_target and loaded.drafts.from_states is not None
+    hidden = is_target and loaded.draft is not None and loaded.draft.reads == "last states"
+    all_rows = (
+        is_target and loaded.draft is not None and loaded.draft.reads in ("all states", "cache")
+    )
     return MemoBackend(
         cache, n_bytes_max=_N_BYTES_MAX, costs=costs, hidden=hidden, all_rows=all_rows
     )
@@ -291,7 +291,7 @@ def _test(
 
 
 def _compare_rows(
-    loaded: Models,
+    loaded: Session,
     n_ctx: int,
     target: MemoBackend,
     prompt: Sequence[int],

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, TypeAlias
 
 from specgen.errors import OutputError, UsageError
 from specgen.serve.batch.lines import Line, LineError
-from specgen.system.atomic_files import replace_bytes
+from specgen.system.files import replace_bytes
 from specgen.system.json_lines import (
     AppendedFile,
     DamagedLineError,

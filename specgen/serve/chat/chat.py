@@ -11,8 +11,8 @@ from specgen.errors import PromptError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.serve.chat.conversation import Change, ChatLog, Conversation
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
+from specgen.session.session import Session
 
 #: A quarter of the context is kept free for an answer, unless answers are limited to less.
 _ANSWER_SHARE = 4
@@ -74,7 +74,7 @@ class Chat:
 
     def __init__(
         self,
-        loaded: Models,
+        loaded: Session,
         engine: Engine,
         conversation: Conversation,
         log: ChatLog | None = None,
@@ -127,7 +127,7 @@ class Chat:
     @property
     def draft_name(self) -> str:
         """The drafter of the next answers: a model's file, ``ngram`` or ``none``."""
-        return self._loaded.drafts.name if self.drafts else "none"
+        return self._loaded.draft_name if self.drafts else "none"
 
     @property
     def says_the_same_again(self) -> bool:
@@ -204,7 +204,7 @@ class Chat:
         return f"{message} ({' and '.join(kept)} kept)" if kept else message
 
 
-def check_template(loaded: Models) -> None:
+def check_template(loaded: Session) -> None:
     """Raise `UsageError` if the target has no chat template."""
     if loaded.target.chat_template() is None:
         raise UsageError(

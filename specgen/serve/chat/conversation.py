@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from specgen.errors import PromptError, UsageError
 from specgen.session.prompts.template import Message
-from specgen.system.atomic_files import replace_bytes
+from specgen.system.files import replace_bytes
 from specgen.system.json_lines import (
     AppendedFile,
     DamagedLineError,

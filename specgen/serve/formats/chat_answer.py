@@ -150,7 +150,7 @@ def figures(
 
 def joined(answers: Sequence[FinishedEvent], n_for_each_prompt: int) -> FinishedEvent:
     """Return the figures of several answers, which are ordered by prompt, as those of one. The tokens of a
-    prompt count once; times and counts of drafts are sums."""
+    prompt count once; times and counts of drafts are sums. The gain of several is not estimated."""
     first = answers[0]
     if len(answers) == 1:
         return first
@@ -160,7 +160,6 @@ def joined(answers: Sequence[FinishedEvent], n_for_each_prompt: int) -> Finished
     predicted_s = sums["wall_s"] - sums["prompt_s"]
     n_kept = sum(each.n_rounds * (each.mean_accepted_length or 0.0) for each in answers)
     n_drafted, n_rounds = sums["n_drafted"], sums["n_rounds"]
-    speedup, between = _gain(answers)
     return replace(
         first,
         **sums,
@@ -169,16 +168,15 @@ def joined(answers: Sequence[FinishedEvent], n_for_each_prompt: int) -> Finished
         tokens_per_s=sums["n_tokens"] / predicted_s if predicted_s > 0.0 else None,
         acceptance_rate=sums["n_accepted"] / n_drafted if n_drafted else None,
         mean_accepted_length=n_kept / n_rounds if n_rounds else None,
-        accepted_by_depth=_by_depth([each.accepted_by_depth for each in answers]),
-        drafted_by_depth=_by_depth([each.drafted_by_depth for each in answers]),
+        accepted_by_depth=_sums([each.accepted_by_depth for each in answers]),
+        drafted_by_depth=_sums([each.drafted_by_depth for each in answers]),
         undrafted=_reasons(itertools.chain.from_iterable(each.undrafted for each in answers)),
-        estimated_speedup=speedup,
-        estimated_speedup_range=between,
-        others_share=None,
+        estimated_speedup=None,
+        estimated_speedup_range=None,
     )
 
 
-def _by_depth(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def _sums(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(map(sum, itertools.zip_longest(*counts, fillvalue=0)))
 
 
@@ -189,23 +187,6 @@ def _reasons(counts: itertools.chain[ReasonCount]) -> tuple[ReasonCount, ...]:
         before = found[each.reason].n_rounds if each.reason in found else 0
         found[each.reason] = replace(each, n_rounds=before + each.n_rounds)
     return tuple(sorted(found.values(), key=lambda each: -each.n_rounds))
-
-
-def _gain(answers: Sequence[FinishedEvent]) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the time that the answers with an estimate would have taken without drafts, over their time, and
-    between which two numbers that is."""
-    known = [
-        (each.wall_s - each.prompt_s, each.estimated_speedup or 1.0, *each.estimated_speedup_range)
-        for each in answers
-        if each.estimated_speedup_range is not None and not is_busy(each.others_share)
-    ]
-    total_s = sum(seconds for seconds, *_ in known)
-    if total_s <= 0.0:
-        return None, None
-    speedup, low, high = (
-        sum(each[0] * each[index] for each in known) / total_s for index in (1, 2, 3)
-    )
-    return speedup, (low, high)
 
 
 # --- log-probabilities ----------------------------------------------------------------------------
@@ -323,3 +304,41 @@ class ChunkWriter:
             chosen["delta"] = delta
         chosen |= {"logprobs": None, "finish_reason": finish_reason}
         return {**self._head, "choices": [chosen]}
+
+
+class InfillWriter:
+    """Writes an answer in the form of llama.cpp's server, for a text with a gap."""
+
+    def __init__(self, _identity: str, _created: int, _model: str) -> None:
+        pass
+
+    def begin(self, _n_prompt_tokens: int) -> list[dict[str, Any]]:
+        """Return the events before the answer: none."""
+        return []
+
+    def feed(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the events for a chunk of a completion, or for the body of an error."""
+        return [dict(chunk) if "error" in chunk else self.whole(chunk)]
+
+    def whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer from the body of a completion, or a part of it from a chunk."""
+        (choice,) = body["choices"]
+        reason = choice["finish_reason"]
+        found = {
+            "index": 0,
+            "content": choice["text"],
+            "stop": reason is not None,
+            "model": body["model"],
+        }
+        if reason is not None:
+            usage = body["usage"]
+            found |= {
+                "stop_type": "eos" if reason == "stop" else "limit",
+                "truncated": False,
+                "tokens_predicted": usage["completion_tokens"],
+                "tokens_evaluated": usage["prompt_tokens"],
+                "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
+                "timings": body["timings"],
+                "speculative": body["speculative"],
+            }
+        return found | {name: body[name] for name in ("pieces",) if name in body}

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from specgen.options import GenerationOptions, SamplerOptions
+from specgen.serve.formats.chat_answer import InfillWriter
 from specgen.serve.formats.fields import (
     AnswerBody,
     AnswerFormat,
@@ -250,4 +251,4 @@ def read_infill(
     gap = Gap(asked.input_prefix + asked.prompt, asked.input_suffix, context=files)
     empty = asked.request("completion", sampling, generation)
     # The last chunk has the usage.
-    return (replace(empty, gap=gap, has_usage_alone=False),)
+    return (replace(empty, gap=gap, has_usage_alone=False, writer=InfillWriter),)

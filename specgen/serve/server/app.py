@@ -5,30 +5,30 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import mimetypes
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specgen import __version__
 from specgen.errors import SpecgenError, UsageError
 from specgen.llama.embeddings import unit
-from specgen.serve.formats.chat_request import read_request
 from specgen.serve.formats.embeddings import embedding_response, read_embedding_request
 from specgen.serve.formats.fields import BodyError, Fields, Integer, parse
 from specgen.serve.formats.messages_answer import PING
 from specgen.serve.formats.request import Request as AnswersRequest
-from specgen.serve.formats.request import with_call_form
 from specgen.serve.server.access import AccessCheck
 from specgen.serve.server.embedding import ServedEmbedder
 from specgen.serve.server.errors import RequestError
@@ -39,25 +39,17 @@ from specgen.serve.server.job_request import (
     prompt_of,
     read_requests,
 )
-from specgen.serve.server.job_response import InfillResponseBuilder, ResponseBuilder
+from specgen.serve.server.job_response import ResponseBuilder
 from specgen.serve.server.jobs import Job
 from specgen.serve.server.metrics import ServerMetrics
-from specgen.serve.server.model_pool import ModelPool, Place, Served, ServedModel
+from specgen.serve.server.model_pool import ModelPool, Place, ServedModel
 from specgen.serve.server.options import ServerOptions
-from specgen.session.prompts import template_of
 from specgen.system.arrays import Hidden
-from specgen.system.json_values import as_json
+from specgen.system.json_lines import as_json
 
-_T = TypeVar("_T")
-_PAGE = Path(__file__).parent / "page"
-#: Set here, since some machines map .js to plain text, and browsers do not run such a script.
-_PAGE_TYPES = {
-    ".css": "text/css",
-    ".html": "text/html",
-    ".js": "text/javascript",
-    ".mjs": "text/javascript",
-    ".svg": "image/svg+xml",
-}
+# Some machines map .js to plain text, and browsers do not run such a script.
+for _ending in (".js", ".mjs"):
+    mimetypes.add_type("text/javascript", _ending)
 #: The page's own files only: no scripts or styles from elsewhere, or in the answers of a model, and no look-up
 #: of the hosts that an answer has links to.
 _PAGE_HEADERS = {
@@ -75,10 +67,7 @@ _CLIENT_HEADERS = (
     "Anthropic-Version",
 )
 _STATUS_CLIENT_GONE = 499
-#: The threads that prepare answers, and how many of them may prepare long ones: bodies of more bytes than
-#: `_SHORT_BYTES`, and those that need a grammar.
-_N_PREPARING, _N_PREPARING_LONG = 4, 2
-_SHORT_BYTES = 256 * 1024
+#: Fields from which a grammar is made.
 _GRAMMAR_FIELDS = (
     "grammar",
     "json_schema",
@@ -88,6 +77,22 @@ _GRAMMAR_FIELDS = (
     "output_format",
 )
 _log = logging.getLogger("specgen.serve.server")
+
+
+class _PageFiles(StaticFiles):
+    """The files of the page, with its headers."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(_PAGE_HEADERS)
+        return response
+
+
+_PAGE = _PageFiles(directory=Path(__file__).parent / "page")
+
+
+async def _page(request: Request) -> Response:
+    return await _PAGE.get_response("index.html", request.scope)
 
 
 class _TokenizeBody(Fields):
@@ -102,30 +107,17 @@ class _DetokenizeBody(Fields):
 
 
 class Server:
-    """Answers requests with the models of a pool. Use it as a context manager."""
+    """Answers requests with the models of a pool."""
 
     def __init__(self, pool: ModelPool, options: ServerOptions) -> None:
         self._pool = pool
         self._options = options
         self._limits = options.limits
         self._started = int(time.time())
-        #: The threads that build and tokenize prompts, and build grammars, while the event loop goes on.
-        self._preparing = ThreadPoolExecutor(_N_PREPARING, thread_name_prefix="specgen-prompts")
-        #: What may take long leaves threads to the rest.
-        self._long_turns = asyncio.Semaphore(_N_PREPARING_LONG)
-        self._n_preparing = 0
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._preparing.shutdown(wait=False, cancel_futures=True)
 
     def app(self) -> ASGIApp:
         """Return the ASGI application."""
         routes = [
-            Route("/", self._page),
-            Route("/page/{name:path}", self._page_file),
             Route("/health", self._health),
             Route("/v1/health", self._health),
             Route("/v1/models", self._models),
@@ -138,11 +130,13 @@ class Server:
             self._post("/v1/responses", functools.partial(self._complete, "responses")),
             self._post("/v1/embeddings", self._embed, embeds=True),
             self._post("/v1/messages", functools.partial(self._complete, "messages")),
-            self._post("/v1/messages/count_tokens", self._count_tokens),
+            self._work("/v1/messages/count_tokens", self._count_tokens),
             self._post("/infill", functools.partial(self._complete, "infill")),
-            self._post("/tokenize", self._tokenize),
-            self._post("/detokenize", self._detokenize),
-            self._post("/apply-template", self._apply_template),
+            self._work("/tokenize", _tokenize),
+            self._work("/detokenize", _detokenize),
+            self._work("/apply-template", self._apply_template),
+            Route("/", _page),
+            Mount("/page", _PAGE),
         ]
         options = self._options
         middleware = [Middleware(_Counted, metrics=self._pool.metrics)]
@@ -198,36 +192,14 @@ class Server:
 
         return Route(path, respond, methods=["POST"])
 
-    async def _in_thread(
-        self, model: Served, request: Request, body: Mapping[str, Any], work: Callable[[], _T]
-    ) -> _T:
-        """Prepare an answer in a thread. Short bodies do not wait for long ones, or for grammars. Raise
-        `ClientDisconnect` if the client disconnects before its turn comes, and `RequestError` if too many
-        wait for theirs."""
-        loop = asyncio.get_running_loop()
-        if self._n_preparing >= model.n_parallel + self._limits.n_waiting:
-            raise RequestError.queue_full(1)
-        self._n_preparing += 1
-        try:
-            if request.state.n_bytes <= _SHORT_BYTES and not _has_grammar(body):
-                return await loop.run_in_executor(self._preparing, work)
-            async with self._long_turns:
-                if await request.is_disconnected():
-                    raise ClientDisconnect
-                return await loop.run_in_executor(self._preparing, work)
-        finally:
-            self._n_preparing -= 1
-
     # --- answers -----------------------------------------------------------------------------
 
     async def _complete(
         self, endpoint: Endpoint, model: ServedModel, request: Request, body: Mapping[str, Any]
     ) -> Response:
         loop = asyncio.get_running_loop()
-        submit = functools.partial(self._submit, model, endpoint, body, loop)
-        requests, job = await self._in_thread(model, request, body, submit)
-        make = InfillResponseBuilder if endpoint == "infill" else ResponseBuilder
-        answering = make(
+        requests, job = await run_in_threadpool(self._submit, model, endpoint, body, loop)
+        answering = ResponseBuilder(
             requests,
             job,
             model,
@@ -240,7 +212,7 @@ class Server:
                 answering.chunks(),
                 answering.end,
                 self._limits.client_s,
-                named=requests[0].writer is not None,
+                named=endpoint in ("messages", "responses"),
                 alive=PING if endpoint == "messages" else None,
             )
         return JSONResponse(await while_connected(request.receive, answering.body()))
@@ -270,50 +242,30 @@ class Server:
 
     # --- texts and tokens --------------------------------------------------------------------
 
-    async def _count_tokens(
-        self, model: ServedModel, request: Request, body: Mapping[str, Any]
-    ) -> Response:
-        def count() -> int:
-            (asked,) = read_requests("messages", body, model.loaded, self._limits)
-            return len(prompt_of(asked, model.loaded, model.engine.n_ctx).tokens)
+    def _work(self, path: str, work: Callable[[ServedModel, Mapping[str, Any]], Any]) -> Route:
+        """Return a route whose response is what `work` makes of a body, in a thread."""
 
-        return JSONResponse({"input_tokens": await self._in_thread(model, request, body, count)})
+        async def answer(
+            model: ServedModel, _request: Request, body: Mapping[str, Any]
+        ) -> Response:
+            return JSONResponse(await run_in_threadpool(work, model, body))
 
-    async def _tokenize(
-        self, model: ServedModel, request: Request, body: Mapping[str, Any]
-    ) -> Response:
-        asked = parse(_TokenizeBody, body)
-        vocabulary = model.loaded.target.vocabulary
+        return self._post(path, answer)
 
-        def tokens() -> list[Any]:
-            found = vocabulary.tokenize(
-                asked.content, add_special=asked.add_special, parse_special=asked.parse_special
-            )
-            if not asked.with_pieces:
-                return list(found)
-            return [
-                {"id": token, "piece": _piece(vocabulary.token_bytes(token))} for token in found
-            ]
+    def _count_tokens(self, model: ServedModel, body: Mapping[str, Any]) -> Any:
+        (asked,) = read_requests("messages", body, model.loaded, self._limits)
+        return {"input_tokens": len(prompt_of(asked, model.loaded, model.engine.n_ctx).tokens)}
 
-        return JSONResponse({"tokens": await self._in_thread(model, request, body, tokens)})
-
-    async def _detokenize(
-        self, model: ServedModel, request: Request, body: Mapping[str, Any]
-    ) -> Response:
-        tokens = parse(_DetokenizeBody, body).tokens
-        if not tokens:
-            return JSONResponse({"content": ""})
-        decoded = functools.partial(model.loaded.prompts.of_tokens, tokens)
-        prompt = await self._in_thread(model, request, body, decoded)
-        return JSONResponse({"content": prompt.text})
+    def _apply_template(self, model: ServedModel, body: Mapping[str, Any]) -> Any:
+        (asked,) = read_requests("chat", body, model.loaded, self._limits)
+        return {"prompt": prompt_of(asked, model.loaded, model.engine.n_ctx).text}
 
     async def _embed(
         self, model: ServedEmbedder, request: Request, body: Mapping[str, Any]
     ) -> Response:
         embedder = model.embedder
         asked = read_embedding_request(body, embedder.n_embd)
-        read = functools.partial(asked.tokens, embedder.tokenize, embedder.check)
-        texts = await self._in_thread(model, request, body, read)
+        texts = await run_in_threadpool(asked.tokens, embedder.tokenize, embedder.check)
 
         def encoded(vector: Hidden) -> str:
             n = asked.dimensions
@@ -331,24 +283,6 @@ class Server:
             embedding_response(vectors, n_tokens, model.name, asked.warnings),
             media_type="application/json",
         )
-
-    async def _apply_template(
-        self, model: ServedModel, request: Request, body: Mapping[str, Any]
-    ) -> Response:
-        options = model.loaded.options
-        template = template_of(model.loaded.target, has_tools=True)
-
-        def conversation() -> str:
-            asked = read_request("chat", body, options.sampler, options.generation)
-            asked = with_call_form(asked, template)
-            prompt = model.loaded.prompts.of_messages(
-                asked.messages,
-                tools=asked.tool_definitions,
-                variables=asked.variables,
-            )
-            return prompt.text
-
-        return JSONResponse({"prompt": await self._in_thread(model, request, body, conversation)})
 
     # --- the server itself -------------------------------------------------------------------
 
@@ -408,7 +342,7 @@ class Server:
                         "max_tokens": loaded.options.generation.max_tokens,
                     },
                 },
-                "draft": loaded.drafts.name,
+                "draft": loaded.draft_name,
                 "kernels": loaded.target.kernels,
                 "chat_template": template or "",
                 "has_chat_template": template is not None,
@@ -433,21 +367,6 @@ class Server:
                 for slot in model.engine.slots
             ]
         )
-
-    async def _page(self, _request: Request) -> Response:
-        return _page_response(_PAGE / "index.html")
-
-    async def _page_file(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        files = (file for file in _PAGE.rglob("*") if file.suffix in _PAGE_TYPES)
-        known = {file.relative_to(_PAGE).as_posix(): file for file in files}
-        if name not in known:
-            raise RequestError(404, "there is no such file", code="not_found")
-        return _page_response(known[name])
-
-
-def _page_response(file: Path) -> Response:
-    return FileResponse(file, headers=_PAGE_HEADERS, media_type=_PAGE_TYPES[file.suffix])
 
 
 class _Counted:
@@ -504,10 +423,20 @@ def _wrong_kind(name: str, *, embeds: bool) -> RequestError:
     return RequestError(400, what, code="unsupported", param="model")
 
 
-def _has_grammar(body: Mapping[str, Any]) -> bool:
-    """Return whether a grammar has to be built for an answer, which may take seconds."""
-    must_call = body.get("tool_choice") not in (None, "auto", "none")
-    return must_call or any(body.get(name) is not None for name in _GRAMMAR_FIELDS)
+def _tokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
+    asked, vocabulary = parse(_TokenizeBody, body), model.target.vocabulary
+    found = vocabulary.tokenize(
+        asked.content, add_special=asked.add_special, parse_special=asked.parse_special
+    )
+    if not asked.with_pieces:
+        return {"tokens": list(found)}
+    pieces = [{"id": token, "piece": _piece(vocabulary.token_bytes(token))} for token in found]
+    return {"tokens": pieces}
+
+
+def _detokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
+    tokens = parse(_DetokenizeBody, body).tokens
+    return {"content": model.loaded.prompts.of_tokens(tokens).text if tokens else ""}
 
 
 def _piece(data: bytes) -> str | list[int]:

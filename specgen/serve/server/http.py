@@ -22,8 +22,7 @@ _COMMENT = b": waiting\n\n"
 
 
 async def read_json(request: Request, limits: Limits) -> Mapping[str, Any]:
-    """Return the JSON object in a request's body, and keep its size as `request.state.n_bytes`. Raise
-    `RequestError`."""
+    """Return the JSON object in a request's body. Raise `RequestError`."""
     try:
         data = await asyncio.wait_for(_read(request, limits.body_bytes), limits.client_s or None)
     except asyncio.TimeoutError:
@@ -39,7 +38,6 @@ async def read_json(request: Request, limits: Limits) -> Mapping[str, Any]:
         raise RequestError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise RequestError(400, "the body is not a JSON object", code="invalid_json")
-    request.state.n_bytes = len(data)
     return body
 
 
@@ -73,9 +71,13 @@ async def while_connected(receive: Receive, work: Awaitable[_T]) -> _T:
         return await task
     finally:
         for each in (task, gone):
-            each.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await each
+            while (
+                not each.done()
+            ):  # a cancellation may be lost in asyncio.wait_for, before Python 3.12
+                each.cancel()
+                await asyncio.wait((each,), timeout=0.1)
+            if not each.cancelled():
+                each.exception()  # so that nobody complains that it was not looked at
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
 from typing import ClassVar, cast
@@ -39,13 +38,12 @@ def serve(
     the exception that ended the thread of an engine, if one did: a bug or a lost worker."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("specgen.serve.server").setLevel(logging.INFO)
-    with http_server(pool, options, is_verbose=is_verbose, ready=ready, note=note) as server:
-        server.run(sockets=[bound])
+    server = http_server(pool, options, is_verbose=is_verbose, ready=ready, note=note)
+    server.run(sockets=[bound])
     if server.failure is not None:
         raise server.failure
 
 
-@contextlib.contextmanager
 def http_server(
     pool: ModelPool,
     options: ServerOptions,
@@ -53,27 +51,26 @@ def http_server(
     is_verbose: bool = False,
     ready: Callable[[], None] = lambda: None,
     note: Callable[[str], None] = lambda _text: None,
-) -> Iterator[DrainingServer]:
-    """Open a server to `run`, which answers with the models of a pool."""
+) -> DrainingServer:
+    """Return a server to `run`, which answers with the models of a pool."""
     n_connections = _most_connections(options.limits.n_connections)
-    with Server(pool, options) as server:
-        config = uvicorn.Config(
-            server.app(),
-            http=_LimitedProtocol.of(n_connections, options.limits.client_s),
-            ws="none",
-            backlog=_BACKLOG,
-            # One more may come, and closes another one, or gets status 503.
-            limit_concurrency=n_connections + 1,
-            log_config=None,
-            # specgen's own log has the errors; a client that does not read its answer is none.
-            log_level="info" if is_verbose else "critical",
-            access_log=is_verbose,
-            lifespan="off",
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=int(options.drain_s + _FLUSH_S),
-        )
-        yield DrainingServer(config, pool, options.drain_s, ready, note)
+    config = uvicorn.Config(
+        Server(pool, options).app(),
+        http=_LimitedProtocol.of(n_connections, options.limits.client_s),
+        ws="none",
+        backlog=_BACKLOG,
+        # One more may come, and closes another one, or gets status 503.
+        limit_concurrency=n_connections + 1,
+        log_config=None,
+        # specgen's own log has the errors; a client that does not read its answer is none.
+        log_level="info" if is_verbose else "critical",
+        access_log=is_verbose,
+        lifespan="off",
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=int(options.drain_s + _FLUSH_S),
+    )
+    return DrainingServer(config, pool, options.drain_s, ready, note)
 
 
 class DrainingServer(uvicorn.Server):

@@ -111,7 +111,6 @@ class GbnfGrammar:
             raise UsageError("the grammar can read a text in too many ways") from None
 
     def state(self, key: _Key) -> _State:
-        """Return the state with this key. The latest of all states are kept."""
         found = self._states.get(key)
         if found is None:
             found = self._states[key] = _State(self, key)
@@ -196,7 +195,6 @@ class _State(State):
         return token in self._following
 
     def _mask(self) -> BoolArray:
-        """Return which of all tokens are allowed."""
         grammar, (stacks, tail) = self._grammar, self._key
         if self._mask_bits is None:
             allowed = np.zeros(self._n_tokens, np.bool_)

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from specgen.system.atomic_files import replace_bytes
+from specgen.system.files import replace_bytes
 
 #: int32[n]: token ids, or positions.
 IntArray: TypeAlias = npt.NDArray[np.int32]

@@ -6,42 +6,29 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeAlias
 
-from specgen.drafters.lookup.array import SuffixArray
-from specgen.drafters.lookup.corpus import load_corpus
-from specgen.drafters.lookup.store import EarlierTexts
+from specgen.drafters.kind import DraftSetup, Key, LoadedDraft, Room
+from specgen.drafters.kinds import ANY_FILE, find_kind, open_draft
+from specgen.drafters.lookup_texts import EarlierTexts, load_corpus
+from specgen.drafters.ngram import LoadedNgrams
+from specgen.drafters.suffix_array import SuffixArray
 from specgen.errors import PromptError, SpecgenError
 from specgen.llama import LlamaBackend, LlamaModel, default_threads
 from specgen.llama.context_opening import n_native_sequences
-from specgen.llama.decoder_heads import is_heads_file
-from specgen.llama.dflash import DflashContext, DflashModel
-from specgen.llama.draft_kind import draft_kind
-from specgen.llama.eagle import EagleContext
 from specgen.llama.file_check import check_file
-from specgen.llama.gemma4_assistant import AssistantContext, AssistantModel
 from specgen.llama.library import has_gpu
-from specgen.llama.mtp import MtpContext
 from specgen.llama.weights import load_ahead
 from specgen.method.cost_table import CostTable
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
-from specgen.session.calibration.memory import Memory
-from specgen.session.calibration.threads import with_threads
-from specgen.session.draft_models import DraftModel, DraftModels
-from specgen.session.kept_answers import Learnt, read_learnt
+from specgen.session.kept_answers import Learnt, learnt_weights, read_learnt
+from specgen.session.memory import Memory, with_threads
 from specgen.session.prompts import Prompts
 from specgen.session.request import RequestSettings
 
-#: What has a context to draft in: a draft model's file, or the target's MTP layers.
-Drafting: TypeAlias = Path | Literal["mtp"]
 #: llama.cpp's limit for the sequences of a context.
 MAX_SEQUENCES = 256
-#: The most tokens that one draft model drafts for another.
-LONGEST_GUESS = 8
 #: Smaller drafts are loaded in a moment.
 LEAST_AHEAD = 32 << 20
-#: The most nodes that a draft model decodes at once while a tree grows.
-_WIDEST = 8
 #: Context sizes are rounded up to a multiple of this, as llama.cpp does.
 CONTEXT_STEP = 256
 #: Tokens of room where no size is given: for an answer of unlimited length, or for a prompt with its answer.
@@ -58,7 +45,7 @@ def usual_n_ctx(wanted: int | None, n_train: int) -> int:
 
 class ModelCosts:
     """The cost tables of a target and its draft models in `memory`, for contexts with these options. A
-    draft model is named by its file, the target's MTP layers by "mtp"; None stands for the target."""
+    draft is named by its file or a word; None stands for the target."""
 
     def __init__(self, options: SessionOptions, memory: Memory) -> None:
         self._options = options
@@ -66,7 +53,7 @@ class ModelCosts:
         #: Whether other programs took much of the machine when costs were measured.
         self.was_busy = False
 
-    def context_options(self, draft: Drafting | None = None) -> ContextOptions:
+    def context_options(self, draft: Key | None = None) -> ContextOptions:
         """Return the options of contexts of the target, or of a draft model. If the user named no number of
         threads, it is the fastest one that was measured."""
         if not isinstance(draft, Path):
@@ -75,32 +62,33 @@ class ModelCosts:
             model, context = draft, self._options.draft_context
         return with_threads(context, self._memory.threads(model, context))
 
-    def table(self, draft: Drafting | None = None, n_past: int = 0) -> CostTable:
+    def table(self, draft: Key | None = None, n_past: int = 0) -> CostTable:
         """Return the cost table of the target, or of a draft model, in contexts that hold about `n_past`
         tokens."""
         context, model = self.context_options(draft), self._file(draft)
         return self._memory.costs(model, context, n_past, default_threads())
 
-    def forget(self, draft: Drafting | None = None) -> None:
+    def forget(self, draft: Key | None = None) -> None:
         """Forget the costs of the target, or of a draft model, so that they are measured again. No answer
         may be in progress."""
         context, model = self.context_options(draft), self._file(draft)
         self._memory.forget_costs(model, context, default_threads())
 
-    def do_not_keep(self, draft: Drafting | None) -> None:
-        """Do not keep the present costs of the target and a draft model: they are measured again the next
-        time, or after some runs if the machine was busy the last times too."""
+    def keep_briefly(self, draft: Key | None) -> None:
+        """Keep the present costs of the target and a draft model for the next few runs only."""
         for model in (None,) if draft is None else (None, draft):
             context, file = self.context_options(model), self._file(model)
-            self._memory.keep_no_costs(file, context, default_threads())
+            self._memory.keep_briefly(file, context, default_threads())
 
-    def _file(self, draft: Drafting | None) -> Path:
+    def _file(self, draft: Key | None) -> Path:
         """Return the file whose name stands for the costs."""
         target = self._options.target
-        return target.with_name(f"{target.name}:mtp") if draft == "mtp" else draft or target
+        if isinstance(draft, Path):
+            return draft
+        return target if draft is None else target.with_name(f"{target.name}:{draft}")
 
 
-class Models:
+class Session:
     """A target and the models that draft for it, loaded once. Use it as a context manager.
 
     Opening it raises `ModelFileError`, `MemoryLimitError` or `PairError`. The weights stay loaded until it
@@ -144,20 +132,15 @@ class Models:
             self.settings = RequestSettings.of(
                 self.target, options.sampler, options.generation, options.drafting
             )
-            #: What drafts for the target.
-            self.drafts = DraftModels(
-                self.target,
-                options.helpers,
-                options.draft_context,
-                clock,
-                options.learning,
-            )
-            self._resources.callback(self.drafts.close)
-            self.change_draft(options.draft)
             self._load_lookups()
+            #: What drafts for the target, and the source that it was loaded from.
+            self.draft: LoadedDraft | None = None
+            self.draft_source: DraftSource = "none"
+            self._resources.callback(self._close_draft)
+            self.change_draft(options.draft)
             on_error.pop_all()
 
-    def __enter__(self) -> Models:
+    def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -173,7 +156,7 @@ class Models:
     @property
     def prompts(self) -> Prompts:
         """Makes the prompts of the target and of its present draft."""
-        return Prompts(self.target, self.drafts.own_vocabulary)
+        return Prompts(self.target, self.own_vocabulary)
 
     def _load_ahead(self, draft: Path) -> None:
         """Begin to load the weights of a draft model; not where that may take memory from the target, or the
@@ -183,7 +166,8 @@ class Models:
             is_small = draft.stat().st_size < LEAST_AHEAD
             if is_small or has_gpu() or self.options.learning is not None:
                 return
-            if not is_heads_file(draft) and draft_kind(draft) is None:
+            kind = find_kind(draft)
+            if kind is not None and kind.name == ANY_FILE:
                 check_file(draft)
                 self._ahead.callback(load_ahead(draft, context.n_gpu_layers))
 
@@ -191,18 +175,67 @@ class Models:
 
     def change_draft(self, source: DraftSource) -> None:
         """Replace the present draft, which is closed and must have no open context. With the same source,
-        it is loaded again, with the weights that it learnt last. Raise `ModelFileError`, `PairError` or
-        `MemoryLimitError`; there is then no draft."""
-        self.drafts.change(source, self.options.drafting)
+        it is loaded again, with the weights that it learnt last. Raise what `open_draft` raises; there is then no
+        draft."""
+        self._close_draft()
+        learning = self.options.learning
+        setup = replace(
+            self._setup,
+            helpers=self.options.helpers,
+            learnt=learnt_weights(learning, source) if isinstance(source, Path) else None,
+        )
+        self.draft = open_draft(source, setup)
+        self.draft_source = source
         if source != "none":
             self._ahead.close()
 
+    def _close_draft(self) -> None:
+        if self.draft is not None:
+            self.draft.close()
+        self.draft, self.draft_source = None, "none"
+
+    @property
+    def _setup(self) -> DraftSetup:
+        options = self.options
+        return DraftSetup(
+            self.target, options.drafting, options.draft_context, self.clock, corpora=self.corpora
+        )
+
+    @property
+    def draft_name(self) -> str:
+        """The name of what drafts; "none" if nothing does."""
+        return self.draft.name if self.draft is not None else "none"
+
+    @property
+    def models(self) -> tuple[LlamaModel, ...]:
+        """The target, and the models of the draft."""
+        return (self.target, *(self.draft.models if self.draft is not None else ()))
+
+    @property
+    def own_vocabulary(self) -> LlamaModel | None:
+        """The draft model if it has another vocabulary than the target; else None."""
+        return self.draft.own_vocabulary if self.draft is not None else None
+
+    @property
+    def ngrams(self) -> LoadedNgrams:
+        """The n-grams that draft beside another draft."""
+        return LoadedNgrams(self._setup)
+
+    @property
+    def why_chains(self) -> str | None:
+        """Why drafts cannot branch here, whatever their shape; None if they can."""
+        return self.draft.why_chains if self.draft is not None else self._setup.why_chains
+
+    @property
+    def why_one_sequence(self) -> str | None:
+        """Why one of the models cannot decode several sequences at once; None if all can."""
+        return next((why for model in self.models if (why := model.why_one_sequence)), None)
+
     def change_drafting(self, drafting: DraftOptions) -> None:
-        """Draft with other options from now on. The draft is loaded again; it must have no open context.
-        Raise `ModelFileError` or `PairError`; there is then no draft."""
+        """Draft with other options from now on, as `change_draft` does."""
         if drafting != self.options.drafting:
             self._set_drafting(drafting)
-            self.change_draft(self.drafts.source)
+            self.change_draft(self.draft_source)
 
     def let_ngrams_draft(self, wanted: bool | None) -> None:
         """Set whether n-grams draft beside a draft model. None: they do if the policy decides by costs."""
@@ -246,25 +279,18 @@ class Models:
     @property
     def n_branches_max(self) -> int:
         """The most branches of a draft: 1 if drafts are chains."""
-        draft, drafting = self.drafts.main, self.options.drafting
-        is_chain = self.target.has_recurrent_state or self.drafts.source == "none"
-        if is_chain or not drafting.grows_trees:
+        draft, drafting = self.draft, self.options.drafting
+        if draft is None or self.target.has_recurrent_state or not drafting.grows_trees:
             return 1
-        if draft is not None and not (draft.branches or drafting.adds_ngrams):
+        if draft.why_chains and not drafting.adds_ngrams:
             return 1
         return max(1, drafting.n_max)
 
     @property
     def n_sequences_max(self) -> int:
         """The most of llama.cpp's sequences that one answer needs in a context."""
-        draft = self.drafts.main
         n_target = n_native_sequences(self.target, self.n_branches_max)
-        if self.drafts.from_states is not None:
-            return max(n_target, self._n_states_branches + (1 if self.target.n_window else 0))
-        if draft is None:
-            return n_target
-        n_branches = self.n_rows_max + 1 if draft.decodes_branches else 1
-        return max(n_target, n_native_sequences(draft.model, n_branches))
+        return max(n_target, self.draft.n_sequences(self.n_rows_max) if self.draft else 0)
 
     @property
     def usual_n_ctx(self) -> int:
@@ -293,8 +319,8 @@ class Models:
     @contextlib.contextmanager
     def contexts(
         self, n_ctx: int, *, drafts: bool = True, n_slots: int = 1
-    ) -> Iterator[tuple[LlamaBackend, LlamaBackend | None]]:
-        """Open contexts of the target and, with `drafts`, of the draft model if there is one. `n_slots`
+    ) -> Iterator[tuple[LlamaBackend, tuple[LlamaBackend, ...]]]:
+        """Open contexts of the target and, with `drafts`, of the draft (see `draft_contexts`). `n_slots`
         answers may be generated in them at once, each of `n_ctx` tokens with its prompt. The contexts are
         closed only at the end of the `with`. Raise `MemoryLimitError`."""
         self.target.check_parallel(n_slots)
@@ -310,143 +336,44 @@ class Models:
                 n_branches=self.n_branches_max,
             )
             stack.callback(target.close)
-            draft: LlamaBackend | None = None
-            if drafts and self.drafts.main is not None:
-                draft = self._draft_context(self.drafts.main, n_ctx, n_slots)
-            elif drafts and self.drafts.from_states is not None:
-                draft = self._states_context(target, n_ctx, n_slots)
-            if draft is not None:
-                stack.callback(draft.close)
-            yield target, draft
+            opened: tuple[LlamaBackend, ...] = ()
+            if drafts:
+                own = self.draft_contexts(n_ctx, target=target, n_slots=n_slots)
+                opened = stack.enter_context(own)
+            yield target, opened
 
     @contextlib.contextmanager
     def draft_contexts(
-        self,
-        n_ctx: int,
-        *,
-        target: LlamaBackend | None = None,
-        n_slots: int = 1,
-        helpers_only: bool = False,
+        self, n_ctx: int, *, target: LlamaBackend | None = None, n_slots: int = 1
     ) -> Iterator[tuple[LlamaBackend, ...]]:
-        """Open contexts of the draft model (unless `helpers_only`), of the model that drafts for it, and so
-        on, for a context of the target of the same size. What drafts from the target's hidden states needs
-        that context, `target`, and is closed before it. Raise `MemoryLimitError`."""
+        """Open contexts of the draft, of what drafts for it, and so on, for a context of the target of the same size. A
+        draft that reads what the target computes needs that context, `target`, and is closed before it. Raise
+        `MemoryLimitError`."""
+        room = Room(n_ctx, n_slots, self.n_rows_max, self.clock, self.costs.context_options, target)
         with contextlib.ExitStack() as stack:
-            found: list[LlamaBackend] = []
-            if self.drafts.from_states is not None and target is not None:
-                found.append(self._states_context(target, n_ctx, n_slots))
-                stack.callback(found[-1].close)
-            for draft in list(self.drafts.stack())[int(helpers_only) :]:
-                found.append(self._draft_context(draft, n_ctx, n_slots))
-                stack.callback(found[-1].close)
-            yield tuple(found)
-
-    def _draft_context(self, draft: DraftModel, n_ctx: int, n_slots: int) -> LlamaBackend:
-        """Open a context of a draft model, no larger than its training context. If a text does not
-        fit, the draft sees its last tokens."""
-        if draft.translation is not None:  # it may need more tokens for the same text
-            n_ctx = -(-n_ctx * 3 // 2 // CONTEXT_STEP) * CONTEXT_STEP
-        draft.model.check_parallel(n_slots)
-        n_train = draft.model.n_ctx_train
-        n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
-        n_outputs = 1 if draft.helper is None else 1 + LONGEST_GUESS
-        n_branches = 1
-        if draft.mask is not None:
-            n_outputs = max(1, self.options.drafting.n_max)
-        elif draft.branches:
-            n_outputs, n_branches = min(self.n_rows_max, _WIDEST), self.n_rows_max + 1
-        context = LlamaBackend(
-            draft.model,
-            self.costs.context_options(draft.model.path),
-            n_ctx=n_ctx * n_slots,
-            clock=self.clock,
-            n_sequences=n_branches * n_slots,
-            n_outputs=n_outputs * n_slots,
-            n_rollback=n_outputs - 1,
-            n_branches=n_branches,
-        )
-        context.compute_frequent_tokens()
-        return context
-
-    @property
-    def _n_states_branches(self) -> int:
-        """The most branches of a text in a context of what drafts from the target's hidden states."""
-        draft = self.drafts.from_states
-        return self.n_rows_max + 1 if draft is not None and draft.branches else 1
-
-    def _states_context(
-        self, target: LlamaBackend, n_ctx: int, n_slots: int
-    ) -> MtpContext | EagleContext | DflashContext | AssistantContext:
-        """Open a context of what drafts from the target's hidden states, with room for the nodes of a
-        growing tree."""
-        n_branches, eagle = self._n_states_branches, self.drafts.eagle
-        n_outputs = min(n_branches, _WIDEST)
-        if eagle is not None and isinstance(eagle.model, AssistantModel):
-            return AssistantContext(
-                eagle.model,
-                target,
-                self.costs.context_options(eagle.model.path),
-                clock=self.clock,
-                n_shared_tokens=eagle.n_shared_tokens,
-                n_slots=n_slots,
-            )
-        if eagle is not None and isinstance(eagle.model, DflashModel):
-            return DflashContext(
-                eagle.model,
-                target,
-                self.costs.context_options(eagle.model.path),
-                n_ctx=n_ctx + CONTEXT_STEP,
-                clock=self.clock,
-                n_shared_tokens=eagle.n_shared_tokens,
-                n_slots=n_slots,
-            )
-        if eagle is not None:
-            return EagleContext(
-                eagle.model,
-                target,
-                self.costs.context_options(eagle.model.path),
-                n_ctx=n_ctx + CONTEXT_STEP,
-                clock=self.clock,
-                n_shared_tokens=eagle.n_shared_tokens,
-                n_branches=n_branches,
-                n_outputs=n_outputs,
-                n_slots=n_slots,
-            )
-        layers = self.drafts.mtp
-        assert layers is not None
-        return MtpContext(
-            layers.model,
-            self.costs.context_options("mtp" if layers.is_target else layers.model.path),
-            n_ctx=n_ctx + CONTEXT_STEP,
-            clock=self.clock,
-            n_branches=n_branches,
-            n_outputs=n_outputs,
-            n_slots=n_slots,
-        )
+            found = self.draft.contexts(room) if self.draft is not None else ()
+            for context in found:
+                stack.callback(context.close)
+            yield found
 
     # --- what the user is told ----------------------------------------------------------------
 
     def notices(self, n_ctx: int) -> Iterator[str]:
         """Yield a message for each of these: learnt weights, a parallel draft
         without a mask token, a tree shape that cannot be drafted, and contexts of `n_ctx` tokens that are too long."""
-        drafts = self.drafts
-        if drafts.learnt is not None and drafts.path is not None:
-            folder = self.options.learning
-            learnt = read_learnt(folder, drafts.path) if folder is not None else Learnt()
-            yield (
-                f"{drafts.path.name} drafts with what it learnt from {learnt.n_answers} answers: on other "
-                f"answers it agrees with the target on {learnt.agreement_after:.1%} of the tokens, before "
-                f"on {learnt.agreement_before:.1%}"
-            )
-        if drafts.main is not None and drafts.main.lacks_mask:
-            yield (
-                f"{drafts.main.model.name} is a parallel draft, but its file does not say which its mask token "
-                "is, so it drafts one token after the other: give --draft-mask (`pard_token` in the config.json "
-                "of the model that it was converted from)"
-            )
-        shape = self.options.drafting.tree
-        if shape.is_fixed and drafts.source != "none" and (why := drafts.why_chains):
-            yield f"--tree {shape}: {why}: drafting chains of {shape.n_levels} tokens"
+        draft, folder = self.draft, self.options.learning
+        if draft is not None:
+            if draft.learnt is not None and draft.learns is not None:
+                learnt = read_learnt(folder, draft.learns) if folder is not None else Learnt()
+                yield (
+                    f"{draft.name} drafts with what it learnt from {learnt.n_answers} answers: on other "
+                    f"answers it agrees with the target on {learnt.agreement_after:.1%} of the tokens, before "
+                    f"on {learnt.agreement_before:.1%}"
+                )
+            yield from draft.notices()
+            shape = self.options.drafting.tree
+            if shape.is_fixed and (why := draft.why_chains):
+                yield f"--tree {shape}: {why}: drafting chains of {shape.n_levels} tokens"
         if 0 < self.target.n_ctx_train < n_ctx:
             yield (
                 f"{self.target.name} was trained with {self.target.n_ctx_train} tokens of context, but the "

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
+from specgen.method.backend import MtpBackend
 from specgen.system.arrays import Hidden
+from specgen.text.prefix import n_common
 
 #: The number of states that are kept after they were read, for a text that goes back to an earlier place.
 _N_KEPT = 32
@@ -81,12 +83,7 @@ class HiddenTrail:
 
     def n_common(self, text: Sequence[int]) -> int:
         """Return the length of the beginning that a text has in common with this one."""
-        n = 0
-        for own, token in zip(self._tokens, text, strict=False):
-            if own != token:
-                break
-            n += 1
-        return n
+        return n_common(self._tokens, text)
 
     def copied(self) -> tuple[list[int], list[Hidden], int]:
         """Return the text, the known states, which are shared, and the first token of these."""
@@ -121,7 +118,7 @@ class HiddenTrail:
 
 
 @runtime_checkable
-class ReadsStates(Protocol):
+class StatesBackend(MtpBackend, Protocol):
     """A context of what drafts from the target's hidden states."""
 
     @property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from specgen.drafters.mtp import MOST_UNREAD, MtpDrafter
+from specgen.drafters.states import MOST_UNREAD, StatesDrafter, TrainedKind
+from specgen.llama.gemma4_assistant import AssistantContext, AssistantModel
 from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafting
@@ -12,15 +13,13 @@ from specgen.method.policy import RoundPlan
 from specgen.system.arrays import Logits
 
 
-class AssistantDrafter(MtpDrafter):
+class AssistantDrafter(StatesDrafter):
     """Drafts chains with layers that attend to the target's keys and values, and have none of their own. So
     nothing is read before a draft, and nothing is dropped after it. The first row reads the target's hidden
     state, each further one that of the row before. All rows have the position behind the target's last
     token."""
 
-    @property
-    def name(self) -> str:
-        return "gemma4-assistant"
+    name = "gemma4-assistant"
 
     def price(self, n_context: int) -> Price:
         if not self._costs:
@@ -30,10 +29,10 @@ class AssistantDrafter(MtpDrafter):
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         n_read = self._n_read(len(context))
-        state = self._trail.after(n_read - 1)
+        state = self.states.after(n_read - 1)
         if state is None or plan.n_max < 1 or len(context) - 1 - n_read > MOST_UNREAD:
             return NO_DRAFT
-        self._trail.forget(n_read)
+        self.states.forget(n_read)
         for token in context[n_read:-1]:
             yield from self._row_after(token, n_read, state)
             state = self._backend.state(self._slot.first)
@@ -45,5 +44,7 @@ class AssistantDrafter(MtpDrafter):
 
         return (yield from self._chain(row, before, step, plan, plan.n_max))
 
-    def rewind(self, n_tokens: int) -> None:
-        self._trail.rewind(n_tokens)
+
+KIND = TrainedKind(
+    "gemma4-assistant", AssistantModel, AssistantContext, AssistantDrafter, reads="cache"
+)

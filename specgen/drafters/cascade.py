@@ -11,7 +11,7 @@ from specgen.method.policy import RoundPlan, RoundResult, draft_up_to
 from specgen.text.text_state import TextState
 
 
-class Drafters:
+class Cascade:
     """A drafter that costs nothing, one that decodes, or both, for one sequence.
 
     In each round `look_up` comes first: the proposal of `free` (n-grams) is known before the round is
@@ -99,3 +99,26 @@ class Drafters:
         more = self._free_draft([*context, *draft.tokens], n_room, n_drafted)
         self.free.rewind(len(context))
         return draft.followed_by(more)
+
+
+class WrappedDrafter:
+    """Forwards every call to another drafter; subclasses override what differs."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def price(self, n_context: int) -> Price:
+        return self.inner.price(n_context)
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        return self.inner.propose(context, plan, n_drafted)
+
+    def observe(self, result: RoundResult) -> None:
+        self.inner.observe(result)
+
+    def rewind(self, n_tokens: int) -> None:
+        self.inner.rewind(n_tokens)

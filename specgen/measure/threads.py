@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from specgen.method.backend import Backend
-from specgen.options import ContextOptions
-from specgen.session.calibration.timing import begin, time_batch
+from specgen.session.costs import begin, time_batch
+from specgen.session.memory import Threads
 
 #: Rows of the batch that is timed: as many as the batch of a round usually has.
 BATCH_ROWS = 6
@@ -36,14 +36,6 @@ _HOPELESS = 1.3
 
 
 @dataclass(frozen=True, slots=True)
-class Threads:
-    """Threads for a single row, and for batches."""
-
-    n_single: int
-    n_batch: int
-
-
-@dataclass(frozen=True, slots=True)
 class ThreadTimes:
     """The numbers of threads that were `chosen`, and the median seconds of a single row and of a batch
     of `BATCH_ROWS`, by the number of threads. `default` is the number without a measurement."""
@@ -60,15 +52,6 @@ class ThreadedBackend(Backend, Protocol):
     def set_threads(self, n_single: int, n_batch: int) -> None:
         """Decode one row with `n_single` threads from now on, and more rows with `n_batch`."""
         ...
-
-
-def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOptions:
-    """Return the options, with the measured numbers of threads where the options name none. A number
-    that the user names is meant for batches too."""
-    if threads is None or context.n_threads is not None:
-        return context
-    n_batch = context.n_threads_batch or threads.n_batch
-    return replace(context, n_threads=threads.n_single, n_threads_batch=n_batch)
 
 
 def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:

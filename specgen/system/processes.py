@@ -1,10 +1,11 @@
-"""Run work that may end its process in a child process, which answers with a JSON object."""
+"""Child processes, for work that may end its process, and how this process ends."""
 
 from __future__ import annotations
 
 import json
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,3 +99,24 @@ def _cause_of_death(returncode: int) -> tuple[str, str]:
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
     return lines[-1].strip() if lines else ""
+
+
+# --- how this process ends: at once, because native code still runs in another thread, or by an exception
+
+_running: list[str] = []
+
+
+def leave_running(what: str) -> None:
+    """Record that native code (`what`, for debugging) was left running in a thread. The process must then
+    end by `os._exit`, because the destructors of native libraries must not run while it runs."""
+    _running.append(what)
+
+
+def has_left_running() -> bool:
+    """Return whether native code was left running."""
+    return bool(_running)
+
+
+def is_failing() -> bool:
+    """Return whether an exception, such as Ctrl-C, is being handled, or ends what closes its resources now."""
+    return sys.exc_info()[0] is not None
