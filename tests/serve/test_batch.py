@@ -80,6 +80,7 @@ class TestLines:
             (b"caf\xe9", "invalid_utf8", "0xe9"),
             ("{broken", "invalid_json", "double quotes at column 2"),
             ("{" * 100_000, "invalid_json", "double quotes at column 2"),
+            ('{"seed": ' + "1" * 5000 + "}", "invalid_json", "digits"),
             ({"prompt": 3}, "invalid_request", "prompt: 3 is not a text"),
             ({"prompt": ""}, "invalid_request", "prompt: it is empty"),
             ({"custom_id": [1], "prompt": "x"}, "invalid_request", "custom_id"),
