@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.method.acceptance import AcceptanceRates
+from specgen.method.cost_aware import CostAwarePolicy
 from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import (
-    CostAwarePolicy,
     FixedPolicy,
     Offer,
     Policy,
