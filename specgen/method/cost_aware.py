@@ -58,8 +58,7 @@ _N_RULES = 64
 
 
 class Pace:
-    """Averages over the recent rounds of an answer: seconds a token, tokens a round, and the share of rounds
-    that n-grams leave to a model."""
+    """Averages over the recent rounds of an answer: seconds a token, and tokens a round."""
 
     #: The weight of a new round once there were many; at first all rounds count equally, and plain decoding as
     #: `_N_BEFORE` of them.
@@ -71,13 +70,11 @@ class Pace:
         self.elapsed_s = 0.0
         self.token_s: float | None = None
         self.tokens_a_round = 1.0
-        self.left_by_ngrams = 1.0
         self._n_rounds = 0
 
-    def add(self, origin: str | None, round_s: float, n_committed: int, plain_s: float) -> None:
-        """Add a round that drafted with `origin`; a plain decode takes `plain_s`."""
+    def add(self, round_s: float, n_committed: int, plain_s: float) -> None:
+        """Add a round; a plain decode takes `plain_s`."""
         self.elapsed_s += round_s
-        by_ngrams = origin in NGRAM_ORIGINS
         self._n_rounds += 1
         rate = max(self._RATE, 1.0 / (self._n_rounds + self._N_BEFORE))
         # Seconds and tokens are averaged separately: the mean of their ratios would be a different figure.
@@ -85,11 +82,10 @@ class Pace:
         mean_round_s += rate * (round_s - mean_round_s)
         self.tokens_a_round += rate * (n_committed - self.tokens_a_round)
         self.token_s = mean_round_s / self.tokens_a_round
-        self.left_by_ngrams += rate * ((not by_ngrams) - self.left_by_ngrams)
 
-    def n_model_rounds(self, n_left: int) -> float:
-        """Return a cautious estimate of the rounds for `n_left` tokens in which n-grams do not draft."""
-        return 0.75 * max(1.0, n_left / max(1.0, self.tokens_a_round)) * self.left_by_ngrams
+    def n_rounds(self, n_left: int) -> float:
+        """Return a cautious estimate of the rounds for `n_left` tokens."""
+        return 0.75 * max(1.0, n_left / max(1.0, self.tokens_a_round))
 
 
 class Gate:
@@ -212,11 +208,10 @@ class CostAwarePolicy:
         if drafter is None:
             reason = Reason("found") if len(found) else self._why_nothing_found(offer.found)
             return RoundPlan(reason, found=found, stop=stop)
-        price = offer.price
-        value_s, reason = self._worth_of_model(drafter, price, offer.n_left)
+        price, start = offer.price, self._start(drafter, offer.price)
+        value_s, reason = self._worth_of_model(drafter, price, start.value_s, offer.n_left)
         if len(found) and stop.worth_of(found) >= value_s:
             return RoundPlan(Reason("found"), found=found, stop=stop, drafter=drafter)
-        start = self._start(drafter, price)
         if value_s > 0.0:
             return RoundPlan(
                 reason,
@@ -261,7 +256,7 @@ class CostAwarePolicy:
         round_s = min(round_s, (n_committed + _MOST_LOST_TOKENS) * plain_s)
         saved_s = n_committed * plain_s - round_s
         origin = plan.origin if len(draft) or plan.n_max else None
-        self._pace.add(origin, round_s, n_committed, plain_s)
+        self._pace.add(round_s, n_committed, plain_s)
         if origin is not None:
             is_trial = plan.reason.name == "trial"
             self._gate.add(origin, saved_s, plain_s, self._pace.elapsed_s, is_trial=is_trial)
@@ -282,9 +277,11 @@ class CostAwarePolicy:
 
     # --- the model --------------------------------------------------------------------------
 
-    def _worth_of_model(self, origin: str, price: Price, n_left: int) -> tuple[float, Reason]:
+    def _worth_of_model(
+        self, origin: str, price: Price, value_s: float, n_left: int
+    ) -> tuple[float, Reason]:
         """Return the expected gain of starting a model, in seconds a round, and the reason. It is above 0
-        only if the model should start."""
+        only if the model should start. A round with it seems to gain `value_s`."""
         plain_s, acceptance = self._costs.seconds(1), self.acceptance_of(origin)
         if price == FREE:  # its draft is judged once it is known
             return 1e-9, Reason("model")
@@ -292,17 +289,13 @@ class CostAwarePolicy:
             return 0.0, Reason("put aside")
         gains = acceptance.counts.gains_at(self._costs.n_sequences)
         self._considered[origin] = gains
-        too_long = price.prefill_s > _prefill_limit_s(gains, plain_s, self._pace.elapsed_s)
-        if too_long and gains.start is not None:
-            return 0.0, _needs_prefill(price)
-        value_s = self._start(origin, price).value_s
         acceptance.expect(value_s / plain_s, self._costs.n_sequences)
         if value_s <= 0.0 and self._ideal_s(price) <= 0.0:
             row = self._extra_s(1) / plain_s
             guess = (price.seconds(2) - price.first_s) / plain_s
             text = f"a guess costs {guess:.2f} of a token of the target, and checking it {row:.2f}"
             return value_s, Reason("row cost", text)
-        if too_long:
+        if price.prefill_s > _prefill_limit_s(gains, plain_s, self._pace.elapsed_s):
             return 0.0, _needs_prefill(price)
         value_s = _gain_of_starting(
             value_s,
@@ -310,7 +303,7 @@ class CostAwarePolicy:
             gains,
             acceptance.n_looks,
             plain_s=plain_s,
-            n_rounds=self._pace.n_model_rounds(n_left),
+            n_rounds=self._pace.n_rounds(n_left),
         )
         if value_s > 0.0:
             return value_s, Reason("model")
@@ -360,12 +353,13 @@ class CostAwarePolicy:
     def _stop(self, offer: Offer) -> WhilePaying:
         """Return how far drafts go at the present costs and acceptance probabilities, without the
         model's rule."""
+        seconds = self._costs.seconds
         return WhilePaying(
             origin=offer.drafter or NGRAM_ORIGINS[0],
             curves=_Curves(self.acceptance_of),
             ngram_token_s=self._token_s(_NGRAM_MARGIN),
             model_token_s=self._token_s(_MODEL_MARGIN),
-            extra_s=tuple(self._extra_s(n) for n in range(self.n_max + 1)),
+            extra_s=[seconds(n + 1) - seconds(1) for n in range(self.n_max + 1)],
             p_min=self._p_min,
         )
 
