@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from specgen.method.loop import Loop
+from specgen.session.answer_loop import AnswerLoop
 from tests.helpers.cli import Result, in_process
 from tests.helpers.common import ROOT, posix
 from tests.tiny import TinyConfig, write_tiny_model
@@ -252,14 +252,14 @@ def test_an_answer_that_fails_is_told_and_the_conversation_goes_on(
     from specgen.errors import BackendError
 
     whole = chat("--session", "kept", lines="the cat\n").out
-    decode, n_calls = Loop.round, iter(range(10_000))
+    decode, n_calls = AnswerLoop.round, iter(range(10_000))
 
-    def fail(loop: Loop, sequences: Sequence[Any], *more: Any) -> object:
+    def fail(loop: AnswerLoop, sequences: Sequence[Any], *more: Any) -> object:
         if next(n_calls) == 3:
             raise BackendError("out of order")
         return decode(loop, sequences, *more)
 
-    monkeypatch.setattr(Loop, "round", fail)
+    monkeypatch.setattr(AnswerLoop, "round", fail)
     result = chat("--session", "fails", lines="the cat\n/regen\n")
     assert result.code == 9
     assert "error: out of order" in result.err
