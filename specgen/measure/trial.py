@@ -27,9 +27,9 @@ from specgen.llama import LlamaBackend
 from specgen.method.backend import Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import draft_alone
-from specgen.method.loop import Loop
 from specgen.method.policy import Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.session.agreement import read_states
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import measure_if_new
 from specgen.session.costs import Costs, speedup, time_batch, timed_batch_sizes
 from specgen.session.drafter_factory import DrafterFactory
@@ -168,7 +168,7 @@ def measure_target(
             progress(len(answers), len(fitting))
             target.remove(0)
             generation = DrafterFactory(loaded).sequence(prompt, n_ctx, (), 0, plain=True)
-            list(Loop(target, loaded.clock, interrupted).run(generation))
+            list(AnswerLoop(target, loaded.clock, interrupted).run(generation))
             if interrupted():
                 return None
             n_prompt = generation.n_prompt
