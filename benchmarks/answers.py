@@ -26,8 +26,8 @@ from specgen.measure.prompts import (
     read_prompts,
 )
 from specgen.options import DraftOptions, DraftSource, GenerationOptions, SessionOptions, parse_tree
-from specgen.session.calibration.memory import Memory
 from specgen.session.engine import generate
+from specgen.session.memory import Memory
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 

@@ -33,7 +33,6 @@ from typing import Any
 import numpy as np
 
 from specgen.events import FinishedEvent
-from specgen.llama import LlamaModel
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import computing
 from specgen.measure.trial import Baseline, Replay, TargetAnswer, answered_prompt, replay
@@ -103,16 +102,8 @@ def lesson(folder: Path, target: Path, draft: Path, minutes: float) -> Lesson:
     def progress(done: int, total: int) -> None:
         print(f"\rstep {done} of {total} ", end="", file=sys.stderr)
 
-    with (
-        contextlib.closing(LlamaModel(target, vocabulary_only=True)) as model,
-        contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small,
-    ):
-        found = learn(
-            folder,
-            model,
-            small,
-            Budget(time.monotonic, time.monotonic() + 60.0 * minutes, progress=progress),
-        )
+    budget = Budget(time.monotonic, time.monotonic() + 60.0 * minutes, progress=progress)
+    found = learn(folder, target, draft, budget)
     assert found is not None
     print(f"\n{found.text}; {found.n_steps} steps, {found.seconds:.0f} s", file=sys.stderr)
     return found
@@ -142,10 +133,12 @@ def compared(found: dict[str, list[Any]]) -> dict[str, Any]:
     """The figures of each way, and of each against the one without learning."""
 
     def rate(event: FinishedEvent | Replay) -> float:
-        return event.n_accepted / max(1, event.n_drafted)
+        counts = event.tally if isinstance(event, Replay) else event
+        return counts.n_accepted / max(1, counts.n_drafted)
 
     def length(event: FinishedEvent | Replay) -> float:
-        return event.n_tokens / event.n_rounds
+        n_rounds = event.tally.n_rounds if isinstance(event, Replay) else event.n_rounds
+        return event.n_tokens / n_rounds
 
     def speed(event: FinishedEvent) -> float:
         return event.n_tokens / event.wall_s
@@ -314,6 +307,7 @@ def _replay(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, 
 def _scalars(event: FinishedEvent | Replay) -> dict[str, Any]:
     """The figures of an answer, without its text and what is counted place by place."""
     figures = asdict(event)
+    figures |= figures.pop("tally", {})
     return {name: value for name, value in figures.items() if isinstance(value, int | float)}
 
 

@@ -39,7 +39,7 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
-from specgen.session.calibration.memory import Memory
+from specgen.session.memory import Memory
 from specgen.session.session import Session
 from tests.tiny import TinyConfig, write_tiny_model
 

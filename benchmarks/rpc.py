@@ -46,8 +46,8 @@ from specgen.options import (
     SessionOptions,
     Workers,
 )
-from specgen.session.calibration.memory import Memory
-from specgen.session.calibration.timing import begin, time_batch
+from specgen.session.costs import begin, time_batch
+from specgen.session.memory import Memory
 from specgen.session.session import Session
 
 DELAYS_MS = (0.0, 1.0, 5.0, 20.0)

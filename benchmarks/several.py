@@ -24,8 +24,8 @@ from benchmarks.answers import (
 )
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.models import cache_folder
-from specgen.session.calibration.memory import Memory
 from specgen.session.engine import Engine
+from specgen.session.memory import Memory
 from specgen.session.session import Session
 
 N_AT_ONCE = (1, 2, 4, 8)

@@ -25,7 +25,7 @@ from specgen.options import (
     VerifierName,
     parse_tree,
 )
-from specgen.session.calibration.memory import Memory
+from specgen.session.memory import Memory
 from specgen.session.session import Session
 
 

@@ -26,15 +26,15 @@ from specgen.options import (
     SamplerOptions,
     staged,
 )
+from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.files import find_models
-from specgen.session.measurements import calibrate
 from specgen.session.open import open_session, session_options, start_kernels
 from specgen.session.prompts import Prompt
 from specgen.session.prompts.template import Message
 from specgen.session.request import Request
 from specgen.session.session import Session
-from specgen.text.grammar.json_schema import schema_grammar
+from specgen.text.grammar.forms import schema_grammar
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -153,7 +153,7 @@ def make(
     """
     from specgen.measure.prompts import evenly_chosen
     from specgen.measure.search import search_drafts
-    from specgen.session.measurements import target_costs
+    from specgen.session.calibration import target_costs
     from specgen.session.open import open_session
     from specgen.train.target_text import is_held_back
 

@@ -24,8 +24,8 @@ from specgen.options import (
 
 if TYPE_CHECKING:
     from specgen.options import SessionOptions
-    from specgen.session.calibration.memory import Memory
     from specgen.session.files import DraftChoice, Sources
+    from specgen.session.memory import Memory
     from specgen.session.open import Check
     from specgen.session.session import Session
 

@@ -207,7 +207,6 @@ class Matrix:
             self._resources = on_error.pop_all()
 
     def close(self) -> None:
-        """Free the buffer."""
         self._resources.close()
         self.tensor = None
 

@@ -26,8 +26,8 @@ from specgen.measure.trial import (
     try_draft,
 )
 from specgen.models import FileIdentity, human_bytes, identify, shard_number
+from specgen.session.calibration import short_context
 from specgen.session.files import name_of
-from specgen.session.measurements import short_context
 from specgen.session.open import DRAFT_ERRORS
 from specgen.system.machine import LoadOfOthers, is_busy
 

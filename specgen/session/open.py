@@ -39,10 +39,10 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
-from specgen.session.calibration.gain import Gain, expected_gain
-from specgen.session.calibration.memory import Memory
+from specgen.session.calibration import known_costs, measure_costs
+from specgen.session.costs import Gain, expected_gain
 from specgen.session.files import DraftChoice, Sources
-from specgen.session.measurements import known_costs, measure_costs
+from specgen.session.memory import Memory
 from specgen.session.session import Session
 from specgen.system.machine import look_at_machine
 

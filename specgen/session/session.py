@@ -20,8 +20,8 @@ from specgen.llama.library import has_gpu
 from specgen.llama.weights import load_ahead
 from specgen.method.cost_table import CostTable
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
-from specgen.session.calibration.memory import Memory, with_threads
 from specgen.session.kept_answers import Learnt, learnt_weights, read_learnt
+from specgen.session.memory import Memory, with_threads
 from specgen.session.prompts import Prompts
 from specgen.session.request import RequestSettings
 

@@ -73,7 +73,6 @@ class Learner:
 
     @property
     def is_learning(self) -> bool:
-        """Whether a lesson has begun and its result was not read yet."""
         return self._child is not None
 
     def between_answers(self, *, begins: bool = False) -> None:
@@ -116,7 +115,6 @@ class Learner:
             self._child.stdin.flush()
 
     def close(self) -> None:
-        """End the learning process, if there is one. May be called twice."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -131,7 +129,6 @@ class Learner:
 
     @property
     def _n_new(self) -> int:
-        """The number of kept answers that no lesson has seen."""
         last = last_number(self._folder)
         seen = read_learnt(self._folder, self._draft).last_number
         return last - seen if last >= seen else last  # smaller if the file was deleted
@@ -159,7 +156,6 @@ class Learner:
         self._is_running = True
 
     def _end_lesson(self, child: subprocess.Popen[bytes]) -> None:
-        """Read the result of a lesson whose process has ended."""
         self._child = None
         assert child.stdout is not None
         result = child.stdout.read()

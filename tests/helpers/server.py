@@ -24,8 +24,8 @@ from specgen.options import (
 from specgen.serve.server.model_pool import ModelEntry, ModelPool, OpenedModel
 from specgen.serve.server.options import ServerOptions, bound_socket, url_of
 from specgen.serve.server.run import DrainingServer, http_server
-from specgen.session.calibration.memory import Memory
 from specgen.session.engine import Engine
+from specgen.session.memory import Memory
 from specgen.session.session import Session
 from tests.helpers.common import EXACT
 

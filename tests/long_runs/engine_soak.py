@@ -31,8 +31,8 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
-from specgen.session.calibration.memory import Memory
 from specgen.session.engine import Engine
+from specgen.session.memory import Memory
 from specgen.session.request import Request
 from specgen.session.session import Session
 

@@ -14,8 +14,8 @@ import pytest
 
 from specgen.errors import MemoryLimitError
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
-from specgen.session.calibration.memory import Memory
 from specgen.session.engine import Engine, generate
+from specgen.session.memory import Memory
 from specgen.session.session import Session
 from tests.helpers.common import ROOT
 

@@ -21,8 +21,8 @@ from specgen.options import (
     GenerationOptions,
     SessionOptions,
 )
-from specgen.session.calibration.memory import Memory
-from specgen.session.measurements import is_pair_measured, known_costs, measure_if_new
+from specgen.session.calibration import is_pair_measured, known_costs, measure_if_new
+from specgen.session.memory import Memory
 from specgen.session.session import Session
 
 PROMPTS = ("def add(a, b): return a + b # and the sum is", "Once upon a time")

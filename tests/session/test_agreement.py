@@ -28,11 +28,11 @@ from specgen.session.agreement import (
     greedy_tokens,
     sample_agreement,
 )
-from specgen.session.calibration.gain import Agreement
-from specgen.session.calibration.memory import Memory
+from specgen.session.calibration import measure_if_new
+from specgen.session.costs import Agreement
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
-from specgen.session.measurements import measure_if_new
+from specgen.session.memory import Memory
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.text.text_state import TextState

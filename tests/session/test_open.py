@@ -11,16 +11,15 @@ from pathlib import Path
 import pytest
 
 import specgen.cli
-import specgen.session.calibration.timing
+import specgen.session.costs
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import LlamaBackend
 from specgen.models import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
-from specgen.session.calibration.gain import Costs, expected_gain
-from specgen.session.calibration.memory import Memory
-from specgen.session.calibration.timing import timed_batch_sizes
+from specgen.session.calibration import known_costs, measure_costs
+from specgen.session.costs import Costs, expected_gain, timed_batch_sizes
 from specgen.session.files import DraftChoice
-from specgen.session.measurements import known_costs, measure_costs
+from specgen.session.memory import Memory
 from specgen.session.open import open_session, use_first
 from specgen.session.session import Session
 
@@ -60,7 +59,7 @@ class Measured:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     measured = Measured()
-    monkeypatch.setattr(specgen.session.calibration.timing, "measure_sizes", measured)
+    monkeypatch.setattr(specgen.session.costs, "measure_sizes", measured)
     monkeypatch.setattr("specgen.system.machine.share_of_others", lambda *_: 0.0)
     return measured
 

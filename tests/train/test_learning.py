@@ -157,7 +157,6 @@ def lesson(
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Lesson | None:
     pytest.importorskip("jax")
-    target, draft = LlamaModel(models / "target.gguf"), LlamaModel(models / "draft.gguf")
     n_steps = 0
 
     def progress(done: int, _total: int) -> None:
@@ -165,14 +164,8 @@ def lesson(
         n_steps = done
         meanwhile()
 
-    with contextlib.closing(target), contextlib.closing(draft):
-        return learn(
-            folder,
-            target,
-            draft,
-            Budget(counting(), math.inf, lambda: n_steps >= stop_after, progress),
-            rate=rate,
-        )
+    budget = Budget(counting(), math.inf, lambda: n_steps >= stop_after, progress)
+    return learn(folder, models / "target.gguf", models / "draft.gguf", budget, rate=rate)
 
 
 def names(folder: Path) -> list[str]:
@@ -214,9 +207,7 @@ def test_what_is_learnt_is_not_rounded_away(models: Path, folder: Path) -> None:
     pytest.importorskip("jax")
     small = models / "q4.gguf"
     write_tiny_model(small, replace(CONFIG, tensor_type="q4_0"))
-    target, draft = LlamaModel(models / "target.gguf"), LlamaModel(small)
-    with contextlib.closing(target), contextlib.closing(draft):
-        found = learn(folder, target, draft, Budget(counting()), rate=0.01)
+    found = learn(folder, models / "target.gguf", small, Budget(counting()), rate=0.01)
     assert found is not None
     assert found.outcome == "new"
     learnt = learnt_weights(folder, small)

@@ -28,7 +28,7 @@ from specgen.system.json_lines import as_json
 
 if TYPE_CHECKING:
     from specgen.measure.prompts import BenchPrompt
-    from specgen.session.calibration.memory import Memory
+    from specgen.session.memory import Memory
     from specgen.session.session import Session
     from specgen.system.progress import Progress
 
@@ -97,7 +97,7 @@ class Plan:
 
     def _context(self, model: DraftSource, context: ContextOptions) -> ContextOptions:
         """Return a model's context options, with the threads that `specgen run` would use."""
-        from specgen.session.calibration.memory import with_threads
+        from specgen.session.memory import with_threads
 
         if self.known is None or not isinstance(model, Path):
             return context
@@ -268,7 +268,7 @@ def _plain_s(
     loaded: Session, prompts: Sequence[BenchPrompt], interrupted: Callable[[], bool]
 ) -> float:
     """Return about how many seconds plain decoding of all answers takes, by measured costs."""
-    from specgen.session.measurements import target_costs
+    from specgen.session.calibration import target_costs
 
     costs = target_costs(loaded, interrupted)
     n_rows = max(costs.known)

@@ -37,9 +37,9 @@ from specgen.options import (
     TreeShape,
     staged,
 )
+from specgen.session.calibration import calibrate, is_pair_measured
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.files import find_models
-from specgen.session.measurements import calibrate, is_pair_measured
 from specgen.session.open import open_memory, session_options
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session

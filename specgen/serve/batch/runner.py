@@ -19,8 +19,8 @@ from specgen.serve.batch.lines import Line, LineError, unexpected
 from specgen.serve.batch.results import Write, result_of
 from specgen.serve.formats.chat_answer import Answer, completion_body
 from specgen.serve.formats.request import Request, check_tokens, with_call_form
+from specgen.session.calibration import calibrate, fastest_parallel
 from specgen.session.engine import Engine
-from specgen.session.measurements import calibrate, fastest_parallel
 from specgen.session.prompts import Prompt, template_of
 from specgen.session.request import Request as EngineRequest
 from specgen.session.session import Session
@@ -42,20 +42,7 @@ class Prompting:
 
     def prompt(self, loaded: Session, request: Request) -> Prompt:
         """Return the prompt of a request. Raise `UsageError`, `PromptError`."""
-        if request.kind == "chat":
-            return loaded.prompts.of_messages(
-                request.messages,
-                now=self.now,
-                tools=request.tool_definitions,
-                variables=request.variables,
-            )
-        if request.tokens is not None:
-            return loaded.prompts.of_tokens(request.tokens)
-        if request.kind == "completion":
-            return loaded.prompts.of_text(request.text, chat=False)
-        return loaded.prompts.of_text(
-            request.text, chat=self.chat, system=self.system, now=self.now
-        )
+        return request.prompt(loaded.prompts, self.now, chat=self.chat, system=self.system)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specgen.errors import UsageError
+from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, TokenArray
 from specgen.text.grammar.base import ENDED, GrammarState, State, Vocabulary
 from specgen.text.grammar.gbnf import Characters, read_gbnf
@@ -87,6 +88,11 @@ class _TokenTexts:
 _texts: weakref.WeakKeyDictionary[Vocabulary, _TokenTexts] = weakref.WeakKeyDictionary()
 
 
+def start(grammar: Grammar, vocabulary: Vocabulary) -> GrammarState:
+    """Return the state before a text."""
+    return GbnfGrammar(vocabulary, grammar.text).start
+
+
 class GbnfGrammar:
     """A grammar over the tokens of a vocabulary, which must stay open while the grammar is made.
 
@@ -111,7 +117,6 @@ class GbnfGrammar:
             raise UsageError("the grammar can read a text in too many ways") from None
 
     def state(self, key: _Key) -> _State:
-        """Return the state with this key. The latest of all states are kept."""
         found = self._states.get(key)
         if found is None:
             found = self._states[key] = _State(self, key)
@@ -196,7 +201,6 @@ class _State(State):
         return token in self._following
 
     def _mask(self) -> BoolArray:
-        """Return which of all tokens are allowed."""
         grammar, (stacks, tail) = self._grammar, self._key
         if self._mask_bits is None:
             allowed = np.zeros(self._n_tokens, np.bool_)

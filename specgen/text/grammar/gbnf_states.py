@@ -73,23 +73,19 @@ class GbnfStates:
         return [(rule, number, 0, below) for number in range(len(self._rules[rule]))]
 
     def classes_of(self, code_points: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Return the numbers of the classes of many code points, int32[n]."""
         found: npt.NDArray[np.int32] = self._class_numbers[
             np.searchsorted(self._class_starts, code_points, "right") - 1
         ]
         return found
 
     def allow_for_token(self) -> None:
-        """Add the work for another token of a text to what is allowed."""
         self._work_left += _WORK_OF_A_TOKEN
 
     @staticmethod
     def may_end(state: Stacks) -> bool:
-        """Return whether the text may end in a state."""
         return _EMPTY in state
 
     def after(self, state: Stacks, text: str) -> Stacks:
-        """Return the state after more text."""
         with self._lock:
             number = self._begin(state)
             code_points = np.frombuffer(text.encode("utf-32-le"), "<i4")
@@ -125,7 +121,6 @@ class GbnfStates:
             return found, self._states
 
     def next_characters(self, state: Stacks) -> set[Characters]:
-        """Return the sets of characters that may come next."""
         return {self._element(number) for number in state - {_EMPTY}}
 
     def _begin(self, state: Stacks) -> int:
@@ -138,7 +133,6 @@ class GbnfStates:
         return self._state(state)
 
     def _forget(self) -> None:
-        """Forget what was computed; states that are in use are numbered again."""
         self._states: list[Stacks] = []
         self._number_of_state: dict[Stacks, int] = {}
         self._tops: dict[int, dict[int, list[int]]] = {}
@@ -148,7 +142,6 @@ class GbnfStates:
         self._state(frozenset())
 
     def _following(self, state: int, kind: int) -> int:
-        """Return the number of the state after a state and a character of a class."""
         number = int(self._table[state, kind])
         if number == _UNKNOWN:
             todo: list[_Stack] = []
@@ -191,7 +184,6 @@ class GbnfStates:
         return element
 
     def _expanded(self, todo: list[_Stack]) -> Stacks:
-        """Return the stacks with a character on top that these lead to."""
         found, seen = set[int](), set[_Stack]()
         while todo:
             stack = todo.pop()

@@ -9,8 +9,14 @@ from specgen.drafters.kind import Key
 from specgen.method.backend import Backend, HiddenBackend
 from specgen.method.cost_table import CostTable
 from specgen.session.agreement import N_KNOWN, N_TOKENS, TEXT, Walk, read_states, sample_agreement
-from specgen.session.calibration.gain import Costs, expected_gain
-from specgen.session.calibration.timing import MIN_SIZES, complete, is_measured, timed_batch_sizes
+from specgen.session.costs import (
+    MIN_SIZES,
+    Costs,
+    complete,
+    expected_gain,
+    is_measured,
+    timed_batch_sizes,
+)
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.prompts import Prompt, tokenize
 from specgen.session.session import MAX_SEQUENCES, Session

@@ -26,7 +26,7 @@ from specgen.method.acceptance import (
 )
 from specgen.method.cost_table import CostTable
 from specgen.options import ContextOptions
-from specgen.session.calibration.timing import MIN_SIZES
+from specgen.session.costs import MIN_SIZES
 from specgen.system.files import replace_text
 
 #: Tables by how full the context is, in tokens: below 512, 1024, 2048, ...
