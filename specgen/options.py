@@ -19,7 +19,7 @@ from specgen.sampler_options import SamplerOptions as SamplerOptions
 from specgen.sampler_options import option, utf8
 
 #: What drafts: a model file, n-grams of the text so far, or nothing.
-DraftSource: TypeAlias = Path | Literal["ngram", "none", "mtp"]
+DraftSource: TypeAlias = Path | str
 CacheType: TypeAlias = Literal[
     "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"
 ]

@@ -130,7 +130,7 @@ def test_draws_fit_the_reference(
 ) -> None:
     options = SessionOptions(
         target=models / "target.gguf",
-        draft=models / draft if draft.endswith("gguf") else draft,  # type: ignore[arg-type]
+        draft=models / draft if draft.endswith("gguf") else draft,
         sampler=SamplerOptions(temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P, min_p=MIN_P),
         drafting=DraftOptions(policy=policy, ngram_min=1, p_min=0.0),  # type: ignore[arg-type]
         generation=GenerationOptions(max_tokens=N_TOKENS, ignore_eos=False),

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specgen.errors import UsageError
+from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, TokenArray
 from specgen.text.grammar.base import ENDED, GrammarState, State, Vocabulary
 from specgen.text.grammar.gbnf import ROOT, Characters, Element, Gbnf, read_gbnf
@@ -303,6 +304,11 @@ class _TokenTexts:
 
 
 _texts: weakref.WeakKeyDictionary[Vocabulary, _TokenTexts] = weakref.WeakKeyDictionary()
+
+
+def start(grammar: Grammar, vocabulary: Vocabulary) -> GrammarState:
+    """Return the state before a text."""
+    return GbnfGrammar(vocabulary, grammar.text).start
 
 
 class GbnfGrammar:
