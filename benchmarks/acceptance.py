@@ -39,7 +39,6 @@ from benchmarks.answers import answer, begin
 from specgen.measure.prompts import evenly_chosen, read_prompts
 from specgen.method.backend import Backend, Batch
 from specgen.method.distribution import Distribution
-from specgen.method.loop import Loop
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -48,6 +47,7 @@ from specgen.options import (
     SessionOptions,
     VerifierName,
 )
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
@@ -147,7 +147,7 @@ def measure(
             n_ctx = loaded.context_size(n_prompt)
             with loaded.contexts(n_ctx) as (target, (draft, *_)):
                 generation = DrafterFactory(loaded).sequence(begun, n_ctx, (), number, plain=True)
-                loop = Loop(target, time.perf_counter)
+                loop = AnswerLoop(target, time.perf_counter)
                 loop.start(generation)
                 while generation.finish_reason is None:
                     if (len(generation.tokens) - n_prompt) % arguments.every == 1:

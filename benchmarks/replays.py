@@ -43,8 +43,8 @@ from specgen.measure.prompts import BenchPrompt, first_of_each, read_bench_promp
 from specgen.measure.proof.memo_backend import MemoBackend
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import CostTable
-from specgen.method.loop import Loop
 from specgen.options import GenerationOptions, SessionOptions
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import measure_if_new
 from specgen.session.costs import MIN_SIZES
 from specgen.session.drafter_factory import DrafterFactory
@@ -223,7 +223,7 @@ class Entrant:
         target = cast(Backend, Timed(said, self._costs[0], clock))
         drafting = () if draft is None else (cast(Backend, Timed(draft, self._costs[1], clock)),)
         generation = DrafterFactory(loaded).sequence(prompt, real.n_ctx, drafting, seed=1)
-        loop = Loop(target, clock)
+        loop = AnswerLoop(target, clock)
         list(loop.run(generation))
         assert tuple(generation.answer) == told.tokens, "the recorded answer"
         finished = loop.finish(generation, estimate_gain=False)[0]

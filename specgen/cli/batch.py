@@ -211,8 +211,8 @@ def _answer(
     ):
         try:
             with contextlib.closing(job.run(lines, stop)) as tallies:
-                for tally in tallies:
-                    if not tally.n_tokens:  # models load, and prompts are prepared
+                for number, tally in enumerate(tallies):
+                    if number == 0:  # the prompts are prepared
                         started_s = time.perf_counter()
                     report(tally)
         finally:

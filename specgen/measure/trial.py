@@ -27,9 +27,9 @@ from specgen.llama import LlamaBackend
 from specgen.method.backend import Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import draft_alone
-from specgen.method.loop import Loop
 from specgen.method.policy import Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.session.agreement import read_states
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import measure_if_new
 from specgen.session.costs import Costs, speedup, time_batch, timed_batch_sizes
 from specgen.session.drafter_factory import DrafterFactory
@@ -97,28 +97,19 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The result of a drafter for one answer, without the token that came from the prompt's decode.
-
-    All times are seconds. `start_s` is the draft model's decode of the prompt, `draft_s` all drafting
-    after it, `target_s` the time of the target's batches by their measured costs, and `token_s` the
-    target's time for a token in plain decoding.
-    """
+    """A drafter's rounds for one answer, without the token that came from the prompt's decode. `start_s` is the
+    draft model's decode of the prompt; the tally's `target_s` are the target's batches by their measured costs."""
 
     n_tokens: int
-    n_rounds: int
-    n_drafted: int
-    n_accepted: int
+    tally: Tally
     start_s: float
-    draft_s: float
-    target_s: float
+    #: The target's seconds for a token in plain decoding.
     token_s: float
-    #: Why rounds drafted nothing.
-    undrafted: tuple[ReasonCount, ...] = ()
 
     @property
     def speedup(self) -> float:
         """The speed-up over plain decoding. The decodes of the prompt, by target and draft, do not count."""
-        return speedup(self.n_tokens, self.target_s + self.draft_s, self.token_s)
+        return speedup(self.n_tokens, self.tally.target_s + self.tally.draft_s, self.token_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +168,7 @@ def measure_target(
             progress(len(answers), len(fitting))
             target.remove(0)
             generation = DrafterFactory(loaded).sequence(prompt, n_ctx, (), 0, plain=True)
-            list(Loop(target, loaded.clock, interrupted).run(generation))
+            list(AnswerLoop(target, loaded.clock, interrupted).run(generation))
             if interrupted():
                 return None
             n_prompt = generation.n_prompt
@@ -235,7 +226,7 @@ def try_draft(
             elif isinstance(generation.hidden, LastHidden):
                 states = _states_of_answer(target, tokens, len(prompt.tokens))
             replays.append(replay(generation, answer, baseline, loaded.clock, states))
-    return summarise(replays, baseline.token_s)
+    return summarise(replays)
 
 
 def replay(
@@ -299,42 +290,32 @@ def replay(
             drafters.observe(result)
         tally.add_draft(draft, path)
     policy.finish()
-    return Replay(
-        len(tokens) - 1,
-        tally.n_rounds,
-        tally.n_drafted,
-        tally.n_accepted,
-        start_s=start_s,
-        draft_s=tally.draft_s,
-        target_s=tally.target_s,
-        token_s=baseline.token_s,
-        undrafted=tally.reasons,
-    )
+    return Replay(len(tokens) - 1, tally, start_s, baseline.token_s)
 
 
-def summarise(replays: abc.Sequence[Replay], plain_token_s: float) -> DraftFigures:
+def summarise(replays: abc.Sequence[Replay]) -> DraftFigures:
     """Return the figures of all answers together. Answers of a single token say nothing and do not
     count."""
-    told = [replay for replay in replays if replay.n_rounds]
-    n_rounds = sum(replay.n_rounds for replay in told)
-    n_drafted = sum(replay.n_drafted for replay in told)
-    n_tokens = sum(replay.n_tokens for replay in told)
-    draft_s = sum(replay.draft_s for replay in told)
-    seconds = draft_s + sum(replay.target_s for replay in told)
-    tally = Tally()
-    for each in chain.from_iterable(replay.undrafted for replay in told):
-        tally.add_undrafted(each.reason, each.text, each.n_rounds)
+    counted = [replay for replay in replays if replay.tally.n_rounds]
+    tallies = [replay.tally for replay in counted]
+    n_tokens = sum(replay.n_tokens for replay in counted)
+    n_rounds, n_drafted = sum(t.n_rounds for t in tallies), sum(t.n_drafted for t in tallies)
+    draft_s = sum(tally.draft_s for tally in tallies)
+    seconds = draft_s + sum(tally.target_s for tally in tallies)
+    whole = Tally()
+    for each in chain.from_iterable(tally.reasons for tally in tallies):
+        whole.add_undrafted(each.reason, each.text, each.n_rounds)
     return DraftFigures(
-        speedup=speedup(n_tokens, seconds, plain_token_s),
-        worst_speedup=min(replay.speedup for replay in told),
+        speedup=speedup(n_tokens, seconds, counted[0].token_s),
+        worst_speedup=min(replay.speedup for replay in counted),
         tokens_per_s=n_tokens / seconds,
-        acceptance_rate=sum(r.n_accepted for r in told) / n_drafted if n_drafted else None,
+        acceptance_rate=sum(t.n_accepted for t in tallies) / n_drafted if n_drafted else None,
         mean_accepted_length=n_tokens / n_rounds,
         draft_token_s=draft_s / n_drafted if n_drafted else None,
-        start_s=sum(replay.start_s for replay in told) / len(told),
+        start_s=sum(replay.start_s for replay in counted) / len(counted),
         n_rounds=n_rounds,
-        undrafted=tally.reasons,
-        speedups=tuple(replay.speedup for replay in told),
+        undrafted=whole.reasons,
+        speedups=tuple(replay.speedup for replay in counted),
     )
 
 

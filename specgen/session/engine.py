@@ -21,8 +21,8 @@ from specgen.errors import (
 )
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama import LlamaBackend
-from specgen.method.loop import Loop
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, KeptAnswers
@@ -96,7 +96,7 @@ class Engine:
             )
             #: The target's context, in which the answers are generated. Nobody else may decode in it.
             self.target: LlamaBackend = target
-            self._loop = Loop(target, models.clock, interrupted)
+            self._loop = AnswerLoop(target, models.clock, interrupted)
             self._scheduler = Scheduler(self.slots, target, models.costs.table)
             self._draft_contexts = self._resources.enter_context(contextlib.ExitStack())
             #: The draft model's context, and those of the models that draft for it.
@@ -310,7 +310,7 @@ class Engine:
         beside = None
         if reading is not None:
             sequences.pop()
-            beside = self._scheduler.beside(reading)
+            beside = self._scheduler.beside(reading, self._loop)
         try:
             events = self._loop.round(sequences, beside)
         except WorkerLostError:  # the answers have not failed: another process may make them

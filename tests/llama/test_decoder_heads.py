@@ -20,13 +20,13 @@ from specgen.llama.decoder_heads import (
 )
 from specgen.llama.operators import FloatArray, dequantize
 from specgen.method.backend import Batch
-from specgen.method.loop import Loop
 from specgen.options import (
     DraftOptions,
     GenerationOptions,
     Grammar,
     SessionOptions,
 )
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.session import Session
 from specgen.text.hidden_trail import LastHidden
@@ -233,7 +233,7 @@ def test_the_loop_leaves_the_state_behind_what_was_read(folder: Path, grammar: s
     with loaded(folder, grammar=grammar) as speculative:
         prompt = speculative.prompts.of_text(PROMPT)
         with speculative.contexts(512) as (target, _), speculative.contexts(512) as (alone, _):
-            loop = Loop(target, time.perf_counter)
+            loop = AnswerLoop(target, time.perf_counter)
             generation = DrafterFactory(speculative).sequence(prompt, 512, (), 0)
             loop.start(generation)
             last = generation.hidden

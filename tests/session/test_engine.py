@@ -18,7 +18,6 @@ from specgen.errors import BackendError, PromptError, UsageError
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, PromptEvent
 from specgen.llama import LlamaBackend
 from specgen.method.backend import Batch
-from specgen.method.loop import Loop, ReadBeside
 from specgen.options import (
     DraftOptions,
     DraftSource,
@@ -28,6 +27,7 @@ from specgen.options import (
     SessionOptions,
     TreeShape,
 )
+from specgen.session.answer_loop import AnswerLoop, ChunkedPrefill
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine, generate
 from specgen.session.memory import Memory
@@ -400,13 +400,13 @@ def test_answers_come_and_go_at_any_time(
 def break_round(engine: Engine) -> set[int]:
     """Let the next round fail; returns which answers were in it."""
     busy: set[int] = set()
-    whole = Loop.round
+    whole = AnswerLoop.round
 
     def fail(_backend: LlamaBackend, _batch: Batch) -> None:
         raise BackendError("no room in the cache")
 
     def broken(
-        loop: Loop, sequences: abc.Sequence[Sequence], beside: ReadBeside | None
+        loop: AnswerLoop, sequences: abc.Sequence[Sequence], beside: ChunkedPrefill | None
     ) -> list[Event]:
         # A prompt that is read in the batch of the round fails with it.
         read = [] if beside is None else [beside.sequence]
@@ -418,7 +418,7 @@ def break_round(engine: Engine) -> set[int]:
 
     has_failed = False
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loop, "round", broken)
+        patch.setattr(AnswerLoop, "round", broken)
         try:
             engine.step()
         except BackendError:

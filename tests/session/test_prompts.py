@@ -15,7 +15,6 @@ from specgen.events import Event, FinishedEvent
 from specgen.llama import LlamaModel
 from specgen.method.cost_table import CostTable
 from specgen.method.drafter import draft_alone
-from specgen.method.loop import Loop
 from specgen.method.policy import FixedPolicy, draft_up_to
 from specgen.options import (
     ContextOptions,
@@ -25,6 +24,7 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
 from specgen.session.prompts import Prompt
@@ -172,7 +172,7 @@ def answered(loaded: Session, prompt: Prompt) -> tuple[tuple[int, ...], list[int
         loaded,
         loaded.contexts(256) as (target, drafts),
     ):
-        loop = Loop(target, time.perf_counter)
+        loop = AnswerLoop(target, time.perf_counter)
         generation = DrafterFactory(loaded).sequence(prompt, 256, drafts, seed=1)
         loop.start(generation)
         while not generation.is_finished:

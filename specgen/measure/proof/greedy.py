@@ -19,7 +19,7 @@ from specgen.measure.proof.differences import Comparison, GreedyResult, PlainAns
 from specgen.measure.proof.drafting_plans import DraftingPlan, check_drafting, tokens_told
 from specgen.measure.proof.rows import batches_at_once_move
 from specgen.method.distribution import Distribution
-from specgen.method.loop import Loop
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
@@ -50,7 +50,7 @@ class PlainAnswers:
         self._n_bytes_max = n_bytes_max
         self._kept: dict[tuple[tuple[int, ...], int], PlainAnswer] = {}
 
-    def of(self, loaded: Session, loop: Loop, prompt: Prompt, n_ctx: int) -> PlainAnswer:
+    def of(self, loaded: Session, loop: AnswerLoop, prompt: Prompt, n_ctx: int) -> PlainAnswer:
         """Return the answer to a prompt. If it is not kept, `loop` decodes it; the cache must be empty."""
         # A larger context changes nothing, if the answer has room in this one.
         n_most = len(prompt.tokens) + loaded.options.generation.max_tokens
@@ -169,7 +169,7 @@ class _Run:
         self.engine.take_notices()
         if bug is not None:
             bug.plant_in_cache(self.engine.target)
-        self._loop = Loop(self.engine.target, loaded.clock, interrupted)
+        self._loop = AnswerLoop(self.engine.target, loaded.clock, interrupted)
         self._comparison = Comparison(loaded, n_ctx, way, self._batches_move)
 
     def ask(self, n: int, prompts: abc.Sequence[Prompt]) -> _Asked:

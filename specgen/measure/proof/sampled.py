@@ -35,7 +35,7 @@ from specgen.measure.proof.statistics import (
     total_variation,
 )
 from specgen.method.backend import Backend
-from specgen.method.loop import Loop
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.prompts import Prompt
@@ -184,7 +184,7 @@ def check_sampled(
             time of everything else."""
             return loaded.clock() + sum(each.saved_s for each in remembering)
 
-        loop = Loop(target, clock, interrupted)
+        loop = AnswerLoop(target, clock, interrupted)
         generation = DrafterFactory(loaded).sequence(
             prompt,
             n_ctx,
