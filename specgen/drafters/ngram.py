@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft
 from specgen.drafters.suffix_array import MAX_MATCH, MAX_PLACES, Match, Matches, SuffixArray
 from specgen.method.cost_table import FREE, Price
-from specgen.method.draft import ROOT, Draft
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult
 
