@@ -34,7 +34,7 @@ from specgen.models import cache_folder
 from specgen.options import DraftSource, GenerationOptions, SamplerOptions
 from specgen.serve.batch.lines import read_lines
 from specgen.serve.batch.runner import Batch, Prompting
-from specgen.session.calibration.memory import Memory
+from specgen.session.memory import Memory
 
 N_AT_ONCE = (1, 2, 4, 8)
 PORT = 18435

@@ -62,8 +62,8 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.loaded_models import Models
 from specgen.session.open import open_memory
+from specgen.session.session import Session
 from specgen.text.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def foresight_options(options: SessionOptions, n_max: int) -> SessionOptions:
 
 
 def foresee(
-    loaded: Models,
+    loaded: Session,
     target: str,
     drafts: Mapping[str, DraftSource],
     groups: abc.Sequence[tuple[str, ...]],
@@ -436,7 +436,7 @@ def foresee_field(field: Field, plan: Plan, report: BenchReport) -> Foresight:
     skipped = {skip.prompt for skip in report.runs.skipped}
     prompts = [prompt for prompt in report.prompts if prompt.number not in skipped]
     options = foresight_options(plan.options(field, plan.plain), max(w.n_max for w in plan.ways))
-    with Models(options, time.perf_counter) as loaded:
+    with Session(options, time.perf_counter) as loaded:
         found = foresee(loaded, field.name, drafts, groups, prompts, chat=plan.chat, progress=_tell)
     assert found is not None, "it is not interrupted"
     return found

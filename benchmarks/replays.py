@@ -43,13 +43,13 @@ from specgen.measure.prompts import BenchPrompt, first_of_each, read_bench_promp
 from specgen.measure.proof.memo_backend import MemoBackend
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import CostTable
-from specgen.method.loop import Loop
 from specgen.options import GenerationOptions, SessionOptions
-from specgen.session.calibration.memory import Memory
-from specgen.session.calibration.timing import MIN_SIZES
+from specgen.session.answer_loop import AnswerLoop
+from specgen.session.calibration import measure_if_new
+from specgen.session.costs import MIN_SIZES
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.loaded_models import Models
-from specgen.session.measurements import measure_if_new
+from specgen.session.memory import Memory
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from tests.helpers.fake_backend import FakeBackend
 
@@ -178,7 +178,7 @@ class Entrant:
         options = SessionOptions(
             target, draft, drafting=drafting, generation=GenerationOptions(max_tokens=n)
         )
-        self._loaded = Models(options, self._clock, Memory())
+        self._loaded = Session(options, self._clock, Memory())
         self.found: list[dict[str, Any]] = []
         tables = [self._loaded.costs.table()]
         if isinstance(draft, Path):
@@ -223,7 +223,7 @@ class Entrant:
         target = cast(Backend, Timed(said, self._costs[0], clock))
         drafting = () if draft is None else (cast(Backend, Timed(draft, self._costs[1], clock)),)
         generation = DrafterFactory(loaded).sequence(prompt, real.n_ctx, drafting, seed=1)
-        loop = Loop(target, clock)
+        loop = AnswerLoop(target, clock)
         list(loop.run(generation))
         assert tuple(generation.answer) == told.tokens, "the recorded answer"
         finished = loop.finish(generation, estimate_gain=False)[0]
@@ -336,7 +336,7 @@ def main() -> None:
             next(iter(drafts), "none"),
             generation=GenerationOptions(max_tokens=asked.max_tokens),
         )
-        loaded = stack.enter_context(Models(options, Clock()))
+        loaded = stack.enter_context(Session(options, Clock()))
         for number, told in enumerate(answers, 1):
             n_ctx = loaded.context_size(len(begin(loaded, told.prompt.text).tokens))
             with loaded.contexts(n_ctx) as (real, opened):

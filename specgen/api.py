@@ -26,15 +26,15 @@ from specgen.options import (
     SamplerOptions,
     staged,
 )
+from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.files import find_models
-from specgen.session.loaded_models import Models
-from specgen.session.measurements import calibrate
 from specgen.session.open import open_session, session_options, start_kernels
 from specgen.session.prompts import Prompt
 from specgen.session.prompts.template import Message
 from specgen.session.request import Request
-from specgen.text.grammar.json_schema import schema_grammar
+from specgen.session.session import Session
+from specgen.text.grammar.forms import schema_grammar
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -127,7 +127,7 @@ class Model:
     of all.
     """
 
-    def __init__(self, loaded: Models, engine: Engine) -> None:
+    def __init__(self, loaded: Session, engine: Engine) -> None:
         self._loaded = loaded
         self._engine = engine
 

@@ -226,6 +226,16 @@ DRAFTERS: dict[str, DrafterCase] = {
     ),
     "nothing": DrafterCase(NoDrafter, lambda _text: NoDrafter()),
 }
+#: The cases that test each kind of draft, by its name in `specgen/drafters/kinds.py`.
+KINDS_TESTED: dict[str, tuple[str, ...]] = {
+    "ngram": ("ngram",),
+    "model": ("model", "staged by a model", "tree of guesses", "parallel", "translated"),
+    "heads": ("heads",),
+    "mtp": ("an MTP layer", "several MTP layers"),
+    "eagle3": ("EAGLE-3",),
+    "dflash": ("DFlash",),
+    "gemma4-assistant": ("Gemma 4 assistant",),
+}
 #: Those that draft on the fake backend, and those that draft for tiny models, by name.
 ON_FAKES = {name: case.make for name, case in DRAFTERS.items() if case.make is not None}
 ON_TINY = {name: case.tiny for name, case in DRAFTERS.items() if case.tiny is not None}

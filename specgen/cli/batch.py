@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from typer import Argument, Option
 
 from specgen.cli import flags
-from specgen.cli.batch_on_ray import BatchWork, ray_batch, ray_cluster
-from specgen.cli.batch_restart import with_workers
+from specgen.cli.batch_cluster import BatchWork, ray_batch, ray_cluster, with_workers
 from specgen.cli.inputs import STDIO, read_bytes
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output
@@ -211,8 +210,8 @@ def _answer(
     ):
         try:
             with contextlib.closing(job.run(lines, stop)) as tallies:
-                for tally in tallies:
-                    if not tally.n_tokens:  # models load, and prompts are prepared
+                for number, tally in enumerate(tallies):
+                    if number == 0:  # the prompts are prepared
                         started_s = time.perf_counter()
                     report(tally)
         finally:

@@ -76,8 +76,9 @@ def chat(
     sources, options = setup.find(output)
     with contextlib.ExitStack() as stack:
         from specgen.serve.chat.chat import Chat, check_template
+        from specgen.serve.chat.conversation import Change
+        from specgen.session.calibration import calibrate
         from specgen.session.engine import Engine
-        from specgen.session.measurements import calibrate
         from specgen.train.learner import Learner
 
         conversation, log = stack.enter_context(_opened(path, output))
@@ -95,11 +96,11 @@ def chat(
         now = datetime.datetime.now().astimezone()
         talk = Chat(loaded, engine, conversation, log, now=now)
         learner = stack.enter_context(Learner(loaded, engine, engine.notify))
-        _begin(talk, system, text)
+        if system is not None and system != conversation.system:
+            talk.change(Change("system", system))
+        if text and text != conversation.files:
+            talk.change(Change("files", text))
         return _talk(talk, view, learner, output)
-
-
-# --- the conversation -----------------------------------------------------------------------
 
 
 #: By the reason for which an answer ended: what to say if it was cut off.
@@ -153,18 +154,7 @@ class _View:
 
 
 def _say(text: str) -> None:
-    """Print something that is no answer."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _begin(talk: Chat, system: str | None, files: str) -> None:
-    """Set the system message and the files of a conversation if it has others."""
-    from specgen.serve.chat.conversation import Change
-
-    if system is not None and system != talk.conversation.system:
-        talk.change(Change("system", system))
-    if files and files != talk.conversation.files:
-        talk.change(Change("files", files))
 
 
 def _talk(talk: Chat, view: _View, learner: Learner, output: Output) -> int:
@@ -258,11 +248,10 @@ def _help() -> str:
 
     usages = {f"/{name} {takes}".strip(): does for name, (takes, does) in COMMANDS.items()}
     lines = [f"{usage:<{max(map(len, usages))}}  {does}" for usage, does in usages.items()]
-    keys = (
-        "A backslash at the end of a line goes on with another one. Ctrl-C stops an answer, Ctrl-D "
-        "ends."
+    lines.append(
+        "A backslash at the end of a line goes on with another one. Ctrl-C stops an answer, Ctrl-D ends."
     )
-    return "\n".join([*lines, keys])
+    return "\n".join(lines)
 
 
 def _show_thought(talk: Chat) -> None:
@@ -289,28 +278,23 @@ def _show_figures(talk: Chat) -> None:
     from specgen.render.summary import print_summary
     from specgen.render.text import counted
 
-    last, answers = talk.finished, talk.answers
+    last = talk.finished
     if last is None or talk.prompt is None:
         raise UsageError("there is no answer yet")
     console = make_console(sys.stderr, os.environ)
     print_summary(console, last, draft=talk.prompt.draft, kernels=talk.prompt.kernels)
-    n_tokens, n_drafted = (
-        sum(each.n_tokens for each in answers),
-        sum(each.n_drafted for each in answers),
-    )
-    parts = [f"{counted(len(answers), 'answer')} of {counted(n_tokens, 'token')}"]
+    counts = [
+        (each.n_tokens, each.n_drafted, each.n_accepted, each.n_prompt_tokens, each.n_cached_tokens)
+        for each in talk.answers
+    ]
+    n_tokens, n_drafted, n_accepted, n_prompt, n_cached = map(sum, zip(*counts, strict=True))
+    parts = [f"{counted(len(counts), 'answer')} of {counted(n_tokens, 'token')}"]
     if n_drafted:
-        share = sum(each.n_accepted for each in answers) / n_drafted
-        parts.append(f"{share:.0%} of the draft accepted")
-    n_prompt = sum(each.n_prompt_tokens for each in answers)
-    share = sum(each.n_cached_tokens for each in answers) / n_prompt
-    parts.append(f"{share:.0%} of the prompts from the cache")
+        parts.append(f"{n_accepted / n_drafted:.0%} of the draft accepted")
+    parts.append(f"{n_cached / n_prompt:.0%} of the prompts from the cache")
     used = last.n_prompt_tokens + last.n_tokens
     parts.append(f"{used} of {talk.n_ctx} tokens of context in use")
     say(console, Text(f"in all: {', '.join(parts)}"))
-
-
-# --- files ----------------------------------------------------------------------------------
 
 
 def _session_file(name: str) -> Path:

@@ -61,7 +61,7 @@ def learn(
     serve` do this by themselves, between answers.
     """
     from specgen.llama.kernels.admission import wanted_in
-    from specgen.train.online_learning import learn_from_files
+    from specgen.train.online_learning import learn as learn_from
     from specgen.train.training_loop import Budget
 
     target_path = find_target(target, quiet=output.quiet)
@@ -71,7 +71,7 @@ def learn(
     with output.measuring() as (progress, stop):
         shown = partial(progress, f"{draft_path.name} learns")
         budget = Budget(time.monotonic, time.monotonic() + 60.0 * minutes, stop, shown)
-        found = learn_from_files(folder, target_path, draft_path, budget)
+        found = learn_from(folder, target_path, draft_path, budget)
     if found is None:
         output.note("interrupted; everything is as it was")
         return stop.exit_code

@@ -35,7 +35,7 @@ from specgen.train.draft_builder import (
 if TYPE_CHECKING:
     from specgen.cli.process import Interrupt
     from specgen.measure.search import Search
-    from specgen.session.loaded_models import Models
+    from specgen.session.session import Session
     from specgen.system.progress import Progress
 
 _TEXT = {
@@ -153,7 +153,7 @@ def make(
     """
     from specgen.measure.prompts import evenly_chosen
     from specgen.measure.search import search_drafts
-    from specgen.session.measurements import target_costs
+    from specgen.session.calibration import target_costs
     from specgen.session.open import open_session
     from specgen.train.target_text import is_held_back
 
@@ -250,7 +250,7 @@ def _prompts(file: Path | None) -> list[str]:
 
 
 def _builder(
-    loaded: Models, text: TextOptions, progress: Progress, stop: Interrupt, output: Output
+    loaded: Session, text: TextOptions, progress: Progress, stop: Interrupt, output: Output
 ) -> DraftBuilder:
 
     return DraftBuilder(

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 from specgen.cli.process import Interrupt
 from specgen.errors import UsageError
-from specgen.options import GenerationOptions, Show, option
+from specgen.options import GenerationOptions, Show
+from specgen.sampler_options import option
 
 if TYPE_CHECKING:
     from specgen.events import FinishedEvent
     from specgen.render.streams import Renderer
-    from specgen.session.loaded_models import Models
     from specgen.session.prompts import Prompt
+    from specgen.session.session import Session
     from specgen.system.progress import Progress
 
 
@@ -107,7 +108,7 @@ class Output:
 
 
 def show_answer(
-    loaded: Models,
+    loaded: Session,
     prompt: Prompt,
     output: Output,
     on_finished: Callable[[FinishedEvent], None] = lambda _finished: None,

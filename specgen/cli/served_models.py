@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from specgen.options import SessionOptions
     from specgen.serve.server.jobs import Turns
     from specgen.serve.server.model_pool import ModelEntry, OpenedModel
-    from specgen.session.calibration.memory import Memory
     from specgen.session.files import Sources
+    from specgen.session.memory import Memory
 
 #: The default number of answers at once, if the memory has room for as many.
 _N_PARALLEL = 4
@@ -152,8 +152,8 @@ class ModelLoader:
         interrupted: Callable[[], bool],
     ) -> OpenedModel:
         from specgen.serve.server.model_pool import OpenedModel
+        from specgen.session.calibration import calibrate
         from specgen.session.engine import Engine
-        from specgen.session.measurements import calibrate
         from specgen.train.learner import Learner
 
         with contextlib.ExitStack() as stack:

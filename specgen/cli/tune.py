@@ -18,7 +18,7 @@ from specgen.system.machine import busy_text, is_busy
 
 if TYPE_CHECKING:
     from specgen.measure.search import Search
-    from specgen.session.loaded_models import Models
+    from specgen.session.session import Session
 
 
 @flags.takes_options(
@@ -92,7 +92,7 @@ def tune(
     return stop.exit_code
 
 
-def _keep(session: Models, search: Search | None) -> str:
+def _keep(session: Session, search: Search | None) -> str:
     """Save what was learnt if the search is complete and the machine was not busy; return a sentence that
     says so."""
     from specgen.models import memory_file

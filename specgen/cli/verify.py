@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     )
     from specgen.options import SessionOptions
     from specgen.session.files import DraftChoice
-    from specgen.session.loaded_models import Models
     from specgen.session.prompts import Prompt
+    from specgen.session.session import Session
     from specgen.system.progress import Progress
 
 #: How many of the prompts are answered again, several at once.
@@ -217,7 +217,7 @@ class _Job:
         self,
         options: SessionOptions,
         ways: list[DraftingPlan],
-        models: tuple[Sequence[DraftChoice], Callable[..., Models]],
+        models: tuple[Sequence[DraftChoice], Callable[..., Session]],
         prompts: list[str],
         chat: bool | None,
         progress: Progress,
@@ -296,7 +296,7 @@ class _Job:
         return tuple(results)
 
     def _sampled(
-        self, loaded: Models, way: DraftingPlan, plan: SampledPlan, n_places: int, n_before: int
+        self, loaded: Session, way: DraftingPlan, plan: SampledPlan, n_places: int, n_before: int
     ) -> list[SampledResult]:
         """Sample at `n_places` positions with one way to draft; `n_before` positions came before."""
         from specgen.measure.proof import check_sampled, room
@@ -326,7 +326,7 @@ class _Job:
                 results.append(result)
         return results
 
-    def _name_unequal_rows(self, loaded: Models, moved_by: list[float]) -> None:
+    def _name_unequal_rows(self, loaded: Session, moved_by: list[float]) -> None:
         """Learn why rows depend on their batch, if they do and it is not known yet."""
         from specgen.measure.proof.rows import unequal_rows
 
@@ -367,14 +367,14 @@ class _Job:
             kernels=self._kernels,
         )
 
-    def _open(self, sampler: SamplerOptions) -> Models:
+    def _open(self, sampler: SamplerOptions) -> Session:
         loaded = self._opened(replace(self._options, sampler=sampler), drafts=self._drafts)
         self._options = replace(self._options, draft=loaded.draft_source)
         self._drafts = ()  # it is loaded again, without a choice
         self._kernels = loaded.target.kernels
         return loaded
 
-    def _prompt(self, loaded: Models, number: int, text: str, n_more: int) -> Prompt | None:
+    def _prompt(self, loaded: Session, number: int, text: str, n_more: int) -> Prompt | None:
         """Return a prompt for the model; None, with a note, if it does not fit the context with `n_more`
         tokens. (A fixed date is used, so that one in a template does not matter.)"""
         from specgen.measure.proof import UncheckedPrompt

@@ -31,6 +31,11 @@ def find_kind(source: DraftSource) -> DraftKind | None:
     return next((kind for kind in kinds() if kind.matches(source)), None)
 
 
+def is_word(name: str) -> bool:
+    """Return whether another package has a draft of this name."""
+    return any(kind.matches(name) for kind in _others())
+
+
 def open_draft(source: DraftSource, setup: DraftSetup) -> LoadedDraft | None:
     """Load a draft; None for "none". Raise what `DraftKind.open` raises."""
     if source == "none":

@@ -112,7 +112,6 @@ class DecoderHeads:
         self.close()
 
     def close(self) -> None:
-        """Free the weights. May be called twice."""
         self._resources.close()
 
     @property

@@ -96,11 +96,9 @@ class GgufMetadata:
         return None if reader is None else float(self.get(*reader, key))
 
     def number(self, key: str) -> int:
-        """Return a whole number; 0 if it is missing."""
         return int(self.value(key) or 0)
 
     def length(self, key: str) -> int | None:
-        """Return the length of an array; None if the value is none."""
         if self.get("gguf_get_kv_type", ctypes.c_int, key) != _ARRAY:
             return None
         return int(self.get("gguf_get_arr_n", ctypes.c_size_t, key))
@@ -112,14 +110,12 @@ class GgufMetadata:
         return list((of * n).from_address(data)) if data else []
 
     def text(self, key: str) -> str:
-        """Return a text; empty if it is missing."""
         if self.get("gguf_get_kv_type", ctypes.c_int, key) != _STRING:
             return ""
         value: bytes = self.get("gguf_get_val_str", ctypes.c_char_p, key) or b""
         return value.decode("utf-8", "replace")
 
     def texts(self, key: str) -> Iterator[bytes]:
-        """Yield the texts of an array; none if the value is none."""
         if self.length(key) is None or self.get("gguf_get_arr_type", ctypes.c_int, key) != _STRING:
             return
         find = ggml("gguf_find_key", ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p)

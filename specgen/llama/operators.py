@@ -207,7 +207,6 @@ class Matrix:
             self._resources = on_error.pop_all()
 
     def close(self) -> None:
-        """Free the buffer."""
         self._resources.close()
         self.tensor = None
 
@@ -248,18 +247,12 @@ def multiply_experts(
 
     `experts`, int32[n_tokens, n_used], are the numbers of the experts. The activations are
     float32[n_tokens, n_used, n_columns], or float32[n_tokens, 1, n_columns] if all experts of a token
-    get the same. Raise `ValueError` if the shapes do not fit.
+    get the same. They have to fit: GGML does not check them.
     """
     activations = np.ascontiguousarray(activations, np.float32)
     experts = np.ascontiguousarray(experts, np.int32)
-    if len(matrix.weights.shape) != 3:
-        raise ValueError(f"a matrix of {matrix.weights.shape} has no experts")
-    n_experts, n_rows, n_columns = matrix.weights.shape
+    _, n_rows, _ = matrix.weights.shape
     n_tokens, n_used = experts.shape
-    if activations.shape not in ((n_tokens, n_used, n_columns), (n_tokens, 1, n_columns)):
-        raise ValueError(f"activations of {activations.shape} for experts of {experts.shape}")
-    if experts.size and not 0 <= experts.min() <= experts.max() < n_experts:
-        raise ValueError(f"there are {n_experts} experts, of which {experts.max()} is none")
     product = ggml("ggml_mul_mat_id", ctypes.c_void_p, *4 * (ctypes.c_void_p,))
 
     def build(context: Any) -> tuple[Any, list[tuple[Any, NDArray[Any]]]]:

@@ -119,7 +119,6 @@ class Offered:
 
     @property
     def free_bytes(self) -> int:
-        """The free memory that is reported to clients."""
         return device_of(self.handle).free_bytes
 
 
@@ -252,7 +251,6 @@ class RemoteCalls:
         return task.result
 
     def check(self) -> None:
-        """Raise `WorkerLostError` if a worker was lost."""
         if self._lost is not None:
             reason, hint = self._lost
             self._names = self._names or lost_among(self._endpoints)

@@ -68,20 +68,16 @@ class LoadedWeights:
 
     @property
     def lacks_disk_room(self) -> bool:
-        """Whether the disk has too little room to keep the packed weights."""
         return self._packed is not None and self._packed.lacks_room
 
     @cached_property
     def vocabulary(self) -> LlamaVocabulary:
-        """The model's tokens."""
         return LlamaVocabulary(self.handle)
 
     def share(self) -> None:
-        """Count one more user."""
         self._n_users += 1
 
     def release(self) -> None:
-        """Count one user less."""
         self._n_users -= 1
         if self._n_users == 0:
             _loaded.pop(self._key, None)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from specgen.events import undrafted_text
 from specgen.llama import default_threads
+from specgen.measure.threads import ThreadTimes, measure_threads, thread_counts
 from specgen.measure.trial import (
     Baseline,
     DraftFigures,
@@ -25,15 +26,14 @@ from specgen.measure.trial import (
     try_draft,
 )
 from specgen.models import FileIdentity, human_bytes, identify, shard_number
-from specgen.session.calibration.threads import ThreadTimes, measure_threads, thread_counts
+from specgen.session.calibration import short_context
 from specgen.session.files import name_of
-from specgen.session.measurements import short_context
 from specgen.session.open import DRAFT_ERRORS
 from specgen.system.machine import LoadOfOthers, is_busy
 
 if TYPE_CHECKING:
     from specgen.options import DraftSource
-    from specgen.session.loaded_models import Models
+    from specgen.session.session import Session
     from specgen.system.progress import Progress
 
 #: About how many seconds of decoding the comparison of numbers of threads takes.
@@ -111,7 +111,7 @@ class Search:
 
 
 def search_drafts(
-    session: Models,
+    session: Session,
     candidates: Sequence[Path],
     refused: Sequence[Refused],
     prompts: Sequence[str],
@@ -192,7 +192,7 @@ def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
 
 
 def _tuned_threads(
-    session: Models, draft: Path | None, interrupted: Callable[[], bool], progress: Progress
+    session: Session, draft: Path | None, interrupted: Callable[[], bool], progress: Progress
 ) -> ThreadTimes | None:
     """Measure and keep the best numbers of threads for the target, or for the loaded draft model.
     None if the user named a number, if interrupted, or if the draft has no context of its own."""

@@ -37,14 +37,12 @@ class Distribution:
     probs: ProbArray
 
     def probability(self, token_id: int) -> float:
-        """Return the probability of one token; 0 outside the support."""
         index = int(self.token_ids.searchsorted(token_id))
         if index < len(self.token_ids) and self.token_ids[index] == token_id:
             return float(self.probs[index])
         return 0.0
 
     def probabilities(self, token_ids: TokenArray) -> ProbArray:
-        """Return the probabilities of several tokens, int64[n]: float64[n]."""
         position = self.token_ids.searchsorted(token_ids)
         position[position == len(self.token_ids)] = 0
         return np.where(self.token_ids[position] == token_ids, self.probs[position], 0.0)
@@ -68,7 +66,6 @@ class Distribution:
 
     @property
     def mode(self) -> int:
-        """The most likely token; the lowest id among equals."""
         return int(self.token_ids[self.probs.argmax()])
 
     def draw(self, rng: np.random.Generator) -> int:
@@ -99,11 +96,9 @@ class Distribution:
         return Distribution(self.token_ids[kept], remaining / remaining.sum())
 
     def excess(self, other: Distribution, scale: float = 1.0) -> float:
-        """Return the mass of max(0, scale * self - other)."""
         return float(np.maximum(self._excess(other, scale), 0.0).sum())
 
     def _excess(self, other: Distribution, scale: float) -> ProbArray:
-        """Return the difference scale * self - other, on the support of self: float64[m]."""
         difference = self.probs * scale
         position = other.token_ids.searchsorted(self.token_ids)
         position[position == len(other.token_ids)] = 0
@@ -113,13 +108,10 @@ class Distribution:
 
     @staticmethod
     def certain(token_id: int) -> Distribution:
-        """Return the distribution with all its mass on one token."""
         return _certain(token_id)
 
     @staticmethod
     def mixture(weight: float, first: Distribution, second: Distribution) -> Distribution:
-        """Return the distribution of a draw from `first` with probability `weight`, from `second`
-        otherwise."""
         if weight <= 0.0:
             return second
         if weight >= 1.0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -23,8 +23,9 @@ from specgen.method.acceptance import (
 from specgen.method.cost_table import ALONE, FREE, BatchShare, CostTable, Others, Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.stopping import StoppingRule, WhilePaying
-from specgen.options import DraftOptions
-from specgen.system.units import seconds_text
+
+if TYPE_CHECKING:
+    from specgen.options import DraftOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -693,7 +694,7 @@ class _Curves(dict[str, tuple[float, ...]]):
 
 
 def _needs_prefill(price: Price) -> Reason:
-    text = f"the draft must first read the text, {seconds_text(price.prefill_s)}"
+    text = f"the draft must first read the text, {price.prefill_s:.1f} s"
     return Reason("prefill", text)
 
 

@@ -13,7 +13,7 @@ from specgen.events import Event, FinishedEvent, PromptEvent, undrafted_text
 from specgen.render.marks import FAINT, legend
 from specgen.render.streams import Renderer, say
 from specgen.render.text import can_encode, clean_line, counted
-from specgen.session.calibration.gain import is_impossible
+from specgen.session.costs import is_impossible
 from specgen.system.machine import busy_text, is_busy
 from specgen.system.units import seconds_text, three_digits
 

@@ -14,7 +14,7 @@ from specgen.method.acceptance import AcceptanceRates
 from specgen.method.backend import Backend, Batch, HiddenBackend
 from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import draft_up_to
-from specgen.session.calibration.gain import Agreement
+from specgen.session.costs import Agreement
 from specgen.text.hidden_trail import HiddenTrail
 from specgen.text.text_state import TextState
 

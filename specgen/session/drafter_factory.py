@@ -28,10 +28,10 @@ from specgen.options import (
     SamplerOptions,
     TreeShape,
 )
-from specgen.session.loaded_models import Models
 from specgen.session.prefix_cache import Slot
 from specgen.session.prompts import Prompt
 from specgen.session.request import RequestSettings
+from specgen.session.session import Session
 from specgen.text.hidden_trail import TargetStates
 from specgen.text.sampling import Sampler
 from specgen.text.sequence import Sequence
@@ -52,7 +52,7 @@ class DrafterFactory:
     """Makes what drafts for one answer with the models that are loaded at the time. With `learns_alone`, the
     acceptance statistics that an answer adds are dropped with it."""
 
-    models: Models
+    models: Session
     learns_alone: bool = False
 
     def sequence(

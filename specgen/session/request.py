@@ -13,8 +13,7 @@ from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, Ver
 from specgen.session.prompts import Prompt
 from specgen.system.machine import LoadOfOthers
 from specgen.text.grammar.base import GrammarState
-from specgen.text.grammar.gbnf_grammar import GbnfGrammar
-from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
+from specgen.text.grammar.forms import grammar_start
 from specgen.text.sampling import DryBreakers, Sampler
 
 
@@ -59,10 +58,7 @@ class RequestSettings:
         grammar = None
         if generation.grammar is not None:
             shown = vocabulary.showing(generation.shown_controls)
-            if generation.grammar.form == "gbnf":
-                grammar = GbnfGrammar(shown, generation.grammar.text).start
-            else:
-                grammar = LlguidanceGrammar(shown, generation.grammar).start
+            grammar = grammar_start(generation.grammar, shown)
         return RequestSettings(
             sampling, generation, drafting, in_use, breakers, Sampler(in_use, breakers), grammar
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from specgen.errors import BackendError, SpecgenError
 from specgen.llama import LlamaBackend
 from specgen.method.cost_table import CostTable
-from specgen.method.loop import ReadBeside
+from specgen.session.answer_loop import AnswerLoop, ChunkedPrefill
 from specgen.session.prefix_cache import PrefixCache, Slot
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request, RequestSettings
@@ -102,13 +102,13 @@ class Scheduler:
             and self._target.model.has_equal_rows
             and self._target.rollback == "cells"
             and not (reading.request and reading.request.is_cancelled)
-            and not any(slot.sequence and slot.sequence.hidden is not None for slot in decoding)
+            and not any(slot.sequence and slot.sequence.hidden for slot in (*decoding, reading))
         )
 
-    def beside(self, reading: Slot) -> ReadBeside:
+    def beside(self, reading: Slot, loop: AnswerLoop) -> ChunkedPrefill:
         """Return how the prompt of a slot is read in the batch of a round."""
         assert reading.sequence is not None
-        return ReadBeside(reading.sequence, self._n_rows_beside, self._share_of_own)
+        return ChunkedPrefill(loop, reading.sequence, self._n_rows_beside, self._share_of_own)
 
     def n_piece(self) -> int | None:
         """Return the most tokens of a prompt that are read between two rounds; None for as many as a batch has.

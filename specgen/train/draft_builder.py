@@ -28,7 +28,7 @@ from specgen.train.training_loop import Budget, check_library
 
 if TYPE_CHECKING:
     from specgen.method.cost_table import CostTable
-    from specgen.session.loaded_models import Models
+    from specgen.session.session import Session
     from specgen.train.target_text import TargetText
 
 Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
@@ -99,7 +99,7 @@ class DraftBuilder:
 
     def __init__(
         self,
-        loaded: Models,
+        loaded: Session,
         text: TextOptions,
         cache: Path,
         *,

@@ -29,9 +29,9 @@ from specgen.llama.library import forget_log, ggml, last_error, llama_cpp
 from specgen.llama.operators import copy_tensor
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
-from specgen.session.calibration.gain import Costs, expected_gain
-from specgen.session.loaded_models import Models
-from specgen.session.measurements import target_costs
+from specgen.session.calibration import target_costs
+from specgen.session.costs import Costs, expected_gain
+from specgen.session.session import Session
 from specgen.system.files import new_beside
 from specgen.system.json_lines import write_errors
 from specgen.train.target_text import TargetAnswer, TargetText
@@ -73,7 +73,7 @@ class Pruned:
     n_judged: int
 
 
-def prune(loaded: Models, text: TargetText, output: Path, budget: Budget) -> Pruned | None:
+def prune(loaded: Session, text: TargetText, output: Path, budget: Budget) -> Pruned | None:
     """Search for the layers to leave out, and write the draft to `output`; None if interrupted. Raise `UsageError` if
     there is no text to judge by or no time, `MemoryLimitError`, `OutputError` and `BackendError`."""
     model, target = loaded.target, loaded.options.target

@@ -15,7 +15,7 @@ from specgen.errors import OutputError, SpecgenError, UsageError
 from specgen.llama import default_threads
 from specgen.session.engine import Engine
 from specgen.session.kept_answers import last_number, learnt_weights, read_learnt
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.train.online_learning import GO, PAUSE, Lesson
 from specgen.train.training_loop import check_library
 
@@ -38,7 +38,7 @@ class Learner:
     `tell` gets a sentence for each change.
     """
 
-    def __init__(self, loaded: Models, engine: Engine, tell: Callable[[str], None]) -> None:
+    def __init__(self, loaded: Session, engine: Engine, tell: Callable[[str], None]) -> None:
         self._loaded, self._engine, self._tell = loaded, engine, tell
         self._child: subprocess.Popen[bytes] | None = None
         #: The pipes of the process, and the file of its standard error.
@@ -73,7 +73,6 @@ class Learner:
 
     @property
     def is_learning(self) -> bool:
-        """Whether a lesson has begun and its result was not read yet."""
         return self._child is not None
 
     def between_answers(self, *, begins: bool = False) -> None:
@@ -116,7 +115,6 @@ class Learner:
             self._child.stdin.flush()
 
     def close(self) -> None:
-        """End the learning process, if there is one. May be called twice."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -131,7 +129,6 @@ class Learner:
 
     @property
     def _n_new(self) -> int:
-        """The number of kept answers that no lesson has seen."""
         last = last_number(self._folder)
         seen = read_learnt(self._folder, self._draft).last_number
         return last - seen if last >= seen else last  # smaller if the file was deleted
@@ -159,7 +156,6 @@ class Learner:
         self._is_running = True
 
     def _end_lesson(self, child: subprocess.Popen[bytes]) -> None:
-        """Read the result of a lesson whose process has ended."""
         self._child = None
         assert child.stdout is not None
         result = child.stdout.read()

@@ -91,7 +91,6 @@ class Lesson:
 
     @property
     def text(self) -> str:
-        """A sentence about the lesson, for the user."""
         before = "" if self.agreement_in_use is None else f", in use {self.agreement_in_use:.1%}"
         shares = (
             f"on the {self.n_judging} latest answers it agrees with the target on "
@@ -114,28 +113,13 @@ def split(answers: Sequence[KeptAnswer]) -> tuple[list[KeptAnswer], list[KeptAns
     return latest[: len(latest) - n_judging], latest[len(latest) - n_judging :]
 
 
-def learn_from_files(folder: Path, target: Path, draft: Path, budget: Budget) -> Lesson | None:
-    """Do the same as `learn` for models that are not loaded: only their vocabularies are read."""
-    check_library()  # before loading, which takes a second
-    with (
-        contextlib.closing(LlamaModel(target, vocabulary_only=True)) as model,
-        contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small,
-    ):
-        return learn(folder, model, small, budget)
-
-
 def learn(
-    folder: Path,
-    target: LlamaModel,
-    draft: LlamaModel,
-    budget: Budget,
-    *,
-    rate: float = RATE,
+    folder: Path, target: Path, draft: Path, budget: Budget, *, rate: float = RATE
 ) -> Lesson | None:
     """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed.
 
-    Raises `UsageError` if JAX is not installed, there are too few answers, or another process learns there; `ModelFileError` if the draft
-    cannot be trained, `MemoryLimitError` and `OutputError`.
+    Of the models only the vocabularies are read. Raises `UsageError` if JAX is not installed, there are too few answers,
+    or another process learns there; `ModelFileError` if the draft cannot be trained, `MemoryLimitError`, `OutputError`.
     """
     check_library()
     started_s = budget.clock()
@@ -150,11 +134,15 @@ def learn(
     held = UsageError(f"another process learns for {target.name} already", "wait for its end")
     with locked(folder / "learning.lock", held):
         _clear(folder)
-        rows, judged = pack_split(kept_texts(target, draft, learning, judging))
+        with (
+            contextlib.closing(LlamaModel(target, vocabulary_only=True)) as model,
+            contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small,
+        ):
+            rows, judged = pack_split(kept_texts(model, small, learning, judging))
         if not rows.n_labels or not judged.n_labels:
             raise UsageError(f"no answer that is kept for {target.name} can be read as its text")
-        former = learnt_weights(folder, draft.path)
-        start = _better_start(draft.path, former, judged)
+        former = learnt_weights(folder, draft)
+        start = _better_start(draft, former, judged)
         trainer = start.trainer
         state = TrainingState(start.score.loss, trainer.changes())
         schedule = Schedule(
@@ -171,7 +159,7 @@ def learn(
             return None
         if answers[-1].number > last_number(folder):
             raise UsageError("the answers were deleted while the draft learnt from them")
-        known = replace(read_learnt(folder, draft.path), last_number=answers[-1].number)
+        known = replace(read_learnt(folder, draft), last_number=answers[-1].number)
         with write_errors(folder), new_beside(folder / "weights.gguf") as written:
             write_weights(start.file, state.best, written)
             new = type(trainer)(read_weights(written)).judge(judged)
@@ -181,14 +169,14 @@ def learn(
             elif outcome == "new":
                 digest = hashlib.sha256(written.read_bytes()).hexdigest()[:12]
                 known = Learnt(
-                    f"{draft.path.stem}-{digest}.gguf",
+                    f"{draft.stem}-{digest}.gguf",
                     known.last_number,
                     len(learning),
                     start.as_it_came.agreement,
                     new.agreement,
                 )
                 written.replace(folder / known.weights)
-            write_learnt(folder, draft.path, known)
+            write_learnt(folder, draft, known)
         if outcome != "kept" and former is not None:
             with contextlib.suppress(OSError):  # a later lesson deletes it
                 former.unlink()
@@ -272,12 +260,10 @@ class Pauses:
         self._paused_s = 0.0
 
     def listen(self) -> None:
-        """Start the thread that reads standard input."""
         threading.Thread(target=self._read, daemon=True).start()
 
     @property
     def is_paused(self) -> bool:
-        """Whether an answer is being generated."""
         return not self._is_running.is_set()
 
     def wait(self) -> bool:
@@ -288,7 +274,6 @@ class Pauses:
         return False
 
     def clock(self) -> float:
-        """Return seconds, without the pauses."""
         return time.monotonic() - self._paused_s
 
     def _read(self) -> None:
@@ -308,7 +293,7 @@ def main() -> int:
     if hasattr(os, "nice"):
         os.nice(_LOWEST_PRIORITY)
     try:
-        found = learn_from_files(
+        found = learn(
             Path(asked["folder"]),
             Path(asked["target"]),
             Path(asked["draft"]),

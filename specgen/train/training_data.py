@@ -205,14 +205,12 @@ class Rows:
 
     @property
     def arrays(self) -> tuple[NDArray[np.int32] | NDArray[np.float32], ...]:
-        """The six arrays, in the order of the fields."""
         return tuple(getattr(self, name) for name in Rows.__slots__)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def pick(self, rows: NDArray[np.int64]) -> Rows:
-        """Return some of the rows."""
         return Rows(*(array[rows] for array in self.arrays))  # type: ignore[arg-type]
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from specgen.method.loop import Loop
+from specgen.session.answer_loop import AnswerLoop
 from tests.helpers.cli import Result, in_process
 from tests.helpers.common import ROOT, posix
 from tests.tiny import TinyConfig, write_tiny_model
@@ -252,14 +252,14 @@ def test_an_answer_that_fails_is_told_and_the_conversation_goes_on(
     from specgen.errors import BackendError
 
     whole = chat("--session", "kept", lines="the cat\n").out
-    decode, n_calls = Loop.round, iter(range(10_000))
+    decode, n_calls = AnswerLoop.round, iter(range(10_000))
 
-    def fail(loop: Loop, sequences: Sequence[Any], *more: Any) -> object:
+    def fail(loop: AnswerLoop, sequences: Sequence[Any], *more: Any) -> object:
         if next(n_calls) == 3:
             raise BackendError("out of order")
         return decode(loop, sequences, *more)
 
-    monkeypatch.setattr(Loop, "round", fail)
+    monkeypatch.setattr(AnswerLoop, "round", fail)
     result = chat("--session", "fails", lines="the cat\n/regen\n")
     assert result.code == 9
     assert "error: out of order" in result.err
@@ -496,25 +496,6 @@ def test_two_interrupts_end_the_answer_and_not_the_conversation(
     child.expect("tokens  ")
     child.send("\x03")
     assert wait_for("twice", 4)[3]["change"] == "answer"
-
-
-@posix
-def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(
-    terminal: Callable[..., pexpect.spawn[str]],
-) -> None:
-    child = terminal("--session", "stopped", "-n", "1900", "--ignore-eos")
-    child.send("the cat\r")
-    child.expect("tokens  ")  # the line with the speed
-    child.send("\x03")
-    lines = wait_for("stopped", 2)
-    assert lines[1]["change"] == "answer"
-    assert lines[1]["text"]
-    child.expect_exact(READY)
-    child.send("/undo\r")
-    child.expect("has 0 turns now")
-    child.send("\x04")
-    child.wait()
-    assert child.exitstatus == 0
 
 
 def test_the_answer_is_coloured_at_a_terminal(

@@ -292,7 +292,7 @@ def test_run_takes_what_was_saved_and_says_so_unless_quiet(
         ("ngram", "n-grams"),
         ("none", "not drafting"),
     ):
-        save_draft(identity, SavedDraft(draft, speedup=1.25))  # type: ignore[arg-type]
+        save_draft(identity, SavedDraft(draft, speedup=1.25))
         result = run_without_a_draft(specgen, target, "--json")
         assert drafted_by(result) == (draft.name if isinstance(draft, Path) else draft)
         (note,) = result.err.splitlines()

@@ -203,7 +203,7 @@ def test_a_file_that_somebody_else_changed_is_left_alone(
 def test_a_long_text_is_read_as_far_as_a_few_seconds_suffice(
     fim: Fim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.session.measurements.tokens_read_in", lambda *_: 300)
+    monkeypatch.setattr("specgen.session.calibration.tokens_read_in", lambda *_: 300)
     write("a.txt", TEXT * 40)
     found = fim("a.txt:80", "--json")
     assert events_of(found)[0]["n_prompt_tokens"] == 256

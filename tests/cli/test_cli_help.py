@@ -10,7 +10,7 @@ import pytest
 
 from specgen import cli
 from specgen.cli import command_line, flags
-from specgen.cli.examples import EXAMPLES
+from specgen.cli.command import EXAMPLES
 from specgen.cli.output import Output
 from tests.helpers.cli import in_process
 

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from specgen.llama import LlamaBackend
+from specgen.measure.threads import ThreadTimes
 from specgen.measure.trial import try_draft
 from specgen.models import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
 from specgen.options import ContextOptions
-from specgen.session.calibration.threads import Threads, ThreadTimes
+from specgen.session.memory import Threads
 from tests.helpers.cli import Result, Specgen
 
 #: Quick, and enough for a test of the command line.

@@ -21,10 +21,10 @@ from specgen.method.backend import Batch
 from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Branches, Draft
 from specgen.method.drafter import Drafter, Drafting, ready
-from specgen.method.loop import Loop
 from specgen.method.policy import FixedPolicy, Policy, RoundPlan, RoundResult
 from specgen.method.verify import AutoVerifier, Verifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, TreeShape, parse_tree
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import guess_sampling
 from specgen.system.arrays import Logits
 from specgen.text.grammar.base import GrammarState
@@ -217,7 +217,7 @@ class Setup:
         return self.target
 
     def run(self, interrupted: Callable[[], bool] = lambda: False) -> tuple[Sequence, list[Event]]:
-        loop = Loop(self.backend(), Clock(), interrupted)
+        loop = AnswerLoop(self.backend(), Clock(), interrupted)
         generation = self.generation()
         events = list(loop.run(generation))
         events += loop.finish(generation, estimate_gain=False)

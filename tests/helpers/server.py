@@ -24,9 +24,9 @@ from specgen.options import (
 from specgen.serve.server.model_pool import ModelEntry, ModelPool, OpenedModel
 from specgen.serve.server.options import ServerOptions, bound_socket, url_of
 from specgen.serve.server.run import DrainingServer, http_server
-from specgen.session.calibration.memory import Memory
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
+from specgen.session.memory import Memory
+from specgen.session.session import Session
 from tests.helpers.common import EXACT
 
 #: Drafts in every round: what measured costs say of tiny models is a matter of chance.
@@ -41,7 +41,7 @@ class Running:
     """A server that is running."""
 
     url: str
-    loaded: Models
+    loaded: Session
     engine: Engine
     http: httpx.Client
     server: DrainingServer
@@ -86,7 +86,7 @@ def session_of(
     sampler: SamplerOptions | None = None,
     drafting: DraftOptions = FIXED,
     clock: Callable[[], float] = time.perf_counter,
-) -> Models:
+) -> Session:
     """A session whose rows are exact."""
     options = SessionOptions(
         target=target,
@@ -97,12 +97,12 @@ def session_of(
         target_context=EXACT,
         draft_context=EXACT,
     )
-    return Models(options, clock, Memory())
+    return Session(options, clock, Memory())
 
 
 @contextlib.contextmanager
 def running(
-    loaded: Models,
+    loaded: Session,
     options: ServerOptions | None = None,
     *,
     n_parallel: int = 4,

@@ -12,12 +12,12 @@ from specgen.method.draft import Draft
 from specgen.method.drafter import Drafting
 from specgen.method.policy import RoundPlan
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 
 PROMPT = "abc fed cab. abcd"
 
 
-def answer(models: Models, prompt: str = PROMPT) -> FinishedEvent:
+def answer(models: Session, prompt: str = PROMPT) -> FinishedEvent:
     """The end of an answer without notices."""
     events = list(generate(models, models.prompts.of_text(prompt)))
     assert not [event for event in events if isinstance(event, NoticeEvent)]

@@ -20,15 +20,15 @@ from specgen.llama.decoder_heads import (
 )
 from specgen.llama.operators import FloatArray, dequantize
 from specgen.method.backend import Batch
-from specgen.method.loop import Loop
 from specgen.options import (
     DraftOptions,
     GenerationOptions,
     Grammar,
     SessionOptions,
 )
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.text.hidden_trail import LastHidden
 from tests.helpers.common import EXACT
 from tests.helpers.heads import make_heads, opened, prompts, trained, written
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(
     folder: Path, draft: Path | None = None, *, target: str = "t.gguf", grammar: str | None = None
-) -> Models:
+) -> Session:
     options = SessionOptions(
         target=folder / target,
         draft=draft or folder / "heads.gguf",
@@ -59,7 +59,7 @@ def loaded(
         target_context=EXACT,
         draft_context=EXACT,
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
 # --- what they compute --------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_nothing_drafts_for_heads(folder: Path) -> None:
         target=folder / "t.gguf", draft=folder / "heads.gguf", helpers=("ngram",)
     )
     with pytest.raises(UsageError, match="takes no draft of its own"):
-        Models(options, time.perf_counter)
+        Session(options, time.perf_counter)
 
 
 # --- drafting -----------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_the_loop_leaves_the_state_behind_what_was_read(folder: Path, grammar: s
     with loaded(folder, grammar=grammar) as speculative:
         prompt = speculative.prompts.of_text(PROMPT)
         with speculative.contexts(512) as (target, _), speculative.contexts(512) as (alone, _):
-            loop = Loop(target, time.perf_counter)
+            loop = AnswerLoop(target, time.perf_counter)
             generation = DrafterFactory(speculative).sequence(prompt, 512, (), 0)
             loop.start(generation)
             last = generation.hidden

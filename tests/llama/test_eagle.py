@@ -21,7 +21,7 @@ from specgen.method.backend import Batch
 from specgen.options import (
     SessionOptions,
 )
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.text.hidden_trail import HiddenTrail
 from tests.helpers.cli import Specgen, complaint
 from tests.helpers.common import EXACT
@@ -89,14 +89,14 @@ def test_a_draft_for_another_target_is_refused(
 def test_a_target_that_decodes_elsewhere_is_refused(folder: Path) -> None:
     options = SessionOptions(target=folder / "llama.gguf", draft=folder / "letters.gguf")
     with pytest.raises(PairError, match="which are computed elsewhere"):
-        Models(options, time.perf_counter, vocabulary_only=True)
+        Session(options, time.perf_counter, vocabulary_only=True)
 
 
 def test_a_draft_takes_no_draft_of_its_own(folder: Path) -> None:
     path = folder / "letters.gguf"
     options = SessionOptions(target=folder / "llama.gguf", draft=path, helpers=(path,))
     with pytest.raises(UsageError, match="takes no draft of its own"):
-        Models(options, time.perf_counter)
+        Session(options, time.perf_counter)
 
 
 def test_a_part_of_the_vocabulary_without_its_output_matrix_is_damaged(

@@ -23,7 +23,7 @@ from specgen.llama.kernels.attached import Kernels
 from specgen.measure.worker_checks import worker_checks
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, Workers
-from specgen.session.calibration.memory import Memory
+from specgen.session.memory import Memory
 from specgen.system import worker_probe
 from specgen.system.arrays import Logits
 from specgen.system.worker_probe import (

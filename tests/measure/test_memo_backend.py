@@ -18,8 +18,8 @@ from specgen.events import CommittedEvent
 from specgen.measure.proof.memo_backend import MemoBackend
 from specgen.method.backend import Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Branches, Draft, keep_path, pack
-from specgen.method.loop import Loop
 from specgen.options import SamplerOptions
+from specgen.session.answer_loop import AnswerLoop
 from specgen.system.arrays import Logits
 from tests.helpers.common import UNFILTERED
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
@@ -448,7 +448,7 @@ def test_the_loop_says_the_same_on_a_memory(sampler: SamplerOptions) -> None:
         setup = Setup(sampler=sampler, seed=seed % 4)
         add_drafter(setup, sampler, seed % 4)
         n_decodes = shared.n_decodes
-        loop, generation = Loop(shared, Clock()), setup.generation()
+        loop, generation = AnswerLoop(shared, Clock()), setup.generation()
         events = loop.start(generation)
         while generation.finish_reason is None:
             events += loop.round([generation])

@@ -56,9 +56,9 @@ from specgen.options import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import Shaper, TextState
@@ -112,7 +112,7 @@ def opened(
     max_tokens: int = 40,
     clock: Callable[[], float] = time.perf_counter,
     **sampler: object,
-) -> Models:
+) -> Session:
     draft: DraftSource = "ngram" if ngram else models / f"draft {pair}.gguf"
     if drafting is None:
         # N-grams of one token: tiny models repeat nothing longer.
@@ -130,10 +130,12 @@ def opened(
         target_context=EXACT,
         draft_context=EXACT,
     )
-    return Models(options, clock)
+    return Session(options, clock)
 
 
-def sampled(loaded: Models, bug: str | None = None, seed: int = 1, **plan: object) -> SampledResult:
+def sampled(
+    loaded: Session, bug: str | None = None, seed: int = 1, **plan: object
+) -> SampledResult:
     prompt = loaded.prompts.of_text(PROMPT, chat=False)
     wanted = replace(SampledPlan(), **plan)  # type: ignore[arg-type]
     result = check_sampled(loaded, prompt, wanted, seed=seed, bug=BUGS[bug] if bug else None)
@@ -141,13 +143,13 @@ def sampled(loaded: Models, bug: str | None = None, seed: int = 1, **plan: objec
     return result
 
 
-def greedy(loaded: Models, bug: str | None = None) -> list[GreedyResult]:
+def greedy(loaded: Session, bug: str | None = None) -> list[GreedyResult]:
     prompts = [loaded.prompts.of_text(prompt, chat=False) for prompt in PROMPTS]
     return list(check_greedy(loaded, prompts, bug=BUGS[bug] if bug else None))
 
 
 def at_once(
-    loaded: Models, bug: str | None = None, way: DraftingPlan | None = None
+    loaded: Session, bug: str | None = None, way: DraftingPlan | None = None
 ) -> list[GreedyResult]:
     prompts = [loaded.prompts.of_text(prompt, chat=False) for prompt in PROMPTS]
     planted = BUGS[bug] if bug else None
@@ -272,7 +274,7 @@ def test_answers_without_a_limit_go_on_until_the_context_is_full(
             target_context=replace(loaded.options.target_context, n_ctx=256),
             generation=replace(loaded.options.generation, ignore_eos=True),
         )
-    with Models(small, time.perf_counter) as loaded:
+    with Session(small, time.perf_counter) as loaded:
         prompt = loaded.prompts.of_text(PROMPTS[0], chat=False)
         results = list(check_greedy(loaded, [prompt], n_at_once=n_at_once))
     assert not any(result.is_defect for result in results)
@@ -390,7 +392,7 @@ def test_every_stage_of_a_staged_draft_takes_part(
     with opened(models, 1, drafting=BY_COST, temperature=0.0) as loaded:
         staged = replace(loaded.options, helpers=(models / "draft 0.gguf",))
     used: list[str] = []
-    with Models(staged, clock) as loaded:
+    with Session(staged, clock) as loaded:
         contexts = loaded.draft_contexts
 
         @contextlib.contextmanager
@@ -558,7 +560,7 @@ class Exactly:
     """`Exact` of a session after the prompt, and its brute-force counterpart."""
 
     def __init__(
-        self, loaded: Models, cache: Backend, prompt: abc.Sequence[int], depth: int
+        self, loaded: Session, cache: Backend, prompt: abc.Sequence[int], depth: int
     ) -> None:
         self.memo = MemoBackend(cache)
         self.state: TextState = TextState(prompt, loaded.settings.grammar)

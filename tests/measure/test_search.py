@@ -21,9 +21,9 @@ from specgen.options import (
     GenerationOptions,
     SessionOptions,
 )
-from specgen.session.calibration.memory import Memory
-from specgen.session.loaded_models import Models
-from specgen.session.measurements import is_pair_measured, known_costs, measure_if_new
+from specgen.session.calibration import is_pair_measured, known_costs, measure_if_new
+from specgen.session.memory import Memory
+from specgen.session.session import Session
 
 PROMPTS = ("def add(a, b): return a + b # and the sum is", "Once upon a time")
 N_TOKENS = 16
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("quick_threads")
 @contextmanager
 def loaded(
     folder: Path, context: ContextOptions = ONE_THREAD, memory: Memory | None = None
-) -> Iterator[Models]:
+) -> Iterator[Session]:
     options = SessionOptions(
         folder / "target.gguf",
         "none",
@@ -44,7 +44,7 @@ def loaded(
         target_context=context,
         draft_context=context,
     )
-    with Models(options, time.perf_counter, memory) as opened:
+    with Session(options, time.perf_counter, memory) as opened:
         yield opened
 
 

@@ -20,7 +20,6 @@ from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, N
 from specgen.method.distribution import Distribution, NoTokenAllowedError
 from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import Drafter
-from specgen.method.loop import Loop
 from specgen.method.verify import MatchVerifier, Verifier
 from specgen.options import (
     DraftOptions,
@@ -30,8 +29,9 @@ from specgen.options import (
     SessionOptions,
     VerifierName,
 )
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import Shaper, TextState
@@ -523,7 +523,7 @@ def test_a_dead_end_is_an_error_and_tells_nothing_wrong(kind: str | None, depth:
         grammar=rules.start,
         drafter=None if kind is None else lambda state: DRAFTERS[kind](state, SamplerOptions()),
     )
-    loop = Loop(setup.backend(), Clock())
+    loop = AnswerLoop(setup.backend(), Clock())
     generation = setup.generation()
 
     def to_the_end() -> None:
@@ -588,7 +588,7 @@ def test_a_constrained_text_and_a_free_one_share_their_rounds(
             )
         )
     plains = [replace(setup, drafter=None).run()[0].tokens for setup in setups]
-    loop = Loop(setups[0].backend(len(setups)), Clock())
+    loop = AnswerLoop(setups[0].backend(len(setups)), Clock())
     generations = [setup.generation(index) for index, setup in enumerate(setups)]
     for generation in generations:
         loop.start(generation)
@@ -715,7 +715,7 @@ def test_long_forced_runs_on_tiny_models(tmp_path: Path, architecture: Architect
         sampler = SamplerOptions(temperature=temperature, top_p=1.0, min_p=0.0, seed=4)
         for draft in ("none", "ngram", tmp_path / "draft.gguf"):
             changed = replace(options, sampler=sampler, draft=draft)
-            with Models(changed, time.perf_counter) as loaded:
+            with Session(changed, time.perf_counter) as loaded:
                 texts[str(draft)] = list(generate(loaded, loaded.prompts.of_text("a", chat=False)))[
                     -1
                 ]  # type: ignore[assignment]

@@ -55,7 +55,7 @@ from specgen.options import (
 )
 from specgen.session.engine import Engine, generate
 from specgen.session.kept_answers import Learnt, write_learnt
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from tests.helpers.common import EXACT
 from tests.helpers.gemma4_assistant import write_assistant, write_gemma4
 from tests.helpers.heads import make_heads
@@ -224,7 +224,7 @@ def let_learn(folder: Path, config: TinyConfig) -> None:
 
 def loaded(
     models: Path, case: Case, verifier: VerifierName, samplers: str, seed: int = 0
-) -> Models:
+) -> Session:
     cache, drafter, translate = case
     has_learnt = drafter == "learnt"
     words: dict[str, DraftSource] = {"ngram": "ngram", "none": "none", "mtp": "mtp"}
@@ -253,7 +253,7 @@ def loaded(
         draft_context=EXACT,
         learning=models / "learning" if has_learnt else None,
     )
-    opened = Models(options, time.perf_counter)
+    opened = Session(options, time.perf_counter)
     made = opened.draft
     assert (made is not None and made.learnt is not None) == has_learnt
     reads_rows = made is not None and made.reads in ("all states", "cache")
@@ -281,7 +281,7 @@ def test_greedy_text_is_that_of_plain_decoding(
         assert result.n_accepted > 0
 
 
-def check_draws(loaded: Models) -> SampledResult:
+def check_draws(loaded: Session) -> SampledResult:
     """The next three tokens after the prompt are distributed as the target's."""
     plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
     prompt = loaded.prompts.of_text(PROMPT, chat=False)
@@ -296,7 +296,7 @@ def check_draws(loaded: Models) -> SampledResult:
     return result
 
 
-def said(loaded: Models) -> FinishedEvent:
+def said(loaded: Session) -> FinishedEvent:
     """What a session says after the prompt."""
     *_, last = generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))
     assert isinstance(last, FinishedEvent)

@@ -109,7 +109,7 @@ def test_a_policy_says_why(name: ReasonName) -> None:
 
 
 def test_reasons_have_their_numbers() -> None:
-    assert str(PLANS["prefill"]().reason) == "the draft must first read the text, 9.00 s"
+    assert str(PLANS["prefill"]().reason) == "the draft must first read the text, 9.0 s"
     assert str(PLANS["row cost"]().reason) == (
         "a guess costs 0.05 of a token of the target, and checking it 1.00"
     )

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from specgen.errors import BackendError
 from specgen.method.distribution import Distribution
-from specgen.options import (
+from specgen.sampler_options import (
     DEFAULT_SAMPLERS,
     SamplerName,
     SamplerOptions,

@@ -24,10 +24,10 @@ from specgen.drafters.chain import ModelDrafter
 from specgen.drafters.translated import TranslatedDrafter, Translation
 from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.method.drafter import Drafter, Drafting, draft_alone
-from specgen.method.loop import Loop
 from specgen.method.policy import RoundPlan, draft_up_to
 from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
+from specgen.session.answer_loop import AnswerLoop
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import TextState
 from tests.helpers import goodness_of_fit
@@ -396,7 +396,7 @@ def draw(p_min: float) -> Counter[tuple[int, ...]]:
             prompt=SMALL_PROMPT,
             verifier=MatchVerifier(),
         )
-        loop, generation = Loop(setup.backend(), Clock()), setup.generation()
+        loop, generation = AnswerLoop(setup.backend(), Clock()), setup.generation()
         loop.start(generation)
         while generation.n_answer < N_TOKENS and not generation.is_finished:
             loop.round([generation])

@@ -22,7 +22,6 @@ from specgen.method.cost_table import CostTable
 from specgen.method.distribution import Distribution
 from specgen.method.draft import NO_DRAFT, ROOT, Draft, TreeBuilder
 from specgen.method.drafter import Drafter, draft_alone
-from specgen.method.loop import Loop
 from specgen.method.policy import (
     CostAwarePolicy,
     Offer,
@@ -39,6 +38,7 @@ from specgen.method.verify import (
     Verifier,
 )
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree
+from specgen.session.answer_loop import AnswerLoop
 from specgen.text.text_state import TextState
 from tests.helpers.exact_distributions import Fate, all_fates
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
@@ -396,7 +396,7 @@ def test_where_rows_are_cheap_trees_grow_and_more_is_accepted_than_of_a_chain() 
             n_branches=16,
         )
         target = Timed(setup.backend(), CostTable(CHEAP))
-        loop = Loop(cast(Backend, target), lambda target=target: target.decode_s)  # type: ignore[misc]
+        loop = AnswerLoop(cast(Backend, target), lambda target=target: target.decode_s)  # type: ignore[misc]
         generation = setup.generation()
         seen += [event for event in loop.run(generation) if isinstance(event, DraftedEvent)]
         n_branching = sum(

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "specgen"
 #: from those below it only.
 WINGS = (
     "errors",
+    "sampler_options",
     "options",
     "events",
     "system",

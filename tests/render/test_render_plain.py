@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from specgen.errors import OutputError
-from specgen.events import NoticeEvent
+from specgen.events import NoticeEvent, ReadingEvent
 from specgen.options import Show
 from specgen.render.marks import pens
 from specgen.render.streams import Renderer, Tee, TextRenderer, print_notice
@@ -33,7 +33,7 @@ class Recorder(io.BytesIO):
         self.flushed = self.getvalue()
 
 
-def notes() -> tuple[Callable[[NoticeEvent], None], io.StringIO]:
+def notes() -> tuple[Callable[[NoticeEvent | ReadingEvent], None], io.StringIO]:
     errors = io.StringIO()
     return partial(print_notice, Console(file=errors, width=80)), errors
 

@@ -19,11 +19,10 @@ from specgen.serve.chat.conversation import (
     Conversation,
     Turn,
     read_conversation,
-    save_conversation,
 )
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
 from specgen.session.prompts.template import Message
+from specgen.session.session import Session
 from specgen.session.thoughts import ThoughtReader, is_thinking, thought_of
 from specgen.system.json_lines import to_line
 from tests.helpers.common import NOW
@@ -68,11 +67,6 @@ class TestConversation:
             made.apply(Change("undo"))
         with pytest.raises(ValueError, match="no question"):
             made.apply(Change("answer", "x"))
-
-    def test_files_stand_before_the_first_turn_that_is_there(self) -> None:
-        made = conversation(Change("files", "F: "), *said("a", "b", "c"))
-        assert made.messages()[0] == Message("user", "F: a")
-        assert made.messages(1) == [Message("user", "F: c")]
 
     @pytest.mark.parametrize(
         ("n_most", "n_goal", "n_left_out"), [(99, 99, 0), (8, 6, 2), (4, 1, 4)]
@@ -189,15 +183,6 @@ class TestLog:
             pass
         keep(file, *said("a"))
 
-    def test_saved_and_read(self, tmp_path: Path) -> None:
-        made = conversation(Change("system", "s"), *said("a", "b"))
-        save_conversation(tmp_path / "x.jsonl", made)
-        assert read_conversation(tmp_path / "x.jsonl") == made
-        with pytest.raises(PromptError, match="cannot be read"):
-            read_conversation(tmp_path / "missing")
-        with pytest.raises(OutputError, match="cannot be written"):
-            save_conversation(tmp_path / "no" / "x.jsonl", made)
-
     def test_what_a_full_disk_refuses_is_written_later(
         self, file: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -260,7 +245,7 @@ def test_neither_target_nor_draft_reads_again_what_was_said(models: Path, draft:
         generation=GenerationOptions(max_tokens=40),
         drafting=DraftOptions(policy="fixed", max_tokens=4, ngram_min=1),
     )
-    with Models(options, time.perf_counter) as loaded, Engine(loaded, n_ctx=2048) as engine:
+    with Session(options, time.perf_counter) as loaded, Engine(loaded, n_ctx=2048) as engine:
         talk = Chat(loaded, engine, Conversation(), now=NOW)
         (backend,) = engine.drafts
         for turn in range(6):

@@ -23,7 +23,7 @@ from specgen.serve.server.jobs import EngineThread
 from specgen.serve.server.metrics import Metrics, ServerMetrics
 from specgen.serve.server.options import Limits, ServerOptions
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from tests.helpers.server import N_CTX, PATIENCE_S, Running, running, session_of, wait_until
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import CHATML_TEMPLATE
@@ -262,7 +262,7 @@ def test_a_bug_in_the_engines_thread_ends_the_server(
         wait_until(lambda: not server.thread.is_alive(), "the end")
 
 
-def _events(thread: EngineThread, loaded: Models) -> list[Any]:
+def _events(thread: EngineThread, loaded: Session) -> list[Any]:
     """Submit an answer and return all its events."""
 
     async def ask() -> list[Any]:

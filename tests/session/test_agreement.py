@@ -28,12 +28,12 @@ from specgen.session.agreement import (
     greedy_tokens,
     sample_agreement,
 )
-from specgen.session.calibration.gain import Agreement
-from specgen.session.calibration.memory import Memory
+from specgen.session.calibration import measure_if_new
+from specgen.session.costs import Agreement
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
-from specgen.session.measurements import measure_if_new
+from specgen.session.memory import Memory
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.text.text_state import TextState
 from tests.helpers.fake_backend import (
@@ -190,7 +190,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(
     models: Path, draft: str, memory: Memory | None = None, name: str = "target", **changes: object
-) -> Models:
+) -> Session:
     context = ContextOptions(n_threads=1, flash_attention="off")
     drafting = DraftOptions(**{"policy": "cost", "max_tokens": 4, **changes})  # type: ignore[arg-type]
     options = SessionOptions(
@@ -201,10 +201,10 @@ def loaded(
         target_context=context,
         draft_context=context,
     )
-    return Models(options, time.perf_counter, memory)
+    return Session(options, time.perf_counter, memory)
 
 
-def fill(opened: Models, target_s: dict[int, float], draft_s: float) -> None:
+def fill(opened: Session, target_s: dict[int, float], draft_s: float) -> None:
     """Let a session know what decodes cost."""
     draft = opened.options.draft
     assert isinstance(draft, Path)
@@ -214,7 +214,7 @@ def fill(opened: Models, target_s: dict[int, float], draft_s: float) -> None:
         opened.costs.table(draft).start(size, draft_s)
 
 
-def sampled(opened: Models) -> AcceptanceRates | None:
+def sampled(opened: Session) -> AcceptanceRates | None:
     fill(opened, GOOD, 0.01)
     with opened.contexts(256) as (target_backend, drafts):
         measure_if_new(opened, target_backend, drafts)
@@ -266,7 +266,7 @@ def test_samplers_make_no_difference_to_agreement(models: Path) -> None:
         target_context=context,
         draft_context=context,
     )
-    with Models(options, time.perf_counter) as opened:
+    with Session(options, time.perf_counter) as opened:
         found = sampled(opened)
         assert found is not None
         assert found.counts.n_accepted.sum() == pytest.approx(found.n_judged)

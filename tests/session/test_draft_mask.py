@@ -24,8 +24,8 @@ from specgen.options import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine, generate
-from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
+from specgen.session.session import Session
 from specgen.text.text_state import TextState
 from tests.helpers.common import EXACT
 from tests.helpers.tiny import write_respelled_model
@@ -47,7 +47,7 @@ def models(
     architecture: Architecture = "llama",
     n_max: int = 4,
     helpers: tuple[Path, ...] = (),
-) -> Models:
+) -> Session:
     config = TinyConfig(architecture=architecture, logit_scale=2.0, unprintable_scale=0.0)
     target = write_tiny_model(folder / "target.gguf", config)
     noisy = config.draft(0.1)
@@ -73,10 +73,10 @@ def models(
         target_context=EXACT,
         draft_context=EXACT,
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
-def mask_of(opened: Models) -> int | None:
+def mask_of(opened: Session) -> int | None:
     assert isinstance(opened.draft, DraftModel)
     return opened.draft.mask
 
@@ -164,7 +164,7 @@ def test_a_draft_in_another_vocabulary_predicts_one_token_at_a_time(tmp_path: Pa
 # --- what is drafted
 
 
-def run(opened: Models) -> tuple[list[DraftedEvent], FinishedEvent]:
+def run(opened: Session) -> tuple[list[DraftedEvent], FinishedEvent]:
     events = list(generate(opened, opened.prompts.of_text(PROMPT, chat=False)))
     last = events[-1]
     assert isinstance(last, FinishedEvent)

@@ -30,7 +30,7 @@ from specgen.session.kept_answers import (
     state_file,
     write_learnt,
 )
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from tests.helpers.common import ROOT
 
 ANSWER = KeptAnswer((1, 2, 3), tuple(range(10, 30)), (7, 8), "digest")
@@ -138,7 +138,7 @@ def test_two_processes_keep_all_answers_of_both(tmp_path: Path) -> None:
 # --- sessions
 
 
-def opened(models: Path, learning: Path | None, draft: str = "draft") -> Models:
+def opened(models: Path, learning: Path | None, draft: str = "draft") -> Session:
     context = ContextOptions(n_threads=1)
     options = SessionOptions(
         models / "target.gguf",
@@ -149,7 +149,7 @@ def opened(models: Path, learning: Path | None, draft: str = "draft") -> Models:
         draft_context=context,
         learning=learning,
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
 def test_a_session_keeps_its_answers_and_goes_on_if_it_cannot(

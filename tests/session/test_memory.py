@@ -15,7 +15,7 @@ import pytest
 
 from specgen.method.acceptance import N_BINS, AcceptanceRates
 from specgen.options import ContextOptions
-from specgen.session.calibration.memory import Memory
+from specgen.session.memory import Memory
 
 CONTEXT = ContextOptions(n_threads=2)
 MACHINE = {"cpu": "x", "cores": [2, 4]}
@@ -236,7 +236,7 @@ def test_another_process_keeps_what_this_one_wrote(file: Path) -> None:
     learn(learner)
     learner.save()
     script = (
-        "import sys; from pathlib import Path; from specgen.session.calibration.memory import Memory;"
+        "import sys; from pathlib import Path; from specgen.session.memory import Memory;"
         "from specgen.options import ContextOptions;"
         "m = Memory(Path(sys.argv[1]), {'cpu': 'x', 'cores': [2, 4]});"
         "m.costs(Path('other.gguf'), ContextOptions(n_threads=2), 0, 2).start(1, 3.0);"

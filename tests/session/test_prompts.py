@@ -15,7 +15,6 @@ from specgen.events import Event, FinishedEvent
 from specgen.llama import LlamaModel
 from specgen.method.cost_table import CostTable
 from specgen.method.drafter import draft_alone
-from specgen.method.loop import Loop
 from specgen.method.policy import FixedPolicy, draft_up_to
 from specgen.options import (
     ContextOptions,
@@ -25,10 +24,11 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
+from specgen.session.session import Session
 from tests.helpers.common import NOW
 from tests.helpers.fake_backend import FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB, model_drafter
@@ -61,7 +61,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(models: Path, target: str = "target", draft: str = "draft", **changes: object) -> Models:
+def opened(
+    models: Path, target: str = "target", draft: str = "draft", **changes: object
+) -> Session:
     context = ContextOptions(n_threads=1, flash_attention="off")
     drafting = DraftOptions(policy="fixed", max_tokens=4, p_min=0.0, ngrams=False)
     options = SessionOptions(
@@ -72,7 +74,7 @@ def opened(models: Path, target: str = "target", draft: str = "draft", **changes
         target_context=context,
         draft_context=context,
     )
-    return Models(dataclasses.replace(options, **changes), time.perf_counter)  # type: ignore[arg-type]
+    return Session(dataclasses.replace(options, **changes), time.perf_counter)  # type: ignore[arg-type]
 
 
 def said(model: LlamaModel, tokens: Sequence[int]) -> str:
@@ -164,13 +166,13 @@ def test_it_costs_what_has_to_be_read() -> None:
     assert drafter.price(50).prefill_s < plain.price(50).prefill_s
 
 
-def answered(loaded: Models, prompt: Prompt) -> tuple[tuple[int, ...], list[int]]:
+def answered(loaded: Session, prompt: Prompt) -> tuple[tuple[int, ...], list[int]]:
     """An answer's tokens, and how many tokens the draft models' caches hold at its end."""
     with (
         loaded,
         loaded.contexts(256) as (target, drafts),
     ):
-        loop = Loop(target, time.perf_counter)
+        loop = AnswerLoop(target, time.perf_counter)
         generation = DrafterFactory(loaded).sequence(prompt, 256, drafts, seed=1)
         loop.start(generation)
         while not generation.is_finished:

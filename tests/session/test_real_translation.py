@@ -19,8 +19,8 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
-from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
+from specgen.session.session import Session
 
 pytestmark = pytest.mark.real_model
 
@@ -47,7 +47,7 @@ def opened(
     *,
     n_tokens: int = 16,
     temperature: float = 0.0,
-) -> Models:
+) -> Session:
     context = ContextOptions(n_threads=1)
     options = SessionOptions(
         target=pair[0],
@@ -58,10 +58,10 @@ def opened(
         target_context=context,
         draft_context=context,
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
-def stray_prompt(loaded: Models) -> Prompt:
+def stray_prompt(loaded: Session) -> Prompt:
     """Bytes that are no UTF-8, as a model may well say them: in tokens of single bytes."""
     vocabulary = loaded.target.vocabulary
     by_bytes = {vocabulary.token_bytes(token): token for token in range(vocabulary.n_tokens)}

@@ -23,9 +23,9 @@ from specgen.method.cost_table import BatchShare, CostTable, Others
 from specgen.method.distribution import NoTokenAllowedError
 from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter, Drafting, ready
-from specgen.method.loop import Loop
 from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult
 from specgen.options import DraftOptions, GenerationOptions, parse_tree
+from specgen.session.answer_loop import AnswerLoop
 from specgen.system.arrays import Logits
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import TextState
@@ -51,14 +51,14 @@ SHAPE = parse_tree("2,2,1")
 COSTS = {1: 1.0, 2: 1.2, 4: 1.5, 8: 2.0, 16: 3.0}
 
 
-def started(loop: Loop, setups: abc.Sequence[Setup]) -> list[Sequence]:
+def started(loop: AnswerLoop, setups: abc.Sequence[Setup]) -> list[Sequence]:
     generations = [setup.generation(index) for index, setup in enumerate(setups)]
     for generation in generations:
         loop.start(generation)
     return generations
 
 
-def finish(loop: Loop, generations: abc.Sequence[Sequence]) -> None:
+def finish(loop: AnswerLoop, generations: abc.Sequence[Sequence]) -> None:
     while not all(generation.is_finished for generation in generations):
         loop.round(generations)
 
@@ -128,7 +128,7 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
             n_batch=100,
         )
         target = Timed(setup.backend(n_sequences), CostTable(table))
-        loop = Loop(cast(Backend, target), lambda: target.decode_s)
+        loop = AnswerLoop(cast(Backend, target), lambda: target.decode_s)
         generations = started(loop, [setup] * n_sequences)
         before_s = target.decode_s
         finish(loop, generations)
@@ -230,7 +230,7 @@ def test_trees_of_several_texts_grow_in_one_cache(
         )
         for prompt, drafter, length in zip(prompts, drafters, lengths, strict=False)
     ]
-    loop = Loop(setups[0].backend(n_sequences), Clock())
+    loop = AnswerLoop(setups[0].backend(n_sequences), Clock())
     generations = started(loop, setups)
     finish(loop, generations)
     for generation, setup in zip(generations, setups, strict=True):
@@ -272,7 +272,7 @@ def test_drafts_of_several_texts_are_decoded_side_by_side(n_sequences: int, n_ou
         Setup(prompt=prompt, drafter=drafter, n_batch=100)
         for prompt, drafter in zip(prompts, chain_drafters(cache, n_sequences), strict=True)
     ]
-    loop = Loop(setups[0].backend(n_sequences), Clock())
+    loop = AnswerLoop(setups[0].backend(n_sequences), Clock())
     generations = started(loop, setups)
     loop.round(generations)  # in which they read the prompts
     cache.n_rows.clear()
@@ -298,7 +298,7 @@ def test_who_shares_a_drafts_batch_pays_a_part_of_it(n_outputs: int) -> None:
     drafters = chain_drafters(cache, 4, table)
     assert drafters[0].price(3).next_s == 1.0
     setups = [Setup(drafter=drafter, n_batch=100) for drafter in drafters]
-    loop = Loop(setups[0].backend(4), Clock())
+    loop = AnswerLoop(setups[0].backend(4), Clock())
     generations = started(loop, setups)
     loop.round(generations)
     n_sharing = min(4, n_outputs)
@@ -330,7 +330,7 @@ def test_a_draft_cache_that_fails_ends_the_drafting_of_those_who_asked() -> None
         Setup(prompt=prompt, drafter=drafter, n_batch=100)
         for prompt, drafter in zip(prompts, drafters, strict=True)
     ]
-    loop = Loop(setups[0].backend(3), Clock())
+    loop = AnswerLoop(setups[0].backend(3), Clock())
     generations = started(loop, setups)
     notices = []
     while not all(generation.is_finished for generation in generations):
@@ -360,7 +360,7 @@ def test_every_drafter_drafts_for_its_own_text(name: str, place: int) -> None:
         Setup(prompt=prompt, drafter=drafters.get(number), n_batch=100)
         for number, prompt in enumerate(prompts)
     ]
-    loop = Loop(setups[0].backend(3), Clock())
+    loop = AnswerLoop(setups[0].backend(3), Clock())
     generations = started(loop, setups)
     finish(loop, generations)
     for number, (generation, setup) in enumerate(zip(generations, setups, strict=True)):
@@ -385,7 +385,7 @@ def test_a_dead_end_of_one_grammar_ends_that_text_alone(place: int, depth: int) 
         )
         for number, prompt in enumerate([(3, 1, 4), (1, 5, 9, 2), (6,)])
     ]
-    loop = Loop(setups[0].backend(3), Clock())
+    loop = AnswerLoop(setups[0].backend(3), Clock())
     generations = started(loop, setups)
     finish(loop, generations)
     for number, (generation, setup) in enumerate(zip(generations, setups, strict=True)):
@@ -405,7 +405,7 @@ def test_a_dead_end_of_one_grammar_ends_that_text_alone(place: int, depth: int) 
 def test_a_text_by_itself_raises_what_ends_it() -> None:
     dead = FakeGrammar({i: dict.fromkeys(range(N_VOCAB), i + 1) for i in range(3)})
     setup = Setup(grammar=dead.start)
-    loop = Loop(setup.backend(), Clock())
+    loop = AnswerLoop(setup.backend(), Clock())
     with pytest.raises(NoTokenAllowedError):
         list(loop.run(setup.generation()))
 
@@ -416,7 +416,7 @@ def test_what_one_drafter_says_wrongly_costs_no_other_answer() -> None:
     loud = NonsenseDrafter(other, 1, lambda _draft, _n: Draft.chain([99], "a"))
     drafters: list[Drafter] = [good, loud, DeafDrafter(third)]
     setups = [Setup(drafter=each) for each in drafters]
-    loop = Loop(setups[0].backend(len(setups)), Clock())
+    loop = AnswerLoop(setups[0].backend(len(setups)), Clock())
     generations = started(loop, setups)
     finish(loop, generations)
     plain, _ = Setup().run()

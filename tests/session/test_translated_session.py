@@ -24,8 +24,8 @@ from specgen.options import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
+from specgen.session.session import Session
 from tests.helpers.common import EXACT, NOW
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
@@ -75,7 +75,7 @@ def opened(
     translate: TranslateMode = "auto",
     sampler: SamplerOptions = SamplerOptions(),
     **generation: object,
-) -> Models:
+) -> Session:
     options = SessionOptions(
         target=models / f"{target}.gguf",
         draft="none" if draft == "none" else models / f"{draft}.gguf",
@@ -85,10 +85,10 @@ def opened(
         target_context=EXACT,
         draft_context=EXACT,
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
-def run(loaded: Models, text: str = TEXTS["English"]) -> tuple[PromptEvent, FinishedEvent]:
+def run(loaded: Session, text: str = TEXTS["English"]) -> tuple[PromptEvent, FinishedEvent]:
     with loaded:
         return outcome(list(generate(loaded, loaded.prompts.of_text(text, chat=False))))
 
@@ -171,7 +171,7 @@ def test_other_drafts_are_exact(models: Path, draft: str, changes: dict[str, Any
 # --- what the draft is told
 
 
-def draft_text(loaded: Models, tokens: tuple[int, ...]) -> str:
+def draft_text(loaded: Session, tokens: tuple[int, ...]) -> str:
     assert loaded.own_vocabulary is not None
     vocabulary = loaded.own_vocabulary.vocabulary
     said = (
@@ -213,7 +213,7 @@ def test_text_that_is_continued_is_translated(models: Path) -> None:
 
 @pytest.mark.parametrize("draft", ["chat draft", "draft"])
 def test_answers_in_a_conversation_are_exact(models: Path, draft: str) -> None:
-    def answer(loaded: Models) -> FinishedEvent:
+    def answer(loaded: Session) -> FinishedEvent:
         with loaded:
             prompt = loaded.prompts.of_text("the cat is", system="in", now=NOW)
             return outcome(list(generate(loaded, prompt)))[1]

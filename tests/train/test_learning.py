@@ -37,7 +37,7 @@ from specgen.session.kept_answers import (
     read_learnt,
     write_learnt,
 )
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.train import learner as learner_module
 from specgen.train import online_learning
 from specgen.train.learner import NEW_ANSWERS, Learner
@@ -63,7 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(models: Path, learning: Path | None, n_tokens: int = 48) -> Models:
+def opened(models: Path, learning: Path | None, n_tokens: int = 48) -> Session:
     context = ContextOptions(n_threads=1)
     options = SessionOptions(
         models / "target.gguf",
@@ -74,7 +74,7 @@ def opened(models: Path, learning: Path | None, n_tokens: int = 48) -> Models:
         draft_context=context,
         learning=learning,
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,6 @@ def lesson(
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Lesson | None:
     pytest.importorskip("jax")
-    target, draft = LlamaModel(models / "target.gguf"), LlamaModel(models / "draft.gguf")
     n_steps = 0
 
     def progress(done: int, _total: int) -> None:
@@ -165,14 +164,8 @@ def lesson(
         n_steps = done
         meanwhile()
 
-    with contextlib.closing(target), contextlib.closing(draft):
-        return learn(
-            folder,
-            target,
-            draft,
-            Budget(counting(), math.inf, lambda: n_steps >= stop_after, progress),
-            rate=rate,
-        )
+    budget = Budget(counting(), math.inf, lambda: n_steps >= stop_after, progress)
+    return learn(folder, models / "target.gguf", models / "draft.gguf", budget, rate=rate)
 
 
 def names(folder: Path) -> list[str]:
@@ -207,21 +200,6 @@ def test_what_is_better_on_the_latest_answers_is_used(models: Path, folder: Path
         accepted.append(finished.n_accepted)
     assert texts[0] == texts[1]
     assert accepted[1] > accepted[0]
-
-
-def test_what_is_learnt_is_not_rounded_away(models: Path, folder: Path) -> None:
-    """Four bits a weight stay four bits, and keep it."""
-    pytest.importorskip("jax")
-    small = models / "q4.gguf"
-    write_tiny_model(small, replace(CONFIG, tensor_type="q4_0"))
-    target, draft = LlamaModel(models / "target.gguf"), LlamaModel(small)
-    with contextlib.closing(target), contextlib.closing(draft):
-        found = learn(folder, target, draft, Budget(counting()), rate=0.01)
-    assert found is not None
-    assert found.outcome == "new"
-    learnt = learnt_weights(folder, small)
-    assert learnt is not None
-    assert learnt.stat().st_size == small.stat().st_size
 
 
 def test_what_is_not_better_is_dropped(models: Path, folder: Path) -> None:
@@ -295,7 +273,7 @@ def test_what_a_killed_lesson_left_is_deleted(models: Path, folder: Path) -> Non
 # --- beside answers
 
 
-def in_use(loaded: Models) -> Path | None:
+def in_use(loaded: Session) -> Path | None:
     """The weights that the draft learnt and drafts from."""
     assert loaded.draft is not None
     return loaded.draft.learnt
@@ -358,7 +336,7 @@ _WAITS = "sys.stdin.buffer.read()"
 @contextlib.contextmanager
 def learning(
     models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, does: str
-) -> Iterator[tuple[Engine, Learner, list[str], Models]]:
+) -> Iterator[tuple[Engine, Learner, list[str], Session]]:
     monkeypatch.setattr(learner_module, "check_library", lambda: None)
     code = _CHILD.format(root=str(ROOT), does=does)
     monkeypatch.setattr(learner_module, "COMMAND", (sys.executable, "-c", code))
@@ -600,7 +578,7 @@ def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path
         target_context=EXACT,
         draft_context=EXACT,
     )
-    with Models(options, time.perf_counter) as loaded, Engine(loaded) as engine:
+    with Session(options, time.perf_counter) as loaded, Engine(loaded) as engine:
         plain = engine.answers(prompts(6))
     told: list[bool] = []
     n_loaded = 0
@@ -614,7 +592,7 @@ def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path
             write_learnt(tmp_path, models / "draft.gguf", Learnt(f"w{n_loaded}.gguf"))
             assert server.engine.reload_draft()
 
-    taught = Models(replace(options, learning=tmp_path), time.perf_counter)
+    taught = Session(replace(options, learning=tmp_path), time.perf_counter)
     with running(taught, between_answers=between_answers) as server:
 
         def ask(text: str) -> str:

@@ -31,20 +31,16 @@ from specgen.cli.flags.models import (
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 from specgen.errors import UsageError
-from specgen.options import (
+from specgen.options import DraftOptions, GenerationOptions, Grammar, TreeShape, parse_tree
+from specgen.sampler_options import (
     DEFAULT_SAMPLERS,
     LARGEST_FACTOR,
-    DraftOptions,
-    GenerationOptions,
-    Grammar,
     SamplerOptions,
-    TreeShape,
     option,
     parse_sampler_letters,
     parse_samplers,
-    parse_tree,
 )
-from specgen.options import utf8 as _utf8
+from specgen.sampler_options import utf8 as utf8_texts
 
 __all__ = [
     "CHAT",
@@ -174,7 +170,7 @@ class Template:
         "--system -sys",
         "A system message for the chat template.",
         metavar="TEXT",
-        parse=_utf8,
+        parse=utf8_texts,
     )
 
 
@@ -246,7 +242,7 @@ def answer(
             "--ignore-eos and a grammar exclude each other: text that follows a grammar has an end"
         )
     if json_schema is not None:
-        from specgen.text.grammar.json_schema import schema_grammar
+        from specgen.text.grammar.forms import schema_grammar
 
         return replace(options, grammar=schema_grammar(json_schema))
     return options if grammar is None else replace(options, grammar=Grammar("gbnf", grammar))

@@ -8,7 +8,7 @@ A command has a table of its options. Their types and defaults are those of the 
     )
     def batch(*, parallel: int = 4, sampling: SamplerOptions) -> int: ...
 
-`sampling` is a group: the options of a dataclass (`specgen.options.option`), and the function that makes its value.
+`sampling` is a group: the options of a dataclass (`specgen.sampler_options.option`), and the function that makes its value.
 typer sees a function with the group's options in place of the parameter.
 """
 
@@ -25,7 +25,7 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from specgen import options
+from specgen import sampler_options
 from specgen.errors import UsageError
 
 Command: TypeAlias = Callable[..., int]
@@ -162,7 +162,7 @@ def takes_options(*tables: Table, **options: Any) -> Callable[[Command], Command
 
 
 def _option(metadata: Mapping[str, Any]) -> Any:
-    """Return typer's option for a field (`specgen.options.option`)."""
+    """Return typer's option for a field (`specgen.sampler_options.option`)."""
     settings = {name: metadata[name] for name in metadata.keys() - {"spellings", "panel", "parse"}}
     return typer.Option(*metadata["spellings"], rich_help_panel=metadata.get("panel"), **settings)
 
@@ -224,6 +224,6 @@ def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
 def utf8(value: str) -> str:
     """Return the value, as an option's `parser`. Raise `typer.BadParameter` if it is not UTF-8."""
     try:
-        return options.utf8(value)  # type: ignore[no-any-return]
+        return sampler_options.utf8(value)  # type: ignore[no-any-return]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

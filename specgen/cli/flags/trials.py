@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from specgen.cli.flags.groups import group
-from specgen.options import option
+from specgen.sampler_options import option
 
 _trial = partial(option, panel="Trials")
 

@@ -120,7 +120,6 @@ class Skeleton:
     n_layers: int
 
     def write(self, file: Path) -> None:
-        """Write the skeleton. Raise `OSError`."""
         with file.open("wb") as stream:
             stream.write(self.metadata)
             stream.truncate(len(self.metadata) + self.n_bytes)

@@ -28,8 +28,8 @@ from specgen.measure.proof.rows import (
     plain_rows,
 )
 from specgen.method.distribution import Distribution
-from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.testing.bugs import Bug
 from specgen.text.sampling import Sampler
@@ -133,7 +133,7 @@ class Comparison:
 
     def __init__(
         self,
-        loaded: Models,
+        loaded: Session,
         n_ctx: int,
         way: DraftingPlan,
         measure: Callable[[], float] = lambda: 0.0,
@@ -226,7 +226,7 @@ class Watch(Shaper):
 
 
 def _difference(
-    loaded: Models,
+    loaded: Session,
     n_ctx: int,
     prompt: Sequence[int],
     expected: Sequence[int],
@@ -280,7 +280,7 @@ def _difference(
 
 
 def _of_length(
-    loaded: Models, position: int, expected: Sequence[int], found: Sequence[int]
+    loaded: Session, position: int, expected: Sequence[int], found: Sequence[int]
 ) -> Difference:
     def choice(tokens: Sequence[int]) -> Choice:
         if position == len(tokens):
@@ -292,7 +292,7 @@ def _of_length(
     return Difference(position, choice(expected), choice(found), False, math.inf, 0.0, 0.0, None)
 
 
-def _text(loaded: Models, prompt: Sequence[int], answer: Iterable[int]) -> TextState:
+def _text(loaded: Session, prompt: Sequence[int], answer: Iterable[int]) -> TextState:
     state = TextState(prompt, loaded.settings.grammar)
     for token in answer:
         state.commit(token)

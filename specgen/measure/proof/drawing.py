@@ -11,9 +11,9 @@ import numpy as np
 from specgen.measure.proof.drafting_plans import check_drafting, drafted_by, tokens_told
 from specgen.method.backend import Backend
 from specgen.method.draft import ROOT, Draft
-from specgen.method.loop import Loop
 from specgen.method.policy import Offer, Policy, RoundPlan
 from specgen.method.verify import Target, Verdict, Verifier
+from specgen.session.answer_loop import AnswerLoop
 from specgen.testing.bugs import Bug
 from specgen.text.sequence import Sequence
 from specgen.text.tally import Tally
@@ -52,7 +52,7 @@ class _Scout:
         return self._inner.verify(draft, target, rng)
 
 
-def find_place(loop: Loop, sequence: Sequence) -> TextMark | None:
+def find_place(loop: AnswerLoop, sequence: Sequence) -> TextMark | None:
     """Return the position before the round in which a wrong verification would be most visible; None if
     nothing was drafted. Raise the error that ended the answer, if one did.
 
@@ -106,7 +106,7 @@ class Drawer:
 
     def __init__(
         self,
-        loop: Loop,
+        loop: AnswerLoop,
         target: Backend,
         sequence: Sequence,
         place: TextMark,

@@ -19,13 +19,13 @@ from specgen.measure.proof.differences import Comparison, GreedyResult, PlainAns
 from specgen.measure.proof.drafting_plans import DraftingPlan, check_drafting, tokens_told
 from specgen.measure.proof.rows import batches_at_once_move
 from specgen.method.distribution import Distribution
-from specgen.method.loop import Loop
+from specgen.session.answer_loop import AnswerLoop
+from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import CONTEXT_STEP, Models
-from specgen.session.measurements import calibrate
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
+from specgen.session.session import CONTEXT_STEP, Session
 from specgen.system.arrays import Logits
 from specgen.testing.bugs import Bug
 from specgen.text.sampling import Sampler
@@ -50,7 +50,7 @@ class PlainAnswers:
         self._n_bytes_max = n_bytes_max
         self._kept: dict[tuple[tuple[int, ...], int], PlainAnswer] = {}
 
-    def of(self, loaded: Models, loop: Loop, prompt: Prompt, n_ctx: int) -> PlainAnswer:
+    def of(self, loaded: Session, loop: AnswerLoop, prompt: Prompt, n_ctx: int) -> PlainAnswer:
         """Return the answer to a prompt. If it is not kept, `loop` decodes it; the cache must be empty."""
         # A larger context changes nothing, if the answer has room in this one.
         n_most = len(prompt.tokens) + loaded.options.generation.max_tokens
@@ -73,7 +73,7 @@ class PlainAnswers:
 
 
 def check_greedy(
-    loaded: Models,
+    loaded: Session,
     prompts: abc.Sequence[Prompt],
     *,
     n_at_once: int = 1,
@@ -147,7 +147,7 @@ class _Run:
 
     def __init__(
         self,
-        loaded: Models,
+        loaded: Session,
         way: DraftingPlan,
         n_ctx: int,
         n_at_once: int,
@@ -169,7 +169,7 @@ class _Run:
         self.engine.take_notices()
         if bug is not None:
             bug.plant_in_cache(self.engine.target)
-        self._loop = Loop(self.engine.target, loaded.clock, interrupted)
+        self._loop = AnswerLoop(self.engine.target, loaded.clock, interrupted)
         self._comparison = Comparison(loaded, n_ctx, way, self._batches_move)
 
     def ask(self, n: int, prompts: abc.Sequence[Prompt]) -> _Asked:
@@ -264,7 +264,7 @@ class _Keeper(Shaper):
         return super().distribution(logits, path)
 
 
-def _beyond_window(loaded: Models, prompts: abc.Sequence[Prompt]) -> abc.Sequence[Prompt]:
+def _beyond_window(loaded: Session, prompts: abc.Sequence[Prompt]) -> abc.Sequence[Prompt]:
     """Return the prompts behind as many tokens as the target's sliding window has, if it has one and the
     context has room for them."""
     n = loaded.target.n_window
@@ -287,7 +287,7 @@ def _beyond_window(loaded: Models, prompts: abc.Sequence[Prompt]) -> abc.Sequenc
     return longer
 
 
-def _room(loaded: Models, prompts: abc.Sequence[Prompt]) -> int:
+def _room(loaded: Session, prompts: abc.Sequence[Prompt]) -> int:
     """Return the size in tokens of each answer's context: that of the options, but no more than is used."""
     n_prompt = max(len(prompt.tokens) for prompt in prompts)
     options, n_ctx = loaded.options, loaded.context_size(n_prompt)

@@ -19,7 +19,7 @@ from specgen.session.prefix_cache import Slot
 from specgen.system.arrays import Logits
 
 if TYPE_CHECKING:
-    from specgen.session.loaded_models import Models
+    from specgen.session.session import Session
 
 #: A row may move by this many times the largest movement that batches alone have caused. The factor is
 #: above 1, because drafting fills a cache in batches of several sizes.
@@ -50,7 +50,7 @@ def is_moved(by: float, by_batches: float, *, exact: bool = False) -> bool:
     return by > (0.0 if exact else SLACK * by_batches + ALWAYS_ALLOWED)
 
 
-def unequal_rows(loaded: Models, prompt: Sequence[int], *, are_moved: bool) -> str:
+def unequal_rows(loaded: Session, prompt: Sequence[int], *, are_moved: bool) -> str:
     """Return why rows of the target depend on their batch although specgen's kernels compute: the reason
     that is known of the model. Empty if they do not."""
     model = loaded.target
@@ -61,13 +61,13 @@ def unequal_rows(loaded: Models, prompt: Sequence[int], *, are_moved: bool) -> s
     return "the reason is not known"
 
 
-def drafting_batch_sizes(loaded: Models) -> range:
+def drafting_batch_sizes(loaded: Session) -> range:
     """Return the sizes of the batches that drafting decodes, from 1 up to `_MAX_ROWS`."""
     return range(1, min(loaded.n_rows_max, _MAX_ROWS) + 1)
 
 
 def batches_move(
-    loaded: Models,
+    loaded: Session,
     n_ctx: int,
     prompt: Sequence[int],
     answer: Sequence[int],
@@ -99,7 +99,7 @@ def batches_move(
 
 
 def batches_at_once_move(
-    loaded: Models,
+    loaded: Session,
     n_ctx: int,
     texts: Sequence[tuple[Sequence[int], Sequence[int], Mapping[int, Logits]]],
 ) -> float:
@@ -127,7 +127,7 @@ def batches_at_once_move(
 
 
 def plain_rows(
-    loaded: Models,
+    loaded: Session,
     n_ctx: int,
     prompt: Sequence[int],
     answer: Sequence[int],

@@ -35,11 +35,11 @@ from specgen.measure.proof.statistics import (
     total_variation,
 )
 from specgen.method.backend import Backend
-from specgen.method.loop import Loop
+from specgen.session.answer_loop import AnswerLoop
+from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.loaded_models import Models
-from specgen.session.measurements import calibrate
 from specgen.session.prompts import Prompt
+from specgen.session.session import Session
 from specgen.testing.bugs import Bug
 from specgen.text.text_state import RememberingShaper, Shaper
 
@@ -139,7 +139,7 @@ def room(plan: SampledPlan) -> int:
 
 
 def check_sampled(
-    loaded: Models,
+    loaded: Session,
     prompt: Prompt,
     plan: SampledPlan,
     *,
@@ -184,7 +184,7 @@ def check_sampled(
             time of everything else."""
             return loaded.clock() + sum(each.saved_s for each in remembering)
 
-        loop = Loop(target, clock, interrupted)
+        loop = AnswerLoop(target, clock, interrupted)
         generation = DrafterFactory(loaded).sequence(
             prompt,
             n_ctx,
@@ -241,7 +241,7 @@ def check_sampled(
         )
 
 
-def _remembering(loaded: Models, cache: LlamaBackend, prompt: Prompt) -> MemoBackend:
+def _remembering(loaded: Session, cache: LlamaBackend, prompt: Prompt) -> MemoBackend:
     """Wrap a model's cache in a memory whose remembered decodes count with their measured time."""
     model = cache.model.path
     is_target = cache.model is loaded.target
@@ -291,7 +291,7 @@ def _test(
 
 
 def _compare_rows(
-    loaded: Models,
+    loaded: Session,
     n_ctx: int,
     target: MemoBackend,
     prompt: Sequence[int],

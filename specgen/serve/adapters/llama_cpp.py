@@ -37,12 +37,12 @@ from specgen.options import (
     TreeShape,
     staged,
 )
+from specgen.session.calibration import calibrate, is_pair_measured
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.files import find_models
-from specgen.session.loaded_models import Models
-from specgen.session.measurements import calibrate, is_pair_measured
 from specgen.session.open import open_memory, session_options
 from specgen.session.prompts import Prompt
+from specgen.session.session import Session
 from specgen.system.llama_build import REBUILD, REQUIRED_VERSION, uses_bundle
 from specgen.text.sequence import Sequence
 from specgen.text.tally import Tally
@@ -127,7 +127,7 @@ class SpecgenDraft(LlamaDraftModel):
         memory, clock = open_memory(), time.perf_counter
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
-            loaded = Models(options, clock, memory, vocabulary_only=True)
+            loaded = Session(options, clock, memory, vocabulary_only=True)
             self.models = self._resources.enter_context(loaded)
             if loaded.target.has_recurrent_state:
                 raise UsageError(
@@ -137,7 +137,7 @@ class SpecgenDraft(LlamaDraftModel):
                 )
             timed = loaded.draft.timed if loaded.draft is not None else None
             if options.drafting.is_by_cost and not is_pair_measured(loaded, timed):
-                with Models(options, clock, memory) as whole:
+                with Session(options, clock, memory) as whole:
                     calibrate(whole)
                     memory.save()
             self.contexts = self._resources.enter_context(loaded.draft_contexts(n_ctx))

@@ -22,7 +22,7 @@ from specgen.errors import BackendError, ModelFileError, SpecgenError
 from specgen.serve.batch.lines import Line
 from specgen.serve.batch.results import Write
 from specgen.serve.batch.runner import Batch, Prompting, Tally
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 
 #: An actor gets its lines in at least this many portions, unless they are shorter than this times the number of
 #: answers at once: at the end of a portion, not all places of the engine are in use.
@@ -54,7 +54,7 @@ class ActorJob:
     """What an actor does, which can be pickled if `open_session` can: `parallel` answers at once; None takes
     the fastest number by measurement. Each node must have `files`, paths with their sizes in bytes."""
 
-    open_session: Callable[[], Models]
+    open_session: Callable[[], Session]
     prompting: Prompting
     settings: Mapping[str, Any]
     parallel: int | None

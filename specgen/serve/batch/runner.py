@@ -19,11 +19,11 @@ from specgen.serve.batch.lines import Line, LineError, unexpected
 from specgen.serve.batch.results import Write, result_of
 from specgen.serve.formats.chat_answer import Answer, completion_body
 from specgen.serve.formats.request import Request, check_tokens, with_call_form
+from specgen.session.calibration import calibrate, fastest_parallel
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
-from specgen.session.measurements import calibrate, fastest_parallel
 from specgen.session.prompts import Prompt, template_of
 from specgen.session.request import Request as EngineRequest
+from specgen.session.session import Session
 from specgen.text.prefix import n_common
 
 #: Prompts are neighbours if they share this many tokens more than all prompts do: decoding these tokens only
@@ -40,22 +40,9 @@ class Prompting:
     system: str | None
     now: datetime.datetime
 
-    def prompt(self, loaded: Models, request: Request) -> Prompt:
+    def prompt(self, loaded: Session, request: Request) -> Prompt:
         """Return the prompt of a request. Raise `UsageError`, `PromptError`."""
-        if request.kind == "chat":
-            return loaded.prompts.of_messages(
-                request.messages,
-                now=self.now,
-                tools=request.tool_definitions,
-                variables=request.variables,
-            )
-        if request.tokens is not None:
-            return loaded.prompts.of_tokens(request.tokens)
-        if request.kind == "completion":
-            return loaded.prompts.of_text(request.text, chat=False)
-        return loaded.prompts.of_text(
-            request.text, chat=self.chat, system=self.system, now=self.now
-        )
+        return request.prompt(loaded.prompts, self.now, chat=self.chat, system=self.system)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +88,7 @@ class Batch:
 
     def __init__(
         self,
-        loaded: Models,
+        loaded: Session,
         prompting: Prompting,
         write: Write,
         settings: Mapping[str, Any],

@@ -11,8 +11,8 @@ from specgen.errors import PromptError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.serve.chat.conversation import Change, ChatLog, Conversation
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
+from specgen.session.session import Session
 
 #: A quarter of the context is kept free for an answer, unless answers are limited to less.
 _ANSWER_SHARE = 4
@@ -74,7 +74,7 @@ class Chat:
 
     def __init__(
         self,
-        loaded: Models,
+        loaded: Session,
         engine: Engine,
         conversation: Conversation,
         log: ChatLog | None = None,
@@ -204,7 +204,7 @@ class Chat:
         return f"{message} ({' and '.join(kept)} kept)" if kept else message
 
 
-def check_template(loaded: Models) -> None:
+def check_template(loaded: Session) -> None:
     """Raise `UsageError` if the target has no chat template."""
     if loaded.target.chat_template() is None:
         raise UsageError(

@@ -18,9 +18,9 @@ from specgen.serve.server.errors import RequestError
 from specgen.serve.server.jobs import Insert
 from specgen.serve.server.options import Limits
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt, template_of
 from specgen.session.prompts.infill import infill_prompt
+from specgen.session.session import Session
 
 #: ``chat``, ``completion`` and ``responses`` are OpenAI's; ``messages`` is Anthropic's; ``infill`` is
 #: llama.cpp's, for a text with a gap.
@@ -38,7 +38,7 @@ _READ: Mapping[
 
 
 def read_requests(
-    endpoint: Endpoint, body: Mapping[str, Any], loaded: Models, limits: Limits
+    endpoint: Endpoint, body: Mapping[str, Any], loaded: Session, limits: Limits
 ) -> tuple[Request, ...]:
     """Read a body, with a request for each of its prompts. The options of the command line give the defaults
     of its fields, and the target's chat template the form of tool calls. Raise `BodyError`."""
@@ -51,7 +51,7 @@ def read_requests(
 
 
 def answer_requests(
-    requests: Sequence[Request], loaded: Models, n_ctx: int, limits: Limits
+    requests: Sequence[Request], loaded: Session, n_ctx: int, limits: Limits
 ) -> list[Insert]:
     """Return what to submit to an engine with contexts of `n_ctx` tokens: all answers to the first prompt,
     then those to the next. Raise `UsageError`, `PromptError`, and `RequestError` for a prompt that does not
@@ -82,24 +82,15 @@ def answer_requests(
     return asks
 
 
-def prompt_of(request: Request, loaded: Models, n_ctx: int) -> Prompt:
+def prompt_of(request: Request, loaded: Session, n_ctx: int) -> Prompt:
     """Return the prompt of a request. Raise `UsageError`, `PromptError`."""
     if request.gap is not None:
         # The far ends of a long text matter little: the text is cut to leave room for an answer.
         n_answer = request.generation.max_tokens
         n_room = max(n_ctx // 4, n_ctx - (n_answer if n_answer >= 0 else n_ctx // 4))
         return infill_prompt(loaded.target, loaded.own_vocabulary, request.gap, n_room).prompt
-    prompts = replace(loaded.prompts, n_ctx=n_ctx)
-    if request.kind == "chat":
-        return prompts.of_messages(
-            request.messages,
-            now=datetime.datetime.now().astimezone(),
-            tools=request.tool_definitions,
-            variables=request.variables,
-        )
-    if request.tokens is not None:
-        return prompts.of_tokens(request.tokens)
-    return prompts.of_text(request.text, chat=False)
+    now = datetime.datetime.now().astimezone()
+    return request.prompt(replace(loaded.prompts, n_ctx=n_ctx), now)
 
 
 def _check_length(n_tokens: int, n_ctx: int, n_most: int) -> None:

@@ -23,7 +23,7 @@ from specgen.serve.server.jobs import EngineThread, Turns
 from specgen.serve.server.metrics import Metrics, ServerMetrics
 from specgen.serve.server.options import Limits
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 
 #: In the words of llama.cpp's server with several models.
 ModelStatus: TypeAlias = Literal["unloaded", "loading", "loaded"]
@@ -35,7 +35,7 @@ class OpenedModel:
     """A model that was loaded, its engine, and what is closed after the engine. The engine's thread calls
     `between_answers` while no answer is generated."""
 
-    loaded: Models
+    loaded: Session
     engine: Engine
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     between_answers: Callable[[bool], None] = lambda _begins: None

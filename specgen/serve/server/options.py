@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from specgen.errors import UsageError
-from specgen.options import option, utf8
+from specgen.sampler_options import option, utf8
 
 _limit = partial(option, panel="Limits of a request", min=0)
 _server = partial(option, panel="Server")

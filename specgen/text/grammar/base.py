@@ -89,16 +89,13 @@ class State(ABC):
         return self._forced
 
     @abstractmethod
-    def _allowed_of(self, token_ids: TokenArray) -> BoolArray:
-        """Compute `allows` for tokens that exist."""
+    def _allowed_of(self, token_ids: TokenArray) -> BoolArray: ...
 
     @abstractmethod
-    def _next(self, token_id: int) -> GrammarState:
-        """Return the state after an allowed token."""
+    def _next(self, token_id: int) -> GrammarState: ...
 
     @abstractmethod
-    def _find_forced(self) -> int | None:
-        """Compute `forced`."""
+    def _find_forced(self) -> int | None: ...
 
 
 class _Ended:

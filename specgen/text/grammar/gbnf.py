@@ -189,7 +189,6 @@ class _Reader:
         return int(digits)
 
     def _character(self) -> int:
-        """Parse one character of a literal or a set, escaped or not."""
         character = self._peek()
         if not character:
             self._expected("a closing quote or bracket")
@@ -245,7 +244,6 @@ class _Reader:
         self._skip_space(newlines=True)
 
     def _read_item(self) -> bool:
-        """Parse the next item of the innermost open group; return False at the end of the rule."""
         character = self._peek()
         if not character:
             return False
@@ -325,7 +323,6 @@ class _Reader:
         self._add([Reference(group.rule)], max(1, len(self.rules) - group.n_rules_before))
 
     def _sign(self) -> None:
-        """Read a repetition sign: *, + or ?."""
         sign = self._peek()
         self.position += 1
         self._repeat(1 if sign == "+" else 0, 1 if sign == "?" else None)

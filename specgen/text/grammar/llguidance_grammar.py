@@ -31,6 +31,11 @@ _BITS_OF_A_WORD = 32
 _SPECIAL = b"\xff"
 
 
+def start(grammar: Grammar, vocabulary: Vocabulary) -> GrammarState:
+    """Return the state before a text."""
+    return LlguidanceGrammar(vocabulary, grammar).start
+
+
 class LlguidanceGrammar:
     """A grammar over the tokens of a vocabulary; every text begins at `start`.
 

@@ -52,8 +52,6 @@ class Sampler:
     """
 
     def __init__(self, options: SamplerOptions, breakers: DryBreakers | None = None) -> None:
-        """Make a chain of samplers. `breakers` are the sequence breakers of DRY; None means that there are
-        none."""
         steps = steps_for(options, breakers or DryBreakers())
         #: Edits at the beginning of the chain change the row itself, and are undone afterwards.
         self._edits: list[Edit] = []
@@ -147,7 +145,6 @@ class Sampler:
         return allowed(candidates.scores, allows), len(self._steps)
 
     def _run(self, candidates: Candidates, n_done: int, history: TokenArray) -> Distribution:
-        """Return the distribution after all steps but the first `n_done`."""
         for n, step in enumerate(self._steps[n_done:], n_done + 1):
             if not isinstance(step, Fork):
                 candidates = _applied(step, candidates, history)

@@ -46,7 +46,6 @@ class Candidates(NamedTuple):
 
     @classmethod
     def whole(cls, scores: Scores) -> Candidates:
-        """Return all tokens of a vocabulary, by their scores, float[n_vocab]."""
         return cls(scores, None, len(scores), False)
 
     def take(self, positions: TokenArray, size: int, is_ranked: bool) -> Candidates:
@@ -56,21 +55,17 @@ class Candidates(NamedTuple):
         return Candidates(scores, token_ids, size, is_ranked)
 
     def first(self, n: int) -> Candidates:
-        """Return the first n of ranked candidates."""
         assert self.is_ranked
         assert self.token_ids is not None
         return Candidates(self.scores[:n], self.token_ids[:n], n, True)
 
     def ids(self) -> TokenArray:
-        """Return the token ids, int64[m]."""
         return np.arange(len(self.scores)) if self.token_ids is None else self.token_ids
 
     def top(self) -> float:
-        """Return the largest score."""
         return float(self.scores[0] if self.is_ranked else self.scores.max())
 
     def by_id(self) -> Candidates:
-        """Return the same candidates, by ascending id."""
         if not self.is_ranked:
             return self
         assert self.token_ids is not None

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Protocol
-
-from pydantic import Field
+from dataclasses import dataclass
+from typing import Protocol
 
 from specgen.method.backend import Backend
-from specgen.options import ContextOptions
-from specgen.session.calibration.timing import begin, time_batch
+from specgen.session.costs import begin, time_batch
+from specgen.session.memory import Threads
 
 #: Rows of the batch that is timed: as many as the batch of a round usually has.
 BATCH_ROWS = 6
@@ -27,22 +25,11 @@ _SHARES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 #: faster in at least this share of the rounds.
 _MARGIN = 0.03
 _MAJORITY = 0.75
-#: Rounds in which each number is timed once; with fewer than `_N_LEAST` nothing is changed.
-_N_ROUNDS = 9
-_N_LEAST = 4
-#: If a model is so slow that `_N_LEAST` rounds do not fit into the budget of time, later rounds time only
-#: the best numbers so far, for at most this many times the budget.
+#: Rounds in which each number is timed once; with fewer than `_N_LEAST` nothing is changed. After `_N_ALL` rounds,
+#: or once the budget of time is spent, only the quickest numbers so far are timed.
+_N_ROUNDS, _N_LEAST, _N_ALL = 9, 4, 2
+#: `_N_LEAST` rounds may take this many times the budget.
 _PATIENCE = 3.0
-#: A number that takes this many times as long as the default is not timed again.
-_HOPELESS = 1.3
-
-
-@dataclass(frozen=True, slots=True)
-class Threads:
-    """Threads for a single row, and for batches; llama.cpp has no room for more than 512."""
-
-    n_single: Annotated[int, Field(strict=True, ge=1, le=512)]
-    n_batch: Annotated[int, Field(strict=True, ge=1, le=512)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +49,6 @@ class ThreadedBackend(Backend, Protocol):
     def set_threads(self, n_single: int, n_batch: int) -> None:
         """Decode one row with `n_single` threads from now on, and more rows with `n_batch`."""
         ...
-
-
-def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOptions:
-    """Return the options, with the measured numbers of threads where the options name none. A number
-    that the user names is meant for batches too."""
-    if threads is None or context.n_threads is not None:
-        return context
-    n_batch = context.n_threads_batch or threads.n_batch
-    return replace(context, n_threads=threads.n_single, n_threads_batch=n_batch)
 
 
 def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:
@@ -108,7 +86,7 @@ def measure_threads(
         spent_s = backend.decode_s - before_s
         if spent_s > (_PATIENCE if number < _N_LEAST else 1.0) * budget_s:
             break
-        if spent_s > budget_s:
+        if number == _N_ALL or (spent_s > budget_s and singles):
             best = _quickest([singles, batches], left) - {default}
             left = [default, *sorted(best, reverse=True)]
         single_s, batch_s = _round(backend, text, left, interrupted)
@@ -117,7 +95,6 @@ def measure_threads(
             break
         singles.append(single_s)
         batches.append(batch_s)
-        left = [count for count in left if _is_hopeful(count, default, (singles, batches))]
     backend.remove(0)
     chosen = Threads(choose_threads(singles, default), choose_threads(batches, default))
     backend.set_threads(chosen.n_single, chosen.n_batch)
@@ -159,17 +136,6 @@ def _round(
             if found is not None and found > 0.0:
                 seconds[count] = found
     return single_s, batch_s
-
-
-def _is_hopeful(count: int, default: int, kinds: Sequence[Sequence[Mapping[int, float]]]) -> bool:
-    """Return whether a number is worth timing again, for single rows or for batches."""
-    if count == default:
-        return True
-    ratios = [
-        min((s[count] / s[default] for s in rounds if count in s and default in s), default=1.0)
-        for rounds in kinds
-    ]
-    return min(ratios) < _HOPELESS
 
 
 def _quickest(kinds: Sequence[Sequence[Mapping[int, float]]], counts: Collection[int]) -> set[int]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.session.calibration.gain import (
+from specgen.session.costs import (
     ACCEPTANCE,
     WORTH,
     Agreement,

@@ -20,9 +20,8 @@ from specgen.llama.library import has_gpu
 from specgen.llama.weights import load_ahead
 from specgen.method.cost_table import CostTable
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
-from specgen.session.calibration.memory import Memory
-from specgen.session.calibration.threads import with_threads
 from specgen.session.kept_answers import Learnt, learnt_weights, read_learnt
+from specgen.session.memory import Memory, with_threads
 from specgen.session.prompts import Prompts
 from specgen.session.request import RequestSettings
 
@@ -89,7 +88,7 @@ class ModelCosts:
         return target if draft is None else target.with_name(f"{target.name}:{draft}")
 
 
-class Models:
+class Session:
     """A target and the models that draft for it, loaded once. Use it as a context manager.
 
     Opening it raises `ModelFileError`, `MemoryLimitError` or `PairError`. The weights stay loaded until it
@@ -141,7 +140,7 @@ class Models:
             self.change_draft(options.draft)
             on_error.pop_all()
 
-    def __enter__(self) -> Models:
+    def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *_: object) -> None:

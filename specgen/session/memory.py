@@ -9,9 +9,9 @@ wins.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -26,8 +26,7 @@ from specgen.method.acceptance import (
 )
 from specgen.method.cost_table import CostTable
 from specgen.options import ContextOptions
-from specgen.session.calibration.threads import Threads
-from specgen.session.calibration.timing import MIN_SIZES
+from specgen.session.costs import MIN_SIZES
 from specgen.system.files import replace_text
 
 #: Tables by how full the context is, in tokens: below 512, 1024, 2048, ...
@@ -42,6 +41,23 @@ _COSTS, _CHANCES, _THREADS = "costs", "chances", "threads"
 _BUSY = "busy"
 
 _Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """Threads for a single row, and for batches; llama.cpp has no room for more than 512."""
+
+    n_single: Annotated[int, Field(strict=True, ge=1, le=512)]
+    n_batch: Annotated[int, Field(strict=True, ge=1, le=512)]
+
+
+def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOptions:
+    """Return the options, with the measured numbers of threads where the options name none. A number
+    that the user names is meant for batches too."""
+    if threads is None or context.n_threads is not None:
+        return context
+    n_batch = context.n_threads_batch or threads.n_batch
+    return replace(context, n_threads=threads.n_single, n_threads_batch=n_batch)
 
 
 class Memory:
@@ -150,7 +166,7 @@ class Memory:
             if counted:
                 _move_last(document[_CHANCES], key, counted)
         for key, threads in self._threads.items():
-            _move_last(document[_THREADS], key, dataclasses.asdict(threads))
+            _move_last(document[_THREADS], key, asdict(threads))
         for kind, entries in document.items():
             document[kind] = dict(list(entries.items())[-_N_KEPT:])
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -250,7 +266,7 @@ _Bins = Annotated[
     list[Annotated[_Number, Field(ge=0.0)]], Field(min_length=N_BINS, max_length=N_BINS)
 ]
 #: The fields of a `GainPrior`.
-_N_GAINS = len(dataclasses.fields(GainPrior))
+_N_GAINS = len(fields(GainPrior))
 _Gains = Annotated[list[_Number], Field(min_length=_N_GAINS, max_length=_N_GAINS)]
 _SECONDS = TypeAdapter(
     dict[Annotated[int, Field(ge=1, le=10**6)], Annotated[_Number, Field(gt=0.0)]]
@@ -292,7 +308,7 @@ class _Counts(BaseModel):
 
 
 def _rounded(gains: GainPrior) -> list[float]:
-    return [round(number, 4) for number in dataclasses.astuple(gains)]
+    return [round(number, 4) for number in astuple(gains)]
 
 
 def _valid(adapter: TypeAdapter[_Value], entry: object) -> _Value | None:

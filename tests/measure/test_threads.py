@@ -14,20 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.llama import LlamaBackend, LlamaModel
+from specgen.measure.threads import BATCH_ROWS, choose_threads, measure_threads, thread_counts
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, SessionOptions
-from specgen.session.calibration.memory import Memory
-from specgen.session.calibration.threads import (
-    BATCH_ROWS,
-    Threads,
-    choose_threads,
-    measure_threads,
-    thread_counts,
-    with_threads,
-)
-from specgen.session.calibration.timing import is_measured
-from specgen.session.loaded_models import Models
-from specgen.session.measurements import is_pair_measured, measure_if_new
+from specgen.session.calibration import is_pair_measured, measure_if_new
+from specgen.session.costs import is_measured
+from specgen.session.memory import Memory, Threads, with_threads
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.system.machine import CoreTime
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
@@ -120,12 +113,11 @@ def test_rows_and_batches_get_their_own_number() -> None:
     assert set(found.single_s) == {1, 2, 3, 4}
 
 
-def test_all_are_timed_in_turns_and_the_hopeless_only_once() -> None:
-    backend = fake(lambda threads, _: {1: 2.0, 2: 1.0, 3: 1.1}[threads])
+def test_all_are_timed_in_turns_and_later_only_the_quickest() -> None:
+    backend = fake(lambda threads, _: {1: 2.0, 2: 1.0, 3: 0.9}[threads])
     measure_threads(backend, [1, 2, 3], 2, 1e9)
     turns = [threads for threads, rows in backend.timed if rows == BATCH_ROWS]
-    assert turns[:6] == [2, 3, 1, 2, 3, 2]
-    assert turns.count(1) == 1
+    assert turns == [2, 3, 1, 2, 3, 1] + [2, 3] * 7
 
 
 def test_time_is_limited_and_then_nothing_is_changed() -> None:
@@ -215,7 +207,7 @@ def test_a_session_takes_what_was_kept_for_each_model(tiny_models: Path) -> None
     def threads(context: ContextOptions) -> list[tuple[int, int]]:
         options = SessionOptions(target, draft, target_context=context, draft_context=context)
         with (
-            Models(options, time.perf_counter, memory) as loaded,
+            Session(options, time.perf_counter, memory) as loaded,
             loaded.contexts(64) as (target_backend, (draft_backend,)),
         ):
             return [target_backend.threads, draft_backend.threads]
@@ -230,7 +222,7 @@ def test_a_session_takes_what_was_kept_for_each_model(tiny_models: Path) -> None
 def test_costs_are_those_of_the_threads_that_are_taken(tiny_models: Path) -> None:
     memory = Memory()
     options = SessionOptions(tiny_models / "target.gguf", "none")
-    with Models(options, time.perf_counter, memory) as loaded:
+    with Session(options, time.perf_counter, memory) as loaded:
         before = loaded.costs.table()
         before.start(1, 0.5)
         memory.keep_threads(options.target, options.target_context, Threads(77, 78))
@@ -255,7 +247,7 @@ def test_what_a_busy_machine_costs_holds_for_a_few_runs_only(
     monkeypatch.setattr("specgen.system.machine.core_time", lambda: next(times))
     options = SessionOptions(tiny_models / "target.gguf", draft)
     memory = Memory(file)
-    with Models(options, time.perf_counter, memory) as loaded, loaded.contexts(64) as contexts:
+    with Session(options, time.perf_counter, memory) as loaded, loaded.contexts(64) as contexts:
         assert measure_if_new(loaded, *contexts) > 0.0
         assert is_pair_measured(loaded, draft)
         assert loaded.costs.was_busy == (share_of_others > 0.25)
@@ -263,7 +255,7 @@ def test_what_a_busy_machine_costs_holds_for_a_few_runs_only(
     memory.save()
     for n in range(6):
         memory = Memory(file)
-        with Models(options, time.perf_counter, memory) as loaded:
+        with Session(options, time.perf_counter, memory) as loaded:
             assert is_pair_measured(loaded, draft) == (share_of_others <= 0.25 or n < 3)
         memory.save()
 
