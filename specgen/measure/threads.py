@@ -25,14 +25,11 @@ _SHARES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 #: faster in at least this share of the rounds.
 _MARGIN = 0.03
 _MAJORITY = 0.75
-#: Rounds in which each number is timed once; with fewer than `_N_LEAST` nothing is changed.
-_N_ROUNDS = 9
-_N_LEAST = 4
-#: If a model is so slow that `_N_LEAST` rounds do not fit into the budget of time, later rounds time only
-#: the best numbers so far, for at most this many times the budget.
+#: Rounds in which each number is timed once; with fewer than `_N_LEAST` nothing is changed. After `_N_ALL` rounds,
+#: or once the budget of time is spent, only the quickest numbers so far are timed.
+_N_ROUNDS, _N_LEAST, _N_ALL = 9, 4, 2
+#: `_N_LEAST` rounds may take this many times the budget.
 _PATIENCE = 3.0
-#: A number that takes this many times as long as the default is not timed again.
-_HOPELESS = 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +86,7 @@ def measure_threads(
         spent_s = backend.decode_s - before_s
         if spent_s > (_PATIENCE if number < _N_LEAST else 1.0) * budget_s:
             break
-        if spent_s > budget_s:
+        if number == _N_ALL or (spent_s > budget_s and singles):
             best = _quickest([singles, batches], left) - {default}
             left = [default, *sorted(best, reverse=True)]
         single_s, batch_s = _round(backend, text, left, interrupted)
@@ -98,7 +95,6 @@ def measure_threads(
             break
         singles.append(single_s)
         batches.append(batch_s)
-        left = [count for count in left if _is_hopeful(count, default, (singles, batches))]
     backend.remove(0)
     chosen = Threads(choose_threads(singles, default), choose_threads(batches, default))
     backend.set_threads(chosen.n_single, chosen.n_batch)
@@ -140,17 +136,6 @@ def _round(
             if found is not None and found > 0.0:
                 seconds[count] = found
     return single_s, batch_s
-
-
-def _is_hopeful(count: int, default: int, kinds: Sequence[Sequence[Mapping[int, float]]]) -> bool:
-    """Return whether a number is worth timing again, for single rows or for batches."""
-    if count == default:
-        return True
-    ratios = [
-        min((s[count] / s[default] for s in rounds if count in s and default in s), default=1.0)
-        for rounds in kinds
-    ]
-    return min(ratios) < _HOPELESS
 
 
 def _quickest(kinds: Sequence[Sequence[Mapping[int, float]]], counts: Collection[int]) -> set[int]:

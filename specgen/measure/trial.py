@@ -97,28 +97,19 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The result of a drafter for one answer, without the token that came from the prompt's decode.
-
-    All times are seconds. `start_s` is the draft model's decode of the prompt, `draft_s` all drafting
-    after it, `target_s` the time of the target's batches by their measured costs, and `token_s` the
-    target's time for a token in plain decoding.
-    """
+    """A drafter's rounds for one answer, without the token that came from the prompt's decode. `start_s` is the
+    draft model's decode of the prompt; the tally's `target_s` are the target's batches by their measured costs."""
 
     n_tokens: int
-    n_rounds: int
-    n_drafted: int
-    n_accepted: int
+    tally: Tally
     start_s: float
-    draft_s: float
-    target_s: float
+    #: The target's seconds for a token in plain decoding.
     token_s: float
-    #: Why rounds drafted nothing.
-    undrafted: tuple[ReasonCount, ...] = ()
 
     @property
     def speedup(self) -> float:
         """The speed-up over plain decoding. The decodes of the prompt, by target and draft, do not count."""
-        return speedup(self.n_tokens, self.target_s + self.draft_s, self.token_s)
+        return speedup(self.n_tokens, self.tally.target_s + self.tally.draft_s, self.token_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +144,7 @@ def is_tie(one: DraftFigures, other: DraftFigures) -> bool:
 
 
 def measure_target(
-    loaded: Session,
+    session: Session,
     prompts: abc.Sequence[str],
     *,
     chat: bool | None = None,
@@ -167,17 +158,17 @@ def measure_target(
     context, if no answer is longer than a token, or if the context has no room to time the batches; and
     `MemoryLimitError`.
     """
-    fitting, skipped = _fitting(loaded, prompts, chat)
-    n_ctx = max(loaded.context_size(len(prompt.tokens)) for _, prompt in fitting)
-    sizes = timed_batch_sizes(loaded.n_rows_max)
+    fitting, skipped = _fitting(session, prompts, chat)
+    n_ctx = max(session.context_size(len(prompt.tokens)) for _, prompt in fitting)
+    sizes = timed_batch_sizes(session.n_rows_max)
     samples: defaultdict[int, list[float]] = defaultdict(list)
     answers: list[TargetAnswer] = []
-    with loaded.contexts(n_ctx, drafts=False) as (target, _):
+    with session.contexts(n_ctx, drafts=False) as (target, _):
         for text, prompt in fitting:
             progress(len(answers), len(fitting))
             target.remove(0)
-            generation = DrafterFactory(loaded).sequence(prompt, n_ctx, (), 0, plain=True)
-            list(AnswerLoop(target, loaded.clock, interrupted).run(generation))
+            generation = DrafterFactory(session).sequence(prompt, n_ctx, (), 0, plain=True)
+            list(AnswerLoop(target, session.clock, interrupted).run(generation))
             if interrupted():
                 return None
             n_prompt = generation.n_prompt
@@ -198,12 +189,12 @@ def measure_target(
         )
     batch_s = {size: statistics.median(samples[size]) for size in sizes}
     for size, seconds in batch_s.items():
-        loaded.costs.table().start(size, seconds)
+        session.costs.table().start(size, seconds)
     return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat)
 
 
 def try_draft(
-    loaded: Session,
+    session: Session,
     baseline: Baseline,
     *,
     interrupted: Callable[[], bool] = lambda: False,
@@ -213,29 +204,29 @@ def try_draft(
 
     Raise `MemoryLimitError` or `BackendError` if the draft model cannot be run.
     """
-    if loaded.draft is not None and loaded.draft.reads == "cache":
+    if session.draft is not None and session.draft.reads == "cache":
         raise BackendError(
-            f"{loaded.draft_name}: it reads the target's cache, so it cannot draft for kept answers",
+            f"{session.draft_name}: it reads the target's cache, so it cannot draft for kept answers",
             hint="`specgen bench` measures it",
         )
     replays: list[Replay] = []
-    with loaded.contexts(baseline.n_ctx) as (target, drafts):
-        measure_if_new(loaded, target, drafts)
+    with session.contexts(baseline.n_ctx) as (target, drafts):
+        measure_if_new(session, target, drafts)
         for answer in baseline.answers:
             progress(len(replays), len(baseline.answers))
             if interrupted():
                 return None
-            prompt = answered_prompt(loaded, baseline, answer)
+            prompt = answered_prompt(session, baseline, answer)
             for draft in drafts:
                 draft.remove(0)
-            generation = DrafterFactory(loaded).sequence(prompt, baseline.n_ctx, drafts, 0)
+            generation = DrafterFactory(session).sequence(prompt, baseline.n_ctx, drafts, 0)
             tokens, states = (*prompt.tokens, *answer.tokens), None
             if isinstance(generation.hidden, HiddenTrail):
                 read_states(target, tokens, generation.hidden)
             elif isinstance(generation.hidden, LastHidden):
                 states = _states_of_answer(target, tokens, len(prompt.tokens))
-            replays.append(replay(generation, answer, baseline, loaded.clock, states))
-    return summarise(replays, baseline.token_s)
+            replays.append(replay(generation, answer, baseline, session.clock, states))
+    return summarise(replays)
 
 
 def replay(
@@ -299,42 +290,32 @@ def replay(
             drafters.observe(result)
         tally.add_draft(draft, path)
     policy.finish()
-    return Replay(
-        len(tokens) - 1,
-        tally.n_rounds,
-        tally.n_drafted,
-        tally.n_accepted,
-        start_s=start_s,
-        draft_s=tally.draft_s,
-        target_s=tally.target_s,
-        token_s=baseline.token_s,
-        undrafted=tally.reasons,
-    )
+    return Replay(len(tokens) - 1, tally, start_s, baseline.token_s)
 
 
-def summarise(replays: abc.Sequence[Replay], plain_token_s: float) -> DraftFigures:
+def summarise(replays: abc.Sequence[Replay]) -> DraftFigures:
     """Return the figures of all answers together. Answers of a single token say nothing and do not
     count."""
-    told = [replay for replay in replays if replay.n_rounds]
-    n_rounds = sum(replay.n_rounds for replay in told)
-    n_drafted = sum(replay.n_drafted for replay in told)
-    n_tokens = sum(replay.n_tokens for replay in told)
-    draft_s = sum(replay.draft_s for replay in told)
-    seconds = draft_s + sum(replay.target_s for replay in told)
-    tally = Tally()
-    for each in chain.from_iterable(replay.undrafted for replay in told):
-        tally.add_undrafted(each.reason, each.text, each.n_rounds)
+    counted = [replay for replay in replays if replay.tally.n_rounds]
+    tallies = [replay.tally for replay in counted]
+    n_tokens = sum(replay.n_tokens for replay in counted)
+    n_rounds, n_drafted = sum(t.n_rounds for t in tallies), sum(t.n_drafted for t in tallies)
+    draft_s = sum(tally.draft_s for tally in tallies)
+    seconds = draft_s + sum(tally.target_s for tally in tallies)
+    whole = Tally()
+    for each in chain.from_iterable(tally.reasons for tally in tallies):
+        whole.add_undrafted(each.reason, each.text, each.n_rounds)
     return DraftFigures(
-        speedup=speedup(n_tokens, seconds, plain_token_s),
-        worst_speedup=min(replay.speedup for replay in told),
+        speedup=speedup(n_tokens, seconds, counted[0].token_s),
+        worst_speedup=min(replay.speedup for replay in counted),
         tokens_per_s=n_tokens / seconds,
-        acceptance_rate=sum(r.n_accepted for r in told) / n_drafted if n_drafted else None,
+        acceptance_rate=sum(t.n_accepted for t in tallies) / n_drafted if n_drafted else None,
         mean_accepted_length=n_tokens / n_rounds,
         draft_token_s=draft_s / n_drafted if n_drafted else None,
-        start_s=sum(replay.start_s for replay in told) / len(told),
+        start_s=sum(replay.start_s for replay in counted) / len(counted),
         n_rounds=n_rounds,
-        undrafted=tally.reasons,
-        speedups=tuple(replay.speedup for replay in told),
+        undrafted=whole.reasons,
+        speedups=tuple(replay.speedup for replay in counted),
     )
 
 
@@ -359,14 +340,14 @@ def agreeing_path(draft: Draft, tokens: abc.Sequence[int]) -> tuple[int, ...]:
     return tuple(path)
 
 
-def answered_prompt(loaded: Session, baseline: Baseline, answer: TargetAnswer) -> Prompt:
+def answered_prompt(session: Session, baseline: Baseline, answer: TargetAnswer) -> Prompt:
     """Return the prompt of an answer. Each draft needs a prompt of its own, since it contains the draft's
     tokens."""
-    return loaded.prompts.of_text(answer.prompt, chat=baseline.chat, now=_NOW)
+    return session.prompts.of_text(answer.prompt, chat=baseline.chat, now=_NOW)
 
 
 def _fitting(
-    loaded: Session, texts: abc.Sequence[str], chat: bool | None
+    session: Session, texts: abc.Sequence[str], chat: bool | None
 ) -> tuple[list[tuple[str, Prompt]], tuple[int, ...]]:
     """Return the prompts that fit into the context, as they were given and as the models see them, and the
     numbers of the others. Raise `PromptError` if none fits."""
@@ -374,9 +355,9 @@ def _fitting(
     skipped: list[int] = []
     failure: PromptError | None = None
     for number, text in enumerate(texts, 1):
-        prompt = loaded.prompts.of_text(text, chat=chat, now=_NOW)
+        prompt = session.prompts.of_text(text, chat=chat, now=_NOW)
         try:
-            loaded.context_size(len(prompt.tokens) + 1)
+            session.context_size(len(prompt.tokens) + 1)
         except PromptError as error:
             failure = error
             skipped.append(number)

@@ -1,6 +1,6 @@
 """Models by name: the known models, those on this disk, and downloads that resume.
 
-Nothing here prints, and nothing that downloads (requests, huggingface_hub, rich) is imported before it is needed.
+Nothing here prints, and nothing that downloads (huggingface_hub, rich) is imported before it is needed.
 """
 
 from specgen.models.fetching import fetch, fetch_reference, folder_of, locate, stderr_progress

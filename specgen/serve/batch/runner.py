@@ -42,20 +42,7 @@ class Prompting:
 
     def prompt(self, loaded: Session, request: Request) -> Prompt:
         """Return the prompt of a request. Raise `UsageError`, `PromptError`."""
-        if request.kind == "chat":
-            return loaded.prompts.of_messages(
-                request.messages,
-                now=self.now,
-                tools=request.tool_definitions,
-                variables=request.variables,
-            )
-        if request.tokens is not None:
-            return loaded.prompts.of_tokens(request.tokens)
-        if request.kind == "completion":
-            return loaded.prompts.of_text(request.text, chat=False)
-        return loaded.prompts.of_text(
-            request.text, chat=self.chat, system=self.system, now=self.now
-        )
+        return request.prompt(loaded.prompts, self.now, chat=self.chat, system=self.system)
 
 
 @dataclass(frozen=True, slots=True)

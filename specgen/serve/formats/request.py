@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from specgen.serve.formats.tool_calls import (
     calls_grammar,
     form_of,
 )
+from specgen.session.prompts import Prompt, Prompts
 from specgen.session.prompts.infill import Gap
 from specgen.session.prompts.template import Message, Role, ToolCall
 from specgen.session.thoughts import ThoughtReader, is_thinking
@@ -105,6 +107,25 @@ class Request:
     def tool_definitions(self) -> tuple[dict[str, Any], ...]:
         """The definitions of tools for the template."""
         return tuple(each.definition for each in self.tools.functions) if self.tools else ()
+
+    def prompt(
+        self,
+        prompts: Prompts,
+        now: datetime.datetime,
+        *,
+        chat: bool | None = None,
+        system: str | None = None,
+    ) -> Prompt:
+        """Return the prompt of a request without a gap; `chat` and `system` are those of `Prompts.of_text`, for
+        the kind ``prompt``. Raise `UsageError`, `PromptError`."""
+        if self.kind == "chat":
+            tools, variables = self.tool_definitions, self.variables
+            return prompts.of_messages(self.messages, now=now, tools=tools, variables=variables)
+        if self.tokens is not None:
+            return prompts.of_tokens(self.tokens)
+        if self.kind == "completion":
+            return prompts.of_text(self.text, chat=False)
+        return prompts.of_text(self.text, chat=chat, system=system, now=now)
 
     def thought_reader(self, prompt: str) -> ThoughtReader | None:
         """Return a reader for the thinking block of one answer to a rendered prompt; None if it is not

@@ -89,17 +89,8 @@ def prompt_of(request: Request, loaded: Session, n_ctx: int) -> Prompt:
         n_answer = request.generation.max_tokens
         n_room = max(n_ctx // 4, n_ctx - (n_answer if n_answer >= 0 else n_ctx // 4))
         return infill_prompt(loaded.target, loaded.own_vocabulary, request.gap, n_room).prompt
-    prompts = replace(loaded.prompts, n_ctx=n_ctx)
-    if request.kind == "chat":
-        return prompts.of_messages(
-            request.messages,
-            now=datetime.datetime.now().astimezone(),
-            tools=request.tool_definitions,
-            variables=request.variables,
-        )
-    if request.tokens is not None:
-        return prompts.of_tokens(request.tokens)
-    return prompts.of_text(request.text, chat=False)
+    now = datetime.datetime.now().astimezone()
+    return request.prompt(replace(loaded.prompts, n_ctx=n_ctx), now)
 
 
 def _check_length(n_tokens: int, n_ctx: int, n_most: int) -> None:
