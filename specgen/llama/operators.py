@@ -13,8 +13,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specgen.errors import BackendError
-from specgen.llama.library import forget_log, ggml, last_error
+from specgen.llama.library import N_TENSORS, forget_log, ggml, last_error, new_tensor, no_data
 
 FloatArray: TypeAlias = NDArray[np.float32]
 HalfArray: TypeAlias = NDArray[np.float16]
@@ -67,8 +67,6 @@ _F32, _F16, _I32 = TYPE_NUMBERS["f32"], TYPE_NUMBERS["f16"], 26
 _USAGE_WEIGHTS = 1
 _MAX_DIMENSIONS = 4
 _CPU_DEVICE = 0
-#: The most tensors in one computation; a tensor without data is small.
-_N_TENSORS = 16
 #: The offset of the buffer in `ggml_tensor`: it follows the type, and is aligned like a pointer.
 _BUFFER_OFFSET = 8
 
@@ -247,18 +245,12 @@ def multiply_experts(
 
     `experts`, int32[n_tokens, n_used], are the numbers of the experts. The activations are
     float32[n_tokens, n_used, n_columns], or float32[n_tokens, 1, n_columns] if all experts of a token
-    get the same. Raise `ValueError` if the shapes do not fit.
+    get the same. They have to fit: GGML does not check them.
     """
     activations = np.ascontiguousarray(activations, np.float32)
     experts = np.ascontiguousarray(experts, np.int32)
-    if len(matrix.weights.shape) != 3:
-        raise ValueError(f"a matrix of {matrix.weights.shape} has no experts")
-    n_experts, n_rows, n_columns = matrix.weights.shape
+    _, n_rows, _ = matrix.weights.shape
     n_tokens, n_used = experts.shape
-    if activations.shape not in ((n_tokens, n_used, n_columns), (n_tokens, 1, n_columns)):
-        raise ValueError(f"activations of {activations.shape} for experts of {experts.shape}")
-    if experts.size and not 0 <= experts.min() <= experts.max() < n_experts:
-        raise ValueError(f"there are {n_experts} experts, of which {experts.max()} is none")
     product = ggml("ggml_mul_mat_id", ctypes.c_void_p, *4 * (ctypes.c_void_p,))
 
     def build(context: Any) -> tuple[Any, list[tuple[Any, NDArray[Any]]]]:
@@ -356,43 +348,6 @@ def _takes(
 # --- graphs and buffers -----------------------------------------------------------------------------
 
 
-class _InitParams(ctypes.Structure):
-    _fields_ = (
-        ("mem_size", ctypes.c_size_t),
-        ("mem_buffer", ctypes.c_void_p),
-        ("no_alloc", ctypes.c_bool),
-    )
-
-
-@contextmanager
-def no_data() -> Iterator[Any]:
-    """Open a GGML context for up to `_N_TENSORS` tensors and a graph, without memory for their data."""
-    size = _N_TENSORS * ggml("ggml_tensor_overhead", ctypes.c_size_t)()
-    overhead = ggml("ggml_graph_overhead_custom", ctypes.c_size_t, ctypes.c_size_t, ctypes.c_bool)
-    size += overhead(_N_TENSORS, False)
-    context = ggml("ggml_init", ctypes.c_void_p, _InitParams)(_InitParams(size, None, True))
-    if not context:
-        raise BackendError("GGML could not make a context")
-    try:
-        yield context
-    finally:
-        ggml("ggml_free", None, ctypes.c_void_p)(context)
-
-
-def new_tensor(context: Any, type_: int, shape: Sequence[int]) -> Any:
-    """Return a tensor without data. The last dimension of `shape` is GGML's first."""
-    make = ggml(
-        "ggml_new_tensor",
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.POINTER(ctypes.c_int64),
-    )
-    dimensions = (ctypes.c_int64 * len(shape))(*reversed(shape))
-    return make(context, type_, len(shape), dimensions)
-
-
 def _allocate(resources: ExitStack, context: Any, buffer_type: Any) -> Any:
     """Allocate a buffer for all tensors of a context; `resources` frees it."""
     forget_log()
@@ -435,7 +390,7 @@ def _compute(
             ctypes.c_size_t,
             ctypes.c_bool,
         )
-        graph = make_graph(context, _N_TENSORS, False)
+        graph = make_graph(context, N_TENSORS, False)
         ggml("ggml_build_forward_expand", None, *2 * (ctypes.c_void_p,))(graph, result)
         _allocate(resources, context, _find_buffer_type(CPU_BUFFER))
         for tensor, data in inputs:

@@ -108,28 +108,17 @@ def test_products_with_experts(n_given: int) -> None:
 
 
 def test_shapes_that_do_not_fit_are_errors() -> None:
-    with Matrix(quantize(normal(4, 64), "q8_0")) as matrix:
-        with pytest.raises(ValueError, match="times a matrix"):
-            multiply(matrix, normal(2, 32))
-        with pytest.raises(ValueError, match="times a matrix"):
-            multiply(matrix, normal(64))
-        with pytest.raises(ValueError, match="no experts"):
-            multiply_experts(matrix, normal(1, 1, 64), np.zeros((1, 1), np.int32))
-    with Matrix(quantize(normal(2, 4, 64), "q8_0")) as matrix:
-        with pytest.raises(ValueError, match="multiply_experts"):
-            multiply(matrix, normal(2, 64))
-        with pytest.raises(ValueError, match="is none"):
-            multiply_experts(matrix, normal(1, 1, 64), np.full((1, 1), 2, np.int32))
-        with pytest.raises(ValueError, match="activations of"):
-            multiply_experts(matrix, normal(2, 1, 64), np.zeros((1, 1), np.int32))
+    with (
+        Matrix(quantize(normal(4, 64), "q8_0")) as matrix,
+        pytest.raises(ValueError, match="times a matrix"),
+    ):
+        multiply(matrix, normal(2, 32))
     with pytest.raises(ValueError, match="no multiple of 256"):
         quantize(normal(4, 64), "q4_k")
     with pytest.raises(ValueError, match="q9: not one of"):
         quantize(normal(4, 64), "q9")
     with pytest.raises(ValueError, match="bytes of weights"):
         Weights("q8_0", (4, 64), np.zeros(3, np.uint8))
-    with pytest.raises(ValueError, match="no shape"):
-        Weights("q8_0", (64,), np.zeros(68, np.uint8))
 
 
 # --- attention ------------------------------------------------------------------------------

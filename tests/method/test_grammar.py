@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
-import json
 import re
 import string
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,6 @@ from specgen.llama import LlamaModel, LlamaVocabulary
 from specgen.llama.library import llama_cpp
 from specgen.system.arrays import BoolArray
 from specgen.text.grammar.base import GrammarState
-from specgen.text.grammar.gbnf import read_gbnf
 from specgen.text.grammar.gbnf_grammar import GbnfGrammar, read_utf8
 from tests.helpers.fake_grammar import FakeGrammar
 from tests.tiny import TinyConfig, write_tiny_model
@@ -157,42 +154,6 @@ def test_random_texts_conform(vocabulary: LlamaVocabulary, name: str) -> None:
         assert re.fullmatch(pattern, text_of(vocabulary, path)), path
 
 
-# Random JSON nests without end: close what is open once the text is long.
-def closing(vocabulary: LlamaVocabulary, state: GrammarState, path: list[int]) -> None:
-    close = [token_of(vocabulary, piece) for piece in (b'"', b"}", b"]", b"0")]
-    while True:
-        for token in [*vocabulary.end_tokens(), *close]:
-            if state.allows(np.array([token]))[0]:
-                break
-        else:
-            token = int(np.flatnonzero(state.allows(every(vocabulary)))[0])
-        path.append(token)
-        if vocabulary.is_end(token):
-            return
-        state = state.after(token)
-        assert len(path) < 500
-
-
-def random_json(vocabulary: LlamaVocabulary, gbnf: str, seed: int) -> str:
-    rng = np.random.default_rng(seed)
-    state, path = GbnfGrammar(vocabulary, gbnf).start, []
-    for _ in range(30):
-        allowed = np.flatnonzero(state.allows(every(vocabulary)))
-        token = int(rng.choice(allowed))
-        path.append(token)
-        if vocabulary.is_end(token):
-            break
-        state = state.after(token)
-    else:
-        closing(vocabulary, state, path)
-    return text_of(vocabulary, path)
-
-
-def test_random_json_is_json(vocabulary: LlamaVocabulary) -> None:
-    for seed in range(20):
-        assert isinstance(json.loads(random_json(vocabulary, JSON, seed)), dict)
-
-
 _MATTERS = [*(gbnf for gbnf, _ in GRAMMARS.values()), JSON]
 
 
@@ -222,23 +183,6 @@ def test_allowed_and_forced_tokens_equal_brute_force(
     assert state.forced() == reference.forced(path)
     some = rng.integers(0, vocabulary.n_tokens, 50)
     assert (state.allows(some) == expected[some]).all()
-
-
-def test_kinds_of_tokens_answer_for_all(
-    vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specgen.text.grammar.gbnf_grammar.VERY_MANY", 1)
-    for gbnf in _MATTERS:
-        state, reference = GbnfGrammar(vocabulary, gbnf).start, Reference(vocabulary, gbnf)
-        rng, path = np.random.default_rng(0), list[int]()
-        for _ in range(5):
-            allowed = state.allows(every(vocabulary))
-            assert (allowed == reference.allowed(path)).all()
-            token = int(rng.choice(np.flatnonzero(allowed)))
-            if vocabulary.is_end(token):
-                break
-            path.append(token)
-            state = state.after(token)
 
 
 def test_a_character_may_come_in_pieces(vocabulary: LlamaVocabulary) -> None:
@@ -333,13 +277,6 @@ def test_branches_do_not_disturb_each_other(vocabulary: LlamaVocabulary) -> None
     assert (start.allows(every(vocabulary)) == reference.allowed([])).all()
 
 
-def test_the_same_path_is_the_same_state(vocabulary: LlamaVocabulary) -> None:
-    grammar = GbnfGrammar(vocabulary, JSON)
-    start = grammar.start
-    brace = token_of(vocabulary, b"{")
-    assert start.after(brace) is start.after(brace)
-
-
 def test_texts_with_the_same_future_share_a_state(vocabulary: LlamaVocabulary) -> None:
     a, brace, quote = (token_of(vocabulary, piece) for piece in (b"a", b"{", b'"'))
     string = GbnfGrammar(vocabulary, JSON).start.after(brace).after(quote)
@@ -386,23 +323,6 @@ def test_a_grammar_keeps_a_bounded_number_of_states(
         assert (states[n].allows(every(vocabulary)) == reference.allowed(path[:n])).all()
         if n < 20:
             assert states[n].after(left).allows(np.array([a])).all()
-
-
-def test_a_long_chain_of_states_can_be_dropped(vocabulary: LlamaVocabulary) -> None:
-    start = state = GbnfGrammar(vocabulary, "root ::= .*").start
-    a = token_of(vocabulary, b"a")
-    for _ in range(20_000):
-        state = state.after(a)
-    del start, state
-
-
-def test_states_outlive_the_model(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "tiny.gguf", TinyConfig(n_embd=32, n_layer=1))
-    model = LlamaModel(tmp_path / "tiny.gguf", n_gpu_layers=0)
-    grammar = GbnfGrammar(model.vocabulary, JSON)
-    state = grammar.start.after(int(np.flatnonzero(grammar.start.allows(np.arange(300)))[0]))
-    model.close()
-    del grammar, state  # only freed, not asked
 
 
 def test_threads_may_share_a_grammar(vocabulary: LlamaVocabulary) -> None:
@@ -503,15 +423,6 @@ def test_a_grammar_that_is_taken_can_be_followed(
         allowed = np.flatnonzero(state.allows(every(vocabulary)))
         if len(allowed):
             state = state.after(int(allowed[0]))
-
-
-def test_classes_of_characters() -> None:
-    classes = read_gbnf('root ::= [a-f] "b" [^"] "\\U0010FFFF"').character_classes()
-    number = dict(classes)
-    assert number[0] == number[ord("#")] == number[ord("g")]
-    assert number[ord("a")] == number[ord("c")] != number[ord("b")]
-    assert len({number[ord(c)] for c in 'ab"g'}) == 4
-    assert number[0x10FFFF] != number[ord("g")]
 
 
 @given(st.binary(max_size=8) | st.text(max_size=3).map(str.encode).map(lambda data: data[:-1]))

