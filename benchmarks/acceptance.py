@@ -38,7 +38,7 @@ import numpy as np
 from benchmarks.answers import answer, begin
 from specgen.measure.prompts import evenly_chosen, read_prompts
 from specgen.method.backend import Backend, Batch
-from specgen.method.loop import Loop
+from specgen.method.distribution import Distribution
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -47,10 +47,11 @@ from specgen.options import (
     SessionOptions,
     VerifierName,
 )
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Distribution, Sampler, argmax
+from specgen.text.sampling import Sampler, argmax
 
 VERIFIERS: tuple[VerifierName, ...] = ("match", "residual", "block")
 #: Draft temperatures relative to the target's, and top-k, of the sweep.
@@ -111,7 +112,7 @@ def run(
 ) -> dict[str, object]:
     """Generate an answer to each prompt and count."""
     n_tokens = n_rounds = n_drafted = n_accepted = 0
-    with Models(options(arguments, temperature, verifier), time.perf_counter) as loaded:
+    with Session(options(arguments, temperature, verifier), time.perf_counter) as loaded:
         for prompt in prompts:
             found = answer(loaded, prompt)
             n_tokens += found.n_tokens
@@ -139,15 +140,14 @@ def measure(
     sampler = Sampler(chosen.sampler)
     sweep = {f"temperature x {t}": Sampler(at(chosen.sampler, t)) for t in RELATIVE_TEMPERATURES}
     sweep |= {f"top-k {k}": Sampler(replace(chosen.sampler, top_k=k)) for k in TOP_K}
-    with Models(chosen, time.perf_counter) as loaded:
+    with Session(chosen, time.perf_counter) as loaded:
         for number, prompt in enumerate(prompts):
             begun = begin(loaded, prompt)
             n_prompt = len(begun.tokens)
             n_ctx = loaded.context_size(n_prompt)
-            with loaded.contexts(n_ctx) as (target, draft):
-                assert draft is not None
-                generation = DrafterFactory(loaded).sequence(begun, n_ctx, None, number, plain=True)
-                loop = Loop(target, time.perf_counter)
+            with loaded.contexts(n_ctx) as (target, (draft, *_)):
+                generation = DrafterFactory(loaded).sequence(begun, n_ctx, (), number, plain=True)
+                loop = AnswerLoop(target, time.perf_counter)
                 loop.start(generation)
                 while generation.finish_reason is None:
                     if (len(generation.tokens) - n_prompt) % arguments.every == 1:

@@ -29,7 +29,7 @@ from specgen.llama.kernels.admission import choose_kernels
 from specgen.models import cache_folder
 from specgen.options import ContextOptions, SessionOptions
 from specgen.serve.adapters.llama_cpp import SpecgenDraft
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 
 PLAIN, LOOKUP = "Llama", "LlamaPromptLookupDecoding"
 
@@ -45,7 +45,7 @@ def main() -> None:
     ways = [PLAIN, LOOKUP, "ngram", *map(str, asked.draft)]
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     texts: list[list[int]] = []
-    with Models(SessionOptions(asked.target), time.perf_counter, vocabulary_only=True) as loaded:
+    with Session(SessionOptions(asked.target), time.perf_counter, vocabulary_only=True) as loaded:
         prompts = [begin(loaded, prompt).tokens for prompt in prompts_of(asked)]
         is_end = loaded.target.vocabulary.is_end
         for turn in range(asked.turns):
@@ -77,7 +77,6 @@ def _opened(way: str, asked: argparse.Namespace) -> Iterator[tuple[Llama, Specge
                 way,
                 n_ctx=asked.ctx_size,
                 context=context,
-                draft_context=context,
                 kernels=asked.kernels,
             )
             opened.enter_context(draft)

@@ -26,10 +26,10 @@ from specgen.measure.prompts import (
     read_prompts,
 )
 from specgen.options import DraftOptions, DraftSource, GenerationOptions, SessionOptions, parse_tree
-from specgen.session.calibration.memory import Memory
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
+from specgen.session.memory import Memory
 from specgen.session.prompts import Prompt
+from specgen.session.session import Session
 
 #: What a setting may say of a draft: the option's name and what its value is.
 _FIELDS: dict[str, tuple[str, Callable[[str], object]]] = {
@@ -111,18 +111,18 @@ def read_setting(setting: str) -> tuple[DraftSource, DraftOptions]:
 
 def opened(
     target: Path, draft: DraftSource, max_tokens: int, memory: Memory | None = None
-) -> Models:
-    """Models with the options of `specgen run`, but for the draft and the length of answers."""
+) -> Session:
+    """A session with the options of `specgen run`, but for the draft and the length of answers."""
     generation = GenerationOptions(max_tokens=max_tokens)
-    return Models(SessionOptions(target, draft, generation=generation), time.perf_counter, memory)
+    return Session(SessionOptions(target, draft, generation=generation), time.perf_counter, memory)
 
 
-def begin(loaded: Models, prompt: str) -> Prompt:
+def begin(loaded: Session, prompt: str) -> Prompt:
     """The prompt in the model's chat template; as it is for a model without one."""
     return loaded.prompts.of_text(prompt, now=NOW)
 
 
-def answer(loaded: Models, prompt: str | Prompt, *, estimate_gain: bool = False) -> FinishedEvent:
+def answer(loaded: Session, prompt: str | Prompt, *, estimate_gain: bool = False) -> FinishedEvent:
     """Generate an answer to a prompt."""
     begun = begin(loaded, prompt) if isinstance(prompt, str) else prompt
     *_, last = generate(loaded, begun, estimate_gain=estimate_gain)

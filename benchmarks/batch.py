@@ -34,8 +34,7 @@ from specgen.models import cache_folder
 from specgen.options import DraftSource, GenerationOptions, SamplerOptions
 from specgen.serve.batch.lines import read_lines
 from specgen.serve.batch.runner import Batch, Prompting
-from specgen.session.calibration.memory import Memory
-from specgen.session.engine import Engine
+from specgen.session.memory import Memory
 
 N_AT_ONCE = (1, 2, 4, 8)
 PORT = 18435
@@ -95,12 +94,11 @@ def _specgen(
     with opened(asked.target, draft, asked.max_tokens, memory) as loaded:
         kept = Kept()
         prompting = Prompting(None, None, datetime.datetime.now().astimezone())
-        job = Batch(loaded, prompting, kept, {}, wall_clock=time.time)
-        with Engine(loaded, n_parallel=n, n_ctx=asked.ctx_size) as engine:
-            started = time.perf_counter()
-            tasks = job.prepare(read_lines(lines, "prompts", SamplerOptions(), generation))
-            job.run(engine, tasks)
-            return time.perf_counter() - started, job.tally.n_tokens, kept.texts
+        job = Batch(loaded, prompting, kept.write, {}, parallel=n, wall_clock=time.time)
+        started = time.perf_counter()
+        for _ in job.run(read_lines(lines, "prompts", SamplerOptions(), generation)):
+            pass
+        return time.perf_counter() - started, job.tally.n_tokens, kept.texts
 
 
 def _server(asked: argparse.Namespace, prompts: list[str], n: int) -> tuple[float, int]:

@@ -19,8 +19,8 @@ from specgen.events import FinishedEvent
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.models import cache_folder
 from specgen.options import DraftSource
-from specgen.session.calibration.memory import Memory
 from specgen.session.engine import Engine
+from specgen.session.memory import Memory
 from specgen.session.prompts.template import Message
 
 QUESTIONS = (

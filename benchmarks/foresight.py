@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.answers import bench_prompts, write_json
-from specgen.drafters import draft_alone
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
 from specgen.measure.bench.figures import (
     BenchReport,
@@ -51,8 +50,9 @@ from specgen.measure.bench.plan import (
 )
 from specgen.measure.bench.runs import NOW, Result
 from specgen.measure.prompts import BenchPrompt
-from specgen.measure.selection.trial import Baseline, TargetAnswer, agreeing_path, measure_target
+from specgen.measure.trial import Baseline, TargetAnswer, agreeing_path, measure_target
 from specgen.method.draft import ROOT, Draft
+from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
 from specgen.models import cache_folder
 from specgen.options import (
@@ -62,8 +62,8 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.loaded_models import Models
 from specgen.session.open import open_memory
+from specgen.session.session import Session
 from specgen.text.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def foresight_options(options: SessionOptions, n_max: int) -> SessionOptions:
 
 
 def foresee(
-    loaded: Models,
+    loaded: Session,
     target: str,
     drafts: Mapping[str, DraftSource],
     groups: abc.Sequence[tuple[str, ...]],
@@ -288,15 +288,15 @@ def foresee(
     for name, source in drafts.items():
         found: list[DrafterForesight] = []
         loaded.change_draft(source)
-        with loaded.contexts(baseline.n_ctx) as (_, draft):
+        with loaded.contexts(baseline.n_ctx) as (_, opened):
             for answer in baseline.answers:
                 progress(f"foresight: {name}", len(found), len(baseline.answers))
                 if interrupted():
                     return None
-                if draft is not None:
+                for draft in opened:
                     draft.remove(0)
                 prompt = loaded.prompts.of_text(answer.prompt, chat=chat, now=NOW)
-                generation = DrafterFactory(loaded).sequence(prompt, baseline.n_ctx, draft, 0)
+                generation = DrafterFactory(loaded).sequence(prompt, baseline.n_ctx, opened, 0)
                 found.append(
                     foresee_drafter(generation, answer, loaded.n_rows_max - 1, loaded.clock)
                 )
@@ -436,7 +436,7 @@ def foresee_field(field: Field, plan: Plan, report: BenchReport) -> Foresight:
     skipped = {skip.prompt for skip in report.runs.skipped}
     prompts = [prompt for prompt in report.prompts if prompt.number not in skipped]
     options = foresight_options(plan.options(field, plan.plain), max(w.n_max for w in plan.ways))
-    with Models(options, time.perf_counter) as loaded:
+    with Session(options, time.perf_counter) as loaded:
         found = foresee(loaded, field.name, drafts, groups, prompts, chat=plan.chat, progress=_tell)
     assert found is not None, "it is not interrupted"
     return found

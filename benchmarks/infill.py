@@ -32,9 +32,9 @@ import requests
 from benchmarks.answers import answer, drafts_of, opened, parser_of, running, write_json
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.models import cache_folder
-from specgen.session.calibration.memory import Memory
-from specgen.session.loaded_models import Models
+from specgen.session.memory import Memory
 from specgen.session.prompts.infill import Gap, infill_prompt
+from specgen.session.session import Session
 
 N_LINES = range(5, 21)
 #: Characters around a gap, at most: some 650 tokens.
@@ -135,8 +135,8 @@ def _specgen(
         yield name, partial(_fill, loaded)
 
 
-def _fill(loaded: Models, gap: Gap, cut: str) -> dict[str, Any]:
-    prompt = infill_prompt(loaded.target, loaded.drafts.own_vocabulary, gap, N_CTX).prompt
+def _fill(loaded: Session, gap: Gap, cut: str) -> dict[str, Any]:
+    prompt = infill_prompt(loaded.target, loaded.own_vocabulary, gap, N_CTX).prompt
     finished = answer(loaded, prompt)
     return {
         "gap": gap.name,

@@ -33,10 +33,9 @@ from typing import Any
 import numpy as np
 
 from specgen.events import FinishedEvent
-from specgen.llama import LlamaModel
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import computing
-from specgen.measure.selection.trial import Baseline, Replay, TargetAnswer, answered_prompt, replay
+from specgen.measure.trial import Baseline, Replay, TargetAnswer, answered_prompt, replay
 from specgen.models import cache_folder, identify
 from specgen.models.made_files import learning_folder
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
@@ -44,9 +43,9 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
 from specgen.session.files import find_target
 from specgen.session.kept_answers import last_number
-from specgen.session.loaded_models import Models
 from specgen.session.open import open_memory
-from specgen.system.json_values import as_json
+from specgen.session.session import Session
+from specgen.system.json_lines import as_json
 from specgen.system.machine import look_at_machine
 from specgen.train.online_learning import Lesson, learn
 from specgen.train.training_loop import Budget
@@ -84,7 +83,7 @@ def prompts() -> list[str]:
 def opened(options: SessionOptions) -> Iterator[Engine]:
     """An engine with a session, and a memory of its own."""
     with (
-        Models(options, time.perf_counter, open_memory()) as loaded,
+        Session(options, time.perf_counter, open_memory()) as loaded,
         Engine(loaded, estimate_gain=False, n_ctx=2048) as engine,
     ):
         yield engine
@@ -103,16 +102,8 @@ def lesson(folder: Path, target: Path, draft: Path, minutes: float) -> Lesson:
     def progress(done: int, total: int) -> None:
         print(f"\rstep {done} of {total} ", end="", file=sys.stderr)
 
-    with (
-        contextlib.closing(LlamaModel(target, vocabulary_only=True)) as model,
-        contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small,
-    ):
-        found = learn(
-            folder,
-            model,
-            small,
-            Budget(time.monotonic, time.monotonic() + 60.0 * minutes, progress=progress),
-        )
+    budget = Budget(time.monotonic, time.monotonic() + 60.0 * minutes, progress=progress)
+    found = learn(folder, target, draft, budget)
     assert found is not None
     print(f"\n{found.text}; {found.n_steps} steps, {found.seconds:.0f} s", file=sys.stderr)
     return found
@@ -142,10 +133,12 @@ def compared(found: dict[str, list[Any]]) -> dict[str, Any]:
     """The figures of each way, and of each against the one without learning."""
 
     def rate(event: FinishedEvent | Replay) -> float:
-        return event.n_accepted / max(1, event.n_drafted)
+        counts = event.tally if isinstance(event, Replay) else event
+        return counts.n_accepted / max(1, counts.n_drafted)
 
     def length(event: FinishedEvent | Replay) -> float:
-        return event.n_tokens / event.n_rounds
+        n_rounds = event.tally.n_rounds if isinstance(event, Replay) else event.n_rounds
+        return event.n_tokens / n_rounds
 
     def speed(event: FinishedEvent) -> float:
         return event.n_tokens / event.wall_s
@@ -239,7 +232,7 @@ def _answer_and_learn(
     first = len(lessons) * N_BLOCK
     if last_number(folder) == first:
         with (
-            Models(kept, time.perf_counter, open_memory()) as loaded,
+            Session(kept, time.perf_counter, open_memory()) as loaded,
             Engine(loaded, n_parallel=N_BLOCK, n_ctx=1024) as engine,
         ):
             engine.answers(asked[first : first + N_BLOCK])
@@ -282,7 +275,7 @@ def _replay(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, 
     plain = replace(arms["without"], draft="none")
     n_ctx = 1024
     with (
-        Models(plain, time.perf_counter) as loaded,
+        Session(plain, time.perf_counter) as loaded,
         Engine(loaded, n_parallel=len(asked), n_ctx=n_ctx) as engine,
     ):
         asked_for = [engine.insert(prompt) for prompt in asked]
@@ -295,14 +288,14 @@ def _replay(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, 
     found: dict[str, list[Replay]] = {}
     for arm, options in arms.items():
         with (
-            Models(options, time.perf_counter, vocabulary_only=True) as loaded,
+            Session(options, time.perf_counter, vocabulary_only=True) as loaded,
             loaded.draft_contexts(n_ctx) as (context,),
         ):
             found[arm] = []
             for answer in answers:
                 context.remove(0)
                 begun = answered_prompt(loaded, baseline, answer)
-                generation = DrafterFactory(loaded).sequence(begun, n_ctx, context, 0)
+                generation = DrafterFactory(loaded).sequence(begun, n_ctx, (context,), 0)
                 found[arm].append(replay(generation, answer, baseline, loaded.clock))
     return {
         "figures": compared(found),
@@ -314,6 +307,7 @@ def _replay(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, 
 def _scalars(event: FinishedEvent | Replay) -> dict[str, Any]:
     """The figures of an answer, without its text and what is counted place by place."""
     figures = asdict(event)
+    figures |= figures.pop("tally", {})
     return {name: value for name, value in figures.items() if isinstance(value, int | float)}
 
 

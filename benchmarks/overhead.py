@@ -39,8 +39,8 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
-from specgen.session.calibration.memory import Memory
-from specgen.session.loaded_models import Models
+from specgen.session.memory import Memory
+from specgen.session.session import Session
 from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "the sum of the sum is the sum of the sum is the sum of"
@@ -147,7 +147,7 @@ def answer(
         target_context=context,
         draft_context=context,
     )
-    with Models(options, time.perf_counter, MadeUpMemory(target)) as loaded:
+    with Session(options, time.perf_counter, MadeUpMemory(target)) as loaded:
         return answers.answer(loaded, PROMPT)
 
 

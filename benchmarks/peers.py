@@ -31,7 +31,7 @@ from specgen.measure.bench.figures import BenchReport, figures_of, to_json_objec
 from specgen.measure.bench.runs import NOW, Lineup, Outcome, Runs, SessionContender, run_lineups
 from specgen.options import DraftSource
 from specgen.render.tables import bench_lines
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 
 #: If it is set, programs are searched in this folder only.
 PEERS_VARIABLE = "SPECGEN_PEERS"
@@ -128,7 +128,9 @@ def run_program(
 class PeerContender:
     """One of llama.cpp's programs in one setting. The models give prompts and options; they do not decode."""
 
-    def __init__(self, name: str, setting: PeerSetting, draft: Path | None, loaded: Models) -> None:
+    def __init__(
+        self, name: str, setting: PeerSetting, draft: Path | None, loaded: Session
+    ) -> None:
         self.name = name
         self._setting = setting
         self._program = find_program(setting.program)
@@ -217,7 +219,7 @@ def answer_of(stdout: str, prompt: str, ends: Sequence[str]) -> str:
     return text
 
 
-def peers_of(loaded: Models, drafts: Mapping[str, Path]) -> list[PeerContender]:
+def peers_of(loaded: Session, drafts: Mapping[str, Path]) -> list[PeerContender]:
     """Contenders for all settings, one for each draft if a setting needs one."""
     has_mtp = not why_no_mtp(loaded.options.target)
     found = []

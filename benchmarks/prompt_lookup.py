@@ -37,7 +37,7 @@ from specgen.measure.bench.runs import (
 )
 from specgen.models import cache_folder
 from specgen.render.tables import bench_lines
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 
 #: The lengths of drafts that llama-cpp-python's documentation advises for CPUs and for GPUs.
 LENGTHS = (2, 10)
@@ -79,7 +79,7 @@ def main() -> None:
 class LookupContender:
     """llama-cpp-python's `LlamaPromptLookupDecoding`. The models give prompts and options only."""
 
-    def __init__(self, name: str, n_drafted_max: int, loaded: Models) -> None:
+    def __init__(self, name: str, n_drafted_max: int, loaded: Session) -> None:
         self.name = name
         self._n_drafted_max = n_drafted_max
         self._loaded = loaded

@@ -42,13 +42,13 @@ from specgen.events import FinishedEvent
 from specgen.measure.prompts import BenchPrompt, first_of_each, read_bench_prompts
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import CostTable
-from specgen.method.loop import Loop
 from specgen.options import GenerationOptions, SessionOptions
-from specgen.session.calibration.memory import Memory
-from specgen.session.calibration.timing import MIN_SIZES
+from specgen.session.answer_loop import AnswerLoop
+from specgen.session.calibration import measure_if_new
+from specgen.session.costs import MIN_SIZES
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.loaded_models import Models
-from specgen.session.measurements import measure_if_new
+from specgen.session.memory import Memory
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from tests.helpers.fake_backend import FakeBackend
 from tests.helpers.joint_draws import MemoBackend
@@ -178,7 +178,7 @@ class Entrant:
         options = SessionOptions(
             target, draft, drafting=drafting, generation=GenerationOptions(max_tokens=n)
         )
-        self._loaded = Models(options, self._clock, Memory())
+        self._loaded = Session(options, self._clock, Memory())
         self.found: list[dict[str, Any]] = []
         tables = [self._loaded.costs.table()]
         if isinstance(draft, Path):
@@ -221,15 +221,15 @@ class Entrant:
             n_sequences=loaded.n_branches_max,
         )
         target = cast(Backend, Timed(said, self._costs[0], clock))
-        drafting = None if draft is None else cast(Backend, Timed(draft, self._costs[1], clock))
+        drafting = () if draft is None else (cast(Backend, Timed(draft, self._costs[1], clock)),)
         generation = DrafterFactory(loaded).sequence(prompt, real.n_ctx, drafting, seed=1)
-        loop = Loop(target, clock)
+        loop = AnswerLoop(target, clock)
         list(loop.run(generation))
         assert tuple(generation.answer) == told.tokens, "the recorded answer"
         finished = loop.finish(generation, estimate_gain=False)[0]
         assert isinstance(finished, FinishedEvent)
         seconds = finished.wall_s - finished.prompt_s
-        reading_s = 0.0 if drafting is None else cast(Timed, drafting).reading_s
+        reading_s = cast(Timed, drafting[0]).reading_s if drafting else 0.0
         plain_s = (len(told.tokens) + told.ended - 1) * self._costs[0].seconds(1)
         self.found.append(
             {
@@ -336,11 +336,11 @@ def main() -> None:
             next(iter(drafts), "none"),
             generation=GenerationOptions(max_tokens=asked.max_tokens),
         )
-        loaded = stack.enter_context(Models(options, Clock()))
+        loaded = stack.enter_context(Session(options, Clock()))
         for number, told in enumerate(answers, 1):
             n_ctx = loaded.context_size(len(begin(loaded, told.prompt.text).tokens))
-            with loaded.contexts(n_ctx) as (real, draft):
-                memo = None if draft is None else MemoBackend(draft)
+            with loaded.contexts(n_ctx) as (real, opened):
+                memo = MemoBackend(opened[0]) if opened else None
                 for entrant in entrants:
                     drafting = memo if entrant.draft in drafts else None
                     if asked.rehearsed:

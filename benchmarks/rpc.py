@@ -46,9 +46,9 @@ from specgen.options import (
     SessionOptions,
     Workers,
 )
-from specgen.session.calibration.memory import Memory
-from specgen.session.calibration.timing import begin, time_batch
-from specgen.session.loaded_models import Models
+from specgen.session.costs import begin, time_batch
+from specgen.session.memory import Memory
+from specgen.session.session import Session
 
 DELAYS_MS = (0.0, 1.0, 5.0, 20.0)
 ROWS = (1, 2, 4, 8, 16)
@@ -204,11 +204,11 @@ def _measure(
 ) -> None:
     """Add what is missing to the report, and write it after each prompt."""
     with contextlib.ExitStack() as stack:
-        sessions: dict[tuple[float, DraftSource], Models] = {}
+        sessions: dict[tuple[float, DraftSource], Session] = {}
         for delay_ms in DELAYS_MS:
             memory = Memory()
             for draft in ("none", options.draft):
-                loaded = Models(_with_draft(options, draft), time.perf_counter, memory)
+                loaded = Session(_with_draft(options, draft), time.perf_counter, memory)
                 sessions[delay_ms, draft] = stack.enter_context(loaded)
             if str(delay_ms) not in report["decodes"]:
                 network.delay.value = delay_ms / 1000
@@ -264,7 +264,7 @@ def _decodes(target: LlamaBackend, network: Network) -> list[dict[str, Any]]:
     return found
 
 
-def _answer(loaded: Models, prompt: str) -> dict[str, Any]:
+def _answer(loaded: Session, prompt: str) -> dict[str, Any]:
     finished = answer(loaded, prompt)
     known = loaded.costs.table().known
     return {

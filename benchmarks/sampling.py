@@ -22,9 +22,8 @@ from dataclasses import replace
 import numpy as np
 
 from specgen.options import SamplerOptions
-from specgen.system.arrays import BoolArray, Logits, TokenArray
+from specgen.system.arrays import BoolArray, Logits, TokenArray, best
 from specgen.text.sampling import DryBreakers, Sampler
-from specgen.text.sampling.candidates import best
 from specgen.text.sampling.dry import dry_penalties
 
 VOCABULARIES = (12, 151_936)

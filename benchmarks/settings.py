@@ -25,7 +25,7 @@ from benchmarks.answers import answer, bench_prompts, read_setting
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
 from specgen.models import cache_folder
 from specgen.options import ContextOptions, GenerationOptions, SamplerOptions, SessionOptions
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 
 
 def main() -> int:
@@ -86,7 +86,7 @@ def main() -> int:
     return 0
 
 
-def open_session(arguments: argparse.Namespace, setting: str) -> Models:
+def open_session(arguments: argparse.Namespace, setting: str) -> Session:
     draft, drafting = read_setting(setting)
     options = SessionOptions(
         target=arguments.target,
@@ -97,7 +97,7 @@ def open_session(arguments: argparse.Namespace, setting: str) -> Models:
         target_context=ContextOptions(n_threads=arguments.threads),
         draft_context=ContextOptions(n_threads=arguments.threads),
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
 if __name__ == "__main__":

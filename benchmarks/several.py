@@ -24,9 +24,9 @@ from benchmarks.answers import (
 )
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.models import cache_folder
-from specgen.session.calibration.memory import Memory
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
+from specgen.session.memory import Memory
+from specgen.session.session import Session
 
 N_AT_ONCE = (1, 2, 4, 8)
 
@@ -59,7 +59,7 @@ def main() -> None:
     write_json(asked.json, about)
 
 
-def _answers(loaded: Models, prompts: list[str], n: int, n_ctx: int) -> dict[str, Any]:
+def _answers(loaded: Session, prompts: list[str], n: int, n_ctx: int) -> dict[str, Any]:
     """Make all answers, n at once; figures, and the texts."""
     with Engine(loaded, n_parallel=n, n_ctx=n_ctx) as engine:
         started = loaded.clock()

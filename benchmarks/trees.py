@@ -25,8 +25,8 @@ from specgen.options import (
     VerifierName,
     parse_tree,
 )
-from specgen.session.calibration.memory import Memory
-from specgen.session.loaded_models import Models
+from specgen.session.memory import Memory
+from specgen.session.session import Session
 
 
 def ways(n: int) -> Iterator[tuple[str, DraftOptions]]:
@@ -93,7 +93,7 @@ def main() -> None:
         )
         memory = Memory()
         n_tokens = n_rounds = n_drafted = 0
-        with Models(options, time.perf_counter, memory) as loaded:
+        with Session(options, time.perf_counter, memory) as loaded:
             if drafting.policy == "cost":
                 free(loaded.costs.table(), drafting.n_max, 1e-4)
                 table = loaded.costs.table(asked.draft)

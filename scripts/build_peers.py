@@ -151,21 +151,17 @@ def archive_name(version: str) -> str:
 
 def download(version: str, work: Path) -> Path:
     """Download the source distribution into a folder; the file. Raises `FetchError`."""
-    import requests
-
-    from specgen.models.transfer import Transfer
+    from specgen.models.transfer import download as download_file
 
     archive = work / archive_name(version)
-    with requests.Session() as session:
-        transfer = Transfer(session, LineProgress(sys.stderr))
-        file = find_source(files_of(transfer, PACKAGE), version)
-        if file is None or file.sha256 is None:
-            raise FetchError(
-                f"{index_url()} has no source distribution of {PACKAGE} {version} with a SHA-256",
-                f"{INDEX_VARIABLE} names another index",
-            )
-        say(f"downloading {file.name}")
-        transfer.download(file.url, archive, file.sha256)
+    file = find_source(files_of(PACKAGE), version)
+    if file is None or file.sha256 is None:
+        raise FetchError(
+            f"{index_url()} has no source distribution of {PACKAGE} {version} with a SHA-256",
+            f"{INDEX_VARIABLE} names another index",
+        )
+    say(f"downloading {file.name}")
+    download_file(file.url, archive, file.sha256, LineProgress(sys.stderr))
     return archive
 
 

@@ -20,6 +20,7 @@ import sys
 import tokenize
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
@@ -28,7 +29,7 @@ from typing import Any, Literal, TypeAlias
 from scripts import models_page
 from scripts.wrap_markdown import wrapped
 from specgen import errors, events
-from specgen.method.policy import REASONS
+from specgen.events import REASONS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -83,7 +84,9 @@ def difference(path: Path, text: str) -> Iterator[str]:
 
 def page(title: str, source: str, *parts: str) -> str:
     note = f"<!-- Written by `make docs` from {source}: change that, not this file. -->"
-    return wrapped("\n\n".join([note, f"# {title}", *(part.strip("\n") for part in parts)]) + "\n")
+    return wrapped(
+        "\n\n".join([note, f"# {title}", *(part.strip("\n") for part in parts if part)]) + "\n"
+    )
 
 
 def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -95,48 +98,90 @@ def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 # --- the command line -----------------------------------------------------------------------
 
-#: A table of so few rows is repeated for every command that has it.
-FEW_ROWS = 2
+#: What a command takes, in Markdown, by the heading in its help: an item of a list for each option, by its spelling.
+Panels: TypeAlias = dict[str, dict[str, str]]
+#: Headings of what a command has for itself.
+OWN = ("Arguments", "Options")
 
 
 def cli_page() -> str:
-    """Every command with its options in tables, from what the commands declare."""
+    """Every command with its options, from what the commands declare."""
     from specgen.cli import command_line
 
     introduction = (
-        "`--help` after a command shows this text on the terminal, `-h` the usual options and three "
-        "examples. `specgen --install-completion` lets your shell complete commands, options and names of "
-        "models. [Your own defaults](using.md#your-defaults) can stand in a file."
+        "`--help` after a command shows this text on the terminal. `specgen --install-completion` lets your "
+        "shell complete commands, options and names of models. [Your own defaults](using.md#your-defaults) "
+        "can stand in a file."
     )
-    sections = command_sections(command_line(), "specgen")
-    return page("The command line", "specgen/cli", introduction, *sections)
+    return page(
+        "The command line",
+        "specgen/cli",
+        introduction,
+        *command_sections(command_line(), "specgen"),
+    )
 
 
 def command_sections(root: Any, program: str) -> Iterator[str]:
-    """For each command: what it does, how it is called, the commands below it, and a table for
-    each panel of its help, or a link where an earlier command has the same."""
-    #: Panel and rows of the tables so far, with the command and the heading they stand under.
-    shown: dict[tuple[str, tuple[OptionRow, ...]], tuple[str, str]] = {}
+    """For each command: what it does, how it is called, the commands below it, its own options, and which of the
+    shared ones it takes; these are at the end."""
+    taken = {name: panels(command) for name, command in commands(root, program)}
+    shared = shared_options(taken.values())
     for name, command in commands(root, program):
         yield f"## {name}"
         yield prose_of(command)
         yield usage(name, command)
-        below = [each for each in commands(command, name) if each[1] is not command]
+        below = [each for each, child in commands(command, name) if child is not command]
         if below:
-            yield table(("command", "what it does"), [command_row(*each) for each in below])
-        links: dict[str, list[str]] = {}
-        tables: list[str] = []
-        for panel, rows in panels(command).items():
-            heading = f"{name.removeprefix(f'{program} ')}: {panel}"
-            if (panel, rows) in shown and len(rows) > FEW_ROWS:
-                earlier, there = shown[panel, rows]
-                links.setdefault(earlier, []).append(f"[{panel}](#{anchor(there)})")
-            else:
-                shown.setdefault((panel, rows), (name, heading))
-                tables.append(f"### {heading}\n\n{options_table(rows)}")
-        for earlier, same in links.items():
-            yield f"It has these options in common with `{earlier}`: {', '.join(same)}."
-        yield from tables
+            yield f"Commands: {', '.join(f'[`{each}`](#{anchor(each)})' for each in below)}."
+        known = {item for items in shared.values() for item in items.values()}
+        own = [item for items in taken[name].values() for item in items.values()]
+        yield "\n".join(item for item in own if item not in known)
+        yield shared_taken(shared, own)
+    if shared:
+        yield "## Shared options"
+    for panel, items in shared.items():
+        yield f"### {panel}"
+        yield "\n".join(items.values())
+
+
+def shared_options(taken: Iterable[Panels]) -> Panels:
+    """The options below each heading that more than one command takes in the same way."""
+    found: Panels = {}
+    counts = Counter(
+        (panel, spelling, item)
+        for each in taken
+        for panel, items in each.items()
+        for spelling, item in items.items()
+        if panel not in OWN
+    )
+    for (panel, spelling, item), n_commands in counts.items():
+        if n_commands > 1:
+            found.setdefault(panel, {}).setdefault(spelling, item)
+    return found
+
+
+def shared_taken(shared: Panels, taken: Sequence[str]) -> str:
+    """Which of the shared options a command takes: the headings that it has whole, or those that it lacks, and the
+    options of others."""
+    whole, none, parts = [], [], []
+    for panel, items in shared.items():
+        link = f"[{panel}](#{anchor(panel)})"
+        has = [f"`{spelling}`" for spelling, item in items.items() if item in taken]
+        lacks = [f"`{spelling}`" for spelling, item in items.items() if item not in taken]
+        if not lacks:
+            whole.append(link)
+        elif not has:
+            none.append(link)
+        elif len(lacks) > len(has):
+            parts.append(f"of {link} {', '.join(has)}")
+        else:
+            parts.append(f"{link} without {', '.join(lacks)}")
+    if not whole and not parts:
+        return ""
+    words = whole
+    if len(whole) > len(none):
+        words = [f"all but {', '.join(none)}" if none else "all"]
+    return f"Shared options: {'; '.join([', '.join(words), *parts] if words else parts)}."
 
 
 def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -148,74 +193,51 @@ def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from commands(child, f"{name} {word}")
 
 
-def command_row(name: str, command: Any) -> tuple[str, str]:
-    return f"[`{name}`](#{anchor(name)})", prose_of(command).partition("\n")[0]
-
-
 def prose_of(command: Any) -> str:
     """The help of a command, a paragraph a line."""
     return markdown(flowing(command.help or ""))
 
 
 def usage(name: str, command: Any) -> str:
-    """How a command is called, with what it cannot do without."""
-    if hasattr(command, "commands"):
-        return f"```text\n{name} COMMAND [OPTIONS]\n```"
-    options, arguments = [], []
-    for parameter in command.params:
-        if parameter.param_type_name == "argument":
-            many = "..." if parameter.nargs == -1 else ""
-            argument = placeholder(parameter)
-            arguments.append(f"{argument if parameter.required else f'[{argument}]'}{many}")
-        elif parameter.required:
-            options.append(f"{parameter.opts[0]} {placeholder(parameter)}")
-    return f"```text\n{' '.join([name, *options, '[OPTIONS]', *arguments])}\n```"
+    """How a command is called, if it takes arguments."""
+    arguments = [
+        placeholder(each) + ("..." if each.nargs == -1 else "")
+        for each in command.params
+        if each.param_type_name == "argument"
+    ]
+    return f"```text\n{' '.join([name, '[OPTIONS]', *arguments])}\n```" if arguments else ""
 
 
-@dataclasses.dataclass(frozen=True)
-class OptionRow:
-    """An option or an argument, in Markdown."""
-
-    is_argument: bool
-    names: str
-    value: str
-    description: str
-    default: str
-
-
-def panels(command: Any) -> dict[str, tuple[OptionRow, ...]]:
-    """What a command takes by panel, in the order of the help: arguments and what has no panel
-    come first. What typer adds by itself (--help, completion) is not among it."""
-    found: dict[str, list[OptionRow]] = {"Arguments": [], "Options": []}
+def panels(command: Any) -> Panels:
+    """What a command takes. What typer adds by itself (--help, completion) is not among it."""
+    found: Panels = {panel: {} for panel in OWN}
     # A group may have no function, and then takes nothing.
     declared = (
         inspect.signature(command.callback, eval_str=True).parameters if command.callback else {}
     )
     for parameter in command.params:
         if parameter.name in declared and not parameter.hidden:
-            row = option_row(parameter, declared[parameter.name])
-            usual = "Arguments" if row.is_argument else "Options"
-            found.setdefault(parameter.rich_help_panel or usual, []).append(row)
-    return {panel: tuple(rows) for panel, rows in found.items() if rows}
+            usual = OWN[parameter.param_type_name == "option"]
+            heading = (parameter.rich_help_panel or usual).partition(":")[0]
+            panel = found.setdefault(heading, {})
+            panel[parameter.opts[0]] = option_item(parameter, declared[parameter.name])
+    return found
 
 
-def option_row(parameter: Any, declared: inspect.Parameter) -> OptionRow:
+def option_item(parameter: Any, declared: inspect.Parameter) -> str:
+    """An option or an argument as an item of a list."""
     is_argument = parameter.param_type_name == "argument"
     spellings = (
         [[placeholder(parameter)]] if is_argument else [parameter.opts, parameter.secondary_opts]
     )
+    names = " / ".join(", ".join(f"`{name}`" for name in each) for each in spellings if each)
+    has_value = not (is_argument or parameter.is_flag or parameter.count)
+    value = f" {value_in_words(parameter, declared)}" if has_value else ""
+    default = default_in_words(parameter, declared)
     description = markdown(parameter.help or "")
     if parameter.envvar:
-        description += f" Environment variable: `{parameter.envvar}`."
-    return OptionRow(
-        is_argument=is_argument,
-        names=" / ".join(", ".join(f"`{name}`" for name in names) for names in spellings if names),
-        value=""
-        if is_argument or parameter.is_flag or parameter.count
-        else value_in_words(parameter, declared),
-        description=description,
-        default=default_in_words(parameter, declared),
-    )
+        description += f" Variable: `{parameter.envvar}`."
+    return f"- {names}{value}{f' ({default})' if default else ''}: {description}".removesuffix(": ")
 
 
 def placeholder(parameter: Any) -> str:
@@ -224,29 +246,16 @@ def placeholder(parameter: Any) -> str:
 
 
 def value_in_words(parameter: Any, declared: inspect.Parameter) -> str:
-    """What an option takes: its placeholder, its choices or a kind of value, and the range."""
-    kind, option = type_and_option(declared.annotation)
+    """What an option takes: its placeholder, or its choices."""
+    kind = declared.annotation
+    while (
+        typing.get_args(kind) and typing.get_origin(kind) is not Literal
+    ):  # Annotated, lists, unions with None
+        kind = next(each for each in typing.get_args(kind) if each is not type(None))
     if typing.get_origin(kind) is Literal:
         return f"`{'|'.join(typing.get_args(kind))}`"
-    usual = {int: "integer", float: "number", Path: "`PATH`", str: "`TEXT`"}[kind]
-    words = f"`{parameter.metavar}`" if parameter.metavar else usual
-    if option.min is not None and option.max is not None:
-        low, high = (str(bound).removesuffix(".0") for bound in (option.min, option.max))
-        return f"{words} from {low} to {high}"
-    if option.min is not None:
-        return f"{words} ≥ {str(option.min).removesuffix('.0')}"
-    return words if option.max is None else f"{words} ≤ {str(option.max).removesuffix('.0')}"
-
-
-def type_and_option(annotation: Any) -> tuple[Any, Any]:
-    """The type of one value, out of `Annotated`, unions with None and lists, and typer's option
-    or argument that stands beside it."""
-    option = None
-    while typing.get_args(annotation) and typing.get_origin(annotation) is not Literal:
-        if hasattr(annotation, "__metadata__"):
-            option = annotation.__metadata__[0]
-        annotation = next(each for each in typing.get_args(annotation) if each is not type(None))
-    return annotation, option
+    usual = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
+    return f"`{parameter.metavar or usual[kind]}`"
 
 
 def default_in_words(parameter: Any, declared: inspect.Parameter) -> str:
@@ -257,22 +266,6 @@ def default_in_words(parameter: Any, declared: inspect.Parameter) -> str:
     if not parameter.show_default or declared.default is None or declared.default is False:
         return ""
     return f"`{declared.default}`"
-
-
-def options_table(rows: Sequence[OptionRow]) -> str:
-    """The rows without the columns in which nothing stands."""
-    header = ("argument" if rows[0].is_argument else "option", "value", "what it does", "default")
-    columns = [
-        (heading, *cells)
-        for heading, *cells in zip(
-            header,
-            *((row.names, row.value, row.description, row.default) for row in rows),
-            strict=True,
-        )
-        if any(cells)
-    ]
-    first, *rest = zip(*columns, strict=True)
-    return table(first, rest)
 
 
 def markdown(text: str) -> str:

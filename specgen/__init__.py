@@ -40,10 +40,10 @@ if TYPE_CHECKING:
         TreeShape,
     )
     from specgen.session.engine import Engine
-    from specgen.session.loaded_models import Models
     from specgen.session.prompts import Prompt
     from specgen.session.prompts.template import Message
     from specgen.session.request import Request
+    from specgen.session.session import Session
 
 __version__ = "0.1.0"
 
@@ -52,7 +52,7 @@ _MODULES = {
     "specgen.api": "AnswerOptions Model load",
     "specgen.session.prompts.template": "Message",
     "specgen.session.engine": "Engine",
-    "specgen.session.loaded_models": "Models",
+    "specgen.session.session": "Session",
     "specgen.session.prompts": "Prompt",
     "specgen.session.request": "Request",
     "specgen.errors": "BackendError FetchError MemoryLimitError ModelFileError PairError PromptError "
@@ -79,7 +79,6 @@ __all__ = [
     "Message",
     "Model",
     "ModelFileError",
-    "Models",
     "NoticeEvent",
     "PairError",
     "Prompt",
@@ -88,6 +87,7 @@ __all__ = [
     "ReadingEvent",
     "Request",
     "SamplerOptions",
+    "Session",
     "SessionOptions",
     "SpecgenError",
     "TreeShape",

@@ -26,14 +26,15 @@ from specgen.options import (
     SamplerOptions,
     staged,
 )
+from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.files import find_models
-from specgen.session.loaded_models import Models
 from specgen.session.open import open_session, session_options, start_kernels
 from specgen.session.prompts import Prompt
 from specgen.session.prompts.template import Message
 from specgen.session.request import Request
-from specgen.text.grammar.json_schema import schema_grammar
+from specgen.session.session import Session
+from specgen.text.grammar.forms import schema_grammar
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -111,7 +112,9 @@ def load(
     with contextlib.ExitStack() as on_error:
         loaded = open_session(options, sources.drafts, clock=time.perf_counter, note=note)
         on_error.callback(loaded.close)
+        news = calibrate(loaded)
         engine = Engine(loaded, n_parallel=n_parallel, n_ctx=n_ctx)
+        engine.notify(news)
         on_error.pop_all()
     return Model(loaded, engine)
 
@@ -124,7 +127,7 @@ class Model:
     of all.
     """
 
-    def __init__(self, loaded: Models, engine: Engine) -> None:
+    def __init__(self, loaded: Session, engine: Engine) -> None:
         self._loaded = loaded
         self._engine = engine
 
@@ -154,7 +157,7 @@ class Model:
     @property
     def draft(self) -> str:
         """Return the draft: a model's file name, ``ngram`` or ``none``."""
-        return self._loaded.drafts.name
+        return self._loaded.draft_name
 
     def generate(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Request:
         """Return one whole answer, with its `text`, and its figures in `finished`. Raise the error that

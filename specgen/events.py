@@ -12,9 +12,10 @@ complete yet are held back and belong to the token that completes it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from types import MappingProxyType
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 FinishReason: TypeAlias = Literal["stop", "length", "context", "interrupted"]
 
@@ -26,6 +27,48 @@ FinishReason: TypeAlias = Literal["stop", "length", "context", "interrupted"]
 #: - ``plain``: chosen by the target in a round without a draft;
 #: - ``forced``: the only token that the grammar allows; it needed no decode.
 TokenKind: TypeAlias = Literal["accepted", "corrected", "bonus", "plain", "forced"]
+
+
+#: Why a round drafts, or why it drafts nothing. The list is closed: `REASONS` explains each.
+ReasonName: TypeAlias = Literal[
+    "found",
+    "model",
+    "trial",
+    "fixed",
+    "off",
+    "costs unknown",
+    "plain decode",
+    "no room",
+    "nothing found",
+    "prefill",
+    "row cost",
+    "acceptance",
+    "put aside",
+    "unsure",
+    "grammar",
+    "failed",
+]
+
+REASONS: Final[Mapping[ReasonName, str]] = MappingProxyType(
+    {
+        "found": "tokens found in earlier text are worth their rows in the target's batch",
+        "model": "the draft model is expected to save time",
+        "trial": "the draft model is tried again, to see whether it pays by now",
+        "fixed": "the draft length does not depend on costs",
+        "off": "nothing drafts for this answer",
+        "costs unknown": "the cost of the target's decodes is not known yet",
+        "plain decode": "a decode without a draft keeps the cost of a token up to date",
+        "no room": "the answer, the context or the batch has no room for a draft",
+        "nothing found": "no earlier text continues from here",
+        "prefill": "the draft model would have to read the text first, and that may not pay off",
+        "row cost": "even a draft that is always right would save nothing at these costs",
+        "acceptance": "too few drafted tokens are expected to be accepted",
+        "put aside": "the drafter lost time in this answer and waits",
+        "unsure": "the drafter was too unsure of its first token",
+        "grammar": "the grammar allows none of the drafted tokens",
+        "failed": "the drafter failed",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,25 @@
-"""Every option of a run and its default. Defaults are defined nowhere else.
+"""Every option of a run: its default, and its spellings and help on the command line.
 
-The command line reads its defaults from here, so `specgen run --help` shows these values.
-Importing this module costs nothing (no NumPy, no llama.cpp).
+An option is declared here and nowhere else; `specgen.cli.flags` makes typer's options of these fields.
+Importing this module costs nothing (no NumPy, no llama.cpp, no typer).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from specgen.errors import UsageError
+from specgen.sampler_options import DEFAULT_SAMPLERS as DEFAULT_SAMPLERS
+from specgen.sampler_options import SamplerName as SamplerName
+from specgen.sampler_options import SamplerOptions as SamplerOptions
+from specgen.sampler_options import option, utf8
 
 #: What drafts: a model file, n-grams of the text so far, or nothing.
-DraftSource: TypeAlias = Path | Literal["ngram", "none", "mtp"]
+DraftSource: TypeAlias = Path | str
 CacheType: TypeAlias = Literal[
     "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"
 ]
@@ -33,144 +38,6 @@ SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
 #: What the text views show of a draft besides the answer: rejected tokens until the next
 #: round (``accepted``), for good (``all``), or no marks at all (``none``).
 Show: TypeAlias = Literal["accepted", "all", "none"]
-
-
-#: The samplers by llama.cpp's names, in its order.
-SamplerName: TypeAlias = Literal[
-    "penalties",
-    "dry",
-    "top_n_sigma",
-    "top_k",
-    "typ_p",
-    "top_p",
-    "min_p",
-    "xtc",
-    "temperature",
-]
-
-#: llama.cpp's order, which is that of the names above.
-DEFAULT_SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
-
-#: llama.cpp's letters for them.
-_LETTERS: dict[str, SamplerName] = {
-    "e": "penalties",
-    "d": "dry",
-    "s": "top_n_sigma",
-    "k": "top_k",
-    "y": "typ_p",
-    "p": "top_p",
-    "m": "min_p",
-    "x": "xtc",
-    "t": "temperature",
-}
-
-#: llama.cpp's other names for them.
-_ALIASES: dict[str, SamplerName] = {
-    **{name: name for name in DEFAULT_SAMPLERS},
-    **{name.replace("_", "-"): name for name in DEFAULT_SAMPLERS},
-    **{name.replace("_", ""): name for name in DEFAULT_SAMPLERS},
-    "nucleus": "top_p",
-    "temp": "temperature",
-    "typ": "typ_p",
-    "typical": "typ_p",
-    "typical-p": "typ_p",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerOptions:
-    """How a token is drawn from logits. Names, order and meaning are llama.cpp's.
-
-    The temperature comes last, so all others act on the distribution at temperature 1.
-    """
-
-    #: Temperature; 0 or less takes the most likely token that the other samplers leave.
-    temperature: float = 0.0
-    #: Keep the k most likely tokens; 0 or less keeps all.
-    top_k: int = 40
-    #: Keep the smallest set of most likely tokens whose mass reaches p; 1 keeps all.
-    top_p: float = 0.95
-    #: Drop tokens less likely than p times the most likely one; 0 keeps all.
-    min_p: float = 0.05
-    #: Seed of the random numbers; negative picks one and reports it.
-    seed: int = -1
-    #: Which samplers there are, in their order. One that is not named does nothing, whatever
-    #: its options; without the temperature, tokens are drawn at temperature 1.
-    samplers: tuple[SamplerName, ...] = DEFAULT_SAMPLERS
-    #: How many of the last tokens of the text the next three look at; -1 is all, 0 none.
-    repeat_last_n: int = 64
-    #: Divide the positive logits of tokens that occurred by this, and multiply the others.
-    repeat_penalty: float = 1.0
-    #: Take this off the logits of tokens that occurred, once.
-    presence_penalty: float = 0.0
-    #: The same for every time that they occurred.
-    frequency_penalty: float = 0.0
-    #: DRY: a token that would make a repetition of n tokens longer loses
-    #: multiplier * base ** (n - allowed length), from the allowed length on; 0 is off.
-    dry_multiplier: float = 0.0
-    #: Below 1 DRY is off.
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    #: How many of the last tokens of the text to look for repetitions in; -1 is all, 0 none.
-    dry_last_n: int = 64
-    #: A repetition does not reach back over any of these strings.
-    dry_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    #: Keep the smallest set of most typical tokens whose mass exceeds p; 1 keeps all.
-    typical_p: float = 1.0
-    #: Drop tokens whose logit is more than n standard deviations below the largest one; 0 or
-    #: less keeps all.
-    top_n_sigma: float = -1.0
-    #: With this probability, drop all but the least likely of the tokens at least as likely as
-    #: the threshold; a threshold above 1/2 keeps all.
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    #: Choose a temperature between temperature - range and temperature + range by the entropy;
-    #: 0 is the fixed temperature.
-    dynatemp_range: float = 0.0
-    #: How the entropy, as a share of the largest possible one, becomes a temperature: its power.
-    dynatemp_exponent: float = 1.0
-    #: Token ids and what to add to their logits, before everything else; -inf forbids a token.
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is taken that the samplers leave."""
-        return (
-            self.temperature <= 0.0
-            and self.dynatemp_range <= 0.0
-            and "temperature" in self.samplers
-        )
-
-
-def parse_samplers(text: str) -> tuple[SamplerName, ...]:
-    """Parse samplers in the spelling of llama.cpp's --samplers: names or their aliases (``top-k``,
-    ``topk``, ``nucleus``, ``temp``, ``typ``) between semicolons or commas. No name is no sampler. The
-    letters of --sampler-seq are accepted as well, where they are no name.
-
-    Raise `ValueError`, with the message to show, for a name that there is not.
-    """
-    names = [name.strip() for name in text.replace(",", ";").lower().split(";")]
-    names = [name for name in names if name]
-    if len(names) == 1 and names[0] not in _ALIASES and set(names[0]) <= set(_LETTERS):
-        return parse_sampler_letters(names[0])
-    for name in names:
-        if name not in _ALIASES:
-            known = ", ".join(DEFAULT_SAMPLERS)
-            raise ValueError(f"there is no sampler {name!r}; the samplers are {known}")
-    return tuple(_ALIASES[name] for name in names)
-
-
-def parse_sampler_letters(text: str) -> tuple[SamplerName, ...]:
-    """Parse samplers in the spelling of llama.cpp's --sampler-seq, a letter each: ``edskypmxt`` is the
-    default.
-
-    Raise `ValueError`, with the message to show, for a letter that stands for none.
-    """
-    for letter in text:
-        if letter not in _LETTERS:
-            known = ", ".join(f"{letter} ({name})" for letter, name in _LETTERS.items())
-            raise ValueError(f"no sampler has the letter {letter!r}; the letters are {known}")
-    return tuple(_LETTERS[letter] for letter in text)
 
 
 #: Temperature of a draft model's draws, relative to the target's. Where a small model is
@@ -258,49 +125,127 @@ def parse_tree(text: str) -> TreeShape:
     return shape
 
 
+_drafting = partial(option, panel="Drafting")
+_ngrams = partial(option, panel="Repetitions")
+_lookup = partial(option, panel="Other texts")
+
+
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
     """How much is drafted in a round, and how drafts are judged."""
 
-    #: ``cost`` drafts as long as that is expected to save time, by measured costs and by what
-    #: was accepted before; ``threshold`` until the draft as a whole becomes too unlikely, by a
-    #: bound that moves with what was accepted; ``fixed`` as much as `max_tokens` and `p_min` say.
-    policy: PolicyName = "cost"
-    #: The most tokens drafted a round; None takes `FIXED_LENGTH` for fixed drafts, and
-    #: `LONGEST_DRAFT` for the others.
-    max_tokens: int | None = None
-    #: Whether drafts branch, and how.
-    tree: TreeShape = AUTO_TREE
-    #: The most tokens from a tree's root down; None is as many as it has.
-    tree_depth: int | None = None
-    #: Drafts shorter than this are not used. A draft drawn at random from a draft model is
-    #: always used: dropping one for what it contains would bias the answer.
-    min_tokens: int = 0
-    #: Stop drafting where the draft's most likely token is less likely than this (at
-    #: temperature 1); None takes `FIXED_P_MIN` for fixed drafts, and 0 for the others.
-    p_min: float | None = None
-    #: Beside a draft model, let n-grams draft too; None does so where costs decide which of them.
-    ngrams: bool | None = None
-    #: Prompt lookup: the shortest run of tokens that counts as a repetition, and the longest that
-    #: counts for more than a shorter one; None takes `FIXED_NGRAMS` for fixed drafts, and
-    #: `NGRAMS` for others, which weigh how likely a short one is to go on as before.
-    ngram_max: int | None = None
-    ngram_min: int | None = None
-    #: Files and folders whose texts are looked up too.
-    lookup_files: tuple[Path, ...] = ()
-    #: Whether texts of earlier runs are looked up, and this one's kept for later.
-    lookup_store: bool = False
-    #: ``auto`` takes, of the others, the one that accepts most of the draft at hand.
-    verifier: VerifierName = "auto"
-    #: Temperature and top-k of a draft model's draws; None takes `DRAFT_TEMPERATURE` times the
-    #: target's temperature, and its top-k. They change how much is accepted, never what is said.
-    temperature: float | None = None
-    top_k: int | None = None
-    #: ``auto`` translates what a draft model with another vocabulary says, ``off`` refuses such a pair.
-    translate: TranslateMode = "auto"
-    #: The mask token of a parallel draft model, which predicts several tokens in one decode: ``auto`` takes
-    #: what its file says, ``off`` drafts one token after the other; else the token's number or its text.
-    mask: str = "auto"
+    policy: PolicyName = _drafting(
+        "cost",
+        "--policy",
+        "How much to draft: cost (while it is expected to save time), threshold (until the whole draft is "
+        "too unlikely), or fixed (by --draft-max and --draft-p-min).",
+        envvar="SPECGEN_POLICY",
+    )
+    max_tokens: int | None = _drafting(
+        None,
+        "--draft-max --draft-n",
+        "The most tokens to draft in a round; 0 drafts nothing.",
+        min=0,
+        max=128,
+        show_default=f"{LONGEST_DRAFT}, or {FIXED_LENGTH} with --policy fixed",
+    )
+    tree: TreeShape = _drafting(
+        AUTO_TREE,
+        "--tree",
+        "Whether drafts branch: auto (where it is expected to save time, with --policy cost), off, or in "
+        "every round a fixed number of children at each depth (3,2,1), or independent drafts and their "
+        "length (4x5).",
+        metavar="auto|off|3,2,1|4x5",
+        parse=parse_tree,
+    )
+    tree_depth: int | None = _drafting(
+        None,
+        "--tree-depth",
+        "The greatest depth of a tree; --draft-max limits all its tokens.",
+        min=1,
+        show_default=False,
+    )
+    min_tokens: int = _drafting(
+        0,
+        "--draft-min --draft-n-min",
+        "Drop drafts with fewer tokens, but not sampled ones, which would bias the answer.",
+        min=0,
+    )
+    p_min: float | None = _drafting(
+        None,
+        "--draft-p-min",
+        "Stop drafting where the likeliest token has a lower probability.",
+        min=0.0,
+        max=1.0,
+        show_default=f"0, or {FIXED_P_MIN} with --policy fixed",
+    )
+    temperature: float | None = _drafting(
+        None,
+        "--draft-temp",
+        "Temperature of the draft model; the answer's distribution stays the same.",
+        min=0.01,
+        show_default=f"{DRAFT_TEMPERATURE} times the target's",
+    )
+    top_k: int | None = _drafting(
+        None,
+        "--draft-top-k",
+        "Top-k of the draft model; the answer's distribution stays the same.",
+        min=0,
+        show_default="the target's",
+    )
+    verifier: VerifierName = _drafting(
+        "auto",
+        "--verifier",
+        "How drafts are verified; all keep the target's distribution: match (a seed gives the same text as "
+        "without a draft), residual, block, spectr (independent drafts), or auto (match with a seed, else "
+        "what accepts most).",
+    )
+    translate: TranslateMode = _drafting(
+        "auto",
+        "--translate",
+        "For a draft model with another vocabulary: auto translates its text, off refuses the model.",
+    )
+    mask: str = _drafting(
+        "auto",
+        "--draft-mask",
+        "The mask token of a parallel draft model (PARD), by number or text. auto takes what the file says, "
+        "off drafts one token after the other.",
+        metavar="auto|off|TOKEN",
+        parse=utf8,
+    )
+    ngrams: bool | None = _ngrams(
+        None,
+        "--ngrams/--no-ngrams",
+        "Beside a draft model, also draft repetitions of the text so far.",
+        show_default="with --policy cost",
+    )
+    ngram_min: int | None = _ngrams(
+        None,
+        "--ngram-min",
+        "The shortest run of tokens that counts as a repetition.",
+        min=1,
+        show_default=f"{NGRAMS[0]}, or {FIXED_NGRAMS[0]} with --policy fixed",
+    )
+    ngram_max: int | None = _ngrams(
+        None,
+        "--ngram-max",
+        "The longest run of tokens that is compared.",
+        min=1,
+        max=64,
+        show_default=f"{NGRAMS[1]}, or {FIXED_NGRAMS[1]} with --policy fixed",
+    )
+    lookup_files: tuple[Path, ...] = _lookup(
+        (),
+        "--lookup-file --lookup-cache-static -lcs",
+        "Also draft repetitions of these texts (text or JSON Lines); may be repeated.",
+        metavar="FILE|FOLDER",
+        show_default=False,
+    )
+    lookup_store: bool = _lookup(
+        False,
+        "--lookup-store",
+        "Keep prompts and answers in the cache folder, and draft repetitions of earlier ones.",
+    )
 
     @property
     def n_max(self) -> int:
@@ -364,24 +309,48 @@ class Workers:
     timeout_s: float = field(default=60.0, compare=False)
 
 
+_machine = partial(option, panel="Machine")
+
+
 @dataclass(frozen=True, slots=True)
 class ContextOptions:
     """How a model is loaded and its context made."""
 
-    #: Context size in tokens; None takes what the prompt and the answer can need, 0 the size
-    #: the model was trained with.
-    n_ctx: int | None = None
-    #: Prompt tokens decoded at once.
-    n_batch: int = 512
-    #: Threads for one token and for batches; None takes the number of physical cores.
-    n_threads: int | None = None
-    n_threads_batch: int | None = None
-    #: Layers kept on the GPU; negative is all of them.
-    n_gpu_layers: int = -1
-    flash_attention: FlashAttention = "auto"
-    #: Types of the K and V cache.
-    cache_type_k: CacheType = "f16"
-    cache_type_v: CacheType = "f16"
+    n_ctx: int | None = _machine(
+        None,
+        "--ctx-size -c",
+        "Context size in tokens; 0 is the size that the model was trained with.",
+        min=0,
+        show_default="what is needed; 4096 at most in chat, in fim what is read in 5 s",
+    )
+    n_batch: int = _machine(
+        512, "--batch-size -b", "Prompt tokens to decode at once.", min=1, max=8192
+    )
+    n_threads: int | None = _machine(
+        None,
+        "--threads -t",
+        "Threads for decoding.",
+        min=1,
+        max=1024,
+        show_default="what `specgen tune` found best, or physical cores",
+    )
+    n_threads_batch: int | None = _machine(
+        None,
+        "--threads-batch -tb",
+        "Threads for batches: prompts and verification.",
+        min=1,
+        max=1024,
+        show_default="same as --threads",
+    )
+    n_gpu_layers: int = _machine(
+        -1,
+        "--gpu-layers -ngl",
+        "Layers of the target on the GPU; -1 is all.",
+        min=-1,
+    )
+    flash_attention: FlashAttention = _machine("auto", "--flash-attn -fa", "Flash attention.")
+    cache_type_k: CacheType = _machine("f16", "--cache-type-k -ctk", "Type of the cached keys.")
+    cache_type_v: CacheType = _machine("f16", "--cache-type-v -ctv", "Type of the cached values.")
     #: Other machines that hold its layers; None for this one.
     workers: Workers | None = None
 
@@ -390,8 +359,19 @@ class ContextOptions:
 class KernelOptions:
     """Who computes on the CPU, and whether weights packed for specgen's kernels are kept on the disk."""
 
-    choice: KernelChoice = "auto"
-    packed_cache: Literal["auto", "off"] = "auto"
+    choice: KernelChoice = _machine(
+        "auto",
+        "--kernels",
+        "Whose code computes on the CPU; auto: specgen's kernels, if they were built and pass their test.",
+        envvar="SPECGEN_KERNELS",
+    )
+    packed_cache: Literal["auto", "off"] = _machine(
+        "auto",
+        "--packed-cache",
+        "Keep the weights on the disk as specgen's kernels read them, for a quick start: auto (if there is "
+        "room), or off.",
+        envvar="SPECGEN_PACKED_CACHE",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,21 +392,38 @@ class Grammar:
     text: str
 
 
+_answer = partial(option, panel="Answer")
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
     """When an answer ends."""
 
-    #: The most tokens to generate; negative goes on until the text ends or the context is full.
-    max_tokens: int = -1
-    #: Strings that end the answer; not part of it.
-    stop: tuple[str, ...] = ()
-    #: Never choose an end-of-text token.
-    ignore_eos: bool = False
+    max_tokens: int = _answer(
+        -1,
+        "--max-tokens --predict --n-predict -n",
+        "The most tokens to generate; -1 goes on until the text ends or the context is full.",
+        min=-1,
+    )
+    stop: tuple[str, ...] = _answer(
+        (),
+        "--stop --reverse-prompt -r",
+        "End the answer before this text; may be repeated.",
+        metavar="TEXT",
+        parse=utf8,
+    )
+    ignore_eos: bool = _answer(False, "--ignore-eos", "Never choose an end-of-text token.")
+    logprobs: int | None = _answer(
+        None,
+        "--logprobs",
+        "With --json: the target's log-probabilities of each token and of the N likeliest.",
+        min=0,
+        max=100,
+        metavar="N",
+        show_default="none",
+    )
     #: A grammar that the answer follows.
     grammar: Grammar | None = None
-    #: Report the target's log-probability of each token, and of this many of the most likely
-    #: ones in its place; None reports none.
-    logprobs: int | None = None
     #: Control tokens, by their entries, that are shown in the text, and that the grammar may ask for.
     shown_controls: tuple[str, ...] = ()
 

@@ -152,9 +152,9 @@ def tested_kernels(_kernels: Path, _own_directories: None) -> None:
 @pytest.fixture
 def quick_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are compared, but not for long: many are slow on a machine that is busy."""
-    monkeypatch.setattr("specgen.measure.selection.tuning.THREADS_BUDGET_S", 0.05)
-    monkeypatch.setattr("specgen.measure.selection.tuning.default_threads", lambda: 1)
-    monkeypatch.setattr("specgen.measure.selection.tuning.thread_counts", lambda *_: [1, 2])
+    monkeypatch.setattr("specgen.measure.search.THREADS_BUDGET_S", 0.05)
+    monkeypatch.setattr("specgen.measure.search.default_threads", lambda: 1)
+    monkeypatch.setattr("specgen.measure.search.thread_counts", lambda *_: [1, 2])
 
 
 @pytest.fixture(scope="session")

@@ -12,24 +12,21 @@ from typing import TypeAlias
 
 import numpy as np
 
-from specgen.drafters import (
-    AssistantDrafter,
-    DflashDrafter,
-    Drafter,
-    Drafters,
-    EagleDrafter,
-    Guesses,
-    HeadsDrafter,
-    ModelDrafter,
-    MtpChainDrafter,
-    MtpDrafter,
-    ParallelDrafter,
-    PromptHeadSkipper,
-    SuffixDrafter,
-    TranslatedDrafter,
-    TreeModelDrafter,
-)
-from specgen.drafters.translated import Translation
+from specgen.drafters.cascade import Cascade
+from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.dflash import DflashDrafter
+from specgen.drafters.eagle3 import EagleDrafter
+from specgen.drafters.gemma4 import AssistantDrafter
+from specgen.drafters.heads import HeadsDrafter
+from specgen.drafters.model import PromptHeadSkipper
+from specgen.drafters.mtp import MtpChainDrafter
+from specgen.drafters.ngram import SuffixDrafter
+from specgen.drafters.parallel import ParallelDrafter
+from specgen.drafters.staged import Guesses
+from specgen.drafters.states import LayerDrafter
+from specgen.drafters.translated import TranslatedDrafter, Translation
+from specgen.drafters.tree import TreeModelDrafter
+from specgen.method.drafter import Drafter
 from specgen.method.policy import FixedPolicy
 from specgen.method.verify import (
     AutoVerifier,
@@ -39,18 +36,19 @@ from specgen.method.verify import (
     SpecTrVerifier,
     Verifier,
 )
-from specgen.options import DraftOptions, SamplerOptions, TranslateMode, VerifierName, parse_tree
-from specgen.session.drafter_factory import guess_sampling
+from specgen.options import DraftOptions, SamplerOptions, TranslateMode, VerifierName
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Sampler
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language, noisy
 from tests.helpers.fake_generations import (
     GREEDY,
     NoDrafter,
     TreeDrafter,
+    draft_request,
     ngram_drafter,
     translated_drafter,
+    tree_request,
 )
 from tests.tiny import Architecture
 
@@ -76,64 +74,47 @@ class Text:
     open_backend: Callable[[FakeVocabulary, Language], FakeBackend] = open_fake
 
 
-Make: TypeAlias = Callable[[Text], Drafter | Drafters]
+Make: TypeAlias = Callable[[Text], Drafter | Cascade]
 
 
 def model(text: Text, guesses: Guesses | None = None, noise: float = 0.0) -> ModelDrafter:
-    chain = Sampler(text.sampler)
     language = noisy(text.language, noise) if noise else text.language
     return ModelDrafter(
         text.open_backend(text.vocabulary, language),
-        Shaper(chain, text.state),
-        np.random.default_rng(text.seed),
-        draws=chain.is_random,
+        draft_request(text.state, text.sampler, seed=text.seed),
         n_shared_tokens=text.vocabulary.n_tokens,
         guesses=guesses,
     )
 
 
-def guesses(text: Text, drafters: Drafters) -> Guesses:
+def guesses(text: Text, drafters: Cascade) -> Guesses:
     return Guesses(
         drafters, FixedPolicy(DraftOptions(policy="fixed", max_tokens=text.n_guess, p_min=0.0))
     )
 
 
 def by_ngrams(text: Text, noise: float = 0.0) -> ModelDrafter:
-    return model(text, guesses(text, Drafters(SuffixDrafter(1, 8))), noise)
+    return model(text, guesses(text, Cascade(SuffixDrafter(1, 8))), noise)
 
 
 def by_a_model(text: Text) -> ModelDrafter:
-    return model(text, guesses(text, Drafters(model=model(text, noise=0.5))))
+    return model(text, guesses(text, Cascade(model=model(text, noise=0.5))))
 
 
 def twice(text: Text) -> ModelDrafter:
-    return model(text, guesses(text, Drafters(model=by_ngrams(text, 0.5))))
+    return model(text, guesses(text, Cascade(model=by_ngrams(text, 0.5))))
 
 
-def tree_model(text: Text) -> TreeModelDrafter:
-    shape = parse_tree("2,2")
+def tree_model(text: Text, shape: str = "2,2", *, draws: bool = False) -> TreeModelDrafter:
     backend = FakeBackend(text.vocabulary, text.language, n_ctx=256, n_batch=64, n_sequences=8)
-    return TreeModelDrafter(
-        backend,
-        Shaper(Sampler(guess_sampling(text.sampler, shape)), text.state),
-        np.random.default_rng(text.seed),
-        draws=False,
-        n_shared_tokens=text.vocabulary.n_tokens,
-        shape=shape,
-    )
+    request = tree_request(shape, text.sampler, text.state, draws=draws, seed=text.seed)
+    return TreeModelDrafter(backend, request, n_shared_tokens=text.vocabulary.n_tokens)
 
 
 def drawn_tree_model(text: Text) -> TreeModelDrafter:
-    chain = Sampler(text.sampler)
-    backend = FakeBackend(text.vocabulary, text.language, n_ctx=256, n_batch=64, n_sequences=8)
-    return TreeModelDrafter(
-        backend,
-        Shaper(chain, text.state),
-        np.random.default_rng(text.seed),
-        draws=chain.is_random,
-        n_shared_tokens=text.vocabulary.n_tokens,
-        shape=parse_tree("2x3"),
-    )
+    if not Sampler(text.sampler).is_random:
+        return tree_model(text, "2x3")
+    return tree_model(text, "2x3", draws=True)
 
 
 def parallel(text: Text) -> ParallelDrafter:
@@ -149,15 +130,11 @@ def parallel(text: Text) -> ParallelDrafter:
             read.append(int(text.language(tuple(read)).argmax()))
         return text.language(tuple(read))
 
-    chain = Sampler(text.sampler)
     return ParallelDrafter(
         text.open_backend(text.vocabulary, language),
-        Shaper(chain, text.state),
-        np.random.default_rng(text.seed),
+        draft_request(text.state, text.sampler, seed=text.seed, n_max=8),
         mask=mask,
-        draws=chain.is_random,
         n_shared_tokens=text.vocabulary.n_tokens,
-        n_most=8,
     )
 
 
@@ -202,8 +179,8 @@ DRAFTERS: dict[str, DrafterCase] = {
     "model": DrafterCase(ModelDrafter, model, "draft", draws=True, watched=True),
     "ngram": DrafterCase(SuffixDrafter, lambda _text: ngram_drafter(), "ngram", grammar=False),
     "ngram and model": DrafterCase(
-        Drafters,
-        lambda text: Drafters(SuffixDrafter(1, 8), model(text), state=text.state),
+        Cascade,
+        lambda text: Cascade(SuffixDrafter(1, 8), model(text), state=text.state),
         draws=True,
         watched=True,
     ),
@@ -211,8 +188,8 @@ DRAFTERS: dict[str, DrafterCase] = {
     "staged by a model": DrafterCase(ModelDrafter, by_a_model, draws=True, watched=True),
     "staged twice": DrafterCase(ModelDrafter, twice, draws=True, watched=True),
     "all at once": DrafterCase(
-        Drafters,
-        lambda text: Drafters(SuffixDrafter(1, 8), twice(text), state=text.state),
+        Cascade,
+        lambda text: Cascade(SuffixDrafter(1, 8), twice(text), state=text.state),
         draws=True,
         watched=True,
     ),
@@ -229,12 +206,12 @@ DRAFTERS: dict[str, DrafterCase] = {
     ),
     "heads": DrafterCase(HeadsDrafter, None, "heads", draws=True, heads=True),
     # These need targets of their own, which test_lossless.py has.
-    "an MTP layer": DrafterCase(MtpDrafter, None, draws=True, heads=True),
+    "an MTP layer": DrafterCase(LayerDrafter, None, draws=True, heads=True),
     "several MTP layers": DrafterCase(MtpChainDrafter, None, draws=True, heads=True),
     "EAGLE-3": DrafterCase(EagleDrafter, None, draws=True, heads=True),
     "Gemma 4 assistant": DrafterCase(AssistantDrafter, None, draws=True, heads=True),
     "DFlash": DrafterCase(DflashDrafter, None, draws=True, heads=True),
-    # Drafters that only tests need: trees of any form, and nothing at all.
+    # Cascade that only tests need: trees of any form, and nothing at all.
     "random tree": DrafterCase(
         TreeDrafter,
         lambda text: TreeDrafter(text.language, 3, 0.7, np.random.default_rng(5)),
@@ -248,6 +225,16 @@ DRAFTERS: dict[str, DrafterCase] = {
         grammar=False,
     ),
     "nothing": DrafterCase(NoDrafter, lambda _text: NoDrafter()),
+}
+#: The cases that test each kind of draft, by its name in `specgen/drafters/kinds.py`.
+KINDS_TESTED: dict[str, tuple[str, ...]] = {
+    "ngram": ("ngram",),
+    "model": ("model", "staged by a model", "tree of guesses", "parallel", "translated"),
+    "heads": ("heads",),
+    "mtp": ("an MTP layer", "several MTP layers"),
+    "eagle3": ("EAGLE-3",),
+    "dflash": ("DFlash",),
+    "gemma4-assistant": ("Gemma 4 assistant",),
 }
 #: Those that draft on the fake backend, and those that draft for tiny models, by name.
 ON_FAKES = {name: case.make for name, case in DRAFTERS.items() if case.make is not None}

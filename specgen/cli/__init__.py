@@ -28,7 +28,7 @@ COMMANDS = {
     "batch": "Answer each line of a file, many at once; run it again to resume.",
     "serve": "Serve OpenAI's, Anthropic's and llama.cpp's APIs over HTTP, several answers at once.",
     "verify": "Check that drafting does not change what your model says.",
-    "tune": "Measure what drafting is worth for your models on this machine, and say why.",
+    "tune": "Measure what drafting is worth for your models on this machine.",
     "bench": "Measure what drafting gains over plain decoding, on your own prompts.",
     "config": "Show the defaults of options, and where each comes from.",
     "worker": "Offer this machine's devices to specgen on other machines (`--rpc`), by llama.cpp's RPC.",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from typer import Argument, Option
 
 from specgen.cli import flags
-from specgen.cli.batch_on_ray import BatchWork, answer_on_ray, ray_cluster
+from specgen.cli.batch_on_ray import BatchWork, ray_batch, ray_cluster
 from specgen.cli.batch_restart import with_workers
 from specgen.cli.inputs import STDIO, read_bytes
 from specgen.cli.model_loading import Setup, opened
@@ -23,13 +23,13 @@ from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
 from specgen.options import SessionOptions
-from specgen.system.json_values import as_json
+from specgen.system.json_lines import as_json
 
 if TYPE_CHECKING:
     from specgen.serve.batch.lines import Line
-    from specgen.serve.batch.results import Earlier, Results
+    from specgen.serve.batch.on_ray import Cluster, RayBatch
+    from specgen.serve.batch.results import Earlier, Write
     from specgen.serve.batch.runner import Batch
-    from specgen.session.loaded_models import Models
 
 #: The most lines that the last message names.
 _N_NAMED = 10
@@ -121,7 +121,10 @@ def batch(
     if is_stream and (retry_errors or allow_mixed):
         raise UsageError("--retry-errors and --allow-mixed need a file as OUT")
     _check_files(source, destination)
+    from specgen.render.text import counted
     from specgen.serve.batch.lines import read_lines
+    from specgen.serve.batch.results import missing, streaming
+    from specgen.serve.batch.runner import Prompting
 
     name = "standard input" if source == STDIO else str(source)
     lines = read_lines(read_bytes(source), name, setup.sampling, setup.answer)
@@ -129,44 +132,38 @@ def batch(
         ray, setup.machine, (cpus_per_worker, gpus_per_worker), patience_s=host_timeout
     )
     sources, options = setup.find(output)
-    settings = _settings(options, template)
     work = BatchWork(
-        options, sources.drafts, setup.machine.kernels, template.chat, template.system, parallel
+        options,
+        sources.drafts,
+        setup.machine.kernels,
+        Prompting(template.chat, template.system, datetime.datetime.now().astimezone()),
+        _settings(options, template),
+        parallel,
     )
-
-    def answer_lines(todo: Sequence[Line], results: Results) -> int:
-        if cluster is None:
-            return _answer_here(work, todo, results, settings, output)
-        return answer_on_ray(cluster, work, todo, results, settings, output)
-
     with contextlib.ExitStack() as stack:
-        from specgen.render.text import counted
-        from specgen.serve.batch.results import ResultsFile, ResultsStream, missing
-
         todo, failed = lines, set[str]()
-        results: Results
-        if is_stream:
-            results = ResultsStream(sys.stdout.buffer)
-            if destination != STDIO:
-                pipe = stack.enter_context(destination.open("wb"))
-                results = ResultsStream(pipe, str(destination))
+        if destination == STDIO:
+            write = streaming(sys.stdout.buffer)
+        elif is_stream:
+            write = streaming(stack.enter_context(destination.open("wb")), str(destination))
         else:
-            stack.enter_context(_alone(destination))
-            earlier = _take_up(destination, output, retry_errors=retry_errors)
-            todo = missing(lines, earlier, settings, str(destination), allow_mixed=allow_mixed)
+            earlier, write = stack.enter_context(_taken_up(destination, output, retry_errors))
+            todo = missing(lines, earlier, work.settings, str(destination), allow_mixed=allow_mixed)
             failed |= earlier.errors
             if earlier.digests:
-                n_known = len(lines) - len(todo)
-                output.note(
-                    f"{destination} has results for {n_known} of {counted(len(lines), 'line')}"
-                )
-            results = stack.enter_context(ResultsFile.opened(destination, earlier))
+                n_known, n_all = len(lines) - len(todo), counted(len(lines), "line")
+                output.note(f"{destination} has results for {n_known} of {n_all}")
+
+        def write_one(record: Mapping[str, Any]) -> None:
+            write(record)
+            if record["error"] is not None:
+                failed.add(record["custom_id"])
+
         code = 0
         if todo:
-            watched = _Watched(results, failed)
             code = with_workers(
                 setup.machine.target.workers,
-                lambda: answer_lines(todo, watched),
+                lambda: _answer(cluster, work, todo, write_one, output),
                 n_missing=len(todo),
                 can_restart=source != STDIO and not is_stream,
                 patience_s=host_timeout,
@@ -183,20 +180,6 @@ def batch(
     return code
 
 
-class _Watched:
-    """Passes results on, and adds the custom_ids of errors to `failed`."""
-
-    def __init__(self, results: Results, failed: set[str]) -> None:
-        self._results = results
-        self._failed = failed
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Write a result. Raise `OutputError`."""
-        self._results.write(record)
-        if record["error"] is not None:
-            self._failed.add(record["custom_id"])
-
-
 def _named(lines: Sequence[Line], failed: Container[str]) -> str:
     """Return the numbers of the first lines that failed; empty if none of them is there any more."""
     shown = [
@@ -209,49 +192,57 @@ def _named(lines: Sequence[Line], failed: Container[str]) -> str:
     return f": {word} {', '.join(shown[:_N_NAMED])}{more}" if shown else ""
 
 
-def _answer_here(
+def _answer(
+    cluster: Cluster | None,
     work: BatchWork,
     lines: Sequence[Line],
-    results: Results,
-    settings: Mapping[str, Any],
+    write: Write,
     output: Output,
 ) -> int:
-    """Get the lines answered on this machine; return the exit code."""
-    from specgen.serve.batch.runner import Batch, Prompting
-
-    with opened(work.options, work.kernels, output, work.drafts) as loaded:
-        prompting = Prompting(work.chat, work.system, datetime.datetime.now().astimezone())
-        job = Batch(loaded, prompting, results, settings, wall_clock=time.time, note=output.note)
-        return _answer(loaded, job, lines, work.parallel, output)
-
-
-def _answer(
-    loaded: Models, job: Batch, lines: Sequence[Line], parallel: int | None, output: Output
-) -> int:
-    """Make the answers; return the exit code."""
+    """Get the lines answered, on this machine or by a cluster; return the exit code."""
     from specgen.render.progress_bars import batch_progress, batch_summary
-    from specgen.session.engine import Engine
-    from specgen.session.measurements import fastest_parallel
 
     is_silent = output.quiet or output.verbose > 0
-    with Interrupt() as stop, batch_progress(sys.stderr, quiet=is_silent) as report:
-        tasks = job.prepare(lines, stop)
-        if tasks and not stop():
-            n_parallel = parallel or fastest_parallel(loaded, len(tasks), stop)
-            n_ctx = max(task.n_ctx for task in tasks)
-            started = time.perf_counter()
-            with Engine.largest(
-                loaded, n_parallel, n_ctx, is_fixed=parallel is not None, interrupted=stop
-            ) as engine:
-                try:
-                    job.run(engine, tasks, stop, report)
-                finally:
-                    loaded.memory.save()
-                    if job.tally.n_answers:
-                        seconds = time.perf_counter() - started
-                        where = f"{engine.n_parallel} at once"
-                        output.note(batch_summary(job.tally, seconds, where))
+    started_s = time.perf_counter()
+    with (
+        _opened(cluster, work, write, output) as job,
+        Interrupt() as stop,
+        batch_progress(sys.stderr, quiet=is_silent) as report,
+    ):
+        try:
+            with contextlib.closing(job.run(lines, stop)) as tallies:
+                for number, tally in enumerate(tallies):
+                    if number == 0:  # the prompts are prepared
+                        started_s = time.perf_counter()
+                    report(tally)
+        finally:
+            if job.tally.n_answers:
+                seconds = time.perf_counter() - started_s
+                output.note(batch_summary(job.tally, seconds, job.where))
     return stop.exit_code
+
+
+@contextlib.contextmanager
+def _opened(
+    cluster: Cluster | None, work: BatchWork, write: Write, output: Output
+) -> Iterator[Batch | RayBatch]:
+    """Load the models, or connect to the cluster."""
+    if cluster is not None:
+        with ray_batch(cluster, work, write, verbose=output.verbose > 0) as remote:
+            yield remote
+        return
+    from specgen.serve.batch.runner import Batch
+
+    with opened(work.options, work.kernels, output, work.drafts) as loaded:
+        yield Batch(
+            loaded,
+            work.prompting,
+            write,
+            work.settings,
+            parallel=work.parallel,
+            wall_clock=time.time,
+            note=output.note,
+        )
 
 
 def _check_files(source: Path, destination: Path) -> None:
@@ -279,9 +270,13 @@ def _is_terminal(device: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _alone(destination: Path) -> Iterator[None]:
-    """Keep other processes from writing to a file of results."""
+def _taken_up(
+    destination: Path, output: Output, retry_errors: bool
+) -> Iterator[tuple[Earlier, Write]]:
+    """Yield the results that a file already has, and what appends to them. No other process can write to it
+    meanwhile."""
     from specgen.models import cache_folder
+    from specgen.serve.batch.results import appending, read_results, without_errors
     from specgen.system.json_lines import locked
 
     name = hashlib.sha256(os.fsencode(destination.resolve())).hexdigest()[:16]
@@ -290,21 +285,15 @@ def _alone(destination: Path) -> Iterator[None]:
         hint="wait until it has ended, or name another file",
     )
     with locked(cache_folder() / "locks" / f"{name}.lock", held):
-        yield
-
-
-def _take_up(destination: Path, output: Output, *, retry_errors: bool) -> Earlier:
-    """Return the results that a file already has."""
-    from specgen.serve.batch.results import read_results, without_errors
-
-    earlier = read_results(destination)
-    if earlier.is_torn:
-        output.note(
-            f"{destination}: the last result is incomplete and was dropped; its line is answered again"
-        )
-    if retry_errors and earlier.errors:
-        earlier = without_errors(destination, earlier)
-    return earlier
+        earlier = read_results(destination)
+        if earlier.is_torn:
+            output.note(
+                f"{destination}: the last result is incomplete and was dropped; its line is answered again"
+            )
+        if retry_errors and earlier.errors:
+            earlier = without_errors(destination, earlier)
+        with appending(destination, earlier) as write:
+            yield earlier, write
 
 
 def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str, Any]:

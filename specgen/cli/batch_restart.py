@@ -23,8 +23,7 @@ _VARIABLE = "SPECGEN_BATCH_RESTARTS"
 #: The most restarts for the same number of missing lines: the lines may be what ends the workers.
 _MOST = 5
 #: Seconds between two checks of the workers, and the most that a check waits for an answer.
-_PAUSE_S = 1.0
-_PROBE_S = 5.0
+_PAUSE_S, _PROBE_S = 1.0, 5.0
 
 
 def with_workers(
@@ -36,32 +35,28 @@ def with_workers(
     patience_s: float,
     note: Callable[[str], None],
 ) -> int:
-    """Return what `answer` returns, the exit code.
-
-    If it loses a worker and `can_restart` is set, a new process replaces this one. The new one waits for
-    all workers, at most `patience_s` seconds, and generates the missing answers, now at most `n_missing`.
-    Raise `WorkerLostError`: at once if the first process cannot find a worker, whose name may be mistyped."""
+    """Return the exit code that `answer` returns. If it loses a worker and `can_restart` is set, replace this
+    process by one that waits for all workers, at most `patience_s` seconds, and generates the answers that are
+    then missing, of now `n_missing`. Raise `WorkerLostError`: at once if the first process cannot find a
+    worker, whose name may be mistyped, or if restarts bring no new result."""
     if workers is None:
         return answer()
-    if code := _wait(workers, patience_s if _VARIABLE in os.environ else 0.0, note):
+    before = os.environ.get(_VARIABLE)
+    if code := _wait(workers, 0.0 if before is None else patience_s, note):
         return code
     try:
         return answer()
     except WorkerLostError as error:
-        if not can_restart:
+        n_before, _, times = (before or "").partition(" ")
+        n_times = int(times or 0) + 1 if n_before == str(n_missing) else 1
+        if not can_restart or n_times > _MOST or not hasattr(os, "fork"):  # Windows cannot exec
             raise
-        _restart(n_missing, error, note)
+        note(f"{error.message}; starting again")
+        _replace_process(f"{n_missing} {n_times}")
 
 
-def _restart(n_missing: int, error: WorkerLostError, note: Callable[[str], None]) -> NoReturn:
-    """Replace the process by one that waits for the workers (`_wait`) and generates the missing answers.
-    Raise `error` if that was done too often without a new result, or is not possible."""
-    before, times = _told()
-    times = 1 if n_missing != before else times + 1
-    if times > _MOST or not hasattr(os, "fork"):  # Windows does not replace processes
-        raise error
-    note(f"{error.message}; starting again")
-    os.environ[_VARIABLE] = f"{n_missing} {times}"
+def _replace_process(state: str) -> NoReturn:
+    os.environ[_VARIABLE] = state
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     # llama.cpp's connections would stay open in the new process.
@@ -72,35 +67,22 @@ def _restart(n_missing: int, error: WorkerLostError, note: Callable[[str], None]
 def _wait(workers: Workers, patience_s: float, note: Callable[[str], None]) -> int:
     """Wait until all workers respond; return 0, or the exit code of a signal that came meanwhile. Raise
     `WorkerLostError` if they do not within `patience_s` seconds."""
+    from specgen.system.worker_probe import probe
+
     until = time.monotonic() + patience_s
     is_told = False
     with Interrupt() as stop:
         while not stop():
-            error = _missing(workers)
-            if error is None:
+            try:
+                for endpoint in workers.endpoints:
+                    probe(endpoint, _PROBE_S)
+            except WorkerLostError as error:
+                if time.monotonic() > until:
+                    raise
+                if not is_told:
+                    note(f"{error.message}; waiting for all workers, {patience_s:g} s at most")
+            else:
                 return 0
-            if time.monotonic() > until:
-                raise error
-            if not is_told:
-                note(f"{error.message}; waiting for all workers, {patience_s:g} s at most")
-                is_told = True
+            is_told = True
             time.sleep(_PAUSE_S)
     return stop.exit_code
-
-
-def _missing(workers: Workers) -> WorkerLostError | None:
-    """Return the error of the first worker that does not respond."""
-    from specgen.system.worker_probe import probe
-
-    try:
-        for endpoint in workers.endpoints:
-            probe(endpoint, _PROBE_S)
-    except WorkerLostError as error:
-        return error
-    return None
-
-
-def _told() -> tuple[int, int]:
-    """Return the state that the process before passed on; (-1, 0) without one."""
-    n_missing, _, times = os.environ.get(_VARIABLE, "").partition(" ")
-    return (int(n_missing), int(times)) if n_missing.isdigit() and times.isdigit() else (-1, 0)

@@ -7,7 +7,7 @@ import datetime
 import os
 import signal
 import sys
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,9 +24,7 @@ from specgen.errors import OutputError, SpecgenError, UsageError, WorkerLostErro
 if TYPE_CHECKING:
     from specgen.events import Event
     from specgen.serve.chat.chat import Chat
-    from specgen.serve.chat.commands import Command
-    from specgen.serve.chat.conversation import Conversation
-    from specgen.serve.chat.log import ChatLog
+    from specgen.serve.chat.conversation import ChatLog, Conversation
     from specgen.train.learner import Learner
 
 
@@ -78,6 +76,8 @@ def chat(
     sources, options = setup.find(output)
     with contextlib.ExitStack() as stack:
         from specgen.serve.chat.chat import Chat, check_template
+        from specgen.serve.chat.conversation import Change
+        from specgen.session.calibration import calibrate
         from specgen.session.engine import Engine
         from specgen.train.learner import Learner
 
@@ -87,18 +87,20 @@ def chat(
             opened(options, kernels, output, sources.drafts, check_template)
         )
         view = _View(output)
+        news = calibrate(loaded, view.interrupted)
         engine = stack.enter_context(
             Engine(loaded, interrupted=view.interrupted, estimate_gain=stats or output.json)
         )
+        engine.notify(news)
         stack.callback(loaded.memory.save)
         now = datetime.datetime.now().astimezone()
         talk = Chat(loaded, engine, conversation, log, now=now)
-        learner = stack.enter_context(Learner(loaded, engine, engine.tell))
-        _begin(talk, system, text)
+        learner = stack.enter_context(Learner(loaded, engine, engine.notify))
+        if system is not None and system != conversation.system:
+            talk.change(Change("system", system))
+        if text and text != conversation.files:
+            talk.change(Change("files", text))
         return _talk(talk, view, learner, output)
-
-
-# --- the conversation -----------------------------------------------------------------------
 
 
 #: By the reason for which an answer ended: what to say if it was cut off.
@@ -152,37 +154,34 @@ class _View:
 
 
 def _say(text: str) -> None:
-    """Print something that is no answer."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _begin(talk: Chat, system: str | None, files: str) -> None:
-    """Set the system message and the files of a conversation if it has others."""
-    from specgen.serve.chat.conversation import Change
-
-    if system is not None and system != talk.conversation.system:
-        talk.change(Change("system", system))
-    if files and files != talk.conversation.files:
-        talk.change(Change("files", files))
 
 
 def _talk(talk: Chat, view: _View, learner: Learner, output: Output) -> int:
     """Answer messages until there are no more; return the exit code."""
-    from specgen.cli.chat_input import PipedMessages, is_person
-    from specgen.serve.chat.commands import parse
+    from specgen.cli.chat_input import is_person, piped_messages, typed_messages
+    from specgen.models import data_folder
+    from specgen.serve.chat.chat import ALIASES, COMMANDS, parse_command
 
     is_typed = is_person()
     if is_typed and not output.quiet:
         _say("/help lists the commands; Ctrl-D ends the conversation")
-    messages = _typed() if is_typed else PipedMessages(sys.stdin.buffer)
+    if is_typed:
+        names = [f"/{name}" for name in (*COMMANDS, *ALIASES)]
+        messages = typed_messages(data_folder() / "chat-history", names)
+    else:
+        messages = piped_messages(sys.stdin.buffer)
     failed = 0
     for message in messages:
         try:
             learner.between_answers(begins=True)
-            command = parse(message)
-            if command is not None and command.name == "quit":
+            command = parse_command(message)
+            if command is None:
+                code = view.answer(talk.ask(message))
+            elif command[0] == "quit":
                 break
-            code = view.answer(talk.ask(message)) if command is None else _do(command, talk, view)
+            else:
+                code = _do(*command, talk, view)
         except SpecgenError as error:
             if isinstance(error, WorkerLostError) or (
                 isinstance(error, OutputError) and not is_typed
@@ -203,23 +202,12 @@ def _talk(talk: Chat, view: _View, learner: Learner, output: Output) -> int:
     return 0 if is_typed else failed
 
 
-def _typed() -> Iterable[str]:
-    from specgen.cli.chat_input import TypedMessages
-    from specgen.models import data_folder
-    from specgen.serve.chat.commands import ALIASES, COMMANDS
-
-    names = tuple(f"/{name}" for name in (*(command.name for command in COMMANDS), *ALIASES))
-    return TypedMessages(data_folder() / "chat-history", names)
-
-
-def _do(command: Command, talk: Chat, view: _View) -> int:
+def _do(name: str, argument: str, talk: Chat, view: _View) -> int:
     """Carry out a command; return the exit code of a signal, or 0. Raise `UsageError` if it is not
     possible, `PromptError`, and `OutputError` if the conversation cannot be saved."""
     from specgen.render.text import counted
-    from specgen.serve.chat import log
-    from specgen.serve.chat.conversation import Change
+    from specgen.serve.chat.conversation import Change, read_conversation, save_conversation
 
-    name, argument = command.name, command.argument
     if name == "regen":
         if talk.says_the_same_again:
             _say("note: at temperature 0 the new answer is the same (--temp 0.8 lets it vary)")
@@ -237,12 +225,12 @@ def _do(command: Command, talk: Chat, view: _View) -> int:
         _say("the system message was changed" if argument else "the system message was removed")
     elif name == "save":
         try:
-            log.save(Path(argument).expanduser(), talk.conversation)
+            save_conversation(Path(argument).expanduser(), talk.conversation)
         except OutputError as error:  # a mistyped name does not end the conversation
             raise UsageError(error.message, error.hint) from None
         _say(f"saved to {argument}")
     elif name == "load":
-        loaded, _ = log.read(Path(argument).expanduser())
+        loaded = read_conversation(Path(argument).expanduser())
         talk.change(Change("load", changes=loaded.changes()))
         _say(_greeting(loaded))
     elif name == "draft":
@@ -256,15 +244,14 @@ def _do(command: Command, talk: Chat, view: _View) -> int:
 
 
 def _help() -> str:
-    from specgen.serve.chat.commands import COMMANDS
+    from specgen.serve.chat.chat import COMMANDS
 
-    width = max(len(command.usage) for command in COMMANDS)
-    lines = [f"{command.usage:<{width}}  {command.does}" for command in COMMANDS]
-    keys = (
-        "A backslash at the end of a line goes on with another one. Ctrl-C stops an answer, Ctrl-D "
-        "ends."
+    usages = {f"/{name} {takes}".strip(): does for name, (takes, does) in COMMANDS.items()}
+    lines = [f"{usage:<{max(map(len, usages))}}  {does}" for usage, does in usages.items()]
+    lines.append(
+        "A backslash at the end of a line goes on with another one. Ctrl-C stops an answer, Ctrl-D ends."
     )
-    return "\n".join([*lines, keys])
+    return "\n".join(lines)
 
 
 def _show_thought(talk: Chat) -> None:
@@ -291,22 +278,23 @@ def _show_figures(talk: Chat) -> None:
     from specgen.render.summary import print_summary
     from specgen.render.text import counted
 
-    if talk.finished is None or talk.prompt is None:
+    last = talk.finished
+    if last is None or talk.prompt is None:
         raise UsageError("there is no answer yet")
     console = make_console(sys.stderr, os.environ)
-    print_summary(console, talk.finished, draft=talk.prompt.draft, kernels=talk.prompt.kernels)
-    totals = talk.totals
-    parts = [f"{counted(totals.n_answers, 'answer')} of {counted(totals.n_tokens, 'token')}"]
-    if totals.n_drafted:
-        parts.append(f"{100 * totals.n_accepted / totals.n_drafted:.0f}% of the draft accepted")
-    share = 100 * totals.n_cached_tokens / totals.n_prompt_tokens
-    parts.append(f"{share:.0f}% of the prompts from the cache")
-    used = talk.finished.n_prompt_tokens + talk.finished.n_tokens
+    print_summary(console, last, draft=talk.prompt.draft, kernels=talk.prompt.kernels)
+    counts = [
+        (each.n_tokens, each.n_drafted, each.n_accepted, each.n_prompt_tokens, each.n_cached_tokens)
+        for each in talk.answers
+    ]
+    n_tokens, n_drafted, n_accepted, n_prompt, n_cached = map(sum, zip(*counts, strict=True))
+    parts = [f"{counted(len(counts), 'answer')} of {counted(n_tokens, 'token')}"]
+    if n_drafted:
+        parts.append(f"{n_accepted / n_drafted:.0%} of the draft accepted")
+    parts.append(f"{n_cached / n_prompt:.0%} of the prompts from the cache")
+    used = last.n_prompt_tokens + last.n_tokens
     parts.append(f"{used} of {talk.n_ctx} tokens of context in use")
     say(console, Text(f"in all: {', '.join(parts)}"))
-
-
-# --- files ----------------------------------------------------------------------------------
 
 
 def _session_file(name: str) -> Path:
@@ -323,8 +311,7 @@ def _session_file(name: str) -> Path:
 @contextlib.contextmanager
 def _opened(path: Path | None, output: Output) -> Iterator[tuple[Conversation, ChatLog | None]]:
     """Open a conversation and its log; without a file, a new conversation without a log."""
-    from specgen.serve.chat.conversation import Conversation
-    from specgen.serve.chat.log import ChatLog
+    from specgen.serve.chat.conversation import ChatLog, Conversation
 
     if path is None:
         yield Conversation(), None

@@ -22,71 +22,62 @@ if TYPE_CHECKING:
 _PROMPT = "> "
 
 
-class PipedMessages:
-    """The lines of a stream as messages. A backslash at the end of a line continues the message on the next
-    one; empty lines are skipped. Raises `PromptError` for a line that is not UTF-8."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[str]:
-        message = ""
-        for number, raw in enumerate(self._stream, start=1):
-            data = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-            try:
-                line = data.decode("utf-8").rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                raise PromptError(
-                    f"standard input is not UTF-8: byte {data[error.start]:#04x} on line {number}",
-                    hint="convert it first, for example with iconv -f LATIN1 -t UTF-8",
-                ) from None
-            if line.endswith("\\"):
-                message += line[:-1] + "\n"
-                continue
-            message += line
-            if message.strip():
-                yield message
-            message = ""
+def piped_messages(stream: IO[bytes]) -> Iterator[str]:
+    """Yield the lines of a stream. A backslash at the end of a line continues the message on the next one;
+    empty lines are skipped. Raise `PromptError` for a line that is not UTF-8."""
+    message = ""
+    for number, raw in enumerate(stream, start=1):
+        data = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+        try:
+            line = data.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise PromptError(
+                f"standard input is not UTF-8: byte {data[error.start]:#04x} on line {number}",
+                hint="convert it first, for example with iconv -f LATIN1 -t UTF-8",
+            ) from None
+        if line.endswith("\\"):
+            message += line[:-1] + "\n"
+            continue
+        message += line
         if message.strip():
-            yield message.removesuffix("\n")
+            yield message
+        message = ""
+    if message.strip():
+        yield message.removesuffix("\n")
 
 
-class TypedMessages:
-    """Messages that a person types, with an editor's keys and a history in the file `history`.
+def typed_messages(history: Path, commands: list[str]) -> Iterator[str]:
+    """Yield messages that a person types, with an editor's keys and a history in the file `history`.
 
     A backslash at the end of a line starts another line, and so does Alt-Enter; a paste stays one message.
     Ctrl-C clears the line, Ctrl-D in an empty one ends. `commands` are completed.
     """
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.output import create_output
 
-    def __init__(self, history: Path, commands: tuple[str, ...]) -> None:
-        from prompt_toolkit import PromptSession
-        from prompt_toolkit.completion import WordCompleter
-        from prompt_toolkit.output import create_output
-
-        # Answers may go into a pipe; the typed text must be visible all the same.
-        output = create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr)
-        self._session: PromptSession[str] = PromptSession(
-            _PROMPT,
-            history=_history(history),
-            completer=WordCompleter(list(commands), sentence=True),
-            complete_while_typing=False,
-            multiline=True,
-            prompt_continuation=lambda width, _number, _is_soft: " " * width,
-            key_bindings=_keys(),
-            output=output,
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        while True:
-            try:
-                with _ending_by_signals(self._session):
-                    message = self._session.prompt()
-            except KeyboardInterrupt:
-                continue
-            except EOFError:
-                return
-            if message.strip():
-                yield message
+    # Answers may go into a pipe; the typed text must be visible all the same.
+    output = create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr)
+    session: PromptSession[str] = PromptSession(
+        _PROMPT,
+        history=_history(history),
+        completer=WordCompleter(commands, sentence=True),
+        complete_while_typing=False,
+        multiline=True,
+        prompt_continuation=lambda width, _number, _is_soft: " " * width,
+        key_bindings=_keys(),
+        output=output,
+    )
+    while True:
+        try:
+            with _ending_by_signals(session):
+                message = session.prompt()
+        except KeyboardInterrupt:
+            continue
+        except EOFError:
+            return
+        if message.strip():
+            yield message
 
 
 def _history(path: Path) -> History:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specgen.errors import UsageError
-from specgen.system.toml_file import read_toml
+from specgen.system.files import read_toml
 
 #: The commands that answer prompts: all defaults are theirs. The others, which measure or make drafts, take
 #: only those that name models and describe the machine.
@@ -26,8 +26,6 @@ _NO_PANELS = ("Constrained answers",)
 _TARGETS = "targets"
 #: Of these options, one that is given takes the place of all.
 _RIVALS = (("target", "pair"), ("samplers", "sampler-seq"))
-
-
 #: What pydantic says of a value, which typer passes on, and how we say it.
 _WORDS = (
     (r"Input should be a valid integer.*", "it is not a whole number"),
@@ -47,7 +45,7 @@ def in_words(message: str) -> str:
 
 def config_file() -> Path:
     """Return the path of the user's defaults; the file need not exist."""
-    from specgen.models import config_folder
+    from specgen.models.files import config_folder
 
     return config_folder() / "config.toml"
 
@@ -104,6 +102,18 @@ def defaults_for(context: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _known_options(context: Any) -> dict[str, Any]:
+    """Return the options that may have a default, by all their keys."""
+    root = context.find_root().command
+    root.load(*ANSWERING)
+    return {
+        key: parameter
+        for name in reversed(ANSWERING)
+        for parameter in root.commands[name].params
+        for key in option_keys(parameter)
+    }
+
+
 def _entries(
     where: str, table: Mapping[str, Any], known: Mapping[str, Any]
 ) -> dict[str, tuple[str, Any]]:
@@ -120,64 +130,31 @@ def _entries(
     return found
 
 
-def _known_options(context: Any) -> dict[str, Any]:
-    """Return the options that may have a default, by all their keys."""
-    root = context.find_root().command
-    root.load(*ANSWERING)
-    return {
-        key: parameter
-        for name in reversed(ANSWERING)
-        for parameter in root.commands[name].params
-        for key in option_keys(parameter)
-    }
-
-
 def _check_value(where: str, value: Any, option: Any, context: Any) -> Any:
-    """Return a value as the option's default: text, as on the command line, or true or false. `where` names it.
-    Raise `UsageError` if its type or range is wrong."""
+    """Return a value as it would be on the command line. `where` names it. Raise `UsageError` if it is wrong."""
     import typer
 
-    where = f"{where} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
-    if isinstance(value, list) and not option.multiple:
-        raise UsageError(f"{where}: give one value")
     values = value if isinstance(value, list) else [value]
-    if any(isinstance(each, bool) != option.is_flag for each in values):
-        raise UsageError(
-            f"{where}: " + ("give true or false" if option.is_flag else "that is no switch")
-        )
-    plain = values if option.is_flag else [str(each) for each in values]
-    found = plain if option.multiple else plain[0]
+    texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]
     try:
-        read = option.process_value(context, found)
+        if len(texts) != 1 and not option.multiple:
+            raise typer.BadParameter("give one value")
+        found = texts if option.multiple else texts[0]
+        option.process_value(context, found)
     except typer.BadParameter as error:
-        raise UsageError(f"{where}: {in_words(error.message)}") from None
-    for given, each in zip(values, read if option.multiple else [read], strict=True):
-        is_number = isinstance(each, (int, float))
-        if is_number == isinstance(given, str):
-            raise UsageError(
-                f"{where}: " + ("give a number" if is_number else "give a text, in quotes")
-            )
+        raise UsageError(f"{where} = {', '.join(texts)}: {in_words(error.message)}") from None
     return found
 
 
 def _profile(tables: Mapping[str, Any], target: Any, pair: Any) -> str:
-    """Return the name of the table for the target; empty without one."""
-    if not tables:
-        return ""
-    from specgen.models import load_registry
+    """Return the name of the table for the target, which it may name as it was given, by its file's name, or
+    without its suffix; empty without one."""
+    if tables and target is None:
+        from specgen.models.registry import load_registry
 
-    registry = load_registry()
-    if target is None:
-        name = pair or registry.default_pair
-        known = registry.pairs.get(name)
+        registry = load_registry()
+        known = registry.pairs.get(pair or registry.default_pair)
         target = None if known is None else known.target
-    names = set(_names(str(target))) if target is not None else set()
+    path = Path(str(target))
+    names = () if target is None else (str(target), path.name, path.stem)
     return next((name for name in tables if name in names), "")
-
-
-def _names(target: str) -> Iterator[str]:
-    """Yield the names by which a table may name a target: as it was given, its file's name, and that without
-    its suffix."""
-    yield target
-    yield Path(target).name
-    yield Path(target).stem

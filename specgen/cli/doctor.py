@@ -183,7 +183,7 @@ def packed_line(n_bytes: int, n_room: int, folder: Path) -> str:
 
 def folder_line(folder: Path) -> str:
     """Return the name of a folder that specgen makes and writes to; with a remark if it cannot."""
-    from specgen.system.atomic_files import existing_parent
+    from specgen.system.files import existing_parent
 
     there = existing_parent(folder)
     is_usable = there.is_dir() and os.access(there, os.W_OK)

@@ -61,7 +61,7 @@ def learn(
     serve` do this by themselves, between answers.
     """
     from specgen.llama.kernels.admission import wanted_in
-    from specgen.train.online_learning import learn_from_files
+    from specgen.train.online_learning import learn as learn_from
     from specgen.train.training_loop import Budget
 
     target_path = find_target(target, quiet=output.quiet)
@@ -71,7 +71,7 @@ def learn(
     with output.measuring() as (progress, stop):
         shown = partial(progress, f"{draft_path.name} learns")
         budget = Budget(time.monotonic, time.monotonic() + 60.0 * minutes, stop, shown)
-        found = learn_from_files(folder, target_path, draft_path, budget)
+        found = learn_from(folder, target_path, draft_path, budget)
     if found is None:
         output.note("interrupted; everything is as it was")
         return stop.exit_code
@@ -112,20 +112,20 @@ def forget(*, target: str | None = None, output: Output) -> int:
 
 def _draft_model(target: str, draft: str | None, output: Output) -> Path:
     """Return the model that learns. Raise `UsageError` if none is known."""
-    from specgen.llama.decoder_heads import is_heads_file
-    from specgen.llama.draft_kind import draft_kind
+    from specgen.drafters.kinds import ANY_FILE, find_kind
 
     sources = find_models(ModelChoice(target, draft, None), quiet=output.quiet)
     for choice in sources.drafts:
         path = choice.draft
-        if isinstance(path, Path) and not is_heads_file(path) and draft_kind(path) is None:
+        kind = find_kind(path) if isinstance(path, Path) else None
+        if isinstance(path, Path) and kind is not None and kind.name == ANY_FILE:
             return path
     raise UsageError(f"no model drafts for {target}", hint="name one that is to learn with --draft")
 
 
 def _store(target: Path) -> Path:
     """Return the folder of lookup texts that were kept in a target's tokens."""
-    from specgen.drafters.lookup.store import EarlierTexts
+    from specgen.drafters.lookup_texts import EarlierTexts
     from specgen.llama import LlamaModel
 
     with contextlib.closing(LlamaModel(target, vocabulary_only=True)) as model:

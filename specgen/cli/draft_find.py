@@ -13,22 +13,19 @@ from typing import TYPE_CHECKING
 from typer import Argument, Option
 
 from specgen.cli import flags
+from specgen.cli.flags.trials import TRIALS, Trials
 from specgen.cli.model_loading import opened
 from specgen.cli.output import Output
-from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError, UsageError
+from specgen.errors import ModelFileError, UsageError
 from specgen.options import Contexts, DraftOptions, GenerationOptions
 from specgen.session.files import find_target, name_of
-from specgen.system.machine import LoadOfOthers, notes_on_figures
+from specgen.system.machine import notes_on_figures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from specgen.cli.process import Interrupt
-    from specgen.measure.selection.candidates import Refused
-    from specgen.measure.selection.draft_search import Search
-    from specgen.options import DraftSource, SessionOptions
-    from specgen.session.loaded_models import Models
-    from specgen.system.progress import Progress
+    from specgen.measure.search import Refused, Search
+    from specgen.options import SessionOptions
 
 
 @flags.takes_options(
@@ -42,7 +39,7 @@ if TYPE_CHECKING:
         "--save",
         help="Save the fastest draft for this target: `specgen run` without --draft uses it.",
     ),
-    trials=flags.trials.but(n_prompts=6),
+    trials=TRIALS.but(n_prompts=6),
     chat=flags.CHAT,
     drafting=flags.drafting,
     machine=flags.machine,
@@ -54,7 +51,7 @@ def find(
     target: str,
     files: list[Path] | None = None,
     save: bool = False,
-    trials: flags.Trials,
+    trials: Trials,
     chat: bool | None = None,
     drafting: DraftOptions,
     machine: Contexts,
@@ -65,16 +62,16 @@ def find(
 
     It tries the files that you name; without any, the models of `specgen models list` that are on this
     disk; and in any case n-grams and the target's own MTP layers. The target answers a few prompts
-    once; each draft is then tried on these answers, and ranked by its
-    expected speed-up over plain decoding.
+    once; each draft is then replayed on these answers, and ranked by its
+    speed-up over plain decoding.
 
     In a pipe, it prints the columns' names, then one line for each draft, the best first. The
-    columns, separated by tabs: the file, "mtp", "ngram" or "none"; the expected
+    columns, separated by tabs: the file, "mtp", "ngram" or "none"; the
     speed-up over plain decoding, and that of the worst prompt; tokens per
     second; acceptance rate; tokens per pass of the target; milliseconds to draft a token,
     and to begin.
     """
-    from specgen.measure.selection.candidates import find_candidates
+    from specgen.measure.search import find_candidates, search_drafts
     from specgen.models import identify, saved_draft
 
     if drafting.n_max == 0:
@@ -91,8 +88,10 @@ def find(
         opened(options, machine.kernels, output) as loaded,
         output.measuring() as (progress, stop),
     ):
-        candidates = find_candidates(files, [], path) if files else known_candidates([], path)
-        search = search_drafts(loaded, candidates, texts, chat, progress, stop)
+        found = find_candidates(files, [], path) if files else known_candidates([], path)
+        search = search_drafts(
+            loaded, *found, texts, chat=chat, interrupted=stop, progress=progress
+        )
     show_search(search, output, save=save, as_json=as_json)
     return stop.exit_code
 
@@ -129,68 +128,11 @@ def trial_options(
 def known_candidates(named: Sequence[Path], target: Path) -> tuple[list[Path], list[Refused]]:
     """Return the files to try as drafts for a target, those that specgen has on this disk among them, and
     the named files that are refused."""
-    from specgen.measure.selection.candidates import find_candidates
+    from specgen.measure.search import find_candidates
     from specgen.models import load_registry, locate
 
     known = [path for path in map(locate, load_registry().models.values()) if path is not None]
     return find_candidates(named, known, target)
-
-
-def search_drafts(
-    loaded: Models,
-    found: tuple[list[Path], list[Refused]],
-    texts: Sequence[str],
-    chat: bool | None,
-    progress: Progress,
-    stop: Interrupt,
-) -> Search | None:
-    """Try the drafts that were found, n-grams and MTP layers; return None if interrupted before there was a
-    result."""
-    from specgen.llama.decoder_heads import is_heads_file
-    from specgen.measure.selection.candidates import Refused
-    from specgen.measure.selection.draft_search import Search, Tried, by_speedup
-    from specgen.measure.selection.trial import measure_target, plain_figures, try_draft
-
-    target = loaded.options.target
-    candidates, refused = found
-    load = LoadOfOthers()
-    baseline = measure_target(
-        loaded,
-        texts,
-        chat=chat,
-        hidden=any(map(is_heads_file, candidates)),
-        interrupted=stop,
-        progress=lambda done, total: progress(target.name, done, total),
-    )
-    if baseline is None:
-        return None
-    tried = [Tried("none", plain_figures(baseline))]
-    drafts: list[DraftSource] = ["ngram", *candidates]
-    if not loaded.target.why_no_mtp:
-        drafts.insert(1, "mtp")
-    for draft in drafts:
-        what = name_of(draft)
-
-        def show(done: int, total: int, what: str = what) -> None:
-            progress(what, done, total)
-
-        try:
-            loaded.change_draft(draft)
-            figures = try_draft(loaded, baseline, interrupted=stop, progress=show)
-        except (BackendError, MemoryLimitError, ModelFileError, PairError) as error:
-            refused.append(Refused(Path(draft), error.message.removeprefix(f"{draft}: ")))
-            continue
-        if figures is None:
-            break
-        tried.append(Tried(draft, figures))
-    return Search(
-        target,
-        baseline,
-        by_speedup(tried),
-        tuple(refused),
-        is_interrupted=stop(),
-        others_share=load.share,
-    )
 
 
 def show_search(
@@ -209,8 +151,15 @@ def show_search(
                 search = _save_best(search)
                 on_saved(search)
         finally:  # show the measurements even if they cannot be saved
-            _print_search(search, as_json=as_json)
-    for note in _notes(search, save=save):
+            print_search(search, as_json=as_json)
+    notes = notes_on(search)
+    if search is not None and search.saved is not None:
+        target, name = search.target.name, name_of(search.saved)
+        notes.append(f"for {target}, `specgen run` without --draft now takes: {name}")
+    if search is None or search.is_interrupted:
+        unsaved = ", nothing was saved" if save else ""
+        notes.append(f"interrupted: not everything was tried{unsaved}")
+    for note in notes:
         output.note(note)
 
 
@@ -234,43 +183,36 @@ def _save_best(search: Search) -> Search:
     return replace(search, saved=best.draft)
 
 
-def _print_search(search: Search, *, as_json: bool) -> None:
-    """Print the ranking."""
-    from specgen.measure.selection.draft_search import to_json_object
+def print_search(search: Search, *, as_json: bool) -> None:
+    """Print the ranking: on a terminal as a table and three sentences."""
+    from specgen.measure.search import advice
     from specgen.render.tables import draft_lines, print_draft_table
 
     if as_json:
-        print(json.dumps(to_json_object(search), indent=2, ensure_ascii=False))
+        print(json.dumps(search.to_json_object(), indent=2, ensure_ascii=False))
     elif sys.stdout.isatty():
         from specgen.render.select import make_console
 
-        print_draft_table(search, make_console(sys.stdout, os.environ))
+        print_draft_table(search, advice(search), make_console(sys.stdout, os.environ))
     else:
         for line in draft_lines(search.tried):
             print(line)
 
 
-def _notes(search: Search | None, *, save: bool) -> list[str]:
+def notes_on(search: Search | None) -> list[str]:
     """Return remarks about the ranking."""
-    notes = []
-    if search is not None:
-        if search.ties:
-            names = ", ".join(
-                f"{name_of(one.draft)} (x{one.figures.speedup:.2f})" for one in search.ties
-            )
-            notes.append(f"a tie, since they differ by no more than the noise: {names}")
-        notes += notes_on_figures(search.others_share)
-        notes += [f"{refused.file}: {refused.reason}" for refused in search.refused]
-        notes += [
-            f"prompt {number} was left out: the context has no room for it"
-            for number in search.baseline.skipped
-        ]
-        if search.saved is not None:
-            target = search.target.name
-            notes.append(
-                f"for {target}, `specgen run` without --draft now takes: {name_of(search.saved)}"
-            )
-    if search is None or search.is_interrupted:
-        unsaved = ", nothing was saved" if save else ""
-        notes.append(f"interrupted: not everything was tried{unsaved}")
+    if search is None:
+        return []
+    notes: list[str] = []
+    if search.ties:
+        names = ", ".join(
+            f"{name_of(one.draft)} (x{one.figures.speedup:.2f})" for one in search.ties
+        )
+        notes.append(f"a tie, since they differ by no more than the noise: {names}")
+    notes += notes_on_figures(search.others_share)
+    notes += [f"{refused.file}: {refused.reason}" for refused in search.refused]
+    notes += [
+        f"prompt {number} was left out: the context has no room for it"
+        for number in search.baseline.skipped
+    ]
     return notes

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from typer import Option
 
 from specgen.cli import flags
-from specgen.cli.draft_find import known_candidates, search_drafts, show_search, trial_options
+from specgen.cli.draft_find import known_candidates, show_search, trial_options
 from specgen.cli.model_loading import load, log_shown, opened, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import UsageError
 from specgen.models import cache_folder
 from specgen.options import Contexts, DraftOptions, GenerationOptions
+from specgen.session.files import find_target
 from specgen.train.draft_builder import (
     JUDGED_TOKENS,
     N_ANSWER_TOKENS,
@@ -33,10 +34,9 @@ from specgen.train.draft_builder import (
 
 if TYPE_CHECKING:
     from specgen.cli.process import Interrupt
-    from specgen.measure.selection.draft_search import Search
-    from specgen.session.files import find_target
-    from specgen.session.loaded_models import Models
-from specgen.system.progress import Progress
+    from specgen.measure.search import Search
+    from specgen.session.session import Session
+    from specgen.system.progress import Progress
 
 _TEXT = {
     "prompts": Option(
@@ -106,8 +106,9 @@ def data(
     ),
     kind=Option(
         "--kind",
-        help="What to make (decoder heads, or a small model fitted to the target).",
-        show_default="heads; a fitted model too, where JAX is installed and there is a small one",
+        help="What to make: decoder heads, a small model fitted to the target, or the target without some "
+        "of its layers.",
+        show_default="heads; a fitted model too, where there is a small one",
     ),
     minutes=Option(
         "--minutes", min=0.1, help="About how long it may take, comparing drafts included."
@@ -144,13 +145,15 @@ def make(
     the text.
 
     Decoder heads read the target's hidden state and predict the tokens after the next one: they need no
-    model of their own, and about a millisecond per draft. A small model that is fitted to the target (needs
-    `pip install 'specgen-gguf[train]'`) is as fast as before, and agrees with the target more often.
+    model of their own, and about a millisecond per draft. A small model that is fitted to the target is as
+    fast as before, and agrees with the target more often. Both are trained with JAX (`pip install
+    'specgen-gguf[train]'`). The target without some of its layers gains least.
 
     It prints the ranking as `specgen draft find` does.
     """
     from specgen.measure.prompts import evenly_chosen
-    from specgen.session.measurements import target_costs
+    from specgen.measure.search import search_drafts
+    from specgen.session.calibration import target_costs
     from specgen.session.open import open_session
     from specgen.train.target_text import is_held_back
 
@@ -177,9 +180,8 @@ def make(
         judged = replace(own, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
         with open_session(judged, clock=time.perf_counter, memory=loaded.memory) as loaded:
             texts = evenly_chosen(held_back, plan.n_judged)
-            search = search_drafts(
-                loaded, known_candidates(made, path), texts, None, progress, stop
-            )
+            found = known_candidates(made, path)
+            search = search_drafts(loaded, *found, texts, interrupted=stop, progress=progress)
     show_search(
         search,
         output,
@@ -210,18 +212,11 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Out
     """Return the model to fit; None without one. Raise `UsageError` if a fitted draft was asked for but is
     not possible."""
     from specgen.models import load_registry, locate
-    from specgen.train.distillation import check_library
 
     is_asked = draft is not None or kind == "distilled"
-    if kind == "heads":
+    if kind in ("heads", "pruned"):
         if draft is not None:
             raise UsageError("--draft is the model to fit: it goes with --kind distilled")
-        return None
-    try:
-        check_library()
-    except UsageError:
-        if is_asked:
-            raise
         return None
     if draft is not None:
         return find_target(draft, quiet=output.quiet)
@@ -255,7 +250,7 @@ def _prompts(file: Path | None) -> list[str]:
 
 
 def _builder(
-    loaded: Models, text: TextOptions, progress: Progress, stop: Interrupt, output: Output
+    loaded: Session, text: TextOptions, progress: Progress, stop: Interrupt, output: Output
 ) -> DraftBuilder:
 
     return DraftBuilder(

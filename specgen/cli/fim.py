@@ -18,12 +18,12 @@ from specgen.errors import OutputError, PromptError, UsageError
 
 if TYPE_CHECKING:
     from specgen.events import FinishedEvent
-    from specgen.session.loaded_models import Models
     from specgen.session.prompts import Prompt
     from specgen.session.prompts.infill import Gap
+    from specgen.session.session import Session
 
 #: FILE:LINE or FILE:LINE:COLUMN; a file's name may have colons too.
-LOCATION = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))?", re.DOTALL)
+_LOCATION = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))?", re.DOTALL)
 _BOM = "\ufeff"
 #: How long a prompt may take to read by default, in seconds; and the tokens that are read in any case, of
 #: which the prompt's default length is a multiple.
@@ -72,14 +72,21 @@ def fim(
     """
     output.check(setup.answer)
     found = _find_gap(place, prefix_file, suffix_file, in_place=in_place)
-    context = [(str(path), decoded(read_bytes(path), str(path))) for path in context_files or ()]
+    context = {str(path): decoded(read_bytes(path), str(path)) for path in context_files or ()}
     if not found.prefix and not found.suffix and not context:
         raise PromptError("there is no text before or after the gap", hint="give some text")
     finished: list[FinishedEvent] = []
-    from specgen.session.prompts.infill import check_infill
+    from specgen.session.prompts.infill import ContextFile, Gap, check_infill
 
+    gap = Gap(  # for the model, with line ends of one kind
+        _unix(found.prefix),
+        _unix(found.suffix),
+        name="file" if found.path is None else str(found.path),
+        context=tuple(ContextFile(name, _unix(text)) for name, text in context.items()),
+        repository=Path.cwd().name or "repository",
+    )
     with setup.opened(output, lambda loaded: check_infill(loaded.target)) as loaded:
-        prompt, left_out = _prompt(loaded, _gap(found, context))
+        prompt, left_out = _prompt(loaded, gap)
         if left_out:
             output.note(left_out)
         code = show_answer(loaded, prompt, output, finished.append)
@@ -88,6 +95,10 @@ def fim(
         if finished[0].finish_reason != "stop":
             output.note(f"the middle was cut off after {finished[0].n_tokens} tokens")
     return code
+
+
+def _unix(text: str) -> str:
+    return text.replace("\r\n", "\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +115,7 @@ class _FileGap:
     def write(self, middle: str) -> None:
         """Write the file with the middle in it, with the file's own line ends. Raise `OutputError`, also if
         the file changed meanwhile."""
-        from specgen.system.atomic_files import new_beside
+        from specgen.system.files import new_beside
 
         assert self.path is not None
         if "\r\n" in self.text:
@@ -127,32 +138,32 @@ class _FileGap:
 def _find_gap(
     place: str | None, prefix_file: Path | None, suffix_file: Path | None, *, in_place: bool
 ) -> _FileGap:
-    """Return the gap that was asked for. Raises `UsageError`, `PromptError`."""
-    if place is not None and (prefix_file or suffix_file):
-        raise UsageError("FILE:LINE and --prefix-file or --suffix-file exclude each other")
+    """Return the gap that was asked for. Raise `UsageError`, `PromptError`."""
+    files = prefix_file, suffix_file
     if place is not None:
+        if any(files):
+            raise UsageError("FILE:LINE and --prefix-file or --suffix-file exclude each other")
         return _in_file(place)
     if in_place:
         raise UsageError("--in-place needs FILE:LINE, the file to write to")
-    if prefix_file is None and suffix_file is None:
+    if not any(files):
         raise UsageError(
-            "no gap is given",
-            hint="give FILE:LINE[:COLUMN], or --prefix-file and --suffix-file",
+            "no gap is given", hint="give FILE:LINE[:COLUMN], or --prefix-file and --suffix-file"
         )
     if prefix_file == suffix_file == STDIO:
         raise UsageError("--prefix-file and --suffix-file cannot both be standard input")
+    names = ["standard input" if path == STDIO else str(path) for path in files]
     prefix, suffix = (
-        "" if path is None else decoded(read_bytes(path), _name(path))
-        for path in (prefix_file, suffix_file)
+        "" if path is None else decoded(read_bytes(path), name)
+        for path, name in zip(files, names, strict=True)
     )
-    named = prefix_file if prefix_file is not None and prefix_file != STDIO else None
-    return _FileGap(prefix, suffix, named)
+    return _FileGap(prefix, suffix, None if prefix_file == STDIO else prefix_file)
 
 
 def _in_file(place: str) -> _FileGap:
     """Return the gap at FILE:LINE[:COLUMN]. Raises `UsageError` if the text has another form, `PromptError`
     if the file has no such place."""
-    found = LOCATION.fullmatch(place)
+    found = _LOCATION.fullmatch(place)
     if found is None:
         raise UsageError(
             f"{place!r} is not a place in a file", hint="give FILE:LINE or FILE:LINE:COLUMN"
@@ -174,30 +185,17 @@ def _in_file(place: str) -> _FileGap:
     return _FileGap(rest[:start], rest[start:], path, text, before)
 
 
-def _gap(found: _FileGap, context: list[tuple[str, str]]) -> Gap:
-    """Return the gap for the model: with line ends of one kind."""
-    from specgen.session.prompts.infill import ContextFile, Gap
-
-    return Gap(
-        found.prefix.replace("\r\n", "\n"),
-        found.suffix.replace("\r\n", "\n"),
-        name=str(found.path) if found.path is not None else "file",
-        context=tuple(ContextFile(name, text.replace("\r\n", "\n")) for name, text in context),
-        repository=Path.cwd().name or "repository",
-    )
-
-
-def _prompt(loaded: Models, gap: Gap) -> tuple[Prompt, str]:
+def _prompt(loaded: Session, gap: Gap) -> tuple[Prompt, str]:
     """Return the prompt for a gap, and a sentence about what is not read; empty if all of it is.
 
     Unless the user gave the size of the context, the prompt is as long as this machine reads in a few
     seconds: on a CPU, a context full of text takes half a minute.
     """
-    from specgen.session.measurements import tokens_read_in
+    from specgen.session.calibration import tokens_read_in
     from specgen.session.prompts.infill import infill_prompt
 
-    n_room = _room(loaded)
-    infill = infill_prompt(loaded.target, loaded.drafts.own_vocabulary, gap, n_room)
+    own_draft, n_room = loaded.own_vocabulary, _room(loaded)
+    infill = infill_prompt(loaded.target, own_draft, gap, n_room)
     why = f"the context has room for {n_room} tokens of text (raise -c)"
     n_all = len(infill.prompt.tokens)
     if loaded.options.target_context.n_ctx is None and n_all > _LEAST_READ:
@@ -205,16 +203,14 @@ def _prompt(loaded: Models, gap: Gap) -> tuple[Prompt, str]:
             n_fast = tokens_read_in(loaded, _READING_S, stop)
         n_fast = max(_LEAST_READ, n_fast // _LEAST_READ * _LEAST_READ)
         if n_fast < n_all:
-            infill = infill_prompt(loaded.target, loaded.drafts.own_vocabulary, gap, n_fast)
-            why = (
-                f"this machine reads {n_fast} tokens in about {_READING_S:.0f} s "
-                f"(-c {loaded.usual_n_ctx} reads more)"
-            )
+            infill = infill_prompt(loaded.target, own_draft, gap, n_fast)
+            about = f"{n_fast} tokens in about {_READING_S:.0f} s"
+            why = f"this machine reads {about} (-c {loaded.usual_n_ctx} reads more)"
     left_out = f"{why}; not read: {', '.join(infill.left_out)}" if infill.left_out else ""
     return infill.prompt, left_out
 
 
-def _room(loaded: Models) -> int:
+def _room(loaded: Session) -> int:
     """Return the most tokens of the prompt. The far ends of a long file matter little, and take long to
     read. Raise `UsageError` if the middle needs the whole context."""
     n_ctx = loaded.usual_n_ctx
@@ -227,7 +223,3 @@ def _room(loaded: Models) -> int:
             hint=f"use --ctx-size {2 * max_tokens} or more, or a smaller --max-tokens",
         )
     return n_room
-
-
-def _name(path: Path) -> str:
-    return "standard input" if path == STDIO else str(path)

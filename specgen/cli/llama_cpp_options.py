@@ -7,117 +7,101 @@ note; those that have an equal are replaced by it; the others are refused, with 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specgen.errors import UsageError
 
 #: Options without a value that change nothing here, for all commands and for some.
-_SAME = (
-    *("--jinja", "--color", "-co", "--no-display-prompt", "--warmup", "--no-warmup", "--mmap"),
-    *("--no-context-shift", "--no-escape", "--log-disable", "--no-perf", "--no-show-timings"),
-    *("--repack", "--kv-offload", "-kvo", "--op-offload", "--no-mmproj"),
-    *("--cont-batching", "-cb", "--cache-prompt"),
+_SAME = frozenset(
+    [
+        "--jinja",
+        "--color",
+        "-co",
+        "--no-display-prompt",
+        "--warmup",
+        "--no-warmup",
+        "--mmap",
+        "--no-context-shift",
+        "--no-escape",
+        "--log-disable",
+        "--no-perf",
+        "--no-show-timings",
+        "--repack",
+        "--kv-offload",
+        "-kvo",
+        "--op-offload",
+        "--no-mmproj",
+        "--cont-batching",
+        "-cb",
+        "--cache-prompt",
+    ]
 )
-_SAME_IN: Mapping[str, Sequence[str]] = {
-    "run": ("--single-turn", "-st"),
-    "chat": (
-        *("--conversation", "-cnv", "--interactive", "-i", "--interactive-first", "-if"),
-        *("--multiline-input", "-mli"),
-    ),
-    "serve": ("--metrics", "--props", "--slots", "--webui", "--ui"),
+_SAME_IN = {
+    "run": "--single-turn -st",
+    "chat": "--conversation -cnv --interactive -i --interactive-first -if --multiline-input -mli",
+    "serve": "--metrics --props --slots --webui --ui",
 }
-#: An option's equal here. An option with `=` or a value behind it keeps that.
-_EQUAL: Mapping[str, Sequence[str]] = {
-    "--system-prompt": ("--system",),
-    "--n-gpu-layers": ("--gpu-layers",),
-    "--n-gpu-layers-draft": ("--gpu-layers-draft",),
-    "--spec-draft-ngl": ("--gpu-layers-draft",),
-    "--spec-draft-model": ("--draft",),
-    "--spec-draft-hf": ("--hf-repo-draft",),
-    "--spec-draft-n-max": ("--draft-max",),
-    "--spec-draft-n-min": ("--draft-min",),
-    "--spec-draft-p-min": ("--draft-p-min",),
-    "--draft-n-min": ("--draft-min",),
-    "--mtp": ("--draft", "mtp"),
-    "--no-conversation": ("--raw",),
-    "-no-cnv": ("--raw",),
-    "--in-file": ("--file",),
-    "--perf": ("--stats",),
-    "--show-timings": ("--stats",),
-    "--simple-io": ("--show", "none"),
-    "--log-verbose": ("--verbose",),
+#: Our equals of llama.cpp's options, which keep a value behind them.
+_EQUALS = {
+    "--system": "--system-prompt",
+    "--gpu-layers": "--n-gpu-layers",
+    "--gpu-layers-draft": "--n-gpu-layers-draft --spec-draft-ngl",
+    "--draft": "--spec-draft-model",
+    "--hf-repo-draft": "--spec-draft-hf",
+    "--draft-max": "--spec-draft-n-max",
+    "--draft-min": "--spec-draft-n-min --draft-n-min",
+    "--draft-p-min": "--spec-draft-p-min",
+    "--draft mtp": "--mtp",
+    "--raw": "--no-conversation -no-cnv",
+    "--file": "--in-file",
+    "--stats": "--perf --show-timings",
+    "--show none": "--simple-io",
+    "--verbose": "--log-verbose",
 }
-_CHAT = "`specgen chat` is a conversation; `specgen run` answers one prompt"
-_THREADS = "-t and -tb are for the draft, too"
-_COLD = "leave it out: specgen measures how many threads are best, and the system places them"
-_TEMPLATE = (
-    "specgen uses the model's own template; --raw continues a text in which you wrote one yourself"
-)
-_LOG = "-v and -vv say more on standard error; `2> FILE` keeps it"
-_MEMORY = (
-    "leave it out: specgen maps the file, and keeps the weights that its kernels read in memory"
-)
-_RUN = "`specgen run` answers one prompt"
-#: What to use instead.
-_INSTEAD: Mapping[str, str] = {
-    **dict.fromkeys(("-ub", "--ubatch-size"), "-b N is how many prompt tokens are decoded at once"),
-    **dict.fromkeys(("-e", "--escape"), r"write line breaks as the shell does: $'one\ntwo'"),
-    **dict.fromkeys(
-        (
-            *("-cnv", "--conversation", "-i", "--interactive", "-if", "--interactive-first"),
-            *("-mli", "--multiline-input"),
-        ),
-        _CHAT,
+_EQUAL = {name: equal.split() for equal, names in _EQUALS.items() for name in names.split()}
+#: What to use instead, by the spellings.
+_HINTS = {
+    "-ub --ubatch-size": "-b N is how many prompt tokens are decoded at once",
+    "-e --escape": r"write line breaks as the shell does: $'one\ntwo'",
+    "-cnv --conversation -i --interactive -if --interactive-first -mli --multiline-input": (
+        "`specgen chat` is a conversation; `specgen run` answers one prompt"
     ),
-    **dict.fromkeys(("-st", "--single-turn", "-no-cnv", "--no-conversation"), _RUN),
+    "-st --single-turn -no-cnv --no-conversation": "`specgen run` answers one prompt",
     "--display-prompt": "specgen prints only the answer",
     "--verbose-prompt": "--json shows the prompt as the model sees it",
-    **dict.fromkeys(("--no-mmap", "--mlock", "-lm", "--load-mode"), _MEMORY),
-    **dict.fromkeys(
-        ("-sysf", "--system-prompt-file"), '--system "$(cat FILE)" takes it from a file'
+    "--no-mmap --mlock -lm --load-mode": (
+        "leave it out: specgen maps the file, and keeps the weights that its kernels read in memory"
     ),
-    **dict.fromkeys(("-bf", "--binary-file"), "-f FILE reads a text in UTF-8"),
-    **dict.fromkeys(
-        ("-td", "--threads-draft", "-tbd", "--threads-batch-draft", "--spec-draft-threads"),
-        _THREADS,
+    "-sysf --system-prompt-file": '--system "$(cat FILE)" takes it from a file',
+    "-bf --binary-file": "-f FILE reads a text in UTF-8",
+    "-td --threads-draft -tbd --threads-batch-draft --spec-draft-threads": (
+        "-t and -tb are for the draft, too"
     ),
-    **dict.fromkeys(("-ctkd", "-ctvd"), "-ctk and -ctv are for the draft, too"),
-    **dict.fromkeys(
-        ("-C", "-Cr", "--cpu-mask", "--cpu-range", "--cpu-strict", "--prio", "--poll", "--numa"),
-        _COLD,
+    "-ctkd -ctvd": "-ctk and -ctv are for the draft, too",
+    "-C -Cr --cpu-mask --cpu-range --cpu-strict --prio --poll --numa": (
+        "leave it out: specgen measures how many threads are best, and the system places them"
     ),
-    **dict.fromkeys(("--chat-template", "--chat-template-file", "--no-jinja"), _TEMPLATE),
-    **dict.fromkeys(
-        ("--log-file", "-lv", "--verbosity", "--log-verbosity", "--log-colors", "--log-prefix"),
-        _LOG,
+    "--chat-template --chat-template-file --no-jinja": (
+        "specgen uses the model's own template; --raw continues a text in which you wrote one yourself"
     ),
-    **dict.fromkeys(
-        ("--keep", "--context-shift"),
-        "an answer ends where the context is full: -c N makes it larger",
+    "--log-file -lv --verbosity --log-verbosity --log-colors --log-prefix": (
+        "-v and -vv say more on standard error; `2> FILE` keeps it"
     ),
-    **dict.fromkeys(
-        ("--prompt-cache-all", "--prompt-cache-ro"), "--prompt-cache FILE keeps the prompt"
-    ),
+    "--keep --context-shift": "an answer ends where the context is full: -c N makes it larger",
+    "--prompt-cache-all --prompt-cache-ro": "--prompt-cache FILE keeps the prompt",
     "--spec-type": "--draft says what drafts: a model, mtp, ngram or heads",
-    **dict.fromkeys(("-mu", "--model-url"), "download it, or name it with -hf USER/REPO:QUANT"),
+    "-mu --model-url": "download it, or name it with -hf USER/REPO:QUANT",
     "--api-key": "--api-key-file FILE: other users of the machine can see options",
-    **dict.fromkeys(
-        ("-to", "--timeout"), "--limit-time SECONDS is the most that an answer may take"
-    ),
-    **dict.fromkeys(("--ssl-key-file", "--ssl-cert-file"), "put a proxy with TLS in front of it"),
+    "-to --timeout": "--limit-time SECONDS is the most that an answer may take",
+    "--ssl-key-file --ssl-cert-file": "put a proxy with TLS in front of it",
     "--offline": "the variable HF_HUB_OFFLINE=1 does so",
     # Without these, the first letter would count as an option and the rest as its value.
-    **dict.fromkeys(
-        (
-            *("-ot", "-cmoe", "-ncmoe", "-nkvo", "-mg", "-sm", "-dev", "-devd", "-ctxcp", "-cram"),
-            *("-kvu", "-ptc", "-sp", "-nocb", "-dt", "-gan"),
-            *("-gaw", "-mm", "-bs", "-lcd", "-sps", "-nr"),
-        ),
-        "",
-    ),
+    "-ot -cmoe -ncmoe -nkvo -mg -sm -dev -devd -ctxcp -cram -kvu -ptc -sp -nocb -dt -gan -gaw -mm -bs -lcd "
+    "-sps -nr": "",
 }
+_INSTEAD = {name: hint for names, hint in _HINTS.items() for name in names.split()}
 
 
 def translated(context: Any, arguments: Sequence[str]) -> list[str]:
@@ -125,18 +109,19 @@ def translated(context: Any, arguments: Sequence[str]) -> list[str]:
     error. Raise `UsageError` for one that has no equal."""
     command = context.command
     own = {name: each for each in command.params for name in (*each.opts, *each.secondary_opts)}
-    same = {*_SAME, *_SAME_IN.get(command.name, ())}
+    same = _SAME | {*_SAME_IN.get(command.name, "").split()}
     found: list[str] = []
     left_out: list[str] = []
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
-        if word == "--":
-            return _noted([*found, word, *rest], left_out, arguments)
         name, equals, value = word.partition("=")
+        if word == "--":
+            found += [word, *rest]
+            break
         if name in own:
             found.append(word)
-            if not equals and _takes_value(own[name]) and rest:
+            if rest and not (equals or own[name].is_flag or getattr(own[name], "count", False)):
                 _check_draft(name, rest[0])
                 found.append(rest.pop(0))
         elif name in ("--color", "-co") and rest[:1] in (["on"], ["off"], ["auto"]):
@@ -154,11 +139,10 @@ def translated(context: Any, arguments: Sequence[str]) -> list[str]:
             )
         else:
             found.append(word)
-    return _noted(found, left_out, arguments)
-
-
-def _takes_value(option: Any) -> bool:
-    return not option.is_flag and not getattr(option, "count", False)
+    if left_out and not {"-q", "--quiet"} & {*arguments}:
+        names = ", ".join(dict.fromkeys(left_out))
+        print(f"note: {names}: not needed, specgen does so anyhow", file=sys.stderr)
+    return found
 
 
 def _check_draft(name: str, value: str) -> None:
@@ -168,10 +152,3 @@ def _check_draft(name: str, value: str) -> None:
             f"--draft {value}: that is no model",
             hint=f"--draft-max {value} drafts {value} tokens at most",
         )
-
-
-def _noted(found: list[str], left_out: list[str], arguments: Sequence[str]) -> list[str]:
-    if left_out and not {"-q", "--quiet"} & {*arguments}:
-        names = ", ".join(dict.fromkeys(left_out))
-        print(f"note: {names}: not needed, specgen does so anyhow", file=sys.stderr)
-    return found

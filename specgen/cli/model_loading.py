@@ -24,10 +24,10 @@ from specgen.options import (
 
 if TYPE_CHECKING:
     from specgen.options import SessionOptions
-    from specgen.session.calibration.memory import Memory
     from specgen.session.files import DraftChoice, Sources
-    from specgen.session.loaded_models import Models
+    from specgen.session.memory import Memory
     from specgen.session.open import Check
+    from specgen.session.session import Session
 
 #: Lines of llama.cpp's log that matter to users: models, memory, contexts, and what went wrong.
 _MATTERS = re.compile(
@@ -69,7 +69,7 @@ class Setup:
         return sources, options
 
     @contextlib.contextmanager
-    def opened(self, output: Output, check: Check | None = None) -> Iterator[Models]:
+    def opened(self, output: Output, check: Check | None = None) -> Iterator[Session]:
         """Find and load the models; close them at the end. Raise what `opened` raises."""
         sources, options = self.find(output)
         with opened(options, self.machine.kernels, output, sources.drafts, check) as session:
@@ -83,7 +83,7 @@ def opened(
     output: Output,
     drafts: Sequence[DraftChoice] = (),
     check: Check | None = None,
-) -> Iterator[Models]:
+) -> Iterator[Session]:
     """Load the models, as `open_session` does; close them at the end. Raise what it raises, and `UsageError`
     if kernels that were asked for cannot be used."""
     use_kernels(kernels, output)
@@ -98,7 +98,7 @@ def load(
     check: Check | None = None,
     *,
     memory: Memory | None = None,
-) -> Models:
+) -> Session:
     """Load the models, as `open_session` does; on a terminal, show that they are loading. Notes go to standard
     error."""
     from specgen.session.open import open_session

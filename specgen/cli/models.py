@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from specgen.cli.command import Command
-from specgen.cli.flags import HUB, hub_names, model_names, pair_names
+from specgen.cli.flags.models import HUB, hub_names, model_names, pair_names
 from specgen.cli.inputs import is_terminal
+from specgen.errors import ModelFileError, UnknownModelError, UsageError
+from specgen.models import (
+    CatalogueModel,
+    Pair,
+    Registry,
+    fetch,
+    fetch_reference,
+    human_bytes,
+    load_registry,
+    locate,
+    parse_reference,
+    stderr_progress,
+)
+from specgen.models.hub_cache import (
+    CachedModel,
+    cached_models,
+    find_in_cache,
+    find_removal,
+    page_of,
+)
+from specgen.models.hub_reference import quant_of
 from specgen.options import SourceChoice
 
 if TYPE_CHECKING:
-    from pathlib import Path
-    from typing import Literal
-
     from rich.console import Console
 
-    from specgen.models import CatalogueModel, Pair, Registry
-    from specgen.models.hub_cache import CachedModel
-
-    #: A model, and its path if it is on this disk.
-    _Found: TypeAlias = tuple[CatalogueModel, Path | None]
+#: A model, and its path if it is on this disk.
+_Found: TypeAlias = tuple[CatalogueModel, Path | None]
 
 app = typer.Typer(
     name="models",
@@ -58,11 +77,6 @@ def list_models(as_json: _Json = False) -> None:
     pairs. Models of the hub's cache have names as `-m` takes them
     (hf:USER/REPO:QUANT), and the last two columns are empty.
     """
-    import sys
-
-    from specgen.models import load_registry, locate
-    from specgen.models.hub_cache import cached_models
-
     registry = load_registry()
     found = [(model, locate(model)) for model in registry.models.values()]
     named = {path for _model, path in found}
@@ -81,27 +95,17 @@ def list_models(as_json: _Json = False) -> None:
 
         print_model_tables(Console(), registry, found, cached)
     else:
-        typer.echo("name\ton_disk\tbytes\tlicence\tpairs")
+        print("name\ton_disk\tbytes\tlicence\tpairs")
         for model, path in found:
-            columns = (
-                model.name,
-                _yes_no(path),
-                str(model.size_bytes),
-                model.licence,
-                ",".join(pair.name for pair in registry.pairs_with(model)),
-            )
-            typer.echo("\t".join(columns))
+            pairs = ",".join(pair.name for pair in registry.pairs_with(model))
+            print(model.name, _yes_no(path), model.size_bytes, model.licence, pairs, sep="\t")
         for each in cached:
-            typer.echo(f"{each.reference}\tyes\t{each.size_bytes}\t\t")
+            print(each.reference, "yes", each.size_bytes, "", "", sep="\t")
 
 
 @app.command(cls=Command)
 def show(name: _Name, as_json: _Json = False) -> None:
     """Show what is known about a model or a pair."""
-    from specgen.errors import UnknownModelError
-    from specgen.models import CatalogueModel, load_registry, locate, parse_reference
-    from specgen.models.hub import page_of
-
     if "/" in name:
         repo = parse_reference(name).repo
         raise UnknownModelError(f"{name} has no entry in models.toml", f"see {page_of(repo)}")
@@ -116,7 +120,7 @@ def show(name: _Name, as_json: _Json = False) -> None:
         return
     width = max(map(len, values))
     for key, value in values.items():
-        typer.echo(f"{key.replace('_', ' '):{width}}  {_shown(value)}".rstrip())
+        print(f"{key.replace('_', ' '):{width}}  {_shown(value)}".rstrip())
 
 
 @app.command(cls=Command)
@@ -135,21 +139,13 @@ def pull(
     download goes on where it ended. Of a model on the hub the newest version
     is downloaded.
     """
-    from specgen.models import (
-        fetch,
-        fetch_reference,
-        load_registry,
-        parse_reference,
-        stderr_progress,
-    )
-
     progress = stderr_progress(quiet=quiet)
     if "/" in name:
         hub_names(None, token=hf_token)
-        typer.echo(fetch_reference(parse_reference(name), progress=progress, newest=True))
+        print(fetch_reference(parse_reference(name), progress=progress, newest=True))
         return
     for model in load_registry().models_of(name):
-        typer.echo(fetch(model, progress=progress, source=source))
+        print(fetch(model, progress=progress, source=source))
 
 
 @app.command(cls=Command)
@@ -158,22 +154,16 @@ def path(name: _NameOrRepo) -> None:
 
     Of a model in several files it is the first one.
     """
-    from specgen.errors import ModelFileError
-    from specgen.models import load_registry, locate, parse_reference
-    from specgen.models.hub_cache import find_in_cache
-
-    found: list[tuple[str, Path | None]]
     if "/" in name:
-        found = [(name, find_in_cache(parse_reference(name)))]
+        found = {name: find_in_cache(parse_reference(name))}
     else:
-        found = [(model.name, locate(model)) for model in load_registry().models_of(name)]
-    for model_name, model_path in found:
+        found = {model.name: locate(model) for model in load_registry().models_of(name)}
+    for model_name, model_path in found.items():
         if model_path is None:
             raise ModelFileError(
                 f"{model_name} is not on this disk", f"`specgen models pull {name}` downloads it"
             )
-    for _name, model_path in found:
-        typer.echo(model_path)
+    print(*found.values(), sep="\n")
 
 
 @app.command("rm", cls=Command)
@@ -192,22 +182,13 @@ def remove_model(
     Other programs may use files in the hub's cache, too. Blobs that other
     files of the cache share stay.
     """
-    from specgen.models import human_bytes, load_registry
-    from specgen.models.hub_cache import find_removal
-
     removal = find_removal(name, load_registry())
     names = ", ".join(removal.names)
-    if yes or _confirmed(f"remove {names} ({human_bytes(removal.size_bytes)})"):
-        typer.echo(f"removed {names}: {human_bytes(removal.execute())} freed")
-
-
-def _confirmed(action: str) -> bool:
-    """Ask on the terminal. Raise `UsageError` if there is none."""
-    from specgen.errors import UsageError
-
-    if not is_terminal():
-        raise UsageError(f"there is no terminal to ask: {action}?", "add --yes to do it")
-    return typer.confirm(f"{action}?", err=True)
+    question = f"remove {names} ({human_bytes(removal.size_bytes)})?"
+    if not yes and not is_terminal():
+        raise UsageError(f"there is no terminal to ask: {question}", "add --yes to do it")
+    if yes or typer.confirm(question, err=True):
+        print(f"removed {names}: {human_bytes(removal.execute())} freed")
 
 
 def print_model_tables(
@@ -218,45 +199,36 @@ def print_model_tables(
     from rich.table import Table
     from rich.text import Text
 
-    from specgen.models import human_bytes
+    def show(headings: str, rows: Sequence[tuple[str, ...]]) -> None:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in headings.split("|"):
+            table.add_column(heading, overflow="fold")
+        for name, *rest in rows:
+            table.add_row(Text(name, style="bold"), *map(Text, rest))
+        if rows:
+            console.print(table)
 
-    models = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("model", "on disk", "size", "licence", "pairs"):
-        justify: Literal["left", "right"] = "right" if heading == "size" else "left"
-        models.add_column(heading, justify=justify, overflow="fold")
-    for model, model_path in found:
-        models.add_row(
-            Text(model.name, style="bold"),
-            Text(_yes_no(model_path), style="green" if model_path else "dim"),
-            human_bytes(model.size_bytes),
-            Text(model.licence),
-            Text(", ".join(pair.name for pair in registry.pairs_with(model))),
-        )
-    pairs = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("pair", "target", "draft", "default"):
-        pairs.add_column(heading, overflow="fold")
-    for pair in registry.pairs.values():
-        pairs.add_row(
-            Text(pair.name, style="bold"),
-            Text(pair.target),
-            Text(pair.draft),
-            "yes" if pair.name == registry.default_pair else "",
-        )
-    console.print(models, pairs)
-    if not cached:
-        return
-    from specgen.models.hub_reference import quant_of
-
-    in_cache = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("in the hub's cache (-hf)", "quantisation", "size"):
-        in_cache.add_column(heading, overflow="fold")
-    for each in cached:
-        in_cache.add_row(
-            Text(str(each.reference).removeprefix("hf:"), style="bold"),
+    models = [
+        (model.name, _yes_no(path), human_bytes(model.size_bytes), model.licence, pairs)
+        for model, path in found
+        for pairs in [", ".join(pair.name for pair in registry.pairs_with(model))]
+    ]
+    show("model|on disk|size|licence|pairs", models)
+    default = registry.default_pair
+    pairs = [
+        (pair.name, pair.target, pair.draft, "yes" if pair.name == default else "")
+        for pair in registry.pairs.values()
+    ]
+    show("pair|target|draft|default", pairs)
+    in_cache = [
+        (
+            str(each.reference).removeprefix("hf:"),
             quant_of(each.names[0]) or "-",
             human_bytes(each.size_bytes),
         )
-    console.print(in_cache)
+        for each in cached
+    ]
+    show("in the hub's cache (-hf)|quantisation|size", in_cache)
 
 
 def _model_values(
@@ -284,7 +256,6 @@ def _model_values(
 
 
 def _cached_values(model: CachedModel) -> dict[str, object]:
-    from specgen.models.hub_reference import quant_of
 
     return {
         "model": str(model.reference),
@@ -307,7 +278,6 @@ def _pair_values(registry: Registry, pair: Pair) -> dict[str, object]:
 
 
 def _shown(value: object) -> str:
-    """Return a value as `show` prints it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
@@ -322,6 +292,4 @@ def _yes_no(model_path: Path | None) -> str:
 
 
 def _print_json(document: object) -> None:
-    import json
-
-    typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    print(json.dumps(document, indent=2, ensure_ascii=False))

@@ -9,35 +9,58 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from specgen.cli.process import Interrupt
 from specgen.errors import UsageError
 from specgen.options import GenerationOptions, Show
+from specgen.sampler_options import option
 
 if TYPE_CHECKING:
     from specgen.events import FinishedEvent
     from specgen.render.streams import Renderer
-    from specgen.session.loaded_models import Models
     from specgen.session.prompts import Prompt
+    from specgen.session.session import Session
     from specgen.system.progress import Progress
+
+
+_output = partial(option, panel="Output")
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
     """How a command shows answers, and what it prints on standard error."""
 
-    #: Which marks an answer's tokens carry on a terminal.
-    show: Show = "accepted"
-    #: Whether a summary follows an answer; None prints one unless `json` or `quiet` is set.
-    stats: bool | None = None
-    #: Whether events are printed instead of the answer.
-    json: bool = False
-    quiet: bool = False
-    #: 1 prints what matters of llama.cpp's log, 2 all of it.
-    verbose: int = 0
-    #: Whether an answer in a pipe ends with a line break.
-    newline: bool = True
+    show: Show = _output(
+        "accepted",
+        "--show",
+        "What a terminal shows of drafts: accepted (rejected tokens vanish after their round), all (they stay, "
+        "with each round's reason to draft or not), or none (plain text).",
+    )
+    stats: bool | None = _output(
+        None,
+        "--stats/--no-stats",
+        "Print a summary on standard error after the answer.",
+        show_default="stats, but not with --json or --quiet",
+    )
+    json: bool = _output(
+        False, "--json", "Print events instead of the answer, a JSON object on each line."
+    )
+    newline: bool = _output(
+        True,
+        "--newline/--no-newline",
+        "In a pipe, end the answer with a line break.",
+        show_default="newline; in fim no-newline",
+    )
+    quiet: bool = _output(False, "--quiet -q", "Print only errors on standard error.")
+    verbose: int = _output(
+        0,
+        "--verbose -v",
+        "Print more on standard error: models, memory, contexts; with -vv all of llama.cpp's log.",
+        count=True,
+        show_default=False,
+    )
 
     @property
     def has_summary(self) -> bool:
@@ -85,7 +108,7 @@ class Output:
 
 
 def show_answer(
-    loaded: Models,
+    loaded: Session,
     prompt: Prompt,
     output: Output,
     on_finished: Callable[[FinishedEvent], None] = lambda _finished: None,

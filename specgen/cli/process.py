@@ -14,7 +14,7 @@ from typing import NoReturn
 import typer
 
 from specgen.errors import EXIT_BROKEN_PIPE, OutputError
-from specgen.system.process_end import has_left_running
+from specgen.system.processes import has_left_running
 
 #: Ctrl-C; what `kill` sends; a closed terminal (not on Windows).
 _SIGNALS = tuple(

@@ -11,6 +11,7 @@ import typer
 from typer import Option
 
 from specgen.cli import flags
+from specgen.cli.flags.server import limits, server
 from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
@@ -65,8 +66,8 @@ def _memory_size(text: str) -> int:
             "then depends a little on what other users wrote.",
         ),
     ),
-    server=flags.server,
-    limits=flags.limits,
+    server=server,
+    limits=limits,
     model=model_setup.later(),
     output=flags.loudness,
 )
@@ -95,8 +96,8 @@ def serve(
         raise UsageError("--alias names a single model; with --models, each has a name")
     wanted = model()
     with contextlib.ExitStack() as stack:
-        from specgen.serve.server.addresses import bound_socket, url_of
         from specgen.serve.server.model_pool import ModelPool
+        from specgen.serve.server.options import bound_socket, url_of
         from specgen.serve.server.run import serve as answer_requests
         from specgen.system.machine import look_at_machine
 

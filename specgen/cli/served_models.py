@@ -19,15 +19,15 @@ from specgen.cli.output import Output
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
 from specgen.models import human_bytes
 from specgen.render.text import counted
-from specgen.system.toml_file import correct, read_toml
+from specgen.system.files import correct, read_toml
 
 if TYPE_CHECKING:
     from specgen.llama.embeddings import Embedder
     from specgen.options import SessionOptions
     from specgen.serve.server.jobs import Turns
     from specgen.serve.server.model_pool import ModelEntry, OpenedModel
-    from specgen.session.calibration.memory import Memory
     from specgen.session.files import Sources
+    from specgen.session.memory import Memory
 
 #: The default number of answers at once, if the memory has room for as many.
 _N_PARALLEL = 4
@@ -153,6 +153,7 @@ class ModelLoader:
         interrupted: Callable[[], bool],
     ) -> OpenedModel:
         from specgen.serve.server.model_pool import OpenedModel
+        from specgen.session.calibration import calibrate
         from specgen.session.engine import Engine
         from specgen.train.learner import Learner
 
@@ -163,6 +164,7 @@ class ModelLoader:
                 )
                 stack.callback(self._save, turns)
                 n_parallel, is_fixed = parallel
+                news = calibrate(loaded, lambda: self.stop() or interrupted())
                 engine = Engine.largest(
                     loaded,
                     n_parallel,
@@ -172,9 +174,10 @@ class ModelLoader:
                     learn_alone=not self.learns_across,
                 )
             stack.callback(engine.close)
+            engine.notify(news)
             output.note(
                 f"{counted(engine.n_parallel, 'answer')} at once, contexts of {engine.n_ctx} tokens; "
-                f"draft: {loaded.drafts.name}"
+                f"draft: {loaded.draft_name}"
             )
             for notice in engine.take_notices():
                 output.note(notice)

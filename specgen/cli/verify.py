@@ -31,8 +31,8 @@ if TYPE_CHECKING:
         VerifyReport,
         Way,
     )
-    from specgen.session.loaded_models import Models
     from specgen.session.prompts import Prompt
+    from specgen.session.session import Session
     from specgen.system.progress import Progress
 
 #: How many of the prompts are answered again, several at once.
@@ -140,9 +140,12 @@ def verify(
             job = _Job(loaded, texts, chat, progress, stop)
             if check != "sampled":
                 greedy = job.greedy(ways, n_prompts)
-            kernels, draft = loaded.target.kernels, loaded.drafts.name
+            kernels, draft = (
+                loaded.target.kernels,
+                loaded.draft.name if loaded.draft is not None else "none",
+            )
             unequal_rows = loaded.target.row_exception if loaded.target.has_kernels else ""
-            options = replace(loaded.options, draft=loaded.drafts.source, sampler=sampling)
+            options = replace(loaded.options, draft=loaded.draft_source, sampler=sampling)
         if check != "greedy" and not stop():
             if greedy:
                 output.note(
@@ -193,7 +196,7 @@ class _Job:
 
     def __init__(
         self,
-        loaded: Models,
+        loaded: Session,
         texts: list[str],
         chat: bool | None,
         progress: Progress,
@@ -220,7 +223,7 @@ class _Job:
         checks: list[tuple[Way, int, Sequence[int]]] = [
             (way, 1, range(len(prompts))) for way in ways
         ]
-        if not self.loaded.drafts.why_one_sequence:
+        if not self.loaded.why_one_sequence:
             checks.append((ways[-1], N_AT_ONCE, some))
         for way, n_at_once, places in checks:
             what = "greedy" if n_at_once == 1 else "greedy, at once"

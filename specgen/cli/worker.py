@@ -14,9 +14,9 @@ from specgen.cli.model_loading import use_kernels
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import BackendError, UsageError, WorkerLostError
-from specgen.options import KernelChoice, KernelOptions
-from specgen.serve.server.addresses import is_loopback
-from specgen.system.process_end import leave_running
+from specgen.options import KernelOptions
+from specgen.serve.server.options import is_loopback
+from specgen.system.processes import leave_running
 
 _EVERYWHERE = "0.0.0.0"  # noqa: S104 - with --insecure-network only
 #: Seconds: the longest wait for the worker's first response, and between two checks for signals.
@@ -49,7 +49,7 @@ _POLL_S = 0.1
         "--insecure-network",
         help="Allow an address that other machines can reach; anyone who reaches it controls this process.",
     ),
-    kernels=flags.KERNELS,
+    kernels=flags.kernels.without("packed_cache"),
     output=flags.loudness,
 )
 def worker(
@@ -60,7 +60,7 @@ def worker(
     threads: int | None = None,
     cache: bool = False,
     insecure_network: bool = False,
-    kernels: KernelChoice = "auto",
+    kernels: KernelOptions,
     output: Output,
 ) -> int:
     """Offer this machine's devices to specgen on other machines (`--rpc`), by llama.cpp's RPC.
@@ -74,7 +74,7 @@ def worker(
     from specgen.llama.rpc import load_rpc, offered_devices, serve_devices
     from specgen.models import cache_folder
 
-    use_kernels(KernelOptions(kernels), output)
+    use_kernels(kernels, output)
     load_rpc()
     _check_free(host, port)
     folder = None

@@ -1,21 +1,22 @@
-"""A draft of DFlash and DSpark drafts: all its tokens from one decode."""
+"""DFlash and DSpark drafts (Chen et al., arXiv:2602.06036): all tokens of a draft from one decode."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any
 
 from specgen.drafters.expansion import DraftedChain
-from specgen.drafters.mtp import MtpDrafter
+from specgen.drafters.kind import DraftRequest
+from specgen.drafters.states import StatesCache, StatesDrafter, TrainedKind
+from specgen.llama.dflash import DflashContext, DflashModel
 from specgen.method.backend import Batch
 from specgen.method.cost_table import FREE, CostTable, Price
-from specgen.method.draft import NO_DRAFT, ROOT
+from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
 from specgen.system.arrays import Logits
 
 
-class DflashDrafter(MtpDrafter):
+class DflashDrafter(StatesDrafter):
     """Drafts a chain with one decode of the last token and masks, a block.
 
     Before it, the cache gets what the target's layers read for the tokens that were accepted since the
@@ -28,55 +29,47 @@ class DflashDrafter(MtpDrafter):
     forced, before the last one): a block begins with a single token.
     """
 
-    def __init__(
-        self,
-        *arguments: Any,
-        mask: int,
-        n_most: int,
-        predicts_from_last: bool,
-        **options: Any,
-    ) -> None:
-        super().__init__(*arguments, **options)
-        self._mask = mask
-        self._n_most = n_most
-        self._predicts_from_last = predicts_from_last
+    name = "dflash"
+
+    def __init__(self, backend: DflashContext, request: DraftRequest) -> None:
+        super().__init__(backend, request)
+        draft = backend.draft
+        self._mask, self._n_most = draft.mask, draft.n_most
+        self._predicts_from_last = draft.predicts_from_last
+        self._cache = StatesCache(backend, request, self.states, n_left_out=0)
         #: What filling the cache costs; it is not learnt with the blocks.
         self._fill_costs = CostTable()
-
-    @property
-    def name(self) -> str:
-        return "dflash"
 
     def price(self, n_context: int) -> Price:
         if not self._costs:
             return FREE
         # All rows of a block are one decode; filling the cache costs less than its row of a token does.
         block_s = self._costs.share_s(self._n_most + (not self._predicts_from_last))
-        n_new = self._n_read(n_context) - max(self._cache.n_held, self._trail.first)
+        n_new = self._n_read(n_context) - max(self._cache.n_held, self.states.first)
         n_behind = max(0, n_new - self._n_most - 1)
-        backlog_s = self._costs.share_s(n_behind) if n_behind else 0.0
-        return Price(block_s, 0.0, backlog_s, n_behind)
+        prefill_s = self._costs.share_s(n_behind) if n_behind else 0.0
+        return Price(block_s, 0.0, prefill_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         n_read = self._n_read(len(context))
         if len(context) - 1 > n_read or not self._cache.find_start(n_read):
             return NO_DRAFT
         n_room = self._n_ctx - (len(context) - self._cache.n_skipped)
-        n_max = min(plan.n_max, self._n_most, n_room, self._n_deepest or plan.n_max)
+        n_max = min(plan.n_max, self._n_most, n_room, self._request.n_deepest or plan.n_max)
         if n_max < 1:
             return NO_DRAFT
         try:
             yield from self._fill(context, n_read)
             rows = yield from self._block(context[-1], n_read - self._cache.n_skipped, n_max)
             before = context[len(context) - n_drafted :]
-            chain = DraftedChain(plan, self._shaper, self._rng, before, draws=self._draws)
+            chain = DraftedChain(plan, self._request, before)
             for row in rows:
                 is_more = chain.takes(row) and chain.goes_on()
                 if not is_more or self._backend.vocabulary.is_end(chain.tokens[-1]):
                     break
             return chain.draft(self.name)
         finally:
-            self._nodes.keep(ROOT, self._cache.length, 0)
+            self._cache.drop_drafted()
 
     def _fill(self, context: Sequence[int], n_read: int) -> Generator[Ask, Logits, None]:
         """Add the tokens that the target has read since to the cache."""
@@ -85,10 +78,10 @@ class DflashDrafter(MtpDrafter):
             for index in range(self._cache.n_held, n_read)[: self._backend.n_batch]:
                 position = index - self._cache.n_skipped
                 batch.add(context[index], position, (self._slot.first,), False)
-                batch.hidden.append(self._trail.after(index))
+                batch.hidden.append(self.states.after(index))
             yield Ask(self._backend, batch, self._fill_costs)
             self._cache.n_held += len(batch)
-        self._trail.forget(n_read)
+        self.states.forget(n_read)
 
     def _block(self, last: int, position: int, n: int) -> Generator[Ask, Logits, Logits]:
         """Decode a block; return the logits of the n tokens behind the last one, float32[n, n_vocab]."""
@@ -99,3 +92,10 @@ class DflashDrafter(MtpDrafter):
             batch.hidden.append(None)
         rows = yield Ask(self._backend, batch, self._costs)
         return rows[len(rows) - n :]
+
+    def rewind(self, n_tokens: int) -> None:
+        super().rewind(n_tokens)
+        self._cache.rewind(n_tokens)
+
+
+KIND = TrainedKind("dflash", DflashModel, DflashContext, DflashDrafter)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from specgen.drafters.spelling import ControlTokens, Speller
 from specgen.method.backend import Vocabulary
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.text.prefix import n_common
 
 #: Bytes of the text that are spelled again with what follows them: tokenizers look back.
 _BEFORE = 48
@@ -207,7 +208,4 @@ class DraftText:
         for token, end in zip(new.tokens, new.ends, strict=True):
             self._add(token, offset + end)
         # The same tokens may stand for other bytes, if some bytes have no token.
-        for old, token in zip(replaced, new.tokens, strict=False):
-            if old != token:
-                break
-            self.n_unchanged += 1
+        self.n_unchanged += n_common(replaced, new.tokens)

@@ -6,31 +6,25 @@ same way for both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
+from specgen.drafters.kind import DraftRequest
+from specgen.method.distribution import Distribution, NoTokenAllowedError
 from specgen.method.draft import ROOT, Draft, TreeBuilder
-from specgen.method.policy import RoundPlan, WhilePaying
+from specgen.method.drafter import Ask, Drafting
+from specgen.method.policy import RoundPlan
+from specgen.method.stopping import WhilePaying
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Distribution, NoTokenAllowedError
 
 #: The guesses to consider for a position, if the shape does not ask for more; and, where costs decide, the
 #: least probability of guesses after the first.
 _N_GUESSES = 4
 _LEAST = 0.02
-
-
-class DraftShaper(Protocol):
-    """Turns rows of a draft model's logits, float32[n_vocab], into distributions over its tokens;
-    `path` holds the drafted tokens before. `Shaper` is an implementation."""
-
-    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution: ...
-
-    def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +58,16 @@ class Expansion(Protocol):
         ...
 
 
-def look(
-    row: Logits, shaper: DraftShaper, path: Sequence[int], n_guesses: int, *, draws: bool
-) -> Look:
+def look(row: Logits, request: DraftRequest, path: Sequence[int]) -> Look:
     """Return the prediction for the token after the text and a path, from logits, float32[n_vocab]."""
     try:
-        source = shaper.distribution(row, path)
+        source = request.shaper.distribution(row, path)
     except NoTokenAllowedError:
         return Look()
-    if draws:
+    if request.draws:
         return Look(source=source)
-    top = shaper.top_probability(row, path)
+    top, shape = request.shaper.top_probability(row, path), request.shape
+    n_guesses = max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
     likeliest = source.ranked(n_guesses)
     # The shaper may drop tokens, and rescales the others to a sum of 1.
     scale = top / likeliest[0][1]
@@ -82,24 +75,13 @@ def look(
 
 
 class DraftedChain:
-    """A chain of tokens that a drafter drafts one by one, from a row of logits for each: the likeliest
-    tokens or, with `draws`, tokens drawn from the distributions that `shaper` makes of the rows. `before`
-    are the tokens that another drafter drafted."""
+    """A chain of tokens that a drafter drafts one by one, from a row of logits for each. `before` are the tokens
+    that another drafter drafted."""
 
-    def __init__(
-        self,
-        plan: RoundPlan,
-        shaper: DraftShaper,
-        rng: np.random.Generator,
-        before: Sequence[int],
-        *,
-        draws: bool,
-    ) -> None:
+    def __init__(self, plan: RoundPlan, request: DraftRequest, before: Sequence[int]) -> None:
         self._plan = plan
-        self._shaper = shaper
-        self._rng = rng
+        self._request = request
         self._before = before
-        self._draws = draws
         self.tokens: list[int] = []
         self._looks: list[float] = []
         self._probabilities: list[float | None] = []
@@ -108,26 +90,26 @@ class DraftedChain:
     def takes(self, row: Logits) -> bool:
         """Draft the next token from its row of logits, float32[n_vocab]; return False if none is
         drafted. Whether one is depends on the row, and not on the token that is drawn."""
-        plan, path = self._plan, [*self._before, *self.tokens]
+        plan, path, request = self._plan, [*self._before, *self.tokens], self._request
         top = None
         if plan.needs_confidence:
-            top = self._shaper.top_probability(row, path)
+            top = request.shaper.top_probability(row, path)
         self._looks.append(1.0 if top is None else top)
-        if not plan.keeps(self._looks):
+        if not plan.wants_token(self._looks):
             return False
         try:
-            source = self._shaper.distribution(row, path)
-        except NoTokenAllowedError:  # no token, or none that the models share
+            source = request.shaper.distribution(row, path)
+        except NoTokenAllowedError:
             return False
-        token = source.draw(self._rng)
-        self._probabilities.append(source.probability(token) if self._draws else top)
-        self._distributions.append(source if self._draws else None)
+        token = source.draw(request.rng)
+        self._probabilities.append(source.probability(token) if request.draws else top)
+        self._distributions.append(source if request.draws else None)
         self.tokens.append(token)
         return True
 
     def goes_on(self) -> bool:
         """Return whether another look is worth its cost."""
-        return self._plan.looks(self._looks)
+        return self._plan.wants_decode(self._looks)
 
     def draft(self, origin: str) -> Draft:
         """Return the chain as a draft; `origin` is the drafter's name."""
@@ -142,30 +124,43 @@ class IsEnd(Protocol):
     def __call__(self, token_id: int, /) -> bool: ...
 
 
-def n_guesses(shape: TreeShape) -> int:
-    """Return the number of guesses for a position that a tree of this shape may need."""
-    return max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
-
-
 def make_expansion(
-    shape: TreeShape,
+    request: DraftRequest,
     plan: RoundPlan,
     n_max: int,
-    n_deepest: int | None,
-    rng: np.random.Generator,
     is_end: IsEnd,
     seconds: Callable[[int], float],
+    n_deepest: int | None = None,
 ) -> Expansion:
-    """Return the expansion of a tree of this shape, to at most `n_max` nodes on `n_deepest` levels;
-    `seconds(n)` is the time of a look beyond n nodes."""
-    n_deepest = n_max if n_deepest is None else min(n_max, n_deepest)
-    if shape.kind == "walks":
-        return Walks(shape, n_max, n_deepest, rng, is_end)
+    """Return the expansion of a tree of the request's shape, to at most `n_max` nodes on `n_deepest` levels (None: those
+    of the request); `seconds(n)` is the time of a look beyond n nodes."""
+    limits = (n_max, n_deepest, request.n_deepest)
+    n_deepest, shape = min(n for n in limits if n is not None), request.shape
     if shape.kind == "levels":
-        return Levels(shape, n_max, n_deepest, rng, is_end)
-    if not isinstance(plan.stop, WhilePaying):  # only costs say where a tree is worth a branch
-        return Walks(TreeShape("walks", (1, n_max)), n_max, n_deepest, rng, is_end)
-    return Worthwhile(plan.stop, seconds, n_max, n_deepest, is_end)
+        return Levels(shape, n_max, n_deepest, request.rng, is_end)
+    if shape.kind != "walks" and isinstance(plan.stop, WhilePaying):
+        return Worthwhile(plan.stop, seconds, n_max, n_deepest, is_end)
+    if shape.kind != "walks":  # only costs say where a tree is worth a branch
+        shape = TreeShape("walks", (1, n_max))
+    return Walks(shape, n_max, n_deepest, request.rng, is_end)
+
+
+def grow(
+    tree: TreeBuilder,
+    expansion: Expansion,
+    first: Look,
+    n_most: Callable[[], int],
+    look_beyond: Callable[[Sequence[int]], Generator[Ask, Logits, Sequence[Look]]],
+) -> Drafting:
+    """Grow a tree from the look beyond its root. `look_beyond` returns the looks beyond nodes, of which there are at
+    most `n_most()`."""
+    expansion.take(tree, ROOT, first)
+    while nodes := expansion.frontier(tree, n_most()):
+        looks = yield from look_beyond(nodes)
+        for node, found in zip(nodes, looks, strict=True):
+            tree.look_beyond(node)
+            expansion.take(tree, node, found)
+    return expansion.cut(tree.draft(expansion.walks))
 
 
 class Worthwhile:
@@ -192,7 +187,7 @@ class Worthwhile:
         self._looks: list[float] = []
 
     def take(self, tree: TreeBuilder, node: int, look: Look) -> None:
-        before = self._stop.before if node == ROOT else self._probabilities[node]
+        before = 1.0 if node == ROOT else self._probabilities[node]
         self._looks += [probability for _, probability in look.guesses[:1]]
         for rank, (token, probability) in enumerate(look.guesses):
             if rank == 0 or probability >= _LEAST:
@@ -205,7 +200,7 @@ class Worthwhile:
         )
 
     def cut(self, draft: Draft) -> Draft:
-        kept = self._stop.cut_after(draft).first(self._n_max)  # the likeliest come first
+        kept = self._stop.cut(draft).first(self._n_max)  # the likeliest come first
         return replace(kept, looks=tuple(self._looks))
 
 

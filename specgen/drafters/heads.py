@@ -2,102 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from specgen.drafters.expansion import (
-    DraftedChain,
-    DraftShaper,
-    IsEnd,
-    Look,
-    look,
-    make_expansion,
-    n_guesses,
-)
-from specgen.drafters.hidden_trail import LastHidden
+from specgen.drafters.expansion import DraftedChain, IsEnd, Look, grow, look, make_expansion
+from specgen.drafters.kind import DraftRequest, DraftSetup, LoadedDraft, Reads
+from specgen.errors import PairError
+from specgen.llama import default_threads
+from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
 from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft, TreeBuilder
-from specgen.method.drafter import Drafting, ready
+from specgen.method.drafter import Ask, Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.options import TreeShape
+from specgen.options import DraftSource
 from specgen.system.arrays import Hidden, Logits
+from specgen.text.hidden_trail import LastHidden
 
 #: The most tokens behind those that the target has read: its own next token, and tokens that a
 #: grammar or another drafter added.
 _MOST_UNREAD = 16
 #: The most nodes that heads look beyond at once.
 _WIDEST = 8
-
-
-class Heads(Protocol):
-    """What predicts from a target's hidden states; `specgen.llama.decoder_heads` computes it.
-
-    A state is float32[n_embd] of the target, or what `begin` and `advance` return for it.
-    `compute_s` are the seconds spent in predictions so far.
-    """
-
-    compute_s: float
-
-    @property
-    def n_vocab(self) -> int:
-        """Return the size of the target's vocabulary."""
-
-    @property
-    def tokens(self) -> NDArray[np.int32]:
-        """Return the tokens that the heads can predict, int32[n_frequent], in the order of their logits."""
-
-    def begin(self, hidden: Hidden, token: int) -> Hidden:
-        """Return the state after `token`, float32[1, n_embd], from the hidden state before it."""
-
-    def advance(self, states: Hidden, tokens: Sequence[int]) -> Hidden:
-        """Return the states after one more token each, float32[n, n_embd]."""
-
-    def logits(self, states: Hidden) -> Logits:
-        """Return the logits of `tokens` after each state, float32[n, n_frequent]."""
+#: The numbers of states whose looks are timed, and how often each is.
+_LOOKS = (1, 2, 4, 8)
+_N_REPEATS = 5
 
 
 class HeadsDrafter:
-    """Drafts with decoder heads: a chain or, with `branches`, a tree. The tree has a fixed shape, or
-    grows for as long as the policy finds it worthwhile.
+    """Drafts with decoder heads: a chain or a tree.
 
-    Heads start from the target's hidden state after its last decoded token (`last`, which the loop
+    Heads start from the target's hidden state after its last decoded token (`states`, which the loop
     updates). Their input is the tokens after that one, usually the one token that the target chose. There
     is no cache and no decode of a model: a look beyond a node is two products with small matrices.
 
-    As with a draft model, with `draws` each token is drawn from the distribution that `shaper`
-    makes of the heads' logits. Tokens outside the frequent part of the vocabulary have probability
-    0 and are never drafted; for a verifier this is a distribution like any other. `costs` is the
-    cost table of the heads' looks.
+    Tokens outside the frequent part of the vocabulary have probability 0 and are never drafted; for a verifier this is
+    a distribution like any other.
     """
 
-    def __init__(
-        self,
-        heads: Heads,
-        last: LastHidden,
-        shaper: DraftShaper,
-        rng: np.random.Generator,
-        is_end: IsEnd,
-        *,
-        draws: bool,
-        branches: bool,
-        shape: TreeShape,
-        costs: CostTable,
-        n_deepest: int | None = None,
-    ) -> None:
+    def __init__(self, heads: DecoderHeads, request: DraftRequest, is_end: IsEnd) -> None:
         self._heads = heads
-        self._last = last
-        self._shaper = shaper
-        self._rng = rng
+        self._request = request
+        self._costs = request.costs
         self._is_end = is_end
-        self._draws = draws
-        self._branches = branches
-        self._shape = shape
-        self._costs = costs
-        self._n_deepest = n_deepest
-        self._n_guesses = n_guesses(shape)
+        #: The target's hidden states, which the loop adds to.
+        self.states = LastHidden()
         #: A row of the target's logits, in which tokens that are not frequent stay at minus infinity.
         self._row = np.full(heads.n_vocab, -np.inf, np.float32)
 
@@ -110,7 +61,7 @@ class HeadsDrafter:
         return Price(look_s, look_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        found = self._last.before(len(context))
+        found = self.states.before(len(context))
         if found is None or len(context) - found[0] > _MOST_UNREAD:
             return ready(NO_DRAFT)
         n_read, state = found
@@ -119,18 +70,19 @@ class HeadsDrafter:
         for token in unread[1:]:
             states = self._heads.advance(states, [token])
         before = context[len(context) - n_drafted :]
-        grow = self._tree if self._branches else self._chain
-        return ready(grow(states, before, plan))
+        if self._request.branches:
+            return self._tree(states, before, plan)
+        return ready(self._chain(states, before, plan))
 
     def observe(self, result: RoundResult) -> None:
         pass
 
     def rewind(self, n_tokens: int) -> None:
-        self._last.rewind(n_tokens)
+        self.states.rewind(n_tokens)
 
     def _chain(self, states: Hidden, before: Sequence[int], plan: RoundPlan) -> Draft:
-        n_max = plan.n_max if self._n_deepest is None else min(plan.n_max, self._n_deepest)
-        chain = DraftedChain(plan, self._shaper, self._rng, before, draws=self._draws)
+        n_max = min(plan.n_max, self._request.n_deepest or plan.n_max)
+        chain = DraftedChain(plan, self._request, before)
         while chain.takes(self._whole(self._rows(states)[0])):
             token = chain.tokens[-1]
             if len(chain.tokens) == n_max or self._is_end(token) or not chain.goes_on():
@@ -138,26 +90,26 @@ class HeadsDrafter:
             states = self._heads.advance(states, [token])
         return chain.draft(self.name)
 
-    def _tree(self, states: Hidden, before: Sequence[int], plan: RoundPlan) -> Draft:
-        tree = TreeBuilder(self.name)
-        expansion = make_expansion(
-            self._shape, plan, plan.n_max, self._n_deepest, self._rng, self._is_end, self._seconds
-        )
-        expansion.take(tree, ROOT, self._look(self._rows(states)[0], before))
+    def _tree(self, states: Hidden, before: Sequence[int], plan: RoundPlan) -> Drafting:
+        tree, request = TreeBuilder(self.name), self._request
         behind = {ROOT: states}
-        while nodes := expansion.frontier(tree, _WIDEST):
-            parents = [behind[tree.parents[node]] for node in nodes]
-            tokens = [tree.tokens[node] for node in nodes]
-            reached = self._heads.advance(np.concatenate(parents), tokens)
-            rows = self._rows(reached)
-            for index, (node, row) in enumerate(zip(nodes, rows, strict=True)):
-                behind[node] = reached[index : index + 1]
-                tree.look_beyond(node)
-                expansion.take(tree, node, self._look(row, (*before, *tree.path(node))))
-        return expansion.cut(tree.draft(expansion.walks))
 
-    def _look(self, row: Logits, path: Sequence[int]) -> Look:
-        return look(self._whole(row), self._shaper, path, self._n_guesses, draws=self._draws)
+        def look_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Sequence[Look]]:
+            yield from ()
+            parents = [behind[tree.parents[node]] for node in nodes]
+            reached = self._heads.advance(
+                np.concatenate(parents), [tree.tokens[node] for node in nodes]
+            )
+            rows = self._rows(reached)
+            behind.update((node, reached[index : index + 1]) for index, node in enumerate(nodes))
+            return [
+                look(self._whole(row), request, (*before, *tree.path(node)))
+                for node, row in zip(nodes, rows, strict=True)
+            ]
+
+        first = look(self._whole(self._rows(states)[0]), request, before)
+        expansion = make_expansion(request, plan, plan.n_max, self._is_end, self._seconds)
+        return (yield from grow(tree, expansion, first, lambda: _WIDEST, look_beyond))
 
     def _rows(self, states: Hidden) -> Logits:
         """Return the logits of the frequent tokens for each state: float32[n, n_frequent]."""
@@ -173,3 +125,66 @@ class HeadsDrafter:
 
     def _seconds(self, n_looks: int) -> float:
         return self._costs.seconds(n_looks) if self._costs else 0.0
+
+
+class LoadedHeads(LoadedDraft):
+    """Loaded decoder heads for a target."""
+
+    reads: Reads = "last states"
+    origin = "heads"
+
+    def __init__(self, path: Path, setup: DraftSetup) -> None:
+        target = setup.target
+        if target.has_recurrent_state:
+            raise PairError(
+                f"{target.name} has a recurrent state; decoder heads cannot draft for it",
+                hint="use a draft model, or --draft ngram",
+            )
+        self._heads = DecoderHeads(path, setup.clock, setup.context.n_threads or default_threads())
+        super().__init__(self._heads.name, path)
+        weights, self._vocabulary = self._heads.weights, target.vocabulary
+        made_for = (weights.n_vocab, weights.vocabulary, weights.n_embd)
+        if made_for != (self._vocabulary.n_tokens, self._vocabulary.digest(), target.n_embd):
+            self.close()
+            raise PairError(
+                f"{path.name}: made for {weights.target}, not for {target.name}",
+                hint=f"`specgen draft make -m {target.path}` makes heads for this target",
+            )
+        self._costs = self._timed(setup.clock)
+
+    def drafter(self, request: DraftRequest) -> HeadsDrafter:
+        request = replace(request, costs=self._costs)
+        return HeadsDrafter(self._heads, request, self._vocabulary.is_end)
+
+    def close(self) -> None:
+        self._heads.close()
+
+    def _timed(self, clock: Callable[[], float]) -> CostTable:
+        """Time looks beyond one and several nodes, which takes some milliseconds."""
+        heads = self._heads
+        states = heads.begin(np.zeros(heads.weights.n_embd, np.float32), 0)
+        seconds: dict[int, float] = {}
+        for n in _LOOKS:
+            behind = np.repeat(states, n, axis=0)
+            for _ in range(_N_REPEATS):
+                started = clock()
+                heads.logits(heads.advance(behind, [0] * n))
+                took_s = clock() - started
+                seconds[n] = min(took_s, seconds.get(n, took_s))
+        return CostTable(seconds)
+
+
+class HeadsKind:
+    """Files of decoder heads, which `specgen draft make` makes."""
+
+    name = "heads"
+    reads: Reads = "last states"
+
+    def matches(self, source: DraftSource) -> bool:
+        return isinstance(source, Path) and is_heads_file(source)
+
+    def open(self, source: DraftSource, setup: DraftSetup) -> LoadedHeads:
+        return LoadedHeads(Path(source), setup)
+
+
+KIND = HeadsKind()

@@ -1,284 +1,273 @@
-"""A small model drafts for the large one."""
+"""A draft model: a stand-alone model that drafts for the target, with what drafts for it."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-from specgen.drafters.expansion import DraftedChain, DraftShaper
+from specgen.drafters.cascade import Cascade, WrappedDrafter
+from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.kind import DraftRequest, DraftSetup, Key, LoadedDraft, Reads, Room
+from specgen.drafters.ngram import SuffixDrafter
+from specgen.drafters.pairing import check_pair
+from specgen.drafters.parallel import ParallelDrafter, is_parallel_draft, mask_token
 from specgen.drafters.staged import Guesses
-from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import FREE, CostTable, Price
-from specgen.method.draft import NO_DRAFT
-from specgen.method.drafter import Ask, Drafting
-from specgen.method.policy import RoundPlan, RoundResult
-from specgen.system.arrays import Logits
+from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Translation
+from specgen.drafters.tree import TreeModelDrafter
+from specgen.errors import ModelFileError, PairError, UsageError
+from specgen.llama import LlamaBackend, LlamaModel
+from specgen.llama.context_opening import n_native_sequences
+from specgen.method.cost_table import Price
+from specgen.method.drafter import Drafter, Drafting
+from specgen.method.policy import CostAwarePolicy, RoundPlan
+from specgen.options import DraftOptions, DraftSource, SamplerOptions, TreeShape
+from specgen.text.sampling import Sampler
+from specgen.text.text_state import Shaper, TextState
 
-#: Tokens at the beginning of the text that a sliding window keeps: attention rests on the first
-#: few tokens, whatever they are (Xiao et al., arXiv:2309.17453).
-_N_SINK = 4
-#: The most tokens that an up-to-date drafter has to decode first: the target's own token and, if
-#: the whole last draft was accepted, its last token.
-N_USUAL = 2
+#: The most tokens that one draft model drafts for another.
+LONGEST_GUESS = 8
+#: The most nodes that a draft model decodes at once while a tree grows.
+_WIDEST = 8
+#: Context sizes are rounded up to a multiple of this, as llama.cpp does.
+_STEP = 256
+#: A token of a parallel draft counts as its share of a decode that predicts so many.
+_N_PARALLEL = 4
 
 
-class ModelDrafter:
-    """Drafts a chain with a model.
+class PromptHeadSkipper(WrappedDrafter):
+    """Lets `inner` draft for a text without the tokens at the positions `head`.
 
-    With `draws`, each token is drawn from the distribution that `shaper` makes of the model's
-    logits, and the draft records this distribution for verifiers that weigh it against the
-    target's. Without `draws`, the shaper is expected to be greedy, and the draft is the model's
-    most likely text. The shaper sees the committed text and the draft so far: grammar and penalties
-    hold within the draft too, so that nothing is drafted that cannot be accepted.
-
-    The model's cache keeps all tokens that became text, so no token is decoded twice. The next
-    proposal starts with one batch of the tokens that were committed since. Usually this is the
-    target's own token. After a full acceptance it is also the last drafted token, which did not
-    have to be decoded before. There is no batch if the text continued as drafted or guessed beyond
-    the verified tokens. The exception is a text that outgrows the model's context: the cache is
-    then filled again with the text's first few tokens and as many of its latest as fill half of the
-    context. This costs about one more token of prefill for each token of text.
-
-    `n_shared_tokens`: tokens from this id on exist in only one of the two vocabularies (padding)
-    and are never drafted. `costs` is the table of the model's decodes, which each decode corrects.
-    With `guesses`, a cheaper drafter speeds up the model itself. The drafter owns one `sequence` of
-    the cache, with room for `n_ctx` tokens (by default the size of the cache). The sequence already
-    holds `held`, a prefix of the text.
+    This is for the text that a chat template puts before every prompt. Without it a draft model
+    drafts nearly the same, and its prefill is shorter. No text ends within `head`.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        shaper: DraftShaper,
-        rng: np.random.Generator,
-        *,
-        draws: bool,
-        n_shared_tokens: int,
-        costs: CostTable | None = None,
-        guesses: Guesses | None = None,
-        sequence: int = 0,
-        n_ctx: int | None = None,
-        held: Sequence[int] = (),
-    ) -> None:
-        self._backend = backend
-        self._shaper = shaper
-        self._rng = rng
-        self._draws = draws
-        self._n_shared_tokens = n_shared_tokens
-        self._costs = costs if costs is not None else CostTable()
-        self._guesses = guesses if backend.rollback == "cells" else None
-        self._sequence = sequence
-        #: The number of tokens on which cache and text agree; behind these the cache holds `_ahead`.
-        self._n_agreed = 0
-        self._ahead = _Ahead(held)
-        self._n_ctx = backend.n_ctx if n_ctx is None else n_ctx
-        #: The number of tokens, behind the text's first few, that are left out of the cache.
-        self.n_skipped = 0
-
-    @property
-    def name(self) -> str:
-        return "model"
+    def __init__(self, inner: Drafter, head: range) -> None:
+        super().__init__(inner)
+        self._head = head
+        #: The text so far, without the head.
+        self._text: list[int] = []
 
     def price(self, n_context: int) -> Price:
-        if not self._costs:
-            return FREE
-        n_behind = max(1, n_context - self._n_agreed - len(self._ahead))
-        n_usual = min(n_behind, N_USUAL)
-        first_s = self._costs.share_s(n_usual)
-        next_s = self._costs.share_s(1)
-        if self._guesses is not None:
-            next_s = self._guesses.token_s(next_s)
-        prefill_s = max(0.0, self._costs.share_s(n_behind) - first_s)
-        return Price(first_s, next_s, prefill_s, n_behind - n_usual)
+        return self.inner.price(n_context - len(self._head))
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        n_max = self._make_room(len(context), plan.n_max)
-        if n_max < 1:
-            return NO_DRAFT
-        row = yield from self._catch_up(context)
-        self._backend.checkpoint(self._sequence)
-        before = list(context[len(context) - n_drafted :])
-        chain = DraftedChain(plan, self._shaper, self._rng, before, draws=self._draws)
-        while chain.takes(row[: self._n_shared_tokens]):
-            tokens = chain.tokens
-            if len(tokens) == n_max or self._backend.vocabulary.is_end(tokens[-1]):
-                break
-            if not chain.goes_on():
-                break
-            row = yield from self._row_after(tokens, context, n_max, n_drafted)
-        if self._guesses is not None:
-            self._guesses.settle(chain.tokens)
-        return chain.draft(self.name)
-
-    def observe(self, result: RoundResult) -> None:
-        pass
+        text, head = self._text, self._head
+        text.extend(context[len(text) : head.start])
+        text.extend(context[len(text) + len(head) :])
+        return self.inner.propose(text, plan, n_drafted)
 
     def rewind(self, n_tokens: int) -> None:
-        if self._guesses is not None:
-            self._guesses.rewind(n_tokens)
-        if n_tokens >= self._n_agreed:
-            return
-        if self.n_skipped and n_tokens < _N_SINK + self.n_skipped:
-            self._empty()
-            return
-        self._backend.remove(self._sequence, n_tokens - self.n_skipped)
-        self._ahead.clear()
-        self._n_agreed = n_tokens
+        n_left_out = len(range(self._head.start, min(self._head.stop, n_tokens)))
+        del self._text[n_tokens - n_left_out :]
+        self.inner.rewind(n_tokens - n_left_out)
 
-    def _empty(self) -> None:
-        self._backend.remove(self._sequence)
-        self._ahead.clear()
-        self._n_agreed = self.n_skipped = 0
 
-    def _make_room(self, n_context: int, n_max: int) -> int:
-        """Slide the window, if the text and a draft of n_max tokens do not fit the cache;
-        returns how many tokens may be drafted."""
-        n_ctx = self._n_ctx
-        # The last drafted token is not decoded, so n tokens need n - 1 cells after the text.
-        n_room = n_ctx - (n_context - self.n_skipped) + 1
-        if n_room < min(n_max, max(1, n_ctx // 4)):
-            n_window = n_ctx // 2
-            if n_window <= _N_SINK:  # too small for a beginning and an end
-                return 0
-            self._empty()
-            self.n_skipped = max(0, n_context - n_window)
-            n_room = n_ctx - (n_context - self.n_skipped) + 1
-        return min(n_max, n_room)
+class DraftModel(LoadedDraft):
+    """A loaded draft model for a target. `weights` is a file to load instead of the model's own: what it learnt."""
 
-    def _catch_up(self, context: Sequence[int]) -> Generator[Ask, Logits, Logits]:
-        """Bring the cache to `context`; return the logits after it, float32[n_vocab]."""
-        new, ahead = context[self._n_agreed :], self._ahead
-        n_same = ahead.n_same(new) if new else 0
-        if n_same and n_same == len(new):
-            row = ahead.row_after(n_same, self._backend)
-            if row is not None:
-                ahead.drop_until(n_same)
-                self._n_agreed = len(context)
-                return row
-        row = yield from self._decode(self._missing(context))
-        self._n_agreed = len(context)
-        return row
-
-    def _missing(self, context: Sequence[int]) -> Sequence[int]:
-        """Drop from the cache what is not a prefix of `context`; returns the tokens that it then lacks. The
-        last one is always among them, since a draft begins with its logits."""
-        new, ahead = context[self._n_agreed :], self._ahead
-        n_kept = min(self._n_agreed + ahead.n_same(new), len(context) - 1)
-        if n_kept < self._n_agreed + len(ahead):
-            self._backend.remove(self._sequence, n_kept - self.n_skipped)
-        ahead.clear()
-        if self.n_skipped and n_kept == 0:
-            return [*context[:_N_SINK], *context[_N_SINK + self.n_skipped :]]
-        return context[n_kept:]
-
-    def _row_after(
-        self, tokens: Sequence[int], context: Sequence[int], n_max: int, n_drafted: int
-    ) -> Generator[Ask, Logits, Logits]:
-        """Return the logits after the tokens drafted so far, float32[n_vocab]. All of these tokens but the
-        last are decoded already; with guesses the last may be too, and some tokens after it."""
-        ahead, n_before = self._ahead, len(tokens) - 1
-        if ahead.tokens[n_before : len(tokens)] == [tokens[-1]]:
-            found = ahead.row_after(len(tokens), self._backend)
-            if found is not None:
-                return found
-        n_wrong = ahead.drop_from(n_before)
-        if n_wrong:
-            length = self._backend.length(self._sequence)
-            self._backend.remove(self._sequence, length - n_wrong)
-        guessed: Sequence[int] = ()
-        if self._guesses is not None:
-            self._guesses.settle(tokens)
-            n_room = min(n_max - len(tokens) - 1, self._backend.n_outputs - 1)
-            guessed = yield from self._guesses.after(context, tokens, n_room, n_drafted)
-        before_s = self._backend.decode_s
-        rows = yield from self._decode_rows([tokens[-1], *guessed], n_wanted=1 + len(guessed))
-        if self._guesses is not None:
-            self._guesses.decoded(self._backend.decode_s - before_s)
-        return ahead.add((tokens[-1], *guessed), rows, self._backend)
-
-    def _decode(self, tokens: Sequence[int]) -> Generator[Ask, Logits, Logits]:
-        """Decode tokens in batches; return the logits after the last one, float32[n_vocab]."""
-        rows = yield from self._decode_rows(tokens, n_wanted=1)
-        row: Logits = rows[-1]
-        return row
-
-    def _decode_rows(
-        self, tokens: Sequence[int], *, n_wanted: int
-    ) -> Generator[Ask, Logits, Logits]:
-        """Decode tokens in batches; return the logits after the last `n_wanted` tokens,
-        float32[n_wanted, n_vocab], or fewer if the last batch has fewer."""
-        position = self._backend.length(self._sequence)
-        n_batch = self._backend.n_batch
-        logits: Logits | None = None
-        for start in range(0, len(tokens), n_batch):
-            part = list(tokens[start : start + n_batch])
-            n = len(part)
-            n_silent = min(n, max(0, len(tokens) - n_wanted - start))
-            batch = Batch(
-                part,
-                list(range(position, position + n)),
-                [(self._sequence,)] * n,
-                [False] * n_silent + [True] * (n - n_silent),
+    def __init__(self, path: Path, setup: DraftSetup, weights: Path | None = None) -> None:
+        super().__init__(path.name, weights or path)
+        self.timed, self.learnt = path, weights
+        self.model = LlamaModel(path, weights=weights, n_gpu_layers=setup.context.n_gpu_layers)
+        self.models = (self.model,)
+        #: What drafts for this model, if something does.
+        self.helper: DraftModel | None = None
+        self._guesses_ngrams = False
+        #: The number of tokens that both vocabularies have, from 0 on, if they are the same.
+        self._n_shared_tokens = self.model.vocabulary.n_tokens
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
+            #: The translation between the vocabularies; None if they are the same.
+            self._translation = self._pair(setup)
+            self.mask = mask_token(self.model, setup.drafting.mask)
+            if self._translation is not None:
+                # What a token may be depends on how the one before it is spelled, so none are made in parallel.
+                self.can_draw, self.own_vocabulary, self.mask = False, self.model, None
+            self._lacks_mask = (
+                self.mask is None
+                and setup.drafting.mask == "auto"
+                and is_parallel_draft(self.model)
+                and mask_token(self.model, "auto") is None
             )
-            position += n
-            logits = yield Ask(self._backend, batch, self._costs)
-        assert logits is not None, "at least one token is decoded"
-        return logits
+            self._open_helper(setup)
+            on_error.pop_all()
+        if self.mask is not None:
+            self.n_at_once = _N_PARALLEL
+        else:
+            self.learns = path
+        self.why_chains = setup.why_chains or self._why_chains()
+        self._decodes_branches = (
+            setup.drafting.grows_trees and self.why_chains is None and self.mask is None
+        )
 
+    def _pair(self, setup: DraftSetup) -> Translation | None:
+        """Compare the vocabularies, and prepare the translation if they differ."""
+        target = setup.target
+        try:
+            self._n_shared_tokens = check_pair(
+                target.vocabulary, self.model.vocabulary, target.name, self.name
+            )
+        except PairError:
+            if setup.drafting.translate == "off":
+                raise
+            translation = Translation(target.vocabulary, self.model.vocabulary)
+            translation.draft_lexicon.load()  # now, not in the middle of an answer
+            return translation
+        return None
 
-class _Ahead:
-    """The tokens that a cache holds after the text, and the rows of logits of the last decode. The
-    rows are valid until the backend decodes anything else."""
+    def _open_helper(self, setup: DraftSetup) -> None:
+        """Load what drafts for this model: a model, which drafts chains, or n-grams."""
+        if not setup.helpers:
+            return
+        if self.mask is not None:
+            raise UsageError(
+                f"{self.name}: a parallel draft takes no draft of its own; leave out the next --draft",
+                hint="--draft-mask off drafts one token after the other",
+            )
+        first, *rest = setup.helpers
+        if not isinstance(first, Path):
+            self._guesses_ngrams = True
+            return
+        drafting = replace(setup.drafting, tree=TreeShape("off"), mask="off")
+        own = replace(setup, target=self.model, drafting=drafting, helpers=tuple(rest), learnt=None)
+        self.helper = DraftModel(first, own)
+        self.models += self.helper.models
 
-    def __init__(self, tokens: Sequence[int] = ()) -> None:
-        self.tokens = list(tokens)
-        self._rows: Logits | None = None
-        #: Row i has the logits after the first `_n_first + i` of the tokens.
-        self._n_first = 0
-        #: The backend's count of decoded rows after that decode.
-        self._n_decoded = 0
+    def _why_chains(self) -> str | None:
+        # A parallel draft decodes no node of a tree, so that its own state does not matter.
+        if self.model.has_recurrent_state and self.mask is None:
+            return f"{self.name} has a recurrent state, which branches cannot share"
+        if self._translation is not None:
+            return f"what {self.name} drafts is translated, a chain at a time"
+        if self.helper is not None or self._guesses_ngrams:
+            return f"{self.name} has a draft of its own, which drafts chains"
+        return None
 
-    def __len__(self) -> int:
-        return len(self.tokens)
+    def n_sequences(self, n_rows: int) -> int:
+        return n_native_sequences(self.model, n_rows + 1 if self._decodes_branches else 1)
 
-    def n_same(self, text: Sequence[int]) -> int:
-        """Count the tokens, from the first on, that equal those of a text."""
-        n = 0
-        for held, token in zip(self.tokens, text, strict=False):
-            if held != token:
-                break
-            n += 1
-        return n
+    def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:
+        """Open its context, no larger than its training context (if a text does not fit, the draft sees its last
+        tokens), and that of what drafts for it."""
+        self.model.check_parallel(room.n_slots)
+        n_ctx = room.n_ctx
+        if self._translation is not None:  # it may need more tokens for the same text
+            n_ctx = -(-n_ctx * 3 // 2 // _STEP) * _STEP
+        n_train = self.model.n_ctx_train
+        n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
+        n_outputs, n_branches = 1, 1
+        if self.mask is not None:
+            n_outputs = max(1, room.n_rows - 1)
+        elif self._decodes_branches:
+            n_outputs, n_branches = min(room.n_rows, _WIDEST), room.n_rows + 1
+        elif self.helper is not None or self._guesses_ngrams:
+            n_outputs = 1 + LONGEST_GUESS
+        context = LlamaBackend(
+            self.model,
+            room.options_of(self.model.path),
+            n_ctx=n_ctx * room.n_slots,
+            clock=room.clock,
+            n_sequences=n_branches * room.n_slots,
+            n_outputs=n_outputs * room.n_slots,
+            n_rollback=n_outputs - 1,
+            n_branches=n_branches,
+        )
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(context.close)
+            context.compute_frequent_tokens()
+            others = self.helper.contexts(room) if self.helper is not None else ()
+            on_error.pop_all()
+        return (context, *others)
 
-    def row_after(self, n: int, backend: Backend) -> Logits | None:
-        """Return the logits after the first n tokens, float32[n_vocab]; None if they are no longer
-        available."""
-        is_there = backend.n_decoded_rows == self._n_decoded
-        if self._rows is None or not is_there or not self._n_first <= n <= len(self.tokens):
+    def drafter(self, request: DraftRequest) -> Drafter:
+        backend = request.caches[0]
+        if self._translation is not None:
+            return self._translated(self._translation, request)
+        head, prompt = request.head, request.prompt
+        request = replace(request, prompt=(*prompt[: head.start], *prompt[head.stop :]))
+        n = self._n_shared_tokens
+        drafter: Drafter
+        if self.mask is not None:
+            drafter = ParallelDrafter(backend, request, mask=self.mask, n_shared_tokens=n)
+        elif request.branches:
+            drafter = TreeModelDrafter(backend, request, n_shared_tokens=n)
+        else:
+            guesses = self._guesses(request)
+            drafter = ModelDrafter(backend, request, n_shared_tokens=n, guesses=guesses)
+        return PromptHeadSkipper(drafter, head) if head else drafter
+
+    def _translated(self, translation: Translation, request: DraftRequest) -> Drafter:
+        """Return the drafter of a model with another vocabulary."""
+        text = translation.text(request.prompt, request.draft_prompt)
+        # The target's biases and penalties refer to the target's token ids.
+        never = self.model.vocabulary.end_tokens() if request.is_endless else ()
+        shaper = PrefixShaper(translation.draft_lexicon, never)
+        own = replace(request, text=TextState(()), shaper=shaper, prompt=tuple(text.tokens))
+        backend, guesses = request.caches[0], self._guesses(own)
+        inner = ModelDrafter(backend, own, n_shared_tokens=self._n_shared_tokens, guesses=guesses)
+        holds_back = backend.rollback == "cells"
+        return TranslatedDrafter(inner, translation, text, shaper, holds_back=holds_back)
+
+    def _guesses(self, request: DraftRequest) -> Guesses | None:
+        """Return what drafts for this model, over a text in its tokens. A helper has a random generator of its own, so
+        that it cannot change this model's samples."""
+        caches = request.caches[1:]
+        if self._guesses_ngrams:
+            key: Key = "ngram"
+            cascade = Cascade(SuffixDrafter(*DraftOptions().ngrams_of))
+        elif self.helper is not None and caches:
+            most_likely = Shaper(Sampler(SamplerOptions()), request.text)
+            own = replace(
+                request,
+                shaper=most_likely,
+                rng=np.random.default_rng(0),
+                caches=caches,
+                costs=request.costs_of(self.helper.model.path),
+                draws=False,
+                head=range(0),
+                draft_prompt=None,
+            )
+            key = self.helper.model.path
+            cascade = Cascade(model=self.helper.drafter(own))
+        else:
             return None
-        row: Logits = self._rows[n - self._n_first]
-        return row
+        acceptance = request.guesses_of(self.model.path, key)
+        options = DraftOptions(max_tokens=LONGEST_GUESS)
+        return Guesses(cascade, CostAwarePolicy(options, request.costs, acceptance))
 
-    def drop_from(self, n: int) -> int:
-        """Forget all tokens but the first n; return how many were forgotten."""
-        n_wrong = len(self.tokens) - n
-        del self.tokens[n:]
-        return n_wrong
+    def notices(self) -> Iterator[str]:
+        if self._lacks_mask:
+            yield (
+                f"{self.name} is a parallel draft, but its file does not say which its mask token is, so it drafts one "
+                "token after the other: give --draft-mask (`pard_token` in the config.json of the model that it was "
+                "converted from)"
+            )
 
-    def drop_until(self, n: int) -> None:
-        """Forget the first n tokens: they belong to the text now."""
-        del self.tokens[:n]
-        self._n_first -= n
 
-    def add(self, tokens: Sequence[int], rows: Logits, backend: Backend) -> Logits:
-        """Add the tokens of the last decode; return the logits after the first of them."""
-        self._n_first = len(self.tokens) + 1
-        self.tokens.extend(tokens)
-        self._rows, self._n_decoded = rows, backend.n_decoded_rows
-        row: Logits = rows[0]
-        return row
+@dataclass(frozen=True)
+class ModelKind:
+    """Any GGUF model. One that learnt drafts with what it learnt, if that loads; without masks it learnt nothing of
+    them."""
 
-    def clear(self) -> None:
-        self.tokens.clear()
-        self._rows = None
+    name: str = "model"
+    reads: Reads = "text"
+
+    def matches(self, source: DraftSource) -> bool:
+        return isinstance(source, Path)
+
+    def open(self, source: DraftSource, setup: DraftSetup) -> DraftModel:
+        path = Path(source)
+        if setup.learnt is not None:
+            with contextlib.suppress(ModelFileError):
+                draft = DraftModel(path, setup, setup.learnt)
+                if draft.mask is None:
+                    return draft
+                draft.close()
+        return DraftModel(path, setup)
+
+
+KIND = ModelKind()

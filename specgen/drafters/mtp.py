@@ -1,221 +1,164 @@
-"""A target's own MTP layer drafts from the target's hidden states, and so does an EAGLE-3 draft."""
+"""A target's own MTP layers draft, in its file or in one of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-import numpy as np
-
-from specgen.drafters.expansion import (
-    DraftedChain,
-    DraftShaper,
-    Look,
-    look,
-    make_expansion,
-    n_guesses,
+from specgen.drafters.expansion import DraftedChain
+from specgen.drafters.kind import DraftRequest, DraftSetup, Reads, Room
+from specgen.drafters.pairing import check_pair
+from specgen.drafters.states import (
+    CELLS_BEHIND,
+    N_USUAL,
+    WIDEST,
+    LayerDrafter,
+    StatesCache,
+    StatesDraft,
+    StatesDrafter,
 )
-from specgen.drafters.hidden_trail import HiddenTrail
-from specgen.drafters.states_cache import StatesCache
-from specgen.drafters.tree import NodeBranches
-from specgen.method.backend import Batch, MtpBackend
-from specgen.method.cost_table import FREE, CostTable, Price
-from specgen.method.draft import NO_DRAFT, ROOT, Branches, TreeBuilder
-from specgen.method.drafter import Ask, Drafting
-from specgen.method.policy import RoundPlan, RoundResult
-from specgen.options import TreeShape
-from specgen.system.arrays import Hidden, Logits
-
-#: The most tokens behind those that the target has read: its own next token, and tokens that a
-#: grammar or another drafter added. Each but the first takes a decode of its own.
-MOST_UNREAD = 16
-#: The most rows that count as those of the last round, and not as a prefill.
-N_USUAL = 8
-#: The most nodes that are looked beyond at once.
-_WIDEST = 8
-#: Decodes a token of a chain, which comes with its number from 1; returns the logits after it.
-Step: TypeAlias = Callable[[int, int], Generator[Ask, Logits, Logits]]
+from specgen.errors import PairError
+from specgen.llama import LlamaBackend, LlamaModel
+from specgen.llama.mtp import MtpContext, MtpModel
+from specgen.llama.mtp_layers import holds_mtp_only
+from specgen.method.cost_table import FREE, Price
+from specgen.method.draft import NO_DRAFT
+from specgen.method.drafter import Drafter, Drafting
+from specgen.method.policy import RoundPlan
+from specgen.options import DraftSource
+from specgen.system.arrays import Hidden
 
 
-class MtpDrafter:
-    """Drafts with an MTP layer: a chain or, with `branches`, a tree. The tree has a fixed shape, or grows
-    for as long as the policy finds it worthwhile.
+class MtpChainDrafter(StatesDrafter):
+    """Drafts chains with several MTP layers: layer k predicts the k-th token behind what the target has
+    read (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-    The layer has a cache. Its row of a token reads the hidden state before the token: the target's
-    (`trail`, which the loop fills) or, behind what the target has read, the layer's own. The first batch
-    of a proposal has the rows of all tokens that were accepted since the last one, and its last row
-    begins the draft. Rows of drafted tokens are dropped afterwards, since the target's states of the
-    accepted ones are better.
-
-    Nothing is read before the plan asks for a draft, so a layer that does not pay costs nothing. If
-    states of some tokens are missing, the cache begins behind these tokens.
-
-    As with a draft model, with `draws` each token is drawn from the distribution that `shaper` makes of
-    the layer's logits. `costs` is the table of the layer's decodes. The drafter owns the sequences `slot`
-    of the cache, each with room for `n_ctx` tokens; the first holds the first `n_held` tokens of the text.
+    Each layer has a cache of its own, whose rows of accepted tokens read the target's states. Behind these,
+    layer k decodes k rows of drafted tokens: the first layer's state after the first token, the second
+    layer's after the second, and so on. So a draft has no more tokens than there are layers, and tokens that
+    the target has not read count among them. A layer reads the text only when it drafts.
     """
 
-    def __init__(
-        self,
-        backend: MtpBackend,
-        trail: HiddenTrail,
-        shaper: DraftShaper,
-        rng: np.random.Generator,
-        *,
-        draws: bool,
-        branches: bool,
-        shape: TreeShape,
-        costs: CostTable,
-        slot: Branches,
-        n_ctx: int,
-        n_deepest: int | None = None,
-        n_held: int = 0,
-    ) -> None:
-        self._backend = backend
-        self._trail = trail
-        self._shaper = shaper
-        self._rng = rng
-        self._draws = draws
-        self._branches = branches
-        self._shape = shape
-        self._costs = costs
-        self._slot = slot
-        self._n_ctx = n_ctx
-        self._n_deepest = n_deepest
-        self._n_guesses = n_guesses(shape)
-        self._nodes = NodeBranches(backend, slot)
-        self._cache = StatesCache(backend, trail, costs, slot.first, n_held)
+    name = "mtp"
 
-    @property
-    def name(self) -> str:
-        return "mtp"
+    def __init__(self, backend: MtpContext, request: DraftRequest) -> None:
+        super().__init__(backend, request)
+        self._layers = [
+            StatesCache(each, request, self.states, n_left_out=0) for each in backend.layers
+        ]
 
     def price(self, n_context: int) -> Price:
         if not self._costs:
             return FREE
         n_read = self._n_read(n_context)
-        n_rows = self._cache.n_missing(n_read)
-        n_usual = min(n_rows, N_USUAL)
-        next_s, first_s = self._costs.share_s(1), self._costs.share_s(n_usual)
-        backlog_s = max(0.0, self._costs.share_s(n_rows) - first_s)
+        n_rows = [layer.n_missing(n_read) for layer in self._layers]
+        n_usual = min(n_rows[0], N_USUAL)
+        first_s, next_s = self._costs.share_s(n_usual), self._costs.share_s(n_usual + 1)
         n_unread = n_context - 1 - n_read
-        return Price(first_s + n_unread * next_s, next_s, backlog_s, n_rows - n_usual)
+        prefill_s = 0.0
+        # Later a layer that no draft reached reads little, and only if one does.
+        if n_rows[0] > n_usual:
+            prefill_s = sum(max(0.0, self._costs.share_s(n) - first_s) for n in n_rows)
+        return Price(first_s + n_unread * next_s, next_s, prefill_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         n_read = self._n_read(len(context))
-        if len(context) - 1 - n_read > MOST_UNREAD or not self._cache.find_start(n_read):
-            return NO_DRAFT
-        # The last drafted token is not decoded, so n tokens need n - 1 cells behind the text.
-        n_max = min(plan.n_max, self._n_ctx - (len(context) - self._cache.n_skipped) + 1)
-        if n_max < 1:
+        n_unread = len(context) - 1 - n_read
+        n_room = self._n_ctx - (len(context) - self._layers[0].n_skipped) + 1
+        n_max = min(plan.n_max, len(self._layers) - n_unread, n_room)
+        if n_max < 1 or not all(layer.find_start(n_read) for layer in self._layers):
             return NO_DRAFT
         before = context[len(context) - n_drafted :]
+        chain = DraftedChain(plan, self._request, before)
+        states: list[Hidden] = []
         try:
-            row = yield from self._cache.catch_up(context, n_read)
-            self._trail.forget(self._cache.n_held - 1)
-            for position in range(n_read + 1, len(context)):
-                row = yield from self._step(context[position], position)
-            if self._branches:
-                n_text = len(context) - self._cache.n_skipped
-                return (yield from self._tree(row, before, n_text, plan, n_max))
-            n_text = len(context) - 1
-            return (
-                yield from self._chain(
-                    row, before, lambda token, n: self._step(token, n_text + n), plan, n_max
-                )
-            )
+            for layer in self._layers[: n_unread + min(n_max, self._request.n_deepest or n_max)]:
+                row = yield from layer.catch_up(context, n_read, chain.tokens, states)
+                states.append(layer.state())
+                if len(states) <= n_unread:
+                    continue
+                is_more = chain.takes(row) and chain.goes_on()
+                if not is_more or self._backend.vocabulary.is_end(chain.tokens[-1]):
+                    break
+            return chain.draft(self.name)
         finally:
-            self._nodes.keep(ROOT, self._cache.length, 0)
-
-    def observe(self, result: RoundResult) -> None:
-        pass
+            for layer in self._layers:
+                layer.drop_drafted()
+            self.states.forget(min(layer.n_held for layer in self._layers) - 1)
 
     def rewind(self, n_tokens: int) -> None:
-        self._trail.rewind(n_tokens)
-        self._cache.rewind(n_tokens)
+        super().rewind(n_tokens)
+        for layer in self._layers:
+            layer.rewind(n_tokens)
 
-    # --- the text ------------------------------------------------------------------------------
 
-    def _n_read(self, n_context: int) -> int:
-        """Return the number of tokens of a text that the target has read, at most all but the last."""
-        return min(self._trail.n_read, n_context - 1)
+class MtpDraft(StatesDraft):
+    """The MTP layers of a loaded target, or those in a file of their own (`path`)."""
 
-    # --- drafts --------------------------------------------------------------------------------
+    def __init__(self, setup: DraftSetup, path: Path | None) -> None:
+        target = setup.target
+        if path is None and target.why_no_mtp:
+            raise PairError(
+                f"--draft mtp: {target.name}: {target.why_no_mtp}",
+                hint="use a file with its MTP (NextN) layers, or another draft",
+            )
+        super().__init__("mtp" if path is None else path.name, path or "mtp", setup)
+        self._model: LlamaModel = target
+        if path is not None:
+            self._model = MtpModel(path, target, n_gpu_layers=setup.context.n_gpu_layers)
+            self.models = (self._model,)
+            self._check_tokens(target)
+        n_layers, own = self._model.n_mtp_layers, None
+        if n_layers > 1:
+            own = f"each of the {n_layers} MTP layers of {self._model.name} drafts one token"
+        self.why_chains = setup.why_chains or own
 
-    def _step(self, token: int, index: int) -> Generator[Ask, Logits, Logits]:
-        """Decode the token at `index` of the text and the draft; return the logits after it."""
-        state = self._backend.state(self._slot.first)
-        return self._row_after(token, index - self._cache.n_skipped, state)
-
-    def _row_after(
-        self, token: int, position: int, state: Hidden
-    ) -> Generator[Ask, Logits, Logits]:
-        """Decode a token at a position of the cache, with the state before it; return the logits after it."""
-        batch = Batch()
-        batch.add(token, position, (self._slot.first,), True)
-        batch.hidden.append(state)
-        rows = yield Ask(self._backend, batch, self._costs)
-        row: Logits = rows[0]
-        return row
-
-    def _chain(
-        self, row: Logits, before: Sequence[int], step: Step, plan: RoundPlan, n_max: int
-    ) -> Drafting:
-        """Draft a chain from the logits before it. `step` decodes its n-th token, from 1."""
-        if self._n_deepest is not None:
-            n_max = min(n_max, self._n_deepest)
-        chain = DraftedChain(plan, self._shaper, self._rng, before, draws=self._draws)
-        while chain.takes(row):
-            token, n = chain.tokens[-1], len(chain.tokens)
-            if n == n_max or self._backend.vocabulary.is_end(token) or not chain.goes_on():
-                break
-            row = yield from step(token, n)
-        return chain.draft(self.name)
-
-    def _tree(
-        self, row: Logits, before: Sequence[int], n_text: int, plan: RoundPlan, n_max: int
-    ) -> Drafting:
-        """Draft a tree behind `n_text` tokens of the cache."""
-        is_end = self._backend.vocabulary.is_end
-        tree = TreeBuilder(self.name)
-        expansion = make_expansion(
-            self._shape, plan, n_max, self._n_deepest, self._rng, is_end, self._seconds
+    def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:
+        n_branches = self.n_branches(room.n_rows)
+        context = MtpContext(
+            self._model,
+            room.options_of(self.key),
+            n_ctx=room.n_ctx + CELLS_BEHIND,
+            clock=room.clock,
+            n_branches=n_branches,
+            n_outputs=min(n_branches, WIDEST),
+            n_slots=room.n_slots,
         )
-        expansion.take(tree, ROOT, self._look(row, before))
-        states = {ROOT: self._backend.state(self._slot.first)}
-        self._nodes.begin()
-        while nodes := expansion.frontier(
-            tree, min(_WIDEST, self._backend.n_outputs, self._nodes.n_free)
-        ):
-            batch, ends = Batch(), []
-            for node in nodes:
-                parent, position = tree.parents[node], n_text + tree.depths[node]
-                ends.append(self._nodes.follow(node, parent, position))
-                batch.add(tree.tokens[node], position, (ends[-1],), True)
-                batch.hidden.append(states[parent])
-            rows = yield Ask(self._backend, batch, self._costs)
-            for node, end, row_behind in zip(nodes, ends, rows, strict=True):
-                states[node] = self._backend.state(end)
-                tree.look_beyond(node)
-                expansion.take(tree, node, self._look(row_behind, (*before, *tree.path(node))))
-        return expansion.cut(tree.draft(expansion.walks))
+        return (context,)
 
-    def _seconds(self, n_rows: int) -> float:
-        return self._costs.share_s(n_rows) if self._costs else 0.0
+    def drafter(self, request: DraftRequest) -> Drafter:
+        (context,) = request.caches
+        assert isinstance(context, MtpContext)
+        if len(context.layers) > 1:
+            return MtpChainDrafter(context, request)
+        return LayerDrafter(context, request)
 
-    def _look(self, row: Logits, path: Sequence[int]) -> Look:
-        return look(row, self._shaper, path, self._n_guesses, draws=self._draws)
+    def _check_tokens(self, target: LlamaModel) -> None:
+        own, others = self._model.vocabulary, target.vocabulary
+        try:
+            if check_pair(others, own, target.name, self._model.name) < others.n_tokens:
+                raise PairError(
+                    f"{self._model.name} cannot draft for {target.name}: it has {own.n_tokens} tokens, the target "
+                    f"{others.n_tokens}"
+                )
+        except PairError:
+            self.close()
+            raise
 
 
-class EagleDrafter(MtpDrafter):
-    """Drafts with EAGLE-3 as `MtpDrafter` does with an MTP layer: from the target's states of accepted
-    tokens, and the draft's own of drafted ones. But the text's first token has no row: there is no state
-    before it."""
+@dataclass(frozen=True)
+class MtpKind:
+    """The word "mtp" for the target's own layers, and files of such layers."""
 
-    def __init__(self, *arguments: Any, n_held: int = 0, **options: Any) -> None:
-        super().__init__(*arguments, n_held=max(1, n_held), **options)
-        self._cache.n_skipped = 1
+    name: str = "mtp"
+    reads: Reads = "all states"
 
-    @property
-    def name(self) -> str:
-        return "eagle3"
+    def matches(self, source: DraftSource) -> bool:
+        return holds_mtp_only(source) if isinstance(source, Path) else source == self.name
+
+    def open(self, source: DraftSource, setup: DraftSetup) -> MtpDraft:
+        return MtpDraft(setup, source if isinstance(source, Path) else None)
+
+
+KIND = MtpKind()

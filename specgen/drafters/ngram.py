@@ -7,15 +7,18 @@ Hu et al., "SAM Decoding", arXiv:2411.10666.)
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from specgen.drafters.lookup.array import MAX_MATCH, Match, SuffixArray
-from specgen.drafters.lookup.text import TextIndex
+from specgen.drafters.kind import DraftRequest, DraftSetup, LoadedDraft, Reads
+from specgen.drafters.suffix_array import MAX_MATCH, MAX_PLACES, Match, Matches, SuffixArray
 from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult
+from specgen.options import DraftSource
 
 #: The origins of nodes that are drafted from the text itself, and from corpora.
 TEXT_ORIGIN: Final = "ngram"
@@ -33,6 +36,10 @@ _DISSENT = 2.0
 #: children.
 _LEAST_CHANCE = 0.03
 _MAX_NODES = 64
+#: The most occurrences of an n-gram among which the longest match is looked for, the latest.
+_MOST_SEARCHED = 1024
+#: The most continuations that are drafted at one position of a tree without a fixed shape.
+_N_BRANCHES = 3
 
 
 class _Guess(NamedTuple):
@@ -46,6 +53,57 @@ def confidence(length: int, n_agreeing: int, n_occurrences: int) -> float:
     dissent = 1.0 + _DISSENT * (n_occurrences - n_agreeing)
     odds = _ODDS_A_TOKEN * length * n_agreeing / dissent
     return odds / (1.0 + odds)
+
+
+class TextIndex(Matches):
+    """A text to which tokens are added, and from whose end they are taken back. It finds endings of at least
+    `min_match` tokens."""
+
+    def __init__(self, min_match: int) -> None:
+        self._min_match = min_match
+        self._tokens: list[int] = []
+        super().__init__(self._tokens)
+        #: By the n-grams of `min_match` tokens: the indices of the tokens that follow them, in order.
+        self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+
+    def __len__(self) -> int:
+        """Return the number of tokens in the text."""
+        return len(self._tokens)
+
+    def extend(self, token: int) -> None:
+        """Add a token to the end of the text."""
+        self._tokens.append(token)
+        if len(self._tokens) > self._min_match:
+            self._places[self._before_last()].append(len(self._tokens) - 1)
+
+    def rewind(self, n_tokens: int) -> None:
+        """Take back all of the text's tokens but the first `n_tokens`."""
+        while len(self._tokens) > max(0, n_tokens):
+            if len(self._tokens) > self._min_match:
+                self._places[self._before_last()].pop()
+            self._tokens.pop()
+
+    def longest(self, ending: list[int]) -> Match | None:
+        """Return the longest match of the last tokens of `ending` that is followed by something in the text; of
+        many occurrences the latest."""
+        tokens, length, n_most = self._tokens, self._min_match, min(len(ending), MAX_MATCH)
+        places: list[int] = []
+        for at in reversed(self._places.get(tuple(ending[-length:]), [])[-_MOST_SEARCHED:]):
+            if at < length or tokens[at - length : at] != ending[-length:]:
+                continue
+            n_before = length
+            while length < min(at, n_most) and tokens[at - 1 - length] == ending[-1 - length]:
+                length += 1
+            if length > n_before:
+                places.clear()
+            if len(places) < MAX_PLACES:
+                places.append(at)
+            elif length == n_most:
+                break
+        return Match(length, tuple(places)) if places else None
+
+    def _before_last(self) -> tuple[int, ...]:
+        return tuple(self._tokens[-1 - self._min_match : -1])
 
 
 class SuffixDrafter:
@@ -254,3 +312,43 @@ class _Lookup:
         self._n_most += 1
         if self._match is not None:
             self._match = self.corpus.advance(self._match, token)
+
+
+class LoadedNgrams(LoadedDraft):
+    """N-grams of the text itself, and of the texts to look up."""
+
+    is_free = True
+    can_draw = False
+    origin = TEXT_ORIGIN
+
+    def __init__(self, setup: DraftSetup) -> None:
+        super().__init__(TEXT_ORIGIN, TEXT_ORIGIN)
+        self._setup = setup
+        self.why_chains = setup.why_chains
+
+    def drafter(self, request: DraftRequest) -> SuffixDrafter:
+        n_children, n_deepest = 1, None
+        if request.branches:
+            n_children, n_deepest = _N_BRANCHES, request.n_deepest
+            if request.shape.is_fixed:
+                n_children, n_deepest = max(request.shape.numbers), request.shape.n_levels
+        shortest, longest = self._setup.drafting.ngrams_of
+        corpora = self._setup.corpora
+        return SuffixDrafter(shortest, longest, corpora, n_children=n_children, n_deepest=n_deepest)
+
+
+@dataclass(frozen=True)
+class NgramKind:
+    """The word "ngram"."""
+
+    name: str = TEXT_ORIGIN
+    reads: Reads = "text"
+
+    def matches(self, source: DraftSource) -> bool:
+        return source == self.name
+
+    def open(self, source: DraftSource, setup: DraftSetup) -> LoadedNgrams:
+        return LoadedNgrams(setup)
+
+
+KIND = NgramKind()

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from specgen.drafters.expansion import (
-    DraftedChain,
-    DraftShaper,
-    look,
-    make_expansion,
-    n_guesses,
-)
-from specgen.drafters.model import ModelDrafter
+from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.expansion import DraftedChain, Look, grow, look, make_expansion
+from specgen.drafters.kind import DraftRequest
+from specgen.errors import UsageError
 from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import FREE, CostTable, Price
-from specgen.method.draft import NO_DRAFT, ROOT, Draft, TreeBuilder
+from specgen.method.cost_table import FREE, Price
+from specgen.method.draft import NO_DRAFT, TreeBuilder
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.options import TreeShape
 from specgen.system.arrays import Logits
+
+if TYPE_CHECKING:
+    from specgen.llama import LlamaModel
 
 #: The most nodes of a tree that are looked beyond in one step. A look reads a row that is there already.
 _WIDEST = 8
+#: The key of a mask token. Ordinary models have one too (Gemma's <mask>), so that it says nothing by itself.
+_MASK_KEY = "tokenizer.ggml.mask_token_id"
+#: Where a file has the names of its model. Converters copy them from the model's page.
+_NAME_KEYS = ("general.name", "general.basename", "general.finetune", "general.base_model.0.name")
+#: The method's name, which all published parallel drafts have in theirs: PARD-Qwen2.5-0.5B, PARD2-Qwen3-8B.
+_PARD = re.compile(r"(?<![a-z])pard-?2?(?![a-z0-9])", re.IGNORECASE)
 
 
 class ParallelDrafter(ModelDrafter):
@@ -32,7 +36,7 @@ class ParallelDrafter(ModelDrafter):
     The decode has the tokens that the model has not read yet and K - 1 times the token `mask`, at
     consecutive positions. The row of the last token of the text predicts the next token, as in any model,
     and the row of mask i predicts token i + 1. The plan says how many tokens that are (`n_at_once`), and
-    its `keeps` decides with the confidence of each row how many are drafted.
+    its `wants_token` decides with the confidence of each row how many are drafted.
 
     A row depends on the text and not on the tokens drafted before. So each token of a draft that is drawn
     is drawn from a distribution that does not depend on the draws before, except through the shaper
@@ -44,39 +48,11 @@ class ParallelDrafter(ModelDrafter):
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        shaper: DraftShaper,
-        rng: np.random.Generator,
-        *,
-        mask: int,
-        draws: bool,
-        n_shared_tokens: int,
-        n_most: int,
-        branches: bool = False,
-        shape: TreeShape | None = None,
-        n_deepest: int | None = None,
-        costs: CostTable | None = None,
-        sequence: int = 0,
-        n_ctx: int | None = None,
-        held: Sequence[int] = (),
+        self, backend: Backend, request: DraftRequest, *, mask: int, n_shared_tokens: int
     ) -> None:
-        super().__init__(
-            backend,
-            shaper,
-            rng,
-            draws=draws,
-            n_shared_tokens=n_shared_tokens,
-            costs=costs,
-            sequence=sequence,
-            n_ctx=n_ctx,
-            held=held,
-        )
+        super().__init__(backend, request, n_shared_tokens=n_shared_tokens)
         self._mask = mask
-        self._n_most = min(n_most, backend.n_outputs)
-        self._branches = branches
-        self._shape = shape or TreeShape("off")
-        self._n_deepest = n_deepest
+        self._n_most = min(max(1, request.n_max), backend.n_outputs)
 
     def price(self, n_context: int) -> Price:
         if not self._costs:
@@ -86,7 +62,7 @@ class ParallelDrafter(ModelDrafter):
         n_usual = min(n_behind, self._n_most + 1)
         at_once_s = tuple(self._costs.share_s(n_usual + n) for n in range(self._n_most))
         prefill_s = max(0.0, self._costs.share_s(n_behind) - at_once_s[0])
-        return Price(at_once_s[0], 0.0, prefill_s, n_behind - n_usual, at_once_s)
+        return Price(at_once_s[0], 0.0, prefill_s, at_once_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         n_rows = self._make_room(len(context), self._n_at_once(plan))
@@ -94,10 +70,10 @@ class ParallelDrafter(ModelDrafter):
             return NO_DRAFT
         rows = yield from self._predictions(context, n_rows)
         before = context[len(context) - n_drafted :]
-        if self._branches:
-            return self._tree(rows, plan, before)
+        if self._request.branches:
+            return (yield from self._tree(rows, plan, before))
         is_end = self._backend.vocabulary.is_end
-        chain = DraftedChain(plan, self._shaper, self._rng, before, draws=self._draws)
+        chain = DraftedChain(plan, self._request, before)
         for row in rows:
             if not chain.takes(row) or is_end(chain.tokens[-1]) or not chain.goes_on():
                 break
@@ -108,10 +84,11 @@ class ParallelDrafter(ModelDrafter):
         limits = [plan.n_max, self._n_most]
         if plan.n_at_once is not None:
             limits.append(plan.n_at_once)
-        if self._branches and self._shape.is_fixed:
-            limits.append(self._shape.n_levels)
-        if self._n_deepest is not None:
-            limits.append(self._n_deepest)
+        request = self._request
+        if request.branches and request.shape.is_fixed:
+            limits.append(request.shape.n_levels)
+        if request.n_deepest is not None:
+            limits.append(request.n_deepest)
         return min(limits)
 
     def _predictions(self, context: Sequence[int], n_rows: int) -> Generator[Ask, Logits, Logits]:
@@ -141,25 +118,59 @@ class ParallelDrafter(ModelDrafter):
         found: Logits = rows[:, : self._n_shared_tokens]
         return found
 
-    def _tree(self, rows: Logits, plan: RoundPlan, before: Sequence[int]) -> Draft:
-        """Return a tree in which the nodes of one depth have children from the same row."""
-        tree, guesses = TreeBuilder(self.name), n_guesses(self._shape)
-        expansion = make_expansion(
-            self._shape,
-            plan,
-            plan.n_max,
-            len(rows),
-            self._rng,
-            self._backend.vocabulary.is_end,
-            lambda _n: 0.0,
-        )
-        found = look(rows[0], self._shaper, before, guesses, draws=self._draws)
-        expansion.take(tree, ROOT, found)
-        while nodes := expansion.frontier(tree, _WIDEST):
-            for node in nodes:
-                path = (*before, *tree.path(node))
-                row = rows[tree.depths[node] + 1]
-                found = look(row, self._shaper, path, guesses, draws=self._draws)
-                tree.look_beyond(node)
-                expansion.take(tree, node, found)
-        return expansion.cut(tree.draft(expansion.walks))
+    def _tree(self, rows: Logits, plan: RoundPlan, before: Sequence[int]) -> Drafting:
+        """Draft a tree in which the nodes of one depth have children from the same row."""
+        tree, request = TreeBuilder(self.name), self._request
+
+        def look_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Sequence[Look]]:
+            yield from ()
+            return [
+                look(rows[tree.depths[node] + 1], request, (*before, *tree.path(node)))
+                for node in nodes
+            ]
+
+        is_end, first = self._backend.vocabulary.is_end, look(rows[0], request, before)
+        expansion = make_expansion(request, plan, plan.n_max, is_end, lambda _n: 0.0, len(rows))
+        return (yield from grow(tree, expansion, first, lambda: _WIDEST, look_beyond))
+
+
+def mask_token(model: LlamaModel, wanted: str) -> int | None:
+    """Return the mask token with which a model predicts several tokens at once; None if it predicts one.
+
+    `wanted` is ``auto`` (what the file says), ``off``, a token's number, or its text. Raises `UsageError`
+    if the model has no such token.
+    """
+    if wanted == "off":
+        return None
+    if wanted != "auto":
+        return _named(model, wanted)
+    found = model.metadata(_MASK_KEY) if is_parallel_draft(model) else None
+    return int(found) if found is not None and 0 <= int(found) < model.vocabulary.n_tokens else None
+
+
+def is_parallel_draft(model: LlamaModel) -> bool:
+    """Return whether a model's names say that it predicts several tokens at once."""
+    names = (model.name, *(model.metadata(key) or "" for key in _NAME_KEYS))
+    return any(_PARD.search(name) for name in names)
+
+
+def _named(model: LlamaModel, wanted: str) -> int:
+    vocabulary = model.vocabulary
+    n_tokens = vocabulary.n_tokens
+    if wanted.isdecimal():
+        if int(wanted) >= n_tokens:
+            raise UsageError(
+                f"--draft-mask {wanted}: {model.name} has {n_tokens} tokens",
+                hint=f"give a number up to {n_tokens - 1}",
+            )
+        return int(wanted)
+    tokens = vocabulary.tokenize(wanted, add_special=False, parse_special=True)
+    if len(tokens) == 1:
+        return tokens[0]
+    # No text has the tokens that fill a vocabulary, which is why they serve as masks: [PAD151665].
+    for token in range(n_tokens):
+        if vocabulary.token_text(token) == wanted:
+            return token
+    raise UsageError(
+        f"--draft-mask {wanted}: {model.name} has no such token", hint="give the token's number"
+    )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from specgen.drafters.combined import Drafters
+from specgen.drafters.cascade import Cascade
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult, draft_up_to
 from specgen.system.arrays import Logits
+from specgen.text.prefix import n_common
 
 
 class Guesses:
@@ -22,7 +23,7 @@ class Guesses:
     section 3.2.)
     """
 
-    def __init__(self, drafters: Drafters, policy: Policy) -> None:
+    def __init__(self, drafters: Cascade, policy: Policy) -> None:
         self._drafters = drafters
         self._policy = policy
         #: The last guess, which follows the first `_n_before` drafted tokens; and whether its result
@@ -58,9 +59,7 @@ class Guesses:
         drafters, n_text, n_drafted = self._drafters, len(text), n_before + len(drafted)
         found = drafters.look_up(text, n_max, n_drafted)
         self._plan = plan = self._policy.plan(
-            Offer(
-                n_room + 1, n_max, found, drafters.model_name, lambda n: drafters.price(n_text + n)
-            )
+            Offer(n_room + 1, n_max, found, drafters.model_name, drafters.price(n_text))
         )
         whole = yield from self._timed(drafters.propose(text, plan, n_drafted))
         self._proposed, guess = (found, whole), plan.stop.cut(whole)
@@ -78,11 +77,7 @@ class Guesses:
             return
         self._is_open = False
         added = tuple(drafted[self._n_before :])
-        n_right = 0
-        for guessed, token in zip(self._guess.tokens, added, strict=False):
-            if guessed != token:
-                break
-            n_right += 1
+        n_right = n_common(self._guess.tokens, added)
         guess = self._guess.first(max(len(added), n_right))
         result = RoundResult(
             self._plan,
@@ -122,11 +117,7 @@ class Guesses:
 
     def _take_back(self, text: Sequence[int]) -> None:
         """Let the drafter forget the tokens that it was shown and that did not become text."""
-        n_same = 0
-        for shown, token in zip(self._shown, text[self._n_text :], strict=False):
-            if shown != token:
-                break
-            n_same += 1
+        n_same = n_common(self._shown, text[self._n_text :])
         if n_same < len(self._shown):
             self._drafters.rewind(self._n_text + n_same)
         self._shown = ()

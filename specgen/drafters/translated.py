@@ -12,17 +12,18 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TypeAlias
 
-from specgen.drafters.base import WrappedDrafter
+from specgen.drafters.cascade import WrappedDrafter
 from specgen.drafters.draft_text import DraftText
 from specgen.drafters.spelling import ControlTokens, Lexicon, Speller, n_unfinished
 from specgen.method.backend import Vocabulary
 from specgen.method.cost_table import Price
+from specgen.method.distribution import Distribution
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Distribution, Sampler, top_probability
+from specgen.text.sampling import Sampler, top_probability
 from specgen.text.text_state import Shaper, TextState
 
 #: Bytes of the text before a draft that the target's tokenizer is shown with it.

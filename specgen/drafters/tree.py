@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-import numpy as np
-
-from specgen.drafters.expansion import (
-    DraftShaper,
-    Expansion,
-    Look,
-    look,
-    make_expansion,
-    n_guesses,
-)
-from specgen.drafters.model import N_USUAL, ModelDrafter
+from specgen.drafters.chain import N_USUAL, ModelDrafter
+from specgen.drafters.expansion import Look, grow, look, make_expansion
+from specgen.drafters.kind import DraftRequest
 from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import CostTable, Price
+from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT, ROOT, Branches, TreeBuilder
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 
 
@@ -38,42 +29,11 @@ class TreeModelDrafter(ModelDrafter):
     Siblings are the model's likeliest tokens or, with `draws`, drawn one after the other without
     replacement; the walks of a shape like 4x5 are drawn independently. Dynamic trees of this kind
     are SpecInfer's (Miao et al., arXiv:2305.09781) and EAGLE-2's (Li et al., arXiv:2406.16858).
-
-    Without `draws`, `shaper` is expected to keep several tokens, at temperature 1. `slot` has the
-    sequences of the model's cache that belong to this drafter, by default all.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        shaper: DraftShaper,
-        rng: np.random.Generator,
-        *,
-        draws: bool,
-        n_shared_tokens: int,
-        shape: TreeShape,
-        costs: CostTable | None = None,
-        n_deepest: int | None = None,
-        slot: Branches | None = None,
-        n_ctx: int | None = None,
-        held: Sequence[int] = (),
-    ) -> None:
-        slot = slot or Branches(0, backend.n_sequences)
-        super().__init__(
-            backend,
-            shaper,
-            rng,
-            draws=draws,
-            n_shared_tokens=n_shared_tokens,
-            costs=costs,
-            sequence=slot.first,
-            n_ctx=n_ctx,
-            held=held,
-        )
-        self._shape = shape
-        self._n_deepest = n_deepest
-        self._n_guesses = n_guesses(shape)
-        self._branches = NodeBranches(backend, slot)
+    def __init__(self, backend: Backend, request: DraftRequest, *, n_shared_tokens: int) -> None:
+        super().__init__(backend, request, n_shared_tokens=n_shared_tokens)
+        self._branches = NodeBranches(backend, self._slot)
         self._tree = TreeBuilder(self.name)
         #: The looks beyond nodes of the tree, and the text's length then.
         self._looks: dict[int, Look] = {}
@@ -99,21 +59,21 @@ class TreeModelDrafter(ModelDrafter):
         if found is None or self._n_agreed < len(context):
             row = yield from self._catch_up(context)
             found = self._look(row, before)
-        expansion = self._expansion(plan, n_max)
-        expansion.take(tree, ROOT, found)
         self._looks[ROOT] = found
         self._branches.begin()
-        while frontier := expansion.frontier(tree, self._n_most()):
-            rows = yield from self._decode_nodes(tree, frontier)
+
+        def look_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Sequence[Look]]:
+            rows = yield from self._decode_nodes(tree, nodes)
             looks = [
                 self._look(row, (*before, *tree.path(node)))
-                for node, row in zip(frontier, rows, strict=True)
+                for node, row in zip(nodes, rows, strict=True)
             ]
-            for node, found in zip(frontier, looks, strict=True):
-                tree.look_beyond(node)
-                self._looks[node] = found
-                expansion.take(tree, node, found)
-        return expansion.cut(tree.draft(expansion.walks))
+            self._looks.update(zip(nodes, looks, strict=True))
+            return looks
+
+        is_end = self._backend.vocabulary.is_end
+        expansion = make_expansion(self._request, plan, n_max, is_end, self._seconds)
+        return (yield from grow(tree, expansion, found, self._n_most, look_beyond))
 
     def rewind(self, n_tokens: int) -> None:
         if self._looks:
@@ -125,18 +85,11 @@ class TreeModelDrafter(ModelDrafter):
         """Return the largest number of nodes of a frontier: each needs a branch and a row of logits."""
         return min(self._branches.n_free, self._backend.n_outputs)
 
-    def _expansion(self, plan: RoundPlan, n_max: int) -> Expansion:
-        is_end = self._backend.vocabulary.is_end
-        return make_expansion(
-            self._shape, plan, n_max, self._n_deepest, self._rng, is_end, self._seconds
-        )
-
     def _seconds(self, n_rows: int) -> float:
         return self._costs.share_s(n_rows) if self._costs else 0.0
 
     def _look(self, row: Logits, path: Sequence[int]) -> Look:
-        row = row[: self._n_shared_tokens]
-        return look(row, self._shaper, path, self._n_guesses, draws=self._draws)
+        return look(row[: self._n_shared_tokens], self._request, path)
 
     # --- the cache ---------------------------------------------------------------------------
 

@@ -7,14 +7,12 @@ this package only when they need a model.
 
 from specgen.llama.context import LlamaBackend
 from specgen.llama.context_opening import default_threads
-from specgen.llama.grammar import LlamaGrammar
 from specgen.llama.library import LogSink, build, logging_to
 from specgen.llama.model import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
 
 __all__ = [
     "LlamaBackend",
-    "LlamaGrammar",
     "LlamaModel",
     "LlamaVocabulary",
     "LogSink",

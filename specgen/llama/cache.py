@@ -41,11 +41,9 @@ class Cache:
         self._memory = llama_cpp.llama_get_memory(context)
 
     def __bool__(self) -> bool:
-        """Return False for models without a cache."""
         return bool(self._memory)
 
     def length(self, sequence: int) -> int:
-        """Return the position after the last token of a sequence."""
         return int(llama_cpp.llama_memory_seq_pos_max(self._memory, sequence)) + 1
 
     def with_guards(self, sequences: tuple[int, ...]) -> tuple[int, ...]:
@@ -61,7 +59,6 @@ class Cache:
             llama_cpp.llama_memory_seq_cp(self._memory, source, each, start, end)
 
     def remove(self, sequence: int, start: int = 0) -> None:
-        """Drop a sequence's cells from `start` on. Raise `RollbackError` if llama.cpp cannot."""
         for each in self.with_guards((sequence,)):
             if not llama_cpp.llama_memory_seq_rm(self._memory, each, start, -1):
                 raise RollbackError(
@@ -104,12 +101,10 @@ class Cache:
         return True
 
     def drop_guard(self, sequence: int) -> None:
-        """Let a sequence have no guard, until `renew_guard`."""
         if sequence in self._guards:
             llama_cpp.llama_memory_seq_rm(self._memory, self._guards[sequence], 0, -1)
 
     def renew_guard(self, sequence: int) -> None:
-        """Let a sequence's guard have the same cells as the sequence, after `drop_guard`."""
         if sequence in self._guards:
             guard = self._guards[sequence]
             llama_cpp.llama_memory_seq_cp(self._memory, sequence, guard, 0, -1)
@@ -127,7 +122,6 @@ class Cache:
             )
 
     def check_length(self, sequence: int, expected: int) -> None:
-        """Raise `RollbackError` if a sequence does not have the expected length after a rollback."""
         found = self.length(sequence)
         if found != expected:
             raise RollbackError(
@@ -152,9 +146,7 @@ class StateCopies(Protocol):
         that fails."""
         ...
 
-    def forget(self, sequence: int) -> None:
-        """Drop the copy, if there is one."""
-        ...
+    def forget(self, sequence: int) -> None: ...
 
 
 class SharedStates:

@@ -197,7 +197,6 @@ class LlamaBackend:
         return logits, hidden
 
     def _mtp_states(self, n_rows: int) -> Hidden:
-        """Return a view of the hidden states that MTP layers read or wrote in the last decode."""
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self.handle)
         return self._states_at(pointer, n_rows, self.model.n_embd_out)
 
@@ -254,7 +253,6 @@ class LlamaBackend:
 
     @property
     def threads(self) -> tuple[int, int]:
-        """The numbers of threads for batches of one row and for larger ones."""
         handle = self.handle
         return int(llama_cpp.llama_n_threads(handle)), int(llama_cpp.llama_n_threads_batch(handle))
 
@@ -373,7 +371,6 @@ class _RowBuffers:
         )
 
     def check(self, batch: Batch) -> int:
-        """Return how many rows want logits. Raise `BackendError` if the batch is empty or too large."""
         n = len(batch)
         n_wanted = sum(batch.wants_logits)
         if not 0 < n <= len(self._tokens):
@@ -385,8 +382,6 @@ class _RowBuffers:
         return n_wanted
 
     def fill(self, batch: Batch) -> int:
-        """Write a batch to the buffers, and return how many rows want logits. Raise `BackendError` if
-        `check` does."""
         n_wanted = self.check(batch)
         n = len(batch)
         struct.pack_into(f"{n}i", self._tokens, 0, *batch.tokens)

@@ -29,12 +29,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specgen.errors import BackendError, ModelFileError
-from specgen.llama.ggml_graph import CPU_BUFFER, buffer_types
 from specgen.llama.operators import (
+    CPU_BUFFER,
     SPECGEN_BUFFER,
     FloatArray,
     Matrix,
     Weights,
+    buffer_types,
     dequantize,
     multiply,
     quantize,
@@ -111,7 +112,6 @@ class DecoderHeads:
         self.close()
 
     def close(self) -> None:
-        """Free the weights. May be called twice."""
         self._resources.close()
 
     @property

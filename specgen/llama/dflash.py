@@ -15,17 +15,15 @@ import ctypes
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
-from specgen.drafters.hidden_trail import HiddenTrail, most_states
 from specgen.errors import BackendError, ModelFileError
 from specgen.llama.context import LlamaBackend
-from specgen.llama.eagle import EagleModel
 from specgen.llama.gguf_metadata import GgufMetadata
 from specgen.llama.library import last_error, llama_cpp
 from specgen.llama.model import LlamaModel
+from specgen.llama.states_context import StatesContext, TrainedModel
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden, Logits
@@ -37,13 +35,13 @@ _USUAL_BLOCK = 16
 _MROPE, _N_POSITIONS = 8, 4
 
 
-class DflashModel(EagleModel):
-    """A loaded DFlash or DSpark draft for a target. Raises as `EagleModel` does, and `ModelFileError` if it is
+class DflashModel(TrainedModel):
+    """A loaded DFlash or DSpark draft for a target. Raises as `TrainedModel` does, and `ModelFileError` if it is
     of a kind that specgen cannot use."""
 
-    architecture: ClassVar[str] = ARCHITECTURE
-    kind: ClassVar[str] = "DFlash"
-    reads_last: ClassVar[bool] = True
+    architecture = ARCHITECTURE
+    kind = "DFlash"
+    reads_last = True
 
     def __init__(self, path: Path, target: LlamaModel, *, n_gpu_layers: int = -1) -> None:
         super().__init__(path, target, n_gpu_layers=n_gpu_layers)
@@ -77,12 +75,11 @@ class DflashModel(EagleModel):
         return self.n_embd
 
 
-class DflashContext(LlamaBackend):
+class DflashContext(StatesContext):
     """A context of a DFlash or DSpark draft: a cache of the text, beside the target's.
 
     The rows of tokens that the target has read have hidden states (`Batch.hidden`, from `trails`), and give
-    no logits. Those of a block, the last token and masks, have none (None) and all want logits. `n_slots`
-    texts share the context. Otherwise it is like `EagleContext`.
+    no logits. Those of a block, the last token and masks, have none (None) and all want logits.
     """
 
     def __init__(
@@ -94,28 +91,28 @@ class DflashContext(LlamaBackend):
         n_ctx: int,
         clock: Callable[[], float],
         n_shared_tokens: int | None = None,
+        n_branches: int = 1,
         n_slots: int = 1,
     ) -> None:
         super().__init__(
             model,
             options,
-            n_ctx=n_ctx * n_slots,
+            n_ctx=n_ctx,
             clock=clock,
-            n_sequences=n_slots,
-            n_outputs=(model.n_most + 1) * n_slots,
-            other=target.handle,
+            n_read=model.n_read,
+            n_shared_tokens=n_shared_tokens,
+            target=target,
+            n_branches=n_branches,
+            n_outputs=model.n_most + 1,
+            n_slots=n_slots,
         )
-        target.hand_out(model.layers)
         #: The draft, and what it predicts from.
         self.draft = model
-        self._n_shared_tokens = n_shared_tokens
+        target.hand_out(model.layers)
         is_causal = model.metadata(f"{ARCHITECTURE}.attention.causal") == "true"
         llama_cpp.llama_set_causal_attn(self.handle, is_causal)
         rope = llama_cpp.llama_model_rope_type(model.handle)
         self._n_positions = _N_POSITIONS if rope == _MROPE else 1
-        n_most = most_states(model.n_read, n_slots)
-        #: What the target's layers read along each slot's text, which the draft may still have to read.
-        self.trails = tuple(HiddenTrail(n_most) for _ in range(n_slots))
 
     def decode_rows(self, batch: Batch) -> Logits:
         hidden = batch.hidden or [None] * len(batch)
@@ -130,7 +127,7 @@ class DflashContext(LlamaBackend):
             if is_text:
                 self._fill(part)
             else:
-                blocks.append(super().decode_rows(part)[:, : self._n_shared_tokens])
+                blocks.append(super().decode_rows(part))
                 if end < len(batch):  # another decode replaces them
                     blocks[-1] = blocks[-1].copy()
         if len(blocks) == 1:

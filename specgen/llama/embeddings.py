@@ -114,7 +114,6 @@ class Embedder:
         self.model.call(llama_cpp.llama_free, self._handle)
 
     def close(self) -> None:
-        """Free the context and the model. May be called twice."""
         self._resources.close()
 
 

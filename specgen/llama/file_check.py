@@ -3,7 +3,6 @@ of llama.cpp end the process, or make it compute without end."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
@@ -15,7 +14,7 @@ from specgen import __version__
 from specgen.errors import BackendError, ModelFileError
 from specgen.llama.gguf_metadata import GgufMetadata, parts_of
 from specgen.llama.library import forget_log, llama_cpp
-from specgen.system.atomic_files import KeptResults
+from specgen.system.files import KeptResults
 
 _GGUF_MAGIC = b"GGUF"
 #: Types of files that are not models, and what to do with each.
@@ -52,11 +51,17 @@ _AGAIN = "fetch or convert the model again"
 _SHOWN = 60
 
 
+#: The name of the list of checked files in the cache folder, and the most of them in it.
+FILE_NAME, _N_KEPT = "checked.json", 256
+#: The files that passed, each in the version that was checked.
+_passed = KeptResults(None, _N_KEPT)
+
+
 def remember_checks(folder: Path | None) -> None:
     """Remember checked files in a folder from now on, so that each file is checked only once; None
-    remembers none."""
-    global _checked_files  # noqa: PLW0603 - like the choice of kernels, it holds for the process
-    _checked_files = CheckedFiles(folder)
+    remembers none. If the list is damaged or cannot be written, files are checked again."""
+    global _passed  # noqa: PLW0603 - like the choice of kernels, it holds for the process
+    _passed = KeptResults(None if folder is None else folder / FILE_NAME, _N_KEPT)
 
 
 def check_file(path: Path) -> None:
@@ -75,7 +80,7 @@ def check_file(path: Path) -> None:
             f"{path}: not a GGUF file (it begins with {magic.decode('latin-1')!r})",
             hint="llama.cpp's convert_hf_to_gguf.py turns Hugging Face models into GGUF",
         )
-    if not _checked_files.has(path):
+    if _key(path) not in _passed.read():
         check_metadata(path)
 
 
@@ -122,7 +127,7 @@ def check_metadata(path: Path) -> None:
             raise ModelFileError(f"{path}: {found[0]}", hint=found[1])
         _check_tokens(path, metadata)
         _check_values(path, metadata)
-    _checked_files.add(path)
+    _passed.add({_key(path): True})
 
 
 def _check_tokens(path: Path, metadata: GgufMetadata) -> None:
@@ -170,44 +175,12 @@ def _rotates(path: Path) -> bool:
         llama_cpp.llama_model_free(model)
 
 
-# --- files that passed ----------------------------------------------------------------------------
-
-#: The list's name in the cache folder.
-FILE_NAME = "checked.json"
-#: The most files in the list; the latest ones are kept.
-_N_KEPT = 256
-
-
-class CheckedFiles:
-    """The files that passed a check, each in the version that was checked.
-
-    `folder` holds the list; without one nothing is remembered. If the list is damaged or cannot be
-    written, files are checked again. Failed checks are never remembered.
-    """
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self._results = KeptResults(None if folder is None else folder / FILE_NAME, _N_KEPT)
-
-    def has(self, path: Path) -> bool:
-        """Return whether a file passed a check and has not changed since."""
-        with contextlib.suppress(OSError):
-            return _key(path) in self._results.read()
-        return False
-
-    def add(self, path: Path) -> None:
-        """Remember that a file passed the check."""
-        with contextlib.suppress(OSError):
-            self._results.add({_key(path): True})
-
-
 def _key(path: Path) -> str:
-    """Return a hash of a file's path, identity, size and time, and of specgen's version. Raise
-    `OSError`."""
-    about = path.stat()
+    """Return a hash of a file's path, identity, size and time, and of specgen's version."""
+    try:
+        about = path.stat()
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
     name = os.fsencode(path.resolve())
     numbers = f"\0{about.st_ino} {about.st_size} {about.st_mtime_ns} {__version__}"
     return hashlib.sha256(name + numbers.encode()).hexdigest()
-
-
-#: The list that this process uses.
-_checked_files = CheckedFiles()

@@ -15,16 +15,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
-from specgen.drafters.hidden_trail import HiddenTrail, most_states
-from specgen.errors import PairError
 from specgen.llama.context import LlamaBackend
-from specgen.llama.eagle import EagleModel
 from specgen.llama.gguf_metadata import GgufMetadata
 from specgen.llama.library import llama_cpp_ext
 from specgen.llama.model import LlamaModel
-from specgen.llama.states_context import StatesContext
+from specgen.llama.states_context import StatesContext, TrainedModel
 from specgen.method.backend import Batch
 from specgen.options import CacheType, ContextOptions
 from specgen.system.arrays import Logits
@@ -35,12 +31,12 @@ _TARGET = "gemma4"
 _N_ROWS = 8
 
 
-class AssistantModel(EagleModel):
+class AssistantModel(TrainedModel):
     """A loaded Gemma 4 assistant for a target. Raises `ModelFileError` if the file is damaged, and
     `PairError` if it was made for another target: llama.cpp would end the process."""
 
-    architecture: ClassVar[str] = ARCHITECTURE
-    kind: ClassVar[str] = "Gemma 4 assistant"
+    architecture = ARCHITECTURE
+    kind = "Gemma 4 assistant"
 
     @property
     def n_window(self) -> int:
@@ -55,27 +51,25 @@ class AssistantModel(EagleModel):
         return ()
 
     def _check_target(self, target: LlamaModel) -> None:
-        pair = f"{self.name} cannot draft for {target.name}"
-        hint = f"take a draft that was made for {target.name}, or --draft ngram, which fits every model"
         architecture = target.metadata("general.architecture")
         if architecture != _TARGET:
-            raise PairError(
-                f"{pair}: a Gemma 4 assistant drafts for Gemma 4, and not for {architecture}", hint
+            raise self._misfit(
+                target, f"a Gemma 4 assistant drafts for Gemma 4, and not for {architecture}"
             )
         if where := target.computed_where:
-            raise PairError(f"{pair}: it reads the target's cache, which is {where}", hint)
+            raise self._misfit(target, f"it reads the target's cache, which is {where}")
         if self.n_embd_out != target.n_embd:
-            raise PairError(
-                f"{pair}: it reads hidden states of {self.n_embd_out} values, the target's have {target.n_embd}",
-                hint,
+            raise self._misfit(
+                target,
+                f"it reads hidden states of {self.n_embd_out} values, the target's have {target.n_embd}",
             )
         own, others = _shapes(self._file, ARCHITECTURE), _shapes(target.path, _TARGET)
         # Its layers with a window read the last layer but one, the others read the last.
         if [is_windowed for is_windowed, *_ in others[-2:]] != [True, False] or not set(own) <= set(
             others[-2:]
         ):
-            raise PairError(
-                f"{pair}: the keys of the target's last two layers do not fit its layers", hint
+            raise self._misfit(
+                target, "the keys of the target's last two layers do not fit its layers"
             )
 
 
@@ -87,19 +81,13 @@ def _shapes(path: Path, architecture: str) -> list[tuple[bool, int, int]]:
             about.number(f"{architecture}.attention.key_length{end}") for end in ("", "_swa")
         )
         n_heads = about.number(f"{architecture}.attention.head_count_kv")
-        windows = _array(about, f"{architecture}.attention.sliding_window_pattern", ctypes.c_bool)
-        heads = _array(about, f"{architecture}.attention.head_count_kv", ctypes.c_int32)
+        windows = about.array(f"{architecture}.attention.sliding_window_pattern", ctypes.c_bool)
+        heads = about.array(f"{architecture}.attention.head_count_kv", ctypes.c_int32)
     heads = heads or [n_heads] * len(windows)
     return [
         (bool(is_windowed), int(n), swa if is_windowed else own)
         for is_windowed, n in zip(windows, heads, strict=False)
     ]
-
-
-def _array(about: GgufMetadata, key: str, of: type[ctypes.c_bool | ctypes.c_int32]) -> list[int]:
-    n = about.length(key) or 0
-    data = about.get("gguf_get_arr_data", ctypes.c_void_p, key) if n else None
-    return list((of * n).from_address(data)) if data else []
 
 
 class AssistantContext(StatesContext):
@@ -113,30 +101,30 @@ class AssistantContext(StatesContext):
         target: LlamaBackend,
         options: ContextOptions,
         *,
+        n_ctx: int,
         clock: Callable[[], float],
         n_shared_tokens: int | None = None,
+        n_branches: int = 1,
         n_slots: int = 1,
     ) -> None:
         super().__init__(
             model,
             replace(options, n_batch=_N_ROWS * n_slots),
-            n_ctx=target.n_ctx,
+            n_ctx=target.n_ctx // n_slots,
             clock=clock,
-            n_sequences=target.n_sequences,
-            n_outputs=_N_ROWS * n_slots,
+            n_read=model.n_embd_out,
+            n_inputs=model.n_embd_out,
+            n_shared_tokens=n_shared_tokens,
+            target=target,
             n_branches=target.n_sequences // n_slots,
-            other=target.handle,
+            n_outputs=_N_ROWS,
+            n_slots=n_slots,
         )
-        self._take_states(model.n_embd_out)
-        self._n_shared_tokens = n_shared_tokens
         self.compute_frequent_tokens()
         llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, True)
         #: Called before a decode with each of its sequences, where the target's cache has to be brought up
         #: to its text first.
         self.before_decode: Callable[[int], None] | None = None
-        n_most = most_states(model.n_embd_out, n_slots)
-        #: The target's hidden states of each slot's text.
-        self.trails = tuple(HiddenTrail(n_most) for _ in range(n_slots))
 
     def decode(self, batch: Batch) -> Logits:
         if self.before_decode is not None:
@@ -145,8 +133,6 @@ class AssistantContext(StatesContext):
         return self.decode_rows(batch)
 
     def decode_rows(self, batch: Batch) -> Logits:
-        logits = super().decode_rows(batch)[:, : self._n_shared_tokens]
-        wanted = [row for row, wants in enumerate(batch.wants_logits) if wants]
-        for row, state in zip(wanted, self._mtp_states(len(wanted)), strict=True):
-            self._states.update(dict.fromkeys(batch.sequences[row], state.copy()))
+        logits = super().decode_rows(batch)
+        self._keep_states(batch, self._mtp_states(sum(batch.wants_logits)), of_wanted=True)
         return logits

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,6 +29,10 @@ def parts_of(file: Path) -> list[Path]:
         return [file]
     names = (f"-{part:05d}-of-{found[1]}.gguf" for part in range(1, int(found[1]) + 1))
     return [file.with_name(_FIRST_PART.sub(name, file.name)) for name in names]
+
+
+#: A file's architecture is found in so many of its first bytes.
+_N_SEARCHED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +96,26 @@ class GgufMetadata:
         return None if reader is None else float(self.get(*reader, key))
 
     def number(self, key: str) -> int:
-        """Return a whole number; 0 if it is missing."""
         return int(self.value(key) or 0)
 
     def length(self, key: str) -> int | None:
-        """Return the length of an array; None if the value is none."""
         if self.get("gguf_get_kv_type", ctypes.c_int, key) != _ARRAY:
             return None
         return int(self.get("gguf_get_arr_n", ctypes.c_size_t, key))
 
+    def array(self, key: str, of: type[ctypes.c_bool | ctypes.c_int32]) -> list[int]:
+        """Return the values of an array of numbers; none if the value is none."""
+        n = self.length(key) or 0
+        data = self.get("gguf_get_arr_data", ctypes.c_void_p, key) if n else None
+        return list((of * n).from_address(data)) if data else []
+
     def text(self, key: str) -> str:
-        """Return a text; empty if it is missing."""
         if self.get("gguf_get_kv_type", ctypes.c_int, key) != _STRING:
             return ""
         value: bytes = self.get("gguf_get_val_str", ctypes.c_char_p, key) or b""
         return value.decode("utf-8", "replace")
 
     def texts(self, key: str) -> Iterator[bytes]:
-        """Yield the texts of an array; none if the value is none."""
         if self.length(key) is None or self.get("gguf_get_arr_type", ctypes.c_int, key) != _STRING:
             return
         find = ggml("gguf_find_key", ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p)
@@ -167,3 +175,14 @@ class GgufMetadata:
                 n_bytes(tensor),
             )
             tensor = following(self._tensors, tensor)
+
+
+def architecture_of(path: Path) -> str:
+    """Return the architecture that a file names in its first bytes, where converters write it; empty if it names none or
+    cannot be read."""
+    with contextlib.suppress(OSError, struct.error), path.open("rb") as file:
+        _, _, rest = file.read(_N_SEARCHED).partition(b"general.architecture")
+        kind, length = struct.unpack_from("<IQ", rest)
+        if kind == _STRING:
+            return rest[12 : 12 + length].decode("utf-8", "replace")
+    return ""

@@ -117,7 +117,6 @@ class LlamaModel:
 
     @property
     def n_mtp_layers(self) -> int:
-        """The number of MTP layers that can draft."""
         architecture = self.metadata("general.architecture")
         n_layers = self.metadata(f"{architecture}.nextn_predict_layers")
         return 0 if self.why_no_mtp else int(n_layers or 0)
@@ -130,12 +129,10 @@ class LlamaModel:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether specgen's kernels compute all layers."""
         computed_by_others = LLAMA_CPP in self.kernels or self.kernels == WORKERS
         return not computed_by_others and not lacks_attention()
 
     def _computing_with(self, n_gpu_layers: int) -> str:
-        """Return what computes, if so many layers (negative: all) are to be kept on a GPU."""
         on_cpu = self._weights.kernels
         if n_gpu_layers == 0 or not has_gpu():
             return on_cpu
@@ -151,7 +148,6 @@ class LlamaModel:
 
     @property
     def lacks_disk_room(self) -> bool:
-        """Whether the disk has too little room to keep its packed weights (`specgen.llama.packed_weights`)."""
         return self._weights.lacks_disk_room
 
     @cached_property
@@ -161,7 +157,6 @@ class LlamaModel:
 
     @property
     def is_remote(self) -> bool:
-        """Whether other machines hold its layers."""
         return self._weights.remote is not None
 
     @property
@@ -191,18 +186,15 @@ class LlamaModel:
         return self._weights.vocabulary
 
     def check_open(self) -> None:
-        """Raise `BackendError` if the model is closed."""
         if self.is_closed:
             raise BackendError(f"{self.name} is closed")
 
     @property
     def n_ctx_train(self) -> int:
-        """The context that the model was trained with, in tokens."""
         return int(llama_cpp.llama_model_n_ctx_train(self.handle))
 
     @property
     def n_embd(self) -> int:
-        """Length of a hidden state."""
         return int(llama_cpp.llama_model_n_embd(self.handle))
 
     @property
@@ -212,7 +204,6 @@ class LlamaModel:
 
     @property
     def n_layer(self) -> int:
-        """The number of blocks (layers)."""
         return int(llama_cpp.llama_model_n_layer(self.handle))
 
     @property
@@ -226,14 +217,12 @@ class LlamaModel:
 
     @property
     def why_one_sequence(self) -> str | None:
-        """Why several sequences cannot be decoded at once; None if they can."""
         architecture = self.metadata("general.architecture")
         if architecture not in ONE_SEQUENCE:
             return None
         return f"{self.name}: llama.cpp computes several sequences of this architecture ({architecture}) wrong"
 
     def check_parallel(self, n_answers: int) -> None:
-        """Raise `UsageError` if the model cannot make so many answers at once."""
         if n_answers > 1 and (why := self.why_one_sequence):
             raise UsageError(why, hint="make one answer at a time: --parallel 1")
 
@@ -244,11 +233,9 @@ class LlamaModel:
 
     @property
     def size_bytes(self) -> int:
-        """The size of all tensors together."""
         return int(llama_cpp.llama_model_size(self.handle))
 
     def metadata(self, key: str) -> str | None:
-        """Return a value of the file's metadata as text; None if the key is missing."""
         capacity = 256
         while True:
             buffer = ctypes.create_string_buffer(capacity)
@@ -318,11 +305,9 @@ class LlamaModel:
         self._weights.share()
 
     def let_go(self) -> None:
-        """Release the weights for a context that was freed."""
         self._weights.release()
 
     def _check_usable(self) -> None:
-        """Raise `ModelFileError` if the model does not generate text."""
         architecture = self.metadata("general.architecture") or "unknown"
         hint = "use a model that generates text"
         causal = self.metadata(f"{architecture}.attention.causal") or "true"

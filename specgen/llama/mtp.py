@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from specgen.drafters.hidden_trail import HiddenTrail, most_states
 from specgen.errors import BackendError, ModelFileError, PairError, SpecgenError
 from specgen.llama.library import llama_cpp_ext
 from specgen.llama.model import LlamaModel
@@ -51,10 +50,8 @@ class MtpModel(LlamaModel):
 class MtpContext(StatesContext):
     """A context of an MTP layer: a cache of that layer, beside the target's own.
 
-    The row of a token has the hidden state before it (`Batch.hidden`): the target's or, for a drafted
-    token, the layer's own. Where none is given, it reads zeros. `n_slots`
-    texts share the context. Parameters and errors are those of `LlamaBackend`; also raises `BackendError`
-    if the model was loaded without MTP layers.
+    The row of a token has the hidden state before it: the target's or, for a drafted token, the layer's own. Raises
+    `BackendError` if the model was loaded without MTP layers.
 
     Of several layers each has a context of its own (`layers`), since llama.cpp computes one of them at a
     time, and a row of the cache is of one layer only. The first layer's context opens and closes the others.
@@ -77,20 +74,18 @@ class MtpContext(StatesContext):
         super().__init__(
             model,
             options,
-            n_ctx=n_ctx * n_slots,
+            n_ctx=n_ctx,
             clock=clock,
-            n_sequences=n_branches * n_slots,
-            n_outputs=n_outputs * n_slots,
+            n_read=model.n_embd_out,
+            n_inputs=model.n_embd_out,
             n_branches=n_branches,
+            n_outputs=n_outputs,
+            n_slots=n_slots,
             is_mtp=True,
         )
-        self._take_states(model.n_embd_out)
         self.compute_frequent_tokens()
         self._wanted_rows_only = model.metadata("general.architecture") in WANTED_ROWS_ONLY
         llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, self._wanted_rows_only)
-        n_most = most_states(model.n_embd_out, n_slots)
-        #: The target's hidden states of each slot's text, which the layer may still have to read.
-        self.trails = tuple(HiddenTrail(n_most) for _ in range(n_slots))
         llama_cpp_ext.llama_set_nextn_layer_offset(self.handle, layer)
         #: The contexts of all layers, if this is the first one's.
         self.layers: tuple[MtpContext, ...] = (self,)
@@ -111,11 +106,8 @@ class MtpContext(StatesContext):
 
     def decode_rows(self, batch: Batch) -> Logits:
         logits = super().decode_rows(batch)
-        rows = [row for row, wants in enumerate(batch.wants_logits) if wants]
-        if rows:
-            states = self._mtp_states(len(rows) if self._wanted_rows_only else len(batch))
-            for index, row in enumerate(rows):
-                state = states[index if self._wanted_rows_only else row].copy()
-                for sequence in batch.sequences[row]:
-                    self._states[sequence] = state
+        if n_wanted := sum(batch.wants_logits):
+            of_wanted = self._wanted_rows_only
+            states = self._mtp_states(n_wanted if of_wanted else len(batch))
+            self._keep_states(batch, states, of_wanted=of_wanted)
         return logits

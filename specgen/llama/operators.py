@@ -1,37 +1,28 @@
 """Single operators of GGML on the CPU: matrix products, products with the matrices of experts, and
 attention.
 
-They serve to compare implementations of an operator. The name of a buffer type for the weights selects
-the implementation: ``CPU`` is GGML's plain memory and plain code, ``CPU_REPACK`` a special layout of
+They compute decoder heads, and serve to compare implementations of an operator. The name of a buffer type for the
+weights selects the implementation: ``CPU`` is GGML's plain memory and plain code, ``CPU_REPACK`` a special layout of
 GGML, and `SPECGEN_BUFFER` the layout of specgen's kernels, if they are attached. Attention needs no
-buffer type: the kernels compute it if they are attached and enabled, else GGML does.
+buffer type: the kernels compute it if they are attached and enabled, else GGML does. Shapes of an attention that do not
+fit together end the process.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specgen.errors import BackendError
-from specgen.llama.ggml_graph import (
-    CPU_BUFFER,
-    allocate,
-    buffer_types,
-    compute,
-    cpu_device,
-    find_buffer_type,
-    new_tensor,
-    no_data,
-    write_tensor,
-)
-from specgen.llama.library import ggml
+from specgen.llama.library import forget_log, ggml, last_error
 
 FloatArray: TypeAlias = NDArray[np.float32]
 HalfArray: TypeAlias = NDArray[np.float16]
@@ -68,12 +59,16 @@ TYPE_NUMBERS = {
     "mxfp4": 39,
 }
 
-#: The buffer type of specgen's kernels.
+#: GGML's plain buffer type for the CPU, and that of specgen's kernels.
+CPU_BUFFER = "CPU"
 SPECGEN_BUFFER = "specgen"
 
 _F32, _F16, _I32 = TYPE_NUMBERS["f32"], TYPE_NUMBERS["f16"], 26
 _USAGE_WEIGHTS = 1
 _MAX_DIMENSIONS = 4
+_CPU_DEVICE = 0
+#: The most tensors in one computation; a tensor without data is small.
+_N_TENSORS = 16
 #: The offset of the buffer in `ggml_tensor`: it follows the type, and is aligned like a pointer.
 _BUFFER_OFFSET = 8
 
@@ -194,7 +189,7 @@ class Matrix:
     ) -> None:
         self.weights = weights
         self.buffer_type = buffer_type
-        place = find_buffer_type(buffer_type)
+        place = _find_buffer_type(buffer_type)
         with no_data() as probed:
             if not _takes(weights.type_name, weights.shape, place, probed, n_experts_used):
                 raise BackendError(
@@ -205,26 +200,20 @@ class Matrix:
             context = on_error.enter_context(no_data())
             number = type_number(weights.type_name)
             self.tensor = new_tensor(context, number, weights.shape)
-            buffer = allocate(on_error, context, place)
+            buffer = _allocate(on_error, context, place)
             set_usage = ggml("ggml_backend_buffer_set_usage", None, ctypes.c_void_p, ctypes.c_int)
             set_usage(buffer, _USAGE_WEIGHTS)
-            write_tensor(self.tensor, weights.data)
+            copy_tensor("ggml_backend_tensor_set", self.tensor, weights.data)
             self._resources = on_error.pop_all()
 
     def close(self) -> None:
-        """Free the buffer."""
         self._resources.close()
         self.tensor = None
 
     def __enter__(self) -> Matrix:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -248,7 +237,7 @@ def multiply(matrix: Matrix, activations: FloatArray, *, n_threads: int = 1) -> 
         vectors = new_tensor(context, _F32, activations.shape)
         return product(context, matrix.tensor, vectors), [(vectors, activations)]
 
-    return compute(build, (*activations.shape[:-1], n_rows), n_threads)
+    return _compute(build, (*activations.shape[:-1], n_rows), n_threads)
 
 
 def multiply_experts(
@@ -258,18 +247,12 @@ def multiply_experts(
 
     `experts`, int32[n_tokens, n_used], are the numbers of the experts. The activations are
     float32[n_tokens, n_used, n_columns], or float32[n_tokens, 1, n_columns] if all experts of a token
-    get the same. Raise `ValueError` if the shapes do not fit.
+    get the same. They have to fit: GGML does not check them.
     """
     activations = np.ascontiguousarray(activations, np.float32)
     experts = np.ascontiguousarray(experts, np.int32)
-    if len(matrix.weights.shape) != 3:
-        raise ValueError(f"a matrix of {matrix.weights.shape} has no experts")
-    n_experts, n_rows, n_columns = matrix.weights.shape
+    _, n_rows, _ = matrix.weights.shape
     n_tokens, n_used = experts.shape
-    if activations.shape not in ((n_tokens, n_used, n_columns), (n_tokens, 1, n_columns)):
-        raise ValueError(f"activations of {activations.shape} for experts of {experts.shape}")
-    if experts.size and not 0 <= experts.min() <= experts.max() < n_experts:
-        raise ValueError(f"there are {n_experts} experts, of which {experts.max()} is none")
     product = ggml("ggml_mul_mat_id", ctypes.c_void_p, *4 * (ctypes.c_void_p,))
 
     def build(context: Any) -> tuple[Any, list[tuple[Any, NDArray[Any]]]]:
@@ -278,24 +261,7 @@ def multiply_experts(
         result = product(context, matrix.tensor, vectors, numbers)
         return result, [(vectors, activations), (numbers, experts)]
 
-    return compute(build, (n_tokens, n_used, n_rows), n_threads)
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """The parameters of an attention beside queries, keys, values and a mask."""
-
-    #: The factor of the scores; None means 1 / sqrt(key_size).
-    scale: float | None = None
-    #: ALiBi's largest bias; 0 for none. Needs a mask.
-    max_bias: float = 0.0
-    #: The limit of a soft cap on the scores; 0 for none.
-    softcap: float = 0.0
-    #: float32[n_heads]: for each head an extra score in the softmax, without a value.
-    sinks: FloatArray | None = None
-
-
-_PLAIN_ATTENTION = AttentionOptions()
+    return _compute(build, (n_tokens, n_used, n_rows), n_threads)
 
 
 def attend(
@@ -304,7 +270,6 @@ def attend(
     values: FloatArray,
     mask: HalfArray | None,
     *,
-    options: AttentionOptions = _PLAIN_ATTENTION,
     key_type: str = "f16",
     value_type: str = "f16",
     n_threads: int = 1,
@@ -315,23 +280,19 @@ def attend(
     float32[n_streams, n_cells, n_kv_heads, key_size or value_size]; this function converts them to
     `key_type` and `value_type`. The memory layout is that of llama.cpp's cache. The mask,
     float16[n_streams or 1, n_mask_heads, n_rows, n_cells], is added to the scores; None hides nothing.
-    Raise `ValueError` if the shapes do not fit.
     """
     queries = np.ascontiguousarray(queries, np.float32)
     if mask is not None:
         mask = np.ascontiguousarray(mask, np.float16)
-    _check_attention(queries, keys, values, mask, options)
     cache_types = [type_number(key_type), type_number(value_type)]
     cells = [
         quantize(part.reshape(-1, part.shape[-1]), type_name).data
         for part, type_name in ((keys, key_type), (values, value_type))
     ]
-    scale = options.scale if options.scale is not None else queries.shape[-1] ** -0.5
     attention = ggml(
         "ggml_flash_attn_ext", ctypes.c_void_p, *5 * (ctypes.c_void_p,), *3 * (ctypes.c_float,)
     )
     permute = ggml("ggml_permute", ctypes.c_void_p, *2 * (ctypes.c_void_p,), *4 * (ctypes.c_int,))
-    add_sinks = ggml("ggml_flash_attn_ext_add_sinks", None, ctypes.c_void_p, ctypes.c_void_p)
 
     def build(context: Any) -> tuple[Any, list[tuple[Any, NDArray[Any]]]]:
         inputs: list[tuple[Any, NDArray[Any]]] = [
@@ -345,47 +306,17 @@ def attend(
         if mask is not None:
             masking = new_tensor(context, _F16, mask.shape)
             inputs.append((masking, mask))
-        result = attention(context, *by_head, masking, scale, options.max_bias, options.softcap)
-        if options.sinks is not None:
-            sinks = new_tensor(context, _F32, options.sinks.shape)
-            add_sinks(result, sinks)
-            inputs.append((sinks, np.ascontiguousarray(options.sinks, np.float32)))
+        result = attention(context, *by_head, masking, queries.shape[-1] ** -0.5, 0.0, 0.0)
         return result, inputs
 
-    return compute(build, (*queries.shape[:-1], values.shape[-1]), n_threads)
-
-
-def _check_attention(
-    queries: FloatArray,
-    keys: FloatArray,
-    values: FloatArray,
-    mask: HalfArray | None,
-    options: AttentionOptions,
-) -> None:
-    """Raise `ValueError` for shapes for which GGML would abort."""
-    if not queries.ndim == keys.ndim == values.ndim == 4:
-        raise ValueError("queries, keys and values have four dimensions each")
-    n_streams, n_rows, n_heads, key_size = queries.shape
-    if keys.shape[:-1] != values.shape[:-1]:
-        raise ValueError(f"keys of {keys.shape}, values of {values.shape}")
-    n_cells, n_kv_heads = keys.shape[1:3]
-    if keys.shape[0] != n_streams or keys.shape[-1] != key_size or n_heads % n_kv_heads:
-        raise ValueError(f"queries of {queries.shape}, keys of {keys.shape}")
-    if mask is not None:
-        fits = mask.ndim == 4 and mask.shape[2:] == (n_rows, n_cells)
-        if not fits or n_streams % mask.shape[0] or n_heads % mask.shape[1]:
-            raise ValueError(f"a mask of {mask.shape}, queries of {queries.shape}")
-    elif options.max_bias > 0:
-        raise ValueError("a bias needs a mask")
-    if options.sinks is not None and options.sinks.shape != (n_heads,):
-        raise ValueError(f"{n_heads} heads, sinks of {options.sinks.shape}")
+    return _compute(build, (*queries.shape[:-1], values.shape[-1]), n_threads)
 
 
 def takes(type_name: str, shape: tuple[int, ...], buffer_type: str) -> bool:
     """Return whether a buffer type accepts weights of this type and shape. Raise `BackendError` if there
     is no buffer type of that name."""
     with no_data() as context:
-        return _takes(type_name, shape, find_buffer_type(buffer_type), context, 1)
+        return _takes(type_name, shape, _find_buffer_type(buffer_type), context, 1)
 
 
 def _takes(
@@ -411,25 +342,149 @@ def _takes(
     try:
         ctypes.c_void_p.from_address(tensor + _BUFFER_OFFSET).value = buffer
         supports = ggml("ggml_backend_dev_supports_op", ctypes.c_bool, *2 * (ctypes.c_void_p,))
-        return bool(supports(cpu_device(), operator))
+        return bool(supports(_cpu_device(), operator))
     finally:
         ggml("ggml_backend_buffer_free", None, ctypes.c_void_p)(buffer)
 
 
-__all__ = [
-    "CPU_BUFFER",
-    "SPECGEN_BUFFER",
-    "TYPE_NUMBERS",
-    "AttentionOptions",
-    "Matrix",
-    "Weights",
-    "attend",
-    "buffer_types",
-    "dequantize",
-    "multiply",
-    "multiply_experts",
-    "quantize",
-    "row_bytes",
-    "takes",
-    "type_number",
-]
+# --- graphs and buffers -----------------------------------------------------------------------------
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = (
+        ("mem_size", ctypes.c_size_t),
+        ("mem_buffer", ctypes.c_void_p),
+        ("no_alloc", ctypes.c_bool),
+    )
+
+
+@contextmanager
+def no_data() -> Iterator[Any]:
+    """Open a GGML context for up to `_N_TENSORS` tensors and a graph, without memory for their data."""
+    size = _N_TENSORS * ggml("ggml_tensor_overhead", ctypes.c_size_t)()
+    overhead = ggml("ggml_graph_overhead_custom", ctypes.c_size_t, ctypes.c_size_t, ctypes.c_bool)
+    size += overhead(_N_TENSORS, False)
+    context = ggml("ggml_init", ctypes.c_void_p, _InitParams)(_InitParams(size, None, True))
+    if not context:
+        raise BackendError("GGML could not make a context")
+    try:
+        yield context
+    finally:
+        ggml("ggml_free", None, ctypes.c_void_p)(context)
+
+
+def new_tensor(context: Any, type_: int, shape: Sequence[int]) -> Any:
+    """Return a tensor without data. The last dimension of `shape` is GGML's first."""
+    make = ggml(
+        "ggml_new_tensor",
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.POINTER(ctypes.c_int64),
+    )
+    dimensions = (ctypes.c_int64 * len(shape))(*reversed(shape))
+    return make(context, type_, len(shape), dimensions)
+
+
+def _allocate(resources: ExitStack, context: Any, buffer_type: Any) -> Any:
+    """Allocate a buffer for all tensors of a context; `resources` frees it."""
+    forget_log()
+    allocate = ggml(
+        "ggml_backend_alloc_ctx_tensors_from_buft", ctypes.c_void_p, *2 * (ctypes.c_void_p,)
+    )
+    buffer = allocate(context, buffer_type)
+    if not buffer:
+        raise BackendError(f"GGML could not allocate tensors: {last_error()}")
+    resources.callback(ggml("ggml_backend_buffer_free", None, ctypes.c_void_p), buffer)
+    return buffer
+
+
+def copy_tensor(name: str, tensor: Any, data: NDArray[Any]) -> None:
+    """Copy a whole tensor from or to an array with the GGML function `name`. Raise `BackendError` if
+    their sizes differ."""
+    copy = ggml(name, None, *2 * (ctypes.c_void_p,), *2 * (ctypes.c_size_t,))
+    size = ggml("ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)(tensor)
+    if size != data.nbytes:
+        raise BackendError(f"a tensor of {size} bytes, an array of {data.nbytes}")
+    copy(tensor, data.ctypes.data, 0, size)
+
+
+def _compute(
+    build: Callable[[Any], tuple[Any, list[tuple[Any, NDArray[Any]]]]],
+    shape: tuple[int, ...],
+    n_threads: int,
+) -> NDArray[np.float32]:
+    """Build a graph, compute it, and return the result as float32 of this shape. `build` creates the
+    tensors in a context; it returns the result's tensor, and the input tensors with their data."""
+    if 0 in shape:
+        return np.zeros(shape, np.float32)
+    with ExitStack() as resources:
+        context = resources.enter_context(no_data())
+        result, inputs = build(context)
+        make_graph = ggml(
+            "ggml_new_graph_custom",
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_bool,
+        )
+        graph = make_graph(context, _N_TENSORS, False)
+        ggml("ggml_build_forward_expand", None, *2 * (ctypes.c_void_p,))(graph, result)
+        _allocate(resources, context, _find_buffer_type(CPU_BUFFER))
+        for tensor, data in inputs:
+            copy_tensor("ggml_backend_tensor_set", tensor, data)
+        start = ggml("ggml_backend_dev_init", *2 * (ctypes.c_void_p,), ctypes.c_char_p)
+        backend = start(_cpu_device(), None)
+        if not backend:
+            raise BackendError("GGML could not start its CPU backend")
+        resources.callback(ggml("ggml_backend_free", None, ctypes.c_void_p), backend)
+        if set_threads := _procedure_of_cpu(b"ggml_backend_set_n_threads"):
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)(set_threads)(backend, n_threads)
+        compute = ggml("ggml_backend_graph_compute", ctypes.c_int, *2 * (ctypes.c_void_p,))
+        status = compute(backend, graph)
+        if status:
+            raise BackendError(f"GGML could not compute an operator (status {status})")
+        values = np.empty(shape, np.float32)
+        copy_tensor("ggml_backend_tensor_get", result, values)
+        return values
+
+
+def buffer_types() -> dict[str, Any]:
+    """Return the CPU's buffer types by name: the plain one, then those for weights only, in the order in which llama.cpp
+    tries them. They may change when a library is loaded, so the result is not cached."""
+    found: dict[str, Any] = {CPU_BUFFER: ggml("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()}
+    address = _procedure_of_cpu(b"ggml_backend_dev_get_extra_bufts")
+    if address:
+        pointers = ctypes.POINTER(ctypes.c_void_p)
+        listed = ctypes.CFUNCTYPE(pointers, ctypes.c_void_p)(address)(_cpu_device())
+        name_of = ggml("ggml_backend_buft_name", ctypes.c_char_p, ctypes.c_void_p)
+        for buffer_type in itertools.takewhile(bool, listed or ()):
+            found[name_of(buffer_type).decode("utf-8", "replace")] = buffer_type
+    return found
+
+
+def _find_buffer_type(name: str) -> Any:
+    """Return the CPU's buffer type of this name. Raise `BackendError` if there is none."""
+    known = buffer_types()
+    if name not in known:
+        raise BackendError(f"GGML has no buffer type {name}; it has {', '.join(known)}")
+    return known[name]
+
+
+def _procedure_of_cpu(name: bytes) -> Any:
+    """Return the address of a function of the CPU backend, which may be in a library of its own; None if it
+    has none of that name."""
+    registry = ggml("ggml_backend_dev_backend_reg", ctypes.c_void_p, ctypes.c_void_p)(_cpu_device())
+    find = ggml(
+        "ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
+    )
+    return find(registry, name)
+
+
+def _cpu_device() -> Any:
+    """Return GGML's CPU device. Raise `BackendError` if there is none."""
+    device = ggml("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)(_CPU_DEVICE)
+    if not device:
+        raise BackendError("GGML has no CPU backend")
+    return device

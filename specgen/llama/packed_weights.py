@@ -23,8 +23,8 @@ from typing import Any
 
 from specgen.llama.gguf_metadata import parts_of
 from specgen.llama.kernels.attached import Kernels, PackedFile, attached, ggml_version
-from specgen.system.atomic_files import NEW, existing_parent, new_beside
-from specgen.system.process_end import is_failing
+from specgen.system.files import NEW, existing_parent, new_beside
+from specgen.system.processes import is_failing
 
 _SUFFIX = ".packed"
 #: Smaller models are packed in a moment.

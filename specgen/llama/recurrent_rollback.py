@@ -186,7 +186,6 @@ class Rewinder:
         self._copy(sequence)
 
     def _copy(self, sequence: int) -> None:
-        """Make a copy of the state at the end of the text, unless there is one that is near enough."""
         text = self._text(sequence)
         if text.n_missing and text.copied_at is not None and text.n_missing <= _MAX_REPEATED:
             return
@@ -196,7 +195,6 @@ class Rewinder:
             text.copied_at = len(text.tokens)
 
     def _catch_up(self, sequence: int) -> None:
-        """Decode the tokens of the text that the cache does not hold."""
         text = self._text(sequence)
         while text.n_missing:
             batch = Batch()
@@ -210,7 +208,6 @@ class Rewinder:
             batch.add(text.tokens[position], position, (sequence,), False)
 
     def _run(self, batch: Batch) -> Logits:
-        """Decode rows, and record what the cache and its snapshots hold afterwards."""
         n_rows = Counter(sequence for (sequence,) in batch.sequences)
         try:
             logits = self._decode_rows(batch)

@@ -154,7 +154,6 @@ class LlamaVocabulary:
         return self.token_entry(token_id).decode("utf-8", "replace")
 
     def token_entry(self, token_id: int) -> bytes:
-        """Return the entry in the token table as the file has it."""
         return llama_cpp.llama_vocab_get_text(self.handle, token_id) or b""
 
     def token_entries(self) -> Iterator[bytes]:

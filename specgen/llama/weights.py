@@ -22,8 +22,7 @@ from specgen.errors import (
 from specgen.llama.kernels.attached import LLAMA_CPP, computing, kernel_problem, loading_with
 from specgen.llama.library import forget_log, last_error, llama_cpp
 from specgen.llama.packed_weights import PackedWeights, packed_weights_of
-from specgen.llama.remote_calls import RemoteCalls
-from specgen.llama.rpc import remote_devices, spread
+from specgen.llama.rpc import RemoteCalls, remote_devices, spread
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.options import Workers
 from specgen.system.worker_probe import check_protocol, probe
@@ -69,20 +68,16 @@ class LoadedWeights:
 
     @property
     def lacks_disk_room(self) -> bool:
-        """Whether the disk has too little room to keep the packed weights."""
         return self._packed is not None and self._packed.lacks_room
 
     @cached_property
     def vocabulary(self) -> LlamaVocabulary:
-        """The model's tokens."""
         return LlamaVocabulary(self.handle)
 
     def share(self) -> None:
-        """Count one more user."""
         self._n_users += 1
 
     def release(self) -> None:
-        """Count one user less."""
         self._n_users -= 1
         if self._n_users == 0:
             _loaded.pop(self._key, None)

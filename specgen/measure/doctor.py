@@ -23,9 +23,9 @@ from specgen import __version__, errors
 from specgen.errors import BackendError, ModelFileError, SpecgenError
 from specgen.llama.kernels.admission import KernelStatus
 from specgen.options import ContextOptions
-from specgen.system.child_process import ChildDiedError, ChildError, ChildTimeoutError, ask_child
 from specgen.system.llama_build import REBUILD, REINSTALL, Build, Device
 from specgen.system.machine import Machine, look_at_machine
+from specgen.system.processes import ChildDiedError, ChildError, ChildTimeoutError, ask_child
 
 if TYPE_CHECKING:
     from specgen.measure.tiny_model import TensorType

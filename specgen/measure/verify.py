@@ -20,13 +20,15 @@ from specgen.errors import BackendError
 from specgen.events import CommittedEvent, DraftedEvent, Event, NoticeEvent
 from specgen.measure.goodness_of_fit import GTest, g_test
 from specgen.method.backend import Backend, Batch
+from specgen.method.distribution import Distribution
 from specgen.options import DraftOptions, PolicyName, SamplerOptions
+from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Distribution, Sampler
+from specgen.text.sampling import Sampler
 from specgen.text.sequence import Sequence as TextSequence
 from specgen.text.text_state import Shaper, TextState
 
@@ -121,7 +123,7 @@ class GreedyResult:
 
 
 def plain_texts(
-    loaded: Models, prompts: Sequence[Prompt], interrupted: Callable[[], bool] = lambda: False
+    loaded: Session, prompts: Sequence[Prompt], interrupted: Callable[[], bool] = lambda: False
 ) -> list[list[int]]:
     """Return the tokens of plain decoding's answers, each made alone; those that end a text too."""
     n = loaded.options.generation.max_tokens
@@ -130,7 +132,7 @@ def plain_texts(
 
 
 def check_greedy(
-    loaded: Models,
+    loaded: Session,
     prompts: Sequence[Prompt],
     plain: Sequence[Sequence[int]] | None = None,
     *,
@@ -147,6 +149,7 @@ def check_greedy(
     """
     way = way or Way(loaded.options.drafting.policy_in_use, loaded.options.drafting)
     loaded.change_drafting(way.drafting)
+    calibrate(loaded, interrupted)
     plain = plain_texts(loaded, prompts, interrupted) if plain is None else plain
     n_most = loaded.options.generation.max_tokens
     numbers = [n % len(prompts) for n in range(max(len(prompts), n_at_once))] if prompts else []
@@ -172,7 +175,7 @@ def check_greedy(
 
 
 def _answers(
-    loaded: Models,
+    loaded: Session,
     asked: Sequence[tuple[Prompt, int]],
     n_at_once: int,
     interrupted: Callable[[], bool],
@@ -198,7 +201,7 @@ def _answers(
 
 
 def _engine(
-    loaded: Models,
+    loaded: Session,
     n_ctx: int,
     n_parallel: int,
     interrupted: Callable[[], bool],
@@ -232,7 +235,7 @@ def tokens_of(events: Iterable[Event]) -> list[int]:
 
 
 def _difference(
-    loaded: Models,
+    loaded: Session,
     prompt: Sequence[int],
     expected: Sequence[int],
     found: Sequence[int],
@@ -269,7 +272,7 @@ def _difference(
     return Difference(at, plain, drafted, gap, allowed, is_exact, same_in)
 
 
-def _batches(loaded: Models, n_at_once: int) -> list[tuple[int, int | None]]:
+def _batches(loaded: Session, n_at_once: int) -> list[tuple[int, int | None]]:
     """Return the batches that drafting decodes, as rows and wanted logits (None: all). Texts of recurrent models and
     of grammars are also decoded in batches of which few logits are wanted, which other kernels compute."""
     largest = min(loaded.n_rows_max * n_at_once, _MAX_ROWS)
@@ -287,7 +290,7 @@ def movement(one: Logits, other: Logits) -> float:
 
 
 def last_row(
-    loaded: Models,
+    loaded: Session,
     prompt: Sequence[int],
     answer: Sequence[int],
     n_rows: int = 1,
@@ -300,7 +303,7 @@ def last_row(
 
 
 def plain_rows(
-    loaded: Models,
+    loaded: Session,
     prompt: Sequence[int],
     answer: Sequence[int],
     n_rows: int = 1,
@@ -374,7 +377,7 @@ class _Place:
 
 
 def check_sampled(
-    loaded: Models,
+    loaded: Session,
     prompts: Sequence[Prompt],
     n_draws: int,
     level: float,
@@ -389,6 +392,7 @@ def check_sampled(
     nothing was drafted in the answers, or if interrupted. From now on drafts are made as `way` says."""
     way = way or Way(loaded.options.drafting.policy_in_use, loaded.options.drafting)
     loaded.change_drafting(way.drafting)
+    calibrate(loaded, interrupted)
     found = [_find_place(loaded, each, seed, interrupted) for each in prompts]
     places = [(place, n) for n, place in enumerate(found) if place is not None]
     if not places or interrupted():
@@ -404,7 +408,7 @@ def check_sampled(
     n_ctx = loaded.context_size(len(prompt.tokens) + N_SEARCHED, N_SEARCHED)
     drawn: Counter[int] = Counter()
     n_drafted = n_accepted = 0
-    n_at_once = 1 if loaded.drafts.why_one_sequence else N_AT_ONCE
+    n_at_once = 1 if loaded.why_one_sequence else N_AT_ONCE
     with _engine(loaded, n_ctx, n_at_once, interrupted, force_first) as engine:
         # Costs decide as in an answer that goes on.
         generation = replace(loaded.options.generation, max_tokens=N_SEARCHED, stop=())
@@ -459,7 +463,7 @@ class _FirstForced(Shaper):
 
 
 def _find_place(
-    loaded: Models, prompt: Prompt, seed: int, interrupted: Callable[[], bool]
+    loaded: Session, prompt: Prompt, seed: int, interrupted: Callable[[], bool]
 ) -> _Place | None:
     """Return the place in an answer where a wrong judgement of the draft would be most visible; None if nothing was
     drafted."""

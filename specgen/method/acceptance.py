@@ -9,47 +9,40 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from specgen.method.draft import ROOT, Draft
 from specgen.system.arrays import ProbArray
 
 #: Upper ends of the bins of confidence; the last bin ends at 1. Bins are finer where most tokens are.
 BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
 N_BINS = len(BIN_EDGES) + 1
-_MIDDLES = np.array(
-    [(low + high) / 2 for low, high in zip((0.0, *BIN_EDGES), (*BIN_EDGES, 1.0), strict=True)]
-)
+_MIDDLES = [
+    (low + high) / 2 for low, high in zip((0.0, *BIN_EDGES), (*BIN_EDGES, 1.0), strict=True)
+]
 #: The prior count of confidences in each bin: a small model of a good family is sure of most tokens,
 #: and not at all sure of some.
 _START_SEEN = np.array([0.1, 0.3, 0.5, 0.6, 0.7, 0.7, 0.7, 0.8, 1.2, 1.4, 1.6, 4.0])
 #: The prior probability of a bin counts as this many observations.
 _N_START = 6.0
-#: The counts remember about this many observations; older ones fade.
-_MEMORY = 1500.0
-_FADING = 1.0 - 1.0 / _MEMORY
+#: The counts remember about 1500 observations; older ones fade.
+_FADING = 1.0 - 1.0 / 1500.0
 #: How fast the present text's deviation from other texts is learnt, in log-odds an observation, and
 #: its largest size.
 _TEXT_RATE = 0.12
 _MAX_DEVIATION = 2.5
-#: The frequencies of confidences in all texts count as this many looks in the present text. (In replays
-#: of 75 answers, all with the draft model, this raised the speed from 1.08 to 1.12 times that of plain
-#: decoding.)
+#: The frequencies of confidences in all texts count as this many looks in the present text.
 _N_HERE = 20.0
-#: A text of `_N_HALF` looks counts half in the worth of texts, one of fewer than `_N_ENOUGH` not at
+#: A text of `_N_HALF` looks counts half in the gain of texts, one of fewer than `_N_ENOUGH` not at
 #: all; about 33 texts are remembered.
 _N_HALF = 20.0
 _N_ENOUGH = 6
 _FADING_TEXTS = 1.0 - 1.0 / 33.0
-#: The prior worth of texts counts as this many texts for the mean, and as this many for the variance.
-#: Its standard deviation is in proportion to the square root of a round's gain before the cost of a
-#: look, within the two bounds.
-_N_START_MEAN = 2.0
-_N_START_VARIANCE = 4.0
-_START_DEVIATION = 1.2
-_LEAST_DEVIATION, _MOST_DEVIATION = 0.05, 0.5
+#: The prior gain counts as this many texts.
+_N_START_GAIN = 2.0
 #: The most that may be lost on a drafter in all, in plain tokens' time: this much at first, plus a share
 #: of the generated tokens, plus what the drafter saved, up to a limit.
 _FIRST_ALLOWANCE = 32.0
@@ -59,25 +52,6 @@ _MOST_ALLOWANCE = 64.0
 NGRAM_ORIGINS = ("ngram", "lookup")
 #: Rates are kept at least this far from 0 and from 1.
 _LEAST = 0.002
-
-
-def model_start(confidence: float) -> float:
-    """Return the prior acceptance probability of a draft model's token: models are right more often than
-    their confidence when they are unsure, and less often when they are sure."""
-    return 0.15 + 0.78 * confidence
-
-
-def ngram_start(confidence: float) -> float:
-    """Return the prior acceptance probability of an n-gram's token, whose confidence is already fitted to
-    texts."""
-    return confidence
-
-
-def later_start(confidence: float) -> float:
-    """Return the prior acceptance probability of a token that its drafter ranks below a sibling."""
-    return 0.8 * confidence
-
-
 #: Siblings that are ranked behind this many others, or more, are counted together.
 _N_RANKS = 3
 
@@ -89,25 +63,32 @@ def origin_of_rank(origin: str, rank: int) -> str:
     return origin if rank == 0 else f"{origin}:{min(rank, _N_RANKS) + 1}"
 
 
-@dataclass(slots=True)
-class TextWorths:
-    """The worth of a round with a drafter in earlier texts, in plain tokens' time. Some texts suit a
-    drafter and others do not, and a few texts of one kind predict little about the next one.
+def start_of(origin: str, confidence: float) -> float:
+    """Return the prior acceptance probability of a drafter's token."""
+    if ":" in origin:  # behind a better sibling
+        return 0.8 * confidence
+    if origin in NGRAM_ORIGINS:  # fitted to texts already
+        return confidence
+    # Models are right more often than their confidence when they are unsure, and less often when sure.
+    return 0.15 + 0.78 * confidence
 
-    Both the mean and the variance of the worth are unknown. `start` is the prior mean: the worth that
-    was expected in the first text, for example after a sample of the drafter's tokens.
-    """
+
+@dataclass(slots=True)
+class GainPrior:
+    """The gain of a round with a drafter in earlier texts, in plain tokens' time: what to expect of the next
+    text before much was seen of it. `start` is what was expected in the first text."""
 
     start: float | None = None
-    #: The number of texts, weighted by how much was seen of each; the sum of their worths, and that
-    #: of the squares.
+    #: The number of texts, weighted by how much was seen of each, and the sum of their gains.
     n: float = 0.0
     total: float = 0.0
-    squares: float = 0.0
     #: What may still be lost on the drafter before it saves anything. The drafter is not started if
-    #: reading the text takes longer than this. So a drafter that never pays costs next to nothing,
-    #: whatever is expected of the next text.
+    #: reading the text takes longer than this. So a drafter that never pays costs next to nothing.
     allowance: float = _FIRST_ALLOWANCE
+
+    @property
+    def mean(self) -> float:
+        return (_N_START_GAIN * (self.start or 0.0) + self.total) / (_N_START_GAIN + self.n)
 
     def account(self, saved: float, n_tokens: int) -> None:
         """Record a round that added `n_tokens` tokens, and what the drafter saved in it; negative if it
@@ -115,43 +96,30 @@ class TextWorths:
         allowance = self.allowance + saved + _ALLOWED_SHARE * n_tokens
         self.allowance = min(_MOST_ALLOWANCE, allowance)
 
-    def add(self, worth: float, weight: float) -> None:
+    def add(self, gain: float, weight: float) -> None:
         """Count another text."""
         self.n = self.n * _FADING_TEXTS + weight
-        self.total = self.total * _FADING_TEXTS + weight * worth
-        self.squares = self.squares * _FADING_TEXTS + weight * worth * worth
-
-    def of_next(self, look: float) -> tuple[float, float]:
-        """Return the mean and the standard deviation of the next text's worth; `look` is the cost of one of
-        the drafter's looks, in plain tokens' time."""
-        start = self.start or 0.0
-        mean = (_N_START_MEAN * start + self.total) / (_N_START_MEAN + self.n)
-        # A drafter that is never right gains nothing in any text.
-        deviation = _START_DEVIATION * math.sqrt(max(0.0, start + look))
-        deviation = min(_MOST_DEVIATION, max(_LEAST_DEVIATION, deviation))
-        spread = max(0.0, self.squares - self.total**2 / self.n) if self.n else 0.0
-        variance = (_N_START_VARIANCE * deviation**2 + spread) / (_N_START_VARIANCE + self.n)
-        return mean, math.sqrt(variance * (1.0 + 1.0 / (_N_START_MEAN + self.n)))
+        self.total = self.total * _FADING_TEXTS + weight * gain
 
 
 @dataclass(slots=True)
 class AcceptanceCounts:
     """The counts of a drafter, float64[N_BINS] each, by bin of confidence: judged tokens, accepted
-    ones among these, and confidences that were seen. Also the worths of texts."""
+    ones among these, and confidences that were seen. Also the gains in texts."""
 
     n_judged: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     n_accepted: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     n_seen: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
-    worths: TextWorths = field(default_factory=TextWorths)
-    #: The worths of texts that were generated beside others, where a plain token is cheaper: by the
+    gains: GainPrior = field(default_factory=GainPrior)
+    #: The gains in texts that were generated beside others, where a plain token is cheaper: by the
     #: number of texts at once, rounded up to a power of two.
-    worths_beside: dict[int, TextWorths] = field(default_factory=dict)
+    gains_beside: dict[int, GainPrior] = field(default_factory=dict)
 
-    def worths_at(self, n_sequences: int) -> TextWorths:
-        """Return the worths of texts of which `n_sequences` were generated at once."""
+    def gains_at(self, n_sequences: int) -> GainPrior:
+        """Return the gains in texts of which `n_sequences` were generated at once."""
         if n_sequences <= 1:
-            return self.worths
-        return self.worths_beside.setdefault(1 << (n_sequences - 1).bit_length(), TextWorths())
+            return self.gains
+        return self.gains_beside.setdefault(1 << (n_sequences - 1).bit_length(), GainPrior())
 
 
 class AcceptanceRates:
@@ -162,20 +130,18 @@ class AcceptanceRates:
     number is learnt, the deviation of this text: some texts suit a draft better than others.
     """
 
-    def __init__(
-        self, counts: AcceptanceCounts | None = None, start: Callable[[float], float] = model_start
-    ) -> None:
+    def __init__(self, origin: str = "model", counts: AcceptanceCounts | None = None) -> None:
+        self._origin = origin
         self.counts = counts if counts is not None else AcceptanceCounts()
-        self._start_of = start
-        self._start = [start(float(middle)) for middle in _MIDDLES]
+        self._start = [start_of(origin, middle) for middle in _MIDDLES]
         self._deviation = 0.0
         #: The number of confidences that were counted in this text, in all and by bin.
         self.n_looks = 0
         self._seen_here = np.zeros(N_BINS)
-        #: What a round is worth in this text, in plain tokens' time, if that is known; and the worths of
+        #: What a round gains in this text, in plain tokens' time, if that is known; and the gains in
         #: other texts, with as many texts at once.
-        self._worth: float | None = None
-        self.worths = self.counts.worths
+        self._gain: float | None = None
+        self._gains = self.counts.gains
         #: Counts the looks and judgements: each may change the probabilities, or how often each comes.
         self.version = 0
         #: The acceptance probabilities by bin, until the next judgement; None if they are not computed yet.
@@ -183,29 +149,34 @@ class AcceptanceRates:
 
     def for_new_text(self) -> AcceptanceRates:
         """Return the statistics for another text, which has its own deviation and shares the counts."""
-        return AcceptanceRates(self.counts, self._start_of)
+        return AcceptanceRates(self._origin, self.counts)
 
-    def expect(self, worth: float, n_sequences: int = 1) -> None:
-        """Note what a round seems to be worth in this text, in plain tokens' time, with `n_sequences`
+    def expect(self, gain: float, n_sequences: int = 1) -> None:
+        """Note what a round seems to gain in this text, in plain tokens' time, with `n_sequences`
         texts at once."""
-        self._worth, self.worths = worth, self.counts.worths_at(n_sequences)
-        if self.worths.start is None:
-            self.worths.start = worth
+        self._gain, self._gains = gain, self.counts.gains_at(n_sequences)
+        if self._gains.start is None:
+            self._gains.start = gain
 
     def end_text(self) -> None:
-        """Count this text's worth once, if enough was seen of the text."""
-        if self._worth is not None and self.n_looks >= _N_ENOUGH:
-            self.worths.add(self._worth, self.n_looks / (self.n_looks + _N_HALF))
-        self._worth = None
+        """Count this text's gain once, if enough was seen of the text."""
+        if self._gain is not None and self.n_looks >= _N_ENOUGH:
+            self._gains.add(self._gain, self.n_looks / (self.n_looks + _N_HALF))
+        self._gain = None
 
     def chance(self, confidence: float) -> float:
         """Return the acceptance probability of a token with this confidence."""
         return self.curve()[_bin(confidence)]
 
     def curve(self) -> tuple[float, ...]:
-        """Return the acceptance probabilities by bin of confidence, N_BINS of them."""
+        """Return the acceptance probabilities by bin of confidence, N_BINS of them: those in all texts, shifted
+        by this text's deviation."""
         if self._curve is None:
-            self._curve = tuple(self._of_bin(index) for index in range(N_BINS))
+            n_accepted, n_judged = self.counts.n_accepted.tolist(), self.counts.n_judged.tolist()
+            self._curve = tuple(
+                _shifted((_N_START * start + accepted) / (_N_START + judged), self._deviation)
+                for start, accepted, judged in zip(self._start, n_accepted, n_judged, strict=True)
+            )
         return self._curve
 
     def frequencies(self) -> ProbArray:
@@ -226,10 +197,10 @@ class AcceptanceRates:
 
     def see(self, confidence: float) -> None:
         """Count a confidence, whether or not a token is drafted with it."""
-        n_seen, index = self.counts.n_seen, _bin(confidence)
-        n_seen *= _FADING
-        n_seen[index] = n_seen.item(index) + 1.0
-        self._seen_here[index] = self._seen_here.item(index) + 1.0
+        index = _bin(confidence)
+        self.counts.n_seen *= _FADING
+        self.counts.n_seen[index] += 1.0
+        self._seen_here[index] += 1.0
         self.n_looks += 1
         self.version += 1
 
@@ -237,8 +208,7 @@ class AcceptanceRates:
         """Learn whether a token was accepted; all tokens before it were."""
         index = _bin(confidence)
         n_judged, n_accepted = self.counts.n_judged, self.counts.n_accepted
-        expected = self.curve()[index]
-        deviation = self._deviation + _TEXT_RATE * (accepted - expected)
+        deviation = self._deviation + _TEXT_RATE * (accepted - self.curve()[index])
         self._deviation = min(_MAX_DEVIATION, max(-_MAX_DEVIATION, deviation))
         # Only this bin fades: a bin that was not seen for long is not less known.
         n_judged[index] = n_judged.item(index) * _FADING + 1.0
@@ -246,18 +216,50 @@ class AcceptanceRates:
         self.version += 1
         self._curve = None
 
-    def _of_bin(self, index: int) -> float:
-        """Return the probability of a bin in this text: that in all texts, shifted by the text's deviation."""
-        counts = self.counts
-        n_accepted = _N_START * self._start[index] + counts.n_accepted.item(index)
-        return _shifted(n_accepted / (_N_START + counts.n_judged.item(index)), self._deviation)
+
+def judge_drafts(
+    rates: Callable[[str], AcceptanceRates], drafts: Sequence[Draft], text: Sequence[int]
+) -> None:
+    """Count, by origin and rank, which drafted tokens are those with which the text goes on; the drafts may
+    have common nodes.
+
+    A token that was not drawn at random need not be verified for this. Drafts with drawn tokens do not
+    count: `judge_draws` does that for those that were verified.
+    """
+    judged: set[tuple[int, str, int]] = set()
+    for draft in drafts:
+        if draft.is_drawn:
+            continue
+        node, ranks = ROOT, draft.ranks()
+        for depth, token in enumerate(text):
+            reached = None
+            for child in draft.children(node):
+                is_right = draft.tokens[child] == token
+                reached = child if is_right else reached
+                place = (depth, draft.origins[child], draft.tokens[child])
+                if place in judged:
+                    continue
+                judged.add(place)
+                confidence = draft.probabilities[child]
+                rates(origin_of_rank(draft.origins[child], ranks[child])).judge(
+                    1.0 if confidence is None else confidence, accepted=is_right
+                )
+            if reached is None:
+                break
+            node = reached
 
 
-def new_acceptance_rates(origin: str, counts: AcceptanceCounts | None = None) -> AcceptanceRates:
-    """Return the acceptance statistics of a drafter's tokens, with the prior for their origin."""
-    if ":" in origin:
-        return AcceptanceRates(counts, later_start)
-    return AcceptanceRates(counts, ngram_start if origin in NGRAM_ORIGINS else model_start)
+def judge_draws(rates: Callable[[str], AcceptanceRates], draft: Draft, n_accepted: int) -> None:
+    """Count which tokens of a verified chain that were drawn at random were accepted.
+
+    They are counted by the model's confidence before the draw, which shows what to expect of
+    them, and not by the probability of the drawn token."""
+    looks = iter(draft.looks)
+    for node in range(min(n_accepted + 1, len(draft))):
+        if draft.distributions[node] is not None:
+            confidence = next(looks, None)
+            if confidence is not None:
+                rates(draft.origins[node]).judge(confidence, accepted=node < n_accepted)
 
 
 def _bin(confidence: float) -> int:

@@ -24,7 +24,7 @@ _N_NEW = 3
 @dataclass(frozen=True, slots=True)
 class Price:
     """What drafting costs, in seconds: the first drafted token, each further one, and once the
-    prefill: the `n_unread` tokens that the drafter has not read yet, beyond those of the last round.
+    prefill: what the drafter has not read of the text yet, beyond the tokens of the last round.
 
     A parallel draft predicts all its tokens in one decode, whose size is chosen before it is known how
     sure the draft is. `at_once_s[n - 1]` are the seconds of a decode that predicts n tokens; looking at
@@ -33,8 +33,7 @@ class Price:
 
     first_s: float
     next_s: float
-    backlog_s: float = 0.0
-    n_unread: int = 0
+    prefill_s: float = 0.0
     at_once_s: tuple[float, ...] = ()
 
     def seconds(self, n_drafted: int) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from specgen.method.backend import Backend, Batch
-from specgen.text.sampling import Distribution
+from specgen.method.distribution import Distribution
 
 #: Parent of the nodes that follow the last committed token directly.
 ROOT = -1

@@ -48,8 +48,8 @@ class Drafter(Protocol):
         ...
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        """Draft at most `plan.n_max` >= 1 tokens to follow `context`, as far as `plan.keeps` and
-        `plan.looks` allow. The draft may be empty.
+        """Draft at most `plan.n_max` >= 1 tokens to follow `context`, as far as `plan.wants_token` and
+        `plan.wants_decode` allow. The draft may be empty.
 
         `context` holds all committed tokens, prompt and answer, followed by `n_drafted` tokens
         that another drafter proposed. It is the caller's list: read it, do not keep it. It only

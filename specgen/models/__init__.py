@@ -1,9 +1,9 @@
 """Models by name: the known models, those on this disk, and downloads that resume.
 
-Nothing here prints, and nothing that downloads (requests, huggingface_hub, rich) is imported before it is needed.
+Nothing here prints, and nothing that downloads (huggingface_hub, rich) is imported before it is needed.
 """
 
-from specgen.models.fetching import fetch, fetch_reference, folder_of, locate
+from specgen.models.fetching import fetch, fetch_reference, folder_of, locate, stderr_progress
 from specgen.models.files import (
     FileIdentity,
     cache_folder,
@@ -17,7 +17,6 @@ from specgen.models.files import (
     shard_number,
 )
 from specgen.models.hub_reference import HubReference, is_reference, parse_reference
-from specgen.models.progress import DownloadProgress, LineProgress, RichProgress, stderr_progress
 from specgen.models.registry import (
     NGRAM,
     CatalogueModel,
@@ -33,15 +32,12 @@ from specgen.models.saved_drafts import SavedDraft, save_draft, saved_draft, sav
 __all__ = [
     "NGRAM",
     "CatalogueModel",
-    "DownloadProgress",
     "FileIdentity",
     "HubReference",
     "HubSource",
-    "LineProgress",
     "Pair",
     "PypiSource",
     "Registry",
-    "RichProgress",
     "SavedDraft",
     "cache_folder",
     "config_folder",

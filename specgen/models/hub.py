@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import logging
 import re
-import socket
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
 from specgen.errors import FetchError, UnknownModelError
 from specgen.models.files import file_sha256, human_bytes, size_of
-from specgen.models.hub_cache import cache_of_hub, cached_models, find_in_cache, storage_of
+from specgen.models.hub_cache import (
+    cache_of_hub,
+    cached_models,
+    find_in_cache,
+    page_of,
+    storage_of,
+)
 from specgen.models.hub_reference import (
     HubReference,
     choose,
@@ -33,11 +38,11 @@ from specgen.models.progress import DownloadProgress, shown
 from specgen.models.registry import CatalogueModel, HubSource
 from specgen.models.transfer import (
     NETWORK_HINT,
-    Transfer,
     check_room,
+    download,
     download_lock,
     host_of,
-    reason,
+    network_error,
     writing_below,
 )
 
@@ -52,13 +57,22 @@ _CACHE_VARIABLE = "HF_HOME"
 _T = TypeVar("_T")
 
 
+def _writing_to_cache() -> AbstractContextManager[None]:
+    """Let the block use huggingface_hub, whose warnings stay off stderr unless the user set its log level."""
+    logger = logging.getLogger("huggingface_hub")
+    if logger.level == logging.WARNING:
+        logger.setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="huggingface_hub")
+    return writing_below(cache_of_hub(), _CACHE_VARIABLE)
+
+
 def fetch_from_hub(source: HubSource, model: CatalogueModel, progress: DownloadProgress) -> Path:
     """Download the model into the hub's cache and return its path. Raise FetchError or UnknownModelError.
 
     The hub is first asked once for the metadata of the file. So a hub that does not respond within
     seconds, or a file that differs from ours, is noticed then, and not after minutes of retries.
     """
-    with _hub_in_use():
+    with _writing_to_cache():
         metadata = _metadata(source)
         etag = metadata.etag or ""
         is_other = _SHA256.fullmatch(etag) and etag != model.sha256
@@ -74,7 +88,7 @@ def fetch_from_hub(source: HubSource, model: CatalogueModel, progress: DownloadP
 
 
 def fetch_reference(
-    reference: HubReference, progress: DownloadProgress, *, newest: bool = False
+    reference: HubReference, progress: DownloadProgress | None, *, newest: bool = False
 ) -> Path:
     """Return the first file of a model that is named by its repository, downloading it if need be.
 
@@ -82,10 +96,10 @@ def fetch_reference(
     reference that names no quantisation may need the hub for the choice; if that cannot be reached,
     the cache decides. Raise FetchError, or UnknownModelError if there is no such repository or model.
     """
-    repo = reference.repo
+    repo, progress = reference.repo, progress or DownloadProgress()
     if not newest and (path := find_in_cache(usual(reference))) is not None:
         return path
-    with _hub_in_use():
+    with _writing_to_cache():
         try:
             sizes, licence = _listing(repo)
         except FetchError as error:
@@ -110,13 +124,6 @@ def fetch_reference(
                 f"`specgen models pull {repo}/{layers}` ({human_bytes(sizes[layers])})"
             )
         return path
-
-
-def page_of(repo: str) -> str:
-    """Return the address of a repository's page."""
-    from huggingface_hub import constants
-
-    return f"{constants.ENDPOINT}/{repo}"
 
 
 def _host() -> str:
@@ -184,7 +191,6 @@ def _download(
     progress: DownloadProgress,
 ) -> None:
     """Download a file, or the rest of it, and check it."""
-    import requests
     from huggingface_hub import get_token, hf_hub_url
 
     def digest(path: Path) -> str:
@@ -193,12 +199,17 @@ def _download(
         return file_sha256(path, progress.update)
 
     url = hf_hub_url(source.repo, source.file, revision=source.revision)
-    partial = _partial(blob)
-    with requests.Session() as session, shown(progress, label, size_bytes, size_of(partial)):
-        if token := get_token():  # requests sends it to no other host
-            session.headers["Authorization"] = f"Bearer {token}"
-        Transfer(session, progress).download(
-            url, partial, sha256, lambda done_bytes, _total: progress.update(done_bytes), digest
+    partial, token = _partial(blob), get_token()  # the client sends it to no other host
+    with shown(progress, label, size_bytes, size_of(partial)):
+        download(
+            url,
+            partial,
+            sha256,
+            progress,
+            report=lambda done_bytes, _total_bytes: progress.update(done_bytes),
+            size_bytes=size_bytes or None,
+            headers={"Authorization": f"Bearer {token}"} if token else None,
+            digest=digest,
         )
     partial.replace(blob)
 
@@ -294,24 +305,19 @@ def _translated(error: Exception, repo: str) -> Exception:
     """Return our error for one out of huggingface_hub, or the operating system's own about the disk."""
     from huggingface_hub import errors, get_token
 
-    page, cause = page_of(repo), error
-    while not isinstance(cause, (errors.OfflineModeIsEnabled, errors.HfHubHTTPError)):
-        if not isinstance(cause.__cause__, Exception):
-            is_disk = isinstance(error, OSError) and error.errno is not None
-            is_network = isinstance(error, (ConnectionError, TimeoutError, socket.gaierror))
-            if is_disk and not is_network:
-                return error
-            return FetchError(f"{_host()} cannot be reached: {reason(error)}", NETWORK_HINT)
+    page = page_of(repo)
+    cause: BaseException = error
+    while not isinstance(cause, errors.HfHubHTTPError):
+        if cause.__cause__ is None:
+            return network_error(error, page)
         cause = cause.__cause__
-    if isinstance(cause, errors.OfflineModeIsEnabled):
-        return FetchError("HF_HUB_OFFLINE is set", "unset it to download from the hub")
+    status = cause.response.status_code
     if isinstance(cause, errors.GatedRepoError):
         refused = "and your token gives no access to it" if get_token() else "and needs a token"
         return FetchError(
             f"{repo} is gated, {refused}",
             f"ask its authors for access on {page}, then set HF_TOKEN (or --hf-token) to your token",
         )
-    status = cause.response.status_code
     # Mirrors of the hub may answer with the status alone.
     is_listing = "/api/models/" in str(cause.response.url)
     if isinstance(cause, errors.RepositoryNotFoundError) or (is_listing and status == 404):
@@ -320,19 +326,3 @@ def _translated(error: Exception, repo: str) -> Exception:
             f"check the name on {page}; for a private one, set HF_TOKEN (or --hf-token)",
         )
     return FetchError(f"{_host()} answered with status {status}", f"check HF_TOKEN, and {page}")
-
-
-@contextmanager
-def _hub_in_use() -> Iterator[None]:
-    """Let the block use huggingface_hub and write to its cache. Its warnings stay off stderr, unless the user
-    set its log level."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    if level == logging.WARNING:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), writing_below(cache_of_hub(), _CACHE_VARIABLE):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

@@ -124,6 +124,13 @@ def cache_of_hub() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
+def page_of(repo: str) -> str:
+    """Return the address of a repository's page."""
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT}/{repo}"
+
+
 # --- removal
 
 

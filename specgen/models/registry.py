@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from specgen.errors import UnknownModelError, UsageError
 from specgen.models.files import FileIdentity, config_folder
-from specgen.system.toml_file import correct, read_toml
+from specgen.system.files import correct, read_toml
 
 #: A pair's draft that is no model: drafts are looked up in the text so far.
 NGRAM = "ngram"

@@ -16,8 +16,7 @@ from typing import Any
 from specgen.errors import OutputError, UsageError
 from specgen.models.files import FileIdentity, config_folder
 from specgen.options import DraftSource
-from specgen.system.atomic_files import replace_text
-from specgen.system.toml_file import correct
+from specgen.system.files import correct, replace_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,228 +1,156 @@
-"""HTTP downloads that resume: after an interruption only the missing part is downloaded."""
+"""HTTP downloads through huggingface_hub's client, which resume: after an interruption only the rest is downloaded."""
 
 from __future__ import annotations
 
 import errno
-import re
+import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from specgen import __version__
 from specgen.errors import FetchError
 from specgen.models.files import file_sha256, human_bytes, size_of
-from specgen.system.atomic_files import existing_parent
+from specgen.system.files import existing_parent
 
 if TYPE_CHECKING:
-    import requests
-
     from specgen.models.progress import DownloadProgress
 
-#: For a connection, and for the next bytes.
-_TIMEOUTS_S = (10.0, 30.0)
-_CHUNK_BYTES = 1 << 16
-#: The number of failures in a row, without a byte arriving between them, that ends a download.
-_N_ATTEMPTS = 4
-_LONGEST_WAIT_S = 60.0
-#: Statuses that say "not now" rather than "no".
-_PASSING_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
-_RANGE_NOT_SATISFIABLE = 416
-_PARTIAL_CONTENT = 206
 NETWORK_HINT = (
     "check the network, and HTTPS_PROXY if there is a proxy; then try again: "
     "what was downloaded is kept"
 )
 _FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
+#: Receives the bytes of a file that are here and, if known, all that there are.
+Report = Callable[[int, int | None], None]
 
 
-class _InterruptedError(Exception):
-    """A failure that may pass; `wait_s` is how long the server asked us to wait, if it did."""
+def download(
+    url: str,
+    path: Path,
+    sha256: str | None,
+    progress: DownloadProgress,
+    *,
+    report: Report = lambda _done_bytes, _total_bytes: None,
+    size_bytes: int | None = None,
+    headers: Mapping[str, str] | None = None,
+    digest: Callable[[Path], str] = file_sha256,
+) -> None:
+    """Download `url` to `path`, and resume an earlier download.
 
-    def __init__(self, message: str, wait_s: float | None = None) -> None:
-        super().__init__(message)
-        self.wait_s = wait_s
-
-
-class Transfer:
-    """Requests over one session, with retries where they may help.
-
-    A host that cannot be reached at the first request is not retried: there is no network, and the
-    user should know immediately. After the first response, failures count as temporary.
+    The client tries again, five times without a byte between them. Raise FetchError if the file cannot be
+    downloaded, or if its `digest` is not `sha256`; an OSError of the disk passes through.
     """
+    from huggingface_hub.file_download import http_get
 
-    def __init__(
-        self,
-        session: requests.Session,
-        progress: DownloadProgress,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._session = session
-        self._session.headers["User-Agent"] = f"specgen/{__version__}"
-        self._progress = progress
-        self._sleep = sleep
-        self._answered = False
-
-    def get(self, url: str, accept: str) -> requests.Response | None:
-        """Return a small resource, or None where there is none (404). Raise FetchError."""
-        found: list[requests.Response] = []
-
-        def attempt() -> int:
-            with self._response(url, {"Accept": accept}, allowed=404) as response:
-                if response.status_code != 404:
-                    found.append(response)
-                    return len(response.content)
-            return 0
-
-        self._until_done(attempt, lambda: 0)
-        return found[0] if found else None
-
-    def download(
-        self,
-        url: str,
-        path: Path,
-        sha256: str | None,
-        report: Callable[[int, int | None], None] = lambda _done_bytes, _total_bytes: None,
-        digest: Callable[[Path], str] = file_sha256,
-    ) -> None:
-        """Download `url` to `path`, and resume an earlier download.
-
-        `report` receives the bytes so far and, if known, the total. Raise FetchError if the file cannot be
-        downloaded, or if its `digest` is not `sha256`; an OSError of the disk passes through.
-        """
-        resumed = size_of(path) > 0
-        self._until_done(lambda: self._attempt(url, path, report), lambda: size_of(path))
-        if sha256 is None or digest(path) == sha256:
-            return
+    if size_bytes is not None and size_of(path) > size_bytes:
         path.unlink()
-        if not resumed:
-            raise FetchError(
-                f"{shown_url(url)} does not have the SHA-256 that its server gives",
-                "something on the network changes files; try another network",
-            )
-        self._progress.note("the earlier part of the download was damaged; starting again")
-        self.download(url, path, sha256, report, digest)
-
-    def _attempt(self, url: str, path: Path, report: Callable[[int, int | None], None]) -> None:
-        """Ask for what is missing and write what arrives; return when nothing is missing."""
-        offset = size_of(path)
-        # A compressed answer would have other offsets than the file.
-        headers = {"Accept-Encoding": "identity"}
-        if offset:
-            headers["Range"] = f"bytes={offset}-"
-        with self._response(url, headers, allowed=_RANGE_NOT_SATISFIABLE) as response:
-            start, total_bytes = _span(response)
-            if start not in {0, offset}:
-                path.unlink(missing_ok=True)
-                raise _InterruptedError(f"{host_of(url)} answered with another range")
-            done_bytes = start
-            if response.status_code != _RANGE_NOT_SATISFIABLE:
-                with path.open("ab" if start else "wb") as file:
-                    for chunk in response.iter_content(_CHUNK_BYTES):
-                        file.write(chunk)
-                        done_bytes += len(chunk)
-                        report(done_bytes, total_bytes)
-        if total_bytes is not None and done_bytes < total_bytes:
-            done, total = human_bytes(done_bytes), human_bytes(total_bytes)
-            raise _InterruptedError(f"the connection was closed after {done} of {total}")
-
-    def _until_done(self, attempt: Callable[[], object], size: Callable[[], int]) -> None:
-        """Call `attempt` until it returns; give up when it fails over and over without gaining."""
-        n_failures = 0
-        while True:
-            size_before = size()
-            try:
-                attempt()
-            except _InterruptedError as error:
-                n_failures = 1 if size() > size_before else n_failures + 1
-                if n_failures >= _N_ATTEMPTS:
-                    raise FetchError(f"gave up: {error}", NETWORK_HINT) from error
-                wait_s = float(2 ** (n_failures - 1)) if error.wait_s is None else error.wait_s
-                self._progress.note(f"{error}; trying again in {wait_s:g} s")
-                self._sleep(wait_s)
-            else:
-                return
-
-    @contextmanager
-    def _response(
-        self, url: str, headers: dict[str, str], allowed: int
-    ) -> Iterator[requests.Response]:
-        """Ask for `url`; every error of the network in the block is translated here."""
-        from requests import exceptions
-
+    here_bytes = size_of(path)
+    with path.open("r+b" if here_bytes else "wb") as file:
+        file.seek(0, os.SEEK_END)
         try:
-            with self._session.get(
-                url, headers=headers, stream=True, timeout=_TIMEOUTS_S
-            ) as response:
-                self._answered = True
-                if response.status_code not in {200, _PARTIAL_CONTENT, allowed}:
-                    raise _refusal(response, url)
-                yield response
-        except exceptions.RequestException as error:
-            may_pass = (
-                exceptions.ConnectionError,
-                exceptions.Timeout,
-                exceptions.ChunkedEncodingError,
+            http_get(
+                url,
+                file,
+                resume_size=here_bytes,
+                # A compressed answer would have other offsets than the file.
+                headers={"Accept-Encoding": "identity", **(headers or {})},
+                expected_size=size_bytes,
+                tqdm_class=_reporting(report),
             )
-            final = (exceptions.ProxyError, exceptions.SSLError)
-            failure = f"the connection to {host_of(url)} failed: {reason(error)}"
-            if self._answered and isinstance(error, may_pass) and not isinstance(error, final):
-                raise _InterruptedError(failure) from error
-            hint = NETWORK_HINT
-            if isinstance(error, exceptions.SSLError):
-                hint = "REQUESTS_CA_BUNDLE names a file with the certificates of your network"
-            raise FetchError(failure, hint) from error
-
-
-def _refusal(response: requests.Response, url: str) -> FetchError | _InterruptedError:
-    answer = f"{shown_url(url)} answered {response.status_code} {response.reason or ''}".rstrip()
-    if response.status_code in _PASSING_STATUSES:
-        asked = response.headers.get("Retry-After", "")
-        return _InterruptedError(
-            answer, min(float(asked), _LONGEST_WAIT_S) if asked.isdecimal() else None
+        except Exception as error:
+            raise network_error(error, url) from error
+    if sha256 is None or digest(path) == sha256:
+        return
+    path.unlink()
+    if not here_bytes:
+        raise FetchError(
+            f"{shown_url(url)} does not have the SHA-256 that its server gives",
+            "something on the network changes files; try another network",
         )
-    return FetchError(answer, "the server refuses it; another try is not likely to help")
+    progress.note("the earlier part of the download was damaged; starting again")
+    download(
+        url,
+        path,
+        sha256,
+        progress,
+        report=report,
+        size_bytes=size_bytes,
+        headers=headers,
+        digest=digest,
+    )
 
 
-def _span(response: requests.Response) -> tuple[int, int | None]:
-    """Return where the body of an answer begins in the file, and how long the file is, if known."""
-    content_range = response.headers.get("Content-Range", "").strip()
-    if response.status_code == _RANGE_NOT_SATISFIABLE:  # nothing lies beyond the end
-        match = re.fullmatch(r"bytes \*/(\d+)", content_range)
-        return (int(match[1]), int(match[1])) if match else (-1, None)
-    if response.status_code == _PARTIAL_CONTENT:
-        match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", content_range)
-        if match is None:
-            return -1, None
-        return int(match[1]), None if match[2] == "*" else int(match[2])
-    # The server does not know ranges, or has another file now: from the beginning, then.
-    length = response.headers.get("Content-Length", "")
-    encoded = response.headers.get("Content-Encoding", "identity") != "identity"
-    return 0, int(length) if length.isdecimal() and not encoded else None
+def _reporting(report: Report) -> Any:
+    """Return what takes the place of tqdm's class and reports the position."""
+
+    class Reporting:
+        def __init__(
+            self, *_: object, initial: int = 0, total: int | None = None, **__: object
+        ) -> None:
+            self._n_bytes, self._total_bytes = initial, total
+
+        def __enter__(self) -> Reporting:
+            return self
+
+        def __exit__(
+            self,
+            kind: type[BaseException] | None,
+            error: BaseException | None,
+            trace: TracebackType | None,
+        ) -> None:
+            pass
+
+        def update(self, n_bytes: int) -> None:
+            self._n_bytes += n_bytes
+            report(self._n_bytes, self._total_bytes)
+
+    return Reporting
 
 
 # --- errors of the network and of the disk
 
 
-def reason(error: BaseException) -> str:
-    """Return in a few words why a request failed.
+def network_error(error: Exception, url: str) -> Exception:
+    """Return our error for one out of huggingface_hub or its client, or the operating system's own about the disk."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    HTTP clients wrap the operating system's error several times over; it is the one that says
-    "Connection refused" or "Name or service not known".
-    """
-    chain = [error]
-    while (following := chain[-1].__cause__ or chain[-1].__context__) and following not in chain:
-        chain.append(following)
-    for link in reversed(chain):
-        if isinstance(link, OSError) and link.strerror:
-            return link.strerror
-        if type(link).__name__ == "IncompleteRead":  # urllib3's, or that of the standard library
-            return "it was closed too early"
-    lines = str(chain[-1]).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(chain[-1]).__name__
+    for cause in _causes(error):
+        if isinstance(cause, OfflineModeIsEnabled):
+            return FetchError("HF_HUB_OFFLINE is set", "unset it to download models")
+        if isinstance(cause, HfHubHTTPError):
+            status = cause.response.status_code
+            return FetchError(
+                f"{shown_url(url)} answered with status {status}",
+                "another try is not likely to help",
+            )
+    is_network = isinstance(error, (ConnectionError, TimeoutError, socket.gaierror))
+    if isinstance(error, OSError) and error.errno is not None and not is_network:
+        return error
+    return FetchError(f"the connection to {host_of(url)} failed: {_reason(error)}", NETWORK_HINT)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and what caused it, down to the operating system's own."""
+    seen: list[BaseException] = []
+    while error not in seen:
+        seen.append(error)
+        yield error
+        error = error.__cause__ or error.__context__ or error
+
+
+def _reason(error: BaseException) -> str:
+    """Return in a few words why a request failed: the operating system says "Connection refused"."""
+    last = error
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and cause.strerror:
+            last = cause
+    text = getattr(last, "strerror", None) or str(last).strip() or type(last).__name__
+    return str(text.splitlines()[0].rstrip("."))
 
 
 def shown_url(url: str) -> str:

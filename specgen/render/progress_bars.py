@@ -7,12 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from specgen.render.text import clean_line, counted
-from specgen.serve.batch.runner import Tally
 from specgen.system.progress import Progress, ProgressLines
 from specgen.system.units import duration
+
+if TYPE_CHECKING:
+    from specgen.serve.batch.runner import Tally
 
 #: Seconds before which a speed means nothing.
 _LEAST_S = 1.0
@@ -31,15 +33,26 @@ def progress_bar(*, quiet: bool, clock: Callable[[], float] = time.monotonic) ->
 
 @contextlib.contextmanager
 def batch_progress(stream: TextIO, *, quiet: bool) -> Iterator[Callable[[Tally], None]]:
-    """Show the progress of a batch in the same way."""
+    """Show the progress of a batch in the same way, with tokens per second since the first report, and the
+    time that is left at this pace."""
     if quiet:
         yield lambda _tally: None
         return
-    pace = _Throughput(time.monotonic)
+    begin: list[tuple[float, int]] = []
     with _bar_or_lines(stream, time.monotonic, is_batch=True) as show:
 
         def report(tally: Tally) -> None:
-            text, done, total = pace.text(tally), tally.n_done, tally.n_lines
+            if not begin:
+                begin.append((time.monotonic(), tally.n_done))
+            start_s, n_before = begin[0]
+            seconds, n_done = time.monotonic() - start_s, tally.n_done - n_before
+            text = "starting"
+            if seconds >= _LEAST_S:
+                text = f"{tally.n_tokens / seconds:.1f} tokens/s"
+                if n_done and tally.n_done < tally.n_lines:
+                    left_s = seconds / n_done * (tally.n_lines - tally.n_done)
+                    text += f", {duration(left_s)} left"
+            done, total = tally.n_done, tally.n_lines
             show(text, done, total, f"{done} of {total} lines, {text}")
 
         yield report
@@ -81,27 +94,6 @@ def _bar_or_lines(
             bar.update(tasks[name], completed=done, total=total, description=text)
 
         yield show
-
-
-class _Throughput:
-    """Tokens per second since the first report, and the time that is left at this pace."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._start_s: float | None = None
-        self._n_done_before = 0
-
-    def text(self, tally: Tally) -> str:
-        if self._start_s is None:
-            self._start_s, self._n_done_before = self._clock(), tally.n_done
-        seconds = self._clock() - self._start_s
-        n_done = tally.n_done - self._n_done_before
-        if seconds < _LEAST_S:
-            return "starting"
-        parts = [f"{tally.n_tokens / seconds:.1f} tokens/s"]
-        if n_done and tally.n_done < tally.n_lines:
-            parts.append(f"{duration(seconds / n_done * (tally.n_lines - tally.n_done))} left")
-        return ", ".join(parts)
 
 
 def batch_summary(tally: Tally, seconds: float, where: str) -> str:

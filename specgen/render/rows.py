@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from wcwidth import iter_graphemes, wcwidth
@@ -38,7 +39,8 @@ class Cell(NamedTuple):
     width: int
     #: Whether every terminal agrees on the width.
     exact: bool
-    #: The name of its style; cells with different marks may still form one word.
+    #: The name of its style. A space has none unless it is rejected, so that underlining does not run from word
+    #: to word.
     mark: str
 
 
@@ -75,6 +77,8 @@ def _pieces(grapheme: str) -> tuple[str, ...]:
 @lru_cache(maxsize=4096)
 def _cell(text: str, mark: str) -> Cell:
     width = sum(map(_width, text))
+    if text == " " and mark != "rejected":
+        mark = ""
     if "\N{VARIATION SELECTOR-16}" in text:
         width = max(width, 2)
     return Cell(text, width, len(text) == 1 and _is_exact(ord(text), width), mark)
@@ -102,13 +106,8 @@ class Row:
     joined: bool = False
 
     def runs(self) -> Iterator[tuple[str, str]]:
-        """Yield (text, mark) for neighbouring cells that look the same. Spaces have no mark unless they are
-        rejected, so that underlining does not run from word to word."""
-
-        def look(cell: Cell) -> str:
-            return "" if cell.text == " " and cell.mark != "rejected" else cell.mark
-
-        for mark, cells in groupby(self.cells, look):
+        """Yield (text, mark) for neighbouring cells that look the same."""
+        for mark, cells in groupby(self.cells, attrgetter("mark")):
             yield "".join(cell.text for cell in cells), mark
 
 

@@ -15,7 +15,6 @@ from specgen.render.live import LiveRenderer
 from specgen.render.marks import pens
 from specgen.render.streams import (
     JsonlRenderer,
-    ReadingNotes,
     Renderer,
     Tee,
     TextRenderer,
@@ -89,8 +88,6 @@ def make_renderer(
         answer = TextRenderer(stdout.buffer, notice, encoding=console.encoding, is_terminal=True)
     else:
         answer = TextRenderer(stdout.buffer, notice, ends_line=ends_line)
-    if not quiet and isinstance(answer, TextRenderer):  # the live view has a status line for it
-        answer = Tee((ReadingNotes(error_console), answer))
     if not stats:
         return answer
     show_legend = coloured and error_console.is_terminal

@@ -90,14 +90,14 @@ class TextRenderer(Renderer):
     UTF-8, whatever the locale, with no line feed changed.
 
     With `is_terminal` it is for one without escape codes: control characters are replaced by signs, and notices
-    start a line. With `pens` (FORCE_COLOR) it is coloured; rejected text and the reasons of rounds are then
+    start a line. A prompt that takes long to read has a line in `notice` now and then. With `pens` (FORCE_COLOR) it is coloured; rejected text and the reasons of rounds are then
     shown only if `show` is ``all``, as they could not be taken away again. `ends_line` ends the last line.
     """
 
     def __init__(
         self,
         stream: BinaryIO,
-        notice: Callable[[NoticeEvent], None] | None = None,
+        notice: Callable[[NoticeEvent | ReadingEvent], None] | None = None,
         *,
         encoding: str = "utf-8",
         ends_line: bool = False,
@@ -108,7 +108,7 @@ class TextRenderer(Renderer):
         self._stream, self._notice, self._encoding = stream, notice, encoding
         self._ends_line, self._is_terminal = ends_line or is_terminal, is_terminal
         self._pens, self._show = pens, show
-        self._in_line = False
+        self._in_line, self._said_s = False, 0.0
         self._cleaner = Cleaner(encoding)
         self._rounds = RoundReader()
 
@@ -120,6 +120,10 @@ class TextRenderer(Renderer):
             if self._is_terminal and self._in_line:
                 self._put("\n")
             self._notice(event)
+        elif isinstance(event, ReadingEvent) and self._notice is not None:
+            if event.time_s - self._said_s >= _READING_S:
+                self._said_s = event.time_s
+                self._notice(event)
         elif completed is not None and self._pens is not None:
             runs = completed.runs(shows_all=self._show == "all")
             self._put("".join([self._coloured(text, mark, self._pens) for text, mark in runs]))
@@ -164,19 +168,6 @@ class JsonlRenderer(Renderer):
     def _finish(self) -> None:
         with output_errors():
             self._stream.flush()
-
-
-class ReadingNotes(Renderer):
-    """Prints how far a long prompt has been read: a line every few seconds, for logs."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._said_s = 0.0
-
-    def handle(self, event: Event) -> None:
-        if isinstance(event, ReadingEvent) and event.time_s - self._said_s >= _READING_S:
-            self._said_s = event.time_s
-            say(self._console, Text(reading(event)))
 
 
 def json_line(value: dict[str, Any]) -> bytes:
@@ -224,8 +215,13 @@ def reading(event: ReadingEvent) -> str:
     return f"reading the prompt: {share:.0%} of {event.n_prompt_tokens} tokens, {event.left_s:.0f} s left"
 
 
-def print_notice(console: Console, event: NoticeEvent, *, verbose: bool = False) -> None:
-    """Print `note: ...` for a notice; with `verbose` also its detail, indented."""
+def print_notice(
+    console: Console, event: NoticeEvent | ReadingEvent, *, verbose: bool = False
+) -> None:
+    """Print `note: ...` for a notice, with `verbose` also its detail, indented; or how far a prompt is read."""
+    if isinstance(event, ReadingEvent):
+        say(console, Text(reading(event)))
+        return
     message = clean_line(event.message, console.encoding)
     say(console, Text.assemble(("note:", "bold"), " ", message))
     if verbose:

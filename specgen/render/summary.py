@@ -6,19 +6,18 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from specgen.events import Event, FinishedEvent, PromptEvent, undrafted_text
 from specgen.render.marks import FAINT, legend
 from specgen.render.streams import Renderer, say
 from specgen.render.text import can_encode, clean_line, counted
-from specgen.session.calibration.gain import is_impossible
+from specgen.session.costs import is_impossible
 from specgen.system.machine import busy_text, is_busy
 from specgen.system.units import seconds_text, three_digits
 
 _BARS = "▁▂▃▄▅▆▇█"
-#: Below this width labels are above their texts.
-_NARROW_COLUMNS = 40
 #: Above this share of rounds that drafted nothing, the summary says why.
 _LITTLE = 0.25
 #: Speed-ups that differ by at most this count as equal.
@@ -57,11 +56,8 @@ def print_summary(
     kernels: str | None = None,
     show_legend: bool = False,
 ) -> None:
-    """Print the summary.
-
-    On a terminal it has two columns; elsewhere a line for each item, so that it can be searched. `draft` is
-    the name of the drafter, `kernels` of what computed, both from the prompt's event.
-    """
+    """Print the summary: on a terminal in two columns; elsewhere a line for each item, so that it can be
+    searched. `draft` and `kernels` are those of the prompt's event."""
     items = list(summary_items(finished, draft=draft, kernels=kernels, encoding=console.encoding))
     if show_legend and finished.n_drafted:
         items.append(("legend", legend()))
@@ -69,17 +65,13 @@ def print_summary(
         for label, text in items:
             say(console, Text.assemble(f"{label}: ", text))
         return
-    narrow = console.width < _NARROW_COLUMNS
-    indent = 0 if narrow else 2 + max(len(label) for label, _ in items)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style=FAINT, no_wrap=True)
+    table.add_column()
+    for item in items:
+        table.add_row(*item)
     say(console, Text())
-    for label, text in items:
-        if narrow:
-            say(console, Text(label, FAINT))
-        heading = Text(label.ljust(indent), FAINT) if indent else Text()
-        for line in text.wrap(console, console.width - indent):
-            line.rstrip()
-            say(console, Text.assemble(heading, line))
-            heading = Text(" " * indent)
+    say(console, table)
 
 
 def summary_items(
@@ -97,10 +89,15 @@ def summary_items(
         n_all = counted(finished.n_prompt_tokens, "token")
         yield "prompt", Text(f"{n_all}, {finished.n_cached_tokens} of them not read again")
     if finished.n_drafted:
-        yield "drafts", Text(", ".join(_drafts(finished)))
-        yield "by depth", Text(by_depth(finished, encoding))
-        if len(finished.drafted_by_rank) > 1:
-            yield "by guess", Text(by_rank(finished, encoding))
+        rate = finished.acceptance_rate
+        share = "" if rate is None else f"acceptance rate {rate:.0%}, "
+        n_drafted = counted(finished.n_drafted, "token")
+        yield "drafts", Text(f"{share}{finished.n_accepted} of {n_drafted} accepted")
+        depths = _shares(finished.accepted_by_depth, finished.drafted_by_depth, encoding)
+        yield "by depth", Text(depths)
+        if len(finished.drafted_by_rank) > 1:  # second guesses for a position beside the first ones
+            ranks = _shares(finished.accepted_by_rank, finished.drafted_by_rank, encoding)
+            yield "by guess", Text(ranks)
     elif finished.n_rounds and draft not in (None, "none"):
         yield "drafts", Text("nothing was drafted")
     n_undrafted = sum(each.n_rounds for each in finished.undrafted)
@@ -130,23 +127,6 @@ def _speed(finished: FinishedEvent) -> Iterator[str]:
     if finished.time_to_first_token_s is not None:
         prompt = counted(finished.n_prompt_tokens, "prompt token")
         yield f"first token after {seconds_text(finished.time_to_first_token_s)} ({prompt})"
-
-
-def _drafts(finished: FinishedEvent) -> Iterator[str]:
-    if finished.acceptance_rate is not None:
-        yield f"acceptance rate {finished.acceptance_rate:.0%}"
-    yield f"{finished.n_accepted} of {counted(finished.n_drafted, 'token')} accepted"
-
-
-def by_depth(finished: FinishedEvent, encoding: str = "utf-8") -> str:
-    """Return the acceptance rate at each depth of the drafts, as bars and numbers."""
-    return _shares(finished.accepted_by_depth, finished.drafted_by_depth, encoding)
-
-
-def by_rank(finished: FinishedEvent, encoding: str = "utf-8") -> str:
-    """Return the acceptance rates of first guesses for a position, of second guesses beside them, and so
-    on."""
-    return _shares(finished.accepted_by_rank, finished.drafted_by_rank, encoding)
 
 
 def _shares(n_accepted: Sequence[int], n_drafted: Sequence[int], encoding: str) -> str:
@@ -198,11 +178,10 @@ def _gain(finished: FinishedEvent, draft: str | None) -> Text:
         return Text(f"{times} times as fast as plain decoding{about}")
     if round(high, 1) >= 1.0:
         return Text(f"about as fast as plain decoding: {times} times{about}")
-    advice = ["`--draft none`", "`--draft ngram`", "a smaller `--draft-max`"]
-    if draft == "ngram":
-        del advice[1]
+    others = "" if draft == "ngram" else ", `--draft ngram`"
     slower = f"drafting made this slower: {times} times the speed of plain decoding"
-    return Text.assemble((slower, "bold"), f"{about}; try {_either(advice)}")
+    advice = f"try `--draft none`{others} or a smaller `--draft-max`"
+    return Text.assemble((slower, "bold"), f"{about}; {advice}")
 
 
 def _between(low: float, high: float) -> str:
@@ -211,18 +190,11 @@ def _between(low: float, high: float) -> str:
 
 
 def _end(finished: FinishedEvent, encoding: str) -> str:
-    if finished.finish_reason == "stop":
-        if finished.ends_grammar:
-            return "end of the grammar"
-        if finished.stopped_by is None:
-            return "the model ended the text"
-        return f"stopped at {clean_line(finished.stopped_by, encoding)!r}"
-    if finished.finish_reason == "length":
-        return "reached --max-tokens"
-    if finished.finish_reason == "context":
-        return "the context is full"
-    return "interrupted"
-
-
-def _either(choices: Sequence[str]) -> str:
-    return f"{', '.join(choices[:-1])} or {choices[-1]}"
+    if finished.finish_reason != "stop":
+        ends = {"length": "reached --max-tokens", "context": "the context is full"}
+        return ends.get(finished.finish_reason, "interrupted")
+    if finished.ends_grammar:
+        return "end of the grammar"
+    if finished.stopped_by is None:
+        return "the model ended the text"
+    return f"stopped at {clean_line(finished.stopped_by, encoding)!r}"

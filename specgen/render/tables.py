@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from rich.text import Text
 
-from specgen.measure.selection.advice import advice, n_answer_tokens
 from specgen.render.text import clean_line, counted
 from specgen.session.files import name_of
 
@@ -16,16 +15,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from specgen.measure.bench.figures import BenchReport, CategoryFigures, ContenderFigures
-    from specgen.measure.selection.draft_search import Search, Tried
-    from specgen.measure.selection.trial import DraftFigures
-    from specgen.measure.selection.tuning import Tuning
+    from specgen.measure.search import Search, Tried
+    from specgen.measure.trial import DraftFigures
 
 
 #: The first cell of a row, the others, and the style.
 _Row: TypeAlias = tuple[str, Sequence[str], str]
-#: The width of output to a file, wide enough to read.
-_WIDTH = 100
-_INDENT = "  "
 
 # --- specgen bench
 
@@ -185,8 +180,8 @@ def draft_lines(tried: Sequence[Tried]) -> list[str]:
     return ["\t".join(row) for row in (_DRAFT_COLUMNS, *rows)]
 
 
-def print_draft_table(search: Search, console: Console) -> None:
-    """Print the drafts as a table, and an explanation of the figures."""
+def print_draft_table(search: Search, sentences: Sequence[str], console: Console) -> None:
+    """Print the drafts as a table, an explanation of the figures, and sentences about them."""
     headings = ("speed-up", "worst", "tokens/s", "accepted", "per-pass", "ms", "start")
     rows = [
         (name_of(one.draft), _columns(one.figures, missing="-"), "bold" if number == 0 else "")
@@ -194,13 +189,14 @@ def print_draft_table(search: Search, console: Console) -> None:
     ]
     _print_table(console, "draft", headings, rows)
     explanation = (
-        f"Expected for {search.target.name} at temperature 0, from "
-        f"{counted(len(search.baseline.answers), 'prompt')}: the speed-up over plain decoding, "
-        "and that of the worst prompt; tokens a second; the share of drafted tokens that the "
-        "target accepts; tokens per pass of the target; milliseconds to draft a token, and to begin, since a "
-        "draft model reads the prompt too (that is not in the speed-up)."
+        f"For {search.target.name} at temperature 0, on {counted(len(search.baseline.answers), 'answer')}: the "
+        "speed-up over plain decoding, and that of the worst prompt; tokens a second; the share of drafted tokens "
+        "that the target accepts; tokens per pass of the target; milliseconds to draft a token, and to begin, since "
+        "a draft model reads the prompt too (that is not in the speed-up)."
     )
     console.print(Text(explanation, style="dim"))
+    for sentence in sentences:
+        console.print(Text(sentence))
 
 
 def _columns(figures: DraftFigures, missing: str) -> list[str]:
@@ -215,22 +211,3 @@ def _columns(figures: DraftFigures, missing: str) -> list[str]:
         missing if token_s is None else f"{1000 * token_s:.2f}",
         f"{1000 * figures.start_s:.1f}",
     ]
-
-
-# --- specgen tune
-
-
-def print_advice(tuning: Tuning, console: Console) -> None:
-    """Print the sections, for people."""
-    width = console.width if console.is_terminal else _WIDTH
-    n_prompts = counted(len(tuning.baseline.answers), "prompt")
-    n_tokens = counted(n_answer_tokens(tuning.baseline), "token")
-    about = f"{tuning.target.name}: {n_prompts}, {n_tokens} of answers, temperature 0"
-    console.print(Text(about), soft_wrap=True)
-    for section in advice(tuning):
-        console.print()
-        console.print(Text(section.heading, "bold"), soft_wrap=True)
-        for sentence in section.sentences:
-            for line in Text(sentence).wrap(console, max(1, width - 2 * len(_INDENT))):
-                line.rstrip()
-                console.print(Text(_INDENT) + line, soft_wrap=True)

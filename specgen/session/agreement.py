@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
-from specgen.drafters import Drafter, draft_alone
-from specgen.drafters.hidden_trail import HiddenTrail
-from specgen.method.acceptance import AcceptanceRates, new_acceptance_rates
+from specgen.method.acceptance import AcceptanceRates
 from specgen.method.backend import Backend, Batch, HiddenBackend
+from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import draft_up_to
-from specgen.session.calibration.gain import Agreement
+from specgen.session.costs import Agreement
+from specgen.text.hidden_trail import HiddenTrail
 from specgen.text.text_state import TextState
 
 #: Prose and code as a model may write them. Tokens that are easy and hard to predict have about the
@@ -77,7 +77,7 @@ class Walk:
             return
         top_probability = draft.looks[0]
         origin = draft.origins[0] if len(draft) else self._drafter.name
-        acceptance = self._acceptance.setdefault(origin, new_acceptance_rates(origin))
+        acceptance = self._acceptance.setdefault(origin, AcceptanceRates(origin))
         acceptance.see(top_probability)
         if not len(draft):
             return

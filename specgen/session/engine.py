@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import itertools
 import secrets
 import threading
 from collections import abc, deque
@@ -23,28 +21,20 @@ from specgen.errors import (
 )
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama import LlamaBackend
-from specgen.method.loop import Loop, ReadBeside
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
+from specgen.session.answer_loop import AnswerLoop
+from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, KeptAnswers
-from specgen.session.loaded_models import MAX_SEQUENCES, Models
-from specgen.session.measurements import measure_if_costs_decide
-from specgen.session.prefix_cache import PrefixCache, Slot, n_common
+from specgen.session.prefix_cache import PrefixCache, Slot
 from specgen.session.prompt_cache import CachedContext, PromptCache, why_no_prompt_cache
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
-from specgen.system.json_values import as_json
+from specgen.session.scheduler import Scheduler
+from specgen.session.session import MAX_SEQUENCES, Session
+from specgen.system.json_lines import as_json
 from specgen.system.machine import LoadOfOthers
-from specgen.system.units import seconds_text
 from specgen.text.sequence import Sequence
-
-#: Waiting requests that are looked at for one that need not wait for another prompt.
-_N_LOOKED_AT = 16
-#: A prompt waits for another one if it can share at least so many more tokens of it.
-_N_WORTH_WAITING = 32
-#: The most tokens of a prompt that are read between two rounds of other answers, which wait for them, or
-#: beside a round while costs are not known.
-N_READ_BESIDE = 32
 
 
 class Engine:
@@ -53,10 +43,10 @@ class Engine:
 
     The contexts stay open: if a prompt shares a prefix with a text that is still in a cache, only the rest
     of it is decoded, by the target and by the draft model. A round of several answers is one batch of the
-    target. `n_ctx` is the number of tokens for one prompt and its answer, by default `Models.usual_n_ctx`.
+    target. `n_ctx` is the number of tokens for one prompt and its answer, by default `Session.usual_n_ctx`.
 
     `interrupted` is called between decodes. If it returns True, the unfinished answers end with the text
-    that they have; while costs are measured, `KeyboardInterrupt` is raised. `estimate_gain` allows a few
+    that they have. `estimate_gain` allows a few
     decodes at the end of each answer to measure the cost of plain decoding. With `learn_alone`, the
     acceptance statistics that an answer adds are dropped with it, so that drafts of an answer never depend
     on the text of another one. `prepare` is called with each request and its sequence before the prefill,
@@ -68,7 +58,7 @@ class Engine:
 
     def __init__(
         self,
-        models: Models,
+        models: Session,
         *,
         n_parallel: int = 1,
         n_ctx: int | None = None,
@@ -91,14 +81,8 @@ class Engine:
         self.n_ctx = n_ctx if n_ctx is not None else models.usual_n_ctx
         #: The parts of the caches, and what each is doing.
         self.slots = PrefixCache(n_parallel)
-        #: Held while the queue changes.
-        self._lock = threading.Lock()
         #: Held while the engine steps: as long as another thread holds it, nothing is decoded.
         self.stepping = threading.RLock()
-        self._waiting: deque[Request] = deque()
-        self._n_inserted = 0
-        self._reads_oldest = False
-        self._is_closed = False
         self._estimates_gain = estimate_gain
         self._prepare = prepare
         learning = models.options.learning
@@ -106,33 +90,26 @@ class Engine:
         self._notices: deque[str] = deque()
         self._resources = contextlib.ExitStack()
         with contextlib.ExitStack() as on_error:
-            on_error.callback(self.close)
+            on_error.callback(self._resources.close)
             target, _ = self._resources.enter_context(
                 models.contexts(self.n_ctx, drafts=False, n_slots=n_parallel)
             )
             #: The target's context, in which the answers are generated. Nobody else may decode in it.
             self.target: LlamaBackend = target
-            self._loop = Loop(target, models.clock, interrupted)
+            self._loop = AnswerLoop(target, models.clock, interrupted)
+            self._scheduler = Scheduler(self.slots, target, models.costs.table)
             self._draft_contexts = self._resources.enter_context(contextlib.ExitStack())
             #: The draft model's context, and those of the models that draft for it.
             self.drafts = self._open_drafts()
-            draft = self.drafts[0] if self.drafts else None
-            #: Seconds that the measurement of drafting costs took; 0 if they were known.
-            self.measured_s = measure_if_costs_decide(models, target, draft, interrupted)
             self._notices.extend(models.notices(self.n_ctx))
             if models.options.prompt_cache is not None:
                 self._use_prompt_cache(models.options.prompt_cache)
             on_error.pop_all()
-        if self.measured_s:
-            self.tell(
-                f"measured the costs of drafting and the expected acceptance in {seconds_text(self.measured_s)}"
-                + ("; the machine was busy, so they will be measured again") * models.costs.was_busy
-            )
 
     @classmethod
     def largest(
         cls,
-        models: Models,
+        models: Session,
         n_parallel: int,
         n_ctx: int | None,
         *,
@@ -145,7 +122,7 @@ class Engine:
         several answers at once, with a notice. Raise `MemoryLimitError`, `UsageError` if a fixed number is
         not possible."""
         notice = None
-        if not is_fixed and n_parallel > 1 and (why := models.drafts.why_one_sequence):
+        if not is_fixed and n_parallel > 1 and (why := models.why_one_sequence):
             n_parallel, notice = 1, f"{why}: answers are made one after the other"
         while True:
             try:
@@ -162,7 +139,7 @@ class Engine:
                 n_parallel //= 2
                 continue
             if notice is not None:
-                engine.tell(notice)
+                engine.notify(notice)
             return engine
 
     def __enter__(self) -> Engine:
@@ -177,18 +154,7 @@ class Engine:
             try:
                 self._resources.close()
             finally:
-                self._fail_all(BackendError("the engine is closed"))
-
-    def _fail_all(self, error: SpecgenError) -> None:
-        """End the answers that are not done with an error, and take no more."""
-        with self._lock:
-            self._is_closed = True
-            waiting, self._waiting = list(self._waiting), deque()
-        for request in (*waiting, *(slot.request for slot in self.slots)):
-            if request is not None and not request.is_done:
-                request.failure = error
-        for slot in self.slots:
-            slot.free()
+                self._scheduler.close(BackendError("the engine is closed"))
 
     @property
     def n_parallel(self) -> int:
@@ -223,13 +189,7 @@ class Engine:
         )
         seed = settings.sampling.seed
         seed = seed if seed >= 0 else secrets.randbits(32)
-        with self._lock:
-            if self._is_closed:
-                raise BackendError("the engine is closed")
-            request = Request(self._n_inserted, prompt, settings, seed, draft)
-            self._n_inserted += 1
-            self._waiting.append(request)
-        return request
+        return self._scheduler.add(prompt, settings, seed, drafts=draft)
 
     def cancel(self, request: Request) -> None:
         """End an answer at the next step, with the text that it has by then."""
@@ -244,13 +204,14 @@ class Engine:
                 return False
             self._draft_contexts.close()
             self.drafts = ()
-            self._models.change_draft(self._models.drafts.source)
+            self._models.change_draft(self._models.draft_source)
             self.drafts = self._open_drafts()
             return True
 
-    def tell(self, message: str) -> None:
-        """Add a message to the events of the next answer, as a `NoticeEvent`."""
-        self._notices.append(message)
+    def notify(self, message: str) -> None:
+        """Add a message to the events of the next answer, as a `NoticeEvent`; an empty one is none."""
+        if message:
+            self._notices.append(message)
 
     def _open_drafts(self) -> tuple[LlamaBackend, ...]:
         """Open contexts of the draft model and of the models that draft for it."""
@@ -262,11 +223,11 @@ class Engine:
     def _use_prompt_cache(self, file: Path) -> None:
         """Let the contexts hold the text of a prompt cache, and write theirs to it before they are closed."""
         if why := why_no_prompt_cache(self.target):
-            self.tell(f"--prompt-cache has no effect: {self._models.target.name} {why}")
+            self.notify(f"--prompt-cache has no effect: {self._models.target.name} {why}")
             return
         cache = PromptCache(file)
         if problem := cache.restore(self._cached_contexts()):
-            self.tell(problem)
+            self.notify(problem)
         # Draft contexts may be opened again until then.
         self._resources.callback(lambda: cache.save(self._cached_contexts()))
 
@@ -274,10 +235,16 @@ class Engine:
         """Return the contexts whose texts a prompt cache keeps."""
         options = self._models.options
         found = [CachedContext(self.target, options.target_context)]
-        if self._models.drafts.from_states is None:
+        if not self._reads_rows:
             own = (draft for draft in self.drafts if draft.rollback == "cells")
             found += (CachedContext(draft, options.draft_context) for draft in own)
         return found
+
+    @property
+    def _reads_rows(self) -> bool:
+        """Whether the draft reads states of the target's rows, those of prompts too."""
+        draft = self._models.draft
+        return draft is not None and draft.reads in ("all states", "cache")
 
     def take_notices(self) -> list[str]:
         """Return the messages that wait for the next answer. That answer no longer gets them."""
@@ -312,7 +279,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether no answer is waiting or being generated."""
-        return not self._waiting and not self.slots.n_busy
+        return not self._scheduler.has_waiting and not self.slots.n_busy
 
     def step(self) -> list[Event]:
         """Start the next request if there is room for its answer, decode a piece of one prompt, and run one
@@ -321,8 +288,8 @@ class Engine:
         the round have failed then."""
         with self.stepping:
             events = self._begin_next()
-            reading = self._next_reading()
-            if reading is None or self._can_read_beside(reading):
+            reading = self._scheduler.next_reading()
+            if reading is None or self._scheduler.can_read_beside(reading):
                 return events + self._round(reading)
             return events + self._read_piece(reading) + self._round()
 
@@ -342,7 +309,8 @@ class Engine:
                 slot.sequence.finish("interrupted")
         beside = None
         if reading is not None:
-            beside = ReadBeside(sequences.pop(), self._n_rows_beside, self._share_of_own)
+            sequences.pop()
+            beside = self._scheduler.beside(reading, self._loop)
         try:
             events = self._loop.round(sequences, beside)
         except WorkerLostError:  # the answers have not failed: another process may make them
@@ -358,33 +326,6 @@ class Engine:
         for slot in busy:
             events += self._settle(slot)
         return events
-
-    def _can_read_beside(self, reading: Slot) -> bool:
-        """Return whether a piece of a prompt can be read in the batch of a round: a row must have the same
-        logits in any batch, and no rows of recurrent states or hidden states may be wanted."""
-        decoding = self.slots.decoding()
-        assert reading.request is not None
-        return (
-            bool(decoding)
-            and self._models.target.has_equal_rows
-            and self.target.rollback == "cells"
-            and not reading.request.is_cancelled
-            and not any(slot.sequence and slot.sequence.hidden is not None for slot in decoding)
-        )
-
-    def _n_rows_beside(self, n_own: int) -> int:
-        """Return how many tokens of a prompt are read beside a round's own rows: as many as take no longer
-        than these, so that running answers keep half of their pace."""
-        table = self._models.costs.table()
-        if not table:
-            return N_READ_BESIDE
-        n_most, limit_s = self.target.n_batch, 2 * table.seconds(n_own)
-        return bisect.bisect(range(1, n_most), limit_s, key=lambda n: table.seconds(n_own + n))
-
-    def _share_of_own(self, n_own: int, n_all: int) -> float:
-        """Return the share of a batch's time that a round's own rows take."""
-        table = self._models.costs.table()
-        return min(1.0, table.seconds(n_own) / table.seconds(n_all)) if table else n_own / n_all
 
     def run(self) -> Iterator[Event]:
         """Generate all queued answers, and yield their events as they come."""
@@ -433,105 +374,66 @@ class Engine:
 
     def _begin_next(self) -> list[Event]:
         """Begin the next request, if there is one and a slot is free. Return the events."""
-        request = self._next_waiting()
+        request = self._scheduler.next_waiting()
         if request is None:
             return []
         return self._begin(request, self.slots.free_slot(request.prompt.tokens, self.target))
-
-    def _next_reading(self) -> Slot | None:
-        """Return the slot whose prompt is read next. By turns it is the one with the fewest tokens left and
-        the oldest one: a short prompt need not wait for a long one, and many short ones do not keep a long
-        one waiting."""
-        self._reads_oldest = not self._reads_oldest
-        key = _age if self._reads_oldest else self._n_unread
-        return min(self.slots.reading(), key=key, default=None)
-
-    def _next_waiting(self) -> Request | None:
-        """Take the next request from the queue if a slot is free. A request waits for a prompt with the
-        same prefix that is being prefilled: then it shares those cells."""
-        if self.n_busy == self.n_parallel:
-            return None
-        reading = self.slots.reading() if self.target.can_branch else []
-        with self._lock:
-            for request in itertools.islice(self._waiting, _N_LOOKED_AT):
-                if not any(self._would_share_more(request, slot) for slot in reading):
-                    self._waiting.remove(request)
-                    return request
-        return None
-
-    def _would_share_more(self, request: Request, slot: Slot) -> bool:
-        """Return whether a request can share more of the prompt that a slot is decoding, once that is
-        decoded."""
-        assert slot.request is not None
-        n_read = self.target.length(slot.branches(self.target).first)
-        return (
-            n_common(request.prompt.tokens, slot.request.prompt.tokens) > n_read + _N_WORTH_WAITING
-        )
-
-    def _n_unread(self, slot: Slot) -> tuple[int, int]:
-        """Return the number of tokens that a slot has to read, and then its request's age."""
-        return slot.n_prompt - self.target.length(slot.branches(self.target).first), _age(slot)
 
     def _read_piece(self, slot: Slot) -> list[Event]:
         """Read a piece of a slot's prompt, and return the events."""
         request, sequence = slot.request, slot.sequence
         assert request is not None
         assert sequence is not None
-        # Unless a row has the same logits in any batch, the pieces must be those of an answer alone.
-        may_be_short = self.slots.decoding() and self._models.target.has_equal_rows
-        n_most = N_READ_BESIDE if may_be_short else None
-        try:
+        events: list[Event] = []
+        with self._failing(slot):
             if request.is_cancelled:
                 sequence.finish("interrupted")
-            events = self._loop.read(sequence, n_most)
-        except WorkerLostError:
+            events = self._loop.read(sequence, self._scheduler.n_piece())
+            request.events.extend(events)
+            events += self._settle(slot)
+        return events
+
+    @contextlib.contextmanager
+    def _failing(self, slot: Slot) -> Iterator[None]:
+        """End the answer of a slot with what the block raises. Only an error of ours ends there."""
+        try:
+            yield
+        except WorkerLostError:  # the answer has not failed: another process may make it
             raise
         except BaseException as error:
             self._fail(slot, _why(error))
             if not isinstance(error, SpecgenError):
                 raise
-            return []
-        request.events.extend(events)
-        return events + self._settle(slot)
 
     def _begin(self, request: Request, slot: Slot) -> list[Event]:
         slot.request, slot.used_last = request, request.index
         request.load = LoadOfOthers()
-        try:
+        events: list[Event] = []
+        with self._failing(slot):
             # The state behind a prefix may be forgotten, and the first row of the draft reads it.
-            n_again = 1 if self._models.drafts.from_states is not None else 0
+            n_again = 1 if self._reads_rows else 0
             slot.share_prefix(self.target, request.prompt.tokens, n_again=n_again)
             slot.sequence = self._factory.sequence(
                 request.prompt,
                 self.n_ctx,
-                self.drafts[0] if self.drafts else None,
+                self.drafts,
                 request.seed,
-                helpers=self.drafts[1:],
                 plain=not request.drafts,
                 settings=request.settings,
                 slot=slot,
                 index=request.index,
             )
             self._prepare(request, slot.sequence)
-            events: list[Event] = [self._prompt_event(request)]
-            while self._notices:
-                message = self._notices.popleft()
-                events.append(NoticeEvent(request.index, self._loop.now_s, message))
-        except WorkerLostError:
-            raise
-        except BaseException as error:
-            self._fail(slot, _why(error))
-            if not isinstance(error, SpecgenError):
-                raise
-            return []
-        request.events.extend(events)
+            now_s, notices = self._loop.now_s, self.take_notices()
+            events.append(self._prompt_event(request))
+            events += (NoticeEvent(request.index, now_s, message) for message in notices)
+            request.events.extend(events)
         return events
 
     def _prompt_event(self, request: Request) -> PromptEvent:
         """Return the event that describes the models and options of a request."""
         models, prompt, settings = self._models, request.prompt, request.settings
-        drafts = models.drafts
-        draft = drafts.main if request.drafts else None
+        draft = models.draft if request.drafts else None
         grammar = settings.generation.grammar
         return PromptEvent(
             sequence=request.index,
@@ -539,8 +441,8 @@ class Engine:
             text=prompt.text,
             n_prompt_tokens=len(prompt.tokens),
             target=models.target.name,
-            draft=drafts.name if request.drafts else "none",
-            translated=draft is not None and draft.translation is not None,
+            draft=draft.name if draft is not None else "none",
+            translated=draft is not None and draft.own_vocabulary is not None,
             kernels=models.target.kernels,
             n_ctx=self.n_ctx,
             sampler=as_json(replace(settings.sampling, seed=request.seed)),
@@ -582,7 +484,7 @@ class Engine:
         self._models.keep_text(tokens)
         if self._kept is None:
             return
-        own = self._models.drafts.own_vocabulary if prompt.draft_tokens is not None else None
+        own = self._models.own_vocabulary if prompt.draft_tokens is not None else None
         self._kept.add(
             KeptAnswer(
                 prompt.without_head().tokens,
@@ -597,14 +499,8 @@ class Engine:
         slot.fail(error, (self.target, *self.drafts))
 
 
-def _age(slot: Slot) -> int:
-    """Return the number of a slot's request: the lower, the older."""
-    assert slot.request is not None
-    return slot.request.index
-
-
 def generate(
-    models: Models,
+    models: Session,
     prompt: Prompt,
     *,
     interrupted: Callable[[], bool] = lambda: False,
@@ -618,9 +514,11 @@ def generate(
     models are closed.
     """
     n_ctx = models.context_size(len(prompt.tokens))
+    news = calibrate(models, interrupted)
     with Engine(
         models, n_ctx=n_ctx, interrupted=interrupted, estimate_gain=estimate_gain
     ) as engine:
+        engine.notify(news)
         yield from engine.stream(engine.insert(prompt))
 
 

@@ -108,6 +108,11 @@ def _named_draft(name: str, target: Path, registry: Registry, fetch: Fetch) -> D
     if name in words:
         return words[name]
     if name != "heads":
+        if name not in registry.models and not _exists(Path(name)):
+            from specgen.drafters.kinds import is_word
+
+            if is_word(name):
+                return name
         return find_model(name, registry, fetch, others=(*words, "heads"))
     identity = identify(target)
     heads = heads_file(cache_folder(), identity) if identity is not None else None
@@ -245,6 +250,4 @@ def name_of(draft: DraftSource) -> str:
     """Return the name of a draft for a table or a sentence."""
     if isinstance(draft, Path):
         return draft.name
-    if draft == "mtp":
-        return "MTP layers"
-    return "n-grams" if draft == "ngram" else "none"
+    return {"mtp": "MTP layers", "ngram": "n-grams"}.get(draft, draft)

@@ -12,13 +12,15 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
 from specgen.errors import OutputError
-from specgen.system.atomic_files import replace_bytes, replace_text
+from specgen.system.files import replace_bytes, replace_text
 from specgen.system.json_lines import AppendedFile, locked, take_lines, to_line, write_errors
 
 ANSWERS = "answers.jsonl"
@@ -143,37 +145,40 @@ def _parsed(data: bytes) -> list[KeptAnswer]:
     return found
 
 
+class _Line(BaseModel):
+    """An answer as a line of the file."""
+
+    model_config = ConfigDict(strict=True)
+
+    number: int
+    prompt: list[int]
+    answer: list[int]
+    draft_prompt: list[int] | None = None
+    draft_vocabulary: str | None = None
+
+
 def _to_json(answer: KeptAnswer, number: int) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "number": number,
-        "prompt": answer.prompt_tokens[-MAX_PROMPT_TOKENS:],
-        "answer": answer.tokens[:MAX_ANSWER_TOKENS],
-    }
-    if answer.draft_prompt is not None:
-        found["draft_prompt"] = answer.draft_prompt[-MAX_PROMPT_TOKENS:]
-        found["draft_vocabulary"] = answer.draft_vocabulary
-    return found
+    draft_prompt = answer.draft_prompt
+    line = _Line(
+        number=number,
+        prompt=list(answer.prompt_tokens[-MAX_PROMPT_TOKENS:]),
+        answer=list(answer.tokens[:MAX_ANSWER_TOKENS]),
+        draft_prompt=None if draft_prompt is None else list(draft_prompt[-MAX_PROMPT_TOKENS:]),
+        draft_vocabulary=answer.draft_vocabulary,
+    )
+    return line.model_dump(exclude_none=True)
 
 
 def _from_json(value: Any) -> KeptAnswer:
-    """Raise `ValueError`, `KeyError`, `TypeError` or `AttributeError` if the value is no answer."""
-    draft_prompt, vocabulary = value.get("draft_prompt"), value.get("draft_vocabulary")
-    number = value["number"]
-    if type(number) is not int or not isinstance(vocabulary, str | None):
-        raise ValueError("no number, or no name of a vocabulary")
+    """Raise `ValueError` if the value is no answer."""
+    line = _Line.model_validate(value)
     return KeptAnswer(
-        _tokens(value["prompt"]),
-        _tokens(value["answer"]),
-        None if draft_prompt is None else _tokens(draft_prompt),
-        vocabulary,
-        number,
+        tuple(line.prompt),
+        tuple(line.answer),
+        None if line.draft_prompt is None else tuple(line.draft_prompt),
+        line.draft_vocabulary,
+        line.number,
     )
-
-
-def _tokens(values: Sequence[Any]) -> tuple[int, ...]:
-    if not isinstance(values, list) or not all(type(value) is int for value in values):
-        raise ValueError(values)
-    return tuple(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +194,9 @@ class Learnt:
     #: with the original weights, and with the learnt ones.
     agreement_before: float = 0.0
     agreement_after: float = 0.0
+
+
+_LEARNT = TypeAdapter(Learnt)
 
 
 def state_file(folder: Path, draft: Path) -> Path:
@@ -208,13 +216,8 @@ def read_learnt(folder: Path, draft: Path) -> Learnt:
 
 def read_state(path: Path) -> Learnt:
     """Return the contents of such a file; the default values if it is missing or damaged."""
-    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-        found = Learnt(**json.loads(path.read_text("utf-8")))
-        kinds = {str: str, int: int, float: float | int}
-        fields = asdict(found)
-        defaults = asdict(Learnt())
-        if all(isinstance(fields[name], kinds[type(defaults[name])]) for name in defaults):
-            return found
+    with contextlib.suppress(OSError, ValueError):
+        return _LEARNT.validate_json(path.read_bytes(), strict=True)
     return Learnt()
 
 

@@ -11,7 +11,7 @@ from specgen.llama.context_opening import CONTEXT_OVERHEAD_BYTES
 from specgen.llama.gguf_metadata import GgufMetadata, parts_of
 from specgen.llama.model import CACHE_TYPES
 from specgen.options import ContextOptions, DraftSource, SessionOptions
-from specgen.session.loaded_models import usual_n_ctx
+from specgen.session.session import usual_n_ctx
 
 
 def needed_bytes(options: SessionOptions, drafts: Iterable[DraftSource], n_parallel: int) -> int:

@@ -39,17 +39,17 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
-from specgen.session.calibration.gain import Gain, expected_gain
-from specgen.session.calibration.memory import Memory
+from specgen.session.calibration import known_costs, measure_costs
+from specgen.session.costs import Gain, expected_gain
 from specgen.session.files import DraftChoice, Sources
-from specgen.session.loaded_models import Models
-from specgen.session.measurements import known_costs, measure_costs
+from specgen.session.memory import Memory
+from specgen.session.session import Session
 from specgen.system.machine import look_at_machine
 
 #: Shows that the model with this name is loading, within a `with` block.
 Loading = Callable[[str], AbstractContextManager[object]]
 #: Raises that a target cannot do what is asked for.
-Check = Callable[[Models], object]
+Check = Callable[[Session], object]
 #: Errors of a draft that leave the target as it is.
 DRAFT_ERRORS = (BackendError, MemoryLimitError, ModelFileError, PairError)
 
@@ -105,7 +105,7 @@ def open_session(
     check: Check = lambda _session: None,
     loading: Loading = lambda _name: contextlib.nullcontext(),
     load_ahead: bool = True,
-) -> Models:
+) -> Session:
     """Load a target, and the first of `drafts` that fits it and is expected to be faster on this machine. Without
     `drafts`, that of the options is loaded.
 
@@ -124,7 +124,7 @@ def open_session(
     notes: list[str] = []
     with contextlib.ExitStack() as on_error, loading(options.target.name):
         session = on_error.enter_context(
-            Models(
+            Session(
                 replace(options, draft="none") if is_chosen else options,
                 clock,
                 memory,
@@ -140,7 +140,7 @@ def open_session(
     return session
 
 
-def use_first(session: Models, choices: Sequence[DraftChoice]) -> str:
+def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
     """Use the first draft that loads; a draft model whose gain was not measured must also be expected to make
     the target faster. Return a note with the reasons."""
     said: list[str] = []
@@ -198,11 +198,11 @@ _OF_DRAFTERS = {
 
 
 def _notes(
-    session: Models, options: SessionOptions, drafts: Sequence[DraftChoice]
+    session: Session, options: SessionOptions, drafts: Sequence[DraftChoice]
 ) -> Iterator[str]:
     """Yield what the user should know of the loaded models, and of options that change nothing or make
     everything slower."""
-    models = [model for model in (session.target, session.drafts.model) if model is not None]
+    models = session.models
     for model in models:
         if model.kernel_problem:
             yield (

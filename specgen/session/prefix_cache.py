@@ -7,71 +7,24 @@ from collections import abc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from specgen.errors import RollbackError, SpecgenError
+from specgen.drafters.kind import CacheSlot
+from specgen.errors import SpecgenError
 from specgen.method.backend import Backend
-from specgen.method.draft import Branches
 from specgen.session.request import Request
+from specgen.text.prefix import n_common
 from specgen.text.sequence import Sequence
-
-#: Tokens that are compared at once.
-_PIECE = 256
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
-    """One of `n` equal shares of all caches, counted from 0, and the request that it serves. All slots of a
-    cache have equal numbers of sequences and cells."""
+class Slot(CacheSlot):
+    """A slot of all caches, and the request that it serves."""
 
-    number: int = 0
-    n: int = 1
     #: None while the slot is free.
     request: Request | None = None
     #: None while the slot is free, and until the request's prefix and drafter are ready.
     sequence: Sequence | None = None
     #: The index of the last request that was served there; -1 before any.
     used_last: int = -1
-
-    def branches(self, backend: Backend) -> Branches:
-        """Return the slot's sequences in a cache."""
-        n_branches = backend.n_sequences // self.n
-        return Branches(self.number * n_branches, n_branches)
-
-    def n_ctx(self, backend: Backend) -> int:
-        """Return the number of tokens that the slot has room for in a cache."""
-        return backend.n_ctx // self.n
-
-    def share_prefix(self, backend: Backend, tokens: abc.Sequence[int], *, n_again: int = 0) -> int:
-        """Reuse the longest prefix of `tokens` that any slot of the cache holds; drop the rest of this slot.
-        Return the number of reused tokens: at most all but the last token, which must be decoded for its
-        logits. The sequences share cells, so no data is copied. The last `n_again` tokens of a prefix are not
-        reused where the cache can drop them: a drafter needs the hidden states behind them."""
-        own = self.branches(backend)
-        for branch in range(own.first + 1, own.first + own.n_branches):
-            if backend.length(branch):
-                backend.remove(branch)
-        tokens = tokens[:-1]
-        n_own = n_common(backend.text(own.first), tokens)
-        if backend.rollback != "cells" and n_own < backend.length(own.first):
-            # Such a cache cannot drop cells: to go back within a text, it would decode it again.
-            n_own = 0
-        best, lender = n_own, own
-        for other in range(self.n if backend.can_branch else 0):
-            branches = Slot(other, self.n).branches(backend)
-            n = n_common(backend.text(branches.first), tokens)
-            if n > best:
-                best, lender = n, branches
-        if backend.rollback == "cells":
-            best = max(0, best - n_again)
-            n_own = min(n_own, best)
-        try:
-            if backend.length(own.first) > n_own:
-                backend.remove(own.first, n_own)
-            if lender is not own:
-                backend.copy(lender.first, own.first, n_own, best)
-        except RollbackError:  # the cells that a sliding window needs are gone
-            backend.remove(own.first)
-            return 0
-        return best
 
     @property
     def is_decoding(self) -> bool:
@@ -155,16 +108,3 @@ class PrefixCache:
             return -goes_on, slot.used_last
 
         return min((slot for slot in self.slots if slot.request is None), key=rank)
-
-
-def n_common(one: abc.Sequence[int], other: abc.Sequence[int]) -> int:
-    """Return the length of the common prefix of two texts, in tokens."""
-    n = 0
-    # Whole pieces are compared first: prompts may have many thousands of tokens.
-    while n < len(one) and list(one[n : n + _PIECE]) == list(other[n : n + _PIECE]):
-        n += min(_PIECE, len(one) - n)
-    for first, second in zip(one[n : n + _PIECE], other[n : n + _PIECE], strict=False):
-        if first != second:
-            break
-        n += 1
-    return n

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from specgen.errors import UsageError
 from specgen.llama import LlamaBackend
 from specgen.options import ContextOptions
-from specgen.system.atomic_files import new_beside
+from specgen.system.files import new_beside
 from specgen.system.json_lines import write_errors
 
 _MAGIC = "specgen prompt cache 1"

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from specgen.errors import SpecgenError, UsageError
 from specgen.events import Event, FinishedEvent
-from specgen.llama import LlamaGrammar, LlamaModel
+from specgen.llama import LlamaModel
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.prompts import Prompt
 from specgen.system.machine import LoadOfOthers
 from specgen.text.grammar.base import GrammarState
-from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
+from specgen.text.grammar.forms import grammar_start
 from specgen.text.sampling import DryBreakers, Sampler
 
 
@@ -58,10 +58,7 @@ class RequestSettings:
         grammar = None
         if generation.grammar is not None:
             shown = vocabulary.showing(generation.shown_controls)
-            if generation.grammar.form == "gbnf":
-                grammar = LlamaGrammar(shown, generation.grammar.text).start
-            else:
-                grammar = LlguidanceGrammar(shown, generation.grammar).start
+            grammar = grammar_start(generation.grammar, shown)
         return RequestSettings(
             sampling, generation, drafting, in_use, breakers, Sampler(in_use, breakers), grammar
         )

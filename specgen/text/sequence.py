@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import abc
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
-from specgen.drafters import Drafters
-from specgen.drafters.hidden_trail import TargetStates
+from specgen.drafters.cascade import Cascade
 from specgen.errors import SpecgenError
-from specgen.events import FinishedEvent, FinishReason
+from specgen.events import (
+    CommittedEvent,
+    DraftedEvent,
+    DraftNode,
+    Event,
+    FinishedEvent,
+    FinishReason,
+    Piece,
+    RejectedBranch,
+    TokenKind,
+    TokenLogprob,
+    VerifiedEvent,
+)
 from specgen.method.backend import Vocabulary
 from specgen.method.cost_table import ALONE, Others
-from specgen.method.draft import Branches
-from specgen.method.policy import Offer, Policy
-from specgen.method.verify import Verifier
+from specgen.method.draft import ROOT, Branches, Draft
+from specgen.method.policy import Offer, Policy, Reason
+from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
+from specgen.system.arrays import Logits
+from specgen.text.hidden_trail import TargetStates
+from specgen.text.sampling.rows import log_probabilities, most_likely
 from specgen.text.tally import Tally
 from specgen.text.text_state import Shaper, TextState, TextStream
 
@@ -37,7 +52,7 @@ class Sequence:
     vocabulary: Vocabulary
     options: GenerationOptions
     n_ctx: int
-    drafters: Drafters | None
+    drafters: Cascade | None
     policy: Policy
     verifier: Verifier
     #: The target's samplers over `state`.
@@ -130,7 +145,7 @@ class Sequence:
             n_most,
             found,
             drafters.model_name,
-            lambda n_found: drafters.price(n_text + n_found),
+            drafters.price(n_text),
             others,
         )
 
@@ -155,6 +170,131 @@ class Sequence:
             self.finish("context")
             shown += self.text.flush()
         return shown
+
+    def take(
+        self,
+        draft: Draft,
+        verdict: Verdict,
+        logits: Logits,
+        now_s: float,
+        reason: Reason | None = None,
+    ) -> list[Event]:
+        """Commit the accepted path of a draft, the target's token, and the tokens that the grammar forces after
+        it, up to the end of the answer. `logits` are those at the root and at each node; `reason` is that of the
+        round's plan. Return the events."""
+        rejected = self._rejected_branches(draft, verdict)
+        kinds: list[tuple[int, TokenKind, str]] = [
+            (draft.tokens[node], "accepted", draft.origins[node]) for node in verdict.path
+        ]
+        own_kind: TokenKind = "plain"
+        if len(draft):
+            last = verdict.path[-1] if verdict.path else ROOT
+            own_kind = "corrected" if draft.children(last) else "bonus"
+        kinds.append((verdict.next_token, own_kind, "target"))
+
+        pieces: list[Piece] = []
+        for node, (token, kind, origin) in zip((ROOT, *verdict.path), kinds, strict=True):
+            piece = Piece(token, self.commit(token), kind, origin)
+            pieces.append(self._with_logprobs(piece, logits[node + 1]))
+            if self.is_finished:
+                break
+        events: list[Event] = []
+        if len(draft):
+            self.tally.add_draft(draft, verdict.path[: len(pieces)])
+            number = self.tally.n_rounds
+            events.append(DraftedEvent(self.index, now_s, number, self._nodes(draft)))
+            events.append(
+                VerifiedEvent(
+                    sequence=self.index,
+                    time_s=now_s,
+                    round=number,
+                    accepted=verdict.path,
+                    rejected=rejected,
+                    next_token_id=verdict.next_token,
+                    next_kind=own_kind,
+                )
+            )
+        return [*events, self._committed([*pieces, *self._forced()], now_s, reason)]
+
+    def take_forced(self, now_s: float) -> list[Event]:
+        """Commit the tokens to which the grammar leaves no alternative, and return the event, if there are any."""
+        pieces = self._forced()
+        return [self._committed(pieces, now_s)] if pieces else []
+
+    def interrupt(self, now_s: float) -> list[Event]:
+        """End the answer here, and return the event of the text that was held back, if any."""
+        self.finish("interrupted")
+        text = self.text.flush()
+        if not text:
+            return []
+        return [self._committed([Piece(self.tokens[-1], text, "plain", "target")], now_s)]
+
+    def _forced(self) -> list[Piece]:
+        """Commit the tokens that the grammar forces. Logits would change nothing, so no decode is needed
+        before them."""
+        pieces: list[Piece] = []
+        while not self.is_finished:
+            token = self.state.forced()
+            if token is None:
+                break
+            pieces.append(Piece(token, self.commit(token), "forced", "grammar"))
+        self.tally.n_forced += len(pieces)
+        return pieces
+
+    def _committed(
+        self, pieces: abc.Sequence[Piece], now_s: float, reason: Reason | None = None
+    ) -> CommittedEvent:
+        return CommittedEvent(
+            sequence=self.index,
+            time_s=now_s,
+            round=self.tally.n_rounds,
+            pieces=tuple(pieces),
+            text="".join(piece.text for piece in pieces),
+            n_tokens=self.n_answer,
+            reason=None if reason is None else reason.name,
+            reason_text=None if reason is None else str(reason),
+        )
+
+    def _with_logprobs(self, piece: Piece, row: Logits) -> Piece:
+        """Return the piece with the target's log-probabilities, if they were asked for. `row` holds the
+        logits, float32[n_vocab]."""
+        n_top = self.options.logprobs
+        if n_top is None:
+            return piece
+        top = most_likely(row, n_top)
+        own, *others = log_probabilities(row, [piece.token_id, *top])
+        found = zip(top, others, strict=True)
+        tops = tuple(TokenLogprob(token, self._text_of(token), each) for token, each in found)
+        return replace(piece, logprob=own, top_logprobs=tops)
+
+    def _nodes(self, draft: Draft) -> tuple[DraftNode, ...]:
+        """Return the nodes of a draft as an event shows them."""
+        return tuple(
+            DraftNode(token, self._text_of(token), parent, origin, probability)
+            for token, parent, origin, probability in zip(
+                draft.tokens, draft.parents, draft.origins, draft.probabilities, strict=True
+            )
+        )
+
+    def _rejected_branches(self, draft: Draft, verdict: Verdict) -> tuple[RejectedBranch, ...]:
+        """Return the rejected branches of a draft, one for each leaf: the nodes from where its branch left the
+        accepted path. It is called before the commit: if that path ends in the middle of a character, a branch's
+        text starts there."""
+        if len(verdict.path) == len(draft):
+            return ()
+        kept, token_bytes = set(verdict.path), self.vocabulary.token_bytes
+        branches = []
+        for leaf in draft.leaves():
+            path = draft.path(leaf)
+            lost = tuple(node for node in path if node not in kept)
+            if lost:
+                before = b"".join(token_bytes(draft.tokens[node]) for node in path[: -len(lost)])
+                data = b"".join(token_bytes(draft.tokens[node]) for node in lost)
+                branches.append(RejectedBranch(lost, self.text.preview(before, data)))
+        return tuple(branches)
+
+    def _text_of(self, token: int) -> str:
+        return self.vocabulary.token_bytes(token).decode("utf-8", "replace")
 
     def finish(self, reason: FinishReason, stopped_by: str | None = None) -> None:
         """End the answer. If it is called again, the first reason stays."""

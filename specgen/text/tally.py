@@ -58,11 +58,25 @@ class Tally:
         default_factory=lambda: defaultdict(list)
     )
 
+    def add_prompt(self, target_s: float, wall_s: float, n_tokens: int) -> None:
+        """Add a piece of the prompt; the answer has `n_tokens` tokens then."""
+        self.prompt_s += target_s
+        self.target_s += target_s
+        self.wall_s += wall_s
+        self.start_s, self.n_start_tokens = self.wall_s, n_tokens
+
     def add_decode(
-        self, n_committed: int, n_rows: int, target_s: float, n_sequences: int = 1
+        self,
+        n_committed: int,
+        n_rows: int,
+        target_s: float,
+        n_sequences: int = 1,
+        draft_s: float = 0.0,
     ) -> None:
         """Add a decode of the target after the prompt's, which committed `n_committed` tokens of this one of
-        its `n_sequences` sequences."""
+        its `n_sequences` sequences; these share its time equally."""
+        self.target_s += target_s / n_sequences
+        self.draft_s += draft_s
         self.n_round_tokens += n_committed
         self.n_tokens_by_sequences[n_sequences] += n_committed
         self.target_s_by_rows[n_rows].append(target_s)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specgen.method.distribution import Distribution
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.system.arrays import Logits, TokenArray
 from specgen.text.grammar.base import GrammarState
-from specgen.text.sampling import Distribution, Sampler, top_probability
+from specgen.text.sampling import Sampler, top_probability
 
 #: Tokens to make room for behind the text; there is more if a text outgrows it.
 _ROOM = 512

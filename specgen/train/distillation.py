@@ -8,23 +8,17 @@ the target only on the target's own text, so some ten thousand tokens of it suff
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from specgen.errors import MemoryLimitError, UsageError
-from specgen.system.atomic_files import new_beside
+from specgen.system.files import new_beside
 from specgen.system.json_lines import write_errors
 from specgen.train.gguf_weights import GgufWeights, read_weights, write_weights
 from specgen.train.training_data import N_COLUMNS, Rows, TrainingText, pack_split
-from specgen.train.training_loop import Budget, Schedule, TrainingState, train
+from specgen.train.training_loop import Budget, Schedule, TrainingState, check_library, train
 
 if TYPE_CHECKING:
     from specgen.train.transformer import Trainer
@@ -68,10 +62,7 @@ def distil(
     rate: float = RATE,
     softness: float = SOFTNESS,
 ) -> Distilled | None:
-    """Train a draft on texts and write it to `output`; None if interrupted.
-
-    The state is kept beside `output` during the training, so the same call continues a training
-    that was interrupted or killed. Raises `UsageError` if JAX is not installed or there is too little text,
+    """Train a draft on texts and write it to `output`; None if interrupted. Raises `UsageError` if there is too little text,
     `ModelFileError` if the draft cannot be trained, `MemoryLimitError` and `OutputError`.
     """
     check_library()
@@ -100,22 +91,15 @@ def distil(
         judged_every=max(1, n_per_pass // _JUDGED_PER_PASS),
         patience=_PATIENCE,
     )
-    key = _key(draft, learnt, judged, f"scales {N_PASSES} {rate} {softness}")
-    saved = _SavedTraining(output.with_name(f"{output.name}.training"), key, trainer)
-    resumed = saved.resumed()
-    if resumed is None:
-        score = trainer.judge(judged)
-        resumed = score.agreement, TrainingState(score.loss, trainer.changes())
-    before, state = resumed
-    save = partial(saved.save, before, state)
-    if not train_scales(trainer, learnt, judged, state, schedule, budget, save):
+    before = trainer.judge(judged)
+    state = TrainingState(before.loss, trainer.changes())
+    if not train_scales(trainer, learnt, judged, state, schedule, budget):
         return None
     with write_errors(output), new_beside(output) as new:
         write_weights(draft, state.best, new)
         after = Trainer(read_weights(new)).judge(judged)
         new.replace(output)
-    saved.file.unlink(missing_ok=True)
-    return Distilled(before, after.agreement, state.n_steps, state.seconds)
+    return Distilled(before.agreement, after.agreement, state.n_steps, state.seconds)
 
 
 def train_scales(
@@ -125,7 +109,6 @@ def train_scales(
     state: TrainingState,
     schedule: Schedule,
     budget: Budget,
-    save: Callable[[], None] = lambda: None,
 ) -> bool:
     """Train on rows, judged by others, as `train` does; return False if interrupted."""
     return train(
@@ -136,56 +119,7 @@ def train_scales(
         # The loss tells steps apart that agree on as many of a few thousand tokens.
         loss=lambda: trainer.judge(judged).loss,
         parameters=trainer.changes,
-        save=save,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _SavedTraining:
-    """The file with the state of a training, its trainer's included. A file with another key does not count."""
-
-    file: Path
-    key: str
-    trainer: Trainer
-
-    def save(self, before: float, state: TrainingState) -> None:
-        numbers = [before, state.best_loss, state.n_steps, state.seconds, state.n_worse]
-        best = {f"best_{name}": values for name, values in state.best.items()}
-        with write_errors(self.file):
-            self.trainer.save(self.file, key=self.key, numbers=numbers, **best)
-
-    def resumed(self) -> tuple[float, TrainingState] | None:
-        """Restore the trainer, and return the agreement before the training with its state; None if there
-        is no whole file."""
-        try:
-            with self.file.open("rb") as file, np.load(file) as saved:
-                if str(saved["key"]) != self.key:
-                    return None
-                names = [name for name in saved.files if name.startswith("best_")]
-                best = {name.removeprefix("best_"): saved[name] for name in names}
-                before, best_loss, n_steps, seconds, n_worse = saved["numbers"].tolist()
-                self.trainer.restore(saved)
-        except (OSError, KeyError, ValueError, zipfile.BadZipFile, EOFError):
-            return None
-        return before, TrainingState(best_loss, best, int(n_steps), seconds, int(n_worse))
-
-
-def _key(draft: Path, learnt: Rows, judged: Rows, settings: str) -> str:
-    """Return a digest of the draft, the data and the settings."""
-    found = hashlib.sha256(f"{draft.name} {draft.stat().st_size} {settings}".encode())
-    for rows in (learnt, judged):
-        found.update(rows.tokens.tobytes() + rows.labels.tobytes())
-    return found.hexdigest()
-
-
-def check_library() -> None:
-    """Raise `UsageError` if JAX or optax is not installed."""
-    for name in ("jax", "optax"):
-        if importlib.util.find_spec(name) is None:
-            raise UsageError(
-                f"training a draft needs {name}, which is not installed",
-                hint="pip install 'specgen-gguf[train]'",
-            )
 
 
 def check_memory(draft: Path, weights: GgufWeights) -> None:

@@ -14,18 +14,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from specgen.models import human_bytes
-from specgen.models.made_files import distilled_file, heads_file, identity_of, text_folder
-from specgen.system.atomic_files import new_beside
+from specgen.models.made_files import (
+    distilled_file,
+    heads_file,
+    identity_of,
+    pruned_file,
+    text_folder,
+)
+from specgen.system.files import new_beside
 from specgen.system.json_lines import write_errors
 from specgen.system.progress import Progress
+from specgen.train.training_loop import Budget, check_library
 
 if TYPE_CHECKING:
     from specgen.method.cost_table import CostTable
-    from specgen.session.loaded_models import Models
+    from specgen.session.session import Session
     from specgen.train.target_text import TargetText
-    from specgen.train.training_loop import Budget
 
-Kind: TypeAlias = Literal["heads", "distilled"]
+Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
 
 #: Tokens of the target's own text for making drafts; with twice as many, heads agree only a little more.
 N_TOKENS = 40_000
@@ -93,7 +99,7 @@ class DraftBuilder:
 
     def __init__(
         self,
-        loaded: Models,
+        loaded: Session,
         text: TextOptions,
         cache: Path,
         *,
@@ -121,6 +127,12 @@ class DraftBuilder:
         Raise what making each kind raises: `UsageError`, `PairError`, `ModelFileError`, `MemoryLimitError`,
         `OutputError`.
         """
+        if "pruned" in kinds:
+            from specgen.train.layer_skip import check_prunable
+
+            check_prunable(self._loaded.target)  # before minutes are spent on the text
+        if set(kinds) != {"pruned"}:
+            check_library()
         started_s = self._clock()
         n_have = self.write_text(until_s=started_s + _SHARE_OF_TEXT * 60.0 * minutes)
         if n_have < self._text_options.n_tokens and not self._interrupted():
@@ -137,7 +149,7 @@ class DraftBuilder:
                 assert small is not None, "a distilled draft is made from a model"
                 file = self._distil(small, until_s)
             else:
-                file = self._train_heads(until_s)
+                file = self._prune(until_s) if kind == "pruned" else self._train_heads(until_s)
             if file is None:
                 return None
             made.append(file)
@@ -163,8 +175,6 @@ class DraftBuilder:
         )
 
     def _budget(self, until_s: float, label: str) -> Budget:
-        from specgen.train.training_loop import Budget
-
         progress = partial(self._progress, label)
         return Budget(self._clock, until_s, self._interrupted, progress)
 
@@ -211,5 +221,21 @@ class DraftBuilder:
             f"{draft.name} agrees with the target on {fitted.agreement_after:.1%} of the tokens of "
             f"held-back answers, before it was fitted on {fitted.agreement_before:.1%} "
             f"({fitted.n_steps} steps)"
+        )
+        return output
+
+    def _prune(self, until_s: float) -> Path | None:
+        from specgen.train.layer_skip import prune
+
+        output = pruned_file(self._cache, self._identity)
+        budget = self._budget(until_s, "judging sets of layers")
+        made = prune(self._loaded, self._text(), output, budget)
+        if made is None:
+            return None
+        layers = ", ".join(map(str, made.left_out))
+        self._tell(
+            f"{len(made.left_out)} of {made.n_layer} layers left out ({layers}): it agrees with the target "
+            f"on {made.agreement:.1%} of the tokens of held-back answers, and the expected speed-up is "
+            f"{made.speedup:.2f} ({made.n_judged} sets were judged)"
         )
         return output

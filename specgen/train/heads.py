@@ -1,4 +1,4 @@
-"""Decoder heads trained on a target's own text, with NumPy.
+"""Decoder heads trained on a target's own text, with JAX.
 
 `specgen.llama.decoder_heads` describes what heads compute. Training has two steps. Ridge regression finds a
 linear map to the target's next hidden state; each position gives as many numbers to learn from as a hidden
@@ -11,10 +11,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from numpy.typing import NDArray
 
 from specgen.errors import UsageError
@@ -22,39 +26,26 @@ from specgen.llama import LlamaModel
 from specgen.llama.decoder_heads import HeadWeights, matrix
 from specgen.llama.operators import FloatArray
 from specgen.train.gguf_weights import ModelRows
-from specgen.train.target_text import N_TOP, TargetText
+from specgen.train.target_text import TargetText
 from specgen.train.training_loop import Budget, Parameters, Schedule, TrainingState, train
 
-_ONE = np.float32(1.0)
-
 #: The number of tokens that heads can guess: first those of the text, then those with the lowest ids, since
-#: tokenizers give low ids to frequent tokens. (In the 1.5B's held-back answers 8,192 tokens cover 0.86 of the
-#: positions, 32,768 cover 0.96.)
+#: tokenizers give low ids to frequent tokens.
 N_FREQUENT = 32_768
 #: The size of the inner layer (inside silu), and the number of tokens ahead that the heads are trained for.
 N_INNER = 1024
 N_AHEAD = 3
 #: The weight of a token's loss, relative to the token before it.
 _FADING = 0.8
-#: Tokens in a step, the most passes over the text, and the learning rate: it rises in so many steps, and falls
-#: to this share of its peak.
+#: Tokens in a step.
 _N_BATCH = 256
-_N_PASSES = 3
-_RATE = 2e-4
-_N_RISING = 30
-_LAST_SHARE = 0.02
-#: The decay of Adam's moments.
-_BETAS = (0.9, 0.98)
 #: Tokens that the text lacks are sampled: this many stand for all of them in a step.
 _N_OTHERS = 2048
 _RIDGE = 300.0
 #: The fewest tokens to learn from, and to judge by.
 _LEAST_SAMPLES = 8 * _N_BATCH
 _LEAST_JUDGED = 100
-#: Steps between judgements.
-_JUDGED_EVERY = 40
-#: Judgements without a better one after which training ends.
-_PATIENCE = 6
+_OPTIMIZER = optax.scale_by_adam(b1=0.9, b2=0.98)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,34 +108,32 @@ def train_heads(
         raise UsageError(
             f"{model.name} has hidden states of {n_embd}: decoder heads need a multiple of 32"
         )
-    task = _Task(ModelRows(target), _frequent(text, n_vocab), learnt, judged, n_vocab)
-    network = Network(task.linear_map(), n_embd, N_INNER, task.rng)
-    optimizer = Adam(network.parameters)
-    before = task.judge(network)
-    state = TrainingState(-sum(before.top_1), network.copied())
+    trainer = _Trainer(ModelRows(target), _frequent(text, n_vocab), learnt, judged, n_vocab)
+    before = trainer.judge()
+    state = TrainingState(-sum(before.top_1), trainer.copied())
     schedule = Schedule(
         len(learnt),
         _N_BATCH,
-        _N_PASSES,
-        _RATE,
-        n_rising=_N_RISING,
-        last_share=_LAST_SHARE,
-        judged_every=_JUDGED_EVERY,
-        patience=_PATIENCE,
+        n_passes=3,
+        rate=2e-4,
+        n_rising=30,
+        last_share=0.02,
+        judged_every=40,
+        patience=6,
     )
     is_whole = train(
         state,
         schedule,
         budget,
-        step=lambda batch, rate: optimizer.step(task.gradients(network, batch), rate),
-        loss=lambda: -sum(task.judge(network).top_1),
-        parameters=network.copied,
+        step=trainer.step,
+        loss=lambda: -sum(trainer.judge().top_1),
+        parameters=trainer.copied,
     )
     if not is_whole:
         return None
-    network.parameters.update(state.best)
-    weights = _weights(network.parameters, task, model)
-    return TrainedHeads(weights, before, task.judge(network), len(learnt), state.n_steps)
+    trainer.parameters = state.best
+    weights = _weights(state.best, trainer, model)
+    return TrainedHeads(weights, before, trainer.judge(), len(learnt), state.n_steps)
 
 
 def _samples(text: TargetText, *, held_back: bool) -> _Samples:
@@ -184,8 +173,8 @@ def _frequent(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
     return np.array(sorted(tokens), np.int32)
 
 
-class _Task:
-    """The training data, gradients on it, and the agreement on held-back positions."""
+class _Trainer:
+    """The heads' parameters, steps on the training data, and the agreement on held-back positions."""
 
     def __init__(
         self,
@@ -195,23 +184,44 @@ class _Task:
         judged: _Samples,
         n_vocab: int,
     ) -> None:
-        self.rng = np.random.default_rng(0)
+        self._rng = np.random.default_rng(0)
         self.tokens = tokens
         #: It brings hidden states to a mean square of 1.
-        self.scale = scale = float(1.0 / np.sqrt(np.square(learnt.hidden).mean()))
+        self.scale = float(1.0 / np.sqrt(np.square(learnt.hidden).mean()))
         self._learnt, self._judged = learnt, judged
         #: Each token's index among the frequent ones; -1 for the others.
         self._index = np.full(n_vocab, -1, np.int64)
         self._index[tokens] = np.arange(len(tokens))
-        self.embeddings = _with_others(rows.embeddings(tokens))
+        #: The embeddings of the frequent tokens at one scale, and a last row, their mean, for all others.
+        embeddings = rows.embeddings(tokens)
+        embeddings = embeddings / np.sqrt(np.square(embeddings).mean())
+        embeddings = np.concatenate([embeddings, embeddings.mean(axis=0, keepdims=True)])
+        self.embeddings: FloatArray = embeddings.astype(np.float32)
         #: The output matrix for scaled states (V in `decoder_heads`).
-        self.output = rows.output(tokens) / np.float32(scale)
+        self.output: FloatArray = rows.output(tokens) / np.float32(self.scale)
         seen = self._index[np.unique(learnt.tokens)]
         #: The frequent tokens of the text, and those that are not in it.
         self._own = seen[seen >= 0]
         self._others = np.setdiff1d(np.arange(len(tokens)), self._own)
+        n_embd = learnt.hidden.shape[1]
+        linear = self._linear_map()
+        inner = self._rng.normal(0.0, (2 * n_embd) ** -0.5, (2 * n_embd, N_INNER))
+        #: The cell with rows as vectors: M, N, c; Q, P, b; C. At first the linear map is all.
+        self.parameters: Parameters = {
+            "M": linear[:n_embd],
+            "N": linear[n_embd:-1],
+            "c": linear[-1],
+            "Q": inner[:n_embd].astype(np.float32),
+            "P": inner[n_embd:].astype(np.float32),
+            "b": np.zeros(N_INNER, np.float32),
+            "C": np.zeros((N_INNER, n_embd), np.float32),
+        }
+        self._moments: Any = _OPTIMIZER.init(self.parameters)
 
-    def linear_map(self) -> FloatArray:
+    def copied(self) -> Parameters:
+        return {name: np.array(values) for name, values in self.parameters.items()}
+
+    def _linear_map(self) -> FloatArray:
         """Fit the linear map of (state, embedding, 1) to the next state by ridge regression: float32[2
         n_embd + 1, n_embd]."""
         learnt = self._learnt
@@ -228,52 +238,46 @@ class _Task:
         gram += _RIDGE * np.eye(len(gram))
         return np.linalg.solve(gram, products).astype(np.float32)
 
-    def gradients(self, network: Network, batch: NDArray[np.int64]) -> Parameters:
-        """Return the gradients of the cross-entropy with the target's distribution at the positions
-        `batch`."""
+    def step(self, batch: NDArray[np.int64], rate: float) -> None:
+        """Take a step of Adam on the cross-entropy with the target's distribution at the positions `batch`."""
         learnt = self._learnt
-        n = len(batch)
         n_others = min(_N_OTHERS, len(self._others))
-        others = self.rng.choice(self._others, n_others, replace=False)
+        others = self._rng.choice(self._others, n_others, replace=False)
         candidates = np.concatenate([self._own, others])
-        column = np.full(len(self.tokens), -1, np.int64)
+        column = np.full(
+            len(self.tokens) + 1, -1, np.int64
+        )  # the last one: tokens that are not frequent
         column[candidates] = np.arange(len(candidates))
-        output = self.output[candidates]
         # The sampled tokens stand for all tokens that the text lacks.
         bias = np.zeros(len(candidates), np.float32)
         if n_others:
             bias[len(self._own) :] = np.log(len(self._others) / n_others)
-        state = learnt.hidden[batch] * np.float32(self.scale)
-        passes, losses = [], []
-        for k in range(N_AHEAD):
-            forward = network.forward(state, self._embedded(learnt.tokens[batch, k]))
-            state = forward.result
-            errors = _softmax(state @ output.T + bias)
-            likeliest = self._index[learnt.top_tokens[batch, k]]
-            likeliest = np.where(likeliest >= 0, column[likeliest], -1)
-            wanted = np.where(likeliest >= 0, learnt.top_probabilities[batch, k], np.float32(0.0))
-            mass = wanted.sum(axis=1, keepdims=True)
-            wanted = wanted / np.maximum(mass, 1e-6)
-            errors *= mass > 0.0
-            is_there = likeliest >= 0
-            row_of = np.repeat(np.arange(n)[:, None], N_TOP, axis=1)
-            np.subtract.at(errors, (row_of[is_there], likeliest[is_there]), wanted[is_there])
-            losses.append((errors @ output) * np.float32(_FADING**k / n))
-            passes.append(forward)
-        return network.backward(passes, losses)
+        columns = column[self._index[learnt.top_tokens[batch]]]
+        shares = np.where(columns >= 0, learnt.top_probabilities[batch], np.float32(0.0))
+        mass = shares.sum(axis=2, keepdims=True)
+        self.parameters, self._moments = _step(
+            self.parameters,
+            self._moments,
+            learnt.hidden[batch] * np.float32(self.scale),
+            self._embedded(learnt.tokens[batch, :N_AHEAD]),
+            self.output[candidates],
+            bias,
+            np.maximum(columns, 0),
+            shares / np.maximum(mass, 1e-6),
+            rate,
+        )
 
-    def judge(self, network: Network) -> Agreement:
-        """Measure how often the network predicts the target's token at held-back positions, given the
+    def judge(self) -> Agreement:
+        """Measure how often the heads predict the target's token at held-back positions, given the
         tokens before."""
         judged = self._judged
-        right = np.zeros(N_AHEAD)
-        among = np.zeros(N_AHEAD)
+        right, among = np.zeros(N_AHEAD), np.zeros(N_AHEAD)
         for start in range(0, len(judged), _N_BATCH):
             part = slice(start, start + _N_BATCH)
-            state = judged.hidden[part] * np.float32(self.scale)
+            state: Any = judged.hidden[part] * np.float32(self.scale)
             for k in range(N_AHEAD):
-                state = network.forward(state, self._embedded(judged.tokens[part, k])).result
-                logits = state @ self.output.T
+                state = advance(self.parameters, state, self._embedded(judged.tokens[part, k]))
+                logits = np.asarray(state) @ self.output.T
                 expected = self._index[judged.tokens[part, k + 1]]
                 best = np.argpartition(logits, -4, axis=1)[:, -4:]
                 right[k] += (logits.argmax(axis=1) == expected).sum()
@@ -286,113 +290,49 @@ class _Task:
         return rows
 
 
-def _with_others(embeddings: FloatArray) -> FloatArray:
-    """Return the embeddings of the frequent tokens at one scale, and a last row, their mean, for all
-    others."""
-    embeddings = embeddings / np.sqrt(np.square(embeddings).mean())
-    return np.concatenate([embeddings, embeddings.mean(axis=0, keepdims=True)]).astype(np.float32)
+@jax.jit
+def advance(parameters: Any, state: Any, embedded: Any) -> jax.Array:
+    """Return the states after one more token each, float32[n, n_embd], from the states before and the embeddings of
+    the tokens."""
+    p = parameters
+    inner = jax.nn.silu(state @ p["Q"] + embedded @ p["P"] + p["b"])
+    found: jax.Array = state @ p["M"] + embedded @ p["N"] + p["c"] + inner @ p["C"]
+    return found
 
 
-def _sigmoid(values: FloatArray) -> FloatArray:
-    result = np.exp(-values)
-    result += _ONE
-    np.reciprocal(result, out=result)
-    return result
+@partial(jax.jit, donate_argnums=(0, 1))
+def _step(
+    parameters: Any,
+    moments: Any,
+    state: Any,
+    embedded: Any,
+    output: Any,
+    bias: Any,
+    columns: Any,
+    shares: Any,
+    rate: float,
+) -> tuple[Any, Any]:
+    """Return the parameters and Adam's moments after a step. `embedded` is float32[n, N_AHEAD, n_embd]; the wanted
+    distribution at each place ahead has the `shares` of the `columns` of the logits: [n, N_AHEAD, n_top]."""
+
+    def loss(parameters: Any) -> jax.Array:
+        total, ahead = jnp.zeros(()), state
+        for k in range(N_AHEAD):
+            ahead = advance(parameters, ahead, embedded[:, k])
+            logits = ahead @ output.T + bias
+            wanted = jnp.take_along_axis(logits, columns[:, k], axis=1)
+            is_known = shares[:, k].sum(axis=1)  # 0 where no likely token is among the candidates
+            losses = is_known * jax.nn.logsumexp(logits, axis=1) - (shares[:, k] * wanted).sum(
+                axis=1
+            )
+            total += _FADING**k * losses.mean()
+        return total
+
+    directions, moments = _OPTIMIZER.update(jax.grad(loss)(parameters), moments)
+    return jax.tree.map(lambda old, step: old - rate * step, parameters, directions), moments
 
 
-def _softmax(logits: FloatArray) -> FloatArray:
-    logits -= logits.max(axis=1, keepdims=True)
-    np.exp(logits, out=logits)
-    logits /= logits.sum(axis=1, keepdims=True)
-    return logits
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """The values of a forward pass that the backward pass needs."""
-
-    state: FloatArray
-    embedded: FloatArray
-    inner: FloatArray
-    sigmoid: FloatArray
-    result: FloatArray
-
-
-class Network:
-    """The cell of the heads, with rows as vectors: M, N, c; Q, P, b; C."""
-
-    def __init__(
-        self, linear: FloatArray, n_embd: int, n_inner: int, rng: np.random.Generator
-    ) -> None:
-        deviation = 1.0 / np.sqrt(2 * n_embd)
-        inner = rng.normal(0.0, deviation, (2 * n_embd, n_inner)).astype(np.float32)
-        self.parameters: Parameters = {
-            "M": linear[:n_embd].copy(),
-            "N": linear[n_embd:-1].copy(),
-            "c": linear[-1].copy(),
-            "Q": inner[:n_embd].copy(),
-            "P": inner[n_embd:].copy(),
-            "b": np.zeros(n_inner, np.float32),
-            "C": np.zeros((n_inner, n_embd), np.float32),  # at first the linear map is all
-        }
-
-    def copied(self) -> Parameters:
-        return {name: values.copy() for name, values in self.parameters.items()}
-
-    def forward(self, state: FloatArray, embedded: FloatArray) -> _Pass:
-        p = self.parameters
-        inner: FloatArray = state @ p["Q"] + embedded @ p["P"] + p["b"]
-        sigmoid = _sigmoid(inner)
-        result: FloatArray = (
-            state @ p["M"] + embedded @ p["N"] + p["c"] + (inner * sigmoid) @ p["C"]
-        )
-        return _Pass(state, embedded, inner, sigmoid, result)
-
-    def backward(self, passes: list[_Pass], losses: list[NDArray[Any]]) -> Parameters:
-        """Return the gradients by the parameters; `losses[k]` is the gradient by the result of
-        `passes[k]`."""
-        p = self.parameters
-        gradients = {name: np.zeros_like(values) for name, values in p.items()}
-        behind: NDArray[Any] = np.zeros_like(losses[-1])
-        for forward, loss in zip(reversed(passes), reversed(losses), strict=True):
-            by_result = loss + behind
-            inner, sigmoid = forward.inner, forward.sigmoid
-            slope: NDArray[Any] = sigmoid * (_ONE + inner * (_ONE - sigmoid))
-            by_inner = (by_result @ p["C"].T) * slope
-            gradients["M"] += forward.state.T @ by_result
-            gradients["N"] += forward.embedded.T @ by_result
-            gradients["c"] += by_result.sum(axis=0)
-            gradients["C"] += (inner * sigmoid).T @ by_result
-            gradients["Q"] += forward.state.T @ by_inner
-            gradients["P"] += forward.embedded.T @ by_inner
-            gradients["b"] += by_inner.sum(axis=0)
-            behind = by_result @ p["M"].T + by_inner @ p["Q"].T
-        return gradients
-
-
-class Adam:
-    """Adam (Kingma and Ba, arXiv:1412.6980), in place."""
-
-    def __init__(self, parameters: Parameters) -> None:
-        self._parameters = parameters
-        self._means = {name: np.zeros_like(values) for name, values in parameters.items()}
-        self._squares = {name: np.zeros_like(values) for name, values in parameters.items()}
-        self._n = 0
-
-    def step(self, gradients: Parameters, rate: float) -> None:
-        self._n += 1
-        first, second = _BETAS
-        for name, gradient in gradients.items():
-            mean, square = self._means[name], self._squares[name]
-            mean *= first
-            mean += (1.0 - first) * gradient
-            square *= second
-            square += (1.0 - second) * np.square(gradient)
-            root = np.sqrt(square / (1.0 - second**self._n)) + 1e-8
-            self._parameters[name] -= np.float32(rate / (1.0 - first**self._n)) * mean / root
-
-
-def _weights(parameters: Parameters, task: _Task, model: LlamaModel) -> HeadWeights:
+def _weights(parameters: Parameters, trainer: _Trainer, model: LlamaModel) -> HeadWeights:
     """Return the weights in a file's layout: a matrix has a row for each output."""
     p = parameters
     return HeadWeights(
@@ -400,12 +340,12 @@ def _weights(parameters: Parameters, task: _Task, model: LlamaModel) -> HeadWeig
         n_embd=p["M"].shape[0],
         n_vocab=model.vocabulary.n_tokens,
         vocabulary=model.vocabulary.digest(),
-        scale=task.scale,
-        tokens=task.tokens,
+        scale=trainer.scale,
+        tokens=trainer.tokens,
         of_state=matrix(np.concatenate([p["M"].T, p["Q"].T]), "of_state"),
         of_token=matrix(np.concatenate([p["N"].T, p["P"].T]), "of_token"),
         bias=np.concatenate([p["c"], p["b"]]),
         of_inner=matrix(np.ascontiguousarray(p["C"].T), "of_inner"),
-        embeddings=matrix(task.embeddings, "embeddings"),
-        output=matrix(task.output, "output"),
+        embeddings=matrix(trainer.embeddings, "embeddings"),
+        output=matrix(trainer.output, "output"),
     )

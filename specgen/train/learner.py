@@ -15,10 +15,9 @@ from specgen.errors import OutputError, SpecgenError, UsageError
 from specgen.llama import default_threads
 from specgen.session.engine import Engine
 from specgen.session.kept_answers import last_number, learnt_weights, read_learnt
-from specgen.session.loaded_models import Models
-from specgen.train.distillation import check_library
-from specgen.train.learning_process import GO, PAUSE
-from specgen.train.online_learning import Lesson
+from specgen.session.session import Session
+from specgen.train.online_learning import GO, PAUSE, Lesson
+from specgen.train.training_loop import check_library
 
 #: The number of new answers that starts a lesson.
 NEW_ANSWERS = 10
@@ -28,7 +27,7 @@ _MINUTES = 10.0
 _CORES_SHARE = 4
 #: Seconds that the process has to end after it was told to.
 _END_S = 5.0
-COMMAND = (sys.executable, "-m", "specgen.train.learning_process")
+COMMAND = (sys.executable, "-m", "specgen.train.online_learning")
 
 
 class Learner:
@@ -39,7 +38,7 @@ class Learner:
     `tell` gets a sentence for each change.
     """
 
-    def __init__(self, loaded: Models, engine: Engine, tell: Callable[[str], None]) -> None:
+    def __init__(self, loaded: Session, engine: Engine, tell: Callable[[str], None]) -> None:
         self._loaded, self._engine, self._tell = loaded, engine, tell
         self._child: subprocess.Popen[bytes] | None = None
         #: The pipes of the process, and the file of its standard error.
@@ -50,14 +49,12 @@ class Learner:
         self._not_before = 0
         #: The sentence about a lesson's result, until the draft is reloaded.
         self._news: str | None = None
-        folder, draft = loaded.options.learning, loaded.drafts.path
+        folder, own = loaded.options.learning, loaded.draft
+        draft = own.learns if own is not None else None
         self._is_on = folder is not None and draft is not None
         if folder is None or draft is None:
-            return
-        main = loaded.drafts.main
-        if main is not None and main.mask is not None:
-            self._is_on = False
-            tell(f"answers are kept, and not learnt from: {main.model.name} is a parallel draft")
+            if folder is not None and own is not None and not own.is_free:
+                tell(f"answers are kept, and not learnt from: {own.name} cannot learn")
             return
         self._folder, self._draft = folder, draft
         #: The learnt weights that the draft was loaded with.
@@ -76,7 +73,6 @@ class Learner:
 
     @property
     def is_learning(self) -> bool:
-        """Whether a lesson has begun and its result was not read yet."""
         return self._child is not None
 
     def between_answers(self, *, begins: bool = False) -> None:
@@ -119,7 +115,6 @@ class Learner:
             self._child.stdin.flush()
 
     def close(self) -> None:
-        """End the learning process, if there is one. May be called twice."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -134,7 +129,6 @@ class Learner:
 
     @property
     def _n_new(self) -> int:
-        """The number of kept answers that no lesson has seen."""
         last = last_number(self._folder)
         seen = read_learnt(self._folder, self._draft).last_number
         return last - seen if last >= seen else last  # smaller if the file was deleted
@@ -162,7 +156,6 @@ class Learner:
         self._is_running = True
 
     def _end_lesson(self, child: subprocess.Popen[bytes]) -> None:
-        """Read the result of a lesson whose process has ended."""
         self._child = None
         assert child.stdout is not None
         result = child.stdout.read()

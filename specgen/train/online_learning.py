@@ -5,19 +5,30 @@ the kept answers except the latest ones. The latest ones judge three drafts, eac
 to a file: the draft as it came, the one in use, and the new one. The draft that agrees most often with the
 target is used from then on. The comparison is paired, token by token. Learnt weights that do worse than the
 draft as it came on later answers are dropped by the next lesson.
+
+As a program (`python -m specgen.train.online_learning`) it reads its task as a line of JSON from standard input and
+prints the result. After that line, `PAUSE` makes it wait before its next step, while an answer is generated, and `GO`
+lets it continue. It has the lowest priority. It ends as soon as its standard input closes, so that no lesson outlives
+the command.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import math
+import os
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 
-from specgen.errors import ModelFileError, UsageError
+from specgen.errors import ModelFileError, SpecgenError, UsageError
 from specgen.llama import LlamaModel
 from specgen.session.kept_answers import (
     ANSWERS,
@@ -31,12 +42,12 @@ from specgen.session.kept_answers import (
     read_state,
     write_learnt,
 )
-from specgen.system.atomic_files import NEW, new_beside
+from specgen.system.files import NEW, new_beside
 from specgen.system.json_lines import locked, write_errors
-from specgen.train.distillation import check_library, check_memory, train_scales
+from specgen.train.distillation import check_memory, train_scales
 from specgen.train.gguf_weights import read_weights, write_weights
 from specgen.train.training_data import Rows, kept_texts, pack_split
-from specgen.train.training_loop import Budget, Schedule, TrainingState
+from specgen.train.training_loop import Budget, Schedule, TrainingState, check_library
 
 if TYPE_CHECKING:
     from specgen.train.transformer import Score, Trainer
@@ -80,7 +91,6 @@ class Lesson:
 
     @property
     def text(self) -> str:
-        """A sentence about the lesson, for the user."""
         before = "" if self.agreement_in_use is None else f", in use {self.agreement_in_use:.1%}"
         shares = (
             f"on the {self.n_judging} latest answers it agrees with the target on "
@@ -103,28 +113,13 @@ def split(answers: Sequence[KeptAnswer]) -> tuple[list[KeptAnswer], list[KeptAns
     return latest[: len(latest) - n_judging], latest[len(latest) - n_judging :]
 
 
-def learn_from_files(folder: Path, target: Path, draft: Path, budget: Budget) -> Lesson | None:
-    """Do the same as `learn` for models that are not loaded: only their vocabularies are read."""
-    check_library()  # before loading, which takes a second
-    with (
-        contextlib.closing(LlamaModel(target, vocabulary_only=True)) as model,
-        contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small,
-    ):
-        return learn(folder, model, small, budget)
-
-
 def learn(
-    folder: Path,
-    target: LlamaModel,
-    draft: LlamaModel,
-    budget: Budget,
-    *,
-    rate: float = RATE,
+    folder: Path, target: Path, draft: Path, budget: Budget, *, rate: float = RATE
 ) -> Lesson | None:
     """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed.
 
-    Raises `UsageError` if JAX is not installed, there are too few answers, or another process learns there; `ModelFileError` if the draft
-    cannot be trained, `MemoryLimitError` and `OutputError`.
+    Of the models only the vocabularies are read. Raises `UsageError` if JAX is not installed, there are too few answers,
+    or another process learns there; `ModelFileError` if the draft cannot be trained, `MemoryLimitError`, `OutputError`.
     """
     check_library()
     started_s = budget.clock()
@@ -139,11 +134,15 @@ def learn(
     held = UsageError(f"another process learns for {target.name} already", "wait for its end")
     with locked(folder / "learning.lock", held):
         _clear(folder)
-        rows, judged = pack_split(kept_texts(target, draft, learning, judging))
+        with (
+            contextlib.closing(LlamaModel(target, vocabulary_only=True)) as model,
+            contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small,
+        ):
+            rows, judged = pack_split(kept_texts(model, small, learning, judging))
         if not rows.n_labels or not judged.n_labels:
             raise UsageError(f"no answer that is kept for {target.name} can be read as its text")
-        former = learnt_weights(folder, draft.path)
-        start = _better_start(draft.path, former, judged)
+        former = learnt_weights(folder, draft)
+        start = _better_start(draft, former, judged)
         trainer = start.trainer
         state = TrainingState(start.score.loss, trainer.changes())
         schedule = Schedule(
@@ -160,7 +159,7 @@ def learn(
             return None
         if answers[-1].number > last_number(folder):
             raise UsageError("the answers were deleted while the draft learnt from them")
-        known = replace(read_learnt(folder, draft.path), last_number=answers[-1].number)
+        known = replace(read_learnt(folder, draft), last_number=answers[-1].number)
         with write_errors(folder), new_beside(folder / "weights.gguf") as written:
             write_weights(start.file, state.best, written)
             new = type(trainer)(read_weights(written)).judge(judged)
@@ -170,14 +169,14 @@ def learn(
             elif outcome == "new":
                 digest = hashlib.sha256(written.read_bytes()).hexdigest()[:12]
                 known = Learnt(
-                    f"{draft.path.stem}-{digest}.gguf",
+                    f"{draft.stem}-{digest}.gguf",
                     known.last_number,
                     len(learning),
                     start.as_it_came.agreement,
                     new.agreement,
                 )
                 written.replace(folder / known.weights)
-            write_learnt(folder, draft.path, known)
+            write_learnt(folder, draft, known)
         if outcome != "kept" and former is not None:
             with contextlib.suppress(OSError):  # a later lesson deletes it
                 former.unlink()
@@ -244,3 +243,82 @@ def _clear(folder: Path) -> None:
         if path.name not in named and not path.name.startswith(ANSWERS):
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+# --- the process in which a draft learns while a command goes on answering --------------------------
+
+PAUSE, GO = b"-", b"+"
+_LOWEST_PRIORITY = 19
+
+
+class Pauses:
+    """Pauses the training as standard input says, with a clock that stands still during pauses."""
+
+    def __init__(self) -> None:
+        self._is_running = threading.Event()
+        self._is_running.set()
+        self._paused_s = 0.0
+
+    def listen(self) -> None:
+        threading.Thread(target=self._read, daemon=True).start()
+
+    @property
+    def is_paused(self) -> bool:
+        return not self._is_running.is_set()
+
+    def wait(self) -> bool:
+        """Wait until there is no pause, then return False (training takes True as an interruption)."""
+        started = time.monotonic()
+        self._is_running.wait()
+        self._paused_s += time.monotonic() - started
+        return False
+
+    def clock(self) -> float:
+        return time.monotonic() - self._paused_s
+
+    def _read(self) -> None:
+        while command := sys.stdin.buffer.read(1):
+            if command == PAUSE:
+                self._is_running.clear()
+            elif command == GO:
+                self._is_running.set()
+        os._exit(1)
+
+
+def main() -> int:
+    """Learn, and return the exit code."""
+    asked = json.loads(sys.stdin.buffer.readline())
+    pauses = Pauses()
+    pauses.listen()
+    if hasattr(os, "nice"):
+        os.nice(_LOWEST_PRIORITY)
+    try:
+        found = learn(
+            Path(asked["folder"]),
+            Path(asked["target"]),
+            Path(asked["draft"]),
+            Budget(pauses.clock, pauses.clock() + 60.0 * asked["minutes"], pauses.wait),
+        )
+    except SpecgenError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return error.exit_code
+    assert found is not None, "nothing interrupts it"
+    sys.stdout.write(json.dumps(asdict(found)))
+    return 0
+
+
+def _end() -> NoReturn:
+    """Run `main`, then end the process at once. In a normal exit the interpreter aborts if a thread waits for
+    standard input, and that would look like a failed lesson."""
+    code = 1
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BaseException:  # noqa: BLE001 - the parent shows the last line
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _end()

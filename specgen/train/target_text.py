@@ -22,8 +22,8 @@ from specgen.errors import ModelFileError, OutputError, PairError, UsageError
 from specgen.llama import LlamaBackend
 from specgen.method.backend import Batch
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
 from specgen.session.request import Request
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.system.json_lines import (
     AppendedFile,
@@ -108,7 +108,7 @@ def bytes_of(n_tokens: int, n_embd: int) -> int:
 
 
 def write_text(
-    loaded: Models,
+    loaded: Session,
     prompts: Sequence[str],
     folder: Path,
     budget: Budget,
@@ -172,7 +172,7 @@ class _Writer:
     """Appends answers to a folder, with the target's hidden states and likeliest tokens. `resources` close
     what it opens."""
 
-    def __init__(self, folder: Path, loaded: Models, resources: contextlib.ExitStack) -> None:
+    def __init__(self, folder: Path, loaded: Session, resources: contextlib.ExitStack) -> None:
         self._loaded, self._resources = loaded, resources
         n_embd = loaded.target.n_embd
         self.answers, n_bytes = _whole_answers(folder, n_embd)
@@ -296,7 +296,7 @@ def _size(path: Path) -> int:
     return 0
 
 
-def _context_size(loaded: Models, texts: Sequence[str], max_tokens: int) -> int:
+def _context_size(loaded: Session, texts: Sequence[str], max_tokens: int) -> int:
     """Return a context size, in tokens, in which nine of ten prompts fit with their answers."""
     lengths = sorted(len(loaded.prompts.of_text(text).tokens) for text in texts)
     n_prompt = lengths[int(0.9 * (len(lengths) - 1))]
@@ -312,7 +312,7 @@ def _rounded(n_tokens: int, step: int) -> int:
 
 
 def _whole_answer(
-    loaded: Models, request: Request, text: str, is_judged: bool
+    loaded: Session, request: Request, text: str, is_judged: bool
 ) -> TargetAnswer | None:
     """Return the answer of a request that is done; None if it is empty or did not end by itself."""
     finished = request.finished

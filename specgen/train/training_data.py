@@ -14,11 +14,11 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from specgen.drafters.pairing import check_pair
 from specgen.drafters.translated import Translation
 from specgen.errors import PairError
 from specgen.llama import LlamaModel
 from specgen.session.kept_answers import KeptAnswer
-from specgen.session.pairing import check_pair
 from specgen.session.prompts import Prompts
 from specgen.train.target_text import N_TOP, TargetText
 
@@ -205,14 +205,12 @@ class Rows:
 
     @property
     def arrays(self) -> tuple[NDArray[np.int32] | NDArray[np.float32], ...]:
-        """The six arrays, in the order of the fields."""
         return tuple(getattr(self, name) for name in Rows.__slots__)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def pick(self, rows: NDArray[np.int64]) -> Rows:
-        """Return some of the rows."""
         return Rows(*(array[rows] for array in self.arrays))  # type: ignore[arg-type]
 
 

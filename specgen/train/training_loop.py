@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,11 +11,20 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from specgen.errors import UsageError
+
 #: Arrays by name.
 Parameters: TypeAlias = dict[str, NDArray[Any]]
 
-#: Seconds from one saved state to the next.
-_SAVED_EVERY_S = 60.0
+
+def check_library() -> None:
+    """Raise `UsageError` if JAX or optax is not installed."""
+    for name in ("jax", "optax"):
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(
+                f"training a draft needs {name}, which is not installed",
+                hint="pip install 'specgen-gguf[train]'",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +100,16 @@ def train(
     step: Callable[[NDArray[np.int64], float], None],
     loss: Callable[[], float],
     parameters: Callable[[], Parameters],
-    save: Callable[[], None] = lambda: None,
 ) -> bool:
     """Train to the end, from `state` on, which is kept up to date; return False if interrupted.
 
     `step` takes a step on some rows with a learning rate, `loss` returns the loss on the held-back text, and
-    `parameters` a copy of the present parameters. `save` is called every minute, and when interrupted.
+    `parameters` a copy of the present parameters.
     """
-    started_s = budget.clock() - state.seconds
-    saved_s = started_s
+    started_s = budget.clock()
     limit_s = max(1e-9, budget.until_s - started_s)
     while state.n_steps < schedule.n_steps and state.n_worse < schedule.patience:
         if budget.interrupted():
-            save()
             return False
         done = max(state.n_steps / schedule.n_steps, state.seconds / limit_s)
         step(schedule.batch(state.n_steps), schedule.learning_rate(state.n_steps, done))
@@ -113,12 +120,8 @@ def train(
             state.n_worse += 1
             if new_loss < state.best_loss:
                 state.best_loss, state.best, state.n_worse = new_loss, parameters(), 0
-        now_s = budget.clock()
-        state.seconds = now_s - started_s
+        state.seconds = budget.clock() - started_s
         budget.progress(state.n_steps, schedule.n_steps)
         if is_last:
             break
-        if now_s - saved_s >= _SAVED_EVERY_S:
-            save()
-            saved_s = now_s
     return True

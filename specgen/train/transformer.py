@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
@@ -21,7 +20,6 @@ import numpy as np
 import optax
 
 from specgen.errors import ModelFileError
-from specgen.system.atomic_files import new_beside
 from specgen.train.gguf_weights import (
     GgufWeights,
     Hyperparameters,
@@ -218,7 +216,6 @@ class Trainer:
         self._moments: Any = _OPTIMIZER.init(self._changes)
 
     def step(self, rows: Rows, rate: float) -> None:
-        """Take a step of Adam with the learning rate `rate` on the mean loss of some rows."""
         self._changes, self._moments = _step(
             self._shape,
             self._changes,
@@ -230,7 +227,6 @@ class Trainer:
         )
 
     def judge(self, rows: Rows) -> Score:
-        """Return how well the draft with its present factors predicts the labels of rows."""
         loss = n_right = 0.0
         for index in range(len(rows)):
             row = _arrays(rows.pick(np.array([index])))
@@ -242,24 +238,6 @@ class Trainer:
         """Return a copy of the changes of the factors, with the names and shapes of
         `initial_changes`."""
         return {name: np.array(values) for name, values in self._changes.items()}
-
-    def save(self, path: Path, **others: Any) -> None:
-        """Write the changes, the optimizer's state and other arrays to a file, whole. Raises `OSError`."""
-        leaves = jax.tree.leaves((self._changes, self._moments))
-        arrays: dict[str, Any] = {f"state_{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
-        with new_beside(path) as new:
-            with new.open("wb") as file:
-                np.savez(file, **arrays, **others)
-            new.replace(path)
-
-    def restore(self, saved: Any) -> None:
-        """Restore the state from the arrays that `save` wrote. Raises `KeyError` or `ValueError` if they
-        belong to another model."""
-        leaves, structure = jax.tree.flatten((self._changes, self._moments))
-        found = [saved[f"state_{index}"] for index in range(len(leaves))]
-        if any(old.shape != new.shape for old, new in zip(leaves, found, strict=True)):
-            raise ValueError("the saved arrays are of other shapes")
-        self._changes, self._moments = jax.tree.unflatten(structure, map(jnp.asarray, found))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))

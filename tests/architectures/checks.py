@@ -30,7 +30,7 @@ from specgen.options import (
     parse_tree,
 )
 from specgen.session.engine import Engine, generate
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
 
 Kind: TypeAlias = Literal["f32", "q4_k"]
@@ -75,7 +75,7 @@ def _require(holds: bool, message: str) -> None:
 
 
 @contextmanager
-def _loaded(subject: Subject, draft: DraftSource, tree: str = "off") -> Iterator[Models]:
+def _loaded(subject: Subject, draft: DraftSource, tree: str = "off") -> Iterator[Session]:
     context = replace(subject.context, n_threads=N_THREADS)
     options = SessionOptions(
         target=subject.path,
@@ -87,7 +87,7 @@ def _loaded(subject: Subject, draft: DraftSource, tree: str = "off") -> Iterator
         target_context=context,
         draft_context=context,
     )
-    with Models(options, time.perf_counter) as loaded:
+    with Session(options, time.perf_counter) as loaded:
         yield loaded
 
 
@@ -100,7 +100,7 @@ def load(subject: Subject) -> str:
     return ""
 
 
-def _greedy(loaded: Models, subject: Subject) -> str:
+def _greedy(loaded: Session, subject: Subject) -> str:
     """Greedy text is plain decoding's."""
     (result,) = check_greedy(loaded, [loaded.prompts.of_text(PROMPT, chat=False)])
     _require(result.n_drafted > 0, "nothing was drafted")
@@ -158,7 +158,7 @@ def full_context(subject: Subject) -> str:
             generation=GenerationOptions(max_tokens=-1, ignore_eos=True),
             target_context=replace(loaded.options.target_context, n_ctx=N_CTX_FULL),
         )
-    with Models(options, time.perf_counter) as loaded:
+    with Session(options, time.perf_counter) as loaded:
         prompt = loaded.prompts.of_text(PROMPT, chat=False)
         (result,) = check_greedy(loaded, [prompt])
         _require(result.n_tokens >= N_CTX_FULL - n_prompt, f"only {result.n_tokens} tokens")
@@ -195,7 +195,7 @@ def parallel(subject: Subject) -> str:
     return f"{n_ties} near-ties" if n_ties else ""
 
 
-def _tokens(loaded: Models, prompt: str) -> tuple[int, ...]:
+def _tokens(loaded: Session, prompt: str) -> tuple[int, ...]:
     *_, last = generate(loaded, loaded.prompts.of_text(prompt, chat=False), estimate_gain=False)
     assert isinstance(last, FinishedEvent)
     return tuple(last.token_ids)

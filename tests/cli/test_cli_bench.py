@@ -24,8 +24,7 @@ from specgen.measure.bench.plan import Field, Plan, named_apart
 from specgen.measure.bench.runs import Runs
 from specgen.options import AUTO_TREE, ContextOptions, SessionOptions
 from specgen.render.tables import bench_lines, print_bench_tables
-from specgen.session.calibration.memory import Memory
-from specgen.session.calibration.threads import Threads
+from specgen.session.memory import Memory, Threads
 from tests.helpers.bench import report_of, result
 from tests.tiny import TinyConfig, write_tiny_model
 

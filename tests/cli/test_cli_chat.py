@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from specgen.method.loop import Loop
+from specgen.session.answer_loop import AnswerLoop
 from tests.helpers.cli import Result, in_process
 from tests.helpers.common import ROOT, posix
 from tests.tiny import TinyConfig, write_tiny_model
@@ -223,16 +223,6 @@ def test_what_has_no_room_goes_with_a_notice(chat: Chat) -> None:
     assert len(finished(result)) == 8
 
 
-@pytest.mark.parametrize(("given", "n_ctx"), [((), 4096), (("-c", "0"), 6144), (("-c", "99"), 99)])
-def test_the_room_of_the_context(
-    chat: Chat, models: Path, given: tuple[str, ...], n_ctx: int
-) -> None:
-    config = TinyConfig(chat_template=CHATML_TEMPLATE, n_ctx_train=6144)
-    write_tiny_model(models / "long.gguf", config)
-    result = chat("--json", "-q", *given, lines="the cat\n", target="long", draft="none")
-    assert json.loads(result.out.splitlines()[0])["n_ctx"] == n_ctx
-
-
 def test_a_conversation_is_kept_and_goes_on(chat: Chat) -> None:
     whole = chat(lines="the cat\nis on\nthe mat\n")
     first = chat("--session", "zoo", lines="the cat\nis on\n")
@@ -256,29 +246,20 @@ def test_a_thought_is_unchanged_in_a_pipe_and_shown_when_asked_for(chat: Chat) -
     assert result.err == "why not\N{SYMBOL FOR ESCAPE}[2J\n"
 
 
-def test_drafts_go_off_and_on(chat: Chat) -> None:
-    lines = "a\n/draft off\nb\n/draft on\nc\n"
-    result = chat("--json", "-q", lines=lines)
-    assert [each["n_drafted"] == 0 for each in finished(result)] == [False, True, False]
-    assert result.err == "drafts from now on: none\ndrafts from now on: draft.gguf\n"
-    nothing = chat("-q", lines="/draft on\n", draft="none")
-    assert nothing.err == "drafts from now on: none\n"
-
-
 def test_an_answer_that_fails_is_told_and_the_conversation_goes_on(
     chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from specgen.errors import BackendError
 
     whole = chat("--session", "kept", lines="the cat\n").out
-    decode, n_calls = Loop.round, iter(range(10_000))
+    decode, n_calls = AnswerLoop.round, iter(range(10_000))
 
-    def fail(loop: Loop, sequences: Sequence[Any], *more: Any) -> object:
+    def fail(loop: AnswerLoop, sequences: Sequence[Any], *more: Any) -> object:
         if next(n_calls) == 3:
             raise BackendError("out of order")
         return decode(loop, sequences, *more)
 
-    monkeypatch.setattr(Loop, "round", fail)
+    monkeypatch.setattr(AnswerLoop, "round", fail)
     result = chat("--session", "fails", lines="the cat\n/regen\n")
     assert result.code == 9
     assert "error: out of order" in result.err
@@ -515,25 +496,6 @@ def test_two_interrupts_end_the_answer_and_not_the_conversation(
     child.expect("tokens  ")
     child.send("\x03")
     assert wait_for("twice", 4)[3]["change"] == "answer"
-
-
-@posix
-def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(
-    terminal: Callable[..., pexpect.spawn[str]],
-) -> None:
-    child = terminal("--session", "stopped", "-n", "1900", "--ignore-eos")
-    child.send("the cat\r")
-    child.expect("tokens  ")  # the line with the speed
-    child.send("\x03")
-    lines = wait_for("stopped", 2)
-    assert lines[1]["change"] == "answer"
-    assert lines[1]["text"]
-    child.expect_exact(READY)
-    child.send("/undo\r")
-    child.expect("has 0 turns now")
-    child.send("\x04")
-    child.wait()
-    assert child.exitstatus == 0
 
 
 def test_the_answer_is_coloured_at_a_terminal(

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.measure.selection.candidates import Refused, find_candidates
-from specgen.measure.selection.draft_search import Search, Tried, by_speedup
-from specgen.measure.selection.trial import Baseline, DraftFigures, TargetAnswer
+from specgen.measure.search import Refused, Search, Tried, by_speedup, find_candidates
+from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.models import SavedDraft, identify, save_draft, saved_draft, saved_drafts_file
 from specgen.render.tables import draft_lines, print_draft_table
 from tests.helpers.cli import Result, Specgen, complaint, on_terminal, rest_of
@@ -77,8 +76,8 @@ def test_json_has_every_figure_the_refused_files_and_the_target(
     assert result.code == 0
     document: dict[str, Any] = json.loads(result.out)
     keys = (
-        "target plain_tokens_per_s batch_s n_prompts n_tokens skipped_prompts drafts refused "
-        "ties others_share saved is_interrupted"
+        "target plain_tokens_per_s batch_s n_prompts n_tokens skipped_prompts threads drafts refused "
+        "ties advice others_share saved is_interrupted"
     )
     assert " ".join(document) == keys
     assert document["target"] == str(tiny_models / "target.gguf")
@@ -293,7 +292,7 @@ def test_run_takes_what_was_saved_and_says_so_unless_quiet(
         ("ngram", "n-grams"),
         ("none", "not drafting"),
     ):
-        save_draft(identity, SavedDraft(draft, speedup=1.25))  # type: ignore[arg-type]
+        save_draft(identity, SavedDraft(draft, speedup=1.25))
         result = run_without_a_draft(specgen, target, "--json")
         assert drafted_by(result) == (draft.name if isinstance(draft, Path) else draft)
         (note,) = result.err.splitlines()
@@ -473,8 +472,11 @@ def search(**changes: Any) -> Search:
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_is_whole_at_every_width(width: int) -> None:
     stream = io.StringIO()
+    sentences = ("measured so", "it means that", "do this")
     print_draft_table(
-        search(), Console(file=stream, width=width, force_terminal=True, color_system=None)
+        search(),
+        sentences,
+        Console(file=stream, width=width, force_terminal=True, color_system=None),
     )
     shown = stream.getvalue()
     assert max(map(len, shown.splitlines())) <= width

@@ -11,7 +11,7 @@ import pytest
 
 from specgen.llama.decoder_heads import is_heads_file, read_heads
 from specgen.models import identify, saved_draft
-from specgen.models.made_files import distilled_file, heads_file, text_folder
+from specgen.models.made_files import distilled_file, heads_file, pruned_file, text_folder
 from specgen.train.target_text import TargetText
 from tests.helpers.cli import Specgen
 from tests.helpers.heads import N_EMBD, prompts
@@ -106,6 +106,35 @@ def test_make_fits_a_small_model_to_the_target(specgen: Specgen, target: Path, a
     used = specgen("run", "-m", target, "--draft", fitted, "-t", "1", "-n", "16", "abc")
     plain = specgen("run", "-m", target, "--draft", "none", "-t", "1", "-n", "16", "abc")
     assert (used.code, used.out) == (0, plain.out)
+
+
+def test_make_cuts_a_draft_out_of_the_target(specgen: Specgen, tmp_path: Path, asked: Path) -> None:
+    target = write_tiny_model(tmp_path / "t.gguf", TinyConfig(n_layer=5, logit_scale=6.0))
+    options = ("--prompts", asked, "--tokens", "1200", "--kind", "pruned", "--json")
+    made = specgen("draft", "make", "-m", target, *options, *MACHINE)
+    assert made.code == 0, made.err
+    identity = identify(target)
+    assert identity is not None
+    path = pruned_file(cache(), identity)
+    assert "of 5 layers left out" in made.err
+    tried = {Path(draft["draft"]).name for draft in json.loads(made.out)["drafts"]}
+    assert tried == {path.name, "ngram", "none"}
+    used = specgen("run", "-m", target, "--draft", path, "-t", "1", "-n", "16", "abc")
+    plain = specgen("run", "-m", target, "--draft", "none", "-t", "1", "-n", "16", "abc")
+    assert (used.code, used.out) == (0, plain.out)
+
+
+def test_a_target_that_cannot_be_cut_is_refused(
+    specgen: Specgen, target: Path, asked: Path
+) -> None:
+    options = ("--prompts", asked, "--tokens", "600", "--kind", "pruned", "-q")
+    result = specgen("draft", "make", "-m", target, *options, *MACHINE)
+    assert result.code == 4
+    assert result.err.splitlines() == [
+        "error: t.gguf: no layers can be left out: it has 2 layers only",
+        "hint: make another draft: --kind heads, or --kind distilled",
+    ]
+    assert not (cache() / "made").exists(), "before it writes a text"
 
 
 def test_a_model_to_fit_goes_with_its_kind(specgen: Specgen, target: Path) -> None:

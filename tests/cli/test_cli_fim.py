@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import stat
 import subprocess
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from specgen.cli import output
-from specgen.cli.fim import LOCATION
 from tests.helpers.cli import Result, complaint, events_of, in_process
 from tests.helpers.common import ROOT
 from tests.tiny import TinyConfig, write_tiny_model
@@ -205,7 +203,7 @@ def test_a_file_that_somebody_else_changed_is_left_alone(
 def test_a_long_text_is_read_as_far_as_a_few_seconds_suffice(
     fim: Fim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.session.measurements.tokens_read_in", lambda *_: 300)
+    monkeypatch.setattr("specgen.session.calibration.tokens_read_in", lambda *_: 300)
     write("a.txt", TEXT * 40)
     found = fim("a.txt:80", "--json")
     assert events_of(found)[0]["n_prompt_tokens"] == 256
@@ -226,30 +224,6 @@ def test_what_the_context_has_no_room_for(fim: Fim) -> None:
     )
     assert note.endswith("tokens behind the gap, b.txt")
     assert fim("a.txt:60", "-c", "200", "-q").err == ""
-
-
-def test_a_middle_that_was_cut_off_is_written_with_a_note(fim: Fim) -> None:
-    write("a.txt")
-    found = fim("a.txt:1", "-n", "2", "--in-place")
-    assert (found.code, found.err) == (0, "note: the middle was cut off after 2 tokens\n")
-    assert Path("a.txt").read_text(encoding="utf-8") == TEXT[:10] + found.out + TEXT[10:]
-
-
-@pytest.mark.parametrize(
-    ("place", "file", "line", "column"),
-    [
-        (r"C:\x.py:3", r"C:\x.py", "3", None),
-        (r"C:\x.py:3:4", r"C:\x.py", "3", "4"),
-        ("C:/x.py:3", "C:/x.py", "3", None),
-        ("a:b:7", "a:b", "7", None),
-    ],
-)
-def test_names_of_files_may_have_colons(
-    place: str, file: str, line: str, column: str | None
-) -> None:
-    found = LOCATION.fullmatch(place)
-    assert found is not None
-    assert (found["file"], found["line"], found["column"]) == (file, line, column)
 
 
 @pytest.mark.parametrize(
@@ -284,12 +258,6 @@ def test_bad_input(fim: Fim, arguments: tuple[str, ...], code: int, words: str) 
     assert words in complaint(fim(*arguments), code)
 
 
-def test_a_model_that_knows_no_gaps(fim: Fim) -> None:
-    write("a.txt")
-    said = complaint(fim("a.txt:1", target="plain", draft="none"), 2)
-    assert "plain.gguf has no tokens for fill-in-the-middle" in said
-
-
 def test_a_model_without_gaps_is_refused_before_a_draft_is_chosen(
     models: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -310,11 +278,3 @@ def test_the_summary_never_follows_the_answer_in_its_line(models: Path, tmp_path
     alone = subprocess.run(command, capture_output=True, env=environment, check=True)
     assert not alone.stdout.endswith(b"\n")
     assert both.stdout.startswith(alone.stdout + b"\nanswer: 4 tokens")
-
-
-def test_events(fim: Fim) -> None:
-    write("a.txt")
-    *_, finished = events_of(fim("a.txt:2", "--json"))
-    assert finished["event"] == "finished"
-    assert json.dumps(finished["text"])
-    assert finished["n_tokens"] <= 12

@@ -1,8 +1,7 @@
-"""The two kinds of help, and what the shell completes."""
+"""The help, its examples, and what the shell completes."""
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 
 from specgen import cli
 from specgen.cli import command_line, flags
+from specgen.cli.command import EXAMPLES
 from specgen.cli.output import Output
-from specgen.cli.short_help import EXAMPLES, USUAL
 from tests.helpers.cli import in_process
 
 
@@ -29,40 +28,23 @@ COMMANDS = dict(commands())
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_short_help_fits_a_screen_and_has_three_examples(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = in_process(capsys)
-    short, full = run(*name.split(), "-h"), run(*name.split(), "--help")
-    assert short.code == full.code == 0
-    lines = short.out.splitlines()
-    assert len(lines) <= 40
-    assert max(map(len, lines)) <= 100
-    for example in EXAMPLES[name]:
-        assert f"  {example}" in lines
-        words = shlex.split(example) if example.startswith(f"specgen {name} ") else []
-        for word in words:
-            assert not word.startswith("-") or re.search(
-                rf"^  (.*, )?{word}\b", short.out, re.MULTILINE
-            )
-    assert len(full.out.splitlines()) > len(lines)
-    assert "<bool>" not in full.out
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_short_help_says_whole_clauses_on_a_narrow_terminal(
+def test_the_help_ends_with_examples_that_are_commands(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    text = in_process(capsys)(*name.split(), "-h").out
-    assert max(map(len, text.splitlines())) <= 80
-    assert " ...\n" not in text
-
-
-def test_the_short_help_shows_all_words_that_can_be_chosen(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert "--show accepted|all|none  " in in_process(capsys)("run", "-h").out
+    monkeypatch.setenv("COLUMNS", "100")
+    run = in_process(capsys)
+    help_ = run(*name.split(), "-h")
+    assert help_ == run(*name.split(), "--help")
+    assert help_.code == 0
+    assert "<bool>" not in help_.out
+    lines = [line.strip() for line in help_.out.splitlines() if line.strip()]
+    examples = EXAMPLES[name.rsplit(maxsplit=1)[-1]]
+    assert lines[-len(examples) :] == list(examples)
+    for example in examples:
+        words = shlex.split(example.split("specgen ", 1)[1].rstrip(")"))
+        path = next(path for path in COMMANDS if words[: len(path.split())] == path.split())
+        context = COMMANDS[path].context_class(COMMANDS[path], info_name=path)
+        COMMANDS[path].make_parser(context).parse_args(args=words[len(path.split()) :])
 
 
 @pytest.mark.parametrize("name", ["models", "draft"])
@@ -89,25 +71,10 @@ def test_an_error_of_usage_shows_the_value_or_what_to_do(
     assert said in result.err
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_the_examples_are_commands(name: str) -> None:
-    for example in EXAMPLES[name]:
-        words = shlex.split(example.split("specgen ", 1)[1].partition(" >")[0].rstrip(")"))
-        path = next(path for path in COMMANDS if words[: len(path.split())] == path.split())
-        command = COMMANDS[path]
-        context = command.context_class(command, info_name=path)
-        command.make_parser(context).parse_args(args=words[len(path.split()) :])
-
-
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_the_list_of_commands_says_what_each_command_says(name: str) -> None:
     text = command_line().commands[name].help or ""
     assert cli.COMMANDS[name] == text.partition("\n")[0]
-
-
-def test_the_usual_options_exist() -> None:
-    known = {name for each in COMMANDS.values() for option in each.params for name in option.opts}
-    assert {*USUAL} - known == {"--help"}
 
 
 def test_names_of_models_and_pairs_are_completed() -> None:

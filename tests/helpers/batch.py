@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specgen.options import ContextOptions, GenerationOptions, SamplerOptions, SessionOptions
-from specgen.serve.batch.line_worker import WorkerJob
 from specgen.serve.batch.lines import Line, read_lines
+from specgen.serve.batch.on_ray import ActorJob
 from specgen.serve.batch.runner import Prompting
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 
 PROMPTING = Prompting(None, None, datetime(2026, 1, 1, tzinfo=timezone.utc))
 SETTINGS = {"target": "t.gguf"}
@@ -75,15 +75,16 @@ def wait_for_results(out: Path, n: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
-def open_tiny(path: Path) -> Models:
+def open_tiny(path: Path) -> Session:
     options = SessionOptions(
         path,
         draft="ngram",
         target_context=ContextOptions(n_threads=1),
         generation=GenerationOptions(max_tokens=20),
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
-def worker_job(path: Path, *, parallel: int = 2, largest: Sequence[Line] = ()) -> WorkerJob:
-    return WorkerJob(partial(open_tiny, path), PROMPTING, SETTINGS, parallel, tuple(largest))
+def actor_job(path: Path) -> ActorJob:
+    files = {str(path): path.stat().st_size}
+    return ActorJob(partial(open_tiny, path), PROMPTING, SETTINGS, 2, files)

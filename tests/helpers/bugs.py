@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.drafters import Drafter, Drafting, WrappedDrafter
+from specgen.drafters.cascade import WrappedDrafter
 from specgen.events import CommittedEvent, Event
+from specgen.method.distribution import Distribution
 from specgen.method.draft import ROOT, Draft
+from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import Offer, Policy, RoundPlan, Stop
 from specgen.method.verify import MatchVerifier, Target, Verdict, Verifier
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
-from specgen.text.sampling import Distribution
 from specgen.text.sequence import Sequence
 
 
@@ -82,11 +83,11 @@ class _PickyStop:
     def needs_confidence(self) -> bool:
         return self.inner.needs_confidence
 
-    def keeps(self, confidences: abc.Sequence[float]) -> bool:
-        return self.inner.keeps(confidences)
+    def wants_token(self, confidences: abc.Sequence[float]) -> bool:
+        return self.inner.wants_token(confidences)
 
-    def looks(self, confidences: abc.Sequence[float]) -> bool:
-        return self.inner.looks(confidences)
+    def wants_decode(self, confidences: abc.Sequence[float]) -> bool:
+        return self.inner.wants_decode(confidences)
 
     def cut(self, draft: Draft) -> Draft:
         kept = self.inner.cut(draft)

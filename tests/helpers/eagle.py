@@ -23,7 +23,7 @@ from specgen.options import (
     TreeShape,
 )
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from tests.helpers.common import EXACT
 from tests.tiny import Architecture, TinyConfig, tiny_vocabulary, write_tiny_model
 from tests.tiny.eagle import TinyDflash, TinyEagle, write_tiny_dflash, write_tiny_eagle
@@ -83,23 +83,23 @@ def loaded(
     ignore_eos: bool = False,
     n_ctx: int | None = None,
     **drafting: Any,
-) -> Models:
+) -> Session:
     """A target with its draft: by default chains of three, without n-grams, or trees of six."""
     fixed = {"policy": "fixed", "max_tokens": 6 if tree.is_fixed else 3, "p_min": 0.0}
     asked: dict[str, Any] = {"ngrams": False, **({} if "policy" in drafting else fixed), **drafting}
     options = SessionOptions(
         target=folder / f"{target}.gguf",
-        draft=draft if draft in ("mtp", "none") else folder / f"{draft}.gguf",  # type: ignore[arg-type]
+        draft=draft if draft in ("mtp", "none") else folder / f"{draft}.gguf",
         drafting=DraftOptions(tree=tree, **asked),
         sampler=sampler,
         generation=GenerationOptions(max_tokens=n_tokens, ignore_eos=ignore_eos),
         target_context=replace(EXACT, n_ctx=n_ctx),
         draft_context=EXACT,
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
-def answered(opened: Models, prompt: str = PROMPT) -> tuple[list[Event], FinishedEvent]:
+def answered(opened: Session, prompt: str = PROMPT) -> tuple[list[Event], FinishedEvent]:
     """The events of an answer in which drafting did not fail."""
     events = list(generate(opened, opened.prompts.of_text(prompt, chat=False)))
     failed = [event for event in events if isinstance(event, NoticeEvent) and event.detail]

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from specgen.text.sampling import Distribution
+from specgen.method.distribution import Distribution
+from specgen.options import SamplerOptions
+from specgen.system.arrays import Logits
+from specgen.text.sampling import Sampler
+
+
+def distribution(logits: Logits, options: SamplerOptions) -> Distribution:
+    """The distribution of a chain of samplers for a row of logits, without a history."""
+    return Sampler(options).distribution(logits)
 
 
 class Fate:

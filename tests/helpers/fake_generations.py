@@ -10,26 +10,21 @@ from typing import Any, cast
 
 import numpy as np
 
-from specgen.drafters import (
-    Drafter,
-    Drafters,
-    Drafting,
-    ModelDrafter,
-    SuffixDrafter,
-    TranslatedDrafter,
-    TreeModelDrafter,
-    WrappedDrafter,
-    ready,
-)
-from specgen.drafters.translated import PrefixShaper, Translation
+from specgen.drafters.cascade import Cascade, WrappedDrafter
+from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.kind import DraftRequest, DraftShaper
+from specgen.drafters.ngram import SuffixDrafter
+from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Translation
+from specgen.drafters.tree import TreeModelDrafter
 from specgen.events import Event
 from specgen.method.backend import Batch
 from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Branches, Draft
-from specgen.method.loop import Loop
+from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import FixedPolicy, Policy, RoundPlan, RoundResult
 from specgen.method.verify import AutoVerifier, Verifier
-from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, parse_tree
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, TreeShape, parse_tree
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import guess_sampling
 from specgen.system.arrays import Logits
 from specgen.text.grammar.base import GrammarState
@@ -178,7 +173,7 @@ class Setup:
     language: Language = field(default_factory=lambda: random_language(N_VOCAB, seed=7))
     vocabulary: FakeVocabulary = field(default_factory=lambda: FakeVocabulary.letters(N_VOCAB))
     #: A drafter, several, or what makes one that sees the text.
-    drafter: Drafter | Drafters | Callable[[TextState], Drafter | Drafters] | None = None
+    drafter: Drafter | Cascade | Callable[[TextState], Drafter | Cascade] | None = None
     sampler: SamplerOptions = GREEDY
     grammar: GrammarState | None = None
     drafting: DraftOptions = field(
@@ -222,7 +217,7 @@ class Setup:
         return self.target
 
     def run(self, interrupted: Callable[[], bool] = lambda: False) -> tuple[Sequence, list[Event]]:
-        loop = Loop(self.backend(), Clock(), interrupted)
+        loop = AnswerLoop(self.backend(), Clock(), interrupted)
         generation = self.generation()
         events = list(loop.run(generation))
         events += loop.finish(generation, estimate_gain=False)
@@ -235,11 +230,41 @@ def plain_answer(setup: Setup) -> tuple[int, ...]:
     return tuple(generation.tokens[generation.n_prompt :])
 
 
-def drafters_of(drafter: Drafter | Drafters | None) -> Drafters | None:
+def drafters_of(drafter: Drafter | Cascade | None) -> Cascade | None:
     """The drafters of a generation that has this one. N-grams cost nothing, and speak first."""
-    if drafter is None or isinstance(drafter, Drafters):
+    if drafter is None or isinstance(drafter, Cascade):
         return drafter
-    return Drafters(drafter) if isinstance(drafter, SuffixDrafter) else Drafters(model=drafter)
+    return Cascade(drafter) if isinstance(drafter, SuffixDrafter) else Cascade(model=drafter)
+
+
+def draft_request(
+    state: TextState | None = None,
+    sampler: SamplerOptions | DraftShaper = GREEDY,
+    *,
+    seed: int = 99,
+    **fields: Any,
+) -> DraftRequest:
+    """A request to draft by these samplers, drawn at random if they are; other `fields` as they are given."""
+    state = state or TextState(PROMPT)
+    if not isinstance(sampler, SamplerOptions):
+        return DraftRequest(state, sampler, np.random.default_rng(seed), **fields)
+    chain = Sampler(sampler)
+    fields = {"draws": chain.is_random, **fields}
+    return DraftRequest(state, Shaper(chain, state), np.random.default_rng(seed), **fields)
+
+
+def tree_request(
+    shape: str | TreeShape,
+    sampler: SamplerOptions = GREEDY,
+    state: TextState | None = None,
+    *,
+    draws: bool = False,
+    **fields: Any,
+) -> DraftRequest:
+    """A request for trees of a shape; `sampler` is the target's."""
+    shape = parse_tree(shape) if isinstance(shape, str) else shape
+    shaped = sampler if draws else guess_sampling(sampler, shape)
+    return draft_request(state, shaped, draws=draws, branches=True, shape=shape, **fields)
 
 
 def model_drafter(
@@ -257,16 +282,9 @@ def model_drafter(
     """A drafter and its backend. It needs the text's state where samplers look back, and costs
     where drafting has a price."""
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=n_batch, n_sequences=1)
-    chain = Sampler(sampler)
-    drafter = ModelDrafter(
-        backend,
-        Shaper(chain, state or TextState(PROMPT)),
-        np.random.default_rng(seed),
-        draws=chain.is_random,
-        n_shared_tokens=vocabulary.n_tokens if n_shared_tokens is None else n_shared_tokens,
-        costs=costs,
-    )
-    return drafter, backend
+    request = draft_request(state, sampler, seed=seed, costs=costs or CostTable())
+    n_shared = vocabulary.n_tokens if n_shared_tokens is None else n_shared_tokens
+    return ModelDrafter(backend, request, n_shared_tokens=n_shared), backend
 
 
 def tree_drafter(
@@ -283,21 +301,13 @@ def tree_drafter(
     n_sequences: int = 40,
     n_deepest: int | None = None,
 ) -> tuple[TreeModelDrafter, FakeBackend]:
-    """A drafter of trees of a shape as `--tree` has it, and its backend, as `DraftModel` makes it.
-    `sampler` is the target's."""
+    """A drafter of trees of a shape as `--tree` has it, and its backend. `sampler` is the target's."""
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=64, n_sequences=n_sequences)
-    shaped = sampler if draws else guess_sampling(sampler, parse_tree(shape))
-    drafter = TreeModelDrafter(
-        backend,
-        Shaper(Sampler(shaped), state or TextState(PROMPT)),
-        np.random.default_rng(seed),
-        draws=draws,
-        n_shared_tokens=vocabulary.n_tokens,
-        shape=parse_tree(shape),
-        costs=costs,
-        n_deepest=n_deepest,
+    costs = costs or CostTable()
+    request = tree_request(
+        shape, sampler, state, draws=draws, seed=seed, costs=costs, n_deepest=n_deepest
     )
-    return drafter, backend
+    return TreeModelDrafter(backend, request, n_shared_tokens=vocabulary.n_tokens), backend
 
 
 def translated_drafter(
@@ -316,13 +326,8 @@ def translated_drafter(
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=n_batch, n_sequences=1)
     text = translation.text(state.tokens, draft_prompt)
     shaper = PrefixShaper(translation.draft_lexicon, vocabulary.end_tokens() if ignore_eos else ())
-    inner = ModelDrafter(
-        backend,
-        shaper,
-        np.random.default_rng(seed),
-        draws=False,
-        n_shared_tokens=vocabulary.n_tokens,
-    )
+    request = draft_request(TextState(()), shaper, seed=seed)
+    inner = ModelDrafter(backend, request, n_shared_tokens=vocabulary.n_tokens)
     return TranslatedDrafter(inner, translation, text, shaper), backend
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from specgen.models import CatalogueModel, DownloadProgress, HubSource, PypiSource, folder_of
+from specgen.models import CatalogueModel, HubSource, PypiSource, folder_of
+from specgen.models.progress import DownloadProgress
 from tests.helpers.common import ROOT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -377,6 +378,7 @@ def use_hub(patch: pytest.MonkeyPatch, folder: Path, server: WebServer) -> None:
         "HUGGINGFACE_CO_URL_TEMPLATE": f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
     }.items():
         patch.setattr(f"huggingface_hub.constants.{name}", value)
+    patch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 65_536)
 
 
 def environment(folder: Path, server: WebServer) -> dict[str, str]:

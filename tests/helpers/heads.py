@@ -9,7 +9,7 @@ from pathlib import Path
 
 from specgen.llama.decoder_heads import write_heads
 from specgen.options import ContextOptions, GenerationOptions, SessionOptions
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.train.heads import TrainedHeads, train_heads
 from specgen.train.target_text import TargetText, write_text
 from specgen.train.training_loop import Budget
@@ -25,7 +25,7 @@ def prompts(n: int = 80) -> list[str]:
     return ["".join(rng.choices("abcdefgh ", k=24)) + str(number) for number in range(n)]
 
 
-def opened(target: Path) -> Models:
+def opened(target: Path) -> Session:
     """A target without a draft."""
     context = ContextOptions(n_threads=1, n_gpu_layers=0)  # quicker for tiny models
     options = SessionOptions(
@@ -35,10 +35,10 @@ def opened(target: Path) -> Models:
         target_context=context,
         draft_context=context,
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
-def written(loaded: Models, folder: Path, texts: Sequence[str], n_tokens: int = N_TOKENS) -> int:
+def written(loaded: Session, folder: Path, texts: Sequence[str], n_tokens: int = N_TOKENS) -> int:
     """Let a target write into a folder."""
     return write_text(
         loaded,
@@ -51,7 +51,7 @@ def written(loaded: Models, folder: Path, texts: Sequence[str], n_tokens: int = 
     )
 
 
-def trained(loaded: Models, folder: Path, seconds: float = 60.0) -> TrainedHeads | None:
+def trained(loaded: Session, folder: Path, seconds: float = 60.0) -> TrainedHeads | None:
     """Heads by the text in a folder."""
     model = loaded.target
     return train_heads(

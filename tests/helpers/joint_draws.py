@@ -15,13 +15,13 @@ from specgen.measure.verify import tokens_of
 from specgen.method.backend import Backend, Batch, HiddenBackend
 from specgen.method.cost_table import CostTable
 from specgen.method.draft import ROOT, Draft
-from specgen.method.loop import Loop
 from specgen.method.policy import Offer, Policy, RoundPlan
 from specgen.method.verify import Target, Verdict, Verifier
+from specgen.session.answer_loop import AnswerLoop
+from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.loaded_models import Models
-from specgen.session.measurements import measure_if_costs_decide
 from specgen.session.prompts import Prompt
+from specgen.session.session import Session
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.sequence import Sequence as TextSequence
 from specgen.text.tally import Tally
@@ -193,7 +193,7 @@ def draw_jointly(
     """Draw `depth` tokens again and again at the place in an answer where a wrong judgement is most visible; None
     if nothing is drafted. Drafts have one token, two, and so on in turn, so that the bonus token behind a whole
     draft is among the tested ones. `plant` may break the sequence that draws."""
-    loop = Loop(target, clock)
+    loop = AnswerLoop(target, clock)
     scout = _Scout(sequence.verifier)
     searching = replace(sequence.options, max_tokens=N_SEARCHED, stop=())
     answering = replace(sequence, verifier=scout, options=searching)
@@ -264,23 +264,19 @@ def exact_cells(sequence: TextSequence, target: Backend, depth: int) -> dict[Cel
 
 
 def draw_with_models(
-    loaded: Models, prompt: Prompt, depth: int, n_draws: int, seed: int
+    loaded: Session, prompt: Prompt, depth: int, n_draws: int, seed: int
 ) -> JointDraws | None:
     """Draw with loaded models; not for drafts from the target's states, which read its context."""
-    assert loaded.drafts.from_states is None
+    assert loaded.draft is None or loaded.draft.reads in ("text", "last states")
+    calibrate(loaded)
     n_ctx = loaded.context_size(len(prompt.tokens) + N_SEARCHED + depth)
-    with (
-        loaded.contexts(n_ctx) as (cache, draft_cache),
-        loaded.draft_contexts(n_ctx, helpers_only=True) as helpers,
-    ):
-        measure_if_costs_decide(loaded, cache, draft_cache)
+    with loaded.contexts(n_ctx) as (cache, draft_caches):
         n_past = len(prompt.tokens)
-        memo = MemoBackend if loaded.drafts.heads is None else MemoWithStates
+        reads_states = loaded.draft is not None and loaded.draft.reads == "last states"
+        memo = MemoWithStates if reads_states else MemoBackend
         target = memo(cache, loaded.costs.table(None, n_past))
         drafts = [
-            MemoBackend(each, loaded.costs.table(each.model.path, n_past))
-            for each in (draft_cache, *helpers)
-            if each is not None
+            MemoBackend(each, loaded.costs.table(each.model.path, n_past)) for each in draft_caches
         ]
 
         def clock() -> float:
@@ -289,9 +285,8 @@ def draw_with_models(
         sequence = DrafterFactory(loaded).sequence(
             prompt,
             n_ctx,
-            drafts[0] if drafts else None,
+            drafts,
             seed,
-            helpers=drafts[1:],
             make_shaper=RememberingShaper,
         )
         return draw_jointly(sequence, target, depth, n_draws, clock=clock)

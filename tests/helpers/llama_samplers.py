@@ -11,9 +11,9 @@ import llama_cpp
 import numpy as np
 import pytest
 
+from specgen.method.distribution import Distribution
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Distribution
 
 #: llama_token_data as NumPy sees it.
 TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specgen.measure.verify import movement, plain_rows, plain_texts
+from specgen.method.distribution import Distribution
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Distribution, Sampler
+from specgen.text.sampling import Sampler
 from specgen.text.sequence import Sequence as TextSequence
 from specgen.text.text_state import Shaper, TextState
 
@@ -34,7 +35,7 @@ class _Watch(Shaper):
         return super().distribution(logits, path)
 
 
-def moved_rows(loaded: Models, prompts: Sequence[Prompt], n_at_once: int) -> list[float]:
+def moved_rows(loaded: Session, prompts: Sequence[Prompt], n_at_once: int) -> list[float]:
     """The movements of all rows that greedy answers were chosen from, `n_at_once` made at once."""
     texts = plain_texts(loaded, prompts)
     rows = [

@@ -21,13 +21,12 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
-from specgen.serve.server.addresses import bound_socket, url_of
 from specgen.serve.server.model_pool import ModelEntry, ModelPool, OpenedModel
-from specgen.serve.server.options import ServerOptions
+from specgen.serve.server.options import ServerOptions, bound_socket, url_of
 from specgen.serve.server.run import DrainingServer, http_server
-from specgen.session.calibration.memory import Memory
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
+from specgen.session.memory import Memory
+from specgen.session.session import Session
 from tests.helpers.common import EXACT
 
 #: Drafts in every round: what measured costs say of tiny models is a matter of chance.
@@ -42,7 +41,7 @@ class Running:
     """A server that is running."""
 
     url: str
-    loaded: Models
+    loaded: Session
     engine: Engine
     http: httpx.Client
     server: DrainingServer
@@ -87,7 +86,7 @@ def session_of(
     sampler: SamplerOptions | None = None,
     drafting: DraftOptions = FIXED,
     clock: Callable[[], float] = time.perf_counter,
-) -> Models:
+) -> Session:
     """A session whose rows are exact."""
     options = SessionOptions(
         target=target,
@@ -98,12 +97,12 @@ def session_of(
         target_context=EXACT,
         draft_context=EXACT,
     )
-    return Models(options, clock, Memory())
+    return Session(options, clock, Memory())
 
 
 @contextlib.contextmanager
 def running(
-    loaded: Models,
+    loaded: Session,
     options: ServerOptions | None = None,
     *,
     n_parallel: int = 4,
@@ -131,10 +130,8 @@ def answering(
 ) -> Iterator[tuple[DrainingServer, threading.Thread, httpx.Client]]:
     """Answer requests with the models of a pool in a thread of this process, and give a client with the key."""
     keys = {"Authorization": f"Bearer {options.api_keys[0]}"} if options.api_keys else {}
-    with (
-        bound_socket(options.host, options.port, options.limits.client_s) as bound,
-        http_server(pool, options) as server,
-    ):
+    server = http_server(pool, options)
+    with bound_socket(options.host, options.port, options.limits.client_s) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         try:

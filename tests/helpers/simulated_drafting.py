@@ -92,18 +92,18 @@ def run(
     world: World,
     policy: Policy,
     *,
-    backlog_s: float = 0.0,
+    prefill_s: float = 0.0,
     slowness: Callable[[], float] = lambda: 1.0,
 ) -> Run:
-    """Let a policy decide about a model's drafts through the whole text. `backlog_s` is what the
+    """Let a policy decide about a model's drafts through the whole text. `prefill_s` is what the
     model has to read first, once. Drafting and verifying take `slowness()` times as long."""
     found = Run()
-    place, behind_s = 0, backlog_s
+    place, behind_s = 0, prefill_s
     while place < world.n_tokens:
         n_left = world.n_tokens - place
         whole, draft_s = NO_DRAFT, 0.0
         price = Price(world.draft_s, world.draft_s, behind_s)
-        plan = policy.plan(Offer(n_left, n_left - 1, drafter="model", price=always(price)))
+        plan = policy.plan(Offer(n_left, n_left - 1, drafter="model", price=price))
         if plan.n_max >= 1:
             draft_s, behind_s = behind_s, 0.0
             whole, n_looks = _drafted(world, plan, place)
@@ -134,11 +134,6 @@ def run(
     return found
 
 
-def always(price: Price) -> Callable[[int], Price]:
-    """The price of a drafter wherever it starts."""
-    return lambda _n_found: price
-
-
 def _drafted(world: World, plan: RoundPlan, place: int) -> tuple[Draft, int]:
     """What a model drafts, and how many decodes that took."""
     tokens: list[int] = []
@@ -150,11 +145,11 @@ def _drafted(world: World, plan: RoundPlan, place: int) -> tuple[Draft, int]:
         at = place + len(tokens)
         confidence = float(world.confidences[at])
         looks.append(confidence)
-        if not plan.keeps(looks):
+        if not plan.wants_token(looks):
             break
         tokens.append(at if world.rights[at] else WRONG)
         confidences.append(confidence)
-        if len(tokens) == plan.n_max or not plan.looks(looks):
+        if len(tokens) == plan.n_max or not plan.wants_decode(looks):
             break
     return Draft.chain(tokens, "model", confidences, looks=looks), n_looks
 

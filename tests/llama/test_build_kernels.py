@@ -168,14 +168,6 @@ def test_a_file_whose_flags_are_unknown_is_left_out(source: Path, tmp_path: Path
     assert not any("avx_vnni.o" in word for word in commands[-1])
 
 
-def test_a_file_that_is_needed_is_not_left_out(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old = Compiler(tmp_path / "old", refused="-mavx2")
-    assert build(source, old.environment) is None
-    assert "could not build avx2.cpp" in capsys.readouterr().err
-
-
 def test_a_failure_is_told_and_leaves_no_older_library(
     source: Path, compiler: Compiler, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -238,25 +230,6 @@ def test_the_build_can_be_skipped(
     assert "SPECGEN_KERNELS_BUILD is off" in capsys.readouterr().err
     with pytest.raises(BuildError, match="it can be auto, off, required"):
         build(source, {build_kernels.VARIABLE: "perhaps"})
-
-
-def test_the_program_prints_the_library(
-    source: Path,
-    compiler: Compiler,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(build_kernels, "ROOT", source)
-    monkeypatch.setenv("CXX", str(compiler.path))
-    build_kernels.main([])
-    assert capsys.readouterr().out == f"{source / LIBRARY}\n"
-    (source / "kernels" / "avx2.cpp").write_text("error\n")
-    with pytest.raises(SystemExit) as exit_:
-        build_kernels.main(["--force"])
-    assert exit_.value.code == 1
-    monkeypatch.setenv(build_kernels.VARIABLE, "required")
-    with pytest.raises(SystemExit, match="could not build avx2"):
-        build_kernels.main([])
 
 
 def test_a_real_compiler_makes_a_library_that_loads(source: Path) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from specgen.drafters.hidden_trail import LastHidden
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama.decoder_heads import (
     DecoderHeads,
@@ -22,16 +20,16 @@ from specgen.llama.decoder_heads import (
 )
 from specgen.llama.operators import FloatArray, dequantize
 from specgen.method.backend import Batch
-from specgen.method.loop import Loop
 from specgen.options import (
     DraftOptions,
     GenerationOptions,
     Grammar,
     SessionOptions,
 )
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.loaded_models import Models
-from specgen.train.heads import Adam, Network
+from specgen.session.session import Session
+from specgen.text.hidden_trail import LastHidden
 from tests.helpers.common import EXACT
 from tests.helpers.heads import make_heads, opened, prompts, trained, written
 from tests.tiny import TinyConfig, write_tiny_model
@@ -50,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(
     folder: Path, draft: Path | None = None, *, target: str = "t.gguf", grammar: str | None = None
-) -> Models:
+) -> Session:
     options = SessionOptions(
         target=folder / target,
         draft=draft or folder / "heads.gguf",
@@ -61,7 +59,7 @@ def loaded(
         target_context=EXACT,
         draft_context=EXACT,
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
 # --- what they compute --------------------------------------------------------------------------
@@ -208,8 +206,8 @@ def test_nothing_drafts_for_heads(folder: Path) -> None:
     options = SessionOptions(
         target=folder / "t.gguf", draft=folder / "heads.gguf", helpers=("ngram",)
     )
-    with pytest.raises(UsageError, match="decoder heads take no draft of their own"):
-        Models(options, time.perf_counter)
+    with pytest.raises(UsageError, match="takes no draft of its own"):
+        Session(options, time.perf_counter)
 
 
 # --- drafting -----------------------------------------------------------------------------------
@@ -235,8 +233,8 @@ def test_the_loop_leaves_the_state_behind_what_was_read(folder: Path, grammar: s
     with loaded(folder, grammar=grammar) as speculative:
         prompt = speculative.prompts.of_text(PROMPT)
         with speculative.contexts(512) as (target, _), speculative.contexts(512) as (alone, _):
-            loop = Loop(target, time.perf_counter)
-            generation = DrafterFactory(speculative).sequence(prompt, 512, None, 0)
+            loop = AnswerLoop(target, time.perf_counter)
+            generation = DrafterFactory(speculative).sequence(prompt, 512, (), 0)
             loop.start(generation)
             last = generation.hidden
             assert isinstance(last, LastHidden)
@@ -273,51 +271,3 @@ def test_trained_heads_agree_more_than_the_linear_map_and_than_chance(folder: Pa
     assert sum(made.after.top_1) >= sum(made.before.top_1)
     assert made.after.top_1[0] > 0.2
     assert all(four >= one for one, four in zip(made.after.top_1, made.after.top_4, strict=True))
-
-
-def test_gradients_are_those_of_the_loss() -> None:
-    """Compared with differences: two passes one after the other, in double precision."""
-    rng = np.random.default_rng(5)
-    n_embd, n_inner, n = 6, 4, 3
-    linear = np.zeros((2 * n_embd + 1, n_embd), np.float32)
-    network = Network(linear, n_embd, n_inner, rng)
-    for name, values in network.parameters.items():
-        network.parameters[name] = rng.normal(0.0, 0.3, values.shape)
-    states: Any = rng.normal(0.0, 1.0, (n, n_embd))
-    embedded: Any = rng.normal(0.0, 1.0, (2, n, n_embd))
-    aims = rng.normal(0.0, 1.0, (2, n, n_embd))
-
-    def passes() -> list[Any]:
-        first = network.forward(states, embedded[0])
-        return [first, network.forward(first.result, embedded[1])]
-
-    def loss() -> float:
-        return float(
-            sum(
-                0.5 * np.square(each.result - aim).sum()
-                for each, aim in zip(passes(), aims, strict=True)
-            )
-        )
-
-    made = passes()
-    slopes = [each.result - aim for each, aim in zip(made, aims, strict=True)]
-    gradients = network.backward(made, slopes)
-    for name, values in network.parameters.items():
-        for place in list(np.ndindex(values.shape))[:: max(1, values.size // 7)]:
-            kept = values[place]
-            values[place] = kept + 1e-5
-            above = loss()
-            values[place] = kept - 1e-5
-            below = loss()
-            values[place] = kept
-            assert gradients[name][place] == pytest.approx(
-                (above - below) / 2e-5, rel=1e-4, abs=1e-6
-            )
-
-
-def test_adam_goes_downhill() -> None:
-    parameters = {"x": np.array([3.0, -2.0], np.float32)}
-    adam = Adam(parameters)
-    for _ in range(400):
-        adam.step({"x": 2.0 * parameters["x"]}, 0.05)
-    assert np.abs(parameters["x"]).max() < 0.05

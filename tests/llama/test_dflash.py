@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from specgen.drafters.kinds import find_kind
 from specgen.errors import ModelFileError, PairError
 from specgen.llama import LlamaModel
 from specgen.llama.dflash import DflashModel
-from specgen.llama.draft_kind import draft_kind
 from specgen.options import TreeShape
 from tests.helpers.eagle import (
     CONFIG,
@@ -29,9 +29,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_files(tmp_path_factory.mktemp("models"))
 
 
+def kind_name(path: Path) -> str | None:
+    kind = find_kind(path)
+    return kind.name if kind is not None else None
+
+
 def test_a_file_is_known_by_its_architecture(folder: Path) -> None:
-    assert all(draft_kind(folder / f"{name}.gguf") == "dflash" for name in DFLASHES)
-    assert draft_kind(folder / "llama.gguf") is None
+    assert all(kind_name(folder / f"{name}.gguf") == "dflash" for name in DFLASHES)
+    assert kind_name(folder / "llama.gguf") == "model"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from specgen.errors import ModelFileError
 from specgen.llama import LlamaModel, file_check
-from specgen.llama.file_check import FILE_NAME, CheckedFiles
+from specgen.llama.file_check import FILE_NAME
 from tests.helpers.tiny import with_a_token_twice
 from tests.tiny import Architecture, TinyConfig, write_tiny_model
 
@@ -149,17 +148,3 @@ def test_a_list_that_cannot_be_written_costs_a_check(
     file_check.check_file(model)
     file_check.check_file(model)
     assert read == [model, model]
-
-
-def test_the_latest_files_are_remembered(tmp_path: Path) -> None:
-    checked = CheckedFiles(tmp_path / "cache")
-    files = [tmp_path / str(number) for number in range(300)]
-    for file in files:
-        file.write_bytes(b"")
-        checked.add(file)
-    assert not checked.has(files[0])
-    assert checked.has(files[-1])
-    assert len(json.loads((tmp_path / "cache" / FILE_NAME).read_text())["results"]) == 256
-    assert not CheckedFiles().has(files[-1])
-    files[-1].unlink()
-    assert not checked.has(files[-1])

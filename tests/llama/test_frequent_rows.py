@@ -22,7 +22,7 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -150,7 +150,7 @@ def test_a_draft_never_says_what_it_does_not_compute(model_file: Path, temperatu
             generation=GenerationOptions(max_tokens=60, ignore_eos=True),
             target_context=ContextOptions(n_threads=2),
         )
-        with Models(options, time.perf_counter) as models:
+        with Session(options, time.perf_counter) as models:
             prompt = models.prompts.of_text("a prompt", chat=False)
             finished = list(generate(models, prompt))[-1]
         assert isinstance(finished, FinishedEvent)

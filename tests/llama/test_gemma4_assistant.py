@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from specgen.drafters import AssistantDrafter
+from specgen.drafters.gemma4 import AssistantDrafter
 from specgen.errors import BackendError, PairError
 from specgen.llama.gemma4_assistant import AssistantContext
-from specgen.measure.selection.trial import measure_target, try_draft
+from specgen.measure.trial import measure_target, try_draft
 from specgen.method.backend import Batch
 from specgen.method.draft import Draft
 from specgen.options import (
@@ -19,7 +19,7 @@ from specgen.options import (
     GenerationOptions,
     SessionOptions,
 )
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from tests.helpers.cli import Specgen
 from tests.helpers.common import EXACT
 from tests.helpers.gemma4_assistant import write_assistant, write_gemma4
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def loaded(folder: Path) -> Models:
+def loaded(folder: Path) -> Session:
     options = SessionOptions(
         target=folder / "target.gguf",
         draft=folder / "draft.gguf",
@@ -44,7 +44,7 @@ def loaded(folder: Path) -> Models:
         target_context=EXACT,
         draft_context=EXACT,
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def proposed(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], Draft]:
     return watched_drafts(monkeypatch, AssistantDrafter)
 
 
-def drafted_anew(models: Models, text: Sequence[int], n: int) -> list[int]:
+def drafted_anew(models: Session, text: Sequence[int], n: int) -> list[int]:
     """The likeliest tokens behind a text that the target reads in one batch."""
     n_read = len(text) - 1
-    with models.contexts(256) as (target, draft):
+    with models.contexts(256) as (target, (draft,)):
         assert isinstance(draft, AssistantContext)
         batch = Batch()
         for position, token in enumerate(text[:-1]):
@@ -103,7 +103,7 @@ def test_another_target_is_refused_by_name(folder: Path, tmp_path: Path, case: s
         target, reason = tmp_path / "target.gguf", "the keys of the target's last two layers"
         write_gemma4(target, n_head_kv=2)
     with pytest.raises(PairError, match=rf"draft.gguf cannot draft for target.gguf: .*{reason}"):
-        Models(SessionOptions(target=target, draft=draft), time.perf_counter)
+        Session(SessionOptions(target=target, draft=draft), time.perf_counter)
 
 
 def test_the_command_line_drafts_with_an_assistant(folder: Path, specgen: Specgen) -> None:

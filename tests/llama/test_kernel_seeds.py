@@ -18,9 +18,9 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
-from specgen.session.calibration.memory import Memory
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
+from specgen.session.memory import Memory
+from specgen.session.session import Session
 from tests.tiny import TinyConfig, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -62,7 +62,7 @@ def texts(models: Path, draft: DraftSource, samplers: str, drafting: DraftOption
             drafting=drafting,
             generation=GenerationOptions(max_tokens=24),
         )
-        with Models(options, time.perf_counter, memory) as loaded:
+        with Session(options, time.perf_counter, memory) as loaded:
             prompt = loaded.prompts.of_text(PROMPT, chat=False)
             *_, last = generate(loaded, prompt, estimate_gain=False)
         assert isinstance(last, FinishedEvent)

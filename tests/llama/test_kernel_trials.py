@@ -19,8 +19,8 @@ from specgen.llama.kernels.admission import TRIAL_FILE, KernelStatus, ModelTrial
 from specgen.llama.kernels.attached import Kernels, ask_before_loading
 from specgen.llama.kernels.trial import skeleton_of, try_kernels
 from specgen.options import KernelChoice
-from specgen.system import child_process
-from specgen.system.child_process import ChildTimeoutError, ask_child
+from specgen.system import processes
+from specgen.system.processes import ChildTimeoutError, ask_child
 from tests.helpers.cli import Cli
 from tests.helpers.common import linux
 from tests.helpers.kernels import stand_in
@@ -171,7 +171,7 @@ def test_a_hanging_child_is_asked_again_and_then_a_dead_one(
         return answer
 
     dying({"on": [3, 0]})
-    monkeypatch.setattr(child_process, "ask_child", slow)
+    monkeypatch.setattr(processes, "ask_child", slow)
     problem = "no answer within 120 s on step 3" if is_hanging else ""
     assert trials.problem_of(model) == problem
 
@@ -328,7 +328,7 @@ def test_kernels_that_die_in_a_trial_are_off_for_the_model(tmp_path: Path, model
 import json, sys
 from pathlib import Path
 from specgen.llama import LlamaModel
-from specgen.llama.kernels.attached import attached
+from specgen.llama.kernels import attached
 
 library, model = map(Path, sys.argv[1:])
 kernels = attached.attach(library)

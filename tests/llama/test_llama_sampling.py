@@ -9,9 +9,10 @@ import random
 import numpy as np
 import pytest
 
+from specgen.method.distribution import Distribution
 from specgen.options import DEFAULT_SAMPLERS, SamplerName, SamplerOptions
 from specgen.system.arrays import Logits, TokenArray
-from specgen.text.sampling import Distribution, Sampler
+from specgen.text.sampling import Sampler
 from tests.helpers.common import UNFILTERED
 from tests.helpers.llama_samplers import as_dict, assert_same, native_distribution
 

@@ -12,9 +12,10 @@ import pytest
 
 from specgen import cli
 from specgen.errors import BackendError, MemoryLimitError
-from specgen.llama.file_check import CheckedFiles
+from specgen.llama import file_check
 from specgen.llama.library import asserted
 from specgen.models import cache_folder
+from specgen.system.files import KeptResults
 from tests.helpers.common import ROOT
 from tests.helpers.tiny import with_a_token_twice
 from tests.tiny import TinyConfig, write_tiny_model
@@ -71,7 +72,9 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_a_failed_assertion_is_one_line(tmp_path: Path, tiny_models: Path, role: str) -> None:
     damaged = with_a_token_twice(tmp_path / "twice.gguf")
-    CheckedFiles(cache_folder()).add(damaged)  # wrongly: it would be refused otherwise
+    # Wrongly: it would be refused otherwise.
+    kept = KeptResults(cache_folder() / file_check.FILE_NAME, 1)
+    kept.add({file_check._key(damaged): True})  # noqa: SLF001
     target = damaged if role == "target" else tiny_models / "target.gguf"
     draft = damaged if role == "draft" else "none"
     result = run("-m", "specgen", "run", "-m", target, "-md", draft, "-n", "4", "abc")

@@ -12,7 +12,6 @@ from specgen.llama import operators
 from specgen.llama.kernels.attached import Kernels
 from specgen.llama.operators import (
     CPU_BUFFER,
-    AttentionOptions,
     FloatArray,
     Matrix,
     Weights,
@@ -76,11 +75,11 @@ def test_further_dimensions_are_batches() -> None:
 
 def test_other_buffer_types_compute_the_same() -> None:
     found = operators.buffer_types()
-    assert found[0] == CPU_BUFFER
+    assert next(iter(found)) == CPU_BUFFER
     weights, tokens = quantize(normal(64, 512), "q4_0"), normal(7, 512)
     with Matrix(weights) as matrix:
         expected = multiply(matrix, tokens)
-    for buffer_type in found[1:]:
+    for buffer_type in list(found)[1:]:
         if operators.takes("q4_0", weights.shape, buffer_type):
             with Matrix(weights, buffer_type) as matrix:
                 assert error(multiply(matrix, tokens), expected) < ROUNDED
@@ -88,7 +87,7 @@ def test_other_buffer_types_compute_the_same() -> None:
 
 def test_what_a_buffer_type_does_not_take_is_an_error() -> None:
     weights = quantize(normal(3, 32), "f32")
-    for buffer_type in operators.buffer_types()[1:]:
+    for buffer_type in list(operators.buffer_types())[1:]:
         if not operators.takes("f32", weights.shape, buffer_type):
             with pytest.raises(BackendError, match="does not take f32"):
                 Matrix(weights, buffer_type)
@@ -109,61 +108,32 @@ def test_products_with_experts(n_given: int) -> None:
 
 
 def test_shapes_that_do_not_fit_are_errors() -> None:
-    with Matrix(quantize(normal(4, 64), "q8_0")) as matrix:
-        with pytest.raises(ValueError, match="times a matrix"):
-            multiply(matrix, normal(2, 32))
-        with pytest.raises(ValueError, match="times a matrix"):
-            multiply(matrix, normal(64))
-        with pytest.raises(ValueError, match="no experts"):
-            multiply_experts(matrix, normal(1, 1, 64), np.zeros((1, 1), np.int32))
-    with Matrix(quantize(normal(2, 4, 64), "q8_0")) as matrix:
-        with pytest.raises(ValueError, match="multiply_experts"):
-            multiply(matrix, normal(2, 64))
-        with pytest.raises(ValueError, match="is none"):
-            multiply_experts(matrix, normal(1, 1, 64), np.full((1, 1), 2, np.int32))
-        with pytest.raises(ValueError, match="activations of"):
-            multiply_experts(matrix, normal(2, 1, 64), np.zeros((1, 1), np.int32))
+    with (
+        Matrix(quantize(normal(4, 64), "q8_0")) as matrix,
+        pytest.raises(ValueError, match="times a matrix"),
+    ):
+        multiply(matrix, normal(2, 32))
     with pytest.raises(ValueError, match="no multiple of 256"):
         quantize(normal(4, 64), "q4_k")
     with pytest.raises(ValueError, match="q9: not one of"):
         quantize(normal(4, 64), "q9")
     with pytest.raises(ValueError, match="bytes of weights"):
         Weights("q8_0", (4, 64), np.zeros(3, np.uint8))
-    with pytest.raises(ValueError, match="no shape"):
-        Weights("q8_0", (64,), np.zeros(68, np.uint8))
 
 
 # --- attention ------------------------------------------------------------------------------
 
 
 def reference(
-    queries: FloatArray,
-    keys: FloatArray,
-    values: FloatArray,
-    mask: Any,
-    options: AttentionOptions,
+    queries: FloatArray, keys: FloatArray, values: FloatArray, mask: Any = 0.0
 ) -> FloatArray:
     """Attention as its formula has it."""
     n_heads, size = queries.shape[2:]
     keys, values = (np.repeat(part, n_heads // part.shape[2], axis=2) for part in (keys, values))
-    scale = options.scale or size**-0.5
-    scores = np.einsum("srhk,schk->shrc", queries, keys).astype(np.float64) * scale
-    if options.softcap:
-        scores = options.softcap * np.tanh(scores / options.softcap)
-    if mask is not None:
-        slopes: Any = 1.0
-        if options.max_bias:  # for a power of two of heads
-            slopes = 2.0 ** (-options.max_bias / n_heads * np.arange(1, n_heads + 1))
-            slopes = slopes[None, :, None, None]
-        scores = scores + mask * slopes
-    top = scores.max(axis=-1, keepdims=True)
-    if options.sinks is not None:
-        top = np.maximum(top, options.sinks[None, :, None, None])
-    weights = np.exp(scores - top)
-    total = weights.sum(axis=-1, keepdims=True)
-    if options.sinks is not None:
-        total = total + np.exp(options.sinks[None, :, None, None] - top)
-    found: FloatArray = np.einsum("shrc,schv->srhv", weights / total, values).astype(np.float32)
+    scores = np.einsum("srhk,schk->shrc", queries, keys).astype(np.float64) * size**-0.5 + mask
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    found: FloatArray = np.einsum("shrc,schv->srhv", weights, values).astype(np.float32)
     return found
 
 
@@ -191,54 +161,12 @@ def test_attention_over_every_usual_cache(cache_type: str, tolerance: float) -> 
     computed = attend(
         queries, keys, values, mask, key_type=cache_type, value_type=cache_type, n_threads=2
     )
-    plain = AttentionOptions()
-    assert error(computed, reference(queries, keys, values, mask, plain)) < tolerance
+    assert error(computed, reference(queries, keys, values, mask)) < tolerance
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        AttentionOptions(),
-        AttentionOptions(scale=0.3),
-        AttentionOptions(softcap=2.0),
-        AttentionOptions(sinks=normal(8, seed=5)),
-    ],
-)
-@pytest.mark.parametrize("mask", [None, holes(1, 1, 5, 96), holes(2, 1, 5, 96)])
-def test_attention_with_all_it_may_have(options: AttentionOptions, mask: Any) -> None:
-    queries, keys, values = parts(n_streams=2)
-    computed = attend(queries, keys, values, mask, options=options)
-    assert error(computed, reference(queries, keys, values, mask, options)) < HALF
-
-
-def test_attention_with_a_bias_by_distance() -> None:
-    queries, keys, values = parts()
-    distance = np.linspace(-6.0, 0.0, 96, dtype=np.float16)
-    mask = np.broadcast_to(distance, (1, 1, 5, 96))
-    options = AttentionOptions(max_bias=8.0)
-    computed = attend(queries, keys, values, mask, options=options)
-    assert error(computed, reference(queries, keys, values, mask, options)) < HALF
-
-
-def test_values_may_have_another_size_than_keys() -> None:
-    queries, keys, values = parts(value_size=32)
-    computed = attend(queries, keys, values, None)
-    assert error(computed, reference(queries, keys, values, None, AttentionOptions())) < HALF
-
-
-def test_attentions_that_do_not_fit_are_errors() -> None:
-    queries, keys, values = parts()
-    with pytest.raises(ValueError, match="four dimensions"):
-        attend(queries[0], keys, values, None)
-    with pytest.raises(ValueError, match="values of"):
-        attend(queries, keys, values[:, :5], None)
-    with pytest.raises(ValueError, match="keys of"):
-        attend(queries[..., :32], keys, values, None)
-    with pytest.raises(ValueError, match="keys of"):
-        attend(queries[:, :, :7], keys, values, None)
-    with pytest.raises(ValueError, match="a mask of"):
-        attend(queries, keys, values, holes(1, 1, 5, 95))
-    with pytest.raises(ValueError, match="a bias needs a mask"):
-        attend(queries, keys, values, None, options=AttentionOptions(max_bias=8.0))
-    with pytest.raises(ValueError, match="sinks"):
-        attend(queries, keys, values, None, options=AttentionOptions(sinks=normal(3)))
+def test_attention_of_several_streams_and_sizes() -> None:
+    queries, keys, values = parts(n_streams=2, value_size=32)
+    for mask in (holes(1, 1, 5, 96), holes(2, 1, 5, 96)):
+        computed = attend(queries, keys, values, mask)
+        assert error(computed, reference(queries, keys, values, mask)) < HALF
+    assert error(attend(queries, keys, values, None), reference(queries, keys, values)) < HALF

@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specgen.cli.flags.machine import workers_of
+from specgen.cli.flags import machine
 from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
 from specgen.llama import LlamaBackend, LlamaModel, weights
 from specgen.llama.kernels.attached import Kernels
 from specgen.measure.worker_checks import worker_checks
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, Workers
-from specgen.session.calibration.memory import Memory
+from specgen.session.memory import Memory
 from specgen.system import worker_probe
 from specgen.system.arrays import Logits
 from specgen.system.worker_probe import (
@@ -416,7 +416,7 @@ class TestRemoteCalls:
     def test_what_was_alive_before_a_call_does_not_lengthen_it(self) -> None:
         script = """
 import time
-from specgen.llama.remote_calls import RemoteCalls
+from specgen.llama.rpc import RemoteCalls
 from specgen.errors import WorkerLostError
 calls = RemoteCalls(("127.0.0.1:1",), 2.0)
 assert calls(lambda: 7) == 7
@@ -440,14 +440,14 @@ class TestOptions:
     """--rpc and what goes with it, before anything is loaded."""
 
     def test_workers(self) -> None:
-        found = workers_of("a:1, b:2", "3,1", output_here=True, timeout_s=5.0)
+        found = machine(rpc="a:1, b:2", tensor_split="3,1", rpc_timeout=5.0).target.workers
         assert found is not None
         assert (found.endpoints, found.tensor_split, found.timeout_s) == (
             ("a:1", "b:2"),
             (3.0, 1.0),
             5.0,
         )
-        assert workers_of(None, None, output_here=False, timeout_s=5.0) is None
+        assert machine().target.workers is None
 
     @pytest.mark.parametrize(
         ("rpc", "split"),
@@ -463,7 +463,7 @@ class TestOptions:
     )
     def test_what_makes_no_sense_is_refused(self, rpc: str | None, split: str | None) -> None:
         with pytest.raises(UsageError):
-            workers_of(rpc, split, output_here=False, timeout_s=5.0)
+            machine(rpc=rpc, tensor_split=split)
 
     def test_other_programs_are_not_compared_over_the_wire(self) -> None:
         code, out, err = finished(specgen("bench", "--against", "llama.cpp", "--rpc", "a:1"))

@@ -25,7 +25,7 @@ from specgen.measure.verify import check_sampled
 from specgen.method.backend import Batch
 from specgen.options import SamplerOptions, parse_tree
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from tests.helpers.common import EXACT
 from tests.helpers.eagle import (
     BIASED,
@@ -67,7 +67,7 @@ class Case:
         """Whether random weights are often right, since few tokens can be drafted."""
         return self.sampler == BIASED
 
-    def loaded(self, folder: Path, **options: Any) -> Models:
+    def loaded(self, folder: Path, **options: Any) -> Session:
         ends = {"ignore_eos": True} if self.draft not in FILES else {}
         given: dict[str, Any] = {"sampler": self.sampler, **ends, **options}
         return loaded(folder, self.target, self.draft, **given)
@@ -105,10 +105,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- what is drafted ------------------------------------------------------------------------------
 
 
-def drafted_anew(opened: Models, text: Sequence[int], n: int) -> list[int]:
+def drafted_anew(opened: Session, text: Sequence[int], n: int) -> list[int]:
     """What is drafted behind a text by contexts that have seen nothing else."""
-    assert opened.drafts.eagle is not None
-    model, options = opened.drafts.eagle.model, {"n_ctx": 256, "clock": time.perf_counter}
+    assert opened.draft is not None
+    (model,) = opened.draft.models
+    options = {"n_ctx": 256, "clock": time.perf_counter}
     with ExitStack() as stack:
         target = LlamaBackend(opened.target, EXACT, **options)  # type: ignore[arg-type]
         stack.callback(target.close)

@@ -31,10 +31,10 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
-from specgen.session.calibration.memory import Memory
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
+from specgen.session.memory import Memory
 from specgen.session.request import Request
+from specgen.session.session import Session
 
 _WORDS = [
     "the",
@@ -112,7 +112,7 @@ class EngineSoak:
         memory = self._process.memory_full_info().uss / 2**20
         self.samples.append((self.n_tokens, round(memory, 1), self._process.num_fds()))
 
-    def _loaded(self, draft: DraftSource, drafting: DraftOptions) -> Models:
+    def _loaded(self, draft: DraftSource, drafting: DraftOptions) -> Session:
         generation = GenerationOptions(max_tokens=200)
         context = ContextOptions(n_threads=self._n_threads)
         options = SessionOptions(
@@ -123,7 +123,7 @@ class EngineSoak:
             drafting=drafting,
             generation=generation,
         )
-        return Models(options, time.perf_counter, self._memory)
+        return Session(options, time.perf_counter, self._memory)
 
     def _wish(self) -> tuple[str, SamplerOptions]:
         n = self._chance.randrange(1, 120)

@@ -23,9 +23,9 @@ from benchmarks.foresight import (
     share_reached,
     to_json,
 )
-from specgen.drafters import Drafter, Drafting, draft_alone, ready
 from specgen.measure.bench.plan import Field, Plan
-from specgen.measure.selection.trial import TargetAnswer, agreeing_path
+from specgen.measure.trial import TargetAnswer, agreeing_path
+from specgen.method.drafter import Drafter, Drafting, draft_alone, ready
 from specgen.method.policy import RoundPlan, draft_up_to
 from specgen.options import (
     AUTO_TREE,

@@ -14,7 +14,7 @@ from specgen import cli
 from specgen.cli.doctor import folder_line, llama_version_line
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.measure import doctor
-from specgen.system import child_process as child
+from specgen.system import processes as child
 from specgen.system.llama_build import REQUIRED_VERSION, Build
 from tests.helpers.common import posix
 from tests.tiny import TinyConfig, write_tiny_model

@@ -14,9 +14,9 @@ import pytest
 
 from specgen.errors import MemoryLimitError
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
-from specgen.session.calibration.memory import Memory
 from specgen.session.engine import Engine, generate
-from specgen.session.loaded_models import Models
+from specgen.session.memory import Memory
+from specgen.session.session import Session
 from tests.helpers.common import ROOT
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
@@ -153,7 +153,7 @@ def test_a_cache_that_vanishes_while_it_is_in_use_changes_nothing(
         cache=cache,
     )
     memory = Memory(cache / "learnt.json")
-    with Models(options, time.perf_counter, memory) as loaded, Engine(loaded) as engine:
+    with Session(options, time.perf_counter, memory) as loaded, Engine(loaded) as engine:
         (before,) = engine.answers([PROMPT])
         memory.save()
         files = [path for path in cache.rglob("*") if path.is_file()]
@@ -168,6 +168,6 @@ def test_a_cache_that_vanishes_while_it_is_in_use_changes_nothing(
         (after,) = engine.answers([PROMPT])
         memory.save()
     assert after == before
-    with Models(options, time.perf_counter, Memory(cache / "learnt.json")) as loaded:
+    with Session(options, time.perf_counter, Memory(cache / "learnt.json")) as loaded:
         *_, again = generate(loaded, loaded.prompts.of_text(PROMPT))
     assert getattr(again, "text", None) == before

@@ -26,7 +26,7 @@ from benchmarks.peers import (
 from benchmarks.prompt_lookup import CountingDrafter, LookupJob, run_lookup
 from specgen.options import ContextOptions, GenerationOptions, SessionOptions
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from tests.helpers.common import posix
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
@@ -50,7 +50,7 @@ LOOKUP_STDERR = """\
 
 
 @pytest.fixture
-def loaded(tmp_path: Path) -> Iterator[Models]:
+def loaded(tmp_path: Path) -> Iterator[Session]:
     path = write_tiny_model(tmp_path / "tiny.gguf", TinyConfig(logit_scale=6.0))
     options = SessionOptions(
         target=path,
@@ -59,7 +59,7 @@ def loaded(tmp_path: Path) -> Iterator[Models]:
         # Without flash attention rounding does not depend on the batch.
         target_context=ContextOptions(n_threads=1, flash_attention="off"),
     )
-    with Models(options, time.perf_counter) as models:
+    with Session(options, time.perf_counter) as models:
         yield models
 
 
@@ -96,7 +96,9 @@ def test_programs_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @posix
-def test_a_program_answers(loaded: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_answers(
+    loaded: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(PEERS_VARIABLE, str(tmp_path))
     monkeypatch.setenv("LLAMA_ARG_THREADS", "1")
     n_prompt = len(loaded.prompts.of_text("Hi there").tokens)
@@ -139,7 +141,7 @@ def test_drafted_and_accepted_tokens_are_counted() -> None:
     assert (drafter.n_drafted, drafter.n_accepted) == (9, 5)
 
 
-def test_lookup_says_what_the_target_says(loaded: Models) -> None:
+def test_lookup_says_what_the_target_says(loaded: Session) -> None:
     prompt = loaded.prompts.of_text("the sum is the sum is the sum", chat=False)
     *_, finished = generate(loaded, prompt)
     path = str(loaded.options.target)
@@ -176,7 +178,7 @@ def test_the_real_programs_read_prompts_as_specgen_does(
     context = ContextOptions(n_threads=1)
     generation = GenerationOptions(max_tokens=24)
     options = SessionOptions(path, "none", generation=generation, target_context=context)
-    with Models(options, time.perf_counter) as models:
+    with Session(options, time.perf_counter) as models:
         for setting in SETTINGS:
             if not setting.needs_mtp:
                 draft = path if setting.needs_draft else None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import pytest
 
-from specgen.drafters import Drafter
 from specgen.errors import BackendError
 from specgen.events import ReasonCount
-from specgen.measure.selection.trial import (
+from specgen.measure.trial import (
     Baseline,
     Replay,
     TargetAnswer,
@@ -19,8 +17,10 @@ from specgen.measure.selection.trial import (
     summarise,
 )
 from specgen.method.draft import Draft
+from specgen.method.drafter import Drafter
 from specgen.method.policy import RoundResult
 from specgen.options import DraftOptions, GenerationOptions
+from specgen.text.tally import Tally
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
     N_VOCAB,
@@ -77,9 +77,9 @@ def test_a_replay_drafts_and_accepts_what_the_two_together_would(
     setup.drafter = drafters()[name]()
     found = replayed(setup)
     tally = real.tally
-    assert found.n_rounds == tally.n_rounds
-    assert found.n_drafted == tally.n_drafted
-    assert found.n_accepted == tally.n_accepted
+    assert found.tally.n_rounds == tally.n_rounds
+    assert found.tally.n_drafted == tally.n_drafted
+    assert found.tally.n_accepted == tally.n_accepted
     assert found.n_tokens == tally.n_round_tokens
 
 
@@ -87,7 +87,9 @@ def test_the_drafts_differ_in_what_is_accepted() -> None:
     rates = {}
     for name, make in drafters().items():
         found = replayed(Setup(drafter=make()))
-        rates[name] = found.n_accepted / found.n_drafted if found.n_drafted else 0.0
+        rates[name] = (
+            found.tally.n_accepted / found.tally.n_drafted if found.tally.n_drafted else 0.0
+        )
     assert rates["itself"] == 1.0
     assert rates["itself"] > rates["close"] > rates["far"]
 
@@ -104,7 +106,7 @@ def test_an_answer_that_ends_by_itself_is_replayed_to_its_end() -> None:
     setup.drafter = model_drafter(setup.language, vocabulary)[0]
     real, _ = setup.run()
     setup.drafter = model_drafter(setup.language, vocabulary)[0]
-    assert replayed(setup).n_accepted == real.tally.n_accepted
+    assert replayed(setup).tally.n_accepted == real.tally.n_accepted
 
 
 def test_what_a_round_costs_is_the_batch_and_the_drafting() -> None:
@@ -113,24 +115,24 @@ def test_what_a_round_costs_is_the_batch_and_the_drafting() -> None:
         Setup(drafter=drafters()["itself"](), options=GenerationOptions(max_tokens=11))
     )
     # 10 tokens after the prompt's: rounds of 4 + 1 of them.
-    assert (itself.n_tokens, itself.n_rounds, itself.n_drafted) == (10, 2, 8)
-    assert (itself.start_s, itself.draft_s) == (1.0, 2.0)
-    assert itself.target_s == 2 * 18.0
+    assert (itself.n_tokens, itself.tally.n_rounds, itself.tally.n_drafted) == (10, 2, 8)
+    assert (itself.start_s, itself.tally.draft_s) == (1.0, 2.0)
+    assert itself.tally.target_s == 2 * 18.0
     assert itself.token_s == 10.0
     assert itself.speedup == pytest.approx(100 / 38)
 
 
 def test_without_a_drafter_nothing_is_gained_or_lost() -> None:
     found = replayed(Setup())
-    assert found.n_drafted == 0
-    assert found.draft_s == found.start_s == 0.0
+    assert found.tally.n_drafted == 0
+    assert found.tally.draft_s == found.start_s == 0.0
     assert found.speedup == pytest.approx(1.0)
 
 
 def test_a_drafter_that_drafts_nothing_costs_its_time() -> None:
     found = replayed(Setup(drafter=NoDrafter(), options=GenerationOptions(max_tokens=11)))
     # Each round is planned, that of the last token too.
-    assert (found.n_rounds, found.draft_s) == (10, 10.0)
+    assert (found.tally.n_rounds, found.tally.draft_s) == (10, 10.0)
     assert found.speedup == pytest.approx(100 / 110)
 
 
@@ -140,12 +142,12 @@ def test_the_drafter_is_told_what_became_of_its_drafts() -> None:
     drafter.observe = results.append  # type: ignore[method-assign, assignment]
     found = replayed(Setup(drafter=drafter))
     # One for the prompt, which had no draft, and one a round.
-    assert len(results) == 1 + found.n_rounds
+    assert len(results) == 1 + found.tally.n_rounds
     assert len(results[0].draft) == 0
-    assert sum(len(result.path) for result in results) == found.n_accepted > 0
-    assert sum(len(result.draft) for result in results) == found.n_drafted
+    assert sum(len(result.path) for result in results) == found.tally.n_accepted > 0
+    assert sum(len(result.draft) for result in results) == found.tally.n_drafted
     assert {result.n_rows for result in results} == {1 + len(r.draft) for r in results}
-    assert sum(result.target_s for result in results[1:]) == pytest.approx(found.target_s)
+    assert sum(result.target_s for result in results[1:]) == pytest.approx(found.tally.target_s)
 
 
 def test_what_a_drafter_raises_is_raised() -> None:
@@ -180,12 +182,20 @@ def a_replay(
         n_undrafted = 0 if draft_s else n_rounds
     n_drafted = 3 * n_rounds if draft_s else 0
     n_accepted = n_tokens - n_rounds
-    reasons = (ReasonCount("acceptance", "too few", n_undrafted),) if n_undrafted else ()
-    return Replay(n_tokens, n_rounds, n_drafted, n_accepted, 5.0, draft_s, target_s, 2.0, reasons)
+    tally = Tally(
+        n_rounds=n_rounds,
+        n_drafted=n_drafted,
+        n_accepted=n_accepted,
+        draft_s=draft_s,
+        target_s=target_s,
+    )
+    if n_undrafted:
+        tally.add_undrafted("acceptance", "too few", n_undrafted)
+    return Replay(n_tokens, tally, 5.0, 2.0)
 
 
 def test_the_figures_of_all_answers_are_ratios_of_sums() -> None:
-    figures = summarise([a_replay(30, 10, 5.0, 25.0), a_replay(10, 10, 5.0, 20.0)], 2.0)
+    figures = summarise([a_replay(30, 10, 5.0, 25.0), a_replay(10, 10, 5.0, 20.0)])
     assert figures.speedup == pytest.approx(80 / 55)
     assert figures.worst_speedup == pytest.approx(20 / 25)
     assert figures.tokens_per_s == pytest.approx(40 / 55)
@@ -197,11 +207,11 @@ def test_the_figures_of_all_answers_are_ratios_of_sums() -> None:
 
 def test_answers_of_one_token_say_nothing() -> None:
     told = a_replay(30, 10, 5.0, 25.0)
-    assert summarise([told, a_replay(0, 0, 0.0, 0.0)], 2.0) == summarise([told], 2.0)
+    assert summarise([told, a_replay(0, 0, 0.0, 0.0)]) == summarise([told])
 
 
 def test_what_was_not_drafted_has_no_rate() -> None:
-    figures = summarise([a_replay(10, 10, 0.0, 20.0)], 2.0)
+    figures = summarise([a_replay(10, 10, 0.0, 20.0)])
     assert figures.speedup == 1.0
     assert figures.acceptance_rate is None
     assert figures.draft_token_s is None
@@ -212,30 +222,15 @@ def test_sizes_between_two_that_were_timed_are_in_proportion() -> None:
     assert BASELINE.costs.rows_s(4) == pytest.approx(16.0)
 
 
-def test_the_share_of_rounds_that_had_a_draft() -> None:
-    half = a_replay(30, 10, 5.0, 25.0, n_undrafted=5)
-    none = a_replay(10, 10, 0.0, 20.0)
-    assert summarise([half], 2.0).draft_share == pytest.approx(0.5)
-    assert summarise([half], 2.0).draft_length == pytest.approx(30 / 5)
-    assert summarise([half, none], 2.0).draft_share == pytest.approx(0.25)
-    assert summarise([none], 2.0).draft_share == 0.0
-    assert summarise([none], 2.0).draft_length is None
-
-
 def test_reasons_of_all_answers_are_added_up() -> None:
     half = a_replay(30, 10, 5.0, 25.0, n_undrafted=5)
-    other = dataclasses.replace(
-        a_replay(20, 20, 0.0, 20.0),
-        undrafted=(
-            ReasonCount("nothing found", "nothing", 13),
-            ReasonCount("acceptance", "0 %", 7),
-        ),
-    )
-    found = summarise([half, other], 2.0)
+    other = a_replay(20, 20, 0.0, 20.0, n_undrafted=7)
+    other.tally.add_undrafted("nothing found", "nothing", 13)
+    found = summarise([half, other])
     assert found.n_rounds == 30
     assert found.undrafted == (
         ReasonCount("nothing found", "nothing", 13),
-        ReasonCount("acceptance", "0 %", 12),
+        ReasonCount("acceptance", "too few", 12),
     )
 
 
@@ -250,6 +245,6 @@ def test_a_replay_says_why_rounds_drafted_nothing(
     real, _ = setup.run()
     setup.drafter = drafter() if drafter is not None else None
     found = replayed(setup)
-    assert found.undrafted == real.tally.reasons
-    assert reason in [each.reason for each in found.undrafted]
-    assert sum(each.n_rounds for each in found.undrafted) <= found.n_rounds
+    assert found.tally.reasons == real.tally.reasons
+    assert reason in found.tally.undrafted
+    assert sum(each.n_rounds for each in found.tally.reasons) <= found.tally.n_rounds

@@ -43,7 +43,7 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from tests.helpers.bugs import BUGS, lose_bonus, lose_windows, plant
 from tests.helpers.common import EXACT
@@ -95,7 +95,7 @@ def opened(
     max_tokens: int = 40,
     clock: Callable[[], float] = time.perf_counter,
     **sampler: object,
-) -> Models:
+) -> Session:
     draft: DraftSource = "ngram" if ngram else models / f"draft {pair}.gguf"
     rules = None if grammar is None else Grammar("gbnf", grammar)
     options = SessionOptions(
@@ -107,16 +107,16 @@ def opened(
         target_context=EXACT,
         draft_context=EXACT,
     )
-    return Models(options, clock)
+    return Session(options, clock)
 
 
-def greedy(loaded: Models, *, n_at_once: int = 1, way: Way | None = None) -> list[GreedyResult]:
+def greedy(loaded: Session, *, n_at_once: int = 1, way: Way | None = None) -> list[GreedyResult]:
     prompts = [loaded.prompts.of_text(prompt, chat=False) for prompt in PROMPTS]
     return list(check_greedy(loaded, prompts, n_at_once=n_at_once, way=way))
 
 
 def sampled(
-    loaded: Models, n_draws: int = 500, seed: int = 1, way: Way | None = None
+    loaded: Session, n_draws: int = 500, seed: int = 1, way: Way | None = None
 ) -> SampledResult:
     prompts = [loaded.prompts.of_text(PROMPT, chat=False)]
     result = check_sampled(loaded, prompts, n_draws, LEVEL, seed=seed, way=way)
@@ -124,7 +124,7 @@ def sampled(
     return result
 
 
-def drawn_jointly(loaded: Models, seed: int = 1) -> JointDraws:
+def drawn_jointly(loaded: Session, seed: int = 1) -> JointDraws:
     prompt = loaded.prompts.of_text(PROMPT, chat=False)
     drawn = draw_with_models(loaded, prompt, 3, 4000, seed)
     assert drawn is not None
@@ -370,7 +370,7 @@ def test_answers_without_a_limit_go_on_until_the_context_is_full(
             target_context=replace(loaded.options.target_context, n_ctx=256),
             generation=replace(loaded.options.generation, ignore_eos=True),
         )
-    with Models(small, time.perf_counter) as loaded:
+    with Session(small, time.perf_counter) as loaded:
         prompt = loaded.prompts.of_text(PROMPTS[0], chat=False)
         results = list(check_greedy(loaded, [prompt], n_at_once=n_at_once))
     assert [result.prompt for result in results] == [1] * n_at_once, "few prompts are repeated"

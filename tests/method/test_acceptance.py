@@ -14,11 +14,9 @@ from specgen.method.acceptance import (
     NGRAM_ORIGINS,
     AcceptanceCounts,
     AcceptanceRates,
-    TextWorths,
-    model_start,
-    new_acceptance_rates,
+    GainPrior,
+    start_of,
 )
-from specgen.method.acceptance import ngram_start as start_of_ngrams
 
 CONFIDENCES = st.floats(0.0, 1.0)
 #: One confidence of each bin.
@@ -46,14 +44,14 @@ def test_there_is_a_bin_for_each_confidence() -> None:
 
 
 def test_before_anything_was_seen_a_surer_drafter_is_held_to_be_right_more_often() -> None:
-    for origin, start in (("model", model_start), *((o, start_of_ngrams) for o in NGRAM_ORIGINS)):
-        curve = np.array(new_acceptance_rates(origin).curve())
+    for origin in ("model", *NGRAM_ORIGINS):
+        curve = np.array(AcceptanceRates(origin).curve())
         assert np.all(np.diff(curve) > 0.0)
-        assert curve[0] == pytest.approx(start(0.05))
-        assert 0.0 < new_acceptance_rates(origin).mean() < 1.0
-        assert new_acceptance_rates(origin).n_judged == 0.0
+        assert curve[0] == pytest.approx(start_of(origin, 0.05))
+        assert 0.0 < AcceptanceRates(origin).mean() < 1.0
+        assert AcceptanceRates(origin).n_judged == 0.0
     # An unsure model may be right; a repetition that was never one is hardly so.
-    assert new_acceptance_rates("model").chance(0.0) > new_acceptance_rates("ngram").chance(0.0)
+    assert AcceptanceRates("model").chance(0.0) > AcceptanceRates("ngram").chance(0.0)
 
 
 @pytest.mark.parametrize("over", [0.0, 0.2, -0.2])
@@ -160,7 +158,7 @@ def test_counts_of_earlier_texts_are_gone_on_from() -> None:
     kept = AcceptanceCounts(
         first.counts.n_judged.copy(), first.counts.n_accepted.copy(), first.counts.n_seen.copy()
     )
-    second = new_acceptance_rates("model", kept)
+    second = AcceptanceRates("model", kept)
     first = first.for_new_text()
     assert second.curve() == pytest.approx(first.curve())
     second.judge(0.75, accepted=True)
@@ -203,49 +201,29 @@ def test_how_sure_it_is_in_the_present_text_counts_most() -> None:
     assert acceptance.frequencies()[1] > 0.85
 
 
-# --- what texts are worth ----------------------------------------------------------------------
+# --- what texts gain ---------------------------------------------------------------------------
 
 
-def test_before_any_text_the_next_is_worth_what_was_thought() -> None:
-    mean, deviation = TextWorths(start=0.3).of_next(look=0.2)
-    assert mean == 0.3
-    assert deviation > 0.3
-    # What gains nothing but costs its looks is worth that in all texts.
-    mean, deviation = TextWorths(start=-0.2).of_next(look=0.2)
-    assert mean == -0.2
-    assert deviation < 0.1
-
-
-@pytest.mark.parametrize(("middle", "spread"), [(0.4, 0.5), (-0.3, 0.1), (0.0, 0.3)])
-def test_after_many_texts_the_next_is_worth_what_they_were(middle: float, spread: float) -> None:
-    rng = np.random.default_rng(0)
-    worths = TextWorths(start=0.2)
-    for worth in rng.normal(middle, spread, 300):
-        worths.add(float(worth), 1.0)
-    mean, deviation = worths.of_next(look=0.2)
-    assert mean == pytest.approx(middle, abs=0.15)
-    assert deviation == pytest.approx(spread, abs=0.12)
-
-
-def test_a_few_bad_texts_leave_it_open_what_the_next_is_like() -> None:
-    worths = TextWorths(start=0.2)
-    for _ in range(4):
-        worths.add(-0.2, 0.5)
-    mean, deviation = worths.of_next(look=0.2)
-    assert -0.2 < mean < 0.1
-    assert deviation > 0.3
+def test_the_next_text_is_expected_to_gain_what_was_thought_and_then_what_texts_did() -> None:
+    gains = GainPrior(start=0.3)
+    assert gains.mean == 0.3
+    gains.add(-0.3, 1.0)
+    assert 0.0 < gains.mean < 0.3
+    for _ in range(300):
+        gains.add(-0.3, 1.0)
+    assert gains.mean == pytest.approx(-0.3, abs=0.05)
 
 
 def test_a_text_counts_once_and_by_how_much_was_seen_of_it() -> None:
     acceptance = AcceptanceRates()
-    worths = acceptance.counts.worths
+    gains = acceptance.counts.gains
     acceptance.expect(0.5)
-    assert worths.start == 0.5
+    assert gains.start == 0.5
     acceptance.see(0.9)
     acceptance.end_text()
-    assert worths.n == 0.0  # too little was seen
+    assert gains.n == 0.0  # too little was seen
     for n_looks in (10, 100):
-        before = worths.n
+        before = gains.n
         acceptance = acceptance.for_new_text()
         for _ in range(n_looks):
             acceptance.see(0.9)
@@ -253,20 +231,20 @@ def test_a_text_counts_once_and_by_how_much_was_seen_of_it() -> None:
         acceptance.end_text()
         acceptance.end_text()
         acceptance = acceptance.for_new_text()
-        assert worths.n - before == pytest.approx(n_looks / (n_looks + 20), abs=0.05)
-    assert worths.total / worths.n == pytest.approx(0.7)
-    assert worths.start == 0.5
+        assert gains.n - before == pytest.approx(n_looks / (n_looks + 20), abs=0.05)
+    assert gains.total / gains.n == pytest.approx(0.7)
+    assert gains.start == 0.5
 
 
 def test_what_may_be_lost_is_bounded_and_comes_back_slowly() -> None:
-    worths = TextWorths(start=0.2)
-    first = worths.allowance
+    gains = GainPrior(start=0.2)
+    first = gains.allowance
     for _ in range(10):
-        worths.account(-4.0, 1)
-    assert worths.allowance == pytest.approx(first - 40.0, abs=1.0)
+        gains.account(-4.0, 1)
+    assert gains.allowance == pytest.approx(first - 40.0, abs=1.0)
     for _ in range(1000):
-        worths.account(0.0, 1)
-    assert worths.allowance == pytest.approx(first - 20.0, abs=2.0)
+        gains.account(0.0, 1)
+    assert gains.allowance == pytest.approx(first - 20.0, abs=2.0)
     for _ in range(1000):
-        worths.account(2.0, 3)
-    assert worths.allowance < 100.0  # what was saved once is no credit for ever
+        gains.account(2.0, 3)
+    assert gains.allowance < 100.0  # what was saved once is no credit for ever

@@ -5,31 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import pytest
 
-from specgen.drafters import (
-    Drafter,
-    Drafters,
-    Drafting,
-    Guesses,
-    ModelDrafter,
-    PromptHeadSkipper,
-    SuffixDrafter,
-    TreeModelDrafter,
-    draft_alone,
-    ready,
-)
+from specgen.drafters.cascade import Cascade
+from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.model import PromptHeadSkipper
+from specgen.drafters.ngram import SuffixDrafter
+from specgen.drafters.staged import Guesses
+from specgen.drafters.tree import TreeModelDrafter
 from specgen.events import DraftedEvent
 from specgen.method.cost_table import FREE, Price
+from specgen.method.distribution import Distribution
 from specgen.method.draft import NO_DRAFT, Draft
-from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan, RoundResult
+from specgen.method.drafter import Drafter, Drafting, draft_alone, ready
+from specgen.method.policy import FixedPolicy, Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Distribution, Sampler
+from specgen.text.sampling import Sampler
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
-from tests.helpers.fake_generations import N_VOCAB, PROMPT, NoDrafter, Setup, model_drafter
+from tests.helpers.fake_generations import N_VOCAB, PROMPT, Setup, draft_request, model_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -54,7 +49,7 @@ class Scripted:
         self.told.append((list(context), plan.n_max))
         wanted = self.drafts.pop(0)
         n = 0
-        while n < min(plan.n_max, len(wanted)) and plan.keeps([0.9] * (n + 1)):
+        while n < min(plan.n_max, len(wanted)) and plan.wants_token([0.9] * (n + 1)):
             n += 1
         return ready(Draft.chain(wanted[:n], self.name))
 
@@ -65,12 +60,12 @@ class Scripted:
         self.told.append(f"rewind {n_tokens}")
 
 
-def combined(ngrams: Sequence[int], model: Sequence[int]) -> tuple[Drafters, Scripted, Scripted]:
+def combined(ngrams: Sequence[int], model: Sequence[int]) -> tuple[Cascade, Scripted, Scripted]:
     free, dear = Scripted("ngram", [ngrams] * 3), Scripted("model", [model] * 3, PRICE)
-    return Drafters(free, dear), free, dear
+    return Cascade(free, dear), free, dear
 
 
-def propose(drafters: Drafters, context: Sequence[int], plan: RoundPlan) -> Draft:
+def propose(drafters: Cascade, context: Sequence[int], plan: RoundPlan) -> Draft:
     """What is drafted in a round, after the free drafter has looked."""
     drafters.look_up(context, 8)
     return draft_alone(drafters.propose(context, plan))
@@ -80,9 +75,8 @@ def model_first(n_max: int, *, extends: bool = False) -> RoundPlan:
     return RoundPlan(Reason("model"), n_max, extends=extends, drafter="model")
 
 
-def found_first(tokens: Sequence[int], n_behind: int = 0) -> RoundPlan:
-    found = Draft.chain(tokens, "ngram")
-    return RoundPlan(Reason("found"), n_behind, found, drafter="model")
+def found_first(tokens: Sequence[int]) -> RoundPlan:
+    return RoundPlan(Reason("found"), found=Draft.chain(tokens, "ngram"), drafter="model")
 
 
 # --- who begins
@@ -96,8 +90,8 @@ def test_the_free_drafter_speaks_first_and_costs_nothing_of_the_model() -> None:
     assert model.told == []
     assert (drafters.name, drafters.model_name) == ("ngram+model", "model")
     assert drafters.price(7) == PRICE
-    assert (Drafters(free).price(7), Drafters(free).model_name) == (FREE, None)
-    assert Drafters(model=model).look_up(TEXT, 4) is NO_DRAFT
+    assert (Cascade(free).price(7), Cascade(free).model_name) == (FREE, None)
+    assert Cascade(model=model).look_up(TEXT, 4) is NO_DRAFT
 
 
 def test_the_one_begins_that_the_plan_names() -> None:
@@ -127,15 +121,6 @@ def test_nothing_goes_on_from_independent_walks() -> None:
     assert propose(drafters, TEXT, model_first(4, extends=True)) is walks
 
 
-def test_the_model_goes_on_from_what_ngrams_propose() -> None:
-    drafters, _, model = combined([4, 5], [6, 7, 8])
-    draft = propose(drafters, TEXT, found_first([4, 5], 2))
-    assert draft.tokens == (4, 5, 6, 7)
-    assert draft.origins == ("ngram", "ngram", "model", "model")
-    assert draft.is_chain
-    assert model.told == [([*TEXT, 4, 5], 2)]
-
-
 def test_ngrams_go_on_from_what_the_model_drafts() -> None:
     drafters, ngrams, _ = combined([], [6, 7])
     ngrams.drafts = [[], [8, 9]]
@@ -151,32 +136,10 @@ def test_ngrams_go_on_from_what_the_model_drafts() -> None:
 
 def test_ngrams_that_differ_become_branches_of_the_models_draft() -> None:
     free, model = Scripted("ngram", [[4, 5], []]), Scripted("model", [[4, 6]], PRICE)
-    drafters = Drafters(free, model, merges=True)
+    drafters = Cascade(free, model, merges=True)
     draft = propose(drafters, TEXT, model_first(8, extends=True))
     assert (draft.tokens, draft.parents) == ((4, 6, 5), (-1, 0, 0))
     assert draft.origins == ("model", "model", "ngram")
-
-
-@pytest.mark.parametrize(
-    ("committed", "expected"),
-    [
-        ([4, 5, 6, 9], None),  # all that it was shown was accepted
-        ([4, 5, 9], None),
-        ([4, 9], "rewind 4"),
-        ([9], "rewind 3"),
-    ],
-)
-def test_a_model_keeps_what_was_accepted_of_what_it_was_shown(
-    committed: list[int], expected: str | None
-) -> None:
-    drafters, _, model = combined([4, 5], [6, 7])
-    propose(drafters, TEXT, found_first([4, 5], 6))
-    del model.told[:]
-    drafters.look_up([*TEXT, *committed], 8)
-    assert model.told == ([] if expected is None else [expected])
-    # It is settled then.
-    drafters.look_up([*TEXT, *committed, 1], 8)
-    assert model.told == ([] if expected is None else [expected])
 
 
 # --- what stands before a draft
@@ -201,27 +164,19 @@ def test_a_model_knows_what_stands_between_the_text_and_its_draft(
 ) -> None:
     """Penalties and grammars depend on it."""
     state = TextState(TEXT)
-    shaper, rng = Paths(state), np.random.default_rng(0)
+    shaper = Paths(state)
     backend = FakeBackend(LETTERS, LANGUAGE, n_ctx=64, n_sequences=4)
     model: Drafter
     if is_tree:
-        model = TreeModelDrafter(
-            backend,
-            shaper,
-            rng,
-            draws=False,
-            n_shared_tokens=N_VOCAB,
-            shape=parse_tree("1,1,1"),
-        )
+        request = draft_request(state, shaper, branches=True, shape=parse_tree("1,1,1"))
+        model = TreeModelDrafter(backend, request, n_shared_tokens=N_VOCAB)
     else:
-        model = ModelDrafter(backend, shaper, rng, draws=False, n_shared_tokens=N_VOCAB)
+        model = ModelDrafter(backend, draft_request(state, shaper), n_shared_tokens=N_VOCAB)
     if is_headless:
         model = PromptHeadSkipper(model, range(1))
-    drafters = Drafters(Scripted("ngram", [[4, 5]]), model)
-    draft = propose(drafters, TEXT, found_first([4, 5], 3))
-    assert draft.tokens[:2] == (4, 5)
-    assert len(draft) == 5
-    assert shaper.paths[:3] == [draft.tokens[:n] for n in (2, 3, 4)]
+    draft = draft_alone(model.propose([*TEXT, 4, 5], draft_up_to(3), 2))
+    assert len(draft) == 3
+    assert shaper.paths[:3] == [(4, 5, *draft.tokens[:n]) for n in range(3)]
 
 
 def test_a_drafts_own_draft_knows_all_that_stands_before_it() -> None:
@@ -231,50 +186,9 @@ def test_a_drafts_own_draft_knows_all_that_stands_before_it() -> None:
             return super().propose(context, plan)
 
     drafter = Noted("model", [[4]] * 2)
-    guesses = Guesses(Drafters(model=drafter), Noting())
+    guesses = Guesses(Cascade(model=drafter), Noting())
     after(guesses, [*TEXT, 7, 7], [9, 8], 5, 2)
     assert drafter.told[0] == 4
-
-
-@pytest.mark.parametrize("penalty", [1.0, 5.0])
-def test_with_penalties_a_model_goes_on_behind_ngrams_as_the_target_does(penalty: float) -> None:
-    """A model that is the target itself is then always right."""
-    sampler = SamplerOptions(repeat_penalty=penalty, presence_penalty=penalty, repeat_last_n=-1)
-    plain, _ = Setup(language=LANGUAGE, vocabulary=LETTERS, sampler=sampler).run()
-    n_right = 2
-
-    class Right(NoDrafter):
-        """Knows how the text goes on, for two tokens."""
-
-        name = "ngram"
-
-        def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-            tokens = plain.tokens[len(context) :][: min(n_right, plan.n_max)]
-            return ready(Draft.chain(tokens, self.name))
-
-    def make(state: TextState) -> Drafters:
-        model, _ = model_drafter(LANGUAGE, LETTERS, sampler, state=state)
-        return Drafters(Right(), model)
-
-    class Both(FixedPolicy):
-        def plan(self, offer: Offer) -> RoundPlan:
-            plan = super().plan(offer)
-            n_behind = min(self.n_max, offer.n_most) - len(plan.found)
-            return replace(plan, n_max=max(0, n_behind), drafter=offer.drafter)
-
-    setup = Setup(
-        language=LANGUAGE,
-        vocabulary=LETTERS,
-        sampler=sampler,
-        drafter=make,
-        policy=Both,
-        drafting=DraftOptions(policy="fixed", max_tokens=6, p_min=0.0),
-    )
-    fast, events = setup.run()
-    assert fast.tokens == plain.tokens
-    drafted = [event for event in events if isinstance(event, DraftedEvent)]
-    assert any(node.origin == "model" for event in drafted for node in event.nodes)
-    assert fast.tally.acceptance_rate == 1.0
 
 
 # --- the rest of a drafter
@@ -286,16 +200,12 @@ def test_both_hear_of_the_result_and_forget() -> None:
     assert ngrams.told == model.told == ["observe"]
     drafters.rewind(2)
     assert ngrams.told == model.told == ["observe", "rewind 2"]
-    # What the model was shown is no text.
-    propose(drafters, TEXT, found_first([4, 5], 6))
-    drafters.rewind(9)
-    assert (ngrams.told[-1], model.told[-1]) == ("rewind 9", "rewind 3")
 
 
 def with_ngrams(sampler: SamplerOptions) -> Setup:
-    def make(state: TextState) -> Drafters:
+    def make(state: TextState) -> Cascade:
         model, _ = model_drafter(LANGUAGE, LETTERS, sampler, state=state)
-        return Drafters(SuffixDrafter(2, 3), model)
+        return Cascade(SuffixDrafter(2, 3), model)
 
     return Setup(language=LANGUAGE, vocabulary=LETTERS, sampler=sampler, drafter=make)
 
@@ -360,7 +270,7 @@ def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
     said: list[int], n_right: int, told: tuple[int, ...]
 ) -> None:
     drafter, policy = Scripted("model", [[4, 5, 6, 7]]), Noting()
-    guesses = Guesses(Drafters(model=drafter), policy)
+    guesses = Guesses(Cascade(model=drafter), policy)
     assert list(after(guesses, TEXT, [9], 5)) == [4, 5, 6]
     assert drafter.told == [([*TEXT, 9], 3)]
     guesses.decoded(2.0)
@@ -378,7 +288,7 @@ def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
 
 def test_a_guess_of_which_the_model_drafted_too_little_says_nothing_about_the_rest() -> None:
     """The draft ended: nobody knows whether more of the guess was right."""
-    drafters = Drafters(model=Scripted("model", [[4, 5, 6]]))
+    drafters = Cascade(model=Scripted("model", [[4, 5, 6]]))
     guesses = Guesses(drafters, policy := Noting())
     after(guesses, TEXT, [9], 5)
     guesses.settle([9, 4])
@@ -393,7 +303,7 @@ def test_a_guesser_forgets_the_draft_and_keeps_what_became_text() -> None:
         ([*TEXT, 7], ["rewind 3"]),
     ):
         drafter = Scripted("model", [[4]] * 3)
-        guesses = Guesses(Drafters(model=drafter), Noting())
+        guesses = Guesses(Cascade(model=drafter), Noting())
         after(guesses, TEXT, [9], 5)
         after(guesses, TEXT, [9, 8], 5)
         assert "rewind" not in str(drafter.told)
@@ -404,12 +314,12 @@ def test_a_guesser_forgets_the_draft_and_keeps_what_became_text() -> None:
 
 def test_guesses_are_rewound_with_their_drafter() -> None:
     drafter = Scripted("model", [[4]])
-    guesses = Guesses(Drafters(model=drafter), Noting())
+    guesses = Guesses(Cascade(model=drafter), Noting())
     guesses.rewind(7)
     after(guesses, TEXT, [9], 5)
     guesses.rewind(5)
     guesses.rewind(2)
     told = [what for what in drafter.told if isinstance(what, str)]
     assert told == ["rewind 7", "rewind 3", "rewind 2"]
-    nothing = Guesses(Drafters(model=Scripted("model", [])), Noting())
+    nothing = Guesses(Cascade(model=Scripted("model", [])), Noting())
     assert after(nothing, TEXT, [9], 0) == []

@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.drafters import Drafter, Drafters
+from specgen.drafters.cascade import Cascade
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
+from specgen.method.distribution import Distribution, NoTokenAllowedError
 from specgen.method.draft import ROOT, Draft
-from specgen.method.loop import Loop
+from specgen.method.drafter import Drafter
 from specgen.method.verify import MatchVerifier, Verifier
 from specgen.options import (
     DraftOptions,
@@ -28,10 +29,10 @@ from specgen.options import (
     SessionOptions,
     VerifierName,
 )
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Distribution, NoTokenAllowedError
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.common import EXACT, UNFILTERED
@@ -157,7 +158,7 @@ class GrammarTrees(NoDrafter):
 
 #: What makes a drafter for a text that the target's samplers, given too, shape.
 class DrafterOf(Protocol):
-    def __call__(self, state: TextState, own: SamplerOptions) -> Drafter | Drafters: ...
+    def __call__(self, state: TextState, own: SamplerOptions) -> Drafter | Cascade: ...
 
 
 def registered(name: str) -> DrafterOf:
@@ -174,7 +175,7 @@ DRAFTERS: dict[str, DrafterOf] = {
     )[0],
     "bad": model(random_language(N_VOCAB, seed=8)),
     "ngram": lambda state, own: ngram_drafter(),
-    "ngram or good": lambda state, own: Drafters(
+    "ngram or good": lambda state, own: Cascade(
         ngram_drafter(),
         model_drafter(noisy(LANGUAGE, 1.5), LETTERS, own, state=state)[0],
         state=state,
@@ -396,7 +397,7 @@ def test_of_what_is_found_the_grammar_keeps_what_it_allows() -> None:
     rules = grammar({0: {3: 1}, 1: {4: 2, 9: 2}, 2: {7: 0}})
     text = [5, 1, 2, 3, 4, 6, 8, 1, 2]
     state = TextState(text, rules.start)
-    free, within = Drafters(ngram_drafter()), Drafters(ngram_drafter(), state=state)
+    free, within = Cascade(ngram_drafter()), Cascade(ngram_drafter(), state=state)
     assert free.look_up(text, 4).tokens == (3, 4, 6, 8)
     assert within.look_up(text, 4).tokens == (3, 4)
     # Behind a token that is drafted only, and behind one that the grammar forbids.
@@ -522,7 +523,7 @@ def test_a_dead_end_is_an_error_and_tells_nothing_wrong(kind: str | None, depth:
         grammar=rules.start,
         drafter=None if kind is None else lambda state: DRAFTERS[kind](state, SamplerOptions()),
     )
-    loop = Loop(setup.backend(), Clock())
+    loop = AnswerLoop(setup.backend(), Clock())
     generation = setup.generation()
 
     def to_the_end() -> None:
@@ -587,7 +588,7 @@ def test_a_constrained_text_and_a_free_one_share_their_rounds(
             )
         )
     plains = [replace(setup, drafter=None).run()[0].tokens for setup in setups]
-    loop = Loop(setups[0].backend(len(setups)), Clock())
+    loop = AnswerLoop(setups[0].backend(len(setups)), Clock())
     generations = [setup.generation(index) for index, setup in enumerate(setups)]
     for generation in generations:
         loop.start(generation)
@@ -714,7 +715,7 @@ def test_long_forced_runs_on_tiny_models(tmp_path: Path, architecture: Architect
         sampler = SamplerOptions(temperature=temperature, top_p=1.0, min_p=0.0, seed=4)
         for draft in ("none", "ngram", tmp_path / "draft.gguf"):
             changed = replace(options, sampler=sampler, draft=draft)
-            with Models(changed, time.perf_counter) as loaded:
+            with Session(changed, time.perf_counter) as loaded:
                 texts[str(draft)] = list(generate(loaded, loaded.prompts.of_text("a", chat=False)))[
                     -1
                 ]  # type: ignore[assignment]

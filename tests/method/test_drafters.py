@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters import ModelDrafter, draft_alone
+from specgen.drafters.chain import ModelDrafter
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.drafter import propose_together
+from specgen.method.drafter import draft_alone, propose_together
 from specgen.method.policy import FixedPolicy, Offer, draft_up_to
 from specgen.options import DraftOptions, SamplerOptions
-from specgen.text.sampling import distribution
+from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB, Clock, model_drafter
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
+import itertools
 import re
 import string
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,10 @@ from hypothesis import strategies as st
 
 from specgen.errors import UsageError
 from specgen.llama import LlamaModel, LlamaVocabulary
-from specgen.llama.grammar import LlamaGrammar
 from specgen.llama.library import llama_cpp
-from specgen.llama.token_table import BOUNDARY, INVALID, utf8_state
 from specgen.system.arrays import BoolArray
 from specgen.text.grammar.base import GrammarState
-from specgen.text.grammar.gbnf import read_gbnf
+from specgen.text.grammar.gbnf_grammar import GbnfGrammar, read_utf8
 from tests.helpers.fake_grammar import FakeGrammar
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -150,47 +147,11 @@ def text_of(vocabulary: LlamaVocabulary, path: list[int]) -> str:
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_random_texts_conform(vocabulary: LlamaVocabulary, name: str) -> None:
     gbnf, pattern = GRAMMARS[name]
-    grammar = LlamaGrammar(vocabulary, gbnf)
+    grammar = GbnfGrammar(vocabulary, gbnf)
     for seed in range(20):
         path, _ = walk(vocabulary, grammar.start, np.random.default_rng(seed), 8)
         assert vocabulary.is_end(path[-1])
         assert re.fullmatch(pattern, text_of(vocabulary, path)), path
-
-
-# Random JSON nests without end: close what is open once the text is long.
-def closing(vocabulary: LlamaVocabulary, state: GrammarState, path: list[int]) -> None:
-    close = [token_of(vocabulary, piece) for piece in (b'"', b"}", b"]", b"0")]
-    while True:
-        for token in [*vocabulary.end_tokens(), *close]:
-            if state.allows(np.array([token]))[0]:
-                break
-        else:
-            token = int(np.flatnonzero(state.allows(every(vocabulary)))[0])
-        path.append(token)
-        if vocabulary.is_end(token):
-            return
-        state = state.after(token)
-        assert len(path) < 500
-
-
-def random_json(vocabulary: LlamaVocabulary, gbnf: str, seed: int) -> str:
-    rng = np.random.default_rng(seed)
-    state, path = LlamaGrammar(vocabulary, gbnf).start, []
-    for _ in range(30):
-        allowed = np.flatnonzero(state.allows(every(vocabulary)))
-        token = int(rng.choice(allowed))
-        path.append(token)
-        if vocabulary.is_end(token):
-            break
-        state = state.after(token)
-    else:
-        closing(vocabulary, state, path)
-    return text_of(vocabulary, path)
-
-
-def test_random_json_is_json(vocabulary: LlamaVocabulary) -> None:
-    for seed in range(20):
-        assert isinstance(json.loads(random_json(vocabulary, JSON, seed)), dict)
 
 
 _MATTERS = [*(gbnf for gbnf, _ in GRAMMARS.values()), JSON]
@@ -203,7 +164,7 @@ def test_allowed_and_forced_tokens_equal_brute_force(
 ) -> None:
     rng = np.random.default_rng(seed)
     reference = Reference(vocabulary, gbnf)
-    state, path = LlamaGrammar(vocabulary, gbnf).start, []
+    state, path = GbnfGrammar(vocabulary, gbnf).start, []
     for _ in range(length):
         allowed = np.flatnonzero(state.allows(every(vocabulary)))
         # Half the time a short token: those come between the bytes of a character.
@@ -224,25 +185,8 @@ def test_allowed_and_forced_tokens_equal_brute_force(
     assert (state.allows(some) == expected[some]).all()
 
 
-def test_kinds_of_tokens_answer_for_all(
-    vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specgen.llama.grammar.VERY_MANY", 1)
-    for gbnf in _MATTERS:
-        state, reference = LlamaGrammar(vocabulary, gbnf).start, Reference(vocabulary, gbnf)
-        rng, path = np.random.default_rng(0), list[int]()
-        for _ in range(5):
-            allowed = state.allows(every(vocabulary))
-            assert (allowed == reference.allowed(path)).all()
-            token = int(rng.choice(np.flatnonzero(allowed)))
-            if vocabulary.is_end(token):
-                break
-            path.append(token)
-            state = state.after(token)
-
-
 def test_a_character_may_come_in_pieces(vocabulary: LlamaVocabulary) -> None:
-    grammar = LlamaGrammar(vocabulary, 'root ::= "é" | "è"')
+    grammar = GbnfGrammar(vocabulary, 'root ::= "é" | "è"')
     pieces = {vocabulary.token_bytes(t): t for t in range(vocabulary.n_tokens)}
     state = grammar.start
     assert state.allows(np.array([pieces[b"\xc3"], pieces[b"\xc2"]])).tolist() == [True, False]
@@ -251,14 +195,14 @@ def test_a_character_may_come_in_pieces(vocabulary: LlamaVocabulary) -> None:
     assert [
         piece for piece, token in pieces.items() if piece and within.allows(np.array([token]))[0]
     ] in ([b"\xa8", b"\xa9"], [b"\xa9", b"\xa8"])
-    one = LlamaGrammar(vocabulary, 'root ::= "è"').start.after(pieces[b"\xc3"])
+    one = GbnfGrammar(vocabulary, 'root ::= "è"').start.after(pieces[b"\xc3"])
     assert one.forced() == pieces[b"\xa8"]
 
 
 def test_the_text_ends_where_the_grammar_does(vocabulary: LlamaVocabulary) -> None:
     ends = np.array(vocabulary.end_tokens())
     a, b = token_of(vocabulary, b"a"), token_of(vocabulary, b"b")
-    state = LlamaGrammar(vocabulary, 'root ::= "a" "b"?').start
+    state = GbnfGrammar(vocabulary, 'root ::= "a" "b"?').start
     assert not state.allows(ends).any()
     state = state.after(a)
     assert state.allows(ends).all()
@@ -275,7 +219,7 @@ def test_the_text_ends_where_the_grammar_does(vocabulary: LlamaVocabulary) -> No
 def test_a_wrong_token_is_an_error_and_not_the_end_of_the_process(
     vocabulary: LlamaVocabulary,
 ) -> None:
-    state = LlamaGrammar(vocabulary, 'root ::= "a"').start
+    state = GbnfGrammar(vocabulary, 'root ::= "a"').start
     for token_id in range(vocabulary.n_tokens):
         if not state.allows(np.array([token_id]))[0]:
             with pytest.raises(ValueError, match=f"does not allow token {token_id}"):
@@ -291,7 +235,7 @@ def test_a_wrong_token_is_an_error_and_not_the_end_of_the_process(
 def test_control_tokens_are_no_text(vocabulary: LlamaVocabulary) -> None:
     (control,) = vocabulary.tokenize("<|im_start|>", add_special=False, parse_special=True)
     assert vocabulary.token_bytes(control) == b""
-    anything = LlamaGrammar(vocabulary, "root ::= .*").start
+    anything = GbnfGrammar(vocabulary, "root ::= .*").start
     assert not anything.allows(np.array([control]))[0]  # llama.cpp takes it for its name
 
 
@@ -300,15 +244,15 @@ def test_long_chains_of_optional_items_are_refused_or_end_the_text(
 ) -> None:
     """llama.cpp would follow each way in which a token fits into them."""
     with pytest.raises(UsageError, match="in too many ways"):
-        LlamaGrammar(vocabulary, f"root ::= {CHAIN}")
-    later = LlamaGrammar(vocabulary, f'root ::= "x." {CHAIN}').start
+        GbnfGrammar(vocabulary, f"root ::= {CHAIN}")
+    later = GbnfGrammar(vocabulary, f'root ::= "x." {CHAIN}').start
     x, dot, a = (token_of(vocabulary, piece) for piece in (b"x", b".", b"a"))
     inside = later.after(x).after(dot)
     assert inside.allows(np.array([a])).all()
-    monkeypatch.setattr("specgen.llama.grammar.VERY_MANY", 1)
+    monkeypatch.setattr("specgen.text.grammar.gbnf_grammar.VERY_MANY", 1)
     assert not inside.allows(every(vocabulary)).any()
     assert inside.forced() is None
-    same = LlamaGrammar(vocabulary, "root ::= " + '"a"? ' * 500 + '"."').start
+    same = GbnfGrammar(vocabulary, "root ::= " + '"a"? ' * 500 + '"."').start
     for _ in range(20):
         assert same.allows(np.array([a, dot, x])).tolist() == [True, True, False]
         same = same.after(a)
@@ -318,7 +262,7 @@ def test_long_chains_of_optional_items_are_refused_or_end_the_text(
 
 
 def test_branches_do_not_disturb_each_other(vocabulary: LlamaVocabulary) -> None:
-    start = LlamaGrammar(vocabulary, JSON).start
+    start = GbnfGrammar(vocabulary, JSON).start
     paths = [walk(vocabulary, start, np.random.default_rng(seed), 0)[0][:12] for seed in range(8)]
     states = [start] * len(paths)
     for step in range(12):  # all branches grow together
@@ -333,24 +277,17 @@ def test_branches_do_not_disturb_each_other(vocabulary: LlamaVocabulary) -> None
     assert (start.allows(every(vocabulary)) == reference.allowed([])).all()
 
 
-def test_the_same_path_is_the_same_state(vocabulary: LlamaVocabulary) -> None:
-    grammar = LlamaGrammar(vocabulary, JSON)
-    start = grammar.start
-    brace = token_of(vocabulary, b"{")
-    assert start.after(brace) is start.after(brace)
-
-
 def test_texts_with_the_same_future_share_a_state(vocabulary: LlamaVocabulary) -> None:
     a, brace, quote = (token_of(vocabulary, piece) for piece in (b"a", b"{", b'"'))
-    string = LlamaGrammar(vocabulary, JSON).start.after(brace).after(quote)
+    string = GbnfGrammar(vocabulary, JSON).start.after(brace).after(quote)
     assert string.after(a) is string.after(a).after(a) is string
     assert string.after(quote) is not string
-    counted = LlamaGrammar(vocabulary, 'root ::= "a"{3}').start
+    counted = GbnfGrammar(vocabulary, 'root ::= "a"{3}').start
     assert counted.after(a) is not counted.after(a).after(a)
 
 
 def test_memory_is_freed(vocabulary: LlamaVocabulary) -> None:
-    grammar = LlamaGrammar(vocabulary, JSON)
+    grammar = GbnfGrammar(vocabulary, JSON)
     a = token_of(vocabulary, b"a")
 
     def string() -> GrammarState:
@@ -374,9 +311,9 @@ def test_memory_is_freed(vocabulary: LlamaVocabulary) -> None:
 def test_a_grammar_keeps_a_bounded_number_of_states(
     vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.llama.grammar.MOST_STATES", 3)
+    monkeypatch.setattr("specgen.text.grammar.gbnf_grammar.MOST_STATES", 3)
     gbnf = 'root ::= "(" root ")" | "a"'
-    grammar, reference = LlamaGrammar(vocabulary, gbnf), Reference(vocabulary, gbnf)
+    grammar, reference = GbnfGrammar(vocabulary, gbnf), Reference(vocabulary, gbnf)
     left, right, a = (token_of(vocabulary, piece) for piece in (b"(", b")", b"a"))
     path = [*[left] * 20, a, *[right] * 10]
     states = [grammar.start]
@@ -388,25 +325,8 @@ def test_a_grammar_keeps_a_bounded_number_of_states(
             assert states[n].after(left).allows(np.array([a])).all()
 
 
-def test_a_long_chain_of_states_can_be_dropped(vocabulary: LlamaVocabulary) -> None:
-    start = state = LlamaGrammar(vocabulary, "root ::= .*").start
-    a = token_of(vocabulary, b"a")
-    for _ in range(20_000):
-        state = state.after(a)
-    del start, state
-
-
-def test_states_outlive_the_model(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "tiny.gguf", TinyConfig(n_embd=32, n_layer=1))
-    model = LlamaModel(tmp_path / "tiny.gguf", n_gpu_layers=0)
-    grammar = LlamaGrammar(model.vocabulary, JSON)
-    state = grammar.start.after(int(np.flatnonzero(grammar.start.allows(np.arange(300)))[0]))
-    model.close()
-    del grammar, state  # only freed, not asked
-
-
 def test_threads_may_share_a_grammar(vocabulary: LlamaVocabulary) -> None:
-    grammar = LlamaGrammar(vocabulary, JSON)
+    grammar = GbnfGrammar(vocabulary, JSON)
     alone = [walk(vocabulary, grammar.start, np.random.default_rng(s), 0)[0][:20] for s in range(4)]
     found: list[list[int]] = [[] for _ in alone]
 
@@ -449,7 +369,7 @@ BAD = {
     'root ::= root "a" | "b"': "rule 'root' begins with itself",
     'root ::= a\na ::= b "x"\nb ::= root | "y"': "begins with itself",
     # These llama.cpp takes, and then takes all memory, or aborts.
-    'root ::= a root "z" | "x"\na ::= b\nb ::= "" | "y"': "by way of an empty rule",
+    'root ::= a root "z" | "x"\na ::= b\nb ::= "" | "y"': "line 1: rule 'root' begins with itself",
     'root ::= a root\na ::= b\nb ::= ""': "derives no text",
     f'root ::= r0\n{_DEEP}\nr60 ::= "z"': "too many ways",
     'root ::= "a\0b"': "NUL",
@@ -465,7 +385,7 @@ def test_a_bad_grammar_is_one_line_and_nothing_else(
     vocabulary: LlamaVocabulary, gbnf: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UsageError, match=BAD[gbnf]) as caught:
-        LlamaGrammar(vocabulary, gbnf)
+        GbnfGrammar(vocabulary, gbnf)
     assert "\n" not in caught.value.message
     assert capfd.readouterr() == ("", "")
 
@@ -491,43 +411,42 @@ _PIECES = [
 
 @given(parts=st.lists(st.sampled_from([*_PIECES, "root ::= ", "x ::= "]), max_size=12))
 @settings(max_examples=300)
-def test_what_the_reader_takes_llama_takes(vocabulary: LlamaVocabulary, parts: list[str]) -> None:
+def test_a_grammar_that_is_taken_can_be_followed(
+    vocabulary: LlamaVocabulary, parts: list[str]
+) -> None:
     gbnf = "root ::= " + " ".join(parts)
     try:
-        read_gbnf(gbnf)
+        state = GbnfGrammar(vocabulary, gbnf).start
     except UsageError:
         return
-    state = LlamaGrammar(vocabulary, gbnf).start
     for _ in range(3):  # none of these ends the process
         allowed = np.flatnonzero(state.allows(every(vocabulary)))
         if len(allowed):
             state = state.after(int(allowed[0]))
 
 
-def test_classes_of_characters() -> None:
-    classes = read_gbnf('root ::= [a-f] "b" [^"] "\\U0010FFFF"').character_classes()
-    number = dict(classes)
-    assert number[0] == number[ord("#")] == number[ord("g")]
-    assert number[ord("a")] == number[ord("c")] != number[ord("b")]
-    assert len({number[ord(c)] for c in 'ab"g'}) == 4
-    assert number[0x10FFFF] != number[ord("g")]
-
-
-@given(st.binary(max_size=5), st.binary(max_size=5))
-def test_utf8_states_agree_with_python(text: bytes, piece: bytes) -> None:
-    whole = text + piece
-    state = utf8_state(text)
-    if state != INVALID:
-        state = utf8_state(piece, state)
+@given(st.binary(max_size=8) | st.text(max_size=3).map(str.encode).map(lambda data: data[:-1]))
+def test_what_may_become_utf8_is_read(data: bytes) -> None:
+    expected: tuple[str, bytes] | None
     try:
-        whole.decode()
-        expected = "whole"
+        expected = data.decode(), b""
     except UnicodeDecodeError as error:
-        expected = "part" if error.reason == "unexpected end of data" else "wrong"
-    if b"\0" in whole:
-        expected = "wrong"
-    found = {BOUNDARY: "whole", INVALID: "wrong"}.get(state, "part")
-    assert found == expected
+        expected = data[: error.start].decode(), data[error.start :]
+        bytes_behind = [b"", b"\x80", b"\x90", b"\xa0"]
+        more = map(b"".join, itertools.product(bytes_behind, repeat=3))
+        is_possible = any(is_utf8(expected[1] + rest) for rest in more)
+        if error.reason != "unexpected end of data" or not is_possible:
+            expected = None
+    if not data or b"\0" in data:
+        expected = None
+    assert read_utf8(data) == expected
+
+
+def is_utf8(data: bytes) -> bool:
+    try:
+        return bool(data.decode())
+    except UnicodeDecodeError:
+        return False
 
 
 # --- the fake -------------------------------------------------------------------------------

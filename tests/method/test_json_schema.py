@@ -29,7 +29,7 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.text.grammar.base import GrammarState
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
@@ -170,9 +170,7 @@ def test_objects_that_hold_together_stay_open() -> None:
         ("true", "not an object"),
         ('{"a":' * 100_000 + "1" + "}" * 100_000, "deep"),
         ('{"items":' * 500 + "{}" + "}" * 500, "recursion"),
-        ('{"type": "string", "pattern": "^((((a{100}){100}){100}){100})$"}', "too large"),
-        ('{"type": "string", "pattern": "(a|bc){99999999999}"}', "too large"),
-        ('{"patternProperties": {"(a{200}){200}": {}}}', "too large"),
+        ('{"type": "string", "pattern": "(a|bc){99999999999}"}', "regex"),
         ('{"type": "integer", "multipleOf": 100000007}', "too large"),
         (json.dumps({"multipleOf": 10**400}), "too large"),
         ('{"allOf": [{"multipleOf": 101}, {"multipleOf": 103}, {"multipleOf": 107}]}', "too large"),
@@ -217,9 +215,6 @@ def test_what_cannot_be_honoured_is_refused_by_name(schema: str, named: str) -> 
         ({"not": {"type": "string"}, "contains": {}, "type": "array"}, ("contains", "not")),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ("oneOf",)),
         ({"type": "string", "format": "nonsense"}, ("format nonsense",)),
-        ({"type": "string", "pattern": "^(?=a)b$", "maxLength": 3}, ("pattern",)),
-        ({"type": "object", "patternProperties": {"^(?!a)": {}}}, ("patternProperties",)),
-        ({"$ref": "https://example.com/x.json"}, ("$ref https://example.com/x.json",)),
     ],
 )
 def test_a_lenient_grammar_enforces_the_rest(
@@ -233,10 +228,27 @@ def test_a_lenient_grammar_enforces_the_rest(
         jsonschema.validate(json.loads(followed(vocabulary, grammar, seed)), rest)
 
 
-@pytest.mark.parametrize("schema", ["[1]", '{"type": "foo"}', '{"enum": []}', '{"$ref": "#/a"}'])
-def test_a_lenient_grammar_needs_a_schema_too(schema: str) -> None:
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"type": "foo"}',
+        '{"enum": []}',
+        '{"$ref": "#/a"}',
+        '{"$ref": "https://example.com/x.json"}',
+        '{"properties": {"a": {"type": "string", "pattern": "^(?=a)b$"}}}',
+    ],
+)
+def test_a_lenient_grammar_of_what_cannot_be_read_takes_any_object(
+    vocabulary: LlamaVocabulary, schema: str
+) -> None:
+    grammar, (left_out,) = lenient_schema_grammar(schema)
+    assert left_out.startswith("it (")
+    assert isinstance(json.loads(followed(vocabulary, grammar, 0)), dict)
+
+
+def test_a_lenient_grammar_needs_a_schema_too() -> None:
     with pytest.raises(UsageError):
-        lenient_schema_grammar(schema)
+        lenient_schema_grammar("[1]")
 
 
 def test_huge_schemas_end(vocabulary: LlamaVocabulary) -> None:
@@ -245,7 +257,7 @@ def test_huge_schemas_end(vocabulary: LlamaVocabulary) -> None:
     assert json.loads(followed(vocabulary, schema_grammar(json.dumps(many)), 0)) in many["enum"]
     for pattern in ("^(a{1000}){1000}$", "^((a|b|c){1,99}){1,99}x$", "^(a|aa|aaa)*b$" * 50):
         schema = {"type": "string", "pattern": pattern}
-        with contextlib.suppress(UsageError):
+        with contextlib.suppress(UsageError, BackendError):
             state = LlguidanceGrammar(vocabulary, schema_grammar(json.dumps(schema))).start
             assert state.allows(np.arange(vocabulary.n_tokens)).any()
 
@@ -399,7 +411,7 @@ def test_drafts_change_nothing(model: Path, tmp_path: Path, temperature: float) 
     )
     answers: list[FinishedEvent] = []
     for source in ("none", "ngram", draft):
-        with Models(replace(options, draft=source), time.perf_counter) as loaded:
+        with Session(replace(options, draft=source), time.perf_counter) as loaded:
             *_, last = generate(loaded, loaded.prompts.of_text("the cat"))
         assert isinstance(last, FinishedEvent)
         answers.append(last)

@@ -27,9 +27,9 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
-from specgen.text.sampling.logprobs import log_probabilities, most_likely
+from specgen.text.sampling.rows import log_probabilities, most_likely
 from specgen.text.text_state import TextState
 from tests.helpers.common import EXACT, UNFILTERED
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
@@ -223,7 +223,7 @@ def answer(
         target_context=EXACT,
         draft_context=EXACT,
     )
-    with Models(options, time.perf_counter) as loaded:
+    with Session(options, time.perf_counter) as loaded:
         events = list(generate(loaded, loaded.prompts.of_text(TEXT, chat=False)))
         pieces = pieces_of(events)
         prompt = loaded.prompts.of_text(TEXT, chat=False).tokens

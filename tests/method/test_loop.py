@@ -8,7 +8,8 @@ from typing import cast
 
 import pytest
 
-from specgen.drafters import Drafter, Drafters, ModelDrafter, draft_alone
+from specgen.drafters.cascade import Cascade
+from specgen.drafters.chain import ModelDrafter
 from specgen.errors import BackendError
 from specgen.events import (
     CommittedEvent,
@@ -20,10 +21,11 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.method.draft import Draft
-from specgen.method.loop import Loop
+from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import draft_up_to
 from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
+from specgen.session.answer_loop import AnswerLoop
 from specgen.text.text_state import TextState
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
@@ -56,7 +58,7 @@ DRAFTERS = [*QUALITIES, *(name for name in ON_FAKES if name != "model")]
 
 def drafter(
     kind: str, vocabulary: FakeVocabulary = LETTERS, sampler: SamplerOptions = GREEDY
-) -> Callable[[TextState], Drafter | Drafters]:
+) -> Callable[[TextState], Drafter | Cascade]:
     """What drafts for a text, some of it right. Random trees know what the target says."""
     language = QUALITIES.get(kind, LANGUAGE if "random" in kind else QUALITIES["good"])
     make = ON_FAKES.get(kind, ON_FAKES["model"])
@@ -347,7 +349,7 @@ def test_several_generations_share_a_batch_and_keep_their_texts() -> None:
         Setup(prompt=prompts[1], drafter=drafter("wide random tree")),
         Setup(prompt=prompts[2], options=GenerationOptions(max_tokens=9)),
     ]
-    loop = Loop(setups[0].backend(len(setups)), Clock())
+    loop = AnswerLoop(setups[0].backend(len(setups)), Clock())
     generations = [setup.generation(index) for index, setup in enumerate(setups)]
     for generation in generations:
         loop.start(generation)
@@ -366,6 +368,6 @@ def test_the_cost_of_plain_decoding_is_measured_without_a_trace() -> None:
     setup = Setup(drafter=drafter("perfect"))
     generation, _ = setup.run()
     before = setup.target.text(0)
-    loop = Loop(setup.target, Clock())
+    loop = AnswerLoop(setup.target, Clock())
     assert loop.plain_token_s(generation) is not None
     assert setup.target.text(0) == before

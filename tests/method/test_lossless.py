@@ -49,7 +49,7 @@ from specgen.options import (
 )
 from specgen.session.engine import Engine, generate
 from specgen.session.kept_answers import Learnt, write_learnt
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from tests.helpers.common import EXACT
 from tests.helpers.gemma4_assistant import write_assistant, write_gemma4
 from tests.helpers.heads import make_heads
@@ -221,7 +221,7 @@ def let_learn(folder: Path, config: TinyConfig) -> None:
 
 def loaded(
     models: Path, case: Case, verifier: VerifierName, samplers: str, seed: int = 0
-) -> Models:
+) -> Session:
     cache, drafter, translate = case
     has_learnt = drafter == "learnt"
     words: dict[str, DraftSource] = {"ngram": "ngram", "none": "none", "mtp": "mtp"}
@@ -250,9 +250,11 @@ def loaded(
         draft_context=EXACT,
         learning=models / "learning" if has_learnt else None,
     )
-    opened = Models(options, time.perf_counter)
-    assert (opened.drafts.learnt is not None) == has_learnt
-    assert (opened.drafts.from_states is not None) == (case in FROM_STATES)
+    opened = Session(options, time.perf_counter)
+    made = opened.draft
+    assert (made is not None and made.learnt is not None) == has_learnt
+    reads_rows = made is not None and made.reads in ("all states", "cache")
+    assert reads_rows == (case in FROM_STATES)
     return opened
 
 
@@ -276,10 +278,10 @@ def test_greedy_text_is_that_of_plain_decoding(
         assert result.n_accepted > 0
 
 
-def check_draws(loaded: Models) -> int:
+def check_draws(loaded: Session) -> int:
     """The next tokens after the prompt are distributed as the target's; how many drafted ones were accepted."""
     prompt = loaded.prompts.of_text(PROMPT, chat=False)
-    if loaded.drafts.from_states is not None:
+    if loaded.draft is not None and loaded.draft.reads in ("all states", "cache"):
         result = check_sampled(loaded, [prompt], N_DRAWS_OF_ONE, LEVEL, seed=5)
         assert result is not None
         assert not result.is_defect, result
@@ -294,7 +296,7 @@ def check_draws(loaded: Models) -> int:
     return drawn.n_accepted
 
 
-def said(loaded: Models) -> FinishedEvent:
+def said(loaded: Session) -> FinishedEvent:
     """What a session says after the prompt."""
     *_, last = generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))
     assert isinstance(last, FinishedEvent)

@@ -10,18 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters import ParallelDrafter, draft_alone
+from specgen.drafters.kind import CacheSlot
+from specgen.drafters.parallel import ParallelDrafter
 from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import ROOT, Draft
-from specgen.method.drafter import propose_together
+from specgen.method.drafter import draft_alone, propose_together
 from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, draft_up_to
 from specgen.method.verify import make_verifier
-from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, parse_tree
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, TreeShape, parse_tree
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Sampler, distribution
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import TextState
+from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
-from tests.helpers.fake_generations import GREEDY, N_VOCAB, Clock, Setup
+from tests.helpers.fake_generations import GREEDY, N_VOCAB, Clock, Setup, draft_request
 
 LANGUAGE = random_language(N_VOCAB, seed=2)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -42,8 +43,8 @@ def parallel(
     shape: str = "",
     costs: CostTable | None = None,
     state: TextState | None = None,
-    sequence: int = 0,
-    held: Sequence[int] = (),
+    slot: CacheSlot | None = None,
+    prompt: Sequence[int] = (),
     draws: bool | None = None,
 ) -> tuple[ParallelDrafter, FakeBackend]:
     backend = backend or FakeBackend(
@@ -54,22 +55,20 @@ def parallel(
         n_sequences=1,
         recurrent=recurrent,
     )
-    chain = Sampler(sampler)
-    drafter = ParallelDrafter(
-        backend,
-        Shaper(chain, state or TextState(())),
-        np.random.default_rng(99),
-        mask=MASK,
-        draws=chain.is_random if draws is None else draws,
-        n_shared_tokens=vocabulary.n_tokens,
-        n_most=n_most,
+    request = draft_request(
+        state or TextState(()),
+        sampler,
+        n_max=n_most,
         branches=bool(shape),
-        shape=parse_tree(shape) if shape else None,
-        costs=costs,
-        sequence=sequence,
-        held=held,
+        shape=parse_tree(shape) if shape else TreeShape("off"),
+        costs=costs or CostTable(),
+        slot=slot or CacheSlot(),
+        prompt=prompt,
     )
-    return drafter, backend
+    if draws is not None:
+        request = replace(request, draws=draws)
+    n = vocabulary.n_tokens
+    return ParallelDrafter(backend, request, mask=MASK, n_shared_tokens=n), backend
 
 
 def propose(drafter: ParallelDrafter, text: Sequence[int], n_max: int) -> Draft:
@@ -131,7 +130,7 @@ def test_no_more_is_predicted_than_the_context_has_rows_of_logits_for() -> None:
 
 def test_the_draft_stops_where_a_row_is_unsure() -> None:
     class UntilThird(RoundPlan):
-        def keeps(self, confidences: Sequence[float]) -> bool:
+        def wants_token(self, confidences: Sequence[float]) -> bool:
             return len(confidences) < 3
 
     drafter, backend = parallel()
@@ -181,7 +180,7 @@ def test_a_prefix_that_the_cache_holds_is_not_read_again() -> None:
     _, backend = parallel()
     propose(parallel(backend=backend)[0], [1, 2, 3, 4], 1)
     backend.remove(0, 3)
-    drafter, _ = parallel(backend=backend, held=[1, 2, 3])
+    drafter, _ = parallel(backend=backend, prompt=[1, 2, 3, 4])
     n_rows = backend.n_decoded_rows
     draft = propose(drafter, [1, 2, 3, 9], 3)
     assert backend.decoded[n_rows:] == [9, MASK, MASK]
@@ -256,7 +255,7 @@ def test_drafting_goes_on_when_the_text_outgrows_the_context(n_ctx: int) -> None
 
 def test_the_drafts_of_all_sequences_in_one_cache_are_one_decode() -> None:
     backend = FakeBackend(LETTERS, LANGUAGE, n_sequences=3)
-    drafters = [parallel(backend=backend, sequence=number)[0] for number in range(3)]
+    drafters = [parallel(backend=backend, slot=CacheSlot(number, 3))[0] for number in range(3)]
     texts = ([1, 2, 3], [4], [5, 6])
     for n_max in (4, 2):
         n_decodes = backend.n_decodes
@@ -381,7 +380,7 @@ def at_once(first_s: float, row_s: float, n: int = 16) -> Price:
 
 
 def planned(price: Price, n_most: int = 16) -> RoundPlan:
-    return cost_policy().plan(Offer(400, n_most, drafter="model", price=lambda _n: price))
+    return cost_policy().plan(Offer(400, n_most, drafter="model", price=price))
 
 
 def test_the_decode_predicts_the_more_tokens_the_cheaper_its_rows_are() -> None:
@@ -421,7 +420,7 @@ def test_the_price_is_that_of_one_decode() -> None:
     price = drafter.price(6)
     assert price.seconds(1) == pytest.approx(costs.seconds(3))
     assert price.seconds(4) == pytest.approx(costs.seconds(6))
-    assert price.next_s == price.backlog_s == 0.0
+    assert price.next_s == price.prefill_s == 0.0
     # More than a round can bring is prefill.
-    assert drafter.price(60).n_unread == 60 - 3 - 7
+    assert drafter.price(60).prefill_s > 0.0
     assert backend.text(0) == (1, 2, 3)

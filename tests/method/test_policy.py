@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.drafters import draft_alone
 from specgen.method.acceptance import AcceptanceRates
 from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.drafter import draft_alone
 from specgen.method.policy import (
     CostAwarePolicy,
     FixedPolicy,
@@ -28,11 +28,11 @@ from specgen.method.policy import (
     RoundPlan,
     RoundResult,
     ThresholdPolicy,
-    WhilePaying,
     draft_up_to,
 )
+from specgen.method.stopping import WhilePaying
 from specgen.options import FIXED_LENGTH, FIXED_P_MIN, LONGEST_DRAFT, DraftOptions, SamplerOptions
-from specgen.text.sampling import distribution
+from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import N_VOCAB, model_drafter
 from tests.helpers.simulated_drafting import WRONG, Run, World, run, steps, text
@@ -75,7 +75,7 @@ def planned(
     drafter: str | None = "model",
 ) -> RoundPlan:
     """The plan of a round with room for the longest draft."""
-    return policy.plan(Offer(n_left, policy.n_max, found, drafter, lambda _n: price))
+    return policy.plan(Offer(n_left, policy.n_max, found, drafter, price))
 
 
 def cut(policy: Policy, draft: Draft) -> Draft:
@@ -211,15 +211,15 @@ def test_whether_a_token_is_drafted_is_decided_before_it_is_drawn(name: str, noi
 def test_no_draft_is_longer_than_the_longest(name: str) -> None:
     plan = planned(POLICIES[name](max_tokens=3, p_min=0.0))
     assert plan.n_max == 3
-    assert [plan.keeps([1.0] * n) for n in range(1, 6)] == [True, True, True, False, False]
-    assert [plan.looks([1.0] * n) for n in range(1, 4)] == [True, True, False]
+    assert [plan.wants_token([1.0] * n) for n in range(1, 6)] == [True, True, True, False, False]
+    assert [plan.wants_decode([1.0] * n) for n in range(1, 4)] == [True, True, False]
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_draft_below_the_bound_on_each_token_goes_no_further(name: str) -> None:
     plan = planned(POLICIES[name](p_min=0.6))
-    assert plan.keeps([0.9])
-    assert not plan.keeps([0.9, 0.59])
+    assert plan.wants_token([0.9])
+    assert not plan.wants_token([0.9, 0.59])
 
 
 def test_the_lengths_where_the_user_names_none_are_those_of_the_policy() -> None:
@@ -244,8 +244,8 @@ def test_fixed_drafts_look_at_nothing_but_the_bound() -> None:
     for _ in range(20):
         plan = planned(policy, n_left=1, price=Price(1e9, 1e9, 1e9))
         assert plan.n_max == 4
-        assert plan.keeps([0.5])
-        assert not plan.keeps([0.49])
+        assert plan.wants_token([0.5])
+        assert not plan.wants_token([0.49])
         policy.observe(result(chain(0.5), 0, target_s=1e6))
 
 
@@ -307,11 +307,11 @@ def test_the_bound_is_on_the_draft_as_a_whole() -> None:
     bound = policy.bound
     n = int(math.log(bound) / math.log(0.8))  # tokens of 0.8 that are above it together
     plan = planned(policy)
-    assert [plan.keeps([0.8] * i) for i in range(1, n + 2)] == [True] * n + [False]
+    assert [plan.wants_token([0.8] * i) for i in range(1, n + 2)] == [True] * n + [False]
     assert len(plan.stop.cut(chain(*[0.8] * 16))) == n
     # A sure draft grows long, an unsure one not at all.
-    assert all(plan.keeps([0.999] * i) for i in range(1, 17))
-    assert not plan.keeps([0.9 * bound])
+    assert all(plan.wants_token([0.999] * i) for i in range(1, 17))
+    assert not plan.wants_token([0.9 * bound])
 
 
 def test_an_n_gram_whose_probability_nobody_knows_is_not_cut() -> None:
@@ -429,9 +429,9 @@ def test_a_draft_that_cannot_pay_costs_next_to_nothing(
     world = World(CURVES[curve], draft_s, confidences, rights)
     if world.plain_s > 1.02 * world.best_fixed()[1]:
         pytest.skip("it pays after all")
-    for backlog_s in (0.0, 5.0):
-        found = run(world, cost_aware(world.table()), backlog_s=backlog_s)
-        assert (world.plain_s + backlog_s) / found.seconds > 0.97, backlog_s
+    for prefill_s in (0.0, 5.0):
+        found = run(world, cost_aware(world.table()), prefill_s=prefill_s)
+        assert (world.plain_s + prefill_s) / found.seconds > 0.97, prefill_s
 
 
 @dataclass
@@ -441,7 +441,7 @@ class Texts:
 
     curve: str
     draft_s: float
-    backlog_s: float = 10.0
+    prefill_s: float = 10.0
     acceptance: dict[str, AcceptanceRates] = field(default_factory=dict)
     table: CostTable = field(default_factory=CostTable)
     ratios: list[float] = field(default_factory=list)
@@ -456,7 +456,7 @@ class Texts:
         if not self.table:
             self.table = CostTable(world.table())
         policy = CostAwarePolicy(DraftOptions(), self.table, self.acceptance)
-        found = run(world, policy, backlog_s=self.backlog_s, slowness=slowness)
+        found = run(world, policy, prefill_s=self.prefill_s, slowness=slowness)
         self.ratios.append(world.plain_s / found.seconds)
         return found
 
@@ -482,7 +482,7 @@ def test_texts_that_suit_a_draft_badly_do_not_keep_it_from_others(
 def test_a_machine_that_stands_still_now_and_then_costs_no_draft_its_later_texts(
     curve: str, draft_s: float, n_quiet: int, slowness: float
 ) -> None:
-    texts = Texts(curve, draft_s, backlog_s=1.0)
+    texts = Texts(curve, draft_s, prefill_s=1.0)
     for seed in range(4):
         texts.go_on(0.9, seed)
     rng = np.random.default_rng(4)
@@ -514,13 +514,13 @@ def test_what_costs_more_than_it_could_ever_gain_is_not_begun() -> None:
 def test_what_the_model_has_to_read_first_is_weighed_against_the_rest_of_the_answer() -> None:
     confidences, rights = text(60, lambda _: 0.8, sureness=0.0)
     world = World(CURVES["flat"], 0.1, confidences, rights)
-    assert run(world, cost_aware(world.table()), backlog_s=500.0).n_looks == 0
-    assert run(world, cost_aware(world.table()), backlog_s=2.0).n_looks > 0
-    policy, price = cost_aware(), Price(0.1, 0.1, 10.0, 100)
+    assert run(world, cost_aware(world.table()), prefill_s=500.0).n_looks == 0
+    assert run(world, cost_aware(world.table()), prefill_s=2.0).n_looks > 0
+    policy, price = cost_aware(), Price(0.1, 0.1, 10.0)
     # At first nothing is known of how long the answer is: it may end at once.
     plan = planned(policy, n_left=4000, price=price)
     assert (plan.n_max, plan.reason.name) == (0, "prefill")
-    assert str(plan.reason) == "the draft must first read 100 tokens, 10.0 s"
+    assert str(plan.reason) == "the draft must first read the text, 10.0 s"
     for _ in range(40):  # of the time so far no more than a part is risked
         policy.observe(result(NO_DRAFT, 0))
     starts = [planned(policy, n_left=n, price=price).n_max > 0 for n in (4, 40, 400, 4000)]
@@ -624,7 +624,7 @@ def test_to_draft_nothing_is_a_legal_answer() -> None:
     assert len(cut(policy, chain(*[0.99] * 8))) == 0
     plan = planned(policy, chain(0.99, origin="ngram"), price=Price(0.1, 0.1))
     assert (len(plan.found), plan.n_max, plan.reason.name) == (0, 0, "row cost")
-    assert not plan.keeps([1.0])
+    assert not plan.wants_token([1.0])
 
 
 def test_before_anything_was_measured_the_first_decodes_are_plain() -> None:
@@ -703,17 +703,19 @@ def test_a_token_is_judged_only_if_those_before_it_were_accepted(
     assert accepted == pytest.approx(n_accepted, abs=0.1)
 
 
-def test_what_was_not_worth_verifying_is_compared_with_the_text_as_it_comes() -> None:
+@pytest.mark.parametrize(
+    ("tokens", "n_judged", "n_right"), [((0, 1), 2, 2), ((0, 7), 2, 1), ((5,), 1, 0)]
+)
+def test_what_was_not_worth_verifying_is_compared_with_the_text(
+    tokens: tuple[int, ...], n_judged: int, n_right: int
+) -> None:
     acceptance: dict[str, AcceptanceRates] = {}
     policy = cost_aware({n: 1.0 * n for n in range(1, 18)}, acceptance)
-    for tokens, n_judged in (((0, 1), 2), ((2, 7), 2), ((5,), 0)):
-        plan, whole = planned(policy), NO_DRAFT
-        if tokens == (0, 1):
-            whole = chain(0.9, 0.9, 0.9, 0.9, 0.9)
-            assert len(plan.stop.cut(whole)) == 0
-        told = RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, tokens, (whole,))
-        assert judged(policy, acceptance, lambda told=told: policy.observe(told)) == n_judged  # type: ignore[misc]
-    assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(3.0, abs=0.1)
+    plan, whole = planned(policy), chain(0.9, 0.9, 0.9, 0.9, 0.9)
+    assert len(plan.stop.cut(whole)) == 0
+    policy.observe(RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, tokens, (whole,)))
+    assert acceptance["model"].n_judged == pytest.approx(n_judged, abs=0.1)
+    assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(n_right, abs=0.1)
 
 
 def test_of_a_drawn_draft_it_counts_how_sure_the_model_was_before_the_draw() -> None:
@@ -732,9 +734,7 @@ def test_of_a_drawn_draft_behind_n_grams_it_counts_the_same() -> None:
     acceptance: dict[str, AcceptanceRates] = {}
     policy = cost_aware(acceptance=acceptance)
     found = chain(None, None, None, origin="ngram")
-    plan = planned(policy, found, price=Price(0.4, 0.4))
-    assert (plan.found, plan.n_max, plan.reason.name) == (found, 13, "found and model")
-    assert plan.keeps([0.93])
+    plan = planned(policy)
     behind = replace(drawn(0.05, 0.15), looks=(0.93, 0.55))
     draft = plan.stop.cut(found.followed_by(behind))
     assert len(draft) == 5
@@ -745,7 +745,7 @@ def test_of_a_drawn_draft_behind_n_grams_it_counts_the_same() -> None:
     assert acceptance["ngram"].counts.n_judged.sum() == pytest.approx(3.0, abs=0.1)
 
 
-def test_a_drafts_end_that_was_cut_off_is_learnt_of() -> None:
+def test_a_draft_and_its_beginning_are_judged_once() -> None:
     """What was found is proposed whole, and what is verified of it again as a part of the draft."""
     acceptance: dict[str, AcceptanceRates] = {}
     policy = cost_aware({1: 1.0, 2: 1.0, 3: 50.0}, acceptance)
@@ -753,8 +753,7 @@ def test_a_drafts_end_that_was_cut_off_is_learnt_of() -> None:
     once = plan.stop.cut(whole)
     assert len(once) == 1
     policy.observe(RoundResult(plan, once, (0,), 0.0, 1.0, 2, (0, 1), (whole, once)))
-    policy.observe(RoundResult(planned(policy), NO_DRAFT, (), 0.0, 1.0, 1, (7,)))
-    assert acceptance["model"].n_judged == pytest.approx(3.0, abs=0.1)
+    assert acceptance["model"].n_judged == pytest.approx(2.0, abs=0.1)
     assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(2.0, abs=0.1)
 
 
@@ -801,10 +800,10 @@ def test_whatever_happens_its_answers_are_finite(
         plan = planned(policy, n_left=50, price=Price(draft_s, draft_s, draft_s))
         kept: list[float] = []
         for confidence in confidences[: plan.n_max]:
-            if not plan.keeps([*kept, confidence]):
+            if not plan.wants_token([*kept, confidence]):
                 break
             kept.append(confidence)
-            plan.looks(kept)
+            plan.wants_decode(kept)
         draft = plan.stop.cut(chain(*kept))
         if isinstance(plan.stop, WhilePaying):
             assert math.isfinite(plan.stop.worth_of(draft))
@@ -821,31 +820,17 @@ def test_given_tokens_are_no_choice() -> None:
     plan = planned(fixed(5, p_min=0.5)).after(2)
     assert plan.n_max == 7
     unsure = [0.0] * 3
-    assert [plan.keeps(unsure[:n]) for n in (1, 2, 3)] == [True, True, False]
-    assert [plan.keeps([0.0, 0.0, *[0.9] * n]) for n in range(1, 7)] == [True] * 5 + [False]
-    assert [plan.looks([0.9] * n) for n in range(1, 8)] == [True] * 6 + [False]
+    assert [plan.wants_token(unsure[:n]) for n in (1, 2, 3)] == [True, True, False]
+    assert [plan.wants_token([0.0, 0.0, *[0.9] * n]) for n in range(1, 7)] == [True] * 5 + [False]
+    assert [plan.wants_decode([0.9] * n) for n in range(1, 8)] == [True] * 6 + [False]
     assert draft_up_to(3).after(0) == draft_up_to(3)
 
 
 def test_a_round_is_accounted_to_the_drafter_that_decodes() -> None:
     found = chain(0.9, origin="ngram")
     assert RoundPlan(Reason("found"), found=found, drafter="model").origin == "ngram"
-    assert RoundPlan(Reason("found and model"), 3, found, drafter="model").origin == "model"
     assert RoundPlan(Reason("model"), 3, drafter="model").origin == "model"
     assert RoundPlan(Reason("prefill"), drafter="model").origin is None
-
-
-def test_a_model_goes_on_behind_found_tokens_as_far_as_it_pays() -> None:
-    policy = cost_aware({n: 0.9 + 0.1 * n for n in range(1, 18)})
-    plan = planned(policy, chain(0.9, 0.9, origin="ngram"), price=Price(0.3, 0.3))
-    assert (len(plan.found), plan.n_max, plan.reason.name) == (2, 14, "found and model")
-    alone = planned(policy, price=Price(0.3, 0.3))
-    # The same confidence is worth less behind tokens that may be rejected.
-    n_behind, n_alone = (
-        next(n for n in range(17) if n == 16 or not each.keeps([0.8] * (n + 1)))
-        for each in (plan, alone)
-    )
-    assert 0 < n_behind < n_alone
 
 
 def test_a_drafter_that_loses_time_is_put_aside() -> None:

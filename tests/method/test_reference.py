@@ -23,7 +23,7 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from tests.helpers.common import EXACT
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -130,7 +130,7 @@ def test_draws_fit_the_reference(
 ) -> None:
     options = SessionOptions(
         target=models / "target.gguf",
-        draft=models / draft if draft.endswith("gguf") else draft,  # type: ignore[arg-type]
+        draft=models / draft if draft.endswith("gguf") else draft,
         sampler=SamplerOptions(temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P, min_p=MIN_P),
         drafting=DraftOptions(policy=policy, ngram_min=1, p_min=0.0),  # type: ignore[arg-type]
         generation=GenerationOptions(max_tokens=N_TOKENS, ignore_eos=False),
@@ -139,7 +139,7 @@ def test_draws_fit_the_reference(
     )
     counted: collections.Counter[tuple[int, ...]] = collections.Counter()
     n_accepted = 0
-    with Models(options, time.perf_counter) as loaded:
+    with Session(options, time.perf_counter) as loaded:
         begun = loaded.prompts.of_tokens(prompt)
         with Engine(loaded, n_parallel=8, n_ctx=128) as engine:
             for start in range(0, N_DRAWS, N_AT_ONCE):

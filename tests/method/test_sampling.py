@@ -11,23 +11,18 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from specgen.errors import BackendError
-from specgen.options import (
+from specgen.method.distribution import Distribution
+from specgen.sampler_options import (
     DEFAULT_SAMPLERS,
     SamplerName,
     SamplerOptions,
     parse_sampler_letters,
     parse_samplers,
 )
-from specgen.system.arrays import Logits, TokenArray
-from specgen.text.sampling import (
-    Distribution,
-    Sampler,
-    argmax,
-    distribution,
-    top_k,
-    top_probability,
-)
-from specgen.text.sampling.candidates import best
+from specgen.system.arrays import Logits, TokenArray, best
+from specgen.text.sampling import Sampler, argmax, top_probability
+from specgen.text.sampling.rows import most_likely
+from tests.helpers.exact_distributions import distribution
 
 #: Few distinct values make ties likely.
 VALUES = st.sampled_from([-np.inf, -30.0, -1.0, 0.0, 0.5, 0.5000001, 2.0, 30.0]) | st.floats(
@@ -127,9 +122,7 @@ def test_the_best_are_the_largest_and_the_lowest_ids_among_equals(row: Logits, k
     ranked = sorted(range(len(row)), key=lambda token: (-row[token], token))[:k]
     expected = [token for token in ranked if row[token] > -np.inf]
     assert best(row, k).tolist() == expected
-    token_ids, logits = top_k(row, k)
-    assert token_ids.tolist() == expected
-    assert logits.tolist() == row[expected].tolist()
+    assert most_likely(row, k) == expected
 
 
 @pytest.mark.parametrize("k", [1, 40, 600, 5000, 49_999])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.method.policy.stopping import StoppingRule
+from specgen.method.stopping import StoppingRule
 
 #: AcceptanceRates below this are all one to the rule.
 LEAST = 0.01

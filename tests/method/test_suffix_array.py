@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.lookup import array as array_module
-from specgen.drafters.lookup.array import (
+from specgen.drafters import suffix_array as array_module
+from specgen.drafters.suffix_array import (
     MAX_MATCH,
     MAX_PLACES,
     Match,

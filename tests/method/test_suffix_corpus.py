@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from specgen.drafters.lookup.array import SuffixArray
-from specgen.drafters.lookup.corpus import MAX_BYTES, MAX_FILE_BYTES, load_corpus
+from specgen.drafters.lookup_texts import MAX_CORPUS_BYTES, MAX_FILE_BYTES, load_corpus
+from specgen.drafters.suffix_array import SuffixArray
 from specgen.errors import UsageError
 from tests.helpers.fake_backend import FakeVocabulary
 
@@ -148,9 +148,9 @@ def test_what_cannot_be_looked_up_in(tmp_path: Path) -> None:
 def test_too_much_is_refused_before_it_is_read(tmp_path: Path) -> None:
     large = tmp_path / "large.txt"
     with large.open("wb") as file:
-        file.truncate(MAX_BYTES + 1)
+        file.truncate(MAX_CORPUS_BYTES + 1)
     assert message(large) == (
-        f"--lookup-file {large}: {MAX_BYTES >> 20} MB of text; at most {MAX_BYTES >> 20} MB"
+        f"--lookup-file {large}: {MAX_CORPUS_BYTES >> 20} MB of text; at most {MAX_CORPUS_BYTES >> 20} MB"
     )
 
 

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters import draft_alone
-from specgen.drafters.lookup.array import SuffixArray
-from specgen.drafters.lookup.text import TextIndex
-from specgen.drafters.ngram import SuffixDrafter, confidence
+from specgen.drafters.ngram import SuffixDrafter, TextIndex, confidence
+from specgen.drafters.suffix_array import SuffixArray
 from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -243,5 +242,5 @@ def test_a_longer_match_counts_no_more_than_the_longest_that_counts() -> None:
 def test_it_costs_nothing() -> None:
     drafter = SuffixDrafter(1, 4, [SuffixArray.build([[1, 2]])])
     price = drafter.price(1000)
-    assert (price.first_s, price.next_s, price.backlog_s) == (0.0, 0.0, 0.0)
+    assert (price.first_s, price.next_s, price.prefill_s) == (0.0, 0.0, 0.0)
     assert drafter.name == "ngram"

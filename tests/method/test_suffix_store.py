@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.lookup import store as store_module
-from specgen.drafters.lookup.array import SuffixArray
-from specgen.drafters.lookup.store import EarlierTexts
+from specgen.drafters import lookup_texts as store_module
+from specgen.drafters.lookup_texts import EarlierTexts
+from specgen.drafters.suffix_array import SuffixArray
 
 
 def texts(store: EarlierTexts) -> list[list[int]]:
@@ -181,7 +181,7 @@ def test_a_store_that_cannot_be_written_breaks_nothing(
     store = EarlierTexts(tmp_path / "store", "v")
     store.add([1])
     monkeypatch.setattr(store_module, "replace_bytes", full)
-    monkeypatch.setattr("specgen.drafters.lookup.array.replace_bytes", full)
+    monkeypatch.setattr("specgen.drafters.suffix_array.replace_bytes", full)
     monkeypatch.setattr(store_module, "MAX_NEW", 0)
     store.add([2])
     assert texts(store) == [[1]]

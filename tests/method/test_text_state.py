@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specgen.method.distribution import NoTokenAllowedError
 from specgen.options import SamplerOptions
-from specgen.text.sampling import NoTokenAllowedError, Sampler
+from specgen.text.sampling import Sampler
 from specgen.text.text_state import RememberingShaper, Shaper, TextState
 from tests.helpers.fake_backend import random_language
 from tests.helpers.fake_grammar import FakeGrammar

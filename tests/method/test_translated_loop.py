@@ -19,25 +19,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specgen.drafters import (
-    Drafter,
-    Drafting,
-    ModelDrafter,
-    TranslatedDrafter,
-    WrappedDrafter,
-    draft_alone,
-)
-from specgen.drafters.translated import Translation
+from specgen.drafters.cascade import WrappedDrafter
+from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.translated import TranslatedDrafter, Translation
 from specgen.events import CommittedEvent, Event, NoticeEvent
-from specgen.method.loop import Loop
+from specgen.method.drafter import Drafter, Drafting, draft_alone
 from specgen.method.policy import RoundPlan, draft_up_to
 from specgen.method.verify import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
-from specgen.text.sampling import distribution
+from specgen.session.answer_loop import AnswerLoop
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import TextState
 from tests.helpers import goodness_of_fit
 from tests.helpers.common import UNFILTERED
+from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language
 from tests.helpers.fake_generations import GREEDY, Clock, Setup, translated_drafter
 from tests.helpers.goodness_of_fit import LEVEL
@@ -401,7 +396,7 @@ def draw(p_min: float) -> Counter[tuple[int, ...]]:
             prompt=SMALL_PROMPT,
             verifier=MatchVerifier(),
         )
-        loop, generation = Loop(setup.backend(), Clock()), setup.generation()
+        loop, generation = AnswerLoop(setup.backend(), Clock()), setup.generation()
         loop.start(generation)
         while generation.n_answer < N_TOKENS and not generation.is_finished:
             loop.round([generation])

@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from specgen.drafters import Drafter, Drafting, SuffixDrafter, ready
+from specgen.drafters.ngram import SuffixDrafter
+from specgen.method.distribution import Distribution
 from specgen.method.draft import Draft
-from specgen.method.loop import Loop
+from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import Policy, RoundPlan
 from specgen.method.verify import (
     MatchVerifier,
@@ -30,7 +31,8 @@ from specgen.method.verify import (
     Verifier,
 )
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
-from specgen.text.sampling import Distribution, distribution
+from specgen.session.answer_loop import AnswerLoop
+from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import (
     Clock,
@@ -113,7 +115,7 @@ def draw(
             verifier=verifier,
             n_batch=128,
         )
-        loop, generation = Loop(setup.backend(), Clock()), setup.generation()
+        loop, generation = AnswerLoop(setup.backend(), Clock()), setup.generation()
         loop.start(generation)
         while len(generation.answer) < 1 + N_TOKENS:
             loop.round([generation])

@@ -352,7 +352,7 @@ def test_a_draft_that_is_named_is_the_only_one_and_needs_no_reason(big: Path, fi
     saved = SavedDraft("none")
     for given, draft in (("ngram", "ngram"), ("none", "none"), ("x.gguf", Path("x.gguf"))):
         _, choices, fetched = find(str(big), given, saved=saved)
-        assert choices == (DraftChoice(draft),)  # type: ignore[arg-type]
+        assert choices == (DraftChoice(draft),)
         assert fetched == []
     _, choices, fetched = find(str(big), "small", saved=saved)
     assert choices == (DraftChoice(big.with_name("small.gguf")),)

@@ -12,16 +12,16 @@ PACKAGE = Path(__file__).parents[2] / "specgen"
 #: from those below it only.
 WINGS = (
     "errors",
+    "sampler_options",
     "options",
     "events",
     "system",
     "method",
     "text",
-    "drafters",
     "llama",
+    "drafters",
     "models",
     "session",
-    "testing",
     "train",
     "measure",
     "serve",

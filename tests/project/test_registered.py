@@ -11,9 +11,11 @@ from typing import get_args
 import pytest
 
 from specgen import drafters
-from specgen.drafters import Drafter, WrappedDrafter
+from specgen.drafters.cascade import WrappedDrafter
+from specgen.drafters.chain import ModelDrafter
 from specgen.events import DraftedEvent
 from specgen.method import verify
+from specgen.method.drafter import Drafter
 from specgen.method.policy import FixedPolicy, RoundResult
 from specgen.options import DraftOptions, SamplerOptions, VerifierName
 from tests.helpers.common import UNFILTERED
@@ -46,7 +48,7 @@ def modules_of_drafters() -> Iterator[object]:
 
 def test_every_drafter_is_registered() -> None:
     found = classes_with("propose", *modules_of_drafters())
-    assert drafters.ModelDrafter in found
+    assert ModelDrafter in found
     assert Drafter not in found
     # What only forwards is the base of others.
     assert found - {WrappedDrafter} <= {case.kind for case in DRAFTERS.values()}

@@ -44,14 +44,6 @@ def test_after_a_round_the_rejected_tokens_stand_struck_through_behind_the_text(
     assert terminal.struck() == " sat onrejected"
 
 
-def test_rejected_tokens_are_gone_with_the_next_round() -> None:
-    terminal = Terminal()
-    script = Script().prompt().round([" cat", " sat"], 0, "The").plain(" dog")
-    play(terminal, script.events)
-    assert terminal.visible[0] == "The dog"
-    assert terminal.struck() == "rejected"
-
-
 def test_rejected_tokens_stay_where_they_were_refused_if_all_is_shown() -> None:
     terminal = Terminal()
     script = Script().plain("The").round([" cat", " sat", " on"], 1, " lay").plain(" down").finish()
@@ -135,12 +127,6 @@ def test_without_colours_the_attributes_stay() -> None:
     assert terminal.look("more") == ("default", "bold", "underscore")
 
 
-def test_the_prompt_is_announced() -> None:
-    terminal = Terminal()
-    play(terminal, Script().prompt(1234).events)
-    assert terminal.visible == ["", "", "reading 1234 prompt tokens"]
-
-
 def test_a_long_prompt_shows_how_far_it_is_read() -> None:
     script = Script().prompt(4000).reading(1024, 10.0, 29.4)
     shown = "reading the prompt: 26% of 4000 tokens, 29 s left"
@@ -213,25 +199,12 @@ def test_at_the_end_the_text_stands_alone_and_the_cursor_below_it(show: Show) ->
     assert not terminal.cursor_hidden
 
 
-def test_a_text_that_ends_its_line_gets_no_other_line_feed() -> None:
-    terminal = Terminal()
-    play(terminal, Script().prompt().plain("end\n").finish().events)
-    assert terminal.visible == ["end"]
-    assert terminal.screen.cursor.y == 1
-
-
 def test_an_empty_answer_leaves_no_trace() -> None:
     terminal = Terminal()
     play(terminal, Script().prompt().finish().events)
     assert terminal.visible == []
     assert terminal.screen.cursor.y == 0
     assert not terminal.cursor_hidden
-
-
-def test_nothing_is_written_before_the_first_event() -> None:
-    terminal = Terminal()
-    LiveRenderer(terminal.console).close()
-    assert terminal.written == ""
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
@@ -254,25 +227,6 @@ def test_what_the_terminal_echoes_for_ctrl_c_is_overwritten() -> None:
     assert terminal.visible == ["so far"]
 
 
-def test_closing_twice_writes_once() -> None:
-    terminal = Terminal()
-    renderer = play(terminal, Script().plain("x").events)
-    renderer.close()
-    written = terminal.written
-    renderer.close()
-    assert terminal.written == written
-
-
-def test_long_lines_are_wrapped_by_the_terminal_and_copied_in_one_piece() -> None:
-    terminal = Terminal(20)
-    code = "    if some_name and another_name or a_third_one: return"
-    script = Script().prompt()
-    for start in range(0, len(code), 5):
-        script.plain(code[start : start + 5])
-    play(terminal, script.plain("\nnext").finish().events)
-    assert terminal.lines == [code, "next"]
-
-
 def test_words_that_the_window_splits_are_copied_in_one_piece() -> None:
     terminal = Terminal(20)
     address = "https://example.org/" + "/".join(f"part{n}" for n in range(20))
@@ -282,15 +236,6 @@ def test_words_that_the_window_splits_are_copied_in_one_piece() -> None:
     script.plain(" there.\n").plain("漢字" * 40).finish()
     play(terminal, script.events)
     assert terminal.lines == [f"See {address} there.", "漢字" * 40]
-
-
-def test_long_answers_scroll_away_whole() -> None:
-    terminal = Terminal(40, 8)
-    script = Script().prompt()
-    for number in range(200):
-        script.round([f"line {number}", " wrong"], 1, "\n" if number % 3 else " and so on. ")
-    play(terminal, script.finish().events)
-    assert letters("".join(terminal.rows)) == letters(script.text)
 
 
 @pytest.mark.parametrize("rows", [2, 3, 4, 5, 6, 9])
@@ -316,15 +261,6 @@ def test_wide_characters_stay_whole_whatever_the_terminal_takes_them_for(
     assert letters("".join(terminal.rows)) == letters(script.text)
 
 
-def test_a_character_that_arrives_in_pieces_is_one_character() -> None:
-    terminal = Terminal(10)
-    script = Script().prompt()
-    for part in FAMILY:
-        script.round([part, "x"], 1, "")
-    play(terminal, script.finish().events)
-    assert terminal.screen.buffer[0][0].data == FAMILY
-
-
 def test_tabs_and_returns_and_escapes_are_harmless() -> None:
     terminal = Terminal(40)
     script = (
@@ -333,14 +269,6 @@ def test_tabs_and_returns_and_escapes_are_harmless() -> None:
     play(terminal, script.finish().events)
     assert terminal.visible == ["a       b", "c␍d␛[2J␛]0;t␇e"]
     assert terminal.screen.title == ""
-
-
-def test_markup_links_and_emoji_codes_stay_text() -> None:
-    terminal = Terminal(70)
-    text = "[bold]x[/bold] [link=http://a.b]y[/link] :smile: 42 'str' None"
-    play(terminal, Script(draft="none").plain(text).finish().events)
-    assert terminal.visible == [text]
-    assert terminal.look("42") == ("default",)
 
 
 def test_a_notice_stands_above_the_unfinished_line() -> None:
@@ -466,15 +394,6 @@ def test_an_output_that_fails_is_reported() -> None:
 
     with pytest.raises(OutputError, match="No space left on device"):
         play(Full(), Script().plain("x").events)
-
-
-def test_a_terminal_that_went_away_is_reported_as_such() -> None:
-    class Gone(Terminal):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
-
-    with pytest.raises(BrokenPipeError), LiveRenderer(Gone().console) as renderer:
-        renderer.handle(Script().plain("x").events[0])
 
 
 def test_a_terminal_of_another_encoding_gets_what_it_can_show() -> None:

@@ -90,10 +90,6 @@ def test_what_one_sees_as_one_character_is_one_cell(character: str) -> None:
     assert texts(cells_of(f"a{character}b")) == ["a", character, "b"]
 
 
-def test_flags_pair_up() -> None:
-    assert texts(cells_of("🇩🇪🇫🇷🇯")) == ["🇩🇪", "🇫🇷", "🇯"]
-
-
 def test_a_cell_may_arrive_in_pieces() -> None:
     cells: list[Cell] = []
     for character in FAMILY:
@@ -115,11 +111,6 @@ def test_no_character_is_wider_than_assumed(text: str) -> None:
     for cell in cells_of(cleaned):
         assert sum(max(0, wcwidth(character)) for character in cell.text) <= cell.width
         assert not cell.exact or sum(map(wcwidth, cell.text)) == cell.width
-
-
-@pytest.mark.parametrize(("text", "width"), [("abc", 3), ("漢字", 4), ("e\u0301", 1)])
-def test_width_of_text(text: str, width: int) -> None:
-    assert sum(cell.width for cell in cells_of(text)) == width
 
 
 def rows_of(text: str, columns: int) -> list[str]:
@@ -197,14 +188,6 @@ def test_tabs_go_to_the_next_stop() -> None:
     flow = Flow(40)
     flow.feed([Run("a\tb", "plain"), Run("c\td\n\te", "accepted")])
     assert [text_of(row) for row in flow.finish()] == ["a       bc      d", "        e"]
-
-
-def test_tab_stops_go_on_where_a_line_is_wrapped() -> None:
-    flow = Flow(10)
-    flow.feed([Run("0123456789ab", "plain")])
-    assert len(flow.take_settled(1, 1)) == 1
-    flow.feed([Run("\tc", "plain")])
-    assert [text_of(row) for row in flow.finish()] == ["ab    c"]
 
 
 def test_rows_of_one_line_are_settled_together() -> None:

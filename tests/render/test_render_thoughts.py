@@ -60,20 +60,6 @@ def test_a_line_takes_its_place(show: Show) -> None:
     assert not terminal.cursor_hidden
 
 
-def test_a_thought_shows_no_reasons() -> None:
-    terminal = Terminal()
-    script = (
-        thinking()
-        .because("cost", "too dear")
-        .plain("so")
-        .plain("</think>")
-        .plain("The")
-        .plain(" end")
-    )
-    play(terminal, script.finish().events, "all")
-    assert terminal.rows == [FOLDED.format("0.5", 8), "The end"]
-
-
 def test_a_thought_that_is_broken_off_leaves_its_line() -> None:
     terminal = Terminal()
     play(terminal, thinking().plain("</thi").finish("interrupted").events)

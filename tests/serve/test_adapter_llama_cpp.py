@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +13,12 @@ import numpy as np
 import pytest
 from llama_cpp import Llama
 
-from specgen.drafters import Drafters
+from specgen.drafters.cascade import Cascade
 from specgen.errors import BackendError, PairError, UsageError
 from specgen.method.policy import FixedPolicy
 from specgen.models import memory_file
-from specgen.options import DraftOptions, DraftSource, SessionOptions, TreeShape
-from specgen.serve.adapters.draft_rounds import DraftRounds
+from specgen.options import DraftOptions, TreeShape
 from specgen.serve.adapters.llama_cpp import SpecgenDraft
-from specgen.session.calibration.memory import Memory
 from tests.helpers.tiny import write_respelled_model
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -156,7 +153,7 @@ def test_by_cost_the_models_are_timed_once(models: Path, monkeypatch: pytest.Mon
     texts, _, _ = drafted_texts(models, "good", options)
     assert texts == plain_texts(models)
     assert '"costs"' in memory_file().read_text(encoding="utf-8")
-    monkeypatch.setattr("specgen.serve.adapters.draft_rounds.Engine", None)
+    monkeypatch.setattr("specgen.serve.adapters.llama_cpp.calibrate", None)
     texts, _, _ = drafted_texts(models, "good", options)
     assert texts == plain_texts(models)
 
@@ -231,7 +228,7 @@ def test_a_llama_without_room_for_logits_is_told_before_it_fails(models: Path) -
 class FakeTarget:
     """A program whose text is known: it accepts of a draft what agrees with that text."""
 
-    def __init__(self, rounds: DraftRounds, tokens: Sequence[int]) -> None:
+    def __init__(self, rounds: SpecgenDraft, tokens: Sequence[int]) -> None:
         self._rounds = rounds
         self._tokens = list(tokens)
         self.drafts: list[list[int]] = []
@@ -239,7 +236,7 @@ class FakeTarget:
     def generate(self, n_prompt: int, n_tokens: int) -> None:
         n = n_prompt + 1
         while n < n_tokens:
-            draft = self._rounds.next(self._tokens[:n])
+            draft = draft_after(self._rounds, self._tokens[:n])
             self.drafts.append(draft)
             for token in draft:
                 if token != self._tokens[n]:
@@ -260,15 +257,20 @@ def texts(models: Path) -> list[list[int]]:
     return found
 
 
+def draft_after(draft: SpecgenDraft, text: Sequence[int]) -> list[int]:
+    return list(draft(np.array(text, dtype=np.intc)).tolist())
+
+
 def opened_rounds(
     models: Path,
-    draft: DraftSource,
+    draft: str | Path,
     drafting: DraftOptions = FIXED,
     notes: list[str] | None = None,
-) -> DraftRounds:
-    options = SessionOptions(models / "target.gguf", draft, drafting=drafting)
+) -> SpecgenDraft:
     told = [] if notes is None else notes
-    return DraftRounds(options, Memory(), n_ctx=N_CTX, clock=time.perf_counter, note=told.append)
+    return SpecgenDraft(
+        models / "target.gguf", draft, n_ctx=N_CTX, drafting=drafting, note=told.append
+    )
 
 
 def test_what_was_accepted_is_counted(models: Path, texts: list[list[int]]) -> None:
@@ -287,7 +289,7 @@ def test_policy_and_drafter_learn_from_each_round(
 ) -> None:
     prompt, tokens = texts[0][:11], texts[0]
     with opened_rounds(models, models / "good.gguf") as rounds:
-        draft = rounds.next(prompt)
+        draft = draft_after(rounds, prompt)
         assert len(draft) == 4
         reports: list[Any] = []
 
@@ -295,9 +297,9 @@ def test_policy_and_drafter_learn_from_each_round(
             reports.append(report)
 
         monkeypatch.setattr(FixedPolicy, "observe", note)
-        monkeypatch.setattr(Drafters, "observe", note)
+        monkeypatch.setattr(Cascade, "observe", note)
         own = (draft[2] + 1) % 300
-        rounds.next([*prompt, *draft[:2], own])
+        draft_after(rounds, [*prompt, *draft[:2], own])
     assert len(reports) == 2
     for report in reports:
         assert report.draft.tokens == tuple(draft)
@@ -316,33 +318,12 @@ def test_a_text_that_goes_on_otherwise_is_a_new_one(
     """As the next turn of a conversation does: nothing was verified."""
     first = texts[0][:20]
     with opened_rounds(models, models / "good.gguf") as rounds:
-        draft = rounds.next(first)
+        draft = draft_after(rounds, first)
         longer = [*first, (draft[0] + 1) % 300, *texts[1][:n_more]]
-        found = rounds.next(longer)
+        found = draft_after(rounds, longer)
         assert rounds.tally.n_rounds == rounds.tally.n_drafted == 0
     with opened_rounds(models, models / "good.gguf") as rounds:
-        assert found == rounds.next(longer)
-
-
-def test_drafts_do_not_depend_on_the_texts_before(models: Path, texts: list[list[int]]) -> None:
-    def drafts_of(rounds: DraftRounds, tokens: Sequence[int]) -> list[list[int]]:
-        target = FakeTarget(rounds, tokens)
-        target.generate(10, 60)
-        return target.drafts
-
-    for draft in (models / "good.gguf", models / "respelled.gguf", "ngram"):
-        drafting = replace(FIXED, ngram_min=1)
-        expected = []
-        for tokens in texts:
-            with opened_rounds(models, draft, drafting) as rounds:
-                expected.append(drafts_of(rounds, tokens))
-        with opened_rounds(models, draft, drafting) as rounds:
-            first, second = texts
-            found = [drafts_of(rounds, tokens) for tokens in (first, second, first[:40] + second)]
-            assert found[:2] == expected
-            # Back to a beginning of the text before, and the same text again.
-            assert drafts_of(rounds, first) == expected[0]
-            assert drafts_of(rounds, first) == expected[0]
+        assert found == draft_after(rounds, longer)
 
 
 def test_nothing_that_the_draft_model_holds_is_decoded_again(
@@ -353,13 +334,13 @@ def test_nothing_that_the_draft_model_holds_is_decoded_again(
     assert n_alike > 3
     with opened_rounds(models, models / "good.gguf") as rounds:
         (context,) = rounds.contexts
-        rounds.next(first[:50])
+        draft_after(rounds, first[:50])
         n_decoded = context.n_decoded_rows
         assert n_decoded == 50 + 3  # the last of four drafted tokens is not decoded
-        rounds.next([*first[:50], first[50]])
+        draft_after(rounds, [*first[:50], first[50]])
         assert context.n_decoded_rows - n_decoded <= 2 + 3
         n_decoded = context.n_decoded_rows
-        rounds.next(second[:50])
+        draft_after(rounds, second[:50])
         assert context.n_decoded_rows - n_decoded == 50 - n_alike + 3
 
 
@@ -372,17 +353,17 @@ def test_a_draft_that_fails_ends_with_its_text(
         (context,) = rounds.contexts
         with monkeypatch.context() as patch:
             patch.setattr(context, "decode", lambda _batch: 1 / 0)
-            assert rounds.next(tokens[:11]) == []
+            assert draft_after(rounds, tokens[:11]) == []
         assert len(notes) == 1
         assert "drafting failed, going on without a draft: ZeroDivisionError" in notes[0]
-        assert rounds.next(tokens[:12]) == []
-        assert len(rounds.next(texts[1][:11])) == 4
+        assert draft_after(rounds, tokens[:12]) == []
+        assert len(draft_after(rounds, texts[1][:11])) == 4
     assert len(notes) == 1
 
 
 def test_by_default_a_failure_is_a_warning(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with SpecgenDraft(models / "target.gguf", models / "good.gguf", drafting=FIXED) as draft:
-        (context,) = draft.rounds.contexts
+        (context,) = draft.contexts
         monkeypatch.setattr(context, "decode", lambda _batch: 1 / 0)
         with pytest.warns(RuntimeWarning, match="going on without a draft"):
             assert draft(np.array([3, 4, 5], dtype=np.intc)).shape == (0,)
@@ -396,26 +377,17 @@ def test_ctrl_c_while_drafting_harms_no_later_text(
 
     tokens = texts[0]
     with opened_rounds(models, models / "good.gguf") as rounds:
-        expected = [rounds.next(tokens[:11]), rounds.next(tokens[:12])]
+        expected = [draft_after(rounds, tokens[:11]), draft_after(rounds, tokens[:12])]
     with opened_rounds(models, models / "good.gguf") as rounds:
         with monkeypatch.context() as patch:
-            patch.setattr("specgen.serve.adapters.draft_rounds.propose_together", interrupt)
+            patch.setattr("specgen.serve.adapters.llama_cpp.propose_together", interrupt)
             with pytest.raises(KeyboardInterrupt):
-                rounds.next(tokens[:11])
-        assert rounds.next(tokens[:11]) == expected[0]
+                draft_after(rounds, tokens[:11])
+        assert draft_after(rounds, tokens[:11]) == expected[0]
 
 
 def test_of_the_target_only_the_vocabulary_is_loaded(models: Path) -> None:
     with opened_rounds(models, models / "good.gguf") as rounds:
         assert rounds.models.target.n_embd == 0
-        assert rounds.models.drafts.model is not None
-        assert rounds.models.drafts.model.n_embd > 0
-
-
-def test_after_its_end_it_drafts_nothing(models: Path) -> None:
-    rounds = opened_rounds(models, "ngram")
-    rounds.next([3, 4, 3])
-    rounds.close()
-    rounds.close()
-    with pytest.raises(BackendError, match="closed"):
-        rounds.next([3, 4, 3])
+        assert rounds.models.draft is not None
+        assert rounds.models.draft.models[0].n_embd > 0

@@ -261,15 +261,6 @@ def test_a_schema_is_followed(ask: Ask, plugin: Any, files: Path) -> None:
     assert isinstance(json.loads(response.text())["yes"], bool)
 
 
-def test_saved_options_make_a_name_for_a_file(
-    ask: Ask, files: Path, expected: specgen.Model
-) -> None:
-    """As docs/adapters.md has it."""
-    saved = ask(*of_files(files), "--save", "mine")
-    assert saved.exit_code == 0, saved.output
-    assert told(ask("-t", "mine", PROMPT)) == expected.generate(PROMPT, max_tokens=N).text
-
-
 # --- conversations -------------------------------------------------------------------------------
 
 
@@ -295,22 +286,6 @@ def test_a_conversation_goes_on(plugin: Any, files: Path, expected: specgen.Mode
     details = second.usage().details
     assert details is not None
     assert details["n_cached"] > 20
-
-
-def test_a_conversation_goes_on_from_the_log(
-    ask: Ask, files: Path, expected: specgen.Model
-) -> None:
-    asked = of_files(files)
-    texts = [told(ask("hello", *asked, "-s", "Be brief."))]
-    texts.append(told(ask("and then?", *asked, "-c")))
-    assert texts == turns(expected, "hello", "and then?", system="Be brief.")
-
-
-def test_chat_answers_each_line(ask: Ask, files: Path, expected: specgen.Model) -> None:
-    result = ask("chat", *of_files(files), input="hello\nand then?\nexit\n")
-    assert result.exit_code == 0
-    for text in turns(expected, "hello", "and then?"):
-        assert text in result.stdout
 
 
 def test_a_model_without_a_template_continues_a_prompt(plugin: Any, files: Path) -> None:

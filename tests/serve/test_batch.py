@@ -16,10 +16,9 @@ from specgen.errors import OutputError, PromptError, UsageError
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.render.progress_bars import batch_summary
 from specgen.serve.batch.lines import Line, LineError, read_lines
-from specgen.serve.batch.results import OWN, ResultsFile, missing, read_results, without_errors
+from specgen.serve.batch.results import OWN, appending, missing, read_results
 from specgen.serve.batch.runner import Tally, order_by_prefix
-from specgen.serve.formats.openai.request import Request
-from specgen.session.prefix_cache import n_common
+from specgen.serve.formats.request import Request
 from specgen.session.prompts.template import Message
 from specgen.system.json_lines import to_line
 
@@ -81,6 +80,7 @@ class TestLines:
             (b"caf\xe9", "invalid_utf8", "0xe9"),
             ("{broken", "invalid_json", "double quotes at column 2"),
             ("{" * 100_000, "invalid_json", "double quotes at column 2"),
+            ('{"seed": ' + "1" * 5000 + "}", "invalid_json", "digits"),
             ({"prompt": 3}, "invalid_request", "prompt: 3 is not a text"),
             ({"prompt": ""}, "invalid_request", "prompt: it is empty"),
             ({"custom_id": [1], "prompt": "x"}, "invalid_request", "custom_id"),
@@ -104,10 +104,6 @@ class TestLines:
         assert word in bad.request.message
         assert "\n" not in bad.request.message
 
-    def test_the_error_of_a_line_has_its_own_id(self) -> None:
-        (bad,) = lines_of({"custom_id": "mine", "prompt": 3})
-        assert bad.custom_id == "mine"
-
     def test_digests_tell_what_is_asked(self) -> None:
         one, other, more, less = lines_of(
             {"custom_id": "1", "prompt": "x", "seed": 3},
@@ -129,29 +125,13 @@ class TestLines:
 
 
 class TestOrder:
-    def test_prompts_that_begin_alike_follow_one_another(self) -> None:
-        head, one, other = list(range(10)), [50] * 40, [60] * 40
-        prompts = [[*head, *body, last] for last, body in enumerate((one, other, one, [9], other))]
-        assert order(prompts) == [0, 2, 1, 4, 3]
-
     def test_what_all_have_in_common_moves_nothing(self) -> None:
         prompts = [[*range(100), last] for last in (5, 2, 9, 1)]
         assert order(prompts) == [0, 1, 2, 3]
 
-    def test_few_prompts(self) -> None:
-        assert order([]) == []
-        assert order([[1]]) == [0]
-        assert order([[1], []]) == [0, 1]
-
     @given(st.lists(st.lists(st.integers(0, 3), max_size=60), max_size=12))
     def test_every_prompt_is_there_once(self, prompts: list[list[int]]) -> None:
         assert sorted(order(prompts)) == list(range(len(prompts)))
-
-    @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
-    def test_common_tokens(self, one: list[int], other: list[int]) -> None:
-        n = n_common(one, other)
-        assert one[:n] == other[:n]
-        assert one[n : n + 1] != other[n : n + 1] or n in (len(one), len(other))
 
 
 def order(prompts: list[list[int]]) -> list[int]:
@@ -177,23 +157,12 @@ def out(tmp_path: Path) -> Path:
 
 
 def append(out: Path, *records: dict[str, Any]) -> None:
-    with ResultsFile.opened(out, read_results(out)) as results:
+    with appending(out, read_results(out)) as write:
         for each in records:
-            results.write(each)
+            write(each)
 
 
 class TestResults:
-    def test_what_is_written_is_taken_up(self, out: Path) -> None:
-        assert read_results(out).digests == {}
-        append(out, record("a"), record("b", "e", fails=True))
-        append(out, record("ü \ud800"))
-        earlier = read_results(out)
-        assert earlier.digests == {"a": "d", "b": "e", "ü \ud800": "d"}
-        assert earlier.errors == {"b"}
-        assert earlier.settings == SETTINGS
-        assert not earlier.is_torn
-        assert len(out.read_bytes().splitlines()) == 3
-
     def test_cut_anywhere_no_whole_line_is_lost_and_no_half_one_stays(self, out: Path) -> None:
         lines = [to_line(record(name)) for name in ("a", "é", "c")]
         whole = b"".join(lines)
@@ -217,22 +186,6 @@ class TestResults:
         with pytest.raises(OutputError, match="line 2 is not a result"):
             read_results(out)
         assert out.read_bytes() == before
-
-    def test_errors_can_be_dropped(self, out: Path) -> None:
-        append(out, record("a"), record("b", fails=True), record("c"), record("d", fails=True))
-        with out.open("ab") as file:
-            file.write(b'{"torn')
-        left = without_errors(out, read_results(out))
-        assert sorted(left.digests) == ["a", "c"]
-        assert not left.errors
-        append(out, record("b"))
-        assert sorted(read_results(out).digests) == ["a", "b", "c"]
-
-    def test_what_is_missing(self, out: Path) -> None:
-        append(out, record("a"), record("b", "e"))
-        lines = [line("a"), line("b", "e"), line("c")]
-        found = missing(lines, read_results(out), SETTINGS, "out", allow_mixed=False)
-        assert [each.custom_id for each in found] == ["c"]
 
     @pytest.mark.parametrize(
         ("settings", "lines", "words"),

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.messages.request import translated_messages_request
-from specgen.serve.formats.messages.writer import MessageWriter, error_body
-from specgen.serve.formats.openai.body import BodyError
-from specgen.serve.formats.openai.request import Request, read_request, with_call_form
+from specgen.serve.formats.fields import BodyError
+from specgen.serve.formats.messages_answer import MessageWriter, error_body
+from specgen.serve.formats.messages_request import read_messages
+from specgen.serve.formats.request import Request, with_call_form
 from specgen.session.prompts.template import Message, ToolCall
 from tests.helpers.messages import AGENT
 from tests.long_runs.mutated_json import mutated
@@ -33,14 +33,8 @@ FIGURES = {
 
 def read(body: dict[str, Any]) -> Request:
     """The request that a body is for a model with tools."""
-    translation = translated_messages_request(body)
-    fields = {name: value for name, value in translation.chat.items() if name != "stream"}
-    try:
-        asked = read_request("chat", fields, SamplerOptions(), GenerationOptions())
-        asked = with_call_form(asked, HERMES_TEMPLATE)
-    except BodyError as error:
-        raise translation.refusal(error) from None
-    return asked
+    (asked,) = read_messages(body, SamplerOptions(), GenerationOptions())
+    return with_call_form(asked, HERMES_TEMPLATE)
 
 
 def turns(*messages: dict[str, Any], **more: Any) -> list[tuple[str, str]]:
@@ -67,7 +61,7 @@ def test_what_an_agent_sends() -> None:
     assert (asked.tools.must_call, asked.tools.is_parallel) == (True, False)
     assert (asked.sampling.temperature, asked.sampling.top_k, asked.sampling.top_p) == (0.5, 5, 0.9)
     assert asked.generation.stop == ("\n\n", "END")
-    assert asked.template_variables == {"enable_thinking": True}
+    assert asked.variables == {"enable_thinking": True}
     assert asked.splits_reasoning
 
 
@@ -115,7 +109,7 @@ def test_a_billing_header_does_not_reach_the_model() -> None:
     ],
 )
 def test_thinking_is_a_variable_of_the_template(thinking: Any, variables: dict[str, bool]) -> None:
-    assert read({"messages": [USER], "thinking": thinking}).template_variables == variables
+    assert read({"messages": [USER], "thinking": thinking}).variables == variables
 
 
 @pytest.mark.parametrize("field", ["output_config", "output_format"])
@@ -150,7 +144,7 @@ def test_a_format_becomes_a_grammar(field: str) -> None:
         ({"tools": [{"type": "bash_20250124"}, {"name": "a", "input_schema": 1}]}, "tools[1].input_schema"),
         ({"tool_choice": {"type": "tool", "name": "no"}, "tools": [{"name": "a"}]}, "tool_choice"),
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice.disable_parallel_tool_use"),
-        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"output_config": {"effort": 3}}, "output_config.effort"),
         ({"max_tokens": 1.5}, "max_tokens"),

@@ -56,10 +56,10 @@ class Served:
         """An answer of a model is under way meanwhile, and decodes nothing."""
         self.ask(model)
         body = {"model": model, "prompt": "x", "stream": True}
-        served = self.pool.served(model)
+        served = self.pool.places[model].served
         assert isinstance(served, ServedModel)
         with (
-            served.thread.engine.stepping,
+            served.engine.stepping,
             self.http.stream("POST", "/v1/completions", json=body) as response,
         ):
             assert response.status_code == 200
@@ -174,7 +174,7 @@ def test_what_is_unloaded_is_closed(files: Path) -> None:
         (first,) = server.pool.loaded
         server.ask("b")
         assert first.target.is_closed
-        assert server.pool.served("a") is None
+        assert server.pool.places["a"].served is None
 
 
 def test_a_model_that_fails_to_close_makes_room(

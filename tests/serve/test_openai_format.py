@@ -11,17 +11,10 @@ import pytest
 
 from specgen.events import FinishedEvent, Piece, ReasonCount, TokenLogprob
 from specgen.options import GenerationOptions, Grammar, SamplerOptions
-from specgen.serve.formats.openai.merge import merged_bodies
-from specgen.serve.formats.openai.request import (
-    KNOWN_FIELDS,
-    BodyError,
-    Kind,
-    Request,
-    check_tokens,
-    read_request,
-    with_call_form,
-)
-from specgen.serve.formats.openai.response import completion_body, speculative_figures
+from specgen.serve.formats.chat_answer import Answer, completion_body, figures, joined
+from specgen.serve.formats.chat_request import read_request
+from specgen.serve.formats.fields import AnswerBody, BodyError
+from specgen.serve.formats.request import Kind, Request, check_tokens, with_call_form
 from specgen.session.prompts.template import Message, ToolCall
 
 DEFAULTS = SamplerOptions(top_k=7), GenerationOptions(max_tokens=5, stop=("END",))
@@ -77,7 +70,7 @@ def test_every_field_of_a_sampler_is_read() -> None:
     assert set(values) | {"samplers"} == {
         *(name for name in SamplerOptions.__slots__),
     }
-    assert set(values) <= KNOWN_FIELDS["chat"]
+    assert set(values) <= AnswerBody.model_fields.keys()
 
 
 def test_lengths_and_ends() -> None:
@@ -100,6 +93,7 @@ def test_lengths_and_ends() -> None:
         ("chat", {"logprobs": True, "top_logprobs": 3}, 3),
         ("completion", {"logprobs": 2}, 2),
         ("completion", {"logprobs": 0}, 0),
+        ("chat", {"top_logprobs": 3}, None),
     ],
 )
 def test_logprobs(kind: Kind, body: dict[str, Any], n: int | None) -> None:
@@ -158,43 +152,38 @@ def test_forms_of_answers() -> None:
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": 1.5}, "top_k"),
         ({"seed": 2**64}, "seed"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x"),
         ({"logit_bias": [1]}, "logit_bias"),
         ({"logit_bias": {"1": "a"}}, "logit_bias.1"),
-        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
-        ({"dry_breakers": ["\ud800"]}, "dry_breakers"),
+        ({"logit_bias": {"1" * 5000: 1}}, f"logit_bias.{'1' * 89}"),
+        ({"dry_breakers": ["\ud800"]}, "dry_breakers[0]"),
         ({"\ud800": 1}, "\\ud800"),
         ({"messages": [{"role": "user", "content": "x", "\ud800": 1}]}, "messages[0].\\ud800"),
         ({"json_schema": {"pattern": "^((((a{100}){100}){100}){100})$"}}, "json_schema"),
         ({"max_tokens": -2}, "max_tokens"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
-        ({"stop": [""]}, "stop"),
+        ({"stop": [""]}, "stop[0]"),
         ({"stop": 3}, "stop"),
         ({"stop": "\ud800"}, "stop"),
-        ({"logprobs": 3}, "logprobs"),
-        ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
         ({"n": 2}, "n"),
-        ({"stream": True}, "stream"),
         ({"tools": "x"}, "tools"),
-        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [tool("a b")]}, "tools[0].function.name"),
         ({"tools": [tool("a"), tool("a")]}, "tools[1].function.name"),
         ({"tools": [tool("a", parameters=3)]}, "tools[0].function.parameters"),
         (
             {"tools": [tool("a", parameters={"title": "\ud800"})]},
-            "tools[0].function.parameters",
+            "tools[0].function.parameters.title",
         ),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [tool("a")], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [tool("a")], "tool_choice": "some"}, "tool_choice"),
         ({"tools": [tool("a")], "tool_choice": tool("b")}, "tool_choice"),
         ({"tools": [tool("a")], "parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
-        ({"chat_template_kwargs": {"x": "\ud800"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"x": "\ud800"}}, "chat_template_kwargs.x"),
         ({"reasoning_effort": 1}, "reasoning_effort"),
         ({"reasoning_format": "all"}, "reasoning_format"),
-        ({"tools": [tool("a")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
@@ -204,8 +193,6 @@ def test_forms_of_answers() -> None:
         ({"grammar": 'root ::= "a"', "ignore_eos": True}, "ignore_eos"),
         ({"ignore_eos": "yes"}, "ignore_eos"),
         ({"dry_breakers": "x"}, "dry_breakers"),
-        ({"temprature": 1}, "temprature"),
-        ({"prompt": "x"}, "prompt"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": ["hi"]}, "messages[0]"),
@@ -233,21 +220,25 @@ def test_what_cannot_be_honoured_is_refused(body: dict[str, Any], field: str) ->
     error.value.message.encode()
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "nearest"),
-    [
-        ("prompt", "promt", "prompt"),
-        ("completion", "max_token", "max_tokens"),
-        ("prompt", "mesages", "messages"),
-        ("chat", "n_predicts", "n_predict"),
-    ],
-)
-def test_an_unknown_field_is_named_with_the_nearest_known_one(
-    kind: Kind, given: str, nearest: str
-) -> None:
-    with pytest.raises(BodyError, match=f"did you mean {nearest}") as error:
-        read(kind, **{given: "x"})
-    assert error.value.field == given
+def test_what_the_server_lacks_is_ignored_with_a_warning() -> None:
+    lacking = {
+        "store": True,
+        "verbosity": "low",
+        "colour": "red",
+        "samplers": ["top_k"],
+        "best_of": 3,
+    }
+    request = chat(**lacking)
+    assert request.sampling == chat().sampling
+    assert [warning.partition(":")[0] for warning in request.warnings] == list(lacking)
+    asks_nothing = {
+        "store": False,
+        "best_of": 1,
+        "user": "eva",
+        "metadata": {"a": 1},
+        "functions": [],
+    }
+    assert chat(**asks_nothing) == chat()
 
 
 def test_tokens_that_the_model_lacks_are_refused_by_the_name_of_the_field() -> None:
@@ -261,11 +252,6 @@ def test_tokens_that_the_model_lacks_are_refused_by_the_name_of_the_field() -> N
         assert error.value.field == field
 
 
-def test_whole_numbers_written_as_floats_are_tokens() -> None:
-    tokens = read("completion", prompt=[1.0, 2]).tokens
-    assert repr(tokens) == "(1, 2)"
-
-
 @pytest.mark.parametrize("field", ["temperature", "top_k", "presence_penalty", "max_tokens"])
 def test_numbers_that_nothing_can_hold(field: str) -> None:
     with pytest.raises(BodyError, match=field):
@@ -276,11 +262,6 @@ def test_numbers_that_nothing_can_hold(field: str) -> None:
 def test_prompts_that_are_none(prompt: Any) -> None:
     with pytest.raises(BodyError, match="prompt"):
         read("completion", prompt=prompt)
-
-
-def test_an_empty_list_of_messages_is_called_empty() -> None:
-    with pytest.raises(BodyError, match="^messages: the list is empty"):
-        chat(messages=[])
 
 
 FINISHED = FinishedEvent(
@@ -324,12 +305,10 @@ PIECES = [
 def body(kind: Kind, *, has_logprobs: bool = False) -> dict[str, Any]:
     made = completion_body(
         kind,
-        FINISHED,
-        PIECES,
+        [Answer(FINISHED, PIECES if has_logprobs else None)],
         identity="abc",
         created=17,
         model="m.gguf",
-        has_logprobs=has_logprobs,
     )
     assert json.loads(json.dumps(made, allow_nan=False)) == made
     return made
@@ -364,35 +343,19 @@ def test_the_body_counts_the_rounds_without_a_draft_by_reason() -> None:
 
 
 def test_the_counts_of_several_choices_add_up_by_reason() -> None:
-    one, other = body("chat"), body("chat")
-    other["timings"]["undrafted"] = [
-        {"reason": "no room", "text": "no room for a draft", "n_rounds": 4},
-        {"reason": "failed", "text": "the drafter has failed", "n_rounds": 1},
-    ]
-    merged = merged_bodies([one, other], n_for_each_prompt=2)
-    counts = [(each["reason"], each["n_rounds"]) for each in merged["timings"]["undrafted"]]
+    reasons = (
+        ReasonCount("no room", "no room for a draft", 4),
+        ReasonCount("failed", "the drafter has failed", 1),
+    )
+    other = dataclasses.replace(FINISHED, undrafted=reasons, accepted_by_depth=(1, 2))
+    both = joined([FINISHED, other], n_for_each_prompt=2)
+    counts = [(each.reason, each.n_rounds) for each in both.undrafted]
     assert counts == [("no room", 5), ("nothing found", 3), ("failed", 1)]
-    assert merged["timings"]["draft_n"] == 8
-    assert one["timings"]["undrafted"][0]["n_rounds"] == 3  # the parts stay
-
-
-@pytest.mark.parametrize(
-    ("speedups", "expected"), [((2.0, 1.0), 1.75), ((None, 1.5), 1.5), ((None, None), None)]
-)
-def test_the_gain_of_several_choices_is_that_of_their_common_time(
-    speedups: tuple[float | None, ...], expected: float | None
-) -> None:
-    bodies = [body("chat"), body("chat")]
-    for part, speedup, milliseconds in zip(bodies, speedups, (300.0, 100.0), strict=True):
-        part["speculative"]["estimated_speedup"] = speedup
-        part["speculative"]["estimated_speedup_range"] = (
-            None if speedup is None else [speedup - 0.5, speedup + 0.5]
-        )
-        part["timings"]["predicted_ms"] = milliseconds
-    drafts = merged_bodies(bodies, 2)["speculative"]
-    assert drafts["estimated_speedup"] == expected
-    between = None if expected is None else [expected - 0.5, expected + 0.5]
-    assert drafts["estimated_speedup_range"] == between
+    assert both.accepted_by_depth == (2, 2)
+    assert (both.n_drafted, both.n_tokens, both.n_prompt_tokens) == (8, 4, 12)
+    assert joined([FINISHED, other], n_for_each_prompt=1).n_prompt_tokens == 24
+    assert (both.acceptance_rate, both.mean_accepted_length) == (0.25, 1.5)
+    assert both.tokens_per_s == 2.0
 
 
 @pytest.mark.parametrize(
@@ -402,14 +365,13 @@ def test_the_gain_of_several_choices_is_that_of_their_common_time(
 def test_a_busy_machine_knows_no_gain(
     others_share: float | None, expected: tuple[float | None, list[float] | None]
 ) -> None:
-    drafts = speculative_figures(
-        dataclasses.replace(
-            FINISHED,
-            estimated_speedup=1.5,
-            estimated_speedup_range=(1.4, 1.6),
-            others_share=others_share,
-        )
+    answer = dataclasses.replace(
+        FINISHED,
+        estimated_speedup=1.5,
+        estimated_speedup_range=(1.4, 1.6),
+        others_share=others_share,
     )
+    drafts = figures([Answer(answer)])["speculative"]
     assert (drafts["estimated_speedup"], drafts["estimated_speedup_range"]) == expected
 
 

@@ -11,10 +11,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.openai.body import BodyError
-from specgen.serve.formats.openai.request import Request, read_request, with_call_form
-from specgen.serve.formats.openai.translation import Translation
-from specgen.serve.formats.responses.request import translated_response_request
+from specgen.serve.formats.fields import BodyError
+from specgen.serve.formats.request import AnswerWriter, Request, with_call_form
+from specgen.serve.formats.responses_request import read_response_request
 from specgen.session.prompts.template import Message, ToolCall
 from tests.helpers.responses import AGENT_BODY
 from tests.long_runs.mutated_json import mutated
@@ -23,29 +22,22 @@ TEMPLATE = "{{ tools }} <tool_call> {{ enable_thinking }}"
 EVENT: TypeAdapter[Any] = TypeAdapter(api.ResponseStreamEvent)
 
 
-def translated(**body: Any) -> Translation:
-    return translated_response_request({"input": "hi", **body})
-
-
 def read(**body: Any) -> Request:
     """The internal request, as the server makes it."""
-    translation = translated(**body)
-    try:
-        request = read_request("chat", translation.chat, SamplerOptions(), GenerationOptions())
-        request = with_call_form(request, TEMPLATE)
-    except BodyError as error:
-        raise translation.refusal(error) from None
-    warnings = translation.warnings_of(request.warnings)
-    assert all(warning.partition(":")[0] in warning for warning in warnings)
-    return request
+    asked = {"input": "hi", **body}
+    (request,) = read_response_request(asked, SamplerOptions(), GenerationOptions())
+    return with_call_form(request, TEMPLATE)
 
 
 def warned(**body: Any) -> list[str]:
     """The fields that warnings name."""
-    translation = translated(**body)
-    request = read_request("chat", translation.chat, SamplerOptions(), GenerationOptions())
-    request = with_call_form(request, TEMPLATE)
-    return [each.partition(":")[0] for each in translation.warnings_of(request.warnings)]
+    return [each.partition(":")[0] for each in read(**body).warnings]
+
+
+def writer_of(**body: Any) -> AnswerWriter:
+    make = read(**body).writer
+    assert make is not None
+    return make("7", 17, "m")
 
 
 def said(role: str, *texts: str) -> dict[str, Any]:
@@ -173,9 +165,9 @@ def test_the_form_of_the_answer() -> None:
 
 
 def test_effort_goes_to_the_template() -> None:
-    assert read(reasoning={"effort": "none"}).template_variables == {"enable_thinking": False}
+    assert read(reasoning={"effort": "none"}).variables == {"enable_thinking": False}
     assert warned(reasoning={"effort": "none"}) == []
-    assert warned(reasoning={"effort": "high", "summary": "auto"}) == ["reasoning.effort"]
+    assert warned(reasoning={"effort": "high", "summary": "auto"}) == ["reasoning_effort"]
 
 
 def test_what_is_ignored_is_mentioned() -> None:
@@ -189,10 +181,13 @@ def test_what_is_ignored_is_mentioned() -> None:
         "text": {"verbosity": "low"},
         "reasoning": {"summary": "detailed"},
         "invented": 1,
+        "background": True,
+        "n": 2,
         "top_logprobs": 2,
     }
-    expected = ["truncation", '"invented"', "top_logprobs", "reasoning.summary", "include"]
-    assert warned(**asks) == [*expected, "store", "text.verbosity"]
+    unknown = ["truncation", "store", "invented", "background", "n", "top_logprobs"]
+    nested = ["text.verbosity", "reasoning.summary", "include"]
+    assert warned(**asks) == [*unknown, *nested]
     nothing = {**dict.fromkeys(asks), "store": False, "truncation": "disabled"}
     assert warned(**nothing) == []
 
@@ -202,10 +197,7 @@ def test_what_is_ignored_is_mentioned() -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
-        ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"n": 2}, "n"),
-        ({"messages": []}, "messages"),
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": [1]}, "input[0]"),
@@ -222,18 +214,17 @@ def test_what_is_ignored_is_mentioned() -> None:
         ({"input": [called("c"), returned("c", "\ud800")]}, "input[1].output"),
         ({"input": [{**called("c"), "name": 3}]}, "input[0].name"),
         ({"input": [called("c0"), {**called("c"), "arguments": 3}]}, "input[1].arguments"),
-        ({"input": [{**called("c"), "call_id": None}]}, "input[0].call_id"),
+        ({"input": [{**called("c"), "call_id": None}]}, "input[0]"),
         ({"input": [{"type": "reasoning", "content": 3}]}, "input[0].content"),
         ({"instructions": ["x"]}, "instructions[0]"),
         ({"max_output_tokens": "many"}, "max_output_tokens"),
-        ({"max_output_tokens": 3, "max_tokens": 3}, "max_tokens"),
         ({"text": "json"}, "text"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"reasoning": "high"}, "reasoning"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),
         ({"include": "x"}, "include"),
         ({"tools": {}}, "tools"),
-        ({"tools": [{"name": "a"}]}, "tools[0]"),
+        ({"tools": [{"name": "a"}]}, "tools[0].type"),
         ({"tools": [{"type": "web_search"}, {"type": "function"}]}, "tools[1].name"),
         (
             {"tools": [{"type": "web_search"}, {"type": "function", "name": "a", "parameters": 3}]},
@@ -241,9 +232,9 @@ def test_what_is_ignored_is_mentioned() -> None:
         ),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"temperature": -1}, "temperature"),
-        ({"metadata": {"a": "\ud800"}}, "metadata"),
+        ({"metadata": {"a": "\ud800"}}, "metadata.a"),
     ],
     ids=str,
 )
@@ -266,13 +257,13 @@ def test_a_changed_body_is_read_or_refused(chunk: int) -> None:
             continue
         body.pop("stream", None)
         try:
-            translation = translated_response_request(body)
-            read_request("chat", translation.chat, SamplerOptions(), GenerationOptions())
+            (request,) = read_response_request(body, SamplerOptions(), GenerationOptions())
         except BodyError as error:
             error.message.encode()
             n_refused += 1
             continue
-        json.dumps(translation.writer("7", 17, "m").begin(7))
+        assert request.writer is not None
+        json.dumps(request.writer("7", 17, "m").begin(7))
         n_read += 1
     assert min(n_read, n_refused) > 20
 
@@ -283,7 +274,7 @@ def test_an_agents_body() -> None:
         *("system", "user", "assistant", "tool", "assistant", "tool")
     ]
     assert request.messages[2].reasoning == "I have to look."
-    assert request.template_variables == {"enable_thinking": False}
+    assert request.variables == {"enable_thinking": False}
 
 
 # --- answers
@@ -320,7 +311,7 @@ def events_of(
     deltas: tuple[dict[str, Any], ...], finish_reason: str = "tool_calls", **body: Any
 ) -> list[dict[str, Any]]:
     tools = [{"type": "custom", "name": "patch"}, {"type": "function", "name": "a"}]
-    writer = translated(tools=tools, **body).writer("7", 17, "m")
+    writer = writer_of(tools=tools, **body)
     events = writer.begin(7)
     for delta in deltas:
         events += writer.feed({"choices": [{"delta": delta, "finish_reason": None}]})
@@ -385,7 +376,7 @@ def test_a_whole_answer_has_the_items_of_the_events() -> None:
         "tool_calls": [call for delta in DELTAS[-2:] for call in delta["tool_calls"]],
     }
     tools = [{"type": "custom", "name": "patch"}, {"type": "function", "name": "a"}]
-    writer = translated(tools=tools).writer("7", 17, "m")
+    writer = writer_of(tools=tools)
     choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
     assert writer.whole({"choices": [choice], **FIGURES}) == streamed
     assert api.Response.model_validate(streamed).output_text == "So be it"
@@ -404,7 +395,7 @@ def test_an_empty_answer_has_an_item() -> None:
 
 
 def test_a_failure_ends_the_events() -> None:
-    writer = translated().writer("7", 17, "m")
+    writer = writer_of()
     writer.begin(7)
     (event,) = writer.feed({"error": {"message": "lost", "type": "server_error"}})
     EVENT.validate_python(event)

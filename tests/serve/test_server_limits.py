@@ -19,11 +19,11 @@ import pytest
 
 from specgen.errors import BackendError
 from specgen.llama import LlamaVocabulary
-from specgen.serve.server.jobs import AnswerRequest, EngineThread
+from specgen.serve.server.jobs import EngineThread
 from specgen.serve.server.metrics import Metrics, ServerMetrics
 from specgen.serve.server.options import Limits, ServerOptions
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from tests.helpers.server import N_CTX, PATIENCE_S, Running, running, session_of, wait_until
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import CHATML_TEMPLATE
@@ -262,13 +262,12 @@ def test_a_bug_in_the_engines_thread_ends_the_server(
         wait_until(lambda: not server.thread.is_alive(), "the end")
 
 
-def _events(thread: EngineThread, loaded: Models) -> list[Any]:
+def _events(thread: EngineThread, loaded: Session) -> list[Any]:
     """Submit an answer and return all its events."""
 
     async def ask() -> list[Any]:
         prompt = loaded.prompts.of_text("x", chat=False)
-        request = AnswerRequest(prompt, loaded.options.sampler, loaded.options.generation)
-        job = thread.submit([request], asyncio.get_running_loop())
+        job = thread.submit([lambda engine: engine.insert(prompt)], asyncio.get_running_loop())
         return [event async for _, event in job.events()]
 
     return asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))

@@ -224,7 +224,7 @@ def test_what_is_not_enforced_or_lacking_is_told(server: Running) -> None:
     )
     assert response.json()["stop_reason"] == "tool_use"
     assert [warning.partition(":")[0] for warning in response.json()["warnings"]] == [
-        '"mcp_servers"',
+        "mcp_servers",
         "tools[0]",
         "tools[1].input_schema",
     ]
@@ -234,8 +234,8 @@ def test_what_is_not_enforced_or_lacking_is_told(server: Running) -> None:
     ("body", "named"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "documents"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 'type "image"'),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, 'type "document"'),
         ({"messages": [*TURNS, {"role": "assistant", "content": "A"}]}, "end with a user"),
         ({"messages": TURNS, "extra_body": {"temperature": "hot"}}, "temperature"),
         ({"messages": TURNS, "stop_sequences": [1]}, "stop_sequences"),

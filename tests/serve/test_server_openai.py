@@ -268,7 +268,6 @@ def test_a_bias_keeps_a_token_out(server: Running, client: openai.OpenAI) -> Non
         ({"n": 0}, "n"),
         ({"n": 17}, "n"),
         ({"max_tokens": "many"}, "max_tokens"),
-        ({"colour": "red"}, "colour"),
         ({"speculative": {"draft": 1}}, "speculative.draft"),
         ({"speculative": {"verifier": "none"}}, "speculative.verifier"),
         ({"speculative": {"max": -1}}, "speculative.max"),
@@ -276,9 +275,8 @@ def test_a_bias_keeps_a_token_out(server: Running, client: openai.OpenAI) -> Non
         ({"speculative": []}, "speculative"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": 1}, "stream_options"),
-        ({"cache_prompt": False}, "cache_prompt"),
         ({"logit_bias": {"1000000": 1}}, "logit_bias"),
-        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"1" * 5000: 1}}, f"logit_bias.{'1' * 89}"),
     ],
 )
 def test_what_is_wrong_is_named(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
@@ -295,7 +293,7 @@ def test_what_is_wrong_is_named(client: openai.OpenAI, fields: dict[str, Any], p
         (b'"\\ud800": 1', "\\ud800"),
         (b'"messages": [{"role": "user", "content": "x", "\\ud800": 1}]', "messages[0].\\ud800"),
         (b'"speculative": {"\\ud800": 1}', "speculative.\\ud800"),
-        (b'"dry_multiplier": 1, "dry_breakers": ["\\ud800"]', "dry_breakers"),
+        (b'"dry_multiplier": 1, "dry_breakers": ["\\ud800"]', "dry_breakers[0]"),
     ],
 )
 def test_half_a_surrogate_pair_anywhere_is_refused(
@@ -378,7 +376,7 @@ def test_variables_and_earlier_reasoning_reach_the_template(
         assert prompt == "|a|why|b||c|glad"
         answer = server.post("/v1/chat/completions", **body, prompt_cache_retention="24h").json()
         (warning,) = answer["warnings"]
-        assert warning.startswith("chat_template_kwargs.enable_thinking: ")
+        assert warning.startswith("enable_thinking: ")
         tokens = server.post("/tokenize", content=prompt, add_special=True).json()["tokens"]
         assert answer["usage"]["prompt_tokens"] == len(tokens)
 

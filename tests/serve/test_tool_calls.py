@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from specgen.serve.formats.openai.answer_parser import AnswerParser, message_of
-from specgen.serve.formats.openai.tool_calls import ToolCallParser
-from specgen.serve.formats.openai.tool_forms import (
+from specgen.serve.formats.tool_calls import (
     GRANITE,
     HERMES,
     LLAMA,
     MISTRAL,
+    AnswerParser,
     CallForm,
+    ToolCallParser,
     form_of,
+    message_of,
 )
 
 NAMES = ("weather", "add")

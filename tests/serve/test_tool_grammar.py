@@ -12,10 +12,11 @@ import pytest
 
 from specgen.events import FinishedEvent
 from specgen.options import GenerationOptions, SamplerOptions, SessionOptions
-from specgen.serve.formats.openai.answer_parser import message_of
-from specgen.serve.formats.openai.request import Request, read_request, with_call_form
+from specgen.serve.formats.chat_request import read_request
+from specgen.serve.formats.request import Request, with_call_form
+from specgen.serve.formats.tool_calls import message_of
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from tests.tiny import TinyConfig, write_tiny_model
 
 #: Templates by the marks of their calls, which are control tokens of the model.
@@ -58,7 +59,7 @@ def answers(
         options = SessionOptions(
             target=target, draft="ngram", sampler=sampler, generation=asked.generation
         )
-        with Models(options, lambda: 0.0) as loaded:
+        with Session(options, lambda: 0.0) as loaded:
             *_, last = generate(loaded, loaded.prompts.of_text("the cat"))
         assert isinstance(last, FinishedEvent)
         found.append(last)
@@ -89,7 +90,7 @@ def test_a_call_may_begin_with_a_control_token(tmp_path: Path) -> None:
     target = write_tiny_model(tmp_path / "target.gguf", TinyConfig(control_tokens=controls))
     hidden = replace(shown, shown_controls=())
     options = SessionOptions(target=target, draft="none", generation=hidden)
-    with Models(options, lambda: 0.0) as loaded:
+    with Session(options, lambda: 0.0) as loaded:
         mark = loaded.target.vocabulary.control_token(*controls)
         allowed = [
             settings.grammar is not None and bool(settings.grammar.allows(np.array([mark]))[0])

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from specgen.llama import LlamaModel
 from specgen.options import ContextOptions, SessionOptions
-from specgen.session.loaded_models import Models
 from specgen.session.prompts.template import Message, ToolCall, render
+from specgen.session.session import Session
 from tests.helpers.common import NOW
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
@@ -86,7 +86,7 @@ def options(target: Path, draft: Path | Literal["none"]) -> SessionOptions:
 def test_a_file_may_have_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
     config = TinyConfig(chat_template=CHATML_TEMPLATE, tool_template=TEMPLATE)
     target = write_tiny_model(tmp_path / "target.gguf", config)
-    with Models(options(target, "none"), lambda: 0.0) as loaded:
+    with Session(options(target, "none"), lambda: 0.0) as loaded:
         asked = TURNS[:2]
         with_tools = loaded.prompts.of_messages(asked, now=NOW, tools=TOOLS).text
         assert with_tools == rendered(TEMPLATE, asked, TOOLS)
@@ -99,12 +99,12 @@ def test_a_draft_with_another_vocabulary_reads_the_tools_too(tmp_path: Path) -> 
     target = write_tiny_model(tmp_path / "target.gguf", config)
     other = replace(config.draft(0.02), tokenizer="spm", n_vocab=None)
     draft = write_tiny_model(tmp_path / "draft.gguf", other)
-    with Models(options(target, draft), lambda: 0.0) as loaded:
+    with Session(options(target, draft), lambda: 0.0) as loaded:
         prompt = loaded.prompts.of_messages(TURNS[1:2], now=NOW, tools=TOOLS)
         assert not prompt.head
         assert prompt.draft_tokens is not None
-        assert loaded.drafts.model is not None
-        assert '"name": "weather"' in said(loaded.drafts.model, prompt.draft_tokens)
+        assert loaded.draft is not None
+        assert '"name": "weather"' in said(loaded.draft.models[0], prompt.draft_tokens)
 
 
 def said(model: LlamaModel, tokens: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specgen.drafters import ModelDrafter
+from specgen.drafters.chain import ModelDrafter
 from specgen.events import FinishedEvent, NoticeEvent
 from specgen.method.acceptance import AcceptanceRates
 from specgen.method.backend import Batch
@@ -28,15 +28,14 @@ from specgen.session.agreement import (
     greedy_tokens,
     sample_agreement,
 )
-from specgen.session.calibration.gain import Agreement
-from specgen.session.calibration.memory import Memory
+from specgen.session.calibration import measure_if_new
+from specgen.session.costs import Agreement
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
-from specgen.session.measurements import measure_if_new
+from specgen.session.memory import Memory
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
-from specgen.text.sampling import Sampler
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import TextState
 from tests.helpers.fake_backend import (
     FakeBackend,
     FakeVocabulary,
@@ -44,6 +43,7 @@ from tests.helpers.fake_backend import (
     noisy,
     random_language,
 )
+from tests.helpers.fake_generations import draft_request
 from tests.helpers.tiny import write_respelled_model
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -60,9 +60,7 @@ def target(n_outputs: int = 8, n_batch: int = 16, n_ctx: int = 64) -> FakeBacken
 def walk(language: Language, acceptance: dict[str, AcceptanceRates]) -> tuple[Walk, FakeBackend]:
     backend = FakeBackend(VOCABULARY, language, n_ctx=64)
     state = TextState(())
-    shaper = Shaper(Sampler(SamplerOptions()), state)
-    rng = np.random.default_rng(0)
-    drafter = ModelDrafter(backend, shaper, rng, draws=False, n_shared_tokens=N_VOCAB)
+    drafter = ModelDrafter(backend, draft_request(state), n_shared_tokens=N_VOCAB)
     return Walk(drafter, state, acceptance, is_translated=False), backend
 
 
@@ -192,7 +190,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(
     models: Path, draft: str, memory: Memory | None = None, name: str = "target", **changes: object
-) -> Models:
+) -> Session:
     context = ContextOptions(n_threads=1, flash_attention="off")
     drafting = DraftOptions(**{"policy": "cost", "max_tokens": 4, **changes})  # type: ignore[arg-type]
     options = SessionOptions(
@@ -203,10 +201,10 @@ def loaded(
         target_context=context,
         draft_context=context,
     )
-    return Models(options, time.perf_counter, memory)
+    return Session(options, time.perf_counter, memory)
 
 
-def fill(opened: Models, target_s: dict[int, float], draft_s: float) -> None:
+def fill(opened: Session, target_s: dict[int, float], draft_s: float) -> None:
     """Let a session know what decodes cost."""
     draft = opened.options.draft
     assert isinstance(draft, Path)
@@ -216,12 +214,12 @@ def fill(opened: Models, target_s: dict[int, float], draft_s: float) -> None:
         opened.costs.table(draft).start(size, draft_s)
 
 
-def sampled(opened: Models) -> AcceptanceRates | None:
+def sampled(opened: Session) -> AcceptanceRates | None:
     fill(opened, GOOD, 0.01)
-    with opened.contexts(256) as (target_backend, draft_backend):
-        measure_if_new(opened, target_backend, draft_backend)
+    with opened.contexts(256) as (target_backend, drafts):
+        measure_if_new(opened, target_backend, drafts)
+        (draft_backend,) = drafts
         assert target_backend.length(0) == 0
-        assert draft_backend is not None
         assert draft_backend.length(0) == 0
         # And of use: a prompt can be decoded in them.
         for backend in (target_backend, draft_backend):
@@ -247,7 +245,7 @@ def test_a_session_knows_a_draft_before_the_first_answer(
 
 def test_a_draft_with_another_vocabulary_is_judged_by_its_translation(models: Path) -> None:
     with loaded(models, "respelled") as opened:
-        assert opened.drafts.own_vocabulary is not None
+        assert opened.own_vocabulary is not None
         alike = sampled(opened)
     with loaded(models, "respelled", name="other") as opened:
         other = sampled(opened)
@@ -268,7 +266,7 @@ def test_samplers_make_no_difference_to_agreement(models: Path) -> None:
         target_context=context,
         draft_context=context,
     )
-    with Models(options, time.perf_counter) as opened:
+    with Session(options, time.perf_counter) as opened:
         found = sampled(opened)
         assert found is not None
         assert found.counts.n_accepted.sum() == pytest.approx(found.n_judged)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from specgen.drafters import draft_alone
+from specgen.drafters.model import DraftModel
 from specgen.errors import UsageError
 from specgen.events import DraftedEvent, FinishedEvent
-from specgen.method.acceptance import new_acceptance_rates
+from specgen.method.acceptance import AcceptanceRates
+from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
 from specgen.options import (
     DraftOptions,
@@ -23,8 +24,8 @@ from specgen.options import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine, generate
-from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
+from specgen.session.session import Session
 from specgen.text.text_state import TextState
 from tests.helpers.common import EXACT
 from tests.helpers.tiny import write_respelled_model
@@ -46,7 +47,7 @@ def models(
     architecture: Architecture = "llama",
     n_max: int = 4,
     helpers: tuple[Path, ...] = (),
-) -> Models:
+) -> Session:
     config = TinyConfig(architecture=architecture, logit_scale=2.0, unprintable_scale=0.0)
     target = write_tiny_model(folder / "target.gguf", config)
     noisy = config.draft(0.1)
@@ -72,12 +73,12 @@ def models(
         target_context=EXACT,
         draft_context=EXACT,
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
-def mask_of(opened: Models) -> int | None:
-    assert opened.drafts.main is not None
-    return opened.drafts.main.mask
+def mask_of(opened: Session) -> int | None:
+    assert isinstance(opened.draft, DraftModel)
+    return opened.draft.mask
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,10 @@ def test_the_helper_of_a_draft_predicts_one_token_at_a_time(tmp_path: Path) -> N
     config = TinyConfig(name="PARD")
     helper = write_tiny_model(tmp_path / "helper.gguf", config, metadata=IN_METADATA)
     with models(tmp_path, "tiny", helpers=(helper,)) as opened:
-        assert [draft.mask for draft in opened.drafts.stack()] == [None, None]
+        assert mask_of(opened) is None
+        assert isinstance(opened.draft, DraftModel)
+        assert opened.draft.helper is not None
+        assert opened.draft.helper.mask is None
 
 
 def test_a_draft_in_another_vocabulary_predicts_one_token_at_a_time(tmp_path: Path) -> None:
@@ -160,7 +164,7 @@ def test_a_draft_in_another_vocabulary_predicts_one_token_at_a_time(tmp_path: Pa
 # --- what is drafted
 
 
-def run(opened: Models) -> tuple[list[DraftedEvent], FinishedEvent]:
+def run(opened: Session) -> tuple[list[DraftedEvent], FinishedEvent]:
     events = list(generate(opened, opened.prompts.of_text(PROMPT, chat=False)))
     last = events[-1]
     assert isinstance(last, FinishedEvent)
@@ -176,8 +180,7 @@ def test_a_round_takes_one_decode_of_the_draft_and_keeps_the_text(
         _, ordinary = run(opened)
     with models(tmp_path, mask="3", architecture=architecture, n_max=n_max) as opened:
         drafted, finished = run(opened)
-        with opened.contexts(256) as (target, draft):
-            assert draft is not None
+        with opened.contexts(256) as (target, (draft,)):
             assert draft.n_outputs == n_max
             assert target.n_outputs == n_max + 1
     assert finished.token_ids == ordinary.token_ids
@@ -194,11 +197,10 @@ def test_the_prompt_is_not_read_again_to_drop_the_masks(
     text = list(range(40, 90))
     with (
         models(tmp_path, mask="3", architecture=architecture) as opened,
-        opened.contexts(256) as (_, draft),
+        opened.contexts(256) as (_, (draft,)),
     ):
-        assert draft is not None
         prompt = Prompt("", tuple(text))
-        drafter = DrafterFactory(opened).chain_drafter(prompt, draft, TextState(text))
+        drafter = DrafterFactory(opened).chain_drafter(prompt, (draft,), TextState(text))
         for token in (60, 61, 62):
             before = draft.n_decoded_rows
             draft_alone(drafter.propose(text, draft_up_to(4)))
@@ -213,8 +215,7 @@ def test_trees_of_a_parallel_draft_need_no_branches_in_its_cache(tmp_path: Path)
         _, plain = run(opened)
     with models(tmp_path, mask="3", tree=parse_tree("3,2")) as opened:
         drafted, finished = run(opened)
-        with opened.contexts(256) as (_, draft):
-            assert draft is not None
+        with opened.contexts(256) as (_, (draft,)):
             assert draft.n_sequences == 1
     assert finished.token_ids == plain.token_ids
     assert any(node.parent != n - 1 for event in drafted for n, node in enumerate(event.nodes))
@@ -240,7 +241,7 @@ def test_several_answers_draft_in_one_batch(tmp_path: Path) -> None:
 def test_what_is_learnt_about_acceptance_is_kept_apart(tmp_path: Path) -> None:
     """The rows of masks are accepted less often than those of tokens."""
     with models(tmp_path, mask="3") as opened:
-        DrafterFactory(opened).acceptance()["model"] = new_acceptance_rates("model")
+        DrafterFactory(opened).acceptance()["model"] = AcceptanceRates("model")
         assert "model" in DrafterFactory(opened).acceptance()
         opened.change_drafting(DraftOptions(mask="off"))
         assert "model" not in DrafterFactory(opened).acceptance()

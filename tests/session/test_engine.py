@@ -18,7 +18,6 @@ from specgen.errors import BackendError, PromptError, UsageError
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, PromptEvent
 from specgen.llama import LlamaBackend
 from specgen.method.backend import Batch
-from specgen.method.loop import Loop, ReadBeside
 from specgen.options import (
     DraftOptions,
     DraftSource,
@@ -28,12 +27,15 @@ from specgen.options import (
     SessionOptions,
     TreeShape,
 )
-from specgen.session.calibration.memory import Memory
+from specgen.session.answer_loop import AnswerLoop, ChunkedPrefill
+from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine, generate
-from specgen.session.loaded_models import Models
-from specgen.session.prefix_cache import Slot, n_common
+from specgen.session.memory import Memory
+from specgen.session.prefix_cache import Slot
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
+from specgen.session.session import Session
+from specgen.text.prefix import n_common
 from specgen.text.sequence import Sequence
 from tests.helpers.common import EXACT
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
@@ -95,7 +97,7 @@ def opened(
     sampler: SamplerOptions | None = None,
     tree: TreeShape | None = None,
     n_batch: int = 512,
-) -> Models:
+) -> Session:
     # A parallel draft is the same file, read with a mask token.
     file, mask = ("draft", "3") if drafter == "parallel" else (drafter, "off")
     draft: DraftSource = "ngram" if drafter == "ngram" else models / f"{kind} {file}.gguf"
@@ -109,16 +111,18 @@ def opened(
         target_context=replace(EXACT, n_batch=n_batch),
         draft_context=EXACT,
     )
-    return Models(options, clock)
+    session = Session(options, clock)
+    calibrate(session)
+    return session
 
 
-def alone(loaded: Models) -> list[str]:
+def alone(loaded: Session) -> list[str]:
     """The answers, each in contexts of its own, plainly."""
-    with Models(replace(loaded.options, draft="none"), loaded.clock, Memory()) as plain:
+    with Session(replace(loaded.options, draft="none"), loaded.clock, Memory()) as plain:
         return [text_of(plain, prompt) for prompt in PROMPTS]
 
 
-def text_of(loaded: Models, prompt: str) -> str:
+def text_of(loaded: Session, prompt: str) -> str:
     *_, last = generate(loaded, loaded.prompts.of_text(prompt), estimate_gain=False)
     assert isinstance(last, FinishedEvent)
     return last.text
@@ -213,7 +217,7 @@ def test_each_answer_has_its_own_samplers_and_grammar(models: Path, costs: Virtu
     with opened(models, costs) as loaded:
         for sampling, generation in asked_for:
             options = replace(loaded.options, sampler=sampling, generation=generation)
-            with Models(replace(options, draft="none"), loaded.clock, Memory()) as plain:
+            with Session(replace(options, draft="none"), loaded.clock, Memory()) as plain:
                 expected.append(text_of(plain, PROMPTS[0]))
         assert len(set(expected)) == len(expected)
         with Engine(loaded, n_parallel=3, n_ctx=N_CTX) as engine:
@@ -334,7 +338,7 @@ def expected(models: Path) -> Callable[[int], str]:
     def text(number: int) -> str:
         with opened(models, lambda: 0.0, drafter="ngram") as loaded:
             options = replace(loaded.options, draft="none")
-        with Models(options, lambda: 0.0) as plain:
+        with Session(options, lambda: 0.0) as plain:
             return text_of(plain, PROMPTS[number])
 
     return text
@@ -396,13 +400,13 @@ def test_answers_come_and_go_at_any_time(
 def break_round(engine: Engine) -> set[int]:
     """Let the next round fail; returns which answers were in it."""
     busy: set[int] = set()
-    whole = Loop.round
+    whole = AnswerLoop.round
 
     def fail(_backend: LlamaBackend, _batch: Batch) -> None:
         raise BackendError("no room in the cache")
 
     def broken(
-        loop: Loop, sequences: abc.Sequence[Sequence], beside: ReadBeside | None
+        loop: AnswerLoop, sequences: abc.Sequence[Sequence], beside: ChunkedPrefill | None
     ) -> list[Event]:
         # A prompt that is read in the batch of the round fails with it.
         read = [] if beside is None else [beside.sequence]
@@ -414,7 +418,7 @@ def break_round(engine: Engine) -> set[int]:
 
     has_failed = False
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loop, "round", broken)
+        patch.setattr(AnswerLoop, "round", broken)
         try:
             engine.step()
         except BackendError:
@@ -501,7 +505,7 @@ def test_a_text_before_it_is_there_is_a_mistake(models: Path, costs: VirtualTime
 def test_a_long_prompt_is_read_beside_the_others_rounds(
     models: Path, costs: VirtualTime, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.session.engine.N_READ_BESIDE", 8)
+    monkeypatch.setattr("specgen.session.scheduler.N_READ_BESIDE", 8)
     monkeypatch.setattr("specgen.llama.LlamaModel.has_equal_rows", True)
     with opened(models, costs, kind) as loaded:
         expected = alone(loaded)
@@ -530,7 +534,7 @@ def test_a_running_answer_keeps_half_of_its_pace_while_a_prompt_is_read(
     monkeypatch.setattr("specgen.llama.LlamaModel.has_equal_rows", True)
     with opened(models, costs) as loaded:
         drafting = loaded.options.drafting if knows_costs else DraftOptions(policy="fixed")
-        with Models(replace(loaded.options, drafting=drafting), costs, Memory()) as own:
+        with Session(replace(loaded.options, drafting=drafting), costs, Memory()) as own:
             expected = alone(own)
             with Engine(own, n_parallel=2, n_ctx=N_CTX) as engine:
                 first = engine.insert(PROMPTS[0], draft=False)
@@ -587,7 +591,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(models: Path, costs: Virtua
 def test_a_prompt_that_is_being_read_can_be_cancelled(
     models: Path, costs: VirtualTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.session.engine.N_READ_BESIDE", 8)
+    monkeypatch.setattr("specgen.session.scheduler.N_READ_BESIDE", 8)
     monkeypatch.setattr("specgen.llama.LlamaModel.has_equal_rows", True)
     with opened(models, costs) as loaded, Engine(loaded, n_parallel=2, n_ctx=N_CTX) as engine:
         first = engine.insert(PROMPTS[0])

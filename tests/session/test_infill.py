@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters import SuffixDrafter, draft_alone
+from specgen.drafters.ngram import SuffixDrafter
 from specgen.errors import UsageError
 from specgen.llama import LlamaModel
+from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
 from specgen.session.prompts.infill import (
     ContextFile,
@@ -140,11 +141,6 @@ def test_a_middle_ends_at_every_mark(
         model.close()
 
 
-@pytest.mark.parametrize("entry", ["[PREFIX]", "the", " the", "<|fim_prefix|><|fim_suffix|>", ""])
-def test_what_is_no_control_token_is_none(qwen: LlamaModel, entry: str) -> None:
-    assert qwen.vocabulary.control_token(entry) == -1
-
-
 def test_a_model_that_knows_no_gaps_is_refused(folder: Path) -> None:
     model = model_of(folder, "plain", TinyConfig())
     try:
@@ -162,16 +158,6 @@ def test_files_of_a_repository_come_before(qwen: LlamaModel) -> None:
         f"<|file_sep|>a.txt\n{own}"
     )
     assert written(qwen, GAP) == own
-
-
-def test_files_are_plain_text_where_there_are_no_marks_for_them(folder: Path) -> None:
-    model = model_of(folder, "qwen3", TinyConfig(control_tokens=INFILL_TOKENS[:3], add_bos=False))
-    try:
-        own = "the cat is <|fim_suffix|> on the mat<|fim_middle|>"
-        gap = Gap(GAP.prefix, GAP.suffix, "a.txt", MORE)
-        assert written(model, gap) == f"<|fim_prefix|>a dog\n\na house\n\n{own}"
-    finally:
-        model.close()
 
 
 def test_names_of_control_tokens_in_a_text_are_text(qwen: LlamaModel) -> None:

@@ -30,7 +30,7 @@ from specgen.session.kept_answers import (
     state_file,
     write_learnt,
 )
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from tests.helpers.common import ROOT
 
 ANSWER = KeptAnswer((1, 2, 3), tuple(range(10, 30)), (7, 8), "digest")
@@ -138,7 +138,7 @@ def test_two_processes_keep_all_answers_of_both(tmp_path: Path) -> None:
 # --- sessions
 
 
-def opened(models: Path, learning: Path | None, draft: str = "draft") -> Models:
+def opened(models: Path, learning: Path | None, draft: str = "draft") -> Session:
     context = ContextOptions(n_threads=1)
     options = SessionOptions(
         models / "target.gguf",
@@ -149,7 +149,7 @@ def opened(models: Path, learning: Path | None, draft: str = "draft") -> Models:
         draft_context=context,
         learning=learning,
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
 def test_a_session_keeps_its_answers_and_goes_on_if_it_cannot(
@@ -196,8 +196,9 @@ def test_a_draft_drafts_from_what_it_learnt_and_the_text_stays(
     found = {}
     for learning in (None, tmp_path):
         with opened(tiny_models, learning, "bad") as loaded:
-            assert (loaded.drafts.learnt is not None) == (learning is not None)
-            assert loaded.drafts.name == "bad.gguf"
+            assert loaded.draft is not None
+            assert (loaded.draft.learnt is not None) == (learning is not None)
+            assert loaded.draft_name == "bad.gguf"
             events = list(generate(loaded, loaded.prompts.of_text("a cat")))
         found[learning] = events[-1]
         said = [event.message for event in events if isinstance(event, NoticeEvent)]
@@ -225,7 +226,8 @@ def test_what_was_learnt_and_is_damaged_is_not_used(
     else:
         write_learnt(tmp_path, draft, Learnt(f"../{tmp_path.name}/w.gguf"))
     with opened(tiny_models, tmp_path) as loaded:
-        assert loaded.drafts.learnt is None
+        assert loaded.draft is not None
+        assert loaded.draft.learnt is None
         *_, finished = generate(loaded, loaded.prompts.of_text("a cat"))
     assert isinstance(finished, FinishedEvent)
     assert finished.n_accepted > 0

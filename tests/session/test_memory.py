@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.method.acceptance import N_BINS, TextWorths, new_acceptance_rates
+from specgen.method.acceptance import N_BINS, AcceptanceRates
 from specgen.options import ContextOptions
-from specgen.session.calibration.memory import Memory
+from specgen.session.memory import Memory
 
 CONTEXT = ContextOptions(n_threads=2)
 MACHINE = {"cpu": "x", "cores": [2, 4]}
@@ -46,7 +45,7 @@ def known(memory: Memory, model: Path = TARGET, n_past: int = 0) -> dict[int, fl
 def judge(memory: Memory, n: int, mode: str = "greedy", draft: Path | str = DRAFT) -> None:
     """Let a memory know of n accepted tokens."""
     acceptance = memory.acceptance(TARGET, draft, mode)
-    model = acceptance.setdefault("model", new_acceptance_rates("model"))
+    model = acceptance.setdefault("model", AcceptanceRates("model"))
     for _ in range(n):
         model.see(0.5)
         model.judge(0.5, accepted=True)
@@ -91,33 +90,15 @@ def test_what_texts_were_worth_is_there_again(file: Path) -> None:
     beside.end_text()
     memory.save()
     counts = opened(file).acceptance(TARGET, DRAFT, "greedy")["model"].counts
-    worths = counts.worths
-    assert worths.start == 0.25
-    assert worths.n == pytest.approx(0.5)
-    assert worths.total == pytest.approx(0.125)
+    gains = counts.gains
+    assert gains.start == 0.25
+    assert gains.n == pytest.approx(0.5)
+    assert gains.total == pytest.approx(0.125)
     # Beside other texts a draft is worth something else.
-    assert counts.worths_at(1) is worths
-    assert counts.worths_at(4) is counts.worths_at(3)
-    assert counts.worths_at(3).total == pytest.approx(-0.25)
-    assert counts.worths_at(2).start is None
-
-
-@pytest.mark.parametrize(
-    "kept", [None, 3, [1.0], ["a", 1, 2, 3, 4], [0.1, -1.0, 2.0, 3.0, 4.0], [math.inf, 1, 1, 1, 1]]
-)
-def test_worths_that_make_no_sense_are_learnt_anew(file: Path, kept: object) -> None:
-    memory = opened(file)
-    judge(memory, 20)
-    memory.save()
-    whole = document(file)
-    for by_origin in whole["chances"].values():
-        by_origin["model"]["worths"] = kept
-        by_origin["model"]["worths_beside"] = {"3": kept, "4": kept, "x": [1.0] * 5}
-    file.write_text(json.dumps(whole), encoding="utf-8")
-    counts = opened(file).acceptance(TARGET, DRAFT, "greedy")["model"].counts
-    assert counts.n_judged.sum() > 19.0
-    assert counts.worths == TextWorths()
-    assert list(counts.worths_beside.values()) in ([TextWorths()], [])
+    assert counts.gains_at(1) is gains
+    assert counts.gains_at(4) is counts.gains_at(3)
+    assert counts.gains_at(3).total == pytest.approx(-0.25)
+    assert counts.gains_at(2).start is None
 
 
 def test_a_table_and_the_chances_are_the_same_objects_each_time(file: Path) -> None:
@@ -255,7 +236,7 @@ def test_another_process_keeps_what_this_one_wrote(file: Path) -> None:
     learn(learner)
     learner.save()
     script = (
-        "import sys; from pathlib import Path; from specgen.session.calibration.memory import Memory;"
+        "import sys; from pathlib import Path; from specgen.session.memory import Memory;"
         "from specgen.options import ContextOptions;"
         "m = Memory(Path(sys.argv[1]), {'cpu': 'x', 'cores': [2, 4]});"
         "m.costs(Path('other.gguf'), ContextOptions(n_threads=2), 0, 2).start(1, 3.0);"
@@ -294,7 +275,7 @@ def test_many_that_save_at_once_leave_a_whole_file(file: Path) -> None:
 def test_what_was_only_looked_at_is_not_written(file: Path) -> None:
     memory = opened(file)
     known(memory)
-    memory.acceptance(TARGET, DRAFT, "greedy")["model"] = new_acceptance_rates("model")
+    memory.acceptance(TARGET, DRAFT, "greedy")["model"] = AcceptanceRates("model")
     memory.save()
     assert not any(document(file).values())
 
@@ -412,7 +393,9 @@ FULL = {name: [1.0] * N_BINS for name in ("judged", "accepted", "seen")}
         {},
         {**FULL, "judged": None},
         {**FULL, "judged": [1.0] * (N_BINS - 1)},
-        {**FULL, "judged": [0.5] * N_BINS},  # fewer than were accepted
+        {**FULL, "gains": [1.0]},
+        {**FULL, "gains": ["a", 1, 2, 3]},
+        {**FULL, "gains_beside": {"4": [float("inf"), 1, 1, 1]}},
         {**FULL, "accepted": ["1"] * N_BINS},
         {**FULL, "seen": [None] * N_BINS},
         {**FULL, "seen": [-1.0] * N_BINS},

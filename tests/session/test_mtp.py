@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from specgen.drafters import MtpChainDrafter, MtpDrafter
-from specgen.drafters.hidden_trail import HiddenTrail
+from specgen.drafters.mtp import MtpChainDrafter
+from specgen.drafters.states import LayerDrafter
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend
 from specgen.llama.mtp import MtpContext
 from specgen.llama.mtp_layers import mtp_of, why_no_mtp
-from specgen.measure.selection.trial import measure_target, try_draft
+from specgen.measure.trial import measure_target, try_draft
 from specgen.method.backend import Batch
 from specgen.method.draft import Draft
 from specgen.options import (
@@ -33,7 +33,8 @@ from specgen.options import (
 )
 from specgen.session.agreement import read_states
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
+from specgen.text.hidden_trail import HiddenTrail
 from tests.helpers.cli import Specgen
 from tests.helpers.mtp import MtpArchitecture, split_mtp_model, write_mtp_model
 from tests.helpers.states_drafts import PROMPT, answer, watched_drafts
@@ -63,7 +64,7 @@ def loaded(
     sampler: SamplerOptions | None = None,
     draft: DraftSource = "mtp",
     **generation: Any,
-) -> Iterator[Models]:
+) -> Iterator[Session]:
     options = SessionOptions(
         target=file,
         draft=draft,
@@ -73,11 +74,11 @@ def loaded(
         target_context=CONTEXT,
         draft_context=CONTEXT,
     )
-    with Models(options, time.perf_counter) as models:
+    with Session(options, time.perf_counter) as models:
         yield models
 
 
-def plain(models: Models, prompt: str = PROMPT) -> FinishedEvent:
+def plain(models: Session, prompt: str = PROMPT) -> FinishedEvent:
     models.change_draft("none")
     return answer(models, prompt)
 
@@ -100,13 +101,13 @@ def test_what_has_no_layers_says_why(tmp_path: Path) -> None:
     assert why_no_mtp(tmp_path / "unknown.gguf") == "its MTP layers were removed from the file"
     assert why_no_mtp(tmp_path / "text.gguf") == "it is not a GGUF file"
     with pytest.raises(PairError, match=r"removed.gguf: its MTP layers were removed"):
-        Models(SessionOptions(target=tmp_path / "removed.gguf", draft="mtp"), time.perf_counter)
+        Session(SessionOptions(target=tmp_path / "removed.gguf", draft="mtp"), time.perf_counter)
 
 
 def test_nothing_drafts_for_mtp_layers(files: Path) -> None:
     options = SessionOptions(target=files / "glm4moe.gguf", draft="mtp", helpers=("ngram",))
     with pytest.raises(UsageError, match="--draft mtp takes no draft of its own"):
-        Models(options, time.perf_counter)
+        Session(options, time.perf_counter)
 
 
 # --- files of layers alone
@@ -154,9 +155,9 @@ def test_layers_alone_draft_as_those_of_the_whole_model(
 def test_layers_that_do_not_fit_are_refused(parted: Path, tmp_path: Path) -> None:
     layers = parted / "mtp-glm4moe.gguf"
 
-    def opened(target: Path, **changed: Any) -> Models:
+    def opened(target: Path, **changed: Any) -> Session:
         options = SessionOptions(target=target, **{"draft": layers, **changed})
-        return Models(options, time.perf_counter)
+        return Session(options, time.perf_counter)
 
     with pytest.raises(PairError, match="its MTP layers are of a glm4moe, not of a qwen35"):
         opened(parted / "qwen35.gguf")
@@ -192,13 +193,13 @@ def test_layers_beside_a_target_are_found(files: Path, parted: Path, tmp_path: P
 @pytest.fixture
 def proposed(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], Draft]:
     """What was drafted behind each text."""
-    return watched_drafts(monkeypatch, MtpDrafter, MtpChainDrafter)
+    return watched_drafts(monkeypatch, LayerDrafter, MtpChainDrafter)
 
 
-def drafted_anew(models: Models, text: Sequence[int], n: int) -> list[int]:
+def drafted_anew(models: Session, text: Sequence[int], n: int) -> list[int]:
     """The likeliest tokens behind a text, each from an empty cache: all rows in one batch, those of the text with
     the target's states, the others with the states of what drafted the token before."""
-    with models.contexts(512) as (target, draft):
+    with models.contexts(512) as (target, (draft,)):
         assert isinstance(draft, MtpContext)
         trail = HiddenTrail(512)
         read_states(target, text[:-1], trail)

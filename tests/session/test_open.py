@@ -11,18 +11,17 @@ from pathlib import Path
 import pytest
 
 import specgen.cli
-import specgen.session.calibration.timing
+import specgen.session.costs
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import LlamaBackend
 from specgen.models import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
-from specgen.session.calibration.gain import Costs, expected_gain
-from specgen.session.calibration.memory import Memory
-from specgen.session.calibration.timing import timed_batch_sizes
+from specgen.session.calibration import known_costs, measure_costs
+from specgen.session.costs import Costs, expected_gain, timed_batch_sizes
 from specgen.session.files import DraftChoice
-from specgen.session.loaded_models import Models
-from specgen.session.measurements import known_costs, measure_costs
+from specgen.session.memory import Memory
 from specgen.session.open import open_session, use_first
+from specgen.session.session import Session
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Batches that are nearly free, ones that no draft can pay for, and a draft as slow as a target.
@@ -60,7 +59,7 @@ class Measured:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     measured = Measured()
-    monkeypatch.setattr(specgen.session.calibration.timing, "measure_sizes", measured)
+    monkeypatch.setattr(specgen.session.costs, "measure_sizes", measured)
     monkeypatch.setattr("specgen.system.machine.share_of_others", lambda *_: 0.0)
     return measured
 
@@ -77,8 +76,8 @@ def options(models: Path, **drafting: int) -> SessionOptions:
 
 
 @pytest.fixture
-def loaded(tiny_models: Path) -> Iterator[Models]:
-    with Models(options(tiny_models), time.perf_counter) as loaded:
+def loaded(tiny_models: Path) -> Iterator[Session]:
+    with Session(options(tiny_models), time.perf_counter) as loaded:
         yield loaded
 
 
@@ -92,22 +91,22 @@ def choices(tiny_models: Path) -> tuple[DraftChoice, ...]:
 
 
 def test_a_model_that_pays_is_taken_with_its_reason(
-    loaded: Models, choices: tuple[DraftChoice, ...], measured: Measured
+    loaded: Session, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
     assert use_first(loaded, choices) == "drafting with the partner"
-    assert loaded.drafts.name == "draft.gguf"
+    assert loaded.draft_name == "draft.gguf"
     assert measured.asked == ["draft.gguf"]
 
 
 def test_a_model_that_is_too_slow_gives_way_to_the_next(
-    loaded: Models,
+    loaded: Session,
     choices: tuple[DraftChoice, ...],
     measured: Measured,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measured.costs = {"draft.gguf": SLOW_DRAFT}
     note = use_first(loaded, choices)
-    assert loaded.drafts.name == "bad.gguf"
+    assert loaded.draft_name == "bad.gguf"
     assert note == (
         "not drafting with draft.gguf: a guess costs 1.00 tokens of the target and a batch of 2 costs 1.0 "
         f"tokens here, so it would be about x{expected_gain(SLOW_DRAFT).speedup:.2f}; "
@@ -116,62 +115,62 @@ def test_a_model_that_is_too_slow_gives_way_to_the_next(
     assert measured.asked == ["draft.gguf", "bad.gguf"]
     # A model that is known to be too slow is not loaded again.
     tried: list[object] = []
-    change_draft = Models.change_draft
+    change_draft = Session.change_draft
 
-    def noted(self: Models, source: DraftSource) -> None:
+    def noted(self: Session, source: DraftSource) -> None:
         tried.append(source)
         change_draft(self, source)
 
-    monkeypatch.setattr(Models, "change_draft", noted)
+    monkeypatch.setattr(Session, "change_draft", noted)
     assert use_first(loaded, choices) == note
     assert tried == [choices[1].draft]
     assert measured.asked == ["draft.gguf", "bad.gguf"]
 
 
 def test_where_batches_are_too_dear_no_other_model_is_tried(
-    loaded: Models, choices: tuple[DraftChoice, ...], measured: Measured
+    loaded: Session, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
     measured.costs = {"draft.gguf": DEAR}
     assert use_first(loaded, choices) == (
         "not drafting with draft.gguf: a batch of 2 costs 2.0 tokens here, too much for any draft model "
         "to save time; drafting with n-grams; search"
     )
-    assert loaded.drafts.name == "ngram"
+    assert loaded.draft_name == "ngram"
     assert measured.asked == ["draft.gguf"]
 
 
 def test_what_was_measured_for_the_target_is_not_checked(
-    loaded: Models, choices: tuple[DraftChoice, ...], measured: Measured
+    loaded: Session, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
     measured.costs = {"draft.gguf": DEAR}
     saved = dataclasses.replace(choices[0], is_measured=True)
     assert use_first(loaded, (saved, *choices[1:])) == saved.why
-    assert loaded.drafts.source == saved.draft
+    assert loaded.draft_source == saved.draft
     assert measured.asked == []
 
 
 def test_n_grams_and_drafts_of_no_token_are_not_checked(
-    loaded: Models, tiny_models: Path, choices: tuple[DraftChoice, ...], measured: Measured
+    loaded: Session, tiny_models: Path, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
     assert use_first(loaded, choices[2:]) == "drafting with n-grams; search"
-    with Models(options(tiny_models, max_tokens=0), time.perf_counter) as idle:
+    with Session(options(tiny_models, max_tokens=0), time.perf_counter) as idle:
         use_first(idle, choices)
-        assert idle.drafts.source == choices[0].draft
+        assert idle.draft_source == choices[0].draft
     assert measured.asked == []
 
 
 @pytest.mark.parametrize("error", [MemoryLimitError("no room"), BackendError("broken")])
 def test_a_draft_whose_context_cannot_be_had_gives_way_to_the_next(
-    loaded: Models,
+    loaded: Session,
     choices: tuple[DraftChoice, ...],
     measured: Measured,
     error: Exception,
 ) -> None:
     measured.costs = {"draft.gguf": error}
     assert use_first(loaded, choices) == f"{error}; drafting with the general one; find a better"
-    assert loaded.drafts.name == "bad.gguf"
+    assert loaded.draft_name == "bad.gguf"
     assert use_first(loaded, choices[:1]) == f"{error}; not drafting"
-    assert loaded.drafts.name == "none"
+    assert loaded.draft_name == "none"
 
 
 # --- the real measurement, and what is kept of it
@@ -202,7 +201,7 @@ def test_a_pair_is_measured_once(
 ) -> None:
     def measures(changed: SessionOptions) -> bool:
         memory = Memory(memory_file(), {"cpu": "x"})
-        with Models(changed, time.perf_counter, memory) as loaded:
+        with Session(changed, time.perf_counter, memory) as loaded:
             use_first(loaded, choices[:1])
         memory.save()
         return n_decodes() > 0
@@ -233,7 +232,7 @@ def test_a_pair_is_measured_once(
 def test_two_drafts_for_a_target_have_its_batches_measured_once(
     tiny_models: Path, choices: tuple[DraftChoice, ...], n_decodes: Callable[[], int]
 ) -> None:
-    with Models(options(tiny_models), time.perf_counter) as loaded:
+    with Session(options(tiny_models), time.perf_counter) as loaded:
         for choice, models in ((choices[0], 2), (choices[1], 1)):
             path = Path(choice.draft)
             loaded.change_draft(path)
@@ -251,7 +250,7 @@ def test_a_longer_draft_has_its_batches_measured_too(
     """What three rows cost says little of seventeen."""
     memory, path = Memory(), Path(choices[0].draft)
     for n_max in (2, 16):
-        with Models(options(tiny_models, max_tokens=n_max), time.perf_counter, memory) as loaded:
+        with Session(options(tiny_models, max_tokens=n_max), time.perf_counter, memory) as loaded:
             loaded.change_draft(path)
             costs = measure_costs(loaded, path)
             assert costs is not None
@@ -271,7 +270,7 @@ def test_a_memory_that_cannot_be_written_is_measured_again_without_a_word(
     monkeypatch.setenv("SPECGEN_CACHE", str(file))
     for _ in range(2):
         memory = Memory(memory_file())
-        with Models(options(tiny_models), time.perf_counter, memory) as loaded:
+        with Session(options(tiny_models), time.perf_counter, memory) as loaded:
             use_first(loaded, choices)
         memory.save()
         assert n_decodes() > 0
@@ -282,7 +281,7 @@ def test_a_memory_that_cannot_be_written_is_measured_again_without_a_word(
 def test_the_sizes_that_a_round_may_have_are_measured(tiny_models: Path, n_max: int) -> None:
     draft = tiny_models / "other.gguf"  # another vocabulary
     own = dataclasses.replace(options(tiny_models, max_tokens=n_max), draft=draft)
-    with Models(own, time.perf_counter) as loaded:
+    with Session(own, time.perf_counter) as loaded:
         assert known_costs(loaded, draft) is None
         found = measure_costs(loaded, draft)
         assert found == known_costs(loaded, draft)
@@ -301,12 +300,12 @@ def test_a_session_opens_with_the_draft_that_pays(
     notes: list[str] = []
     own = options(tiny_models)
     with open_session(own, choices, clock=time.perf_counter, note=notes.append) as session:
-        assert session.drafts.name == "bad.gguf"
+        assert session.draft_name == "bad.gguf"
     assert measured.asked == ["draft.gguf", "bad.gguf"]
     assert len(notes) == 1
     # What was measured is kept: the next session opens without measuring.
     with open_session(own, choices, clock=time.perf_counter) as session:
-        assert session.drafts.name == "bad.gguf"
+        assert session.draft_name == "bad.gguf"
     assert measured.asked == ["draft.gguf", "bad.gguf"]
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from specgen.drafters.pairing import check_pair
 from specgen.errors import PairError
-from specgen.session.pairing import check_pair
 
 UNUSED = 2
 

@@ -23,7 +23,7 @@ from specgen.options import (
 )
 from specgen.session.engine import Engine
 from specgen.session.kept_answers import Learnt, write_learnt
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from tests.helpers.cli import Specgen
 from tests.helpers.common import EXACT
 from tests.helpers.mtp import write_mtp_model
@@ -74,7 +74,7 @@ def answered(
     options = replace(
         options_of(target, cache, context), draft=draft, sampler=sampler or SamplerOptions()
     )
-    with Models(options, time.perf_counter) as models, Engine(models) as engine:
+    with Session(options, time.perf_counter) as models, Engine(models) as engine:
         request = engine.insert(models.prompts.of_text(prompt, chat=False))
         events = list(engine.stream(request))
     finished = request.finished
@@ -191,7 +191,7 @@ def test_draft_contexts_may_be_opened_again(folder: Path, tmp_path: Path) -> Non
     options = replace(
         options_of(target, file), draft=folder / "attention draft.gguf", learning=learning
     )
-    with Models(options, time.perf_counter) as models, Engine(models) as engine:
+    with Session(options, time.perf_counter) as models, Engine(models) as engine:
         prompt = models.prompts.of_text(PROMPT, chat=False)
         texts = []
         for noise in (0.05, 0.3):
@@ -214,7 +214,7 @@ def test_an_engine_whose_file_cannot_be_written_is_closed_all_the_same(
     place = tmp_path / "gone"
     place.mkdir()
     options = options_of(folder / "attention.gguf", place / "kept")
-    with Models(options, time.perf_counter) as models:
+    with Session(options, time.perf_counter) as models:
         engine = Engine(models)
         request = engine.insert(models.prompts.of_text(PROMPT, chat=False))
         list(engine.stream(request))
@@ -243,7 +243,7 @@ def test_an_engine_that_refuses_its_file_frees_its_contexts(
     monkeypatch.setattr(LlamaBackend, "__init__", starts)
     monkeypatch.setattr(LlamaBackend, "close", closes)
     (tmp_path / "mine").write_bytes(b"a text\n")
-    with Models(
+    with Session(
         options_of(folder / "attention.gguf", tmp_path / "mine"), time.perf_counter
     ) as models:
         with pytest.raises(UsageError):

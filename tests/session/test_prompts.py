@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from specgen.drafters import PromptHeadSkipper, draft_alone
-from specgen.errors import UsageError
+from specgen.drafters.model import PromptHeadSkipper
 from specgen.events import Event, FinishedEvent
 from specgen.llama import LlamaModel
 from specgen.method.cost_table import CostTable
-from specgen.method.loop import Loop
+from specgen.method.drafter import draft_alone
 from specgen.method.policy import FixedPolicy, draft_up_to
 from specgen.options import (
     ContextOptions,
@@ -25,11 +24,11 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
-from specgen.session.prompts.template import Message
+from specgen.session.session import Session
 from tests.helpers.common import NOW
 from tests.helpers.fake_backend import FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB, model_drafter
@@ -62,7 +61,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(models: Path, target: str = "target", draft: str = "draft", **changes: object) -> Models:
+def opened(
+    models: Path, target: str = "target", draft: str = "draft", **changes: object
+) -> Session:
     context = ContextOptions(n_threads=1, flash_attention="off")
     drafting = DraftOptions(policy="fixed", max_tokens=4, p_min=0.0, ngrams=False)
     options = SessionOptions(
@@ -73,7 +74,7 @@ def opened(models: Path, target: str = "target", draft: str = "draft", **changes
         target_context=context,
         draft_context=context,
     )
-    return Models(dataclasses.replace(options, **changes), time.perf_counter)  # type: ignore[arg-type]
+    return Session(dataclasses.replace(options, **changes), time.perf_counter)  # type: ignore[arg-type]
 
 
 def said(model: LlamaModel, tokens: Sequence[int]) -> str:
@@ -111,23 +112,12 @@ def test_a_prompt_that_stands_in_the_head_is_no_reason_to_leave_it_out(
         assert not loaded.prompts.of_text(text, now=NOW).head
 
 
-@pytest.mark.parametrize("text", ["", " ", "\n\t"])
-def test_a_prompt_without_words_is_read_whole(models: Path, text: str) -> None:
-    with opened(models, draft="none") as loaded:
-        assert not loaded.prompts.of_messages([Message("user", text)], now=NOW).head
-
-
 @pytest.mark.parametrize("target", ["bare", "no turns", "draft"])
 def test_prompts_without_such_a_turn_are_read_whole(models: Path, target: str) -> None:
     with opened(models, target, "none") as loaded:
         prompt = loaded.prompts.of_text("Hi", now=NOW)
         assert not prompt.head
         assert prompt.without_head().tokens == prompt.tokens
-
-
-def test_a_system_message_goes_with_the_template_only(models: Path) -> None:
-    with opened(models) as loaded, pytest.raises(UsageError, match="to be used as it is"):
-        loaded.prompts.of_text("Hi", chat=False, system="You are tiny.", now=NOW)
 
 
 def test_a_system_message_that_was_asked_for_is_read(models: Path) -> None:
@@ -173,25 +163,24 @@ def test_it_costs_what_has_to_be_read() -> None:
     plain, _ = model_drafter(random_language(N_VOCAB), letters, costs=costs)
     drafter = PromptHeadSkipper(inner, range(1, 21))
     assert drafter.price(50) == plain.price(30)
-    assert drafter.price(50).backlog_s < plain.price(50).backlog_s
+    assert drafter.price(50).prefill_s < plain.price(50).prefill_s
 
 
-def answered(loaded: Models, prompt: Prompt) -> tuple[tuple[int, ...], list[int]]:
+def answered(loaded: Session, prompt: Prompt) -> tuple[tuple[int, ...], list[int]]:
     """An answer's tokens, and how many tokens the draft models' caches hold at its end."""
     with (
         loaded,
-        loaded.contexts(256) as (target, draft),
-        loaded.draft_contexts(256, helpers_only=True) as helpers,
+        loaded.contexts(256) as (target, drafts),
     ):
-        loop = Loop(target, time.perf_counter)
-        generation = DrafterFactory(loaded).sequence(prompt, 256, draft, seed=1, helpers=helpers)
+        loop = AnswerLoop(target, time.perf_counter)
+        generation = DrafterFactory(loaded).sequence(prompt, 256, drafts, seed=1)
         loop.start(generation)
         while not generation.is_finished:
             loop.round([generation])
-        n_cached = [] if draft is None else [model.length(0) for model in (draft, *helpers)]
+        n_cached = [model.length(0) for model in drafts]
         last = loop.finish(generation, estimate_gain=False)[-1]
         assert isinstance(last, FinishedEvent)
-        assert draft is None or last.n_drafted
+        assert not drafts or last.n_drafted
         return tuple(generation.answer), n_cached
 
 
@@ -228,7 +217,7 @@ def test_a_drafts_own_draft_reads_what_the_draft_does(
 ) -> None:
     """The head is left out once, not once for each stage."""
     always = FixedPolicy(DraftOptions(policy="fixed", max_tokens=2, p_min=0.0))
-    monkeypatch.setattr("specgen.session.drafter_factory.guess_policy", lambda *_: always)
+    monkeypatch.setattr("specgen.drafters.model.CostAwarePolicy", lambda *_: always)
     plain = opened(models, draft="none")
     prompt = plain.prompts.of_text("the sum of", now=NOW)
     expected, _ = answered(plain, prompt)
@@ -251,8 +240,8 @@ def test_a_draft_with_another_vocabulary_does_not_read_its_own_head(tmp_path: Pa
     assert (target.parent, other.name) == (tmp_path, "draft.gguf")
     prompt = loaded.prompts.of_text("the sum of", now=NOW)
     assert prompt.draft_tokens is not None
-    assert loaded.drafts.model is not None
-    told = said(loaded.drafts.model, prompt.draft_tokens)
+    assert loaded.draft is not None
+    told = said(loaded.draft.models[0], prompt.draft_tokens)
     assert "You are tiny" not in told
     assert told.startswith("<s>")
     assert "user\nthe sum of" in told

@@ -22,7 +22,7 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 
 pytestmark = pytest.mark.real_model
 
@@ -51,7 +51,7 @@ def options(path: Path, **changes: object) -> SessionOptions:
 
 
 def answer(options: SessionOptions, prompt: str, system: str | None = None) -> FinishedEvent:
-    with Models(options, time.perf_counter) as loaded:
+    with Session(options, time.perf_counter) as loaded:
         begun = loaded.prompts.of_text(prompt, chat=True, system=system, now=NOW)
         *_, last = generate(loaded, begun)
     assert isinstance(last, FinishedEvent)
@@ -67,7 +67,7 @@ def assert_equal_or_tied(
         return
     pairs = enumerate(zip(plain.token_ids, fast.token_ids, strict=False))
     position, (ours, theirs) = next((i, pair) for i, pair in pairs if len(set(pair)) == 2)
-    with Models(options(path), time.perf_counter) as loaded:
+    with Session(options(path), time.perf_counter) as loaded:
         begun = loaded.prompts.of_text(prompt, chat=True, now=NOW)
         tokens = [*begun.tokens, *plain.token_ids[:position]]
         backend = LlamaBackend(
@@ -101,7 +101,7 @@ def test_greedy_answers_are_those_of_plain_decoding(smollm2: Path, prompt: str) 
 
 def rounds_alike(path: Path) -> bool:
     """Whether a row's logits are the same in a batch and alone, on this processor."""
-    with Models(options(path), time.perf_counter) as loaded:
+    with Session(options(path), time.perf_counter) as loaded:
         tokens = loaded.prompts.of_text(PROMPTS[0], chat=False).tokens
         backend = LlamaBackend(
             loaded.target,
@@ -149,7 +149,7 @@ LOG = "".join(
 @pytest.mark.parametrize("draft", ["ngram", "itself"])
 def test_text_beyond_a_sliding_window_is_that_of_plain_decoding(gemma3: Path, draft: str) -> None:
     source: DraftSource = "ngram" if draft == "ngram" else gemma3
-    with Models(options(gemma3, draft=source), time.perf_counter) as loaded:
+    with Session(options(gemma3, draft=source), time.perf_counter) as loaded:
         prompt = loaded.prompts.of_text(LOG, chat=False)
         assert len(prompt.tokens) > 600, "longer than the window of 512 tokens"
         (result,) = check_greedy(loaded, [prompt])

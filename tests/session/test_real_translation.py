@@ -19,8 +19,8 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
-from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
+from specgen.session.session import Session
 
 pytestmark = pytest.mark.real_model
 
@@ -47,7 +47,7 @@ def opened(
     *,
     n_tokens: int = 16,
     temperature: float = 0.0,
-) -> Models:
+) -> Session:
     context = ContextOptions(n_threads=1)
     options = SessionOptions(
         target=pair[0],
@@ -58,10 +58,10 @@ def opened(
         target_context=context,
         draft_context=context,
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
-def stray_prompt(loaded: Models) -> Prompt:
+def stray_prompt(loaded: Session) -> Prompt:
     """Bytes that are no UTF-8, as a model may well say them: in tokens of single bytes."""
     vocabulary = loaded.target.vocabulary
     by_bytes = {vocabulary.token_bytes(token): token for token in range(vocabulary.n_tokens)}
@@ -98,8 +98,8 @@ def test_the_answer_in_chat_is_drafted_as_chat(smollm2: Path, gemma3: Path) -> N
     with opened((smollm2, gemma3)) as loaded:
         prompt = loaded.prompts.of_text("Why is the sky blue?", system="Be brief.")
         assert prompt.draft_tokens is not None
-        assert loaded.drafts.model is not None
-        vocabulary = loaded.drafts.model.vocabulary
+        assert loaded.draft is not None
+        vocabulary = loaded.draft.models[0].vocabulary
         text = b"".join(map(vocabulary.token_bytes, prompt.draft_tokens))
         assert text == b"Be brief.\n\nWhy is the sky blue?\n\n"
         assert prompt.draft_tokens[0] == vocabulary.special_tokens()["bos"]

@@ -28,9 +28,8 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
-from specgen.session import loaded_models
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from tests.helpers.common import NOW
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
@@ -89,7 +88,7 @@ def options(
 
 
 def run(options: SessionOptions, prompt: str = PROMPT) -> list[Event]:
-    with Models(options, time.perf_counter) as loaded:
+    with Session(options, time.perf_counter) as loaded:
         return list(generate(loaded, loaded.prompts.of_text(prompt, chat=False)))
 
 
@@ -199,7 +198,7 @@ def test_a_larger_context_than_trained_is_noted(models: Path) -> None:
 
 
 def test_an_abandoned_generation_frees_its_contexts(models: Path) -> None:
-    with Models(options(models, draft="good"), time.perf_counter) as loaded:
+    with Session(options(models, draft="good"), time.perf_counter) as loaded:
         stream = generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))
         for event in stream:
             if isinstance(event, CommittedEvent):
@@ -235,7 +234,7 @@ def test_weights_are_freed_after_the_contexts_of_an_abandoned_answer(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freed = Freed(monkeypatch)
-    loaded = Models(options(models, draft="good"), time.perf_counter)
+    loaded = Session(options(models, draft="good"), time.perf_counter)
     stream = generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))
     next(stream)
     loaded.close()
@@ -253,7 +252,7 @@ def test_an_answer_does_not_go_on_in_a_closed_session(
     models: Path, monkeypatch: pytest.MonkeyPatch, draft: str, n_events: int
 ) -> None:
     freed = Freed(monkeypatch)
-    loaded = Models(options(models, draft=draft), time.perf_counter)
+    loaded = Session(options(models, draft=draft), time.perf_counter)
     prompt = loaded.prompts.of_text(PROMPT, chat=False)
     stream = generate(loaded, prompt)
     for _ in range(n_events):
@@ -272,7 +271,7 @@ def test_an_answer_goes_on_when_its_draft_is_replaced(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freed = Freed(monkeypatch)
-    with Models(options(models, draft="good"), time.perf_counter) as loaded:
+    with Session(options(models, draft="good"), time.perf_counter) as loaded:
         stream = generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))
         before = [next(stream) for _ in range(6)]
         loaded.change_draft("none")
@@ -286,7 +285,7 @@ def test_an_answer_goes_on_when_its_draft_is_replaced(
 
 
 def test_the_models_own_template_writes_the_prompt(models: Path) -> None:
-    with Models(options(models, target="chat"), time.perf_counter) as loaded:
+    with Session(options(models, target="chat"), time.perf_counter) as loaded:
         prompt = loaded.prompts.of_text("Hi", system="Be brief.", now=NOW)
         assert prompt.text == (
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
@@ -294,7 +293,7 @@ def test_the_models_own_template_writes_the_prompt(models: Path) -> None:
         )
         is_end = loaded.target.vocabulary.is_end
         assert sum(map(is_end, prompt.tokens)) == 2
-    with Models(options(models), time.perf_counter) as loaded:
+    with Session(options(models), time.perf_counter) as loaded:
         assert loaded.prompts.of_text("Hi", now=NOW).text == "Hi"
         with pytest.raises(UsageError, match="--chat needs a chat template"):
             loaded.prompts.of_text("Hi", chat=True)
@@ -308,7 +307,7 @@ def test_the_models_own_template_writes_the_prompt(models: Path) -> None:
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that llama.cpp loads, each after the name of the thread."""
-    monkeypatch.setattr(loaded_models, "LEAST_AHEAD", 0)
+    monkeypatch.setattr("specgen.session.session.LEAST_AHEAD", 0)
     found: list[str] = []
     load = llama_cpp.llama_model_load_from_file
 
@@ -322,19 +321,19 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_draft_that_is_loaded_ahead_is_loaded_once(models: Path, loads: list[str]) -> None:
     chosen = options(models, draft="good")
-    with Models(chosen, time.perf_counter, draft_ahead=chosen.draft) as loaded:
-        assert loaded.drafts.model is not None
-        assert loaded.drafts.model.path == models / "good.gguf"
+    with Session(chosen, time.perf_counter, draft_ahead=chosen.draft) as loaded:
+        assert loaded.draft is not None
+        assert loaded.draft.models[0].path == models / "good.gguf"
     assert sorted(loads) == ["MainThread: target.gguf", "load ahead: good.gguf"]
-    with Models(chosen, time.perf_counter):  # nothing holds the weights
+    with Session(chosen, time.perf_counter):  # nothing holds the weights
         pass
     assert sorted(loads[2:]) == ["MainThread: good.gguf", "MainThread: target.gguf"]
 
 
 def test_a_draft_that_was_loaded_ahead_for_nothing_is_freed(models: Path, loads: list[str]) -> None:
-    with Models(options(models), time.perf_counter, draft_ahead=models / "good.gguf") as loaded:
-        assert loaded.drafts.model is None
-    with Models(options(models, draft="good"), time.perf_counter):
+    with Session(options(models), time.perf_counter, draft_ahead=models / "good.gguf") as loaded:
+        assert loaded.draft is None
+    with Session(options(models, draft="good"), time.perf_counter):
         pass
     assert loads.count("MainThread: good.gguf") == 1
 
@@ -352,7 +351,7 @@ def test_errors_are_those_of_loading_one_after_the_other(
     messages = []
     for ahead in (chosen.draft, "none"):
         with pytest.raises(ModelFileError) as caught:
-            Models(chosen, time.perf_counter, draft_ahead=ahead)
+            Session(chosen, time.perf_counter, draft_ahead=ahead)
         messages.append(caught.value.message)
     assert messages[0] == messages[1]
     assert "cut.gguf" in messages[0]

@@ -11,40 +11,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.drafters import (
-    Drafter,
-    Drafters,
-    Drafting,
-    ModelDrafter,
-    TreeModelDrafter,
-    ready,
-)
+from specgen.drafters.cascade import Cascade
+from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.kind import CacheSlot
+from specgen.drafters.tree import TreeModelDrafter
 from specgen.errors import BackendError
 from specgen.events import NoticeEvent
 from specgen.method.acceptance import AcceptanceRates
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import BatchShare, CostTable, Others
-from specgen.method.draft import Branches, Draft
-from specgen.method.loop import Loop
+from specgen.method.distribution import NoTokenAllowedError
+from specgen.method.draft import Draft
+from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult
 from specgen.options import DraftOptions, GenerationOptions, parse_tree
-from specgen.session.drafter_factory import guess_sampling
+from specgen.session.answer_loop import AnswerLoop
 from specgen.system.arrays import Logits
-from specgen.text.sampling import NoTokenAllowedError, Sampler
 from specgen.text.sequence import Sequence
-from specgen.text.text_state import Shaper, TextState
+from specgen.text.text_state import TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
-    GREEDY,
     N_VOCAB,
-    PROMPT,
     Clock,
     DeafDrafter,
     NoDrafter,
     NonsenseDrafter,
     Setup,
     Timed,
+    draft_request,
     model_drafter,
+    tree_request,
 )
 from tests.helpers.fake_grammar import FakeGrammar
 from tests.registry import ON_FAKES, Text
@@ -55,14 +51,14 @@ SHAPE = parse_tree("2,2,1")
 COSTS = {1: 1.0, 2: 1.2, 4: 1.5, 8: 2.0, 16: 3.0}
 
 
-def started(loop: Loop, setups: abc.Sequence[Setup]) -> list[Sequence]:
+def started(loop: AnswerLoop, setups: abc.Sequence[Setup]) -> list[Sequence]:
     generations = [setup.generation(index) for index, setup in enumerate(setups)]
     for generation in generations:
         loop.start(generation)
     return generations
 
 
-def finish(loop: Loop, generations: abc.Sequence[Sequence]) -> None:
+def finish(loop: AnswerLoop, generations: abc.Sequence[Sequence]) -> None:
     while not all(generation.is_finished for generation in generations):
         loop.round(generations)
 
@@ -123,7 +119,7 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
     the batch of all, it would seem to lose by drafting, and put its drafter aside."""
     table = {n: 0.85 + 0.15 * n for n in range(1, 60)}
 
-    def seconds(drafters: Drafters | None) -> tuple[float, list[Sequence], list[float | None]]:
+    def seconds(drafters: Cascade | None) -> tuple[float, list[Sequence], list[float | None]]:
         setup = Setup(
             drafter=drafters,
             policy=lambda options: CostAwarePolicy(options, CostTable(table)),
@@ -132,7 +128,7 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
             n_batch=100,
         )
         target = Timed(setup.backend(n_sequences), CostTable(table))
-        loop = Loop(cast(Backend, target), lambda: target.decode_s)
+        loop = AnswerLoop(cast(Backend, target), lambda: target.decode_s)
         generations = started(loop, [setup] * n_sequences)
         before_s = target.decode_s
         finish(loop, generations)
@@ -146,7 +142,7 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
         return after_s - before_s, generations, gains
 
     plain_s, plain, no_gains = seconds(None)
-    drafted_s, drafted, gains = seconds(Drafters(AlwaysRight()))
+    drafted_s, drafted, gains = seconds(Cascade(AlwaysRight()))
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
     for generation in drafted:
         assert generation.tally.n_accepted > 60
@@ -204,19 +200,8 @@ def test_texts_that_are_written_at_once_learn_apart_and_count_together() -> None
 
 
 def tree_drafters(backend: FakeBackend, n: int) -> list[TreeModelDrafter]:
-    n_each = backend.n_sequences // n
-    return [
-        TreeModelDrafter(
-            backend,
-            Shaper(Sampler(guess_sampling(GREEDY, SHAPE)), TextState(PROMPT)),
-            np.random.default_rng(0),
-            draws=False,
-            n_shared_tokens=N_VOCAB,
-            shape=SHAPE,
-            slot=Branches(number * n_each, n_each),
-        )
-        for number in range(n)
-    ]
+    requests = [tree_request(SHAPE, slot=CacheSlot(number, n)) for number in range(n)]
+    return [TreeModelDrafter(backend, each, n_shared_tokens=N_VOCAB) for each in requests]
 
 
 @settings(max_examples=25)
@@ -245,7 +230,7 @@ def test_trees_of_several_texts_grow_in_one_cache(
         )
         for prompt, drafter, length in zip(prompts, drafters, lengths, strict=False)
     ]
-    loop = Loop(setups[0].backend(n_sequences), Clock())
+    loop = AnswerLoop(setups[0].backend(n_sequences), Clock())
     generations = started(loop, setups)
     finish(loop, generations)
     for generation, setup in zip(generations, setups, strict=True):
@@ -272,18 +257,9 @@ class Counted(FakeBackend):
 def chain_drafters(
     backend: FakeBackend, n: int, costs: CostTable | None = None
 ) -> list[ModelDrafter]:
-    return [
-        ModelDrafter(
-            backend,
-            Shaper(Sampler(GREEDY), TextState(PROMPT)),
-            np.random.default_rng(0),
-            draws=False,
-            n_shared_tokens=N_VOCAB,
-            costs=costs,
-            sequence=number,
-        )
-        for number in range(n)
-    ]
+    slots = [CacheSlot(number, n) for number in range(n)]
+    requests = [draft_request(slot=slot, costs=costs or CostTable()) for slot in slots]
+    return [ModelDrafter(backend, each, n_shared_tokens=N_VOCAB) for each in requests]
 
 
 @pytest.mark.parametrize("n_sequences", [1, 2, 5])
@@ -296,7 +272,7 @@ def test_drafts_of_several_texts_are_decoded_side_by_side(n_sequences: int, n_ou
         Setup(prompt=prompt, drafter=drafter, n_batch=100)
         for prompt, drafter in zip(prompts, chain_drafters(cache, n_sequences), strict=True)
     ]
-    loop = Loop(setups[0].backend(n_sequences), Clock())
+    loop = AnswerLoop(setups[0].backend(n_sequences), Clock())
     generations = started(loop, setups)
     loop.round(generations)  # in which they read the prompts
     cache.n_rows.clear()
@@ -322,7 +298,7 @@ def test_who_shares_a_drafts_batch_pays_a_part_of_it(n_outputs: int) -> None:
     drafters = chain_drafters(cache, 4, table)
     assert drafters[0].price(3).next_s == 1.0
     setups = [Setup(drafter=drafter, n_batch=100) for drafter in drafters]
-    loop = Loop(setups[0].backend(4), Clock())
+    loop = AnswerLoop(setups[0].backend(4), Clock())
     generations = started(loop, setups)
     loop.round(generations)
     n_sharing = min(4, n_outputs)
@@ -354,7 +330,7 @@ def test_a_draft_cache_that_fails_ends_the_drafting_of_those_who_asked() -> None
         Setup(prompt=prompt, drafter=drafter, n_batch=100)
         for prompt, drafter in zip(prompts, drafters, strict=True)
     ]
-    loop = Loop(setups[0].backend(3), Clock())
+    loop = AnswerLoop(setups[0].backend(3), Clock())
     generations = started(loop, setups)
     notices = []
     while not all(generation.is_finished for generation in generations):
@@ -374,17 +350,17 @@ def test_every_drafter_drafts_for_its_own_text(name: str, place: int) -> None:
     prompts = [(1, 5, 9, 2), (6,)]
     prompts.insert(place, (3, 1, 4, 1, 5))
 
-    def make(state: TextState) -> Drafter | Drafters:
+    def make(state: TextState) -> Drafter | Cascade:
         return ON_FAKES[name](Text(state, noisy(LANGUAGE, 0.7), LETTERS))
 
     good = model_drafter(noisy(LANGUAGE, 0.7), LETTERS, state=TextState(prompts[1 - place]))[0]
-    drafters: dict[int, Drafter | Callable[[TextState], Drafter | Drafters]]
+    drafters: dict[int, Drafter | Callable[[TextState], Drafter | Cascade]]
     drafters = {place: make, 1 - place: good}
     setups = [
         Setup(prompt=prompt, drafter=drafters.get(number), n_batch=100)
         for number, prompt in enumerate(prompts)
     ]
-    loop = Loop(setups[0].backend(3), Clock())
+    loop = AnswerLoop(setups[0].backend(3), Clock())
     generations = started(loop, setups)
     finish(loop, generations)
     for number, (generation, setup) in enumerate(zip(generations, setups, strict=True)):
@@ -409,7 +385,7 @@ def test_a_dead_end_of_one_grammar_ends_that_text_alone(place: int, depth: int) 
         )
         for number, prompt in enumerate([(3, 1, 4), (1, 5, 9, 2), (6,)])
     ]
-    loop = Loop(setups[0].backend(3), Clock())
+    loop = AnswerLoop(setups[0].backend(3), Clock())
     generations = started(loop, setups)
     finish(loop, generations)
     for number, (generation, setup) in enumerate(zip(generations, setups, strict=True)):
@@ -429,7 +405,7 @@ def test_a_dead_end_of_one_grammar_ends_that_text_alone(place: int, depth: int) 
 def test_a_text_by_itself_raises_what_ends_it() -> None:
     dead = FakeGrammar({i: dict.fromkeys(range(N_VOCAB), i + 1) for i in range(3)})
     setup = Setup(grammar=dead.start)
-    loop = Loop(setup.backend(), Clock())
+    loop = AnswerLoop(setup.backend(), Clock())
     with pytest.raises(NoTokenAllowedError):
         list(loop.run(setup.generation()))
 
@@ -440,7 +416,7 @@ def test_what_one_drafter_says_wrongly_costs_no_other_answer() -> None:
     loud = NonsenseDrafter(other, 1, lambda _draft, _n: Draft.chain([99], "a"))
     drafters: list[Drafter] = [good, loud, DeafDrafter(third)]
     setups = [Setup(drafter=each) for each in drafters]
-    loop = Loop(setups[0].backend(len(setups)), Clock())
+    loop = AnswerLoop(setups[0].backend(len(setups)), Clock())
     generations = started(loop, setups)
     finish(loop, generations)
     plain, _ = Setup().run()

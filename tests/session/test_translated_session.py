@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from specgen.drafters import TranslatedDrafter, draft_alone
+from specgen.drafters.translated import TranslatedDrafter
 from specgen.errors import PairError
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
+from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
 from specgen.options import (
     DraftOptions,
@@ -23,8 +24,8 @@ from specgen.options import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
+from specgen.session.session import Session
 from tests.helpers.common import EXACT, NOW
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
@@ -74,7 +75,7 @@ def opened(
     translate: TranslateMode = "auto",
     sampler: SamplerOptions = SamplerOptions(),
     **generation: object,
-) -> Models:
+) -> Session:
     options = SessionOptions(
         target=models / f"{target}.gguf",
         draft="none" if draft == "none" else models / f"{draft}.gguf",
@@ -84,10 +85,10 @@ def opened(
         target_context=EXACT,
         draft_context=EXACT,
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
-def run(loaded: Models, text: str = TEXTS["English"]) -> tuple[PromptEvent, FinishedEvent]:
+def run(loaded: Session, text: str = TEXTS["English"]) -> tuple[PromptEvent, FinishedEvent]:
     with loaded:
         return outcome(list(generate(loaded, loaded.prompts.of_text(text, chat=False))))
 
@@ -119,7 +120,7 @@ def test_the_other_vocabulary_may_be_refused(models: Path) -> None:
     with pytest.raises(PairError):
         opened(models, translate="off")
     with opened(models, draft="bpe draft", translate="off") as loaded:
-        assert loaded.drafts.name == "bpe draft.gguf"
+        assert loaded.draft_name == "bpe draft.gguf"
 
 
 @pytest.mark.parametrize("translate", ["auto", "off"])
@@ -170,10 +171,9 @@ def test_other_drafts_are_exact(models: Path, draft: str, changes: dict[str, Any
 # --- what the draft is told
 
 
-def draft_text(loaded: Models, tokens: tuple[int, ...]) -> str:
-    draft = loaded.drafts.model
-    assert draft is not None
-    vocabulary = draft.vocabulary
+def draft_text(loaded: Session, tokens: tuple[int, ...]) -> str:
+    assert loaded.own_vocabulary is not None
+    vocabulary = loaded.own_vocabulary.vocabulary
     said = (
         vocabulary.token_bytes(token) or vocabulary.control_text(token).encode() for token in tokens
     )
@@ -213,7 +213,7 @@ def test_text_that_is_continued_is_translated(models: Path) -> None:
 
 @pytest.mark.parametrize("draft", ["chat draft", "draft"])
 def test_answers_in_a_conversation_are_exact(models: Path, draft: str) -> None:
-    def answer(loaded: Models) -> FinishedEvent:
+    def answer(loaded: Session) -> FinishedEvent:
         with loaded:
             prompt = loaded.prompts.of_text("the cat is", system="in", now=NOW)
             return outcome(list(generate(loaded, prompt)))[1]
@@ -227,9 +227,8 @@ def test_the_draft_of_a_draft_of_the_same_weights_says_the_same(models: Path) ->
     """A translation back and forth leaves the text what it is: see the draft's own cache."""
     with opened(models, "target", "draft") as loaded:
         prompt = loaded.prompts.of_text("the cat is é 中", chat=False)
-        with loaded.contexts(256) as (_, draft):
-            assert draft is not None
-            generation = DrafterFactory(loaded).sequence(prompt, 256, draft, 1)
+        with loaded.contexts(256) as (_, (draft,)):
+            generation = DrafterFactory(loaded).sequence(prompt, 256, (draft,), 1)
             assert generation.drafters is not None
             drafter = generation.drafters.model
             assert isinstance(drafter, TranslatedDrafter)

@@ -37,9 +37,9 @@ from specgen.session.kept_answers import (
     read_learnt,
     write_learnt,
 )
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.train import learner as learner_module
-from specgen.train import learning_process
+from specgen.train import online_learning
 from specgen.train.learner import NEW_ANSWERS, Learner
 from specgen.train.online_learning import Lesson, learn, split
 from specgen.train.training_data import N_COLUMNS, kept_texts
@@ -63,7 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(models: Path, learning: Path | None, n_tokens: int = 48) -> Models:
+def opened(models: Path, learning: Path | None, n_tokens: int = 48) -> Session:
     context = ContextOptions(n_threads=1)
     options = SessionOptions(
         models / "target.gguf",
@@ -74,7 +74,7 @@ def opened(models: Path, learning: Path | None, n_tokens: int = 48) -> Models:
         draft_context=context,
         learning=learning,
     )
-    return Models(options, time.perf_counter)
+    return Session(options, time.perf_counter)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,6 @@ def lesson(
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Lesson | None:
     pytest.importorskip("jax")
-    target, draft = LlamaModel(models / "target.gguf"), LlamaModel(models / "draft.gguf")
     n_steps = 0
 
     def progress(done: int, _total: int) -> None:
@@ -165,14 +164,8 @@ def lesson(
         n_steps = done
         meanwhile()
 
-    with contextlib.closing(target), contextlib.closing(draft):
-        return learn(
-            folder,
-            target,
-            draft,
-            Budget(counting(), math.inf, lambda: n_steps >= stop_after, progress),
-            rate=rate,
-        )
+    budget = Budget(counting(), math.inf, lambda: n_steps >= stop_after, progress)
+    return learn(folder, models / "target.gguf", models / "draft.gguf", budget, rate=rate)
 
 
 def names(folder: Path) -> list[str]:
@@ -207,21 +200,6 @@ def test_what_is_better_on_the_latest_answers_is_used(models: Path, folder: Path
         accepted.append(finished.n_accepted)
     assert texts[0] == texts[1]
     assert accepted[1] > accepted[0]
-
-
-def test_what_is_learnt_is_not_rounded_away(models: Path, folder: Path) -> None:
-    """Four bits a weight stay four bits, and keep it."""
-    pytest.importorskip("jax")
-    small = models / "q4.gguf"
-    write_tiny_model(small, replace(CONFIG, tensor_type="q4_0"))
-    target, draft = LlamaModel(models / "target.gguf"), LlamaModel(small)
-    with contextlib.closing(target), contextlib.closing(draft):
-        found = learn(folder, target, draft, Budget(counting()), rate=0.01)
-    assert found is not None
-    assert found.outcome == "new"
-    learnt = learnt_weights(folder, small)
-    assert learnt is not None
-    assert learnt.stat().st_size == small.stat().st_size
 
 
 def test_what_is_not_better_is_dropped(models: Path, folder: Path) -> None:
@@ -295,9 +273,10 @@ def test_what_a_killed_lesson_left_is_deleted(models: Path, folder: Path) -> Non
 # --- beside answers
 
 
-def in_use(loaded: Models) -> Path | None:
+def in_use(loaded: Session) -> Path | None:
     """The weights that the draft learnt and drafts from."""
-    return loaded.drafts.learnt
+    assert loaded.draft is not None
+    return loaded.draft.learnt
 
 
 def test_a_draft_is_loaded_again_between_answers_only(models: Path, tmp_path: Path) -> None:
@@ -318,7 +297,7 @@ def test_a_draft_is_loaded_again_between_answers_only(models: Path, tmp_path: Pa
         list(engine.run())
         assert engine.reload_draft()
         assert in_use(loaded) == tmp_path / "w.gguf"
-        engine.tell("news")
+        engine.notify("news")
         second = engine.insert(prompts(3)[1])
         events = list(engine.stream(second))
         assert [e.message for e in events if isinstance(e, NoticeEvent)] == ["news"]
@@ -357,7 +336,7 @@ _WAITS = "sys.stdin.buffer.read()"
 @contextlib.contextmanager
 def learning(
     models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, does: str
-) -> Iterator[tuple[Engine, Learner, list[str], Models]]:
+) -> Iterator[tuple[Engine, Learner, list[str], Session]]:
     monkeypatch.setattr(learner_module, "check_library", lambda: None)
     code = _CHILD.format(root=str(ROOT), does=does)
     monkeypatch.setattr(learner_module, "COMMAND", (sys.executable, "-c", code))
@@ -390,7 +369,8 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
         learner.between_answers()
         assert learner.is_learning
         until(lambda: bool(said), learner.between_answers)
-        assert loaded.drafts.learnt == tmp_path / "w.gguf"
+        assert loaded.draft is not None
+        assert loaded.draft.learnt == tmp_path / "w.gguf"
         assert "draft.gguf drafts with what it learnt from 9 answers from now on" in said[0]
         answer = engine.insert("abc")
         *_, finished = engine.stream(answer)
@@ -438,18 +418,18 @@ def test_a_lessons_clock_stands_still_in_a_pause(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stdin))
         ended: list[int] = []
         monkeypatch.setattr(os, "_exit", ended.append)
-        pauses = learning_process.Pauses()
+        pauses = online_learning.Pauses()
         pauses.listen()
-        monkeypatch.setattr(learning_process, "time", SimpleNamespace(monotonic=clock))
+        monkeypatch.setattr(online_learning, "time", SimpleNamespace(monotonic=clock))
         assert not pauses.wait()
         is_read.clear()
-        pipe.write(learning_process.PAUSE)
+        pipe.write(online_learning.PAUSE)
         until(lambda: pauses.is_paused)
         waiting = threading.Thread(target=pauses.wait)
         waiting.start()
         assert is_read.wait(60.0)
         now_s = 15.0
-        pipe.write(learning_process.GO)
+        pipe.write(online_learning.GO)
         waiting.join()
         assert pauses.clock() == 10.0
         pipe.close()
@@ -517,7 +497,7 @@ def test_the_process_that_learns_ends_with_the_learner(
 
 _PARENT = """
 import json, subprocess, sys
-child = subprocess.Popen([sys.executable, "-m", "specgen.train.learning_process"],
+child = subprocess.Popen([sys.executable, "-m", "specgen.train.online_learning"],
     stdin=subprocess.PIPE, start_new_session=True)
 child.stdin.write(json.dumps(json.loads(sys.argv[1])).encode() + b"\\n")
 child.stdin.flush()
@@ -598,7 +578,7 @@ def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path
         target_context=EXACT,
         draft_context=EXACT,
     )
-    with Models(options, time.perf_counter) as loaded, Engine(loaded) as engine:
+    with Session(options, time.perf_counter) as loaded, Engine(loaded) as engine:
         plain = engine.answers(prompts(6))
     told: list[bool] = []
     n_loaded = 0
@@ -612,7 +592,7 @@ def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path
             write_learnt(tmp_path, models / "draft.gguf", Learnt(f"w{n_loaded}.gguf"))
             assert server.engine.reload_draft()
 
-    taught = Models(replace(options, learning=tmp_path), time.perf_counter)
+    taught = Session(replace(options, learning=tmp_path), time.perf_counter)
     with running(taught, between_answers=between_answers) as server:
 
         def ask(text: str) -> str:

@@ -12,7 +12,7 @@ from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.method.backend import Batch
 from specgen.method.cost_table import CostTable
 from specgen.session.engine import generate
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 from specgen.system.json_lines import locked
 from specgen.train.draft_builder import plan_time
 from specgen.train.gguf_weights import ModelRows
@@ -38,7 +38,7 @@ def n_tokens_of(text: TargetText) -> int:
     return sum(len(answer.tokens) for answer in text.answers)
 
 
-def rows_of(loaded: Models, tokens: list[int], n_before: int) -> tuple[np.ndarray, np.ndarray]:
+def rows_of(loaded: Session, tokens: list[int], n_before: int) -> tuple[np.ndarray, np.ndarray]:
     """Logits and hidden states of a text's last rows, decoded in one batch."""
     with loaded.contexts(512, drafts=False) as (backend, _):
         before = tokens[:n_before]

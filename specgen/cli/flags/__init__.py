@@ -1,180 +1,180 @@
-"""The options of commands, each with its spellings and its help.
+"""The options of commands. Those that several commands share are groups (`groups.takes_options`).
 
-The readable spelling comes first, llama.cpp's second. Defaults are not here, but in `specgen.options`.
-Options that several commands share come in groups (`groups.takes_options`).
+The options of answers, samplers, drafts and machines are declared in `specgen.options`, those of the output in
+`specgen.cli.output`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from typer import Option
 
-from specgen.cli.flags.drafting import drafting, tree_shape
-from specgen.cli.flags.groups import Group, group, panel, takes_options, utf8
-from specgen.cli.flags.hub import HUB, HUB_DRAFT, hub_names, named, one_name
-from specgen.cli.flags.machine import KERNELS, machine
-from specgen.cli.flags.sampling import sampling
-from specgen.cli.flags.server import limits, server
+from specgen.cli.flags.groups import group, panel, takes_options, utf8
+from specgen.cli.flags.machine import kernels, machine
+from specgen.cli.flags.models import (
+    HUB,
+    HUB_DRAFT,
+    draft_model,
+    draft_names,
+    hub_names,
+    model_names,
+    models,
+    named,
+    pair_names,
+    target,
+    target_option,
+)
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 from specgen.errors import UsageError
-from specgen.options import GenerationOptions, Grammar, ModelChoice, staged
+from specgen.options import DraftOptions, GenerationOptions, Grammar, TreeShape, parse_tree
+from specgen.sampler_options import (
+    DEFAULT_SAMPLERS,
+    LARGEST_FACTOR,
+    SamplerOptions,
+    option,
+    parse_sampler_letters,
+    parse_samplers,
+)
+from specgen.sampler_options import utf8 as utf8_texts
 
 __all__ = [
     "CHAT",
     "HUB",
     "HUB_DRAFT",
     "JSON_REPORT",
-    "KERNELS",
-    "LEARN",
     "Template",
-    "Trials",
     "answer",
     "constraint",
     "draft_model",
+    "draft_names",
     "drafting",
     "group",
     "hub_names",
-    "limits",
+    "kernels",
     "loudness",
     "machine",
+    "model_names",
     "models",
     "named",
     "output",
+    "pair_names",
     "panel",
     "sampling",
-    "server",
     "setup",
     "takes_options",
     "target",
     "target_option",
     "template",
     "tree_shape",
-    "trials",
     "utf8",
 ]
 
-# --- models
+# --- drafts
 
 
-def model_names(incomplete: str) -> list[str]:
-    """Return the models whose names begin so."""
-    from specgen.models import load_registry
-
-    return [name for name in load_registry().models if name.startswith(incomplete)]
-
-
-def pair_names(incomplete: str) -> list[str]:
-    """Return the pairs whose names begin so."""
-    from specgen.models import load_registry
-
-    return [name for name in load_registry().pairs if name.startswith(incomplete)]
-
-
-def draft_names(incomplete: str) -> list[str]:
-    """Return what drafts and begins so."""
-    kinds = [name for name in ("mtp", "ngram", "heads", "none") if name.startswith(incomplete)]
-    return kinds + model_names(incomplete)
-
-
-def target_option(**settings: Any) -> Any:
-    """Return the option that names a target."""
-    usual: dict[str, Any] = {
-        "help": "The target: a GGUF file, or a name from `specgen models list`.",
-        "autocompletion": model_names,
-    }
-    return Option("--target", "--model", "-m", metavar="FILE|NAME", **(usual | settings))
+@group(DraftOptions)
+def drafting(**given: Any) -> DraftOptions:
+    """Return the options of drafting. Raise `UsageError`."""
+    options = DraftOptions(**given)
+    shortest, longest = options.ngram_min, options.ngram_max
+    if shortest is not None and longest is not None and shortest > longest:
+        raise UsageError(
+            f"--ngram-min {shortest} is larger than --ngram-max {longest}",
+            hint="give a smaller --ngram-min, or a larger --ngram-max",
+        )
+    shape, n_most = options.tree, options.max_tokens
+    if shape.is_fixed and n_most is not None and n_most < shape.n_nodes:
+        raise UsageError(
+            f"--tree {shape} has {shape.n_nodes} tokens, but --draft-max allows {n_most}",
+            hint="use a smaller shape, or leave --draft-max out",
+        )
+    return options
 
 
-def target(*, required: bool = True, **settings: Any) -> Group:
-    """Return the options that name a target, one of which must be given if it is `required`."""
-    settings = {"show_default": "required" if required else False} | settings
-    return named(target_option(**settings), required=required)
+def tree_shape(text: str) -> TreeShape:
+    """Parse a shape in the form of --tree. Raise `UsageError`."""
+    try:
+        return parse_tree(text)
+    except ValueError as error:
+        raise UsageError(f"--tree: {error}") from None
 
 
-def draft_model(**settings: Any) -> Group:
-    """Return the options that name a small model."""
-    option = Option("--draft", "--model-draft", "-md", metavar="FILE|NAME", **settings)
-    return named(option, HUB_DRAFT)
+# --- samplers
 
 
-_MODELS = panel(
-    "Models",
-    target=target_option(show_default="the default pair's"),
-    draft=Option(
-        "--draft",
-        "--model-draft",
-        "-md",
-        metavar="FILE|NAME|mtp|ngram|none",
-        autocompletion=draft_names,
-        help="What drafts: a GGUF file or a name; `mtp` (the target's own MTP layers); `ngram` (repetitions "
-        "of the text so far); `heads` (made by `specgen draft make`); or `none` (plain decoding). A second --draft drafts for the first: a "
-        "smaller model or `ngram`.",
-        show_default="the pair's; with -m alone the one that `specgen draft find` or `specgen draft make` "
-        "saved, its MTP layers, a known partner on this disk, or ngram",
-    ),
-    pair=Option(
-        "--pair",
-        metavar="NAME",
-        autocompletion=pair_names,
-        help="A target and its draft, by a name from `specgen models list`; fetched on first use.",
-        show_default="the default pair, if no target is given",
+@group(
+    SamplerOptions,
+    panel(
+        "Sampling",
+        samplers=Option(
+            "--samplers",
+            metavar="NAMES",
+            help="The samplers to use, in order, separated by ;",
+            show_default="; ".join(DEFAULT_SAMPLERS),
+        ),
+        sampler_letters=Option(
+            "--sampler-seq",
+            "--sampling-seq",
+            metavar="LETTERS",
+            help="The same as llama.cpp's letters, for example edskypmxt.",
+        ),
     ),
 )
-
-
-@group(ModelChoice, _MODELS, HUB, HUB_DRAFT)
-def models(
-    *,
-    target: str | None = None,
-    draft: list[str] | None = None,
-    pair: str | None = None,
-    hf_repo: str | None = None,
-    hf_repo_draft: str | None = None,
-    hf_file: str | None = None,
-    hf_token: str | None = None,
-) -> ModelChoice:
-    """Return the models as the user named them. Raise `UsageError`."""
-    target = one_name(target, hub_names(hf_repo, hf_file, hf_token))
-    return staged(target, [*(draft or ()), *hub_names(hf_repo_draft)], pair)
+def sampling(
+    *, samplers: str | None = None, sampler_letters: str | None = None, **others: Any
+) -> SamplerOptions:
+    """Return the options of the samplers. Raise `UsageError`."""
+    if samplers is not None and sampler_letters is not None:
+        raise UsageError("--samplers and --sampler-seq exclude each other", hint="use one of them")
+    try:
+        if samplers is not None:
+            others["samplers"] = parse_samplers(samplers)
+        elif sampler_letters is not None:
+            others["samplers"] = parse_sampler_letters(sampler_letters)
+    except ValueError as error:
+        raise UsageError(
+            f"{'--sampler-seq' if samplers is None else '--samplers'}: {error}"
+        ) from None
+    for name, value in others.items():
+        if isinstance(value, float) and abs(value) > LARGEST_FACTOR:
+            raise UsageError(
+                f"{sampling.spelling(name)} {value} is too large",
+                hint=f"give a number between {-LARGEST_FACTOR:g} and {LARGEST_FACTOR:g}",
+            )
+    return SamplerOptions(**others)
 
 
 # --- prompts
 
-CHAT = Option(
-    "--chat/--raw",
-    help="Put the prompt into the model's chat template, or continue it as it is. In a raw prompt, names of "
-    "control tokens (<|im_end|>, ...) become these tokens.",
-    show_default="chat, if the model has a template",
-    rich_help_panel="Prompt",
-)
+_prompt = partial(option, panel="Prompt")
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
     """How a prompt is put into the chat template: `chat` of None means if the model has one."""
 
-    chat: bool | None = None
-    system: str | None = None
+    chat: bool | None = _prompt(
+        None,
+        "--chat/--raw",
+        "Put the prompt into the model's chat template, or continue it as it is, with names of control tokens "
+        "(<|im_end|>, ...) as these tokens.",
+        show_default="chat, if the model has a template",
+    )
+    system: str | None = _prompt(
+        None,
+        "--system -sys",
+        "A system message for the chat template.",
+        metavar="TEXT",
+        parse=utf8_texts,
+    )
 
 
-@group(
-    Template,
-    panel(
-        "Prompt",
-        chat=CHAT,
-        system=Option(
-            "--system",
-            "-sys",
-            metavar="TEXT",
-            parser=utf8,
-            help="A system message for the chat template.",
-        ),
-    ),
-)
+@group(Template)
 def template(**given: Any) -> Template:
     """Return the use of the chat template. Raise `UsageError`."""
     made = Template(**given)
@@ -183,79 +183,10 @@ def template(**given: Any) -> Template:
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class Trials:
-    """Prompts to measure with, and how many tokens of each answer count."""
-
-    prompts: Path | None = None
-    n_prompts: int = 4
-    max_tokens: int = 64
-
-    def texts(self) -> list[str]:
-        """Return the prompts. Raise `PromptError`."""
-        from specgen.measure.prompts import TRIAL_PROMPTS, evenly_chosen, read_prompts
-
-        every = TRIAL_PROMPTS if self.prompts is None else read_prompts(self.prompts)
-        return evenly_chosen(every, self.n_prompts)
-
-
-trials = group(
-    Trials,
-    panel(
-        "Trials",
-        prompts=Option(
-            "--prompts",
-            help='Prompts to try with: JSON Lines with "prompt" or "turns".',
-            show_default="a few of our own",
-        ),
-        n_prompts=Option(
-            "--count",
-            "-N",
-            min=1,
-            help="How many prompts to use, spread evenly over the file.",
-        ),
-        max_tokens=Option(
-            "--max-tokens",
-            "--predict",
-            "--n-predict",
-            "-n",
-            min=2,
-            help="How many tokens of each answer to use.",
-        ),
-    ),
-)(Trials)
+CHAT = group(Template)(lambda **given: Template(**given).chat).without("system")
 
 # --- answers
 
-_ANSWER = panel(
-    "Answer",
-    max_tokens=Option(
-        "--max-tokens",
-        "--predict",
-        "--n-predict",
-        "-n",
-        min=-1,
-        help="The most tokens to generate; -1 continues until the text ends or the context is full.",
-    ),
-    stop=Option(
-        "--stop",
-        "--reverse-prompt",
-        "-r",
-        metavar="TEXT",
-        parser=utf8,
-        help="End the answer before this text; may be given several times.",
-    ),
-    ignore_eos=Option("--ignore-eos", help="Never choose an end-of-text token."),
-    logprobs=Option(
-        "--logprobs",
-        min=0,
-        max=100,
-        metavar="N",
-        help="With --json: report the target's log-probability of each token, and the N most likely tokens "
-        "in its place.",
-        show_default="none",
-    ),
-)
 _GRAMMAR = panel(
     "Constrained answers",
     grammar=Option(
@@ -280,7 +211,7 @@ _GRAMMAR = panel(
 )
 
 
-@group(GenerationOptions, _ANSWER, _GRAMMAR)
+@group(GenerationOptions, _GRAMMAR)
 def answer(
     *,
     grammar: str | None = None,
@@ -293,22 +224,6 @@ def answer(
     options = GenerationOptions(**others)
     if "" in options.stop:
         raise UsageError("--stop '' is empty: every answer would end before it began")
-    options = replace(
-        options, grammar=_grammar(grammar, grammar_file, json_schema, json_schema_file)
-    )
-    if options.grammar is not None and options.ignore_eos:
-        raise UsageError(
-            "--ignore-eos and a grammar exclude each other: text that follows a grammar has an end"
-        )
-    return options
-
-
-def _grammar(
-    grammar: str | None,
-    grammar_file: Path | None,
-    json_schema: str | None,
-    json_schema_file: Path | None,
-) -> Grammar | None:
     given = {
         "--grammar": grammar,
         "--grammar-file": grammar_file,
@@ -322,11 +237,15 @@ def _grammar(
         grammar = _read(grammar_file, "--grammar-file")
     if json_schema_file is not None:
         json_schema = _read(json_schema_file, "--json-schema-file")
+    if names and options.ignore_eos:
+        raise UsageError(
+            "--ignore-eos and a grammar exclude each other: text that follows a grammar has an end"
+        )
     if json_schema is not None:
-        from specgen.text.grammar.json_schema import schema_grammar
+        from specgen.text.grammar.forms import schema_grammar
 
-        return schema_grammar(json_schema)
-    return None if grammar is None else Grammar("gbnf", grammar)
+        return replace(options, grammar=schema_grammar(json_schema))
+    return options if grammar is None else replace(options, grammar=Grammar("gbnf", grammar))
 
 
 def _read(path: Path, option: str) -> str:
@@ -337,23 +256,8 @@ def _read(path: Path, option: str) -> str:
         raise UsageError(f"{option} {path}: cannot be read: {reason}") from error
 
 
-LEARN = Option(
-    "--learn/--no-learn",
-    envvar="SPECGEN_LEARN",
-    help="Keep prompts and answers on this disk, in the data folder, readable by you alone. The draft model "
-    "learns from them (`specgen draft learn`), and repetitions of them draft. `specgen draft forget` deletes "
-    "them. Without it nothing is kept.",
-    rich_help_panel="Learning",
-)
-
-PROMPT_CACHE = Option(
-    "--prompt-cache",
-    metavar="FILE",
-    help="Keep what was read in this file, and what was computed of it; a prompt that begins with the same text is "
-    "then not read again. The file is made if it does not exist.",
-    show_default="not kept",
-    rich_help_panel="Prompt",
-)
+#: The grammar of an answer alone.
+constraint = answer.without("max_tokens", "stop", "ignore_eos", "logprobs")
 
 #: The options of commands that load models and answer with them.
 setup = group(
@@ -364,8 +268,21 @@ setup = group(
         "sampling": sampling,
         "drafting": drafting,
         "machine": machine,
-        "learn": LEARN,
-        "prompt_cache": PROMPT_CACHE,
+        "learn": Option(
+            "--learn/--no-learn",
+            envvar="SPECGEN_LEARN",
+            help="Keep prompts and answers in the data folder, readable by you alone. The draft model learns from "
+            "them (`specgen draft learn`), and repetitions of them draft. `specgen draft forget` deletes them.",
+            rich_help_panel="Learning",
+        ),
+        "prompt_cache": Option(
+            "--prompt-cache",
+            metavar="FILE",
+            help="Keep in this file what was computed of the prompt; one that begins with the same text is then "
+            "not read again.",
+            show_default="not kept",
+            rich_help_panel="Prompt",
+        ),
     },
 )(Setup)
 
@@ -374,41 +291,7 @@ setup = group(
 JSON_REPORT = Option("--json", help="Print a JSON object.")
 
 
-@group(
-    Output,
-    panel(
-        "Output",
-        show=Option(
-            "--show",
-            help="What a terminal shows of drafts. accepted: coloured tokens; rejected ones vanish after their "
-            "round. all: rejected ones stay, and each round's reason to draft or not to draft is shown where it "
-            "changes. none: plain text.",
-        ),
-        stats=Option(
-            "--stats/--no-stats",
-            help="Print a summary on standard error after the answer.",
-            show_default="stats, but not with --json or --quiet",
-        ),
-        json=Option(
-            "--json",
-            help="Print events instead of the answer, as one JSON object on each line.",
-        ),
-        newline=Option(
-            "--newline/--no-newline",
-            help="In a pipe, end the answer with a line break. (A file gets the answer as it is.)",
-            show_default="newline; in fim no-newline",
-        ),
-        quiet=Option("--quiet", "-q", help="Print only errors on standard error."),
-        verbose=Option(
-            "--verbose",
-            "-v",
-            count=True,
-            show_default=False,
-            help="Print more detail on standard error (models, memory, contexts, warnings). Twice (-vv), all of "
-            "llama.cpp's own log.",
-        ),
-    ),
-)
+@group(Output)
 def output(**given: Any) -> Output:
     """Return how a command shows answers, and what it prints besides. Raise `UsageError`."""
     made = Output(**given)
@@ -417,7 +300,5 @@ def output(**given: Any) -> Output:
     return made
 
 
-#: The grammar of an answer alone.
-constraint = answer.without("max_tokens", "stop", "ignore_eos", "logprobs")
 #: The output of commands that show no answers: --quiet and --verbose.
 loudness = output.without("show", "stats", "json", "newline")

@@ -1,4 +1,4 @@
-"""Options of the command line, declared in tables.
+"""Options of the command line, in groups.
 
 A command has a table of its options. Their types and defaults are those of the function's parameters::
 
@@ -8,8 +8,8 @@ A command has a table of its options. Their types and defaults are those of the 
     )
     def batch(*, parallel: int = 4, sampling: SamplerOptions) -> int: ...
 
-`sampling` is a group: options that several commands take, and the function that makes one value of them. typer
-sees a function with the group's options in place of the parameter.
+`sampling` is a group: the options of a dataclass (`specgen.sampler_options.option`), and the function that makes its value.
+typer sees a function with the group's options in place of the parameter.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,8 +25,11 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
+from specgen import sampler_options
+from specgen.errors import UsageError
+
 Command: TypeAlias = Callable[..., int]
-#: By the name of a parameter: what `typer.Option` or `typer.Argument` returns.
+#: By the name of a parameter: what `typer.Option` or `typer.Argument` returns, or a `Group`.
 Table: TypeAlias = Mapping[str, Any]
 
 
@@ -36,18 +40,28 @@ class Group:
     make: Callable[..., Any]
     #: The options as keyword parameters, annotated for typer.
     parameters: tuple[inspect.Parameter, ...]
-    #: The parameters that `make` takes as tuples.
-    tuples: frozenset[str] = frozenset()
+    #: By parameter, what makes its value of texts that were given.
+    parsers: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
     #: Groups among the parameters of `make`: the option `top_k` of the group `sampling` is `sampling_top_k` here.
     groups: Mapping[str, Group] = dataclasses.field(default_factory=dict)
 
     def __call__(self, **values: Any) -> Any:
-        for name in self.tuples & values.keys():
-            values[name] = tuple(values[name] or ())
+        """Return the value. Raise `UsageError`."""
         for name, inner in self.groups.items():
             names = {f"{name}_{each.name}": each.name for each in inner.parameters}
             given = {names[each]: values.pop(each) for each in names.keys() & values.keys()}
             values[name] = inner(**given)
+        for name, value in [*values.items()]:
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"{self.spelling(name)} is {value}", hint="give a number")
+            if (parse := self.parsers.get(name)) is None:
+                continue
+            del values[name]
+            if value is not None and value != []:
+                try:
+                    values[name] = parse(tuple(value) if isinstance(value, list) else value)
+                except ValueError as error:
+                    raise UsageError(f"{self.spelling(name)}: {error}") from None
         return self.make(**values)
 
     def without(self, *names: str) -> Group:
@@ -79,9 +93,7 @@ class Group:
                     given[name] = value
 
         context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = [context.replace(annotation=typer.Context), *self.parameters]
-        take.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        take.__annotations__ = {each.name: each.annotation for each in parameters}
+        _sign(take, [context.replace(annotation=typer.Context), *self.parameters])
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         app.command()(take)
         app(arguments, standalone_mode=False)
@@ -89,8 +101,8 @@ class Group:
 
     def spellings(self) -> list[str]:
         """Return all spellings of all options, ``--on/--off`` as two."""
-        options = [parameter.annotation.__metadata__[0] for parameter in self.parameters]
-        names = [name for each in options for name in (each.default, *(each.param_decls or ()))]
+        declared = [parameter.annotation.__metadata__[0] for parameter in self.parameters]
+        names = [name for each in declared for name in (each.default, *(each.param_decls or ()))]
         return [part for name in names if isinstance(name, str) for part in name.split("/")]
 
     def spelling(self, name: str) -> str:
@@ -108,14 +120,19 @@ def panel(heading: str, **options: Any) -> Table:
 
 
 def group(fields_of: type[Any], *tables: Table) -> Callable[[Callable[..., Any]], Group]:
-    """Make a group of a function and the tables of its options.
+    """Make a group of a dataclass whose fields are options, and of a function, which receives them as keywords.
 
-    Options that are not parameters of the function are fields of the dataclass `fields_of`. They have the
-    field's type and default, and the function receives them as keywords. A field that is a tuple is an option
-    that may be given several times. A table may have other groups.
+    The tables have further options: other fields of the dataclass, parameters of the function, and groups. They have
+    the field's or the parameter's type and default. A field that is a tuple is an option that may be given several
+    times.
     """
-    declared = {name: each for table in tables for name, each in table.items()}
-    return lambda make: _group(make, _fields(fields_of) | _parameters(make), declared)
+    fields = dataclasses.fields(fields_of)
+    hints = typing.get_type_hints(fields_of)
+    declared = {each.name: _option(each.metadata) for each in fields if each.metadata}
+    parsers = {each.name: each.metadata["parse"] for each in fields if "parse" in each.metadata}
+    known = {each.name: (hints[each.name], each.default) for each in fields}
+    declared |= {name: each for table in tables for name, each in table.items()}
+    return lambda make: _group(make, known | _parameters(make), declared, parsers)
 
 
 def takes_options(*tables: Table, **options: Any) -> Callable[[Command], Command]:
@@ -127,49 +144,61 @@ def takes_options(*tables: Table, **options: Any) -> Callable[[Command], Command
 
     def decorate(command: Command) -> Command:
         own = _parameters(command)
-        made = _group(command, own, {name: declared[name] for name in own})
-        _check_spellings(command.__name__, made.parameters)
+        made = _group(command, own, {name: declared[name] for name in own}, {})
+        spellings = made.spellings()
+        if twice := {name for name in spellings if spellings.count(name) > 1}:
+            raise TypeError(f"{command.__name__} has two options named {', '.join(sorted(twice))}")
 
         @functools.wraps(command)
         def whole(**values: Any) -> int:
             code: int = made(**values)
             return code
 
-        whole.__signature__ = inspect.Signature(made.parameters)  # type: ignore[attr-defined]
-        whole.__annotations__ = {each.name: each.annotation for each in made.parameters}
+        _sign(whole, made.parameters)
         del whole.__wrapped__  # typer would inspect the wrapped function instead
         return whole
 
     return decorate
 
 
+def _option(metadata: Mapping[str, Any]) -> Any:
+    """Return typer's option for a field (`specgen.sampler_options.option`)."""
+    settings = {name: metadata[name] for name in metadata.keys() - {"spellings", "panel", "parse"}}
+    return typer.Option(*metadata["spellings"], rich_help_panel=metadata.get("panel"), **settings)
+
+
 def _group(
-    make: Callable[..., Any], known: Mapping[str, tuple[Any, Any]], declared: Table
+    make: Callable[..., Any],
+    known: Mapping[str, tuple[Any, Any]],
+    declared: Table,
+    parsers: Mapping[str, Callable[[Any], Any]],
 ) -> Group:
     """Return the group of the declared options, whose types and defaults are known."""
     parameters: list[inspect.Parameter] = []
-    tuples = set()
+    all_parsers = dict(parsers)
+    kind: Any
     for name, option in declared.items():
         if isinstance(option, Group):
             parameters += (each.replace(name=f"{name}_{each.name}") for each in option.parameters)
             continue
         kind, default = known[name]
         if typing.get_origin(kind) is tuple:
-            kind, default = list[typing.get_args(kind)[0]] | None, None  # type: ignore[misc]
-            tuples.add(name)
-        parameters.append(_parameter(name, kind, default, option))
+            inner: Any = str if name in parsers else typing.get_args(kind)[0]
+            kind, default = list[inner] | None, None
+            all_parsers.setdefault(name, tuple)
+        elif name in parsers and default is not None:
+            kind, default = str, str(default)
+        option.metavar = option.metavar or _metavar(kind)
+        parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        parameters.append(parameter.replace(annotation=Annotated[kind, option]))
     groups = {name: each for name, each in declared.items() if isinstance(each, Group)}
-    return Group(make, tuple(parameters), frozenset(tuples), groups)
+    return Group(make, tuple(parameters), all_parsers, groups)
 
 
-def _parameter(name: str, kind: Any, default: Any, option: Any) -> inspect.Parameter:
-    option.metavar = option.metavar or _metavar(kind)
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[kind, option],
-    )
+def _sign(function: Any, parameters: Sequence[inspect.Parameter]) -> None:
+    """Let typer see these parameters."""
+    function.__signature__ = inspect.Signature(parameters)
+    function.__annotations__ = {each.name: each.annotation for each in parameters}
 
 
 def _metavar(kind: Any) -> str | None:
@@ -192,25 +221,9 @@ def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _fields(dataclass: type[Any]) -> dict[str, tuple[Any, Any]]:
-    hints = typing.get_type_hints(dataclass)
-    return {each.name: (hints[each.name], each.default) for each in dataclasses.fields(dataclass)}
-
-
-def _check_spellings(command: str, parameters: Sequence[inspect.Parameter]) -> None:
-    spellings = Group(dict, tuple(parameters)).spellings()
-    twice = {name for name in spellings if spellings.count(name) > 1}
-    if twice:
-        raise TypeError(f"{command} has two options named {', '.join(sorted(twice))}")
-
-
 def utf8(value: str) -> str:
-    """Return the value, as an option's `parser`. Raise `typer.BadParameter` if it is not UTF-8: such bytes
-    arrive as lone surrogates, which cannot be encoded later."""
+    """Return the value, as an option's `parser`. Raise `typer.BadParameter` if it is not UTF-8."""
     try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise typer.BadParameter(
-            f"it is not UTF-8 at character {error.start}; check the terminal's locale"
-        ) from None
-    return value
+        return sampler_options.utf8(value)  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None

@@ -7,53 +7,26 @@ from typing import Any
 
 from typer import Option
 
-from specgen.cli.flags.groups import group, panel, utf8
+from specgen.cli.flags.groups import group, panel
 from specgen.errors import UsageError
 from specgen.serve.server.options import Limits, ServerOptions
 
 _MIB = 1024 * 1024
 
-_SERVER = panel(
+_KEYS = panel(
     "Server",
-    host=Option(
-        "--host",
-        metavar="ADDRESS",
-        help="The address to listen on. An address that other machines can reach needs --api-key-file.",
-    ),
-    port=Option("--port", min=0, max=65535, help="The port to listen on; 0 picks a free one."),
-    alias=Option(
-        "--alias",
-        "-a",
-        metavar="NAME",
-        parser=utf8,
-        help="The model's name in responses.",
-        show_default="its file's",
-    ),
     api_key_file=Option(
         "--api-key-file",
         metavar="FILE",
         help="A file with a key on each line; requests without one of the keys are refused.",
         show_default="none: anyone who reaches the server may use it",
     ),
-    cors_origins=Option(
-        "--cors-origin",
-        metavar="ORIGIN",
-        help="Let web pages of this origin (for example https://example.org; * is any) use the server; may "
-        "be given several times.",
-        show_default="none",
-    ),
     insecure_network=Option(
         "--insecure-network",
         help="Listen on a network address without keys: anyone who reaches it may use the server.",
     ),
-    drain_s=Option(
-        "--drain-s",
-        min=0.0,
-        metavar="SECONDS",
-        help="How long unfinished answers may go on after SIGTERM.",
-    ),
 )
-_LIMITS = panel(
+_BODY = panel(
     "Limits of a request",
     body_mib=Option(
         "--limit-body",
@@ -61,55 +34,10 @@ _LIMITS = panel(
         metavar="MIB",
         help="Size of a request's body, in MiB; 0 is no limit.",
     ),
-    prompt_tokens=Option(
-        "--limit-prompt",
-        min=0,
-        metavar="TOKENS",
-        help="Length of a prompt; 0 is as long as fits into the context.",
-    ),
-    answer_tokens=Option(
-        "--limit-tokens",
-        min=0,
-        metavar="TOKENS",
-        help="Length of an answer; 0 is as long as fits into the context.",
-    ),
-    n_answers=Option(
-        "--limit-answers",
-        min=0,
-        metavar="N",
-        help="Answers to one request (its prompts times its n); 0 is no limit.",
-    ),
-    n_waiting=Option(
-        "--limit-queue",
-        min=0,
-        metavar="N",
-        help="Answers that may wait; further requests get status 429.",
-    ),
-    request_s=Option(
-        "--limit-time",
-        min=0.0,
-        metavar="SECONDS",
-        help="Time from a request to the end of its answers; they are cut off then. 0 is no limit.",
-    ),
-    client_s=Option(
-        "--limit-client",
-        min=0.0,
-        metavar="SECONDS",
-        help="How long a client may take to send the head of a request, or its body, or to receive a piece "
-        "of the answer; 0 is no limit.",
-    ),
-    n_connections=Option(
-        "--limit-connections",
-        min=1,
-        metavar="N",
-        help="Open connections. If there are more, the one that has been silent for longest is closed, or "
-        "the newest gets status 503 if all are being answered.",
-        show_default="1000, or fewer if the system's limit of descriptors is lower",
-    ),
 )
 
 
-@group(ServerOptions, _SERVER)
+@group(ServerOptions, _KEYS)
 def server(
     *,
     api_key_file: Path | None = None,
@@ -117,7 +45,7 @@ def server(
     **others: Any,
 ) -> ServerOptions:
     """Return the options of the server, without the limits. Raise `UsageError`."""
-    from specgen.serve.server.addresses import is_loopback
+    from specgen.serve.server.options import is_loopback
 
     keys = () if api_key_file is None else _keys(api_key_file)
     options = ServerOptions(api_keys=keys, **others)
@@ -135,7 +63,7 @@ def server(
     return options
 
 
-@group(Limits, _LIMITS)
+@group(Limits, _BODY)
 def limits(*, body_mib: int = Limits().body_bytes // _MIB, **others: Any) -> Limits:
     """Return the limits of a request."""
     return Limits(body_bytes=body_mib * _MIB, **others)

@@ -26,9 +26,9 @@ from specgen.llama.kernels.attached import ask_before_loading, attach, attached,
 from specgen.llama.kernels.trial import Skeleton, skeleton_of
 from specgen.llama.library import build
 from specgen.options import KernelChoice
-from specgen.system.atomic_files import KeptResults
-from specgen.system.child_process import ChildDiedError, ChildError, ask_child_again
+from specgen.system.files import KeptResults
 from specgen.system.machine import cpuinfo
+from specgen.system.processes import ChildDiedError, ChildError, ask_child_again
 
 #: The environment variable with the choice of kernels, if no option gives one.
 VARIABLE = "SPECGEN_KERNELS"
@@ -70,7 +70,6 @@ class KernelStatus:
 
     @property
     def label(self) -> str:
-        """A short name of the kernels that compute: ``specgen avx512-vnni`` or ``llama.cpp``."""
         return f"{self.computes} {self.instructions}".strip()
 
 
@@ -286,10 +285,10 @@ class _Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """How a trial's process ended, in which step, and why. It ends ``done``, ``refused`` (llama.cpp cannot load the
-    file), ``died`` (or hung), or ``stopped`` by something else than the kernels."""
+    """How a trial's process ended, in which step, and why. It ends ``done``, ``died`` (or hung), or ``unknown``: llama.cpp
+    cannot load the file, or something else than the kernels stopped it."""
 
-    end: Literal["done", "refused", "died", "stopped"]
+    end: Literal["done", "died", "unknown"]
     n_steps: int
     problem: str
 
@@ -324,7 +323,6 @@ class ModelTrials:
         return verdict.problem
 
     def try_anew(self, file: Path) -> str:
-        """Return why the kernels cannot compute a model, by a new trial; empty if they can."""
         return self._verdict(file, anew=True).problem
 
     def _verdict(self, file: Path, *, anew: bool = False) -> _Verdict:
@@ -355,7 +353,6 @@ class ModelTrials:
         return self._known.get(key)
 
     def _first_verdict(self, file: Path, skeleton: Skeleton | None) -> _Verdict | None:
-        """Try the kernels on the skeleton, and on the file itself if that shows nothing."""
         with contextlib.ExitStack() as resources:
             folder = self._folder(resources)
             verdict = None
@@ -380,7 +377,7 @@ class ModelTrials:
         if on.end != "died":
             return _Verdict() if on.end == "done" else None
         without = self._run(file, folder, "without")
-        if without.end == "stopped":
+        if without.end == "unknown":
             return None
         if without.end == "died" and without.n_steps <= on.n_steps:
             # llama.cpp dies, too: the kernels can compute what it can.
@@ -390,20 +387,16 @@ class ModelTrials:
         return _Verdict(on.problem, off.end == "done" or off.n_steps >= without.n_steps)
 
     def _run(self, file: Path, folder: Path, kernels: Literal["on", "off", "without"]) -> _Run:
-        """Run a trial in a child process."""
         steps = folder / "steps"
         command = [*TRIAL, kernels, *map(os.fspath, (self._library, file, steps))]
         timeout_s = _TRIAL_TIMEOUT_S + file.stat().st_size / _BYTES_PER_S
-        end: Literal["done", "refused", "died", "stopped"] = "died"
+        end: Literal["done", "died", "unknown"] = "unknown"
+        problem = ""
         try:
-            answer = ask_child_again(command, timeout_s, lambda: steps.write_text(""))
-            problem = str(answer.get("problem", ""))
-            end = "refused" if problem else "done"
+            if not ask_child_again(command, timeout_s, lambda: steps.write_text("")).get("problem"):
+                end = "done"
         except ChildError as error:
-            problem = _why(error)
-            if isinstance(error, ChildDiedError) and error.signal_name in _NOT_THE_KERNELS:
-                end = "stopped"
+            if not (isinstance(error, ChildDiedError) and error.signal_name in _NOT_THE_KERNELS):
+                end, problem = "died", _why(error)
         begun = steps.read_text(encoding="utf-8").splitlines()
-        if begun and end == "died":
-            problem += f" on {begun[-1]}"
-        return _Run(end, len(begun), problem)
+        return _Run(end, len(begun), f"{problem} on {begun[-1]}" if begun else problem)

@@ -103,7 +103,6 @@ class PackedFile:
 
     @property
     def was_used(self) -> bool:
-        """Whether the model's packed weights are those of the file."""
         return bool(self._library.specgen_kernels_used_packed(self._handle))
 
     @property
@@ -139,7 +138,6 @@ class Kernels:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the library's contents."""
         return hashlib.sha256(self.path.read_bytes()).hexdigest()
 
     def enable(self, *, products: bool, attention: bool) -> None:
@@ -156,11 +154,9 @@ class Kernels:
         self._library.specgen_kernels_serve()
 
     def row_limit(self, n_rows: int, rows: NDArray[np.int32]) -> RowLimit:
-        """Return a limit to some rows of the matrices that have `n_rows` rows."""
         return RowLimit(self._library, n_rows, rows)
 
     def packed_file(self, path: Path) -> PackedFile:
-        """Open a file of packed weights, which need not exist."""
         return PackedFile(self._library, path)
 
     def counts(self) -> KernelCounts:

@@ -25,11 +25,11 @@ from pathlib import Path
 
 from specgen.errors import BackendError, SpecgenError
 from specgen.llama.context import LlamaBackend
-from specgen.llama.ggml_graph import new_tensor, no_data
 from specgen.llama.gguf_metadata import GgufMetadata, GgufTensor, parts_of
 from specgen.llama.kernels.attached import attach
 from specgen.llama.library import ggml
 from specgen.llama.model import LlamaModel
+from specgen.llama.operators import new_tensor, no_data
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 
@@ -120,7 +120,6 @@ class Skeleton:
     n_layers: int
 
     def write(self, file: Path) -> None:
-        """Write the skeleton. Raise `OSError`."""
         with file.open("wb") as stream:
             stream.write(self.metadata)
             stream.truncate(len(self.metadata) + self.n_bytes)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from specgen.measure.bench.runs import Outcome, Result, Runs
 from specgen.measure.prompts import BenchPrompt
-from specgen.session.calibration.gain import is_impossible
+from specgen.session.costs import is_impossible
 
 #: At a draft position with fewer drafted tokens than this, an acceptance rate means nothing.
 _MIN_DRAFTED = 5

@@ -24,12 +24,12 @@ from specgen.options import (
     staged,
 )
 from specgen.session.files import find_models
-from specgen.system.json_values import as_json
+from specgen.system.json_lines import as_json
 
 if TYPE_CHECKING:
     from specgen.measure.prompts import BenchPrompt
-    from specgen.session.calibration.memory import Memory
-    from specgen.session.loaded_models import Models
+    from specgen.session.memory import Memory
+    from specgen.session.session import Session
     from specgen.system.progress import Progress
 
 #: The name of plain decoding.
@@ -97,7 +97,7 @@ class Plan:
 
     def _context(self, model: DraftSource, context: ContextOptions) -> ContextOptions:
         """Return a model's context options, with the threads that `specgen run` would use."""
-        from specgen.session.calibration.threads import with_threads
+        from specgen.session.memory import with_threads
 
         if self.known is None or not isinstance(model, Path):
             return context
@@ -197,7 +197,7 @@ def lineups(
     Each contender has models of its own, and learns its own costs and acceptance rates: none gains or loses by
     the others. Raises `ModelFileError`, `PairError`, `MemoryLimitError`.
     """
-    from specgen.session.loaded_models import Models
+    from specgen.session.session import Session
 
     entries = [plan.plain, *plan.entries(field)]
     n_all = len(entries) * len(plan.temperatures)
@@ -209,7 +209,7 @@ def lineups(
                 n_done = len(found) * len(entries) + len(contenders)
                 progress(f"loading {field.name}", n_done, n_all)
                 options = plan.options(field, entry, temperature)
-                loaded = stack.enter_context(Models(options, time.perf_counter))
+                loaded = stack.enter_context(Session(options, time.perf_counter))
                 contenders.append(SessionContender(entry.name, loaded, plan.chat, interrupted))
             plain, *others = contenders
             found.append(Lineup(field.name, temperature, plain, tuple(others)))
@@ -265,10 +265,10 @@ def measure(
 
 
 def _plain_s(
-    loaded: Models, prompts: Sequence[BenchPrompt], interrupted: Callable[[], bool]
+    loaded: Session, prompts: Sequence[BenchPrompt], interrupted: Callable[[], bool]
 ) -> float:
     """Return about how many seconds plain decoding of all answers takes, by measured costs."""
-    from specgen.session.measurements import target_costs
+    from specgen.session.calibration import target_costs
 
     costs = target_costs(loaded, interrupted)
     n_rows = max(costs.known)

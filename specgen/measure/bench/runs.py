@@ -13,7 +13,7 @@ from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent
 from specgen.measure.prompts import BenchPrompt
 
 if TYPE_CHECKING:
-    from specgen.session.loaded_models import Models
+    from specgen.session.session import Session
 
 #: The date for chat templates that write one, fixed so that prompts do not change between runs.
 NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
@@ -87,7 +87,7 @@ class SessionContender:
     """Loaded models with their options as a contender. It does not close them."""
 
     name: str
-    loaded: Models
+    loaded: Session
     chat: bool | None = None
     interrupted: Callable[[], bool] = lambda: False
 

@@ -7,55 +7,54 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import click
 import llm
+import pydantic
 from llm.parts import ReasoningPart, TextPart
 from pydantic import Field
 
 import specgen
 from specgen.models import fetch, load_registry, locate, stderr_progress
-
-if TYPE_CHECKING:
-    from specgen.session.prompts.template import Role
+from specgen.options import SamplerOptions
 
 #: Logits are float32: factors near its largest number (3e38) would make infinities.
 _LARGEST = 1e30
 _LARGEST_INT = 2**31 - 1
+_SAMPLING = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "seed": int,
+    **dict.fromkeys(["repeat_penalty", "presence_penalty", "frequency_penalty"], float),
+}
 
 
-class AnswerOptions(llm.Options):
+def _sampling_fields() -> dict[str, Any]:
+    """Return the fields of a model of pydantic for the sampling options, with the limits of the command line."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(SamplerOptions):
+        if (kind := _SAMPLING.get(field.name)) is not None:
+            known = field.metadata
+            most = known.get("max", _LARGEST if kind is float else _LARGEST_INT)
+            limits = {"ge": known.get("min", -_LARGEST), "le": most}
+            found[field.name] = kind | None, Field(None, description=known["help"], **limits)
+    return found
+
+
+_Sampling: Any = pydantic.create_model("_Sampling", __base__=llm.Options, **_sampling_fields())
+
+
+class AnswerOptions(_Sampling):  # type: ignore[misc]
     """The options of every model; the defaults are those of `specgen run`."""
 
-    temperature: float | None = Field(
-        None, ge=0, le=_LARGEST, description="0, the default, takes the most likely token each time"
-    )
-    top_k: int | None = Field(
-        None, ge=0, le=_LARGEST_INT, description="Keep the k most likely tokens; 0 keeps all"
-    )
-    top_p: float | None = Field(
-        None, ge=0, le=1, description="Keep the most likely tokens that together reach p"
-    )
-    min_p: float | None = Field(
-        None, ge=0, le=1, description="Drop tokens less likely than p times the most likely one"
-    )
-    repeat_penalty: float | None = Field(
-        None, ge=0.01, le=_LARGEST, description="Above 1, tokens that occurred become less likely"
-    )
-    presence_penalty: float | None = Field(
-        None, ge=-_LARGEST, le=_LARGEST, description="Taken off the logits of tokens that occurred"
-    )
-    frequency_penalty: float | None = Field(
-        None, ge=-_LARGEST, le=_LARGEST, description="The same for each time that they occurred"
-    )
-    seed: int | None = Field(
-        None, ge=-1, le=2**63 - 1, description="The same seed gives the same text; -1 picks one"
-    )
     max_tokens: int | None = Field(
         None, ge=-1, le=_LARGEST_INT, description="The most tokens of the answer; -1 is no limit"
     )
@@ -87,13 +86,6 @@ class TargetOptions(AnswerOptions):
     )
 
 
-#: Fields of `specgen.SamplerOptions`.
-_SAMPLING = {
-    *("temperature", "top_k", "top_p", "min_p", "seed"),
-    *("repeat_penalty", "presence_penalty", "frequency_penalty"),
-}
-
-
 class AnswerError(llm.ModelError, click.ClickException):
     """An answer is not possible; the message says why. `llm chat` ends in a traceback after a `ModelError`,
     but prints an exception of click's in one line; so this is both."""
@@ -101,16 +93,14 @@ class AnswerError(llm.ModelError, click.ClickException):
 
 class Specgen(llm.Model):
     """A target with a name, and its draft unless the options name another one; without any, the draft is
-    chosen as in `specgen run`."""
+    chosen as in `specgen run`. Without a target, the options name one, or the default pair answers."""
 
     can_stream = True
     supports_schema = True
-    Options = AnswerOptions  # type: ignore[assignment]  # a class like the one in its place
 
     def __init__(self, model_id: str, target: str | None, draft: str | None = None) -> None:
-        self.model_id = model_id
-        self._target = target
-        self._draft = draft
+        self.model_id, self._target, self._draft = model_id, target, draft
+        self.Options = TargetOptions if target is None else AnswerOptions
 
     def execute(
         self,
@@ -122,38 +112,24 @@ class Specgen(llm.Model):
         """Yield the text of the answer as it is generated, and load the model if need be. Raise
         `AnswerError`."""
         options: Any = prompt.options
+        target, draft = self._target or options.target, self._draft
         try:
-            target, draft = self._pair(options)
-            model = loaded_models.get(target, draft, options.n_ctx)
-            yield from _answer(model, prompt, response)
+            if target is None:
+                registry = load_registry()
+                pair = registry.pair(registry.default_pair)
+                target, draft = pair.target, pair.draft
+            draft = options.draft if options.draft is not None else draft
+            yield from _answer(loaded_models.get(target, draft, options.n_ctx), prompt, response)
         except specgen.SpecgenError as error:
             hint = f" ({error.hint})" if error.hint else ""
             raise AnswerError(f"{error.message}{hint}") from error
-
-    def _pair(self, options: Any) -> tuple[str, str | None]:
-        """Return the target and its draft in the form for `specgen.load`."""
-        target, draft = self._target or options.target, self._draft
-        if target is None:
-            registry = load_registry()
-            pair = registry.pair(registry.default_pair)
-            target, draft = pair.target, pair.draft
-        return target, draft if options.draft is None else options.draft
-
-
-class SpecgenFile(Specgen):
-    """Any target, given by an option; without it the default pair."""
-
-    Options = TargetOptions  # type: ignore[assignment]
-
-    def __init__(self, model_id: str) -> None:
-        super().__init__(model_id, None)
 
 
 @llm.hookimpl
 def register_models(register: Callable[[llm.Model], None]) -> None:
     """Register a model for any file, one for each pair (fetched at its first use), and one for each named
     model on this disk."""
-    register(SpecgenFile("specgen"))
+    register(Specgen("specgen", None))
     try:
         registry = load_registry()
     except specgen.SpecgenError as error:  # the models of other plugins must stay usable
@@ -172,53 +148,38 @@ def tell_once(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-# --- loaded models --------------------------------------------------------------------------------
-
-
 class _LoadedModels:
     """The models that were used. They stay loaded until the process ends; what they learnt is saved then."""
 
     def __init__(self) -> None:
         self._models: dict[tuple[str, str | None, int | None], specgen.Model] = {}
         self._lock = threading.Lock()
+        atexit.register(self.close)
 
     def get(self, target: str, draft: str | None, n_ctx: int | None) -> specgen.Model:
-        """Return a model, and load it if need be. Raise what `specgen.load` raises."""
+        """Return a model; fetch and load it if need be. Raise what `specgen.load` raises."""
         key = (target, draft, n_ctx)
         with self._lock:
-            if not self._models:
-                atexit.register(self.close)
             if key not in self._models:
-                _fetch(target, draft)
+                named = load_registry().models
+                for name in (target, draft):
+                    if name is not None and name in named:
+                        fetch(named[name], progress=stderr_progress())
                 self._models[key] = specgen.load(target, draft, n_ctx=n_ctx)
             return self._models[key]
 
     def __iter__(self) -> Iterator[specgen.Model]:
-        with self._lock:
-            return iter(list(self._models.values()))
+        return iter(list(self._models.values()))
 
     def close(self) -> None:
         """Free all models. They are loaded again if they are used again."""
         with self._lock:
-            models = list(self._models.values())
-            self._models.clear()
-        atexit.unregister(self.close)
+            models, self._models = list(self._models.values()), {}
         for model in models:
             model.close()
 
 
 loaded_models = _LoadedModels()
-
-
-def _fetch(*names: str | None) -> None:
-    """Fetch named models that are not on this disk, with progress on standard error."""
-    models = load_registry().models
-    for name in names:
-        if name is not None and name in models:
-            fetch(models[name], progress=stderr_progress())
-
-
-# --- prompts and answers --------------------------------------------------------------------------
 
 
 def _answer(model: specgen.Model, prompt: llm.Prompt, response: llm.Response) -> Iterator[str]:
@@ -256,20 +217,14 @@ def _answer(model: specgen.Model, prompt: llm.Prompt, response: llm.Response) ->
 
 def _answer_options(prompt: llm.Prompt) -> specgen.AnswerOptions:
     given = prompt.options.model_dump(exclude_none=True)
-    options = specgen.AnswerOptions()
     sampling = {name: value for name, value in given.items() if name in _SAMPLING}
-    options["sampling"] = specgen.SamplerOptions(**sampling)
-    if "max_tokens" in given:
-        options["max_tokens"] = given["max_tokens"]
-    if "stop" in given:
-        stop = given["stop"]
-        options["stop"] = [stop] if isinstance(stop, str) else stop
-    if "grammar" in given:
-        options["grammar"] = given["grammar"]
+    options: dict[str, Any] = {"sampling": SamplerOptions(**sampling)}
+    options |= {name: given[name] for name in ("max_tokens", "stop", "grammar") if name in given}
+    if isinstance(options.get("stop"), str):
+        options["stop"] = [options["stop"]]
     if prompt.schema is not None:
-        assert isinstance(prompt.schema, dict), "llm makes a mapping of every schema"
         options["json_schema"] = prompt.schema
-    return options
+    return cast("specgen.AnswerOptions", options)
 
 
 def _asked(prompt: llm.Prompt) -> str | list[specgen.Message]:
@@ -284,8 +239,7 @@ def _asked(prompt: llm.Prompt) -> str | list[specgen.Message]:
 
 
 def _message(message: llm.Message) -> specgen.Message:
-    roles: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
-    if message.role not in roles:
+    if message.role not in ("system", "user", "assistant"):
         raise specgen.PromptError(f"messages of the role {message.role} are not supported")
     texts = []
     for part in message.parts:
@@ -294,4 +248,4 @@ def _message(message: llm.Message) -> specgen.Message:
         elif not isinstance(part, ReasoningPart):  # templates leave out earlier thoughts
             kind = type(part).__name__
             raise specgen.PromptError(f"a {kind} in a message is not supported: it is no text")
-    return specgen.Message(roles[message.role], "".join(texts))
+    return specgen.Message(message.role, "".join(texts))  # type: ignore[arg-type]

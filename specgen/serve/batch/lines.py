@@ -11,9 +11,10 @@ from typing import Any
 
 from specgen.errors import PromptError
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.openai.body import shown
-from specgen.serve.formats.openai.request import BodyError, Kind, Request, read_request
-from specgen.system.json_values import json_reason
+from specgen.serve.formats.chat_request import read_request
+from specgen.serve.formats.fields import BodyError, shown
+from specgen.serve.formats.request import Kind, Request
+from specgen.system.json_lines import json_reason
 
 _URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 #: The fields of a line in OpenAI's form; only such lines have a `body`.
@@ -88,46 +89,37 @@ def _numbered(line: Line, taken: Container[str]) -> Line:
 
 def _read(number: int, raw: bytes, sampling: SamplerOptions, generation: GenerationOptions) -> Line:
     """Read a line; its custom_id is empty if it has none. Whatever goes wrong is the line's error."""
+    custom_id, digest = "", _hash(raw)
     try:
-        return _read_fields(number, raw, sampling, generation)
+        text = raw.decode("utf-8")
+        body: dict[str, Any] = {"prompt": text}
+        if text.startswith("{"):
+            try:
+                body = json.loads(text)
+            except ValueError as error:
+                what = f"the line is not JSON: {json_reason(error)}"
+                return Line(number, custom_id, digest, LineError("invalid_json", what))
+        custom_id = _custom_id(body)
+        digest = _digest(body)
+        kind, fields = _asked(body)
+        request = read_request(kind, fields, sampling, generation)
+        return Line(number, custom_id, digest, request, fields)
+    except UnicodeDecodeError as error:
+        what = f"the line is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}"
+        problem = LineError("invalid_utf8", what)
+    except RecursionError:
+        problem = LineError("invalid_json", "the line is nested too deeply")
+    except BodyError as error:
+        problem = LineError("invalid_request", error.message)
     except Exception as error:  # noqa: BLE001 - it ends this line, not the batch
-        return Line(number, "", _hash(raw), unexpected(error, number))
+        problem = unexpected(error, number)
+    return Line(number, custom_id, digest, problem)
 
 
 def unexpected(error: Exception, number: int) -> LineError:
     """Return the error of a line that a bug of specgen ended, whose traceback goes to the log."""
     _log.error("line %d failed", number, exc_info=error)
     return LineError("bug", f"specgen failed: {type(error).__name__}: {error}")
-
-
-def _read_fields(
-    number: int, raw: bytes, sampling: SamplerOptions, generation: GenerationOptions
-) -> Line:
-    custom_id, digest = "", _hash(raw)
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        what = f"the line is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}"
-        return Line(number, custom_id, digest, LineError("invalid_utf8", what))
-    if not text.startswith("{"):
-        body: dict[str, Any] = {"prompt": text}
-    else:
-        try:
-            body = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            what = f"the line is not JSON: {json_reason(error)}"
-            return Line(number, custom_id, digest, LineError("invalid_json", what))
-    try:
-        custom_id = _custom_id(body)
-        digest = _digest(body)
-        kind, fields = _asked(body)
-        request = read_request(kind, fields, sampling, generation)
-    except BodyError as error:
-        return Line(number, custom_id, digest, LineError("invalid_request", error.message))
-    except RecursionError:
-        what = "the line is nested too deeply"
-        return Line(number, custom_id, digest, LineError("invalid_json", what))
-    return Line(number, custom_id, digest, request, fields)
 
 
 def _hash(data: bytes) -> str:

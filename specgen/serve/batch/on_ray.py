@@ -1,8 +1,7 @@
 """Lines of a batch answered by actors of a Ray cluster.
 
-Ray places the actors, starts them again when they die, and retries their lines. This module gives lines to
-actors and writes the results, so a batch resumes from its results file wherever it began. It alone imports
-Ray.
+Each actor gets some lines at a time, and streams their results, which are written here. If an actor ends before
+it has answered its lines, the next run of the batch answers them. This module alone imports Ray.
 """
 
 from __future__ import annotations
@@ -13,30 +12,27 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from specgen import __version__
 from specgen.errors import BackendError, ModelFileError, SpecgenError
-from specgen.serve.batch.line_worker import N_AT_ONCE, Answered, LineWorker, WorkerJob
-from specgen.serve.batch.lines import Line, LineError
-from specgen.serve.batch.results import Results, result_of
-from specgen.serve.batch.runner import Tally
+from specgen.serve.batch.lines import Line
+from specgen.serve.batch.results import Write
+from specgen.serve.batch.runner import Batch, Prompting, Tally
+from specgen.session.session import Session
 
-#: How often Ray retries a line whose actor died. Then the line is asked once more, without others beside it,
-#: and retried as often: it may be what ends the actors.
-_N_RETRIES = 2
-#: The number of windows of lines that may be lost in a row before the batch is given up.
-_MOST_LOST = 4
-#: Seconds: between checks for Ctrl-C, between checks of the nodes, and to reach a cluster.
-_LOOK_S, NODES_S, _REACH_S = 0.2, 2.0, 10.0
+#: An actor gets its lines in at least this many portions, unless they are shorter than this times the number of
+#: answers at once: at the end of a portion, not all places of the engine are in use.
+_N_PORTIONS = 4
+#: Assumed for the length of portions if the number of answers at once is measured by the actors.
+_N_AT_ONCE = 16
+#: Seconds between checks for Ctrl-C, and to reach a cluster.
+_LOOK_S, _REACH_S = 0.2, 10.0
 #: The size of the object store if Ray is started here: lines and results are small.
 _STORE_BYTES = 200_000_000
-#: Exit code of an actor whose engine has failed; Ray starts another one.
-_FAILED = 70
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,207 +50,139 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
-    """A node of a cluster, and all of its CPUs and GPUs."""
+class ActorJob:
+    """What an actor does, which can be pickled if `open_session` can: `parallel` answers at once; None takes
+    the fastest number by measurement. Each node must have `files`, paths with their sizes in bytes."""
 
-    identity: str
-    address: str
-    n_cpus: float
-    n_gpus: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The number of actors that a cluster has room for, and the CPUs and GPUs of each."""
-
-    n_actors: int
-    cpus: float
-    gpus: float
+    open_session: Callable[[], Session]
+    prompting: Prompting
+    settings: Mapping[str, Any]
+    parallel: int | None
+    files: Mapping[str, int]
 
 
-def place(nodes: Sequence[Node], cpus: float | None, gpus: float | None) -> Placement:
-    """Return how many actors with `cpus` CPUs and `gpus` GPUs the nodes have room for.
+def place(
+    nodes: Sequence[tuple[float, float]], cpus: float | None, gpus: float | None
+) -> tuple[int, float, float]:
+    """Return how many actors nodes with these numbers of CPUs and GPUs have room for, and the CPUs and GPUs of
+    each.
 
     None takes all that the largest node has, so that each node of its size has one actor; if `gpus` is given,
     None divides the CPUs among that node's actors. Raise `BackendError` if no node has room.
     """
+    most = max(nodes, default=(0.0, 0.0))
     if gpus is None:
-        gpus = max((node.n_gpus for node in nodes), default=0.0)
+        gpus = max((node_gpus for _, node_gpus in nodes), default=0.0)
     if cpus is None:
-        able = [node for node in nodes if node.n_gpus >= gpus]
-        largest = max(able, key=lambda node: node.n_cpus, default=Node("", "", 0.0))
-        n_beside = max(1, int(largest.n_gpus // gpus)) if gpus else 1
-        cpus = largest.n_cpus if n_beside == 1 else largest.n_cpus // n_beside
-    wanted = cpus or 1.0, gpus
+        able = [node for node in nodes if node[1] >= gpus]
+        cpus, node_gpus = max(able, key=lambda node: node[0], default=(0.0, 0.0))
+        if gpus and (n_beside := int(node_gpus // gpus)) > 1:
+            cpus //= n_beside
+        cpus = cpus or 1.0
     n_actors = sum(
-        int(min(node.n_cpus // wanted[0], node.n_gpus // gpus if gpus else float("inf")))
-        for node in nodes
+        int(min(node_cpus // cpus, node_gpus // gpus if gpus else float("inf")))
+        for node_cpus, node_gpus in nodes
     )
     if not n_actors:
-        most = max(((node.n_cpus, node.n_gpus) for node in nodes), default=(0.0, 0.0))
         raise BackendError(
-            f"no Ray node has {_resources(*wanted)}: the largest has {_resources(*most)}",
+            f"no Ray node has {_resources(cpus, gpus)}: the largest has {_resources(*most)}",
             hint="see --cpus-per-worker and --gpus-per-worker",
         )
-    return Placement(n_actors, *wanted)
+    return n_actors, cpus, gpus
+
+
+@contextlib.contextmanager
+def connected(cluster: Cluster, *, verbose: bool, ray: Any = None) -> Iterator[Any]:
+    """Yield the module of Ray, connected to a cluster; `ray` replaces it in tests. With `verbose`, Ray's output
+    goes to standard error. Raise `BackendError` if nothing answers."""
+    with contextlib.ExitStack() as stack:
+        # Ray prints messages of its processes to standard output, whatever it is asked to log.
+        sink = sys.stderr if verbose else stack.enter_context(Path(os.devnull).open("w"))
+        stack.enter_context(contextlib.redirect_stdout(sink))
+        ray = ray or _connect(cluster.address, verbose=verbose)
+        stack.callback(ray.shutdown)
+        yield ray
 
 
 class RayBatch:
-    """Gets the lines of a batch answered by a cluster. Use it as a context manager: it connects at the start,
-    and the actors end with it.
+    """Gets the lines of a batch answered by a cluster that `connected` has reached."""
 
-    `files` are paths that each node must have, with their sizes in bytes. `note` gets a sentence when a node
-    goes or an actor is started again. With `verbose`, Ray's output goes to standard error. `ray` replaces the
-    module in tests.
-    """
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        job: WorkerJob,
-        results: Results,
-        *,
-        files: Mapping[str, int] | None = None,
-        note: Callable[[str], None] = lambda _text: None,
-        verbose: bool = False,
-        ray: Any = None,
-    ) -> None:
-        self._cluster, self._job, self._results = cluster, job, results
-        self._files, self._note = dict(files or {}), note
-        self._verbose = verbose
-        self._ray = ray
+    def __init__(self, ray: Any, cluster: Cluster, job: ActorJob, write: Write) -> None:
+        """Raise `BackendError` if the cluster has no room for an actor."""
+        self._ray, self._cluster, self._job, self._write = ray, cluster, job, write
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        has = [(node.get("CPU", 0.0), node.get("GPU", 0.0)) for node in nodes]
+        asked = cluster.cpus_per_worker, cluster.gpus_per_worker
+        self.n_actors, self._cpus, self._gpus = place(has, *asked)
         self.tally = Tally()
-        self.n_actors = 0
-        self._nodes: dict[str, Node] = {}
-        self._placement = Placement(0, 0.0, 0.0)
-        self._actors: list[Any] = []
-        self._looked_s = 0.0
-        self._stack = contextlib.ExitStack()
+        self._why_lost = ""
 
-    def __enter__(self) -> RayBatch:
-        """Raise `BackendError` if the cluster cannot be reached, or has no room for an actor."""
-        with contextlib.ExitStack() as stack:
-            # Ray prints messages of its processes to standard output, whatever it is asked to log.
-            sink = sys.stderr if self._verbose else stack.enter_context(Path(os.devnull).open("w"))
-            stack.enter_context(contextlib.redirect_stdout(sink))
-            if self._ray is None:
-                self._ray = _connect(self._cluster.address, verbose=self._verbose)
-            stack.callback(self._ray.shutdown)
-            self._nodes = self._alive()
-            self._placement = self._place()
-            self._stack = stack.pop_all()
-        return self
-
-    def _place(self) -> Placement:
-        cluster, nodes = self._cluster, list(self._nodes.values())
-        placement = place(nodes, cluster.cpus_per_worker, cluster.gpus_per_worker)
-        idle = [
-            node.address
-            for node in nodes
-            if node.n_cpus and (node.n_cpus < placement.cpus or node.n_gpus < placement.gpus)
-        ]
-        if idle:
-            self._note(
-                f"{', '.join(idle[:3])}{' and others' if len(idle) > 3 else ''}: fewer than "
-                f"{_resources(placement.cpus, placement.gpus)}, so no actor there; --cpus-per-worker asks "
-                "for fewer"
-            )
-        return placement
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
+    @property
+    def where(self) -> str:
+        """Who answers, in words."""
+        return f"{self.n_actors} Ray actor{'' if self.n_actors == 1 else 's'}"
 
     def run(
-        self,
-        lines: Sequence[Line],
-        interrupted: Callable[[], bool] = lambda: False,
-        report: Callable[[Tally], None] = lambda _tally: None,
-    ) -> None:
-        """Get the lines answered. After an interruption, unfinished answers are dropped; a later run asks for
-        them again. Raise `BackendError`, `ModelFileError` and `OutputError`."""
+        self, lines: Sequence[Line], interrupted: Callable[[], bool] = lambda: False
+    ) -> Generator[Tally, None, None]:
+        """Get the lines answered, and yield the counts now and then. After an interruption, unfinished answers are dropped; a later run asks for
+        them again. Raise `BackendError`, also if actors ended before their lines had answers,
+        `ModelFileError` and `OutputError`."""
+        self.n_actors = min(self.n_actors, len(lines))
         self.tally.n_lines = len(lines)
-        readable: list[Line] = []
-        for line in lines:
-            if isinstance(line.request, LineError):
-                self._fail(line, line.request)
-            else:
-                readable.append(line)
-        if not readable:
-            return
-        self.n_actors = min(self._placement.n_actors, len(readable))
-        n_at_once = min(self._job.parallel or N_AT_ONCE, -(-len(readable) // self.n_actors))
-        options = {
-            "num_cpus": self._placement.cpus,
-            "num_gpus": self._placement.gpus,
-            "max_restarts": -1,
-            "max_task_retries": _N_RETRIES,
-            "max_concurrency": n_at_once,
-            "scheduling_strategy": "SPREAD",
-        }
-        actor = self._ray.remote(Actor).options(**options)
-        self._actors = [
-            actor.remote(self._job, self._files, __version__) for _ in range(self.n_actors)
-        ]
-        lost = self._answer(readable, n_at_once, interrupted, report)
-        for line in self._answer(lost, 1, interrupted, report):
-            n_attempts = 2 * (_N_RETRIES + 1)
-            message = f"given up after {n_attempts} attempts: each time the actor ended before it had answered"
-            self._fail(line, LineError("failed", message))
-            report(self.tally)
+        portions = deque(self._portions(lines))
+        remote = self._ray.remote(Actor).options(
+            num_cpus=self._cpus, num_gpus=self._gpus, scheduling_strategy="SPREAD"
+        )
+        actors = [remote.remote(self._job, __version__) for _ in range(self.n_actors)]
+        starting = {actor.ready.remote(): actor for actor in actors}
+        streams: dict[Any, Any] = {}  # by what an actor says next
+        tallies: dict[Any, Tally] = {}
+        silent_since_s = time.monotonic()
+        while (streams or (portions and starting)) and not interrupted():
+            done, _ = self._ray.wait([*streams, *starting], timeout=_LOOK_S)
+            for stream in done:
+                if stream in starting:
+                    self._check_started(stream)
+                    actor = starting.pop(stream)
+                else:
+                    try:
+                        records, tallies[stream] = self._ray.get(next(stream))
+                        self._count(tallies.values(), len(lines))
+                        for record in records:
+                            self._write(record)
+                        continue
+                    except StopIteration:
+                        actor = streams.pop(stream)
+                    except self._ray.exceptions.RayError as error:
+                        del streams[stream]
+                        cause = getattr(error, "cause", None)
+                        self._why_lost = _first_line(cause or error)
+                        continue
+                if portions:
+                    answer = actor.answer.options(num_returns="streaming")
+                    streams[answer.remote(portions.popleft())] = actor
+            yield self.tally
+            if streams:
+                silent_since_s = time.monotonic()
+            elif time.monotonic() - silent_since_s > self._cluster.patience_s:
+                self._raise_none_started()
+        n_left = len(lines) - self.tally.n_done
+        if n_left and not interrupted():
+            raise BackendError(
+                f"{n_left} of {len(lines)} lines have no answer, since their actors ended: {self._why_lost}",
+                hint="run it again to answer them; --verbose shows what the actors print",
+            )
 
-    def _answer(
-        self,
-        lines: Sequence[Line],
-        n_at_once: int,
-        interrupted: Callable[[], bool],
-        report: Callable[[Tally], None],
-    ) -> list[Line]:
-        """Give each actor `n_at_once` lines at a time; return those that Ray could get no answer to. An actor
-        that is not needed any more ends, so that one of a lost node can start in its place."""
-        ray, waiting, lost = self._ray, deque(lines), list[Line]()
-        n_lost_in_row, began_s = 0, time.monotonic()
-        starting = {actor.ready.remote(): actor for actor in self._actors} if waiting else {}
-        running: dict[Any, tuple[Any, Line]] = {}
-        free: deque[Any] = deque()
-        restarted: set[str] = set()
-        while (waiting or running) and not interrupted():
-            while waiting and free:
-                actor, line = free.popleft(), waiting.popleft()
-                running[actor.answer.remote(line)] = actor, line
-            done, _ = ray.wait([*running, *starting], timeout=_LOOK_S)
-            for ref in done:
-                if ref in starting:
-                    self._check_started(ref)
-                    free.extend([starting.pop(ref)] * n_at_once)
-                    continue
-                actor, line = running.pop(ref)
-                free.append(actor)
-                try:
-                    where, answered = ray.get(ref)
-                except ray.exceptions.RayError:
-                    lost.append(line)
-                    n_lost_in_row += 1
-                    continue
-                n_lost_in_row = 0
-                self._take(answered)
-                if where and where not in restarted:
-                    restarted.add(where)
-                    self._note(f"an actor was started again, on {where}")
-            if done and not waiting:
-                self._release(free, [actor for actor, _ in running.values()])
-            report(self.tally)
-            if n_lost_in_row >= _MOST_LOST * n_at_once * len(self._actors):
-                raise BackendError(
-                    f"the last {n_lost_in_row} lines have no answer: their actors ended",
-                    hint="--verbose shows what the actors print",
-                )
-            self._look(0.0 if free or running else time.monotonic() - began_s)
-        return lost
+    def _portions(self, lines: Sequence[Line]) -> Iterator[Sequence[Line]]:
+        n_each = -(-len(lines) // max(1, self.n_actors))
+        n_least = _N_PORTIONS * (self._job.parallel or _N_AT_ONCE)
+        n_each = min(n_each, max(n_least, -(-n_each // _N_PORTIONS)))
+        return (lines[start : start + n_each] for start in range(0, len(lines), n_each))
+
+    def _count(self, tallies: Iterable[Tally], n_lines: int) -> None:
+        sums = map(sum, zip(*map(astuple, tallies), strict=True))
+        self.tally = replace(Tally(*sums), n_lines=n_lines)
 
     def _check_started(self, ref: Any) -> None:
         """Raise the error of an actor that could not start."""
@@ -270,87 +198,49 @@ class RayBatch:
                 f"an actor cannot start: {what}", hint="each node needs the same version of specgen"
             ) from error
 
-    def _release(self, free: Collection[Any], busy: Collection[Any]) -> None:
-        """End the actors that have started and have no lines, but not the last one."""
-        idle = [actor for actor in self._actors if actor in free and actor not in busy]
-        for actor in idle[: len(self._actors) - 1]:
-            self._actors.remove(actor)
-            self._ray.kill(actor)
-
-    def _look(self, silent_s: float) -> None:
-        """Note nodes that are gone. Raise `BackendError` if no actor starts, or none has room any more."""
-        now = time.monotonic()
-        if now - self._looked_s < NODES_S:
-            return
-        self._looked_s, before, self._nodes = now, self._nodes, self._alive()
-        for identity in before.keys() - self._nodes.keys():
-            self._note(f"the Ray node {before[identity].address} is gone; others get its lines")
-        if before.keys() != self._nodes.keys():
-            place(list(self._nodes.values()), self._placement.cpus, self._placement.gpus)
-        if silent_s > self._cluster.patience_s:
-            total, free = self._ray.cluster_resources(), self._ray.available_resources()
-            raise BackendError(
-                f"no actor has started within {silent_s:.0f} s: {free.get('CPU', 0.0):g} of "
-                f"{total.get('CPU', 0.0):g} CPUs are free",
-                hint="wait until the cluster has free CPUs or GPUs, or ask for fewer with "
-                "--cpus-per-worker and --gpus-per-worker",
-            )
-
-    def _alive(self) -> dict[str, Node]:
-        found = {}
-        for node in self._ray.nodes():
-            if node["Alive"]:
-                identity, has = node["NodeID"], node["Resources"]
-                address = node["NodeManagerAddress"]
-                found[identity] = Node(identity, address, has.get("CPU", 0.0), has.get("GPU", 0.0))
-        return found
-
-    def _take(self, answered: Answered) -> None:
-        self.tally.n_drafted += answered.n_drafted
-        self.tally.n_accepted += answered.n_accepted
-        self.tally.n_cached_tokens += answered.n_cached_tokens
-        if answered.record["error"] is not None:
-            self.tally.n_errors += 1
-        else:
-            usage = answered.record["response"]["body"]["usage"]
-            self.tally.n_answers += 1
-            self.tally.n_tokens += usage["completion_tokens"]
-            self.tally.n_prompt_tokens += usage["prompt_tokens"]
-        self._results.write(answered.record)
-
-    def _fail(self, line: Line, error: LineError) -> None:
-        self._take(Answered(result_of(line, self._job.settings, None, error)))
+    def _raise_none_started(self) -> None:
+        total, free = self._ray.cluster_resources(), self._ray.available_resources()
+        raise BackendError(
+            f"no actor has started within {self._cluster.patience_s:.0f} s: {free.get('CPU', 0.0):g} of "
+            f"{total.get('CPU', 0.0):g} CPUs are free",
+            hint="wait until the cluster has free CPUs or GPUs, or ask for fewer with "
+            "--cpus-per-worker and --gpus-per-worker",
+        )
 
 
 class Actor:
     """The actor that Ray runs, one or several on a node; it loads the models once."""
 
-    def __init__(self, job: WorkerJob, files: Mapping[str, int], version: str) -> None:
-        import ray
-
-        context = ray.get_runtime_context()
-        node = ray.util.get_node_ip_address()
-        #: The node and the process, if Ray has started this actor again.
-        self._where = (
-            f"{node} (process {os.getpid()})" if context.was_current_actor_reconstructed else ""
-        )
+    def __init__(self, job: ActorJob, version: str) -> None:
+        self._job = job
         self._error: SpecgenError | None = None
         try:
-            _check_node(files, version)
-            # An actor whose engine fails ends: Ray starts another one, which may do better.
-            self._worker = LineWorker(job, lambda _message: os._exit(_FAILED)).__enter__()
+            _check_node(job.files, version)
+            self._session = job.open_session()
         except SpecgenError as error:
-            self._error = type(error)(f"the Ray node {node}: {error.message}", error.hint)
+            where = f"the Ray node {socket.gethostname()}"
+            self._error = type(error)(f"{where}: {error.message}", error.hint)
 
     def ready(self) -> None:
         """Return when the models are loaded. Raise the error with which they could not be."""
         if self._error is not None:
             raise self._error
 
-    def answer(self, line: Line) -> tuple[str, Answered]:
-        """Answer a line beside others; return also where, if this actor was started again."""
-        self.ready()
-        return self._where, self._worker.ask(line).result()
+    def answer(self, lines: Sequence[Line]) -> Iterator[tuple[list[Mapping[str, Any]], Tally]]:
+        """Yield the results of lines as they come, and the counts so far."""
+        job, records = self._job, list[Mapping[str, Any]]()
+        batch = Batch(
+            self._session,
+            job.prompting,
+            records.append,
+            job.settings,
+            parallel=job.parallel,
+            wall_clock=time.time,
+        )
+        for tally in batch.run(lines):
+            if records:
+                yield list(records), tally
+                records.clear()
 
 
 def _check_node(files: Mapping[str, int], version: str) -> None:
@@ -362,15 +252,11 @@ def _check_node(files: Mapping[str, int], version: str) -> None:
         )
     for path, n_bytes in files.items():
         found = n_bytes_of(Path(path))
-        if found is None:
-            raise ModelFileError(
-                f"there is no file {path}",
-                hint="each node reads the models from its own disk: put them at the same path on each",
-            )
         if found != n_bytes:
+            has = f"{path} has {found} bytes there, but {n_bytes} on this machine"
             raise ModelFileError(
-                f"{path} has {found} bytes there, but {n_bytes} on this machine",
-                hint="put the same file on each node",
+                f"there is no file {path}" if found is None else has,
+                hint="each node reads the models from its own disk: put them at the same path on each",
             )
 
 

@@ -1,17 +1,17 @@
-"""The results file of a batch: results are appended line by line, and a restart reads it."""
+"""The results of a batch: they are appended to a file line by line, and a restart reads it."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, TypeAlias
 
 from specgen.errors import OutputError, UsageError
 from specgen.serve.batch.lines import Line, LineError
-from specgen.system.atomic_files import replace_bytes
+from specgen.system.files import replace_bytes
 from specgen.system.json_lines import (
     AppendedFile,
     DamagedLineError,
@@ -22,6 +22,9 @@ from specgen.system.json_lines import (
 
 #: The field of a result with specgen's own data for a restart: what was asked, and with what settings.
 OWN = "specgen"
+
+#: Writes a result whole, and raises `OutputError` if it cannot; what was written before is kept.
+Write: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 
 def result_of(
@@ -35,13 +38,6 @@ def result_of(
         "error": None if error is None else {"code": error.code, "message": error.message},
         OWN: {"request": line.digest, "settings": settings},
     }
-
-
-class Results(Protocol):
-    """Accepts results as they come."""
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Write a result whole. Raise `OutputError`; what was written before is kept."""
 
 
 @dataclass(slots=True)
@@ -62,22 +58,34 @@ class Earlier:
     #: Whether a torn result follows them.
     is_torn: bool = False
 
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Take up a result. Raise `KeyError`, `TypeError` or `ValueError` if it is none."""
+        custom_id, own = record["custom_id"], record[OWN]
+        settings, digest = dict(own["settings"]), own["request"]
+        if not isinstance(custom_id, str) or not isinstance(digest, str):
+            raise TypeError
+        if custom_id in self.digests:
+            raise ValueError(custom_id)
+        if record["error"] is not None:
+            self.errors.add(custom_id)
+        self.digests[custom_id] = digest
+        if self.settings is None:
+            self.settings = settings
+        elif settings != self.settings and self.mixed is None:
+            self.mixed = custom_id
+
 
 def read_results(path: Path) -> Earlier:
     """Read the results in a file. A last line that was torn when a process was killed is left out; a file
-    that does not exist has none.
-
-    Raise `OutputError` if the file cannot be read, or has a line that is no result.
-    """
+    that does not exist has none. Raise `OutputError` if it cannot be read, or has a line that is no result."""
     found = Earlier()
     try:
         data = path.read_bytes()
+        found.n_bytes = take_lines(data, found.take)
     except FileNotFoundError:
         return found
     except OSError as error:
         raise OutputError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        found.n_bytes = take_lines(data, lambda record: _take(found, record))
     except DamagedLineError as error:
         raise OutputError(
             f"{path}: line {error.number} is not a result of specgen batch",
@@ -86,22 +94,6 @@ def read_results(path: Path) -> Earlier:
     found.is_torn = found.n_bytes < len(data)
     found.ends_line = data[: found.n_bytes].endswith(b"\n") or not found.n_bytes
     return found
-
-
-def _take(found: Earlier, record: Mapping[str, Any]) -> None:
-    custom_id, own = record["custom_id"], record[OWN]
-    settings, digest = dict(own["settings"]), own["request"]
-    if not isinstance(custom_id, str) or not isinstance(digest, str):
-        raise TypeError
-    if custom_id in found.digests:
-        raise ValueError(custom_id)
-    if record["error"] is not None:
-        found.errors.add(custom_id)
-    found.digests[custom_id] = digest
-    if found.settings is None:
-        found.settings = settings
-    elif settings != found.settings and found.mixed is None:
-        found.mixed = custom_id
 
 
 def missing(
@@ -123,15 +115,12 @@ def _check_same(
     lines: Sequence[Line], earlier: Earlier, settings: Mapping[str, Any], name: str
 ) -> None:
     hint = "name another file, or keep those results with --allow-mixed"
-    if earlier.settings is not None and earlier.settings != settings:
-        changed = sorted(
-            key
-            for key in {*settings, *earlier.settings}
-            if settings.get(key) != earlier.settings.get(key)
-        )
+    before = earlier.settings
+    if before is not None and before != settings:
         what = ", ".join(
-            f"{key} {_shown(earlier.settings.get(key))} (now {_shown(settings.get(key))})"
-            for key in changed
+            f"{key} {_shown(before.get(key))} (now {_shown(settings.get(key))})"
+            for key in sorted({*settings, *before})
+            if settings.get(key) != before.get(key)
         )
         raise UsageError(f"{name} has results of other settings: {what}", hint)
     if earlier.mixed is not None:
@@ -154,28 +143,6 @@ def _shown(value: Any) -> str:
     return "as by default" if value is None else json.dumps(value)
 
 
-class ResultsFile:
-    """Appends results to a file."""
-
-    def __init__(self, file: AppendedFile) -> None:
-        self._file = file
-
-    @staticmethod
-    @contextlib.contextmanager
-    def opened(path: Path, earlier: Earlier) -> Iterator[ResultsFile]:
-        """Open the file to append to its results; anything after them is cut off. Raise `OutputError`."""
-        with AppendedFile.opened(path) as file:
-            file.cut(earlier.n_bytes)
-            if not earlier.ends_line:
-                file.append(b"\n")
-            yield ResultsFile(file)
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append a result; it is on the disk when this returns. A result that does not fit is removed
-        again. Raise `OutputError`."""
-        self._file.append(to_line(record))
-
-
 def without_errors(path: Path, earlier: Earlier) -> Earlier:
     """Drop the results that are errors from a file, which is replaced whole; return its results then. Raise
     `OutputError`."""
@@ -186,15 +153,24 @@ def without_errors(path: Path, earlier: Earlier) -> Earlier:
     return read_results(path)
 
 
-class ResultsStream:
-    """Writes results to a stream, which a restart cannot continue."""
+@contextlib.contextmanager
+def appending(path: Path, earlier: Earlier) -> Iterator[Write]:
+    """Open a file to append to its results; anything after them is cut off. A result is on the disk when
+    `Write` returns; one that does not fit is removed again. Raise `OutputError`."""
+    with AppendedFile.opened(path) as file:
+        file.cut(earlier.n_bytes)
+        if not earlier.ends_line:
+            file.append(b"\n")
+        yield lambda record: file.append(to_line(record))
 
-    def __init__(self, stream: BinaryIO, name: str = "standard output") -> None:
-        self._stream = stream
-        self._name = name
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Write a result and flush. Raise `OutputError`, and `BrokenPipeError` if nobody reads."""
-        with write_errors(Path(self._name)):
-            self._stream.write(to_line(record))
-            self._stream.flush()
+def streaming(stream: BinaryIO, name: str = "standard output") -> Write:
+    """Return what writes results to a stream, which a restart cannot continue. It raises `BrokenPipeError` if
+    nobody reads."""
+
+    def write(record: Mapping[str, Any]) -> None:
+        with write_errors(Path(name)):
+            stream.write(to_line(record))
+            stream.flush()
+
+    return write

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,16 +15,16 @@ from numpy.typing import NDArray
 
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, Piece
-from specgen.options import GenerationOptions
 from specgen.serve.batch.lines import Line, LineError, unexpected
-from specgen.serve.batch.results import Results, result_of
-from specgen.serve.formats.openai.request import Request, check_tokens, with_call_form
-from specgen.serve.formats.openai.response import completion_body
+from specgen.serve.batch.results import Write, result_of
+from specgen.serve.formats.chat_answer import Answer, completion_body
+from specgen.serve.formats.request import Request, check_tokens, with_call_form
+from specgen.session.calibration import calibrate, fastest_parallel
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
-from specgen.session.prefix_cache import n_common
 from specgen.session.prompts import Prompt, template_of
 from specgen.session.request import Request as EngineRequest
+from specgen.session.session import Session
+from specgen.text.prefix import n_common
 
 #: Prompts are neighbours if they share this many tokens more than all prompts do: decoding these tokens only
 #: once is worth more than the order of the lines.
@@ -39,26 +40,13 @@ class Prompting:
     system: str | None
     now: datetime.datetime
 
-    def prompt(self, loaded: Models, request: Request) -> Prompt:
+    def prompt(self, loaded: Session, request: Request) -> Prompt:
         """Return the prompt of a request. Raise `UsageError`, `PromptError`."""
-        if request.kind == "chat":
-            return loaded.prompts.of_messages(
-                request.messages,
-                now=self.now,
-                tools=request.tool_definitions,
-                variables=request.template_variables,
-            )
-        if request.tokens is not None:
-            return loaded.prompts.of_tokens(request.tokens)
-        if request.kind == "completion":
-            return loaded.prompts.of_text(request.text, chat=False)
-        return loaded.prompts.of_text(
-            request.text, chat=self.chat, system=self.system, now=self.now
-        )
+        return request.prompt(loaded.prompts, self.now, chat=self.chat, system=self.system)
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class _Task:
     """A line that can be answered, and the room that it takes.
 
     `tokens` is the prompt, int32[n_tokens]; `n_ctx` has room for prompt and answer. The prompt is built again
@@ -94,100 +82,108 @@ class Tally:
 class Batch:
     """Makes the answers of a batch and writes each when it is finished.
 
-    `settings` is written with each result, `wall_clock` gives seconds since 1970, and `note` gets sentences
-    for the user.
+    `settings` is written with each result. `parallel` answers are generated at once; None takes the fastest
+    number by measurement. `wall_clock` gives seconds since 1970, and `note` gets sentences for the user.
     """
 
     def __init__(
         self,
-        loaded: Models,
+        loaded: Session,
         prompting: Prompting,
-        results: Results,
+        write: Write,
         settings: Mapping[str, Any],
         *,
+        parallel: int | None,
         wall_clock: Callable[[], float],
         note: Callable[[str], None] = lambda _text: None,
     ) -> None:
-        self._loaded = loaded
-        self._prompting = prompting
-        self._results = results
-        self._settings = settings
-        self._wall_clock = wall_clock
-        self._note = note
+        self._loaded, self._prompting, self._write = loaded, prompting, write
+        self._settings, self._wall_clock, self._note = settings, wall_clock, note
         self.tally = Tally()
-        self._in_making: dict[int, tuple[Task, EngineRequest, list[Piece]]] = {}
+        self._parallel, self._n_parallel = parallel, 0
+        self._in_making: dict[int, tuple[_Task, EngineRequest, list[Piece]]] = {}
 
-    def prepare(
+    @property
+    def where(self) -> str:
+        """How many answers are generated at once, in words."""
+        return f"{self._n_parallel} at once"
+
+    def run(
         self, lines: Sequence[Line], interrupted: Callable[[], bool] = lambda: False
-    ) -> list[Task]:
+    ) -> Generator[Tally, None, None]:
+        """Answer the lines. Yield the counts when the prompts are ready, and after each round.
+
+        After an interruption, or an error of the target, unfinished answers are not written; a later run
+        asks for them again. Raise `BackendError`, `OutputError`, and what opening an engine raises."""
+        tasks = self._prepare(lines, interrupted)
+        yield self.tally
+        if not tasks or interrupted():
+            return
+        calibrate(self._loaded, interrupted)
+        n_parallel = self._parallel or fastest_parallel(self._loaded, len(tasks), interrupted)
+        with Engine.largest(
+            self._loaded,
+            n_parallel,
+            max(task.n_ctx for task in tasks),
+            is_fixed=self._parallel is not None,
+            interrupted=interrupted,
+        ) as engine:
+            self._n_parallel = engine.n_parallel
+            try:
+                while (tasks or self._in_making) and not interrupted():
+                    while tasks and len(self._in_making) < engine.n_parallel:
+                        self._submit(engine, tasks.popleft())
+                    try:
+                        self._count(engine.step())
+                    finally:
+                        self._write_finished()
+                    yield self.tally
+            finally:
+                self._loaded.memory.save()
+
+    def _prepare(self, lines: Sequence[Line], interrupted: Callable[[], bool]) -> deque[_Task]:
         """Return the lines that can be answered, in the order to answer them in; write the errors of the
-        others. Raise `OutputError`."""
+        others."""
         self.tally.n_lines = len(lines)
-        tasks: list[Task] = []
+        tasks: list[_Task] = []
         for line in lines:
             if interrupted():
                 break
-            found = self.task(line)
-            if isinstance(found, Task):
-                tasks.append(found)
-            else:
-                self._fail(line, found)
-        return [tasks[number] for number in order_by_prefix([task.tokens for task in tasks])]
+            if isinstance(line.request, LineError):
+                self._fail(line, line.request)
+                continue
+            with self._line_errors(line):
+                tasks.append(self._task(line, line.request))
+        return deque(tasks[number] for number in order_by_prefix([task.tokens for task in tasks]))
 
-    def task(self, line: Line) -> Task | LineError:
-        """Return a line with the room that its answer takes, or the reason why it cannot be answered."""
-        request = line.request
-        if isinstance(request, LineError):
-            return request
+    def _task(self, line: Line, request: Request) -> _Task:
         loaded = self._loaded
+        request = with_call_form(request, template_of(loaded.target, has_tools=True))
+        check_tokens(request, loaded.target.vocabulary.n_tokens)
+        prompt = self._prompting.prompt(loaded, request)
+        n_ctx = loaded.context_size(len(prompt.tokens), request.generation.max_tokens)
+        return _Task(line, request, np.array(prompt.tokens, np.int32), n_ctx)
+
+    @contextlib.contextmanager
+    def _line_errors(self, line: Line) -> Iterator[None]:
+        """Write what goes wrong with a line as its result; other errors of specgen end the batch."""
         try:
-            template = template_of(loaded.target, has_tools=True)
-            request = with_call_form(request, template)
-            check_tokens(request, loaded.target.vocabulary.n_tokens)
-            prompt = self._prompting.prompt(loaded, request)
-            n_ctx = loaded.context_size(len(prompt.tokens), request.generation.max_tokens)
+            yield
         except (PromptError, UsageError) as error:
-            return _line_error(error)
+            self._fail(line, _line_error(error))
         except SpecgenError:
             raise
         except Exception as error:  # noqa: BLE001 - it ends this line, not the batch
-            return unexpected(error, line.number)
-        return Task(line, request, np.array(prompt.tokens, np.int32), n_ctx)
+            self._fail(line, unexpected(error, line.number))
 
-    def run(
-        self,
-        engine: Engine,
-        tasks: Sequence[Task] | deque[Task],
-        interrupted: Callable[[], bool] = lambda: False,
-        report: Callable[[Tally], None] = lambda _tally: None,
-    ) -> None:
-        """Make the answers. `report` gets the counts so far, and may append to `tasks` if that is a deque,
-        which is emptied.
-
-        After an interruption, or an error of the target, unfinished answers are not written; a later run
-        asks for them again. Raise `BackendError`, `OutputError`."""
-        waiting = tasks if isinstance(tasks, deque) else deque(tasks)
-        while (waiting or self._in_making) and not interrupted():
-            while waiting and len(self._in_making) < engine.n_parallel:
-                self._submit(engine, waiting.popleft())
-            try:
-                self._count(engine.step())
-            finally:
-                self._write_finished()
-            report(self.tally)
-
-    def _submit(self, engine: Engine, task: Task) -> None:
-        try:
+    def _submit(self, engine: Engine, task: _Task) -> None:
+        with self._line_errors(task.line):
             prompt = self._prompting.prompt(self._loaded, task.request)
-            generation = _ending_within(task.request.generation, task.n_ctx, len(prompt.tokens))
+            # The engine's context fits the largest answer; this one ends where that of `specgen run` is full.
+            generation, n_most = task.request.generation, task.n_ctx + 1 - len(prompt.tokens)
+            if not 0 <= generation.max_tokens <= n_most:
+                generation = replace(generation, max_tokens=n_most)
             answer = engine.insert(prompt, sampling=task.request.sampling, generation=generation)
-        except (PromptError, UsageError) as error:
-            self._fail(task.line, _line_error(error))
-        except SpecgenError:
-            raise
-        except Exception as error:  # noqa: BLE001 - it ends this line, not the batch
-            self._fail(task.line, unexpected(error, task.line.number))
-        else:
             self._in_making[answer.index] = (task, answer, [])
 
     def _count(self, events: Sequence[Event]) -> None:
@@ -206,7 +202,7 @@ class Batch:
             if not answer.is_done:
                 continue
             del self._in_making[index]
-            finished = answer.finished
+            finished, tally = answer.finished, self.tally
             if answer.failure is not None:
                 self._fail(task.line, _line_error(answer.failure))
             elif finished is not None and finished.finish_reason != "interrupted":
@@ -215,44 +211,37 @@ class Batch:
                 except Exception as error:  # noqa: BLE001 - it ends this line, not the batch
                     self._fail(task.line, unexpected(error, task.line.number))
                     continue
-                tally = self.tally
                 tally.n_answers += 1
                 tally.n_prompt_tokens += finished.n_prompt_tokens
                 tally.n_cached_tokens += finished.n_cached_tokens
                 tally.n_drafted += finished.n_drafted
                 tally.n_accepted += finished.n_accepted
-                self._results.write(result_of(task.line, self._settings, response, None))
+                self._write(result_of(task.line, self._settings, response, None))
 
     def _response(
-        self, task: Task, answer: EngineRequest, finished: FinishedEvent, pieces: list[Piece]
+        self, task: _Task, answer: EngineRequest, finished: FinishedEvent, pieces: list[Piece]
     ) -> dict[str, Any]:
         identity = task.line.identity
-        body = completion_body(
-            task.request.kind,
+        request = task.request
+        made = Answer(
             finished,
-            pieces,
+            pieces if request.generation.logprobs is not None else None,
+            request.parser(answer.prompt.text),
+            request.stop_string(finished),
+        )
+        body = completion_body(
+            request.kind,
+            [made],
             identity=identity,
             created=int(self._wall_clock()),
             model=self._loaded.target.name,
-            has_logprobs=task.request.generation.logprobs is not None,
-            parser=task.request.parser(answer.prompt.text),
-            warnings=task.request.warnings,
-            stop_string=task.request.stop_string(finished),
+            warnings=request.warnings,
         )
         return {"status_code": 200, "request_id": f"req-{identity}", "body": body}
 
     def _fail(self, line: Line, error: LineError) -> None:
         self.tally.n_errors += 1
-        self._results.write(result_of(line, self._settings, None, error))
-
-
-def _ending_within(generation: GenerationOptions, n_ctx: int, n_prompt: int) -> GenerationOptions:
-    """Return the same options, ending where the context of `specgen run` would be full. The batch's context
-    may be larger, since it fits the largest answer."""
-    n_most = n_ctx + 1 - n_prompt
-    if 0 <= generation.max_tokens <= n_most:
-        return generation
-    return replace(generation, max_tokens=n_most)
+        self._write(result_of(line, self._settings, None, error))
 
 
 def _line_error(error: SpecgenError) -> LineError:
@@ -278,8 +267,7 @@ def order_by_prefix(prompts: Sequence[NDArray[np.int32]]) -> list[int]:
     least = min(common) + _N_SHARED
     groups = [[by_tokens[0]]]
     for number, n in zip(by_tokens[1:], common, strict=True):
-        if n >= least:
-            groups[-1].append(number)
-        else:
-            groups.append([number])
+        if n < least:
+            groups.append([])
+        groups[-1].append(number)
     return [number for group in sorted(groups, key=min) for number in group]

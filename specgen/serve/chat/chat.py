@@ -1,44 +1,67 @@
-"""A conversation with a model: questions, answers, and the log of them."""
+"""A conversation with a model: questions and answers, and the commands among them."""
 
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from specgen.errors import PromptError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, PromptEvent
-from specgen.serve.chat.conversation import Change, Conversation
-from specgen.serve.chat.log import ChatLog
+from specgen.serve.chat.conversation import Change, ChatLog, Conversation
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
 from specgen.session.prompts import Prompt
+from specgen.session.session import Session
 
 #: A quarter of the context is kept free for an answer, unless answers are limited to less.
 _ANSWER_SHARE = 4
 #: If turns have to be left out, the others take at most half of the context.
 _KEPT_SHARE = 2
 
+#: What a user can type among the messages, by name: the argument, and what it does.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "help": ("", "show the commands (also /?)"),
+    "regen": ("", "answer the last question again"),
+    "undo": ("", "remove the last question and its answer"),
+    "reset": ("", "remove all turns; the system message and files stay (also /clear)"),
+    "system": ("TEXT", "change the system message; without TEXT there is none"),
+    "save": ("FILE", "write the conversation to a file"),
+    "load": ("FILE", "go on with the conversation in a file"),
+    "draft": ("on|off", "let later answers be drafted for, or not"),
+    "think": ("", "show what the model thought before its last answer"),
+    "stats": ("", "show figures of the last answer and the conversation"),
+    "quit": ("", "end the conversation (also /bye, /exit)"),
+}
+#: Names that other programs have for these commands.
+ALIASES = {"?": "help", "clear": "reset", "bye": "quit", "exit": "quit"}
+#: A word after a slash, alone or before a space; so paths and comments of C are no commands.
+_COMMAND = re.compile(r"/([A-Za-z?]+)(?:\s+(.*))?", re.DOTALL)
 
-@dataclass(slots=True)
-class Totals:
-    """Sums over the answers of this run."""
 
-    n_answers: int = 0
-    n_tokens: int = 0
-    n_drafted: int = 0
-    n_accepted: int = 0
-    n_prompt_tokens: int = 0
-    n_cached_tokens: int = 0
-
-    def add(self, finished: FinishedEvent) -> None:
-        """Count an answer."""
-        self.n_answers += 1
-        self.n_tokens += finished.n_tokens
-        self.n_drafted += finished.n_drafted
-        self.n_accepted += finished.n_accepted
-        self.n_prompt_tokens += finished.n_prompt_tokens
-        self.n_cached_tokens += finished.n_cached_tokens
+def parse_command(line: str) -> tuple[str, str] | None:
+    """Return the name and the argument of the command in a line; None if the line is a message. Raise
+    `UsageError` if there is no such command, or its argument is wrong."""
+    found = _COMMAND.fullmatch(line.rstrip())
+    if found is None:
+        return None
+    name, argument = found[1].lower(), (found[2] or "").strip()
+    name = ALIASES.get(name, name)
+    if name not in COMMANDS:
+        raise UsageError(
+            f"there is no command /{name}",
+            hint="/help lists the commands; to send this as a message, put a space before the slash",
+        )
+    takes, _ = COMMANDS[name]
+    is_right = {
+        "": not argument,
+        "TEXT": True,
+        "FILE": bool(argument),
+        "on|off": argument in ("on", "off"),
+    }
+    if not is_right[takes]:
+        raise UsageError(f"{line.strip()!r}: usage: {f'/{name} {takes}'.strip()}")
+    return name, argument
 
 
 class Chat:
@@ -51,7 +74,7 @@ class Chat:
 
     def __init__(
         self,
-        loaded: Models,
+        loaded: Session,
         engine: Engine,
         conversation: Conversation,
         log: ChatLog | None = None,
@@ -62,8 +85,8 @@ class Chat:
         self.conversation = conversation
         #: Whether the next answers use drafts.
         self.drafts = True
-        self.totals = Totals()
-        #: The first and the last event of the last answer in this run.
+        #: The last events of the answers of this run, and the first and the last event of the last answer.
+        self.answers: list[FinishedEvent] = []
         self.prompt: PromptEvent | None = None
         self.finished: FinishedEvent | None = None
         self._n_again = 0
@@ -73,7 +96,7 @@ class Chat:
         front; a notice says so. Raise `PromptError` if the question alone does not fit, and any error that
         ends an answer early. The question is then not part of the conversation, unless its answer had
         begun."""
-        before = self.conversation.copy()
+        before = replace(self.conversation)
         change = Change("question", question)
         self.conversation.apply(change)
         try:
@@ -104,7 +127,7 @@ class Chat:
     @property
     def draft_name(self) -> str:
         """The drafter of the next answers: a model's file, ``ngram`` or ``none``."""
-        return self._loaded.drafts.name if self.drafts else "none"
+        return self._loaded.draft_name if self.drafts else "none"
 
     @property
     def says_the_same_again(self) -> bool:
@@ -152,7 +175,7 @@ class Chat:
         if self._n_again and sampling.seed >= 0:
             sampling = replace(sampling, seed=sampling.seed + self._n_again)
         answer = self._engine.insert(prompt, sampling=sampling, draft=self.drafts)
-        text, finished = "", None
+        text, is_whole = "", False
         events = self._engine.stream(answer)
         try:
             for event in events:
@@ -161,14 +184,15 @@ class Chat:
                 elif isinstance(event, CommittedEvent):
                     text += event.text
                 elif isinstance(event, FinishedEvent):
-                    self.finished = finished = event
-                    self.totals.add(event)
+                    is_whole = event.finish_reason != "interrupted"
+                    self.finished = event
+                    self.answers.append(event)
                 yield event
                 if isinstance(event, PromptEvent) and n_gone:
                     yield NoticeEvent(event.sequence, event.time_s, self._gone(n_gone))
         finally:
             events.close()  # cancels an answer that nobody waits for
-            if text or (finished is not None and finished.finish_reason != "interrupted"):
+            if text or is_whole:
                 self.change(Change("answer", text))
 
     def _gone(self, n_gone: int) -> str:
@@ -180,7 +204,7 @@ class Chat:
         return f"{message} ({' and '.join(kept)} kept)" if kept else message
 
 
-def check_template(loaded: Models) -> None:
+def check_template(loaded: Session) -> None:
     """Raise `UsageError` if the target has no chat template."""
     if loaded.target.chat_template() is None:
         raise UsageError(

@@ -1,13 +1,25 @@
-"""The messages of a conversation, and which of them go into the context."""
+"""The messages of a conversation, those of them that go into the context, and the file that keeps them."""
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
 
+from specgen.errors import PromptError, UsageError
 from specgen.session.prompts.template import Message
+from specgen.system.files import replace_bytes
+from specgen.system.json_lines import (
+    AppendedFile,
+    DamagedLineError,
+    locked,
+    take_lines,
+    to_line,
+    write_errors,
+)
 
 #: The kinds of changes of a conversation.
 #:
@@ -19,15 +31,35 @@ from specgen.session.prompts.template import Message
 #: - ``reset``: all turns are removed;
 #: - ``load``: the conversation is replaced by the result of `changes`.
 ChangeKind: TypeAlias = Literal["system", "files", "question", "answer", "undo", "reset", "load"]
+_KINDS: tuple[str, ...] = get_args(ChangeKind)
+#: Conversations are private: only the user may read the file.
+_MODE = 0o600
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A step of a conversation; its changes, in order, make the whole conversation."""
+    """A step of a conversation, and a line of its file; its changes, in order, make the conversation."""
 
     kind: ChangeKind
     text: str | None = None
     changes: tuple[Change, ...] = ()
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """The change as an object of JSON."""
+        if self.kind == "load":
+            return {"change": self.kind, "changes": [each.line for each in self.changes]}
+        has_text = self.kind not in ("undo", "reset")
+        return {"change": self.kind} | ({"text": self.text} if has_text else {})
+
+    @staticmethod
+    def of_line(line: Mapping[str, Any]) -> Change:
+        """Return the change of an object. Raise `ValueError`, `KeyError`, `TypeError` or `AttributeError` if it
+        is none."""
+        kind, text = line["change"], line.get("text")
+        if kind not in _KINDS or not isinstance(text, str | None):
+            raise ValueError(kind)
+        return Change(kind, text, tuple(map(Change.of_line, line.get("changes", ()))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +88,6 @@ class Conversation:
     def is_open(self) -> bool:
         """Whether the last question has no answer."""
         return bool(self.turns) and self.turns[-1].answer is None
-
-    def copy(self) -> Conversation:
-        """Return a copy of the conversation."""
-        return replace(self)
 
     def apply(self, change: Change) -> None:
         """Apply a change. Raise `ValueError` if it does not fit, since it removes or answers a turn that
@@ -109,10 +137,8 @@ class Conversation:
         found = [] if self.system is None else [Message("system", self.system)]
         before = self.files
         for turn in turns:
-            found += [
-                Message("user", before + turn.question),
-                Message("assistant", turn.answer or ""),
-            ]
+            found.append(Message("user", before + turn.question))
+            found.append(Message("assistant", turn.answer or ""))
             before = ""
         return found[:-1]
 
@@ -129,3 +155,79 @@ class Conversation:
             range(last), True, lo=before + 1, key=lambda first: n_tokens(first) <= n_goal
         )
         return self.n_left_out - before
+
+
+class ChatLog:
+    """Appends the changes of a conversation to its file, which stays open."""
+
+    def __init__(self, file: AppendedFile, unwritten: bytes) -> None:
+        self._file = file
+        #: Bytes that could not be written; the next write begins with them.
+        self._unwritten = unwritten
+
+    @staticmethod
+    @contextlib.contextmanager
+    def opened(path: Path) -> Iterator[tuple[ChatLog, Conversation, bool]]:
+        """Open a file, and make it if it does not exist. Yield the log that appends to it, its conversation,
+        and whether a torn line at its end, which a killed process leaves, was dropped.
+
+        No other process can open it meanwhile. Raise `UsageError` if another one has it open, `PromptError`
+        if a line is damaged, and `OutputError` if it cannot be written, also at the end.
+        """
+        held = UsageError(
+            f"{path}: another specgen chat has it open",
+            hint="end that one, or use another --session",
+        )
+        with (
+            locked(path.with_name(f"{path.name}.lock"), held),
+            AppendedFile.opened(path, _MODE) as file,
+        ):
+            with write_errors(path):
+                data = path.read_bytes()
+            conversation, n_bytes = _read(path, data)
+            file.cut(n_bytes)
+            ends_line = not n_bytes or data[:n_bytes].endswith(b"\n")
+            log = ChatLog(file, b"" if ends_line else b"\n")
+            yield log, conversation, n_bytes < len(data)
+            if log._unwritten.strip():
+                log.append()
+
+    def append(self, *changes: Change) -> None:
+        """Write changes; they are on the disk when this returns. Raise `OutputError` if that fails; they are
+        then written with the next ones, or at the end."""
+        self._unwritten += _lines(changes)
+        self._file.append(self._unwritten)
+        self._unwritten = b""
+
+
+def read_conversation(path: Path) -> Conversation:
+    """Return the conversation in a file, without a torn line at its end. Raise `PromptError` if the file
+    cannot be read, or a line is damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise PromptError(f"{path}: cannot be read: {error.strerror}") from error
+    return _read(path, data)[0]
+
+
+def save_conversation(path: Path, conversation: Conversation) -> None:
+    """Write a conversation to a file, which is replaced whole. Raise `OutputError`."""
+    with write_errors(path):
+        replace_bytes(path, _lines(conversation.changes()))
+
+
+def _lines(changes: Iterable[Change]) -> bytes:
+    return b"".join(to_line(change.line) for change in changes)
+
+
+def _read(path: Path, data: bytes) -> tuple[Conversation, int]:
+    """Return the conversation in a file's bytes, and the size of its whole lines in bytes."""
+    conversation = Conversation()
+    try:
+        n_bytes = take_lines(data, lambda line: conversation.apply(Change.of_line(line)))
+    except DamagedLineError as error:
+        raise PromptError(
+            f"{path}: line {error.number} is damaged, or not part of a conversation",
+            hint="repair or remove that line, or use another file",
+        ) from None
+    return conversation, n_bytes

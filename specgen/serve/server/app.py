@@ -5,62 +5,51 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import mimetypes
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specgen import __version__
 from specgen.errors import SpecgenError, UsageError
 from specgen.llama.embeddings import unit
-from specgen.serve.formats.messages.writer import PING
-from specgen.serve.formats.openai.body import BodyError, boolean_of, text_of
-from specgen.serve.formats.openai.embeddings import embedding_response, read_embedding_request
-from specgen.serve.formats.openai.request import read_request, with_call_form
+from specgen.serve.formats.embeddings import embedding_response, read_embedding_request
+from specgen.serve.formats.fields import BodyError, Fields, Integer, parse
+from specgen.serve.formats.messages_answer import PING
+from specgen.serve.formats.request import Request as AnswersRequest
 from specgen.serve.server.access import AccessCheck
 from specgen.serve.server.embedding import ServedEmbedder
 from specgen.serve.server.errors import RequestError
 from specgen.serve.server.http import EventStream, read_json, while_connected
 from specgen.serve.server.job_request import (
     Endpoint,
-    ServerRequest,
     answer_requests,
-    n_prompt_tokens,
-    read_server_request,
+    prompt_of,
+    read_requests,
 )
-from specgen.serve.server.job_response import (
-    InfillResponseBuilder,
-    ResponseBuilder,
-    TranslatedResponseBuilder,
-)
-from specgen.serve.server.jobs import Job, QueueFullError
+from specgen.serve.server.job_response import ResponseBuilder
+from specgen.serve.server.jobs import Job
 from specgen.serve.server.metrics import ServerMetrics
-from specgen.serve.server.model_pool import ModelPool, Served, ServedModel
+from specgen.serve.server.model_pool import ModelPool, Place, ServedModel
 from specgen.serve.server.options import ServerOptions
-from specgen.session.prompts import template_of
 from specgen.system.arrays import Hidden
-from specgen.system.json_values import as_json
+from specgen.system.json_lines import as_json
 
-_T = TypeVar("_T")
-_PAGE = Path(__file__).parent / "page"
-#: Set here, since some machines map .js to plain text, and browsers do not run such a script.
-_PAGE_TYPES = {
-    ".css": "text/css",
-    ".html": "text/html",
-    ".js": "text/javascript",
-    ".mjs": "text/javascript",
-    ".svg": "image/svg+xml",
-}
+# Some machines map .js to plain text, and browsers do not run such a script.
+for _ending in (".js", ".mjs"):
+    mimetypes.add_type("text/javascript", _ending)
 #: The page's own files only: no scripts or styles from elsewhere, or in the answers of a model, and no look-up
 #: of the hosts that an answer has links to.
 _PAGE_HEADERS = {
@@ -78,10 +67,7 @@ _CLIENT_HEADERS = (
     "Anthropic-Version",
 )
 _STATUS_CLIENT_GONE = 499
-#: The threads that prepare answers, and how many of them may prepare long ones: bodies of more bytes than
-#: `_SHORT_BYTES`, and those that need a grammar.
-_N_PREPARING, _N_PREPARING_LONG = 4, 2
-_SHORT_BYTES = 256 * 1024
+#: Fields from which a grammar is made.
 _GRAMMAR_FIELDS = (
     "grammar",
     "json_schema",
@@ -93,31 +79,45 @@ _GRAMMAR_FIELDS = (
 _log = logging.getLogger("specgen.serve.server")
 
 
+class _PageFiles(StaticFiles):
+    """The files of the page, with its headers."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(_PAGE_HEADERS)
+        return response
+
+
+_PAGE = _PageFiles(directory=Path(__file__).parent / "page")
+
+
+async def _page(request: Request) -> Response:
+    return await _PAGE.get_response("index.html", request.scope)
+
+
+class _TokenizeBody(Fields):
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class _DetokenizeBody(Fields):
+    tokens: list[Integer]
+
+
 class Server:
-    """Answers requests with the models of a pool. Use it as a context manager."""
+    """Answers requests with the models of a pool."""
 
     def __init__(self, pool: ModelPool, options: ServerOptions) -> None:
         self._pool = pool
         self._options = options
         self._limits = options.limits
         self._started = int(time.time())
-        #: The threads that build and tokenize prompts, and build grammars, while the event loop goes on.
-        self._preparing = ThreadPoolExecutor(_N_PREPARING, thread_name_prefix="specgen-prompts")
-        #: What may take long leaves threads to the rest.
-        self._long_turns = asyncio.Semaphore(_N_PREPARING_LONG)
-        self._n_preparing = 0
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._preparing.shutdown(wait=False, cancel_futures=True)
 
     def app(self) -> ASGIApp:
         """Return the ASGI application."""
         routes = [
-            Route("/", self._page),
-            Route("/page/{name:path}", self._page_file),
             Route("/health", self._health),
             Route("/v1/health", self._health),
             Route("/v1/models", self._models),
@@ -130,11 +130,13 @@ class Server:
             self._post("/v1/responses", functools.partial(self._complete, "responses")),
             self._post("/v1/embeddings", self._embed, embeds=True),
             self._post("/v1/messages", functools.partial(self._complete, "messages")),
-            self._post("/v1/messages/count_tokens", self._count_tokens),
+            self._work("/v1/messages/count_tokens", self._count_tokens),
             self._post("/infill", functools.partial(self._complete, "infill")),
-            self._post("/tokenize", self._tokenize),
-            self._post("/detokenize", self._detokenize),
-            self._post("/apply-template", self._apply_template),
+            self._work("/tokenize", _tokenize),
+            self._work("/detokenize", _detokenize),
+            self._work("/apply-template", self._apply_template),
+            Route("/", _page),
+            Mount("/page", _PAGE),
         ]
         options = self._options
         middleware = [Middleware(_Counted, metrics=self._pool.metrics)]
@@ -177,38 +179,18 @@ class Server:
 
         async def respond(request: Request) -> Response:
             body = await read_json(request, self._limits)
-            name = self._pool.find(body.get("model"))
-            if self._pool.embeds(name) != embeds:
-                raise _wrong_kind(name, embeds=not embeds)
-            model = self._pool.lease_if_ready(name)
+            place = self._pool.find(body.get("model"))
+            if place.entry.embeds != embeds:
+                raise _wrong_kind(place.entry.name, embeds=not embeds)
+            model = self._pool.lease_if_ready(place)
             if model is None:
-                model = await while_connected(request, self._pool.lease(name))
+                model = await while_connected(request.receive, self._pool.lease(place))
             try:
                 return await answer(model, request, body)
             finally:
-                self._pool.release(name)
+                self._pool.release(place)
 
         return Route(path, respond, methods=["POST"])
-
-    async def _in_thread(
-        self, model: Served, request: Request, body: Mapping[str, Any], work: Callable[[], _T]
-    ) -> _T:
-        """Prepare an answer in a thread. Short bodies do not wait for long ones, or for grammars. Raise
-        `ClientDisconnect` if the client disconnects before its turn comes, and `RequestError` if too many
-        wait for theirs."""
-        loop = asyncio.get_running_loop()
-        if self._n_preparing >= model.n_parallel + self._limits.n_waiting:
-            raise _queue_full(QueueFullError(1))
-        self._n_preparing += 1
-        try:
-            if request.state.n_bytes <= _SHORT_BYTES and not _has_grammar(body):
-                return await loop.run_in_executor(self._preparing, work)
-            async with self._long_turns:
-                if await request.is_disconnected():
-                    raise ClientDisconnect
-                return await loop.run_in_executor(self._preparing, work)
-        finally:
-            self._n_preparing -= 1
 
     # --- answers -----------------------------------------------------------------------------
 
@@ -216,27 +198,24 @@ class Server:
         self, endpoint: Endpoint, model: ServedModel, request: Request, body: Mapping[str, Any]
     ) -> Response:
         loop = asyncio.get_running_loop()
-        submit = functools.partial(self._submit, model, endpoint, body, loop)
-        asked, job = await self._in_thread(model, request, body, submit)
-        is_translated = asked.translation is not None
-        make = TranslatedResponseBuilder if is_translated else ResponseBuilder
-        answering = (InfillResponseBuilder if endpoint == "infill" else make)(
-            asked,
+        requests, job = await run_in_threadpool(self._submit, model, endpoint, body, loop)
+        answering = ResponseBuilder(
+            requests,
             job,
-            model.thread,
+            model,
             model=model.name,
             created=int(time.time()),
             limit_s=self._limits.request_s,
         )
-        if asked.streams:
+        if requests[0].streams:
             return EventStream(
                 answering.chunks(),
                 answering.end,
                 self._limits.client_s,
-                named=is_translated,
+                named=endpoint in ("messages", "responses"),
                 alive=PING if endpoint == "messages" else None,
             )
-        return JSONResponse(await while_connected(request, answering.body()))
+        return JSONResponse(await while_connected(request.receive, answering.body()))
 
     def _submit(
         self,
@@ -244,19 +223,17 @@ class Server:
         endpoint: Endpoint,
         body: Mapping[str, Any],
         loop: asyncio.AbstractEventLoop,
-    ) -> tuple[ServerRequest, Job]:
+    ) -> tuple[tuple[AnswersRequest, ...], Job]:
         """Read a body and submit its answers to the engine. Raise `RequestError`, `SpecgenError`."""
-        asked = read_server_request(endpoint, body, model.loaded, self._limits)
-        engine = model.thread.engine
+        requests = read_requests(endpoint, body, model.loaded, self._limits)
+        engine, n_answers = model.engine, requests[0].n * len(requests)
         n_most = engine.n_parallel + self._limits.n_waiting
-        if asked.n_answers > n_most:
-            raise BodyError("n", f"{asked.n_answers} answers; there is room for at most {n_most}")
+        if n_answers > n_most:
+            raise BodyError("n", f"{n_answers} answers; there is room for at most {n_most}")
         try:
-            model.thread.check_room(asked.n_answers)
-            asks = answer_requests(asked, model.loaded, engine.n_ctx, self._limits)
-            return asked, model.thread.submit(asks, loop)
-        except QueueFullError as error:
-            raise _queue_full(error) from None
+            model.check_room(n_answers)
+            asks = answer_requests(requests, model.loaded, engine.n_ctx, self._limits)
+            return requests, model.submit(asks, loop)
         except UsageError as error:
             field = next((name for name in _GRAMMAR_FIELDS if body.get(name) is not None), None)
             if field is None or "grammar" not in error.message or isinstance(error, BodyError):
@@ -265,55 +242,30 @@ class Server:
 
     # --- texts and tokens --------------------------------------------------------------------
 
-    async def _count_tokens(
-        self, model: ServedModel, request: Request, body: Mapping[str, Any]
-    ) -> Response:
-        def count() -> int:
-            asked = read_server_request("messages", body, model.loaded, self._limits)
-            return n_prompt_tokens(asked, model.loaded, model.thread.engine.n_ctx)
+    def _work(self, path: str, work: Callable[[ServedModel, Mapping[str, Any]], Any]) -> Route:
+        """Return a route whose response is what `work` makes of a body, in a thread."""
 
-        return JSONResponse({"input_tokens": await self._in_thread(model, request, body, count)})
+        async def answer(
+            model: ServedModel, _request: Request, body: Mapping[str, Any]
+        ) -> Response:
+            return JSONResponse(await run_in_threadpool(work, model, body))
 
-    async def _tokenize(
-        self, model: ServedModel, request: Request, body: Mapping[str, Any]
-    ) -> Response:
-        content = text_of("content", body.get("content"))
-        add_special = boolean_of("add_special", body.get("add_special"))
-        with_pieces = boolean_of("with_pieces", body.get("with_pieces"))
-        parse_special = boolean_of("parse_special", body.get("parse_special"), default=True)
-        vocabulary = model.loaded.target.vocabulary
+        return self._post(path, answer)
 
-        def tokens() -> list[Any]:
-            found = vocabulary.tokenize(
-                content, add_special=add_special, parse_special=parse_special
-            )
-            if not with_pieces:
-                return list(found)
-            return [
-                {"id": token, "piece": _piece(vocabulary.token_bytes(token))} for token in found
-            ]
+    def _count_tokens(self, model: ServedModel, body: Mapping[str, Any]) -> Any:
+        (asked,) = read_requests("messages", body, model.loaded, self._limits)
+        return {"input_tokens": len(prompt_of(asked, model.loaded, model.engine.n_ctx).tokens)}
 
-        return JSONResponse({"tokens": await self._in_thread(model, request, body, tokens)})
-
-    async def _detokenize(
-        self, model: ServedModel, request: Request, body: Mapping[str, Any]
-    ) -> Response:
-        tokens = body.get("tokens")
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise BodyError("tokens", "it is no list of whole numbers")
-        if not tokens:
-            return JSONResponse({"content": ""})
-        decoded = functools.partial(model.loaded.prompts.of_tokens, tokens)
-        prompt = await self._in_thread(model, request, body, decoded)
-        return JSONResponse({"content": prompt.text})
+    def _apply_template(self, model: ServedModel, body: Mapping[str, Any]) -> Any:
+        (asked,) = read_requests("chat", body, model.loaded, self._limits)
+        return {"prompt": prompt_of(asked, model.loaded, model.engine.n_ctx).text}
 
     async def _embed(
         self, model: ServedEmbedder, request: Request, body: Mapping[str, Any]
     ) -> Response:
         embedder = model.embedder
         asked = read_embedding_request(body, embedder.n_embd)
-        read = functools.partial(asked.tokens, embedder.tokenize, embedder.check)
-        texts = await self._in_thread(model, request, body, read)
+        texts = await run_in_threadpool(asked.tokens, embedder.tokenize, embedder.check)
 
         def encoded(vector: Hidden) -> str:
             n = asked.dimensions
@@ -322,9 +274,7 @@ class Server:
         limit_s = self._limits.request_s or None
         try:
             work = asyncio.wait_for(model.embed(texts, encoded), limit_s)
-            vectors = await while_connected(request, work)
-        except QueueFullError as error:
-            raise _queue_full(error) from None
+            vectors = await while_connected(request.receive, work)
         except asyncio.TimeoutError:
             message = f"the embeddings were not done in {limit_s:g} s"
             raise RequestError(503, message, code="timeout") from None
@@ -334,52 +284,35 @@ class Server:
             media_type="application/json",
         )
 
-    async def _apply_template(
-        self, model: ServedModel, request: Request, body: Mapping[str, Any]
-    ) -> Response:
-        options = model.loaded.options
-        template = template_of(model.loaded.target, has_tools=True)
-
-        def conversation() -> str:
-            asked = read_request("chat", body, options.sampler, options.generation)
-            asked = with_call_form(asked, template)
-            prompt = model.loaded.prompts.of_messages(
-                asked.messages,
-                tools=asked.tool_definitions,
-                variables=asked.template_variables,
-            )
-            return prompt.text
-
-        return JSONResponse({"prompt": await self._in_thread(model, request, body, conversation)})
-
     # --- the server itself -------------------------------------------------------------------
 
     async def _health(self, _request: Request) -> Response:
         about: dict[str, Any] = {"status": "ok"}
-        if len(self._pool.names) > 1 and not self._options.api_keys:  # the path needs no key
-            about["models"] = {name: self._pool.status(name) for name in self._pool.names}
+        places = self._pool.places
+        if len(places) > 1 and not self._options.api_keys:  # the path needs no key
+            about["models"] = {name: place.status for name, place in places.items()}
         return JSONResponse(about)
 
     async def _models(self, request: Request) -> Response:
-        asked = request.path_params.get("model")
-        if asked is None:
-            return JSONResponse({"object": "list", "data": [*map(self._about, self._pool.names)]})
-        if asked not in self._pool.names:
-            raise RequestError(404, f"there is no model {asked!r}", code="model_not_found")
-        return JSONResponse(self._about(asked))
+        name, places = request.path_params.get("model"), self._pool.places
+        if name is None:
+            return JSONResponse({"object": "list", "data": [*map(self._about, places.values())]})
+        if name not in places:
+            raise RequestError(404, f"there is no model {name!r}", code="model_not_found")
+        return JSONResponse(self._about(places[name]))
 
-    def _about(self, name: str) -> dict[str, Any]:
+    def _about(self, place: Place) -> dict[str, Any]:
         """Return what a list of models says of one. `status` has the form of llama.cpp's server with several
         models."""
+        model = place.served
         about = {
-            "id": name,
+            "id": place.entry.name,
             "object": "model",
             "created": self._started,
             "owned_by": "specgen",
-            "type": "embeddings" if self._pool.embeds(name) else "llm",
-            "status": {"value": self._pool.status(name), "failed": self._pool.has_failed(name)},
+            "type": "embeddings" if place.entry.embeds else "llm",
+            "status": {"value": place.status, "failed": place.failure is not None},
         }
-        model = self._pool.served(name)
         if model is not None:
             about["meta"] = {
                 "n_vocab": model.target.vocabulary.n_tokens,
@@ -391,12 +324,12 @@ class Server:
         return Response(self._pool.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _props(self, request: Request) -> Response:
-        name = self._pool.find(request.query_params.get("model"))
-        model = self._pool.served(name)
-        about = {"model_alias": name, "build_info": f"specgen {__version__}"}
+        place = self._pool.find(request.query_params.get("model"))
+        model = place.served
+        about = {"model_alias": place.entry.name, "build_info": f"specgen {__version__}"}
         if not isinstance(model, ServedModel):
             return JSONResponse(about)
-        loaded, engine = model.loaded, model.thread.engine
+        loaded, engine = model.loaded, model.engine
         template = loaded.target.chat_template()
         return JSONResponse(
             {
@@ -409,7 +342,7 @@ class Server:
                         "max_tokens": loaded.options.generation.max_tokens,
                     },
                 },
-                "draft": loaded.drafts.name,
+                "draft": loaded.draft_name,
                 "kernels": loaded.target.kernels,
                 "chat_template": template or "",
                 "has_chat_template": template is not None,
@@ -423,7 +356,7 @@ class Server:
                 {
                     "id": slot.number,
                     "model": model.name,
-                    "n_ctx": model.thread.engine.n_ctx,
+                    "n_ctx": model.engine.n_ctx,
                     "is_processing": slot.request is not None,
                     "n_prompt_tokens": slot.n_prompt,
                     "n_prompt_tokens_processed": slot.n_read,
@@ -431,24 +364,9 @@ class Server:
                 }
                 for model in self._pool.loaded
                 if isinstance(model, ServedModel) and asked in (None, model.name)
-                for slot in model.thread.engine.slots
+                for slot in model.engine.slots
             ]
         )
-
-    async def _page(self, _request: Request) -> Response:
-        return _page_response(_PAGE / "index.html")
-
-    async def _page_file(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        files = (file for file in _PAGE.rglob("*") if file.suffix in _PAGE_TYPES)
-        known = {file.relative_to(_PAGE).as_posix(): file for file in files}
-        if name not in known:
-            raise RequestError(404, "there is no such file", code="not_found")
-        return _page_response(known[name])
-
-
-def _page_response(file: Path) -> Response:
-    return FileResponse(file, headers=_PAGE_HEADERS, media_type=_PAGE_TYPES[file.suffix])
 
 
 class _Counted:
@@ -505,15 +423,20 @@ def _wrong_kind(name: str, *, embeds: bool) -> RequestError:
     return RequestError(400, what, code="unsupported", param="model")
 
 
-def _queue_full(error: QueueFullError) -> RequestError:
-    headers = {"Retry-After": str(error.retry_s)}
-    return RequestError(429, str(error), code="queue_full", headers=headers)
+def _tokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
+    asked, vocabulary = parse(_TokenizeBody, body), model.target.vocabulary
+    found = vocabulary.tokenize(
+        asked.content, add_special=asked.add_special, parse_special=asked.parse_special
+    )
+    if not asked.with_pieces:
+        return {"tokens": list(found)}
+    pieces = [{"id": token, "piece": _piece(vocabulary.token_bytes(token))} for token in found]
+    return {"tokens": pieces}
 
 
-def _has_grammar(body: Mapping[str, Any]) -> bool:
-    """Return whether a grammar has to be built for an answer, which may take seconds."""
-    must_call = body.get("tool_choice") not in (None, "auto", "none")
-    return must_call or any(body.get(name) is not None for name in _GRAMMAR_FIELDS)
+def _detokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
+    tokens = parse(_DetokenizeBody, body).tokens
+    return {"content": model.loaded.prompts.of_tokens(tokens).text if tokens else ""}
 
 
 def _piece(data: bytes) -> str | list[int]:

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from specgen.llama.embeddings import Embedder
 from specgen.serve.server.errors import RequestError
-from specgen.serve.server.jobs import QueueFullError
 from specgen.serve.server.metrics import Metrics
 from specgen.system.arrays import Hidden
 
@@ -48,10 +47,9 @@ class ServedEmbedder:
     async def embed(
         self, texts: Sequence[Sequence[int]], encoded: Callable[[Hidden], _T]
     ) -> list[_T]:
-        """Return the `encoded` vectors of texts. Requests take turns, a text each. Raise `RequestError`, and
-        `QueueFullError` if too many requests wait."""
+        """Return the `encoded` vectors of texts. Requests take turns, a text each. Raise `RequestError`."""
         if self.n_open > self._n_waiting:
-            raise QueueFullError(1)
+            raise RequestError.queue_full(1)
         loop = asyncio.get_running_loop()
         self.n_open += 1
         self._show_load()

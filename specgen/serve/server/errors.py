@@ -14,8 +14,8 @@ from specgen.errors import (
     SpecgenError,
     UsageError,
 )
-from specgen.serve.formats.messages.writer import error_body
-from specgen.serve.formats.openai.body import BodyError, sendable
+from specgen.serve.formats.fields import BodyError, sendable
+from specgen.serve.formats.messages_answer import error_body
 
 #: The types of errors by their status, where OpenAI has one.
 _TYPES = {
@@ -68,6 +68,13 @@ class RequestError(Exception):
     def ending() -> RequestError:
         """Return the error for requests that come while the server ends."""
         return RequestError(503, "the server ends", code="ending")
+
+    @staticmethod
+    def queue_full(retry_s: int) -> RequestError:
+        """Return the error for a request without room; in about `retry_s` seconds there may be some."""
+        message = f"too many answers are waiting; try again in {retry_s} s"
+        headers = {"Retry-After": str(retry_s)}
+        return RequestError(429, message, code="queue_full", headers=headers)
 
     def body(self) -> dict[str, Any]:
         """Return the body of the response."""

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from specgen.serve.server.errors import RequestError
 from specgen.serve.server.options import Limits
@@ -22,8 +22,7 @@ _COMMENT = b": waiting\n\n"
 
 
 async def read_json(request: Request, limits: Limits) -> Mapping[str, Any]:
-    """Return the JSON object in a request's body, and keep its size as `request.state.n_bytes`. Raise
-    `RequestError`."""
+    """Return the JSON object in a request's body. Raise `RequestError`."""
     try:
         data = await asyncio.wait_for(_read(request, limits.body_bytes), limits.client_s or None)
     except asyncio.TimeoutError:
@@ -39,7 +38,6 @@ async def read_json(request: Request, limits: Limits) -> Mapping[str, Any]:
         raise RequestError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise RequestError(400, "the body is not a JSON object", code="invalid_json")
-    request.state.n_bytes = len(data)
     return body
 
 
@@ -62,10 +60,10 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-async def while_connected(request: Request, work: Awaitable[_T]) -> _T:
+async def while_connected(receive: Receive, work: Awaitable[_T]) -> _T:
     """Return the result of `work`; if the client disconnects first, cancel it, raise `ClientDisconnect`."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_until_gone(request.receive))
+    gone = asyncio.ensure_future(_until_gone(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -73,9 +71,13 @@ async def while_connected(request: Request, work: Awaitable[_T]) -> _T:
         return await task
     finally:
         for each in (task, gone):
-            each.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await each
+            while (
+                not each.done()
+            ):  # a cancellation may be lost in asyncio.wait_for, before Python 3.12
+                each.cancel()
+                await asyncio.wait((each,), timeout=0.1)
+            if not each.cancelled():
+                each.exception()  # so that nobody complains that it was not looked at
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -84,7 +86,7 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """A stream of server-sent events: JSON values, and `data: [DONE]` after the last one. If events are
     `named`, the name of each is its `type`, and the last one ends the stream.
 
@@ -92,8 +94,6 @@ class EventStream(Response):
     whatever ends the stream: everything is sent, the client disconnects, or it accepts no data for `client_s`
     seconds.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -104,59 +104,41 @@ class EventStream(Response):
         named: bool = False,
         alive: Mapping[str, Any] | None = None,
     ) -> None:
-        self.status_code = 200
-        self.background = None
-        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        self._values = values
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(self._events(values), headers=headers, media_type="text/event-stream")
         self._on_end = on_end
         self._client_s = client_s or None
         self._named = named
         self._alive = _COMMENT if alive is None else self._encoded(alive)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send_all(send))
-        gone = asyncio.ensure_future(_until_gone(receive))
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            await asyncio.wait_for(send(message), self._client_s)
+
         try:
-            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                with contextlib.suppress(asyncio.TimeoutError):  # the client does not read: give up
-                    await sending
+            # A client that has gone, or does not read: give up.
+            with contextlib.suppress(ClientDisconnect, asyncio.TimeoutError):
+                await while_connected(receive, self.stream_response(send_in_time))
         finally:
             self._on_end()
-            for task in (sending, gone):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await task
 
-    async def _send_all(self, send: Send) -> None:
-        start = {
-            "type": "http.response.start",
-            "status": self.status_code,
-            "headers": self.raw_headers,
-        }
-        await self._send(send, start)
-        nothing = object()
+    async def _events(self, values: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[bytes]:
+        nothing: Mapping[str, Any] = {}
         while True:
-            value: Any = nothing
             # The timeout ends only the wait; a slow step goes on.
-            following = asyncio.ensure_future(anext(self._values, nothing))
+            following = asyncio.ensure_future(anext(values, nothing))
             try:
                 while not (await asyncio.wait((following,), timeout=_KEEP_ALIVE_S))[0]:
-                    await self._send_bytes(send, self._alive)
+                    yield self._alive
                 value = following.result()
             finally:
                 following.cancel()
             if value is nothing:
                 break
-            await self._send_bytes(send, self._encoded(value))
-        await self._send_bytes(send, b"" if self._named else b"data: [DONE]\n\n", more=False)
+            yield self._encoded(value)
+        if not self._named:
+            yield b"data: [DONE]\n\n"
 
     def _encoded(self, value: Mapping[str, Any]) -> bytes:
         name = f"event: {value['type']}\n" if self._named else ""
         return f"{name}data: {json.dumps(value)}\n\n".encode()
-
-    async def _send_bytes(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        await self._send(send, {"type": "http.response.body", "body": data, "more_body": more})
-
-    async def _send(self, send: Send, message: Any) -> None:
-        await asyncio.wait_for(send(message), self._client_s)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from specgen.errors import SpecgenError
 from specgen.events import CommittedEvent, Event, FinishedEvent, Piece
-from specgen.serve.formats.openai.answer_parser import AnswerParser
-from specgen.serve.formats.openai.chunks import ChunkWriter
-from specgen.serve.formats.openai.merge import merged_bodies, merged_figures
-from specgen.serve.formats.openai.request import Request
-from specgen.serve.formats.openai.response import completion_body, finish_reason, is_cut
-from specgen.serve.formats.openai.translation import AnswerWriter
+from specgen.serve.formats.chat_answer import (
+    Answer,
+    ChunkWriter,
+    completion_body,
+    figures,
+    finish_reason,
+    is_cut,
+)
+from specgen.serve.formats.request import Request
+from specgen.serve.formats.tool_calls import AnswerParser
 from specgen.serve.server.errors import RequestError
-from specgen.serve.server.job_request import ServerRequest
 from specgen.serve.server.jobs import EngineThread, Job
 from specgen.session.thoughts import ThoughtReader
 
@@ -47,13 +50,14 @@ class _AnswerEvents:
 
 
 class ResponseBuilder:
-    """Makes the response to a request from the events of its `job`.
+    """Makes the response to the `requests` of a body from the events of its `job`: in the form of OpenAI's API,
+    or of the one that the request's writer has.
 
     `created` is in seconds since 1970. After `limit_s` seconds (0: never) the answers end as they are."""
 
     def __init__(
         self,
-        asked: ServerRequest,
+        requests: Sequence[Request],
         job: Job,
         thread: EngineThread,
         *,
@@ -61,15 +65,16 @@ class ResponseBuilder:
         created: int,
         limit_s: float,
     ) -> None:
-        self._asked = asked
+        self._requests = requests
+        self._first = requests[0]
         self._job = job
         self._thread = thread
         self._model = model
         self._created = created
         self._limit_s = limit_s
         self._identity = uuid.uuid4().hex
-        self._kind = asked.requests[0].kind
-        self._has_logprobs = asked.requests[0].generation.logprobs is not None
+        self._kind = self._first.kind
+        self._has_logprobs = self._first.generation.logprobs is not None
         self._collected = [
             _AnswerEvents(self._request(number).thought_reader(answer.prompt.text))
             for number, answer in enumerate(job.answers)
@@ -86,23 +91,37 @@ class ResponseBuilder:
                 pass
         finally:
             self.end()
-        return self._with_echo(merged_bodies(self._bodies(), self._asked.n))
+        body = self._chat_body()
+        if self._first.writer is not None:
+            return self._first.writer(self._identity, self._created, self._model).whole(body)
+        return body
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+    def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the response in chunks. If an answer fails, the last chunk is an error."""
+        return self._chat_chunks() if self._first.writer is None else self._written_chunks()
+
+    async def _written_chunks(self) -> AsyncIterator[dict[str, Any]]:
+        assert self._first.writer is not None
+        writer = self._first.writer(self._identity, self._created, self._model)
+        for event in writer.begin(len(self._job.answers[0].prompt.tokens)):
+            yield event
+        async for chunk in self._chat_chunks():
+            for event in writer.feed(chunk):
+                yield event
+
+    async def _chat_chunks(self) -> AsyncIterator[dict[str, Any]]:
         writer = ChunkWriter(
             self._kind,
             identity=self._identity,
             created=self._created,
             model=self._model,
             has_logprobs=self._has_logprobs,
-            has_pieces=self._asked.wish.pieces,
+            has_pieces=self._first.speculative.pieces,
         )
-        for number in range(len(self._collected)):
-            first = writer.first(number)
-            if first is not None:
-                yield first
         n_open = len(self._collected)
+        for number in range(n_open):
+            for chunk in writer.first(number):
+                yield chunk
         parsers = [self._parser(number) for number in range(n_open)]
         try:
             async for number, event in self._events():
@@ -117,14 +136,14 @@ class ResponseBuilder:
                     if parser is not None:
                         for delta in parser.finish(is_cut=is_cut(event, stop_string)):
                             yield writer.delta(number, delta)
-                    more = {} if n_open or self._asked.has_usage_alone else self._figures()
+                    more = {} if n_open or self._first.has_usage_alone else self._figures()
                     yield writer.last(number, finish_reason(event, parser), stop_string, more)
         except RequestError as error:
             yield error.body()
             return
         finally:
             self.end()
-        if self._asked.has_usage_alone:
+        if self._first.has_usage_alone:
             yield writer.without_choice(self._figures())
 
     async def _events(self) -> AsyncIterator[tuple[int, Event]]:
@@ -150,98 +169,45 @@ class ResponseBuilder:
 
     def _request(self, number: int) -> Request:
         """Return the request of an answer."""
-        return self._asked.requests[number // self._asked.n]
+        return self._requests[number // self._first.n]
 
     def _parser(self, number: int) -> AnswerParser | None:
         """Return a new parser for an answer."""
         return self._request(number).parser(self._job.answers[number].prompt.text)
 
-    def _bodies(self) -> list[dict[str, Any]]:
-        """Return a body for each answer, as if it were the only one."""
+    def _answers(self) -> list[Answer]:
+        """Return the finished answers, each with a new parser."""
         return [
-            completion_body(
-                self._kind,
+            Answer(
                 collected.finished,
-                collected.pieces,
-                identity=self._identity,
-                created=self._created,
-                model=self._model,
-                has_logprobs=self._has_logprobs,
-                parser=self._parser(number),
-                n_reasoning_tokens=collected.n_reasoning_tokens,
-                warnings=self._request(number).warnings,
-                stop_string=self._request(number).stop_string(collected.finished),
+                collected.pieces if self._has_logprobs else None,
+                self._parser(number),
+                self._request(number).stop_string(collected.finished),
+                collected.n_reasoning_tokens,
             )
             for number, collected in enumerate(self._collected)
             if collected.finished is not None
         ]
 
-    def _figures(self) -> dict[str, Any]:
-        """Return `usage`, `speculative` and `timings` of the response."""
-        return self._with_echo(merged_figures(self._bodies(), self._asked.n))
+    def _chat_body(self) -> dict[str, Any]:
+        """Return the response in OpenAI's form."""
+        body = completion_body(
+            self._kind,
+            self._answers(),
+            identity=self._identity,
+            created=self._created,
+            model=self._model,
+            warnings=self._first.warnings,
+            n_for_each_prompt=self._first.n,
+        )
+        return self._with_wish(body)
 
-    def _with_echo(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _figures(self) -> dict[str, Any]:
+        """Return the figures of the response, for its last chunk."""
+        return self._with_wish(figures(self._answers(), self._first.warnings, self._first.n))
+
+    def _with_wish(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body with the request's wishes about drafts in `speculative`."""
-        wish = self._asked.wish
+        wish = self._first.speculative
         echo = {"draft": wish.draft, "max": wish.max, "verifier": wish.verifier}
         return {**body, "speculative": {**echo, **body["speculative"]}}
-
-
-class TranslatedResponseBuilder(ResponseBuilder):
-    """Makes the response in the form of another API: the chat's, translated."""
-
-    async def body(self) -> dict[str, Any]:
-        """Return the whole response. Raise `RequestError` if an answer failed."""
-        return self._writer().whole(await super().body())
-
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the events of the response."""
-        writer = self._writer()
-        for event in writer.begin(len(self._job.answers[0].prompt.tokens)):
-            yield event
-        async for chunk in super().chunks():
-            for event in writer.feed(chunk):
-                yield event
-
-    def _writer(self) -> AnswerWriter:
-        assert self._asked.translation is not None
-        return self._asked.translation.writer(self._identity, self._created, self._model)
-
-
-class InfillResponseBuilder(ResponseBuilder):
-    """Makes the response in the form of llama.cpp's server, for a text with a gap."""
-
-    async def body(self) -> dict[str, Any]:
-        """Return the whole response. Raise `RequestError` if an answer failed."""
-        body = await super().body()
-        return _as_llama_cpp(body, body["choices"][0]["text"], is_end=True)
-
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the response in chunks."""
-        async for chunk in super().chunks():
-            if "error" in chunk:
-                yield chunk
-                continue
-            choice = chunk["choices"][0]
-            is_end = choice["finish_reason"] is not None
-            yield _as_llama_cpp(chunk, choice["text"], is_end=is_end)
-
-
-def _as_llama_cpp(body: dict[str, Any], content: str, *, is_end: bool) -> dict[str, Any]:
-    """Return a body with the fields of llama.cpp's server."""
-    found: dict[str, Any] = {"index": 0, "content": content, "stop": is_end, "model": body["model"]}
-    if is_end:
-        usage = body["usage"]
-        reason = body["choices"][0]["finish_reason"]
-        found |= {
-            "stop_type": "eos" if reason == "stop" else "limit",
-            "truncated": False,
-            "tokens_predicted": usage["completion_tokens"],
-            "tokens_evaluated": usage["prompt_tokens"],
-            "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
-            "timings": body["timings"],
-            "speculative": body["speculative"],
-        }
-    if "pieces" in body:
-        found["pieces"] = body["pieces"]
-    return found

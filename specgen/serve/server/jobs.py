@@ -9,19 +9,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from specgen.errors import BackendError, SpecgenError, WorkerLostError
 from specgen.events import Event, PromptEvent
-from specgen.options import GenerationOptions, SamplerOptions, VerifierName
+from specgen.serve.server.errors import RequestError
 from specgen.serve.server.metrics import Metrics
 from specgen.session.engine import Engine
-from specgen.session.prompts import Prompt
 from specgen.session.request import Request
 
 #: The number of an answer in its job, and an event of that answer or the error that ended it.
 JobEvent: TypeAlias = tuple[int, Event | SpecgenError]
+#: Inserts an answer into an engine.
+Insert: TypeAlias = Callable[[Engine], Request]
 #: The number of latest answers whose times give the `Retry-After` of a refused request.
 _N_REMEMBERED = 16
 _LONGEST_RETRY_S = 120
@@ -48,26 +48,6 @@ class Turns:
         with self._changed:
             self._n_done += 1
             self._changed.notify_all()
-
-
-class QueueFullError(Exception):
-    """Too many answers are waiting; in about `retry_s` seconds there may be room for more."""
-
-    def __init__(self, retry_s: int) -> None:
-        super().__init__(f"too many answers are waiting; try again in {retry_s} s")
-        self.retry_s = retry_s
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerRequest:
-    """One answer to generate: the arguments of `Engine.insert`."""
-
-    prompt: Prompt
-    sampling: SamplerOptions
-    generation: GenerationOptions
-    draft: bool = True
-    n_drafted_max: int | None = None
-    verifier: VerifierName | None = None
 
 
 class Job:
@@ -170,14 +150,19 @@ class EngineThread:
         """The number of answers that are generated or waiting."""
         return self._n_open
 
-    def check_room(self, n_answers: int) -> None:
-        """Raise `QueueFullError` if there is no room for `n_answers` more answers."""
-        if self._n_open + n_answers > self.engine.n_parallel + self._n_waiting:
-            raise QueueFullError(self._retry_s(n_answers))
+    @property
+    def n_parallel(self) -> int:
+        """The number of answers that are generated at once."""
+        return self.engine.n_parallel
 
-    def submit(self, asks: Sequence[AnswerRequest], loop: asyncio.AbstractEventLoop) -> Job:
+    def check_room(self, n_answers: int) -> None:
+        """Raise `RequestError` if there is no room for `n_answers` more answers."""
+        if self._n_open + n_answers > self.n_parallel + self._n_waiting:
+            raise RequestError.queue_full(self._retry_s(n_answers))
+
+    def submit(self, asks: Sequence[Insert], loop: asyncio.AbstractEventLoop) -> Job:
         """Submit answers, whose events go to this event loop. May be called from any thread. Raise
-        `QueueFullError`, what `Engine.insert` raises, and `BackendError` if the thread has ended; nothing is
+        `RequestError`, what `Engine.insert` raises, and `BackendError` if the thread has ended; nothing is
         submitted then."""
         now = time.monotonic()
         with self._changed:
@@ -186,7 +171,7 @@ class EngineThread:
             self._n_open += len(asks)
         answers: list[Request] = []
         try:  # without the lock: reading a grammar may take long, and the thread goes on meanwhile
-            answers.extend(map(self._submit, asks))
+            answers.extend(ask(self.engine) for ask in asks)
             job = Job(answers, now, loop)
             with self._changed:
                 self._check_running()
@@ -205,16 +190,6 @@ class EngineThread:
         if self._is_closing or self.failure is not None:
             raise BackendError(_BROKEN if self.failure is not None else _CLOSING)
 
-    def _submit(self, ask: AnswerRequest) -> Request:
-        return self.engine.insert(
-            ask.prompt,
-            sampling=ask.sampling,
-            generation=ask.generation,
-            draft=ask.draft,
-            n_drafted_max=ask.n_drafted_max,
-            verifier=ask.verifier,
-        )
-
     def cancel(self, job: Job) -> None:
         """End the answers of a job as they are, within a round."""
         for answer in job.answers:
@@ -232,7 +207,7 @@ class EngineThread:
         """Estimate the seconds until there is room for `n_more` more answers."""
         known = list(self._answer_s)
         mean_s = sum(known) / len(known) if known else 1.0
-        return max(1, min(_LONGEST_RETRY_S, round(mean_s * n_more / self.engine.n_parallel)))
+        return max(1, min(_LONGEST_RETRY_S, round(mean_s * n_more / self.n_parallel)))
 
     # --- in the thread -----------------------------------------------------------------------
 
@@ -306,5 +281,5 @@ class EngineThread:
                 self._show_load()
 
     def _show_load(self) -> None:
-        n_parallel = self.engine.n_parallel
+        n_parallel = self.n_parallel
         self._metrics.show_load(min(self._n_open, n_parallel), max(0, self._n_open - n_parallel))

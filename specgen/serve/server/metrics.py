@@ -6,7 +6,7 @@ the same style.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import (
@@ -22,24 +22,68 @@ from specgen.errors import SpecgenError
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, VerifiedEvent
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_DRAFTS = "spec_decode_num"
+#: The figures of a model.
+_COUNTERS = {
+    f"{_DRAFTS}_drafts": "Drafts that the target verified.",
+    f"{_DRAFTS}_draft_tokens": "Tokens of these drafts.",
+    f"{_DRAFTS}_accepted_tokens": "Tokens of these drafts that the target accepted.",
+    f"{_DRAFTS}_accepted_tokens_per_pos": "Accepted tokens by their position in the draft, from 0 on.",
+    f"{_DRAFTS}_wasted_tokens": "Drafted tokens that were verified in vain.",
+    "draft_seconds": "Time in decodes of the draft model.",
+    "target_seconds": "Time in decodes of the target, prompts included.",
+    "prompt_seconds": "Time in decodes of prompts.",
+    "loop_seconds": "Time of specgen itself.",
+    "prompt_tokens": "Tokens of prompts, cached ones included.",
+    "prompt_tokens_cached": "Tokens of prompts that were in the cache already.",
+    "prefix_cache_hits": "Prompts that began with cached tokens.",
+    "tokens_predicted": "Tokens of answers.",
+    "answers": "Answers by how they ended.",
+    "model_loads": "How often the model was loaded.",
+}
+_GAUGES = {
+    "estimated_gain": "How many times as fast rounds were as plain decoding, by measured costs; 0 before the first.",
+    "requests_processing": "Answers in the making.",
+    "requests_deferred": "Answers that wait for a free slot.",
+    "slots": "Answers that are made at once, at most; 0 if the model is not loaded.",
+}
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": "From a request to the first token of an answer.",
+    "answer_seconds": "From a request to the end of an answer.",
+}
+#: Their labels beside the model's name.
+_LABELS = {f"{_DRAFTS}_accepted_tokens_per_pos": "position", "answers": "finish_reason"}
+
+
+def _labels(name: str) -> list[str]:
+    return ["model", _LABELS[name]] if name in _LABELS else ["model"]
 
 
 class ServerMetrics:
-    """The figures of a server: its responses, and the `Metrics` of each model."""
+    """The figures of a server: its responses, and those of each model."""
 
     def __init__(self) -> None:
         # A series more for each counter, which nobody asks for.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
-        self._families: dict[str, Any] = {}
-        self._responses = self.family(Counter, "responses", "Responses by their status.", "status")
+        self._responses = Counter(
+            "specgen:responses", "Responses by their status.", ["status"], registry=self._registry
+        )
+        common: dict[str, Any] = {"registry": self._registry}
+        kinds: tuple[tuple[dict[str, str], type[Any], dict[str, Any]], ...] = (
+            (_COUNTERS, Counter, {}),
+            (_GAUGES, Gauge, {}),
+            (_HISTOGRAMS, Histogram, {"buckets": _SECONDS}),
+        )
+        self._families: dict[str, Any] = {
+            name: kind(f"specgen:{name}", text, _labels(name), **common, **more)
+            for texts, kind, more in kinds
+            for name, text in texts.items()
+        }
 
-    def family(self, kind: type[Any], name: str, text: str, *labels: str, **settings: Any) -> Any:
-        """Return the figures of a name, which all models share: each has its label."""
-        if name not in self._families:
-            settings["registry"] = self._registry
-            self._families[name] = kind(f"specgen:{name}", text, labels, **settings)
-        return self._families[name]
+    def of(self, name: str, *labels: object) -> Any:
+        """Return a model's figure with its labels: the model, and another one where it has one."""
+        return self._families[name].labels(*labels)
 
     def count_response(self, status: int) -> None:
         """Count a response."""
@@ -56,72 +100,25 @@ class Metrics:
     def __init__(self, server: ServerMetrics, model: str) -> None:
         self._server = server
         self.model = model
-        drafts = "spec_decode_num"
-        self._drafts = self._counter(f"{drafts}_drafts", "Drafts that the target verified.")
-        self._drafted = self._counter(f"{drafts}_draft_tokens", "Tokens of these drafts.")
-        self._accepted = self._counter(
-            f"{drafts}_accepted_tokens", "Tokens of these drafts that the target accepted."
-        )
-        self._accepted_at = self._counters(
-            f"{drafts}_accepted_tokens_per_pos",
-            "Accepted tokens by their position in the draft, from 0 on.",
-            "position",
-        )
-        self._wasted = self._counter(
-            f"{drafts}_wasted_tokens", "Drafted tokens that were verified in vain."
-        )
-        self._draft_s = self._counter("draft_seconds", "Time in decodes of the draft model.")
-        self._target_s = self._counter(
-            "target_seconds", "Time in decodes of the target, prompts included."
-        )
-        self._prompt_s = self._counter("prompt_seconds", "Time in decodes of prompts.")
-        self._loop_s = self._counter("loop_seconds", "Time of specgen itself.")
-        self._read = self._counter("prompt_tokens", "Tokens of prompts, cached ones included.")
-        self._cached = self._counter(
-            "prompt_tokens_cached", "Tokens of prompts that were in the cache already."
-        )
-        self._hits = self._counter("prefix_cache_hits", "Prompts that began with cached tokens.")
-        self._told = self._counter("tokens_predicted", "Tokens of answers.")
-        self._answers = self._counters("answers", "Answers by how they ended.", "finish_reason")
         self._round_s, self._plain_s = 0.0, 0.0
-        self._gain = self._gauge(
-            "estimated_gain",
-            "How many times as fast rounds were as plain decoding of the same tokens would have "
-            "been, by the measured costs of the target's batches; 0 before the first round.",
-        )
-        self._processing = self._gauge("requests_processing", "Answers in the making.")
-        self._deferred = self._gauge("requests_deferred", "Answers that wait for a free slot.")
-        self._slots = self._gauge(
-            "slots", "Answers that are made at once, at most; 0 if the model is not loaded."
-        )
-        self._loads = self._counter("model_loads", "How often the model was loaded.")
-        self._first_s = self._histogram(
-            "time_to_first_token_seconds", "From a request to the first token of an answer."
-        )
-        self._whole_s = self._histogram("answer_seconds", "From a request to the end of an answer.")
+        for name in (_COUNTERS | _GAUGES | _HISTOGRAMS).keys() - _LABELS.keys():
+            server.of(name, model)  # so that it is there, with 0
 
-    def _counter(self, name: str, text: str) -> Counter:
-        counter: Counter = self._server.family(Counter, name, text, "model").labels(self.model)
-        return counter
+    def _count(self, name: str, n: float, *labels: object) -> None:
+        self._server.of(name, self.model, *labels).inc(n)
 
-    def _counters(self, name: str, text: str, label: str) -> Callable[[object], Counter]:
-        """Return counters by the value of a label."""
-        family = self._server.family(Counter, name, text, "model", label)
-        return lambda value: family.labels(self.model, value)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        gauge: Gauge = self._server.family(Gauge, name, text, "model").labels(self.model)
-        return gauge
-
-    def _histogram(self, name: str, text: str) -> Histogram:
-        family = self._server.family(Histogram, name, text, "model", buckets=_SECONDS)
-        histogram: Histogram = family.labels(self.model)
-        return histogram
+    def _set(self, name: str, value: float) -> None:
+        self._server.of(name, self.model).set(value)
 
     def show_slots(self, n_slots: int) -> None:
         """Show that the model was loaded, with so many slots; with 0 that it was unloaded."""
-        self._slots.set(n_slots)
-        self._loads.inc(n_slots > 0)
+        self._set("slots", n_slots)
+        self._count("model_loads", n_slots > 0)
+
+    def show_load(self, n_processing: int, n_waiting: int) -> None:
+        """Show how many answers are being generated, and how many wait."""
+        self._set("requests_processing", n_processing)
+        self._set("requests_deferred", n_waiting)
 
     def count_events(self, events: Sequence[Event]) -> None:
         """Count the events of a step of the engine."""
@@ -131,30 +128,27 @@ class Metrics:
                 n_nodes[event.sequence] = len(event.nodes)
             elif isinstance(event, VerifiedEvent):
                 n_drafted, n_accepted = n_nodes.get(event.sequence, 0), len(event.accepted)
-                self._drafts.inc()
-                self._drafted.inc(n_drafted)
-                self._accepted.inc(n_accepted)
-                self._wasted.inc(n_drafted - n_accepted)
+                self._count(f"{_DRAFTS}_drafts", 1)
+                self._count(f"{_DRAFTS}_draft_tokens", n_drafted)
+                self._count(f"{_DRAFTS}_accepted_tokens", n_accepted)
+                self._count(f"{_DRAFTS}_wasted_tokens", n_drafted - n_accepted)
                 for position in range(n_accepted):
-                    self._accepted_at(position).inc()
+                    self._count(f"{_DRAFTS}_accepted_tokens_per_pos", 1, position)
             elif isinstance(event, FinishedEvent):
-                self._count_answer(event)
-
-    def _count_answer(self, finished: FinishedEvent) -> None:
-        self._answers(finished.finish_reason).inc()
-        self._read.inc(finished.n_prompt_tokens)
-        self._cached.inc(finished.n_cached_tokens)
-        self._hits.inc(finished.n_cached_tokens > 0)
-        self._told.inc(finished.n_tokens)
-        self._draft_s.inc(finished.draft_s)
-        self._target_s.inc(finished.target_s)
-        self._prompt_s.inc(finished.prompt_s)
-        self._loop_s.inc(finished.loop_s)
+                self._count("answers", 1, event.finish_reason)
+                self._count("prompt_tokens", event.n_prompt_tokens)
+                self._count("prompt_tokens_cached", event.n_cached_tokens)
+                self._count("prefix_cache_hits", event.n_cached_tokens > 0)
+                self._count("tokens_predicted", event.n_tokens)
+                self._count("draft_seconds", event.draft_s)
+                self._count("target_seconds", event.target_s)
+                self._count("prompt_seconds", event.prompt_s)
+                self._count("loop_seconds", event.loop_s)
 
     def count_text(self, n_tokens: int, seconds: float) -> None:
         """Count a text that became an embedding."""
-        self._read.inc(n_tokens)
-        self._prompt_s.inc(seconds)
+        self._count("prompt_tokens", n_tokens)
+        self._count("prompt_seconds", seconds)
 
     def count_round(
         self, events: Sequence[Event], n_answers: int, seconds: float, plain_s: float
@@ -164,19 +158,14 @@ class Metrics:
         n_tokens = sum(len(event.pieces) for event in events if isinstance(event, CommittedEvent))
         self._round_s += seconds
         self._plain_s += plain_s * n_tokens / n_answers
-        self._gain.set(self._plain_s / self._round_s)
+        self._set("estimated_gain", self._plain_s / self._round_s)
 
-    def count_times(self, told: Sequence[tuple[int, Event | SpecgenError]], seconds: float) -> None:
+    def count_times(self, news: Sequence[tuple[int, Event | SpecgenError]], seconds: float) -> None:
         """Count the times of answers whose request came `seconds` ago."""
-        for _, event in told:
+        for _, event in news:
             if isinstance(event, CommittedEvent) and event.n_tokens == len(event.pieces):
-                self._first_s.observe(seconds)
+                self._server.of("time_to_first_token_seconds", self.model).observe(seconds)
             elif isinstance(event, FinishedEvent):
-                self._whole_s.observe(seconds)
+                self._server.of("answer_seconds", self.model).observe(seconds)
             elif isinstance(event, SpecgenError):
-                self._answers("failed").inc()
-
-    def show_load(self, n_processing: int, n_waiting: int) -> None:
-        """Show how many answers are being generated, and how many wait."""
-        self._processing.set(n_processing)
-        self._deferred.set(n_waiting)
+                self._count("answers", 1, "failed")

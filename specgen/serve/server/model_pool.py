@@ -23,7 +23,7 @@ from specgen.serve.server.jobs import EngineThread, Turns
 from specgen.serve.server.metrics import Metrics, ServerMetrics
 from specgen.serve.server.options import Limits
 from specgen.session.engine import Engine
-from specgen.session.loaded_models import Models
+from specgen.session.session import Session
 
 #: In the words of llama.cpp's server with several models.
 ModelStatus: TypeAlias = Literal["unloaded", "loading", "loaded"]
@@ -35,7 +35,7 @@ class OpenedModel:
     """A model that was loaded, its engine, and what is closed after the engine. The engine's thread calls
     `between_answers` while no answer is generated."""
 
-    loaded: Models
+    loaded: Session
     engine: Engine
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     between_answers: Callable[[bool], None] = lambda _begins: None
@@ -54,46 +54,35 @@ class ModelEntry:
     embeds: bool = False
 
 
-class ServedModel:
-    """A loaded model that generates text: what a route needs of it."""
+class ServedModel(EngineThread):
+    """A loaded model that generates text, with the thread of its engine."""
 
-    def __init__(self, name: str, opened: OpenedModel, thread: EngineThread) -> None:
+    def __init__(
+        self,
+        name: str,
+        opened: OpenedModel,
+        metrics: Metrics,
+        n_waiting: int,
+        between_answers: Callable[[bool], None],
+        turns: Turns,
+    ) -> None:
+        super().__init__(opened.engine, metrics, n_waiting, between_answers, turns)
         self.name = name
         self.loaded = opened.loaded
-        self.thread = thread
         self.target: LlamaModel = opened.loaded.target
         self._resources = opened.resources
-
-    @property
-    def n_open(self) -> int:
-        """The number of answers that are generated or waiting."""
-        return self.thread.n_open
-
-    @property
-    def n_parallel(self) -> int:
-        """The number of answers that are generated at once."""
-        return self.thread.engine.n_parallel
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The exception that ended the engine's thread, if one did."""
-        return self.thread.failure
-
-    def cancel_all(self) -> None:
-        """End all answers."""
-        self.thread.cancel_all()
 
     def close(self) -> None:
         """End the thread, and free the contexts and the models. May be called twice."""
         with self._resources:
-            self.thread.__exit__()
+            self.__exit__()
 
 
 #: A loaded model.
 Served: TypeAlias = ServedModel | ServedEmbedder
 
 
-class _Place:
+class Place:
     """An entry of the pool, and its model if it is loaded."""
 
     def __init__(self, entry: ModelEntry, metrics: Metrics) -> None:
@@ -109,6 +98,13 @@ class _Place:
         self.task: asyncio.Task[None] | None = None
         #: A number that is larger, the later the model was asked for.
         self.used = 0
+
+    @property
+    def status(self) -> ModelStatus:
+        """Whether the model is loaded."""
+        if self.is_loading:
+            return "loading"
+        return "unloaded" if self.served is None else "loaded"
 
     @property
     def is_idle(self) -> bool:
@@ -141,8 +137,9 @@ class ModelPool:
         note: Callable[[str], None] = lambda _text: None,
     ) -> None:
         self.metrics = ServerMetrics()
-        self._places = {
-            entry.name: _Place(entry, Metrics(self.metrics, entry.name)) for entry in entries
+        #: The models by their names.
+        self.places = {
+            entry.name: Place(entry, Metrics(self.metrics, entry.name)) for entry in entries
         }
         self._limits = limits
         self._memory_bytes = memory_bytes
@@ -165,58 +162,29 @@ class ModelPool:
         self._is_ending.set()
         self._loader.shutdown(wait=True)
         with contextlib.ExitStack() as stack:
-            for place in self._places.values():
+            for place in self.places.values():
                 if place.served is not None:
                     stack.callback(place.served.close)
 
     # --- what is there ------------------------------------------------------------------------
 
     @property
-    def names(self) -> list[str]:
-        """The names of all models."""
-        return list(self._places)
-
-    @property
     def loaded(self) -> list[Served]:
         """The models that are loaded."""
-        return [place.served for place in self._places.values() if place.served is not None]
+        return [place.served for place in self.places.values() if place.served is not None]
 
-    def status(self, name: str) -> ModelStatus:
-        """Return whether a model is loaded."""
-        place = self._places[name]
-        if place.is_loading:
-            return "loading"
-        return "unloaded" if place.served is None else "loaded"
-
-    def embeds(self, name: str) -> bool:
-        """Return whether a model makes embeddings."""
-        return self._places[name].entry.embeds
-
-    def has_failed(self, name: str) -> bool:
-        """Return whether the last attempt to load a model failed."""
-        return self._places[name].failure is not None
-
-    def find(self, name: object) -> str:
-        """Return the name of the model that a request's `model` stands for. Raise `RequestError`."""
-        if len(self._places) == 1:
-            return next(iter(self._places))
-        known = ", ".join(self._places)
+    def find(self, name: object) -> Place:
+        """Return the model that a request's `model` stands for. Raise `RequestError`."""
+        if len(self.places) == 1:
+            return next(iter(self.places.values()))
+        known = ", ".join(self.places)
         if name is None:
-            raise RequestError(
-                400, f"model is missing; there are {known}", code="invalid_value", param="model"
-            )
-        if not isinstance(name, str) or name not in self._places:
-            raise RequestError(
-                404,
-                f"there is no model {name!r}; there are {known}",
-                code="model_not_found",
-                param="model",
-            )
-        return name
-
-    def served(self, name: str) -> Served | None:
-        """Return a model if it is loaded."""
-        return self._places[name].served
+            message = f"model is missing; there are {known}"
+            raise RequestError(400, message, code="invalid_value", param="model")
+        if not isinstance(name, str) or name not in self.places:
+            message = f"there is no model {name!r}; there are {known}"
+            raise RequestError(404, message, code="model_not_found", param="model")
+        return self.places[name]
 
     @property
     def failure(self) -> BaseException | None:
@@ -226,13 +194,13 @@ class ModelPool:
     @property
     def n_open(self) -> int:
         """The number of answers that are generated, and of requests that wait."""
-        n_waiting = sum(len(place.waiting) for place in self._places.values())
+        n_waiting = sum(len(place.waiting) for place in self.places.values())
         return sum(model.n_open for model in self.loaded) + n_waiting
 
     def cancel_all(self) -> None:
         """End all answers, and refuse the requests that wait for a model. Called in the event loop."""
         self._is_ending.set()
-        for place in self._places.values():
+        for place in self.places.values():
             self._refuse(place, RequestError.ending())
         for model in self.loaded:
             model.cancel_all()
@@ -241,14 +209,13 @@ class ModelPool:
 
     def load(self, name: str) -> Served:
         """Load a model before the server runs. Raise what `ModelEntry.open` raises."""
-        return self._load(self._places[name])
+        return self._load(self.places[name])
 
-    def lease_if_ready(self, name: str) -> Served | None:
+    def lease_if_ready(self, place: Place) -> Served | None:
         """Return a model that stays loaded until `release`; None if the request has to wait. Raise `RequestError` if
         the server ends."""
         if self._is_ending.is_set():
             raise RequestError.ending()
-        place = self._places[name]
         self._n_used += 1
         place.used = self._n_used
         if place.served is None or self._lacks_room:
@@ -256,19 +223,15 @@ class ModelPool:
         place.n_leases += 1
         return place.served
 
-    async def lease(self, name: str) -> Served:
-        """Return a model that stays loaded until `release`; load it first if necessary. Raise
+    async def lease(self, place: Place) -> Served:
+        """Return a model that stays loaded until `release`, when it is loaded and has its turn. Raise
         `RequestError`."""
-        model = self.lease_if_ready(name)
-        if model is not None:
-            return model
         # Without one that waits, no model would ever be loaded.
         n_most = max(1, self._limits.n_waiting)
-        if sum(len(place.waiting) for place in self._places.values()) >= n_most:
-            message = f"too many requests wait for models; {name} is {self.status(name)}"
+        if sum(len(each.waiting) for each in self.places.values()) >= n_most:
+            message = f"too many requests wait for models; {place.entry.name} is {place.status}"
             raise RequestError(429, message, code="queue_full", headers={"Retry-After": "10"})
         self._loop = asyncio.get_running_loop()
-        place = self._places[name]
         answer: asyncio.Future[Served] = self._loop.create_future()
         place.waiting.append(answer)
         if place.task is None:
@@ -280,7 +243,7 @@ class ModelPool:
             return await answer
         except asyncio.CancelledError:  # the client has gone
             if answer.done() and not answer.cancelled() and answer.exception() is None:
-                self.release(name)
+                self.release(place)
             raise
         finally:
             if limit is not None:
@@ -289,12 +252,12 @@ class ModelPool:
                 place.waiting.remove(answer)
             self._changed.set()
 
-    def release(self, name: str) -> None:
+    def release(self, place: Place) -> None:
         """End a lease. The model stays loaded while its answers are generated."""
-        self._places[name].n_leases -= 1
+        place.n_leases -= 1
         self._changed.set()
 
-    def _give_up(self, place: _Place, answer: asyncio.Future[Served]) -> None:
+    def _give_up(self, place: Place, answer: asyncio.Future[Served]) -> None:
         """Refuse a request that has waited too long."""
         if not answer.done():
             message = f"{place.entry.name} could not be loaded in {self._limits.request_s:g} s"
@@ -302,7 +265,7 @@ class ModelPool:
                 message += ": the memory is full of models that generate answers"
             answer.set_exception(RequestError(503, message, code="model_not_loaded"))
 
-    def _refuse(self, place: _Place, error: RequestError) -> None:
+    def _refuse(self, place: Place, error: RequestError) -> None:
         for answer in place.waiting:
             if not answer.done():
                 answer.set_exception(error)
@@ -311,7 +274,7 @@ class ModelPool:
 
     # --- loading ------------------------------------------------------------------------------
 
-    async def _provide(self, place: _Place) -> None:
+    async def _provide(self, place: Place) -> None:
         """Give a model to the requests that wait for it, or the error if it cannot be loaded."""
         try:
             async with self._providing:
@@ -337,12 +300,12 @@ class ModelPool:
             message = "the server failed; its log says how"
             self._refuse(place, RequestError(500, message, code="bug"))
 
-    async def _make_room(self, place: _Place) -> bool:
+    async def _make_room(self, place: Place) -> bool:
         """Unload models that were not used for longest, until there is room for another one, and return
         True; False if no request waits for it any more."""
         try:
             while place.is_wanted:
-                others = [each for each in self._places.values() if each.served is not None]
+                others = [each for each in self.places.values() if each.served is not None]
                 idle = [each for each in others if each.is_idle]
                 n_lacking = sum(each.entry.n_bytes for each in (*others, place))
                 if n_lacking <= self._memory_bytes:
@@ -357,7 +320,7 @@ class ModelPool:
         finally:
             self._lacks_room = False
 
-    async def _unload(self, place: _Place) -> None:
+    async def _unload(self, place: Place) -> None:
         model, place.served = place.served, None
         if model is None:
             return
@@ -368,14 +331,14 @@ class ModelPool:
         place.metrics.show_slots(0)
         self._note(f"unloaded {place.entry.name}")
 
-    def _load_meanwhile(self, place: _Place) -> None:
+    def _load_meanwhile(self, place: Place) -> None:
         """Load a model while the server runs."""
         try:
             self._load(place)
         except KeyboardInterrupt:
             raise BackendError("the server ends") from None
 
-    def _load(self, place: _Place) -> Served:
+    def _load(self, place: Place) -> Served:
         """Load a model, in the loader's thread or before the server runs."""
         place.is_loading, place.failure = True, None
         started = time.perf_counter()
@@ -389,16 +352,16 @@ class ModelPool:
 
         place.served = self._served(place, opened)
         place.metrics.show_slots(place.served.n_parallel)
-        if len(self._places) > 1:
+        if len(self.places) > 1:
             seconds = time.perf_counter() - started
-            sizes = [each.entry.n_bytes for each in self._places.values() if each.served]
+            sizes = [each.entry.n_bytes for each in self.places.values() if each.served]
             self._note(
                 f"loaded {place.entry.name} in {seconds:.1f} s: {human_bytes(place.entry.n_bytes)}; "
                 f"{human_bytes(sum(sizes))} of {human_bytes(int(self._memory_bytes))} in use"
             )
         return place.served
 
-    def _served(self, place: _Place, opened: OpenedModel | Embedder) -> Served:
+    def _served(self, place: Place, opened: OpenedModel | Embedder) -> Served:
         """Start the thread of a model that was loaded."""
         name, n_waiting = place.entry.name, self._limits.n_waiting
         if isinstance(opened, Embedder):
@@ -410,5 +373,6 @@ class ModelPool:
                 with contextlib.suppress(RuntimeError):  # the event loop has ended
                     self._loop.call_soon_threadsafe(self._changed.set)
 
-        thread = EngineThread(opened.engine, place.metrics, n_waiting, between_answers, self._turns)
-        return ServedModel(name, opened, thread.__enter__())
+        model = ServedModel(name, opened, place.metrics, n_waiting, between_answers, self._turns)
+        model.__enter__()
+        return model

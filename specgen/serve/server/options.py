@@ -1,8 +1,17 @@
-"""The options of a server: addresses, keys and limits."""
+"""The options of a server, and the address that it listens on."""
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from dataclasses import dataclass, field
+from functools import partial
+
+from specgen.errors import UsageError
+from specgen.sampler_options import option, utf8
+
+_limit = partial(option, panel="Limits of a request", min=0)
+_server = partial(option, panel="Server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,34 +20,129 @@ class Limits:
 
     #: Bytes of a request's body.
     body_bytes: int = 8 * 1024 * 1024
-    #: Tokens of a prompt, and of an answer; both are also limited by the context.
-    prompt_tokens: int = 0
-    answer_tokens: int = 0
-    #: Answers of one request: the number of its prompts times its `n`.
-    n_answers: int = 16
-    #: Answers that may wait for a free slot; a request that exceeds it is refused with 429.
-    n_waiting: int = 64
-    #: Seconds from a request to the end of its answers, which are cut then.
-    request_s: float = 0.0
-    #: Seconds in which a client has to send the head of a request, and its body, and to accept data.
-    client_s: float = 60.0
-    #: Open connections, as far as the system's limit of descriptors has room for them.
-    n_connections: int = 1000
+    prompt_tokens: int = _limit(
+        0,
+        "--limit-prompt",
+        "Length of a prompt; 0 is as long as fits into the context.",
+        metavar="TOKENS",
+    )
+    answer_tokens: int = _limit(
+        0,
+        "--limit-tokens",
+        "Length of an answer; 0 is as long as fits into the context.",
+        metavar="TOKENS",
+    )
+    n_answers: int = _limit(
+        16,
+        "--limit-answers",
+        "Answers to one request (its prompts times its n); 0 is no limit.",
+        metavar="N",
+    )
+    n_waiting: int = _limit(
+        64,
+        "--limit-queue",
+        "Answers that may wait; further requests get status 429.",
+        metavar="N",
+    )
+    request_s: float = _limit(
+        0.0,
+        "--limit-time",
+        "Time until the answers to a request are cut off; 0 is no limit.",
+        metavar="SECONDS",
+    )
+    client_s: float = _limit(
+        60.0,
+        "--limit-client",
+        "How long a client may take to send head or body, or to receive a piece; 0 is no limit.",
+        metavar="SECONDS",
+    )
+    n_connections: int = option(
+        1000,
+        "--limit-connections",
+        "Open connections. Beyond that the one that has been silent for longest is closed, or the newest gets "
+        "status 503.",
+        panel="Limits of a request",
+        min=1,
+        metavar="N",
+        show_default="1000, or fewer if the system's limit of descriptors is lower",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """The options of a server."""
 
-    host: str = "127.0.0.1"
-    #: 0 takes a free port.
-    port: int = 8080
-    #: The name of the model in answers; None takes its file's.
-    alias: str | None = None
+    host: str = _server(
+        "127.0.0.1",
+        "--host",
+        "The address to listen on. An address that other machines can reach needs --api-key-file.",
+        metavar="ADDRESS",
+    )
+    port: int = _server(
+        8080, "--port", "The port to listen on; 0 picks a free one.", min=0, max=65535
+    )
+    alias: str | None = _server(
+        None,
+        "--alias -a",
+        "The model's name in responses.",
+        metavar="NAME",
+        parse=utf8,
+        show_default="its file's",
+    )
     #: Every request needs one of these keys; without keys, everybody who can reach the server may use it.
     api_keys: tuple[str, ...] = ()
-    #: Web pages of these origins (``https://example.org``) may use the server in a browser; ``*`` means all.
-    cors_origins: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = _server(
+        (),
+        "--cors-origin",
+        "Let web pages of this origin (as https://example.org; * is any) use the server; may be repeated.",
+        metavar="ORIGIN",
+        show_default="none",
+    )
     limits: Limits = field(default_factory=Limits)
-    #: Seconds that unfinished answers have when the server is told to end.
-    drain_s: float = 30.0
+    drain_s: float = _server(
+        30.0,
+        "--drain-s",
+        "How long unfinished answers may go on after SIGTERM.",
+        min=0.0,
+        metavar="SECONDS",
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def bound_socket(host: str, port: int, client_s: float = 0.0) -> socket.socket:
+    """Return a socket bound to an address, which does not listen yet.
+
+    If the system can, it drops a connection whose client accepts no data for `client_s` seconds (0: never).
+    Raise `UsageError` if there is no such address, or it is taken."""
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(address[0], address[1])
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"--host {host}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if client_s > 0 and hasattr(socket, "TCP_USER_TIMEOUT"):
+            milliseconds = min(int(1000 * client_s), 2**31 - 1)
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        listening.bind(address[4])
+    except (OSError, OverflowError) as error:
+        listening.close()
+        reason = getattr(error, "strerror", None) or error
+        hint = "take another --port; 0 takes one that is free"
+        raise UsageError(f"{host}, port {port}: cannot listen there: {reason}", hint) from error
+    return listening
+
+
+def url_of(bound: socket.socket) -> str:
+    """Return the URL of a socket's address."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,19 +1,20 @@
-"""Runs a server until a signal ends it."""
+"""Runs a server until a signal ends it, and limits its connections."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
+from pathlib import Path
 from types import FrameType
+from typing import ClassVar, cast
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from specgen.serve.server.app import Server
-from specgen.serve.server.connections import BACKLOG, LimitedProtocol, most_connections
 from specgen.serve.server.model_pool import ModelPool
 from specgen.serve.server.options import ServerOptions
 
@@ -37,13 +38,12 @@ def serve(
     the exception that ended the thread of an engine, if one did: a bug or a lost worker."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("specgen.serve.server").setLevel(logging.INFO)
-    with http_server(pool, options, is_verbose=is_verbose, ready=ready, note=note) as server:
-        server.run(sockets=[bound])
+    server = http_server(pool, options, is_verbose=is_verbose, ready=ready, note=note)
+    server.run(sockets=[bound])
     if server.failure is not None:
         raise server.failure
 
 
-@contextlib.contextmanager
 def http_server(
     pool: ModelPool,
     options: ServerOptions,
@@ -51,27 +51,26 @@ def http_server(
     is_verbose: bool = False,
     ready: Callable[[], None] = lambda: None,
     note: Callable[[str], None] = lambda _text: None,
-) -> Iterator[DrainingServer]:
-    """Open a server to `run`, which answers with the models of a pool."""
-    n_connections = most_connections(options.limits.n_connections)
-    with Server(pool, options) as server:
-        config = uvicorn.Config(
-            server.app(),
-            http=LimitedProtocol.of(n_connections, options.limits.client_s),
-            ws="none",
-            backlog=BACKLOG,
-            # One more may come, and closes another one, or gets status 503.
-            limit_concurrency=n_connections + 1,
-            log_config=None,
-            # specgen's own log has the errors; a client that does not read its answer is none.
-            log_level="info" if is_verbose else "critical",
-            access_log=is_verbose,
-            lifespan="off",
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=int(options.drain_s + _FLUSH_S),
-        )
-        yield DrainingServer(config, pool, options.drain_s, ready, note)
+) -> DrainingServer:
+    """Return a server to `run`, which answers with the models of a pool."""
+    n_connections = _most_connections(options.limits.n_connections)
+    config = uvicorn.Config(
+        Server(pool, options).app(),
+        http=_LimitedProtocol.of(n_connections, options.limits.client_s),
+        ws="none",
+        backlog=_BACKLOG,
+        # One more may come, and closes another one, or gets status 503.
+        limit_concurrency=n_connections + 1,
+        log_config=None,
+        # specgen's own log has the errors; a client that does not read its answer is none.
+        log_level="info" if is_verbose else "critical",
+        access_log=is_verbose,
+        lifespan="off",
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=int(options.drain_s + _FLUSH_S),
+    )
+    return DrainingServer(config, pool, options.drain_s, ready, note)
 
 
 class DrainingServer(uvicorn.Server):
@@ -126,3 +125,101 @@ class DrainingServer(uvicorn.Server):
         finally:
             cut.cancel()
             self._pool.cancel_all()
+
+
+# --- connections ----------------------------------------------------------------------------------
+
+#: Connections that the system may accept before the idlest ones are closed.
+_BACKLOG = 128
+
+
+def _most_connections(n_wanted: int) -> int:
+    """Return how many connections may be open at once: `n_wanted`, or fewer if the system's limit of
+    descriptors has no room for them, for new ones and for files."""
+    try:
+        import resource
+
+        n_most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        n_free = n_most - sum(1 for _ in Path("/dev/fd").iterdir())
+    except (
+        ImportError,
+        OSError,
+    ):  # a system without such a limit, or without a list of what is open
+        return n_wanted
+    if n_most == resource.RLIM_INFINITY:
+        return n_wanted
+    return min(n_wanted, max(1, n_free - max(n_free // 4, min(_BACKLOG, n_free // 2))))
+
+
+class _LimitedProtocol(H11Protocol):
+    """HTTP/1.1 on a connection that is closed if the head of a request does not come in time.
+
+    While more connections are open than allowed, the one that has been silent for longest is closed, unless
+    a request of it is being answered. If all are being answered, the newest gets status 503, by uvicorn's
+    `limit_concurrency`.
+    """
+
+    #: The most connections, and the seconds for a head; 0 is no limit.
+    n_most: ClassVar[int] = 0
+    head_s: ClassVar[float] = 0.0
+    #: When the client last sent something.
+    heard_s = 0.0
+    _head_timer: asyncio.TimerHandle | None = None
+
+    @staticmethod
+    def of(n_connections: int, head_time_s: float) -> type[_LimitedProtocol]:
+        """Return the protocol with these limits."""
+
+        class Protocol(_LimitedProtocol):
+            n_most, head_s = n_connections, head_time_s
+
+        return Protocol
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.heard_s = self.loop.time()
+        self._watch_head()
+        if 0 < self.n_most < len(self.connections):
+            self._close_idlest()
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_s = self.loop.time()
+        super().data_received(data)
+        self._watch_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_watching()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the client still has to send a request, or the rest of it."""
+        cycle = self._current()
+        return cycle is None or cycle.more_body
+
+    def _current(self) -> RequestResponseCycle | None:
+        """Return the request that is not answered yet."""
+        cycle: RequestResponseCycle | None = self.cycle
+        return None if cycle is None or cycle.response_complete else cycle
+
+    def _watch_head(self) -> None:
+        """Give the client its time for the head of the next request; sending pieces does not extend it."""
+        if self._current() is not None:
+            self._stop_watching()
+        elif self._head_timer is None and self.head_s > 0:
+            self._head_timer = self.loop.call_later(self.head_s, self.transport.close)
+
+    def _stop_watching(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _close_idlest(self) -> None:
+        others = cast(Collection[_LimitedProtocol], self.connections - {self})
+        idle = [each for each in others if each.is_idle and not each.transport.is_closing()]
+        if idle:
+            min(idle, key=lambda each: each.heard_s).transport.close()

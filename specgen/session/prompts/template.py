@@ -121,11 +121,8 @@ def _turn(message: Message, has_short_ids: bool) -> dict[str, Any]:
         ]
     if message.tool_call_id is not None:
         turn["tool_call_id"] = as_id(message.tool_call_id)
-    if message.name is not None:
-        turn["name"] = message.name
-    if message.reasoning is not None:
-        turn["reasoning_content"] = message.reasoning
-    return turn
+    others = {"name": message.name, "reasoning_content": message.reasoning}
+    return turn | {name: value for name, value in others.items() if value is not None}
 
 
 def _short_id(identity: str) -> str:

@@ -13,6 +13,7 @@ holds an old state holds every state reached from it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -44,26 +45,43 @@ class GrammarState(Protocol):
         ...
 
 
-class CachedState(ABC):
-    """A `GrammarState` that computes each child, and the forced token, once."""
+class Vocabulary(Protocol):
+    """What grammars need of a vocabulary."""
 
-    __slots__ = ("_children", "_forced", "_n_tokens")
+    @property
+    def n_tokens(self) -> int: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def end_tokens(self) -> Sequence[int]: ...
+
+    def tokenize_inside(self, text: str, *, parse_special: bool) -> list[int]: ...
+
+
+class State(ABC):
+    """A `GrammarState` over the tokens of a vocabulary, which finds its forced token once."""
+
+    __slots__ = ("_forced", "_n_tokens")
 
     def __init__(self, n_tokens: int) -> None:
         self._n_tokens = n_tokens
-        self._children: dict[int, GrammarState] = {}
         self._forced: int | None = -1  # not known yet
 
-    @abstractmethod
-    def allows(self, token_ids: TokenArray) -> BoolArray: ...
+    def allows(self, token_ids: TokenArray) -> BoolArray:
+        token_ids = np.asarray(token_ids, np.int64)
+        if not len(token_ids):
+            return np.zeros(0, np.bool_)
+        for token_id in (int(token_ids.min()), int(token_ids.max())):
+            if not 0 <= token_id < self._n_tokens:
+                raise ValueError(
+                    f"there is no token {token_id}: the vocabulary has {self._n_tokens}"
+                )
+        return self._allowed_of(token_ids)
 
     def after(self, token_id: int) -> GrammarState:
-        child = self._children.get(token_id)
-        if child is None:
-            if not self.allows(np.array([token_id]))[0]:
-                raise ValueError(f"the grammar does not allow token {token_id} here")
-            child = self._children[token_id] = self._make_child(token_id)
-        return child
+        if not self.allows(np.array([token_id]))[0]:
+            raise ValueError(f"the grammar does not allow token {token_id} here")
+        return self._next(token_id)
 
     def forced(self) -> int | None:
         if self._forced == -1:
@@ -71,20 +89,13 @@ class CachedState(ABC):
         return self._forced
 
     @abstractmethod
-    def _make_child(self, token_id: int) -> GrammarState:
-        """Return the state after an allowed token."""
+    def _allowed_of(self, token_ids: TokenArray) -> BoolArray: ...
 
     @abstractmethod
-    def _find_forced(self) -> int | None:
-        """Compute `forced`."""
+    def _next(self, token_id: int) -> GrammarState: ...
 
-    def _check_exist(self, token_ids: TokenArray) -> None:
-        """Raise `ValueError` if one of the tokens is not in the vocabulary."""
-        for token_id in (int(token_ids.min()), int(token_ids.max())):
-            if not 0 <= token_id < self._n_tokens:
-                raise ValueError(
-                    f"there is no token {token_id}: the vocabulary has {self._n_tokens}"
-                )
+    @abstractmethod
+    def _find_forced(self) -> int | None: ...
 
 
 class _Ended:

@@ -1,8 +1,8 @@
 """Reads a grammar in GBNF, llama.cpp's form, and says what is wrong with it.
 
 llama.cpp is not asked: it prints its reasons to stderr only, and some grammars that it accepts hang or kill the
-process: ``x{5,3}``, left recursion through a rule that can be empty by way of another rule, rules that derive
-nothing, deeply nested groups. This reader expands rules as llama.cpp does and refuses those.
+process: ``x{5,3}``, rules that begin with themselves by way of an empty rule, rules that derive nothing, deeply
+nested groups. This reader expands rules as llama.cpp does and refuses those.
 """
 
 from __future__ import annotations
@@ -10,18 +10,9 @@ from __future__ import annotations
 import string
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from specgen.errors import UsageError
-from specgen.text.grammar.gbnf_recursion import check_left_recursion
-from specgen.text.grammar.gbnf_rules import (
-    ANY_CHARACTER,
-    Characters,
-    Gbnf,
-    Reference,
-    Rule,
-    Sequence,
-)
 
 #: llama.cpp's own limit on repetitions; a larger maximum means "any number" to it.
 _MAX_REPETITIONS = 2000
@@ -34,19 +25,75 @@ _LAST_CHARACTER = 0x10FFFF
 _WORD = frozenset(string.ascii_letters + string.digits + "-")
 _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
-
-
 #: The rule that a text has to follow.
 ROOT = "root"
 
 
+@dataclass(frozen=True, slots=True)
+class Characters:
+    """One character in any of these ranges (both ends included), or in none of them."""
+
+    ranges: tuple[tuple[int, int], ...]
+    negated: bool = False
+
+    def may_have(self, first: int, last: int) -> bool:
+        """Return whether one of the characters in a range is one of these. Like llama.cpp, this is False for a
+        negated set that excludes any of them."""
+        return any(low <= last and first <= high for low, high in self.ranges) != self.negated
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A text that another rule derives."""
+
+    rule: int
+
+
+Element: TypeAlias = Characters | Reference
+Sequence: TypeAlias = list[Element]
+#: The alternatives of a rule.
+Rule: TypeAlias = list[Sequence]
+
+
+@dataclass(frozen=True, slots=True)
+class Gbnf:
+    """The rules of a grammar, repetitions written out."""
+
+    rules: list[Rule]
+    #: The numbers of the rules that have names of their own, and the lines where these are first named.
+    named: dict[str, tuple[int, int]]
+
+    def character_classes(self) -> list[tuple[int, int]]:
+        """Return (first code point, class) of ranges of code points, in ascending order.
+
+        Characters of one class are matched by the same elements: to the grammar, texts that
+        differ only in characters of the same class are one.
+        """
+        elements = (element for rule in self.rules for sequence in rule for element in sequence)
+        sets = {element for element in elements if isinstance(element, Characters)}
+        starts = {0}
+        for characters in sets:
+            starts |= {end for low, high in characters.ranges for end in (low, high + 1)}
+        ordered = sorted(start for start in starts if start <= _LAST_CHARACTER)
+        index = {start: number for number, start in enumerate(ordered)}
+        members = [0] * len(ordered)  # bit k: in the ranges of the k-th set
+        for k, characters in enumerate(sets):
+            for low, high in characters.ranges:
+                end = index.get(high + 1, len(ordered))
+                for number in range(index.get(low, end), end):
+                    members[number] |= 1 << k
+        numbers: dict[int, int] = {}
+        return [
+            (start, numbers.setdefault(member, len(numbers)))
+            for start, member in zip(ordered, members, strict=True)
+        ]
+
+
 def read_gbnf(text: str) -> Gbnf:
-    """Read a grammar. Raises `UsageError` for one that llama.cpp would refuse, or that would break it."""
+    """Read a grammar. Raise `UsageError` if it is not valid."""
     reader = _Reader(text)
     reader.read()
-    _check_defined(reader)
-    check_left_recursion([rule or [] for rule in reader.rules], reader.fail_rule)
-    return Gbnf([rule or [] for rule in reader.rules], reader.named[ROOT][0])
+    return Gbnf([rule or [] for rule in reader.rules], reader.named)
 
 
 @dataclass(slots=True)
@@ -72,7 +119,6 @@ class _Reader:
         self.text = text
         self.position = 0
         self.rules: list[Rule | None] = []
-        self.names: list[str] = []
         #: Ids and lines of first mention of the rules that have names of their own.
         self.named: dict[str, tuple[int, int]] = {}
         self._n_elements = 0
@@ -90,18 +136,17 @@ class _Reader:
             )
         while self._peek():
             self._read_rule()
+        for name, (rule, line) in self.named.items():
+            if self.rules[rule] is None:
+                self.fail(f"there is no rule {name!r}", line)
+        if ROOT not in self.named:
+            names = ", ".join(list(self.named)[:8])
+            raise UsageError(f"the grammar has no rule {ROOT!r}", hint=f"it has {names}")
 
     def fail(self, what: str, line: int | None = None) -> NoReturn:
-        if line is None:
-            line = self._line()
-        raise UsageError(f"the grammar, line {line}: {what}")
+        raise UsageError(f"the grammar, line {line or self._line()}: {what}")
 
     # --- characters ---------------------------------------------------------------------
-
-    def fail_rule(self, rule: int, what: str) -> NoReturn:
-        """Refuse the grammar for a rule, at the line where the rule is first named."""
-        name = self.names[rule]
-        self.fail(f"rule {name!r} {what}", self.named[name][1])
 
     def _line(self) -> int:
         return self.text.count("\n", 0, self.position) + 1
@@ -144,7 +189,6 @@ class _Reader:
         return int(digits)
 
     def _character(self) -> int:
-        """Parse one character of a literal or a set, escaped or not."""
         character = self._peek()
         if not character:
             self._expected("a closing quote or bracket")
@@ -165,14 +209,13 @@ class _Reader:
 
     # --- rules --------------------------------------------------------------------------
 
-    def _new_rule(self, name: str) -> int:
+    def _new_rule(self) -> int:
         self.rules.append(None)
-        self.names.append(name)
         return len(self.rules) - 1
 
     def _named_rule(self, name: str) -> int:
         if name not in self.named:
-            self.named[name] = (self._new_rule(name), self._line())
+            self.named[name] = (self._new_rule(), self._line())
         return self.named[name][0]
 
     def _count(self, n: int) -> None:
@@ -201,7 +244,6 @@ class _Reader:
         self._skip_space(newlines=True)
 
     def _read_item(self) -> bool:
-        """Parse the next item of the innermost open group; return False at the end of the rule."""
         character = self._peek()
         if not character:
             return False
@@ -251,7 +293,7 @@ class _Reader:
 
     def _any(self) -> None:
         self.position += 1
-        self._add([ANY_CHARACTER])
+        self._add([Characters((), negated=True)])
 
     def _token(self) -> NoReturn:
         # llama.cpp's two halves disagree about a token whose first characters fit and which
@@ -272,8 +314,7 @@ class _Reader:
             self.fail(f"groups nested more than {_MAX_DEPTH} deep")
         self.position += 1
         before = len(self.rules)
-        name = self.names[self._open[0].rule]
-        self._open.append(_Open(self._new_rule(name), [[]], before))
+        self._open.append(_Open(self._new_rule(), [[]], before))
 
     def _close_group(self) -> None:
         self.position += 1
@@ -281,17 +322,10 @@ class _Reader:
         self.rules[group.rule] = group.alternatives
         self._add([Reference(group.rule)], max(1, len(self.rules) - group.n_rules_before))
 
-    def _star(self) -> None:
+    def _sign(self) -> None:
+        sign = self._peek()
         self.position += 1
-        self._repeat(0, None)
-
-    def _plus(self) -> None:
-        self.position += 1
-        self._repeat(1, None)
-
-    def _optional(self) -> None:
-        self.position += 1
-        self._repeat(0, 1)
+        self._repeat(1 if sign == "+" else 0, 1 if sign == "?" else None)
 
     def _braces(self) -> None:
         nested = len(self._open) > 1
@@ -334,10 +368,9 @@ class _Reader:
             del sequence[inner.item_start :]
         else:
             sequence.extend(item * (least - 1))
-        name = self.names[self._open[0].rule]
         last: int | None = None
         for _ in range(n_optional):
-            rule = self._new_rule(name)
+            rule = self._new_rule()
             tail = rule if most is None else last
             self.rules[rule] = [[*item, *([] if tail is None else [Reference(tail)])], []]
             last = rule
@@ -352,17 +385,8 @@ class _Reader:
         ".": _any,
         "(": _open_group,
         "|": _alternative,
-        "*": _star,
-        "+": _plus,
-        "?": _optional,
+        "*": _sign,
+        "+": _sign,
+        "?": _sign,
         "{": _braces,
     }
-
-
-def _check_defined(reader: _Reader) -> None:
-    for name, (rule, line) in reader.named.items():
-        if reader.rules[rule] is None:
-            reader.fail(f"there is no rule {name!r}", line)
-    if ROOT not in reader.named:
-        names = ", ".join(list(reader.named)[:8])
-        raise UsageError(f"the grammar has no rule {ROOT!r}", hint=f"it has {names}")

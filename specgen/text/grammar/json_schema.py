@@ -16,10 +16,10 @@ from typing import Any
 
 from specgen.errors import UsageError
 from specgen.options import Grammar
-from specgen.text.grammar.llguidance_grammar import objections_to, problem_of
+from specgen.text.grammar.llguidance_grammar import objections_to
 
 #: Keywords that do not constrain the text; a reference or an alternative beside them is all of a schema.
-_SILENT = frozenset(
+_IGNORED = frozenset(
     [
         "$schema",
         "$id",
@@ -44,14 +44,13 @@ _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(.*)\]")
 _UNKNOWN_FORMAT = re.compile("Unknown format: (.*)")
 _OUTER_REFERENCE = re.compile("Resource '(.*)' is not present in a registry")
 _N_SHOWN = 300
-#: The most parts of a schema: its values, the characters of its patterns with repetitions written out, and a
-#: tenth of each `multipleOf`. llguidance takes seconds for some schemas of this size, and minutes above.
+#: The most parts of a schema: its values, and a tenth of each `multipleOf`. llguidance takes seconds for some schemas
+#: of this size, and minutes above. (It limits what patterns take by itself.)
 _MOST_PARTS = 10_000
 #: The most optional properties of an object, any of which may come next; llguidance ends the text above.
 _MOST_OPTIONAL = 500
-_PATTERN_ITEM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
-#: More repetitions, or parts, are not told apart.
-_MANY = 10**9
+#: Tells llguidance to ignore what it cannot enforce.
+_LENIENT = {"x-guidance": {"lenient": True}}
 
 
 def schema_grammar(schema: str) -> Grammar:
@@ -60,46 +59,23 @@ def schema_grammar(schema: str) -> Grammar:
     conforms to it, or it cannot be enforced."""
     parsed = _parse(schema) or {"type": "object"}
     grammar = Grammar("json_schema", json.dumps(_closed(parsed)))
-    problem = problem_of(grammar)
-    if problem is not None:
-        raise UsageError(f"the JSON schema cannot be enforced: {_plain(problem)}")
+    is_wrong, messages = objections_to(grammar)
+    if is_wrong:
+        raise UsageError(f"the JSON schema cannot be enforced: {_plain('; '.join(messages))}")
     return grammar
 
 
 def lenient_schema_grammar(schema: str) -> tuple[Grammar, tuple[str, ...]]:
     """Return a grammar of texts that conform to what can be enforced of a schema, and the names of what it
-    leaves out. Raise `UsageError` if the text is no schema, or nothing conforms to it."""
+    leaves out: keywords, or the whole schema, in whose place any object conforms. Raise `UsageError` if the text is no
+    schema."""
     parsed = _closed(_parse(schema) or {"type": "object"})
-    left_out = {name: None for part in _parts(parsed) for name in _without_unreadable(part)}
-    grammar = Grammar("json_schema", json.dumps({**parsed, "x-guidance": {"lenient": True}}))
+    grammar = Grammar("json_schema", json.dumps({**parsed, **_LENIENT}))
     is_wrong, messages = objections_to(grammar)
     if is_wrong:
-        raise UsageError(f"the JSON schema cannot be enforced: {_plain('; '.join(messages))}")
-    for message in messages:
-        left_out |= dict.fromkeys(_names_in(message))
-    return grammar, tuple(left_out)
-
-
-def _without_unreadable(part: dict[str, Any]) -> Iterator[str]:
-    """Remove the keywords that a lenient grammar would not accept either: regular expressions with
-    look-around, and references that lead out of the schema. Yield their names."""
-    pattern, reference = part.get("pattern"), part.get("$ref")
-    if isinstance(pattern, str) and not _is_readable(pattern):
-        del part["pattern"]
-        yield "pattern"
-    patterns = part.get("patternProperties")
-    if isinstance(patterns, dict) and not all(map(_is_readable, patterns)):
-        del part["patternProperties"]
-        part["additionalProperties"] = True
-        yield "patternProperties"
-    if isinstance(reference, str) and not reference.startswith("#"):
-        del part["$ref"]
-        yield f"$ref {reference}"
-
-
-def _is_readable(pattern: str) -> bool:
-    schema = json.dumps({"type": "string", "pattern": pattern})
-    return problem_of(Grammar("json_schema", schema)) is None
+        anything = Grammar("json_schema", json.dumps({"type": "object", **_LENIENT}))
+        return anything, (f"it ({_plain('; '.join(messages))})",)
+    return grammar, tuple(dict.fromkeys(name for text in messages for name in _names_in(text)))
 
 
 def _names_in(message: str) -> list[str]:
@@ -123,8 +99,7 @@ def _parse(schema: str) -> dict[str, Any]:
         raise UsageError(f"the JSON schema is {json.dumps(parsed)[:40]}, not an object")
     if _n_parts(parsed) > _MOST_PARTS:
         raise UsageError(
-            f"the JSON schema is too large: more than {_MOST_PARTS} parts, with the repetitions in patterns "
-            "written out, and a tenth of each multipleOf"
+            f"the JSON schema is too large: more than {_MOST_PARTS} parts, a tenth of each multipleOf included"
         )
     return parsed
 
@@ -144,12 +119,8 @@ def _n_parts(schema: dict[str, Any]) -> int:
                     "properties"
                 )
             are_joined |= "allOf" in value or ("$ref" in value and len(value) > 1)
-            if key == "patternProperties":
-                n_parts += sum(map(_pattern_size, value))
         elif isinstance(value, list):
             todo += (("", each) for each in value)
-        elif key == "pattern" and isinstance(value, str):
-            n_parts += _pattern_size(value)
         elif key == "multipleOf" and isinstance(value, (int, float)) and abs(value) < math.inf:
             multiples.append(_coefficient(value))
     # A number that must be a multiple of several numbers is one of their least common multiple.
@@ -167,27 +138,6 @@ def _coefficient(number: float) -> int:
     """Return a number without its decimal point."""
     digits = Decimal(repr(number)).normalize()
     return abs(int(digits.scaleb(-min(0, int(digits.as_tuple().exponent))))) or 1
-
-
-def _pattern_size(pattern: str) -> int:
-    """Return the number of characters and classes in a pattern, with repetitions written out."""
-    sizes, last = [0], 0
-    for found in _PATTERN_ITEM.finditer(pattern):
-        item = found[0]
-        if found[1] is not None:
-            times = min(_MANY, max(int(number[:10]) for number in found.groups() if number))
-            sizes[-1] += last * max(0, times - 1)
-            last *= times
-        elif item == "(":
-            sizes.append(0)
-        elif item == ")" and len(sizes) > 1:
-            last = sizes.pop()
-            sizes[-1] += last
-        elif item not in "*+?":
-            last = 1
-            sizes[-1] += 1
-        last, sizes[-1] = min(last, _MANY), min(sizes[-1], _MANY)
-    return sum(sizes)
 
 
 def _refuse_constant(name: str) -> None:
@@ -212,7 +162,7 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     closed: dict[str, Any] = json.loads(json.dumps(schema))
     parts = list(_parts(closed))
     if any(
-        "allOf" in part or ("$ref" in part and part.keys() - _SILENT - {"$ref"}) for part in parts
+        "allOf" in part or ("$ref" in part and part.keys() - _IGNORED - {"$ref"}) for part in parts
     ):
         return closed
     todo: list[Any] = [closed]
@@ -223,7 +173,7 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
         todo += _children(part)
         alternatives = [name for name in _ALTERNATIVES if name in part]
         if alternatives:
-            if len(alternatives) == 1 and not part.keys() - _SILENT - {*alternatives}:
+            if len(alternatives) == 1 and not part.keys() - _IGNORED - {*alternatives}:
                 todo += _list(part[alternatives[0]])
         elif _names_all(part):
             part["additionalProperties"] = False

@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specgen.errors import BackendError, UsageError
 from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, TokenArray
-from specgen.text.grammar.base import ENDED, CachedState, GrammarState
+from specgen.text.grammar.base import ENDED, GrammarState, State, Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -31,17 +31,9 @@ _BITS_OF_A_WORD = 32
 _SPECIAL = b"\xff"
 
 
-class Vocabulary(Protocol):
-    """The methods that a vocabulary needs here."""
-
-    @property
-    def n_tokens(self) -> int: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    def end_tokens(self) -> Sequence[int]: ...
-
-    def tokenize_inside(self, text: str, *, parse_special: bool) -> list[int]: ...
+def start(grammar: Grammar, vocabulary: Vocabulary) -> GrammarState:
+    """Return the state before a text."""
+    return LlguidanceGrammar(vocabulary, grammar).start
 
 
 class LlguidanceGrammar:
@@ -79,23 +71,21 @@ class LlguidanceGrammar:
         return _State(self, self._matcher.deep_copy(), self._first)
 
 
-class _State(CachedState):
+class _State(State):
     """The state of a grammar after a text. Its matcher never advances: children have copies."""
 
-    __slots__ = ("_allowed", "_grammar", "_matcher")
+    __slots__ = ("_children", "_grammar", "_known", "_matcher")
 
     def __init__(
-        self, grammar: LlguidanceGrammar, matcher: LLMatcher, allowed: BoolArray | None = None
+        self, grammar: LlguidanceGrammar, matcher: LLMatcher, known: BoolArray | None = None
     ) -> None:
         super().__init__(grammar.n_tokens)
         self._grammar = grammar
         self._matcher = matcher
-        self._allowed = allowed
+        self._known = known
+        self._children: dict[int, GrammarState] = {}
 
-    def allows(self, token_ids: TokenArray) -> BoolArray:
-        token_ids = np.asarray(token_ids, np.int64)
-        if len(token_ids):
-            self._check_exist(token_ids)
+    def _allowed_of(self, token_ids: TokenArray) -> BoolArray:
         found: BoolArray = self.mask()[token_ids]
         return found
 
@@ -107,19 +97,21 @@ class _State(CachedState):
         allowed_ends = ends[allowed[ends]]
         return int(allowed_ends[0]) if n_allowed and n_allowed == len(allowed_ends) else None
 
-    def _make_child(self, token_id: int) -> GrammarState:
+    def _next(self, token_id: int) -> GrammarState:
         if token_id in self._grammar.ends:
             return ENDED
-        matcher = self._matcher.deep_copy()
-        with _failures():
-            is_taken = matcher.consume_token(token_id)
-        if not is_taken:
-            raise _failure(matcher)
-        return _State(self._grammar, matcher)
+        if token_id not in self._children:
+            matcher = self._matcher.deep_copy()
+            with _failures():
+                is_taken = matcher.consume_token(token_id)
+            if not is_taken:
+                raise _failure(matcher)
+            self._children[token_id] = _State(self._grammar, matcher)
+        return self._children[token_id]
 
     def mask(self) -> BoolArray:
         """Return the allowed tokens: bool[n_tokens]."""
-        if self._allowed is None:
+        if self._known is None:
             n_tokens = self._grammar.n_tokens
             words = np.zeros(-(-n_tokens // _BITS_OF_A_WORD), np.uint32)
             # Two threads must not ask one matcher at the same time, but each may ask a copy.
@@ -129,14 +121,8 @@ class _State(CachedState):
             if matcher.is_error():
                 raise _failure(matcher)
             bits = np.unpackbits(words.view(np.uint8), count=n_tokens, bitorder="little")
-            self._allowed = bits.view(np.bool_)
-        return self._allowed
-
-
-def problem_of(grammar: Grammar) -> str | None:
-    """Return llguidance's objection to a grammar; None if there is none."""
-    is_wrong, messages = objections_to(grammar)
-    return "; ".join(messages) if is_wrong else None
+            self._known = bits.view(np.bool_)
+        return self._known
 
 
 def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:

@@ -7,18 +7,37 @@ result of the one before; those that are switched off cost nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
 import numpy as np
 
 from specgen.errors import BackendError
-from specgen.options import SamplerOptions
-from specgen.system.arrays import Logits, ProbArray, TokenArray
-from specgen.text.sampling.candidates import Candidates, check_finite
-from specgen.text.sampling.distribution import Distribution
-from specgen.text.sampling.dry import DryBreakers
-from specgen.text.sampling.masking import Allows, allowed, allowed_top_k
-from specgen.text.sampling.steps import Cut, Edit, Fork, Scale, n_history, steps_for
-from specgen.text.sampling.temperatures import softmax, temperature
-from specgen.text.sampling.truncation import xtc
+from specgen.method.distribution import Distribution
+from specgen.options import SamplerName, SamplerOptions
+from specgen.system.arrays import Logits, ProbArray, Scores, TokenArray
+from specgen.text.sampling.dry import DryBreakers, dry_penalties
+from specgen.text.sampling.rows import check_finite
+from specgen.text.sampling.samplers import (
+    Allows,
+    Candidates,
+    allowed,
+    allowed_top_k,
+    dynamic_temperature,
+    logit_bias,
+    min_p,
+    occurrences,
+    penalties,
+    softmax,
+    temperature,
+    top_k,
+    top_n_sigma,
+    top_p,
+    typical,
+    xtc,
+)
 
 #: The history for samplers that look at no text.
 NO_HISTORY: TokenArray = np.zeros(0, np.int64)
@@ -33,8 +52,6 @@ class Sampler:
     """
 
     def __init__(self, options: SamplerOptions, breakers: DryBreakers | None = None) -> None:
-        """Make a chain of samplers. `breakers` are the sequence breakers of DRY; None means that there are
-        none."""
         steps = steps_for(options, breakers or DryBreakers())
         #: Edits at the beginning of the chain change the row itself, and are undone afterwards.
         self._edits: list[Edit] = []
@@ -43,8 +60,9 @@ class Sampler:
                 break
             self._edits.append(step)
         self._steps = steps[len(self._edits) :]
-        self._greedy = options.greedy
-        self._takes_best = self._greedy and all(
+        #: Whether the chain keeps only its most likely token: the temperature is 0 or less.
+        self.greedy = options.greedy
+        self._takes_best = self.greedy and all(
             isinstance(step, Scale) or (isinstance(step, Cut) and step.keeps_best)
             for step in self._steps
         )
@@ -54,23 +72,14 @@ class Sampler:
         if isinstance(last, Scale) and last.temperature > 0.0:
             self._temperature = last.temperature
             self._steps.pop()
-        self._n_history = n_history(options)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the chain keeps only its most likely token: the temperature is 0 or less."""
-        return self._greedy
+        #: How many of the last tokens of the text the chain looks at; -1 is all of them.
+        self.n_history = n_history(options)
 
     @property
     def is_random(self) -> bool:
         """Whether a distribution may have more than one token: if the chain is not greedy, or if XTC
         forks it."""
-        return not self._greedy or any(isinstance(step, Fork) for step in self._steps)
-
-    @property
-    def n_history(self) -> int:
-        """How many of the last tokens of the text the chain looks at; -1 is all of them."""
-        return self._n_history
+        return not self.greedy or any(isinstance(step, Fork) for step in self._steps)
 
     def distribution(
         self, logits: Logits, history: TokenArray = NO_HISTORY, allows: Allows | None = None
@@ -80,7 +89,7 @@ class Sampler:
         `history` holds the last tokens of the text, including the prompt, oldest first: int64[n],
         where n is at least `n_history` if the text is that long. `logits` is written to and
         restored. `allows` is a grammar that masks the logits before the chain; it is asked about
-        as few tokens as the chain permits (see `specgen.text.sampling.masking`).
+        as few tokens as the chain permits.
 
         Raise `BackendError` if the row has no finite maximum, and `NoTokenAllowedError` if the grammar
         leaves nothing.
@@ -127,8 +136,8 @@ class Sampler:
     ) -> tuple[Candidates, int]:
         """Return the candidates after the mask and the first steps, and the number of these steps."""
         for n_done, step in enumerate(self._steps):
-            if isinstance(step, Cut) and step.apply_masked is not None:
-                return step.apply_masked(candidates.scores, allows), n_done + 1
+            if isinstance(step, Cut) and step.n_best:
+                return allowed_top_k(candidates.scores, allows, step.n_best), n_done + 1
             if not isinstance(step, (Edit, Scale)):
                 return allowed(candidates.scores, allows), n_done
             # Edits and scales treat each token by itself, so the mask may come after them.
@@ -136,7 +145,6 @@ class Sampler:
         return allowed(candidates.scores, allows), len(self._steps)
 
     def _run(self, candidates: Candidates, n_done: int, history: TokenArray) -> Distribution:
-        """Return the distribution after all steps but the first `n_done`."""
         for n, step in enumerate(self._steps[n_done:], n_done + 1):
             if not isinstance(step, Fork):
                 candidates = _applied(step, candidates, history)
@@ -184,3 +192,142 @@ def _within(
         return token_ids, amounts
     start, end = token_ids.searchsorted((0, n_vocab))
     return token_ids[start:end], amounts[start:end]
+
+
+# --- the steps of a chain ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Changes the scores of a few tokens: logit bias, penalties, DRY."""
+
+    #: From the text so far, int64[n_history], to the affected tokens and the amounts: increasing ids
+    #: int64[m], float64[m].
+    affected: Callable[[TokenArray], tuple[TokenArray, ProbArray]]
+    #: From the scores of these tokens and the amounts to the new scores.
+    change: Callable[[Scores, ProbArray], Scores]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A fixed temperature."""
+
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A sampler that looks only at the candidates: all other samplers except XTC."""
+
+    apply: Callable[[Candidates], Candidates]
+    #: Whether the most likely candidate always stays, and stays the most likely one.
+    keeps_best: bool = False
+    #: For top-k the number of candidates that it keeps: a grammar is then asked about few tokens.
+    n_best: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """XTC: removes the most likely tokens with this probability."""
+
+    probability: float
+    threshold: float
+
+
+Step: TypeAlias = Edit | Scale | Cut | Fork
+
+
+def steps_for(options: SamplerOptions, breakers: DryBreakers) -> list[Step]:
+    """Return the steps that have an effect, in order, up to a temperature that leaves a single token."""
+    steps: list[Step] = []
+    if options.logit_bias:
+        steps.append(_bias(options.logit_bias))
+    for name in options.samplers:
+        step = _step(name, options, breakers)
+        if step is not None:
+            steps.append(step)
+        if isinstance(step, Scale) and step.temperature <= 0.0:
+            break
+    return steps
+
+
+def _step(name: SamplerName, options: SamplerOptions, breakers: DryBreakers) -> Step | None:
+    """Return the step with this name; None if it is switched off."""
+    o = options
+    match name:
+        case "penalties" if uses_penalties(o):
+            changed = partial(
+                penalties,
+                repeat=o.repeat_penalty,
+                frequency=o.frequency_penalty,
+                presence=o.presence_penalty,
+            )
+            return Edit(partial(occurrences, last_n=o.repeat_last_n), changed)
+        case "dry" if uses_dry(o):
+            affected = partial(
+                dry_penalties,
+                breakers=breakers,
+                multiplier=o.dry_multiplier,
+                base=o.dry_base,
+                allowed_length=o.dry_allowed_length,
+                last_n=o.dry_last_n,
+            )
+            return Edit(affected, np.subtract)
+        case "top_n_sigma" if o.top_n_sigma > 0.0:
+            return Cut(partial(top_n_sigma, n=o.top_n_sigma), True)
+        case "top_k" if o.top_k > 0:
+            return Cut(partial(top_k, k=o.top_k), True, o.top_k)
+        case "typ_p" if o.typical_p < 1.0:
+            return Cut(partial(typical, p=o.typical_p))
+        case "top_p" if o.top_p < 1.0:
+            return Cut(partial(top_p, p=o.top_p), True)
+        case "min_p" if o.min_p > 0.0:
+            return Cut(partial(min_p, p=o.min_p), True)
+        case "xtc" if o.xtc_probability > 0.0 and o.xtc_threshold <= 0.5:
+            return Fork(o.xtc_probability, o.xtc_threshold)
+        case "temperature" if o.dynatemp_range > 0.0:
+            t = max(o.temperature, 0.0)
+            spread, exponent = o.dynatemp_range, o.dynatemp_exponent
+            return Cut(partial(dynamic_temperature, t=t, spread=spread, exponent=exponent))
+        case "temperature" if o.temperature != 1.0:
+            return Scale(o.temperature)
+    return None
+
+
+def _bias(pairs: tuple[tuple[int, float], ...]) -> Edit:
+    biases: dict[int, float] = {}
+    for token_id, bias in pairs:
+        biases[token_id] = biases.get(token_id, 0.0) + bias
+    token_ids = np.array(sorted(biases), np.int64)
+    amounts = np.array([biases[token_id] for token_id in sorted(biases)], np.float64)
+    return Edit(lambda _: (token_ids, amounts), logit_bias)
+
+
+def n_history(options: SamplerOptions) -> int:
+    """Return how many of the last tokens of the text the steps need; -1 is all of them."""
+    windows = [0]
+    if uses_penalties(options):
+        windows.append(options.repeat_last_n)
+    if uses_dry(options):
+        windows.append(options.dry_last_n)
+    return -1 if min(windows) < 0 else max(windows)
+
+
+def uses_penalties(options: SamplerOptions) -> bool:
+    """Return whether the penalties are switched on."""
+    amounts = (options.repeat_penalty, options.frequency_penalty, options.presence_penalty)
+    return (
+        "penalties" in options.samplers
+        and options.repeat_last_n != 0
+        and amounts != (1.0, 0.0, 0.0)
+    )
+
+
+def uses_dry(options: SamplerOptions) -> bool:
+    """Return whether DRY is switched on."""
+    return (
+        "dry" in options.samplers
+        and options.dry_multiplier != 0.0
+        and options.dry_base >= 1.0
+        and options.dry_last_n != 0
+    )

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from specgen.system.arrays import ProbArray, TokenArray
-from specgen.text.sampling.penalties import last
+from specgen.text.sampling.samplers import last
 
 #: The limits of llama.cpp: the longest breaker in bytes, and the most tokens after its first.
 _MAX_BREAKER_BYTES = 40
@@ -136,21 +136,13 @@ def dry_penalties(
         lengths = np.minimum(lengths, limit)
     order = lengths[places].argsort(kind="stable")
     # The longest repetition of a token comes last, so the dictionary keeps that one.
-    repeated = dict(
-        zip(
-            backwards[places[order]].tolist(),
-            lengths[places[order]].tolist(),
-            strict=True,
-        )
-    )
+    ranked = places[order]
+    repeated = dict(zip(backwards[ranked].tolist(), lengths[ranked].tolist(), strict=True))
     token_ids = sorted(token for token in repeated if not breakers.is_whole(token))
-    exponents = [repeated[token] - allowed_length for token in token_ids]
+    exponents = np.array([repeated[token] - allowed_length for token in token_ids], np.float64)
     if max_exponent:
-        exponents = [min(exponent, max_exponent) for exponent in exponents]
-    return (
-        np.array(token_ids, np.int64),
-        multiplier * np.power(base, np.array(exponents, np.float64)),
-    )
+        exponents = np.minimum(exponents, max_exponent)
+    return np.array(token_ids, np.int64), multiplier * np.power(base, exponents)
 
 
 def _repetitions(backwards: TokenArray, enough: int) -> TokenArray:

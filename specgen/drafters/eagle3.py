@@ -1,0 +1,16 @@
+"""EAGLE-3 drafts (Li et al., arXiv:2503.01840): a layer that reads three of the target's layers."""
+
+from __future__ import annotations
+
+from specgen.drafters.states import LayerDrafter, TrainedKind
+from specgen.llama.eagle import EagleContext, EagleModel
+
+
+class EagleDrafter(LayerDrafter):
+    """Drafts as an MTP layer does. But the text's first token has no row: there is no state before it."""
+
+    name = "eagle3"
+    n_left_out = 1
+
+
+KIND = TrainedKind("eagle3", EagleModel, EagleContext, EagleDrafter, draws_trees=True)

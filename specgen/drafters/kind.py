@@ -1,0 +1,243 @@
+"""A kind of draft is one object: what the rest of specgen knows of a way to draft.
+
+A module has a `KIND`, which opens a source (a file, or a word after `--draft`) for a target. The `LoadedDraft` opens
+contexts and makes the `Drafter` of each answer, for a `DraftRequest`. `specgen.drafters.kinds` lists the kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+import numpy as np
+
+from specgen.errors import RollbackError
+from specgen.method.backend import Backend
+from specgen.method.cost_table import CostTable
+from specgen.method.distribution import Distribution
+from specgen.method.draft import Branches
+from specgen.options import AUTO_TREE, ContextOptions, DraftOptions, DraftSource, TreeShape
+from specgen.system.arrays import Logits
+from specgen.text.prefix import n_common
+
+if TYPE_CHECKING:
+    from specgen.drafters.suffix_array import SuffixArray
+    from specgen.llama import LlamaBackend, LlamaModel
+    from specgen.method.acceptance import AcceptanceRates
+    from specgen.method.drafter import Drafter
+    from specgen.text.text_state import TextState
+
+#: What a draft is named by in the memory of costs and acceptance: its file, or a word.
+Key: TypeAlias = Path | str
+#: What a draft reads: tokens, the target's final hidden states of the last rows, the states of all rows, or the
+#: target's cache beside them.
+Reads: TypeAlias = Literal["text", "last states", "all states", "cache"]
+
+
+class DraftShaper(Protocol):
+    """Turns rows of a draft's logits, float32[n_vocab], into distributions over its tokens; `path` holds the
+    drafted tokens before. `Shaper` is an implementation."""
+
+    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution: ...
+
+    def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float: ...
+
+
+@dataclass(slots=True, eq=False)
+class CacheSlot:
+    """One of `n` equal shares of all caches, counted from 0: the place of one text. All slots of a cache have
+    equal numbers of sequences and cells."""
+
+    number: int = 0
+    n: int = 1
+
+    def branches(self, backend: Backend) -> Branches:
+        """Return the slot's sequences in a cache."""
+        n_branches = backend.n_sequences // self.n
+        return Branches(self.number * n_branches, n_branches)
+
+    def n_ctx(self, backend: Backend) -> int:
+        """Return the number of tokens that the slot has room for in a cache."""
+        return backend.n_ctx // self.n
+
+    def share_prefix(self, backend: Backend, tokens: Sequence[int], *, n_again: int = 0) -> int:
+        """Reuse the longest prefix of `tokens` that any slot of the cache holds; drop the rest of this slot.
+        Return the number of reused tokens: at most all but the last token, which must be decoded for its
+        logits. The sequences share cells, so no data is copied. The last `n_again` tokens of a prefix are not
+        reused where the cache can drop them: a drafter needs the hidden states behind them."""
+        own = self.branches(backend)
+        for branch in range(own.first + 1, own.first + own.n_branches):
+            if backend.length(branch):
+                backend.remove(branch)
+        tokens = tokens[:-1]
+        n_own = n_common(backend.text(own.first), tokens)
+        if backend.rollback != "cells" and n_own < backend.length(own.first):
+            # Such a cache cannot drop cells: to go back within a text, it would decode it again.
+            n_own = 0
+        best, lender = n_own, own
+        for other in range(self.n if backend.can_branch else 0):
+            branches = CacheSlot(other, self.n).branches(backend)
+            n = n_common(backend.text(branches.first), tokens)
+            if n > best:
+                best, lender = n, branches
+        if backend.rollback == "cells":
+            best = max(0, best - n_again)
+            n_own = min(n_own, best)
+        try:
+            if backend.length(own.first) > n_own:
+                backend.remove(own.first, n_own)
+            if lender is not own:
+                backend.copy(lender.first, own.first, n_own, best)
+        except RollbackError:  # the cells that a sliding window needs are gone
+            backend.remove(own.first)
+            return 0
+        return best
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """One answer that is to be drafted for. `text` is the target's text, which begins with the prompt, and `shaper`
+    makes the distributions that tokens are drafted from: with `draws` they are drawn at random, and the draft
+    carries these distributions; else they are the likeliest. With `branches` the draft may be a tree of this
+    `shape`, and of at most `n_deepest` levels."""
+
+    text: TextState
+    shaper: DraftShaper
+    rng: np.random.Generator
+    #: The text's first tokens, as the draft reads them: its caches may hold some of them already.
+    prompt: Sequence[int] = ()
+    #: The draft's contexts: its own, then those of what drafts for it.
+    caches: Sequence[Backend] = ()
+    slot: CacheSlot = field(default_factory=CacheSlot)
+    #: The table of the draft's decodes, which each decode corrects; and that of another draft.
+    costs: CostTable = field(default_factory=CostTable)
+    costs_of: Callable[[Key], CostTable] = lambda _key: CostTable()
+    #: The acceptance statistics of one draft's guesses for another one.
+    guesses_of: Callable[[Key, Key], MutableMapping[str, AcceptanceRates]] = lambda _one, _two: {}
+    draws: bool = False
+    branches: bool = False
+    shape: TreeShape = AUTO_TREE
+    n_max: int = 16
+    n_deepest: int | None = None
+    #: Positions of the text that a draft need not read: what a chat template puts before every prompt.
+    head: range = range(0)
+    #: The prompt of a draft with another vocabulary, in its own template; None translates the target's.
+    draft_prompt: Sequence[int] | None = None
+    #: Whether tokens that end a text are never chosen.
+    is_endless: bool = False
+
+    def reused(self, backend: Backend, start: int = 0) -> Sequence[int]:
+        """Let the slot of a cache hold the longest beginning of the prompt, from `start` on, that the cache has;
+        return it."""
+        tokens = self.prompt[start:]
+        return tokens[: self.slot.share_prefix(backend, tokens)]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSetup:
+    """What a draft is opened for: a target, with options. `helpers` are the sources of what drafts for the draft,
+    and so on; `learnt` is a file of weights that it learnt from answers, and `corpora` are texts to look up."""
+
+    target: LlamaModel
+    drafting: DraftOptions
+    context: ContextOptions
+    clock: Callable[[], float]
+    helpers: tuple[DraftSource, ...] = ()
+    learnt: Path | None = None
+    corpora: tuple[SuffixArray, ...] = ()
+
+    @property
+    def why_chains(self) -> str | None:
+        """Why no draft for this target can branch; None if there is no reason."""
+        if not self.target.has_recurrent_state:
+            return None
+        return f"{self.target.name} has a recurrent state, which branches cannot share"
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The room that the contexts of a draft need: for `n_slots` texts of `n_ctx` tokens each, and `n_rows` rows of a
+    text in a batch of the target. `options_of` returns the options of the contexts of a draft."""
+
+    n_ctx: int
+    n_slots: int
+    n_rows: int
+    clock: Callable[[], float]
+    options_of: Callable[[Key], ContextOptions]
+    #: The target's context; None if it decodes elsewhere.
+    target: LlamaBackend | None = None
+
+
+class LoadedDraft:
+    """A draft that is loaded for a target; subclasses change what differs. `name` is shown, `key` names it in the
+    memory of acceptance."""
+
+    reads: Reads = "text"
+    #: Whether it decodes nothing, so that its draft is known before a round is planned.
+    is_free = False
+    #: Whether it can draw tokens at random, and tell their distributions.
+    can_draw = True
+    #: The tokens that one decode predicts, if it is measured by that.
+    n_at_once = 1
+    #: The name of its tokens in events and statistics.
+    origin = "model"
+    #: What names the costs of its decodes in a context of its own; None if it has no context.
+    timed: Key | None = None
+    #: Why its drafts cannot branch; None if they can.
+    why_chains: str | None = None
+    #: Its own model, and those of what drafts for it.
+    models: tuple[LlamaModel, ...] = ()
+    #: The model, if it has another vocabulary than the target.
+    own_vocabulary: LlamaModel | None = None
+    #: The file that can learn from answers; and the weights in use that it learnt.
+    learns: Path | None = None
+    learnt: Path | None = None
+
+    def __init__(self, name: str, key: Key) -> None:
+        self.name = name
+        self.key = key
+
+    def n_sequences(self, n_rows: int) -> int:
+        """Return the most of llama.cpp's sequences that a text needs in its contexts."""
+        return 0
+
+    def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:
+        """Open its contexts. Raise `MemoryLimitError`."""
+        return ()
+
+    def drafter(self, request: DraftRequest) -> Drafter:
+        """Make the drafter of one answer."""
+        raise NotImplementedError
+
+    def notices(self) -> Iterable[str]:
+        """Return what the user should know of it."""
+        return ()
+
+    def close(self) -> None:
+        """Free its models. May be called twice."""
+        for model in self.models:
+            model.close()
+
+
+class DraftKind(Protocol):
+    """A way to draft."""
+
+    @property
+    def name(self) -> str:
+        """The name of its tokens in events."""
+        ...
+
+    @property
+    def reads(self) -> Reads: ...
+
+    def matches(self, source: DraftSource) -> bool:
+        """Return whether a file, or the word after `--draft`, is of this kind. A file that cannot be read is
+        not."""
+        ...
+
+    def open(self, source: DraftSource, setup: DraftSetup) -> LoadedDraft:
+        """Load a source that matches. Raise `ModelFileError`, `PairError` if it does not fit the target, or
+        `UsageError` if the options ask for what it cannot do."""
+        ...

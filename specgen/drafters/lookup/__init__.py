@@ -1,1 +1,0 @@
-"""Longest matches: in the text itself, in files, in earlier answers."""

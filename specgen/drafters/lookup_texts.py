@@ -1,0 +1,306 @@
+"""Texts to look n-grams up in: files and folders, records of earlier answers, and the texts of earlier runs."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from specgen.drafters.suffix_array import IntArray, SuffixArray
+from specgen.errors import UsageError
+from specgen.method.backend import Vocabulary
+from specgen.system.files import replace_bytes
+
+#: Larger files in folders are left out: people hardly write such files.
+MAX_FILE_BYTES = 4 << 20
+#: More bytes than this in all are refused: tokenizing them would take long, and sorting takes a
+#: hundred bytes of memory a token.
+MAX_CORPUS_BYTES = 16 << 20
+#: The fields of a record that may hold text, in the order in which they are taken.
+FIELDS = ("prompt", "turns", "content", "text", "answer")
+_RECORD_ENDINGS = (".jsonl", ".ndjson")
+#: The version of the arrays in the cache: to be raised if the same files give another array.
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path
+    n_bytes: int
+    mtime_ns: int
+    #: Whether the user named the file itself, and not its folder: it has to be text then.
+    is_named: bool
+
+
+def load_corpus(
+    paths: Sequence[Path], vocabulary: Vocabulary, fingerprint: str, cache: Path | None = None
+) -> SuffixArray:
+    """Load the texts of files and folders as tokens of `vocabulary`.
+
+    A folder stands for all UTF-8 text files in it of at most `MAX_FILE_BYTES`, except hidden files,
+    links, and files in hidden folders. A file whose name ends in .jsonl or .ndjson has records, one
+    JSON object a line, with texts in any of the `FIELDS` (`turns`: a list of texts, or of objects
+    with such fields).
+
+    The array is kept in the folder `cache`, if given, until the files change; `fingerprint`
+    identifies the vocabulary. Raise `UsageError` if a path does not exist or cannot be read, if a
+    named file is not text, or if there is no text or more than `MAX_CORPUS_BYTES`.
+    """
+    files = [file for path in paths for file in _files(path)]
+    n_bytes = sum(file.n_bytes for file in files)
+    if n_bytes > MAX_CORPUS_BYTES:
+        raise UsageError(
+            f"--lookup-file {_listed(paths)}: {n_bytes >> 20} MB of text; "
+            f"at most {MAX_CORPUS_BYTES >> 20} MB",
+            hint="name fewer files or folders",
+        )
+    names = [str(file.path) for file in files]
+    stats = [(file.n_bytes, file.mtime_ns) for file in files]
+    # The same paths have the same place in the cache, so that changed files leave no waste there.
+    place = cache / f"{_digest_of(fingerprint, [*map(str, paths)])}.npz" if cache else None
+    made_of = _digest_of(str(_VERSION), fingerprint, names, stats)
+    if place is not None:
+        kept = SuffixArray.load(place)
+        if kept is not None and kept.made_of == made_of:
+            return kept
+    texts = [text for file in files for text in _texts(file)]
+    tokenized = (vocabulary.tokenize(t, add_special=False, parse_special=False) for t in texts)
+    array = SuffixArray.build([tokens for tokens in tokenized if tokens], made_of)
+    if not len(array):
+        raise UsageError(f"--lookup-file {_listed(paths)}: no text in it")
+    if place is not None:
+        with contextlib.suppress(OSError):  # the next run makes it again
+            place.parent.mkdir(parents=True, exist_ok=True)
+            array.save(place)
+    return array
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _digest_of(*parts: object) -> str:
+    return _digest(repr(parts).encode())
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    return ", ".join(map(str, paths)) or "no files"
+
+
+def _files(path: Path) -> Iterator[_File]:
+    try:
+        path = path.expanduser().resolve(strict=True)
+        if path.is_dir():
+            yield from _files_below(path)
+        elif path.is_file():
+            stat = path.stat()
+            yield _File(path, stat.st_size, stat.st_mtime_ns, is_named=True)
+        else:
+            raise UsageError(f"{path}: neither a file nor a folder")
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, no home folder
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise UsageError(f"{path}: {reason or error}") from error
+
+
+def _files_below(folder: Path) -> Iterator[_File]:
+    """Yield the files of a folder that may be text, in the order of their paths."""
+    for parent, folders, names in os.walk(folder):
+        # In place: `os.walk` goes on with these. It follows no links.
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(parent, name)
+            if name.startswith(".") or path.is_symlink() or not path.is_file():
+                continue
+            with contextlib.suppress(OSError):  # it went away
+                stat = path.stat()
+                if 0 < stat.st_size <= MAX_FILE_BYTES:
+                    yield _File(path, stat.st_size, stat.st_mtime_ns, is_named=False)
+
+
+def _texts(file: _File) -> list[str]:
+    try:
+        text = _text(file.path.read_bytes())
+    except OSError as error:
+        if not file.is_named:
+            return []
+        raise UsageError(f"{file.path}: {error.strerror or error}") from error
+    if text is None:
+        if not file.is_named:
+            return []
+        raise UsageError(f"{file.path}: not UTF-8 text")
+    if file.path.suffix.lower() not in _RECORD_ENDINGS:
+        return [text]
+    try:
+        return _recorded(file.path, text)
+    except UsageError:
+        if file.is_named:
+            raise
+        return [text]
+
+
+def _text(data: bytes) -> str | None:
+    """Return the text of a file; None if it is not text."""
+    if b"\0" in data:
+        return None
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return None
+
+
+def _recorded(path: Path, text: str) -> list[str]:
+    """Yield the texts of records, one JSON object a line."""
+    texts: list[str] = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record: object = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path}: line {number} is not JSON") from error
+        if not isinstance(record, dict):
+            raise UsageError(f"{path}: line {number} is not a JSON object")
+        texts += _texts_of(record)
+    if not texts:
+        raise UsageError(f"{path}: no record has text in {', '.join(FIELDS)}")
+    # JSON may escape halves of characters (lone surrogates), which no tokenizer takes.
+    return [text.encode(errors="replace").decode() for text in texts]
+
+
+def _texts_of(record: dict[object, object]) -> Iterator[str]:
+    for field in FIELDS:
+        value = record.get(field)
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, str):
+                yield item
+            elif field == "turns" and isinstance(item, dict):
+                yield from (text for name in FIELDS if isinstance(text := item.get(name), str))
+
+
+#: The most bytes and texts that a store holds.
+MAX_STORE_BYTES = 8 << 20
+MAX_TEXTS = 4096
+#: The ending of a text's file name, behind the digest of its contents.
+_ENDING = ".tokens"
+_ARRAY = "texts.npz"
+#: Texts that are not in the saved array get an array of their own, until they have more tokens than
+#: this, and more than this share of the saved tokens.
+MAX_NEW = 16384
+_NEW_PART = 0.25
+_BYTES_A_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Entry:
+    """A file of the store; older files sort first."""
+
+    mtime_ns: int
+    name: str
+    n_bytes: int
+
+
+class EarlierTexts:
+    """The token ids of earlier texts, in a folder of their own for each vocabulary.
+
+    Every text is a file, written whole and named by its digest. So several processes may add at
+    once, the same text takes room once, and a damaged file is noticed and left out. If there is too
+    much, the oldest texts are removed. Nothing here raises `OSError`: a store that cannot be read
+    is empty, and one that cannot be written stays as it is.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: str,
+        *,
+        max_bytes: int = MAX_STORE_BYTES,
+        max_texts: int = MAX_TEXTS,
+    ) -> None:
+        # A digest, since a fingerprint may not be a valid name of a folder.
+        #: The folder of the texts.
+        self.folder = folder / _digest(fingerprint.encode())
+        self._max_bytes = max_bytes
+        self._max_texts = max_texts
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Keep a text as the newest one; if it is larger than the store, only its end."""
+        n_most = self._max_bytes // _BYTES_A_TOKEN
+        kept = tokens[max(0, len(tokens) - n_most) :]
+        if not len(kept):
+            return
+        data = np.asarray(kept, "<i4").tobytes()
+        path = self.folder / f"{_digest(data)}{_ENDING}"
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            replace_bytes(path, data)
+            entries = self._entries()
+            # File times are coarse: make the new text the newest.
+            newest = max((e.mtime_ns for e in entries if e.name != path.name), default=0)
+            mtime_ns = path.stat().st_mtime_ns
+            if mtime_ns <= newest:
+                os.utime(path, ns=(mtime_ns, newest + 1))
+                entries = self._entries()
+            self._bound(entries)
+
+    def texts(self) -> list[IntArray]:
+        """Return all texts, the newest last: token ids, int32[n] each."""
+        return self._read([entry for entry in self._entries() if entry.name.endswith(_ENDING)])
+
+    def arrays(self) -> tuple[SuffixArray, ...]:
+        """Return all texts in arrays that can be searched, the newest texts in the last one. Most texts are
+        in a saved array, which is rebuilt only when many texts are not in it."""
+        entries = [entry for entry in self._entries() if entry.name.endswith(_ENDING)]
+        saved = SuffixArray.load(self.folder / _ARRAY)
+        n_saved = len(saved) if saved is not None else 0
+        known = set(saved.made_of.split()) if saved is not None else set()
+        new = [entry for entry in entries if entry.name not in known]
+        n_new = sum(entry.n_bytes for entry in new) // _BYTES_A_TOKEN
+        if n_new > max(MAX_NEW, _NEW_PART * n_saved):
+            saved = SuffixArray.build(self._read(entries), " ".join(e.name for e in entries))
+            with contextlib.suppress(OSError):
+                saved.save(self.folder / _ARRAY)
+            new = []
+        arrays = [saved] if saved is not None else []
+        if new:
+            arrays.append(SuffixArray.build(self._read(new)))
+        return tuple(array for array in arrays if len(array))
+
+    def _entries(self) -> list[_Entry]:
+        """Return all files but the saved array, the newest last. Files of a killed process are among them:
+        they are removed once they are old."""
+        entries: list[_Entry] = []
+        with contextlib.suppress(OSError), os.scandir(self.folder) as files:
+            for file in files:
+                if file.name == _ARRAY:
+                    continue
+                with contextlib.suppress(OSError):  # another process removed it
+                    stat = file.stat()
+                    entries.append(_Entry(stat.st_mtime_ns, file.name, stat.st_size))
+        return sorted(entries)
+
+    def _bound(self, entries: list[_Entry]) -> None:
+        """Remove the oldest files until the store is within its limits."""
+        n_bytes, n_texts = sum(entry.n_bytes for entry in entries), len(entries)
+        for entry in entries:
+            if n_bytes <= self._max_bytes and n_texts <= self._max_texts:
+                return
+            with contextlib.suppress(OSError):
+                (self.folder / entry.name).unlink()
+            n_bytes, n_texts = n_bytes - entry.n_bytes, n_texts - 1
+
+    def _read(self, entries: Sequence[_Entry]) -> list[IntArray]:
+        texts: list[IntArray] = []
+        for entry in entries:
+            try:
+                data = (self.folder / entry.name).read_bytes()
+            except OSError:
+                continue
+            if len(data) % _BYTES_A_TOKEN == 0 and entry.name == f"{_digest(data)}{_ENDING}":
+                texts.append(np.frombuffer(data, "<i4").astype(np.int32))
+        return texts

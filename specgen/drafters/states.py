@@ -1,0 +1,368 @@
+"""Drafts that read the target's hidden states, in a context of their own: what MTP layers and drafts that were trained
+for one target have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+
+from specgen.drafters.expansion import DraftedChain, Look, grow, look, make_expansion
+from specgen.drafters.kind import DraftRequest, DraftSetup, LoadedDraft, Reads, Room
+from specgen.drafters.pairing import check_pair
+from specgen.drafters.tree import NodeBranches
+from specgen.errors import PairError
+from specgen.llama.gguf_metadata import architecture_of
+from specgen.method.backend import Batch
+from specgen.method.cost_table import FREE, Price
+from specgen.method.draft import NO_DRAFT, ROOT, TreeBuilder
+from specgen.method.drafter import Ask, Drafter, Drafting
+from specgen.method.policy import RoundPlan, RoundResult
+from specgen.options import ContextOptions, DraftSource
+from specgen.system.arrays import Hidden, Logits
+from specgen.text.hidden_trail import HiddenTrail, StatesBackend
+
+if TYPE_CHECKING:
+    from specgen.llama import LlamaBackend
+    from specgen.llama.states_context import StatesContext, TrainedModel
+
+#: The most tokens behind those that the target has read: its own next token, and tokens that a
+#: grammar or another drafter added. Each but the first takes a decode of its own.
+MOST_UNREAD = 16
+#: The most rows that count as those of the last round, and not as a prefill.
+N_USUAL = 8
+#: The most nodes that are looked beyond at once.
+WIDEST = 8
+#: Cells behind those of a text, for what is drafted.
+CELLS_BEHIND = 256
+#: Decodes a token of a chain, which comes with its number from 1; returns the logits after it.
+Step: TypeAlias = Callable[[int, int], Generator[Ask, Logits, Logits]]
+
+
+class StatesCache:
+    """The rows of a text in one sequence of a cache. The row of a token reads the hidden state before it:
+    the target's (`trail`) or, behind what the target has read, a drafted one.
+
+    If states of some tokens are missing, the cache begins behind these tokens.
+    """
+
+    def __init__(
+        self, backend: StatesBackend, request: DraftRequest, trail: HiddenTrail, n_left_out: int
+    ) -> None:
+        self._backend = backend
+        self._trail = trail
+        self._costs = request.costs
+        self._sequence = request.slot.branches(backend).first
+        #: The number of tokens that the cache holds, counted from the text's beginning, and how many of
+        #: the first are left out.
+        self.n_held = n_left_out + len(request.reused(backend, n_left_out))
+        self.n_skipped = n_left_out
+
+    @property
+    def length(self) -> int:
+        """The number of rows of tokens that the target has read."""
+        return self.n_held - self.n_skipped
+
+    def n_missing(self, n_read: int) -> int:
+        """Return the number of rows that the next draft decodes before it drafts: those up to that of token
+        `n_read`."""
+        return max(1, n_read + 1 - max(self.n_held, self._trail.first))
+
+    def find_start(self, n_read: int) -> bool:
+        """Drop the rows that the first batch decodes again, and return whether the state that its last row
+        reads is known. If other states are missing, the cache begins behind them."""
+        if n_read and self._trail.after(n_read - 1) is None:
+            return False
+        n_held = min(self.n_held, n_read)
+        if self._trail.first > n_held:
+            # One state too few happens wherever a kept text goes on: the row then reads zeros.
+            n_held = self.n_skipped = self._trail.first
+            self._backend.remove(self._sequence)
+        self.n_held = n_held
+        self.drop_drafted()
+        return True
+
+    def catch_up(
+        self,
+        context: Sequence[int],
+        n_read: int,
+        drafted: Sequence[int] = (),
+        behind: Sequence[Hidden] = (),
+    ) -> Generator[Ask, Logits, Logits]:
+        """Decode the rows up to that of token `n_read`, and further ones, which read the states `behind`;
+        return the logits after the last, float32[n_vocab]. `drafted` are the tokens behind `context`."""
+        start, n_rows = self.n_held, n_read + 1 + len(behind)
+        rows: Logits | None = None
+        while start < n_rows:
+            batch = Batch()
+            for index in range(start, n_rows)[: self._backend.n_batch]:
+                is_text, wants = index < len(context), index == n_rows - 1
+                token = context[index] if is_text else drafted[index - len(context)]
+                batch.add(token, index - self.n_skipped, (self._sequence,), wants)
+                is_read = index <= n_read
+                state = self._trail.after(index - 1) if is_read else behind[index - n_read - 1]
+                batch.hidden.append(state)
+            rows = yield Ask(self._backend, batch, self._costs)
+            start += len(batch)
+            self.n_held = min(start, n_read + 1)
+        assert rows is not None, "at least one token is decoded"
+        row: Logits = rows[0]
+        return row
+
+    def state(self) -> Hidden:
+        """Return the hidden state of the last row, float32[n_embd]."""
+        return self._backend.state(self._sequence)
+
+    def drop_drafted(self) -> None:
+        """Drop the rows behind those of tokens that the target has read."""
+        if self._backend.length(self._sequence) > self.length:
+            self._backend.remove(self._sequence, self.length)
+
+    def rewind(self, n_tokens: int) -> None:
+        """Drop the rows of all but the text's first `n_tokens` tokens."""
+        if n_tokens < self.n_held:
+            self.n_held = max(n_tokens, self.n_skipped)
+            self._backend.remove(self._sequence, self.length)
+
+
+class StatesDrafter:
+    """The base of drafters that read the target's hidden states along the text (`states`, which the loop fills)."""
+
+    name: ClassVar[str]
+
+    def __init__(self, backend: StatesBackend, request: DraftRequest) -> None:
+        self._backend = backend
+        self._request = request
+        self._costs = request.costs
+        self._slot = request.slot.branches(backend)
+        self._n_ctx = request.slot.n_ctx(backend)
+        #: The target's hidden states along the text.
+        self.states = backend.trails[request.slot.number]
+        self.states.begin(request.prompt, backend.trails)
+
+    def observe(self, result: RoundResult) -> None:
+        pass
+
+    def rewind(self, n_tokens: int) -> None:
+        self.states.rewind(n_tokens)
+
+    def _n_read(self, n_context: int) -> int:
+        """Return the number of tokens of a text that the target has read, at most all but the last."""
+        return min(self.states.n_read, n_context - 1)
+
+    def _row_after(
+        self, token: int, position: int, state: Hidden
+    ) -> Generator[Ask, Logits, Logits]:
+        """Decode a token at a position of the cache, with the state before it; return the logits after it."""
+        batch = Batch()
+        batch.add(token, position, (self._slot.first,), True)
+        batch.hidden.append(state)
+        rows = yield Ask(self._backend, batch, self._costs)
+        row: Logits = rows[0]
+        return row
+
+    def _chain(
+        self, row: Logits, before: Sequence[int], step: Step, plan: RoundPlan, n_max: int
+    ) -> Drafting:
+        """Draft a chain from the logits before it. `step` decodes its n-th token, from 1."""
+        n_max = min(n_max, self._request.n_deepest or n_max)
+        chain = DraftedChain(plan, self._request, before)
+        while chain.takes(row):
+            token, n = chain.tokens[-1], len(chain.tokens)
+            if n == n_max or self._backend.vocabulary.is_end(token) or not chain.goes_on():
+                break
+            row = yield from step(token, n)
+        return chain.draft(self.name)
+
+
+class LayerDrafter(StatesDrafter):
+    """Drafts with a layer that has a cache: a chain or a tree.
+
+    Its row of a token reads the hidden state before the token: the target's or, behind what the target has read, the
+    layer's own. The first batch of a proposal has the rows of all tokens that were accepted since the last one, and its
+    last row begins the draft. Rows of drafted tokens are dropped afterwards, since the target's states of the accepted
+    ones are better. Nothing is read before the plan asks for a draft, so a layer that does not pay costs nothing.
+    """
+
+    name = "mtp"
+    #: The first tokens of a text that have no row.
+    n_left_out: ClassVar[int] = 0
+
+    def __init__(self, backend: StatesBackend, request: DraftRequest) -> None:
+        super().__init__(backend, request)
+        self._nodes = NodeBranches(backend, self._slot)
+        self._cache = StatesCache(backend, request, self.states, self.n_left_out)
+
+    def price(self, n_context: int) -> Price:
+        if not self._costs:
+            return FREE
+        n_read = self._n_read(n_context)
+        n_rows = self._cache.n_missing(n_read)
+        n_usual = min(n_rows, N_USUAL)
+        next_s, first_s = self._costs.share_s(1), self._costs.share_s(n_usual)
+        prefill_s = max(0.0, self._costs.share_s(n_rows) - first_s)
+        n_unread = n_context - 1 - n_read
+        return Price(first_s + n_unread * next_s, next_s, prefill_s)
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        n_read = self._n_read(len(context))
+        if len(context) - 1 - n_read > MOST_UNREAD or not self._cache.find_start(n_read):
+            return NO_DRAFT
+        # The last drafted token is not decoded, so n tokens need n - 1 cells behind the text.
+        n_max = min(plan.n_max, self._n_ctx - (len(context) - self._cache.n_skipped) + 1)
+        if n_max < 1:
+            return NO_DRAFT
+        before = context[len(context) - n_drafted :]
+        try:
+            row = yield from self._cache.catch_up(context, n_read)
+            self.states.forget(self._cache.n_held - 1)
+            for position in range(n_read + 1, len(context)):
+                row = yield from self._step(context[position], position)
+            if self._request.branches:
+                n_text = len(context) - self._cache.n_skipped
+                return (yield from self._tree(row, before, n_text, plan, n_max))
+            n_text = len(context) - 1
+            return (
+                yield from self._chain(
+                    row, before, lambda token, n: self._step(token, n_text + n), plan, n_max
+                )
+            )
+        finally:
+            self._nodes.keep(ROOT, self._cache.length, 0)
+
+    def rewind(self, n_tokens: int) -> None:
+        super().rewind(n_tokens)
+        self._cache.rewind(n_tokens)
+
+    def _step(self, token: int, index: int) -> Generator[Ask, Logits, Logits]:
+        """Decode the token at `index` of the text and the draft; return the logits after it."""
+        return self._row_after(token, index - self._cache.n_skipped, self._cache.state())
+
+    def _tree(
+        self, row: Logits, before: Sequence[int], n_text: int, plan: RoundPlan, n_max: int
+    ) -> Drafting:
+        """Draft a tree behind `n_text` tokens of the cache."""
+        backend, tree, request = self._backend, TreeBuilder(self.name), self._request
+        behind = {ROOT: self._cache.state()}
+        self._nodes.begin()
+
+        def look_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Sequence[Look]]:
+            batch, ends = Batch(), []
+            for node in nodes:
+                parent, position = tree.parents[node], n_text + tree.depths[node]
+                ends.append(self._nodes.follow(node, parent, position))
+                batch.add(tree.tokens[node], position, (ends[-1],), True)
+                batch.hidden.append(behind[parent])
+            rows = yield Ask(backend, batch, self._costs)
+            behind.update((node, backend.state(end)) for node, end in zip(nodes, ends, strict=True))
+            return [
+                look(each, request, (*before, *tree.path(node)))
+                for node, each in zip(nodes, rows, strict=True)
+            ]
+
+        is_end = backend.vocabulary.is_end
+        expansion = make_expansion(request, plan, n_max, is_end, self._seconds)
+        first = look(row, request, before)
+        return (yield from grow(tree, expansion, first, self._n_most, look_beyond))
+
+    def _n_most(self) -> int:
+        return min(WIDEST, self._backend.n_outputs, self._nodes.n_free)
+
+    def _seconds(self, n_rows: int) -> float:
+        return self._costs.share_s(n_rows) if self._costs else 0.0
+
+
+class StatesDraft(LoadedDraft):
+    """A loaded draft that reads the target's hidden states, in one context."""
+
+    reads: Reads = "all states"
+    origin = "mtp"
+
+    def __init__(self, name: str, key: Path | str, setup: DraftSetup) -> None:
+        super().__init__(name, key)
+        self.timed = key
+        self._has_guard = setup.target.n_window > 0
+        self._grows_trees = setup.drafting.grows_trees
+
+    def n_branches(self, n_rows: int) -> int:
+        """Return the most branches of a text in its context, if a batch of the target has `n_rows` rows."""
+        return n_rows + 1 if self._grows_trees and self.why_chains is None else 1
+
+    def n_sequences(self, n_rows: int) -> int:
+        return self.n_branches(n_rows) + self._has_guard
+
+
+class OpenContext(Protocol):
+    """Opens the context of a trained draft."""
+
+    def __call__(
+        self,
+        model: Any,
+        target: LlamaBackend,
+        options: ContextOptions,
+        *,
+        n_ctx: int,
+        clock: Callable[[], float],
+        n_shared_tokens: int,
+        n_branches: int,
+        n_slots: int,
+    ) -> StatesContext: ...
+
+
+@dataclass(frozen=True)
+class TrainedKind:
+    """Drafts that were trained for one target, whose layers or cache they read: GGUF files with an architecture of their
+    own, by which their tokens are named."""
+
+    name: str
+    model: type[TrainedModel]
+    context: OpenContext
+    drafter: Callable[[Any, DraftRequest], Drafter]
+    reads: Reads = "all states"
+    draws_trees: bool = False
+
+    def matches(self, source: DraftSource) -> bool:
+        return isinstance(source, Path) and architecture_of(source) == self.name
+
+    def open(self, source: DraftSource, setup: DraftSetup) -> TrainedDraft:
+        return TrainedDraft(self, Path(source), setup)
+
+
+class TrainedDraft(StatesDraft):
+    """A loaded draft of a `TrainedKind`."""
+
+    def __init__(self, kind: TrainedKind, path: Path, setup: DraftSetup) -> None:
+        super().__init__(path.name, path, setup)
+        target = setup.target
+        self.reads, self.origin = kind.reads, kind.name
+        own = None if kind.draws_trees else f"{path.name} drafts chains"
+        self.why_chains = setup.why_chains or own
+        self._kind = kind
+        self._model = kind.model(path, target, n_gpu_layers=setup.context.n_gpu_layers)
+        self.models = (self._model,)
+        try:
+            self._n_shared_tokens = check_pair(
+                target.vocabulary, self._model.vocabulary, target.name, self.name
+            )
+        except PairError:
+            self.close()
+            raise
+
+    def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:
+        if room.target is None:  # it decodes elsewhere
+            return ()
+        context = self._kind.context(
+            self._model,
+            room.target,
+            room.options_of(self._model.path),
+            n_ctx=room.n_ctx + CELLS_BEHIND,
+            clock=room.clock,
+            n_shared_tokens=self._n_shared_tokens,
+            n_branches=self.n_branches(room.n_rows),
+            n_slots=room.n_slots,
+        )
+        return (context,)
+
+    def drafter(self, request: DraftRequest) -> Drafter:
+        return self._kind.drafter(request.caches[0], request)

@@ -1,1 +1,0 @@
-"""The choice of a draft for a target: named by the user, known, or measured here."""

@@ -1,0 +1,396 @@
+"""The speed-up that a draft would bring, computed without running it with the target.
+
+The target answers a few prompts plainly, once, and the time of its batches is measured. Each draft is
+then replayed on these answers. It proposes as it would while they are generated; proposed tokens that
+agree with the answer count as accepted, and the round costs the measured time of a batch of its size.
+This is speculative decoding at temperature 0 without the target's computation. So a dozen drafts can be
+tried in only their own time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+import statistics
+from collections import abc, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specgen.errors import BackendError, PromptError
+from specgen.events import ReasonCount
+from specgen.llama import LlamaBackend
+from specgen.method.backend import Batch
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.drafter import draft_alone
+from specgen.method.policy import Reason, RoundPlan, RoundResult, draft_up_to
+from specgen.session.agreement import read_states
+from specgen.session.answer_loop import AnswerLoop
+from specgen.session.calibration import measure_if_new
+from specgen.session.costs import Costs, speedup, time_batch, timed_batch_sizes
+from specgen.session.drafter_factory import DrafterFactory
+from specgen.system.arrays import Hidden
+from specgen.text.hidden_trail import HiddenTrail, LastHidden
+from specgen.text.sequence import Sequence
+from specgen.text.tally import Tally
+
+if TYPE_CHECKING:
+    from specgen.session.prompts import Prompt
+    from specgen.session.session import Session
+
+#: After each answer, the first `_N_OFTEN` sizes of batches are timed `_N_REPEATS` times, except a single
+#: row, which the answer itself times; the larger sizes are timed once.
+_N_REPEATS = 3
+_N_OFTEN = 6
+#: Speed-ups that differ by a smaller share are a tie; those that differ by a larger share are none.
+_LEAST_NOISE, _MOST_NOISE = 0.03, 0.2
+#: The date that templates get: the present one must not change the answers.
+_NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
+
+#: Called with the number of prompts that are done, and of all prompts.
+PromptsDone = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetAnswer:
+    """A prompt as it was given, and the tokens of the target's own answer at temperature 0. The token that
+    ends the answer is among them: a draft may propose it like any other."""
+
+    prompt: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A target without a draft: its answers, generated in contexts of `n_ctx` tokens, and `batch_s`, the
+    median seconds of decodes by their rows: of 1 row, and of at least one larger size if a round has room
+    for a draft. `chat` says whether the prompts used its template (None: if it has one).
+
+    `skipped` are the numbers, from 1 on, of prompts that do not fit into the context.
+    """
+
+    answers: tuple[TargetAnswer, ...]
+    skipped: tuple[int, ...]
+    n_ctx: int
+    batch_s: dict[int, float]
+    chat: bool | None = None
+
+    @property
+    def costs(self) -> Costs:
+        """The costs of the target; drafts have none."""
+        return Costs(self.batch_s)
+
+    @property
+    def token_s(self) -> float:
+        """Seconds of a token in plain decoding."""
+        return self.batch_s[1]
+
+    @property
+    def n_tokens(self) -> int:
+        """The number of tokens in all answers."""
+        return sum(len(answer.tokens) for answer in self.answers)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A drafter's rounds for one answer, without the token that came from the prompt's decode. `start_s` is the
+    draft model's decode of the prompt; the tally's `target_s` are the target's batches by their measured costs."""
+
+    n_tokens: int
+    tally: Tally
+    start_s: float
+    #: The target's seconds for a token in plain decoding.
+    token_s: float
+
+    @property
+    def speedup(self) -> float:
+        """The speed-up over plain decoding. The decodes of the prompt, by target and draft, do not count."""
+        return speedup(self.n_tokens, self.tally.target_s + self.tally.draft_s, self.token_s)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFigures:
+    """The figures of a draft over all answers together. `worst_speedup` is that of the answer with the
+    least speed-up. `draft_token_s` are the seconds of a drafted token, `start_s` those of the draft model's
+    decode of a prompt. Figures that do not exist, since nothing was drafted, are None."""
+
+    speedup: float
+    worst_speedup: float
+    tokens_per_s: float
+    acceptance_rate: float | None
+    mean_accepted_length: float
+    draft_token_s: float | None
+    start_s: float
+    #: All rounds, and why some of them drafted nothing, the most frequent reason first.
+    n_rounds: int = 0
+    undrafted: tuple[ReasonCount, ...] = ()
+    #: The speed-up of each answer.
+    speedups: tuple[float, ...] = ()
+
+
+def is_tie(one: DraftFigures, other: DraftFigures) -> bool:
+    """Return whether two drafts are equally fast within the noise: twice the standard error of the difference
+    over the answers, and at least 3 %."""
+    noise = _LEAST_NOISE
+    if len(one.speedups) == len(other.speedups) > 1:
+        ratios = [math.log(a / b) for a, b in zip(one.speedups, other.speedups, strict=True)]
+        spread = 2.0 * statistics.stdev(ratios) / math.sqrt(len(ratios))
+        noise = max(noise, min(_MOST_NOISE, spread))
+    return abs(math.log(one.speedup / other.speedup)) <= noise
+
+
+def measure_target(
+    loaded: Session,
+    prompts: abc.Sequence[str],
+    *,
+    chat: bool | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
+    progress: PromptsDone = lambda _done, _total: None,
+) -> Baseline | None:
+    """Let the target answer the prompts without a draft, and time its batches of 1 row up to the most rows
+    of a round by the options.
+
+    The temperature must be 0. Return None if interrupted. Raise `PromptError` if no prompt fits into the
+    context, if no answer is longer than a token, or if the context has no room to time the batches; and
+    `MemoryLimitError`.
+    """
+    fitting, skipped = _fitting(loaded, prompts, chat)
+    n_ctx = max(loaded.context_size(len(prompt.tokens)) for _, prompt in fitting)
+    sizes = timed_batch_sizes(loaded.n_rows_max)
+    samples: defaultdict[int, list[float]] = defaultdict(list)
+    answers: list[TargetAnswer] = []
+    with loaded.contexts(n_ctx, drafts=False) as (target, _):
+        for text, prompt in fitting:
+            progress(len(answers), len(fitting))
+            target.remove(0)
+            generation = DrafterFactory(loaded).sequence(prompt, n_ctx, (), 0, plain=True)
+            list(AnswerLoop(target, loaded.clock, interrupted).run(generation))
+            if interrupted():
+                return None
+            n_prompt = generation.n_prompt
+            answers.append(TargetAnswer(text, tuple(generation.tokens[n_prompt:])))
+            samples[1] += generation.tally.target_s_by_rows[1]
+            # Batches are timed right after the single tokens, since a machine's speed changes.
+            for size in _timed_sizes(sizes):
+                if interrupted():
+                    return None
+                if (seconds := time_batch(target, generation.tokens, size)) is not None:
+                    samples[size].append(seconds)
+    if not samples[1]:
+        raise PromptError("no answer is longer than a token: there is nothing to draft")
+    if any(not samples[size] for size in sizes):
+        raise PromptError(
+            f"a context of {n_ctx} tokens has no room to time batches of {sizes[-1]} rows",
+            hint="use a larger --ctx-size, or a smaller --draft-max",
+        )
+    batch_s = {size: statistics.median(samples[size]) for size in sizes}
+    for size, seconds in batch_s.items():
+        loaded.costs.table().start(size, seconds)
+    return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat)
+
+
+def try_draft(
+    loaded: Session,
+    baseline: Baseline,
+    *,
+    interrupted: Callable[[], bool] = lambda: False,
+    progress: PromptsDone = lambda _done, _total: None,
+) -> DraftFigures | None:
+    """Return the figures of the loaded draft for its target; None if interrupted.
+
+    Raise `MemoryLimitError` or `BackendError` if the draft model cannot be run.
+    """
+    if loaded.draft is not None and loaded.draft.reads == "cache":
+        raise BackendError(
+            f"{loaded.draft_name}: it reads the target's cache, so it cannot draft for kept answers",
+            hint="`specgen bench` measures it",
+        )
+    replays: list[Replay] = []
+    with loaded.contexts(baseline.n_ctx) as (target, drafts):
+        measure_if_new(loaded, target, drafts)
+        for answer in baseline.answers:
+            progress(len(replays), len(baseline.answers))
+            if interrupted():
+                return None
+            prompt = answered_prompt(loaded, baseline, answer)
+            for draft in drafts:
+                draft.remove(0)
+            generation = DrafterFactory(loaded).sequence(prompt, baseline.n_ctx, drafts, 0)
+            tokens, states = (*prompt.tokens, *answer.tokens), None
+            if isinstance(generation.hidden, HiddenTrail):
+                read_states(target, tokens, generation.hidden)
+            elif isinstance(generation.hidden, LastHidden):
+                states = _states_of_answer(target, tokens, len(prompt.tokens))
+            replays.append(replay(generation, answer, baseline, loaded.clock, states))
+    return summarise(replays)
+
+
+def replay(
+    generation: Sequence,
+    answer: TargetAnswer,
+    baseline: Baseline,
+    clock: Callable[[], float],
+    states: Hidden | None = None,
+) -> Replay:
+    """Replay the rounds of a known answer with the generation's drafter.
+
+    `generation` must be at the end of its prompt; afterwards it is at the end of the answer. `clock`
+    returns seconds and is read around each proposal. For drafts from the target's last state, `states` are
+    those from which it chose each token of the answer, float32[n_tokens, n_embd].
+    """
+    drafters, policy, hidden = generation.drafters, generation.policy, generation.hidden
+    tokens, costs = answer.tokens, baseline.costs
+    tally, start_s = Tally(), 0.0
+    while (done := len(generation.tokens) - generation.n_prompt) < len(tokens):
+        plan, draft, seconds = RoundPlan(Reason("off")), NO_DRAFT, 0.0
+        whole: tuple[Draft, ...] = ()
+        if drafters is not None:
+            started = clock()
+            offer = generation.offer(policy.n_max)
+            plan = policy.plan(offer) if done else draft_up_to(1)
+            proposed = draft_alone(drafters.propose(generation.tokens, plan))
+            whole, draft = (offer.found, proposed), plan.stop.cut(proposed)
+            if len(plan.found) + plan.n_max > 0 and not len(draft):
+                plan = dataclasses.replace(plan, reason=Reason("unsure"))
+            seconds = clock() - started
+        if not done:
+            # In a real answer, the prompt's round has no draft, and the draft model decodes the prompt in the
+            # next round. Here it decodes it before, for a proposal that is not used: so the rounds have only
+            # costs that grow with the answer.
+            start_s, seconds = seconds, 0.0
+            plan, whole, draft = RoundPlan(Reason("plain decode")), (), NO_DRAFT
+        else:
+            tally.n_rounds += 1
+            tally.draft_s += seconds
+            tally.target_s += costs.rows_s(1 + len(draft))
+            if not len(draft):
+                tally.add_undrafted(plan.reason.name, str(plan.reason))
+        path = agreeing_path(draft, tokens[done:])
+        last = done + len(path)
+        for token in tokens[done : last + 1]:
+            generation.commit(token)
+        if (
+            isinstance(hidden, LastHidden)
+            and states is not None
+            and done > 0
+            and last < len(states)
+        ):
+            hidden.take(states[last], generation.n_prompt + last)
+        n_rows = 1 + len(draft)
+        committed = tuple(tokens[done : last + 1])
+        result = RoundResult(
+            plan, draft, path, seconds, costs.rows_s(n_rows), n_rows, committed, whole
+        )
+        policy.observe(result)
+        if drafters is not None:
+            drafters.observe(result)
+        tally.add_draft(draft, path)
+    policy.finish()
+    return Replay(len(tokens) - 1, tally, start_s, baseline.token_s)
+
+
+def summarise(replays: abc.Sequence[Replay]) -> DraftFigures:
+    """Return the figures of all answers together. Answers of a single token say nothing and do not
+    count."""
+    counted = [replay for replay in replays if replay.tally.n_rounds]
+    tallies = [replay.tally for replay in counted]
+    n_tokens = sum(replay.n_tokens for replay in counted)
+    n_rounds, n_drafted = sum(t.n_rounds for t in tallies), sum(t.n_drafted for t in tallies)
+    draft_s = sum(tally.draft_s for tally in tallies)
+    seconds = draft_s + sum(tally.target_s for tally in tallies)
+    whole = Tally()
+    for each in chain.from_iterable(tally.reasons for tally in tallies):
+        whole.add_undrafted(each.reason, each.text, each.n_rounds)
+    return DraftFigures(
+        speedup=speedup(n_tokens, seconds, counted[0].token_s),
+        worst_speedup=min(replay.speedup for replay in counted),
+        tokens_per_s=n_tokens / seconds,
+        acceptance_rate=sum(t.n_accepted for t in tallies) / n_drafted if n_drafted else None,
+        mean_accepted_length=n_tokens / n_rounds,
+        draft_token_s=draft_s / n_drafted if n_drafted else None,
+        start_s=sum(replay.start_s for replay in counted) / len(counted),
+        n_rounds=n_rounds,
+        undrafted=whole.reasons,
+        speedups=tuple(replay.speedup for replay in counted),
+    )
+
+
+def plain_figures(baseline: Baseline) -> DraftFigures:
+    """Return the figures of plain decoding."""
+    n_answers = sum(len(answer.tokens) > 1 for answer in baseline.answers)
+    return DraftFigures(
+        1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0, speedups=(1.0,) * n_answers
+    )
+
+
+def agreeing_path(draft: Draft, tokens: abc.Sequence[int]) -> tuple[int, ...]:
+    """Return the nodes of a draft that a target accepts if its own next tokens are `tokens`: the longest
+    path from the root down that agrees with them."""
+    path: list[int] = []
+    for token in tokens:
+        node = path[-1] if path else ROOT
+        following = [child for child in draft.children(node) if draft.tokens[child] == token]
+        if not following:
+            break
+        path.append(following[0])
+    return tuple(path)
+
+
+def answered_prompt(loaded: Session, baseline: Baseline, answer: TargetAnswer) -> Prompt:
+    """Return the prompt of an answer. Each draft needs a prompt of its own, since it contains the draft's
+    tokens."""
+    return loaded.prompts.of_text(answer.prompt, chat=baseline.chat, now=_NOW)
+
+
+def _fitting(
+    loaded: Session, texts: abc.Sequence[str], chat: bool | None
+) -> tuple[list[tuple[str, Prompt]], tuple[int, ...]]:
+    """Return the prompts that fit into the context, as they were given and as the models see them, and the
+    numbers of the others. Raise `PromptError` if none fits."""
+    fitting: list[tuple[str, Prompt]] = []
+    skipped: list[int] = []
+    failure: PromptError | None = None
+    for number, text in enumerate(texts, 1):
+        prompt = loaded.prompts.of_text(text, chat=chat, now=_NOW)
+        try:
+            loaded.context_size(len(prompt.tokens) + 1)
+        except PromptError as error:
+            failure = error
+            skipped.append(number)
+        else:
+            fitting.append((text, prompt))
+    if not fitting:
+        raise failure or PromptError("there are no prompts")
+    return fitting, tuple(skipped)
+
+
+def _states_of_answer(target: LlamaBackend, tokens: abc.Sequence[int], n_prompt: int) -> Hidden:
+    """Return the final hidden states from which each token of an answer was chosen, float32[n_tokens, n_embd].
+    The context must be empty, and is empty again afterwards."""
+    pieces: list[Hidden] = []
+    start = 0
+    while start < len(tokens) - 1:
+        is_prompt = start < n_prompt - 1
+        size = target.n_batch if is_prompt else target.n_outputs
+        end = min(start + size, n_prompt - 1 if is_prompt else len(tokens) - 1)
+        batch = Batch()
+        for position in range(start, end):
+            batch.add(tokens[position], position, (0,), not is_prompt)
+        if is_prompt:
+            target.decode(batch)
+        else:
+            pieces.append(target.decode_hidden(batch)[1].copy())
+        start = end
+    target.remove(0)
+    return np.concatenate(pieces)
+
+
+def _timed_sizes(sizes: abc.Sequence[int]) -> Iterator[int]:
+    """Yield the sizes of batches to time after an answer. The first of `sizes`, a single row, is left
+    out: the answer itself times it."""
+    for repeat in range(_N_REPEATS):
+        yield from sizes[1 : None if repeat == 0 else _N_OFTEN]

@@ -1,0 +1,249 @@
+"""How far a draft goes while it is expected to save time: optimal stopping for chains, the best nodes of trees."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specgen.method.acceptance import BIN_EDGES, NGRAM_ORIGINS, origin_of_rank
+from specgen.method.draft import ROOT, Draft, TreeBuilder
+from specgen.system.arrays import ProbArray
+
+#: Values are computed for these probabilities that the draft so far is accepted whole, and interpolated
+#: between them.
+_N_GRID = 20
+_LEAST = 0.01
+_STEP = -math.log(_LEAST) / (_N_GRID - 1)
+_GRID = np.exp(np.linspace(math.log(_LEAST), 0.0, _N_GRID))
+#: Second guesses count with this share of their estimated probability: the cost of a row is certain, and
+#: choosing among many small expected gains favours the overestimated ones.
+_SECOND = 0.6
+
+
+class StoppingRule:
+    """The value, in seconds saved, of going on with a draft of n tokens.
+
+    `batch_s` is float64[n_max + 1]: the target's seconds for a batch with a draft of 0 to n_max
+    tokens. `next_s` are the seconds of a look at the next token, `token_s` the seconds that an
+    accepted token is worth. `frequencies` and `acceptance`, float64[n_bins], are how often the next
+    token falls in a bin of confidence, and how often a token of that bin is accepted.
+
+    With A the probability that the draft so far is accepted whole, V(n, A) = -next_s + the mean
+    over bins b of max(0, A acceptance[b] token_s - (batch_s[n + 1] - batch_s[n]) + max(0, V(n + 1, A
+    acceptance[b]))); V(n_max, A) = 0. That is: look, then take the token or not, then look again or
+    not.
+    """
+
+    def __init__(
+        self,
+        batch_s: ProbArray,
+        next_s: float,
+        token_s: float,
+        frequencies: ProbArray,
+        acceptance: ProbArray,
+    ) -> None:
+        self.n_max = len(batch_s) - 1
+        self._token_s = token_s
+        self._frequencies, self._gains_s = frequencies, token_s * acceptance
+        self._costs_s: list[float] = np.diff(batch_s).tolist()
+        # Where each point of the grid comes to lie once a token of each bin was accepted.
+        places = np.log(np.maximum(acceptance, _LEAST)) / _STEP + np.arange(_N_GRID)[:, None]
+        places = np.maximum(places, 0.0)
+        below = np.minimum(places.astype(np.intp), _N_GRID - 2)
+        share = places - below
+        gains_s = np.outer(_GRID, self._gains_s)
+        values = np.zeros((self.n_max + 1, _N_GRID))
+        for n in range(self.n_max - 1, -1, -1):
+            further = np.maximum(values[n + 1], 0.0)
+            after = further[below] + share * np.diff(further)[below]
+            taken = np.maximum(gains_s - self._costs_s[n] + after, 0.0)
+            values[n] = taken @ frequencies - next_s
+        # Only a few numbers are read at a time, for which lists are faster.
+        self._values: list[list[float]] = values.tolist()
+
+    def value(self, n_drafted: int, chance: float) -> float:
+        """Return the expected gain V of a look at the next token, in seconds; below 0 the look does not
+        pay."""
+        if n_drafted >= self.n_max:
+            return 0.0
+        values = self._values[n_drafted]
+        place = math.log(max(chance, _LEAST) / _LEAST) / _STEP
+        index = min(int(place), _N_GRID - 2)
+        return values[index] + (place - index) * (values[index + 1] - values[index])
+
+    def single(self, chance: float, cost_s: float) -> float:
+        """Return the expected gain, in seconds, of one more token after a draft with this probability, if
+        taking it costs `cost_s`, its look costs nothing, and no look follows."""
+        return float(np.maximum(chance * self._gains_s - cost_s, 0.0) @ self._frequencies)
+
+    def takes(self, n_drafted: int, chance: float) -> float:
+        """Return the expected gain of taking one more token, in seconds; with it, the draft's probability
+        is `chance`."""
+        if n_drafted >= self.n_max:
+            return -1.0
+        gain_s = chance * self._token_s - self._costs_s[n_drafted]
+        return gain_s + max(0.0, self.value(n_drafted + 1, chance))
+
+
+@dataclass(frozen=True, slots=True)
+class WhilePaying:
+    """Drafts as long as another token is expected to save time.
+
+    `curves` has, for each origin, the probability that its tokens are accepted, by bin of the drafter's
+    confidence. An expected token counts `ngram_token_s` or `model_token_s` seconds, and `extra_s[n]` are
+    the seconds that n drafted tokens add to the target's batch. A look of the drafter `origin` takes
+    `next_s` seconds; without a `rule` it drafts nothing.
+    """
+
+    origin: str
+    curves: Mapping[str, Sequence[float]]
+    ngram_token_s: float
+    model_token_s: float
+    extra_s: Sequence[float]
+    rule: StoppingRule | None = None
+    next_s: float = 0.0
+    p_min: float = 0.0
+    needs_confidence: bool = True
+
+    def token_s(self, origin: str) -> float:
+        """Return the seconds that an expected token of an origin counts."""
+        return self.ngram_token_s if origin in NGRAM_ORIGINS else self.model_token_s
+
+    def worth_of(self, draft: Draft) -> float:
+        """Return the expected gain of verifying a draft, in seconds; 0 for none."""
+        if not len(draft):
+            return 0.0
+        chances = self.path_probabilities(draft)[: len(self.extra_s) - 1]
+        return sum(chances) * self.token_s(draft.origins[0]) - self.extra_s[len(chances)]
+
+    def chance(self, origin: str, confidence: float | None) -> float:
+        """Return the probability that a token is accepted if all before it are."""
+        confidence = 1.0 if confidence is None else confidence
+        return self.curves[origin][bisect.bisect_left(BIN_EDGES, confidence)]
+
+    def guess_probability(self, rank: int, confidence: float) -> float:
+        """Return the probability of the drafter's guess number `rank`, from 0, for one position of a tree."""
+        chance = self.chance(origin_of_rank(self.origin, rank), confidence)
+        return chance if rank == 0 else _SECOND * chance
+
+    def wants_token(self, confidences: Sequence[float]) -> bool:
+        if confidences[-1] < self.p_min or self.rule is None:
+            return False
+        return self.rule.takes(len(confidences) - 1, self._path_probability(confidences)) > 0.0
+
+    def wants_decode(self, confidences: Sequence[float]) -> bool:
+        if self.rule is None:
+            return False
+        return self.rule.value(len(confidences), self._path_probability(confidences)) > 0.0
+
+    def cut(self, draft: Draft) -> Draft:
+        """Return the nodes worth verifying, those of a tree likeliest first. What was drawn at random stays, whatever it is, and so does what
+        it depends on."""
+        n_drawn = draft.n_drawn
+        if not len(draft) or (n_drawn and not draft.has_free_end):
+            return draft
+        chances = self.path_probabilities(draft)
+        if draft.is_chain:
+            token_s = self.token_s(draft.origins[0])
+            n_best = _best_number(chances, token_s, self.extra_s)
+            return draft.first(max(n_drawn, n_best))
+        token_s = self.token_s(draft.origins[n_drawn])
+        extra_s = [seconds - self.extra_s[n_drawn] for seconds in self.extra_s[n_drawn:]]
+        behind = best_nodes(chances[n_drawn:], token_s, extra_s)
+        return draft.only([*range(n_drawn), *(n_drawn + node for node in behind)])
+
+    def frontier(
+        self,
+        tree: TreeBuilder,
+        probabilities: Sequence[float],
+        n_deepest: int,
+        n_most: int,
+        seconds: Callable[[int], float],
+    ) -> list[int]:
+        """Return the nodes that the model should look beyond next in one batch, at most `n_most`; none ends
+        the tree.
+
+        `probabilities` are those of the paths down to the tree's nodes. Children have depths below `n_deepest`.
+        `seconds(n)` is the model's time for a batch of n nodes.
+        """
+        if self.rule is None:
+            return []
+        nodes = [
+            node
+            for node in tree.open_nodes(n_deepest - 1)
+            if tree.ranks[node] > 0 or tree.probabilities[node] >= self.p_min
+        ]
+        nodes.sort(key=probabilities.__getitem__, reverse=True)
+        token_s, extra_s = self.token_s(self.origin), self.extra_s
+        n_room = len(extra_s) - 1
+        taken = best_nodes(probabilities, token_s, extra_s)
+        # A new node takes one more row, or the row of the least likely node that has one.
+        insert_s = math.inf
+        if len(taken) < n_room:
+            insert_s = extra_s[len(taken) + 1] - extra_s[len(taken)]
+        if taken:
+            insert_s = min(insert_s, probabilities[taken[-1]] * token_s)
+        best, best_s, gain_s = 0, 0.0, 0.0
+        for n, node in enumerate(nodes[:n_most]):
+            chance, n_rows = probabilities[node], len(taken)
+            if n_rows >= n_room:  # no row is free: only likelier nodes keep theirs
+                n_rows = sum(probabilities[other] >= chance for other in taken)
+            n_rows = max(n_rows, tree.depths[node] + 1)
+            if n_rows >= n_room:
+                break
+            # The first node may be followed far. Tokens behind the others would compete for the same rows.
+            if n == 0:
+                further_s = self.rule.value(n_rows, chance) + self.next_s
+                gain_s += max(0.0, further_s)
+            else:
+                gain_s += self.rule.single(chance, insert_s)
+            if node not in taken:  # the node itself would need a row too
+                gain_s += min(0.0, chance * token_s - insert_s)
+            if gain_s - seconds(n + 1) > best_s:
+                best, best_s = n + 1, gain_s - seconds(n + 1)
+        return nodes[:best]
+
+    def path_probabilities(self, draft: Draft) -> list[float]:
+        """Return, for each node of a draft, the probability that it and its ancestors are accepted."""
+        probabilities: list[float] = []
+        for parent, origin, rank, confidence in zip(
+            draft.parents, draft.origins, draft.ranks(), draft.probabilities, strict=True
+        ):
+            chance = self.chance(origin_of_rank(origin, rank), confidence)
+            probabilities.append(chance if parent == ROOT else chance * probabilities[parent])
+        return probabilities
+
+    def _path_probability(self, confidences: Sequence[float]) -> float:
+        """Return the probability that tokens with these confidences are accepted."""
+        chance, curve = 1.0, self.curves[self.origin]
+        for confidence in confidences:
+            chance *= curve[bisect.bisect_left(BIN_EDGES, confidence)]
+        return chance
+
+
+def best_nodes(
+    path_probabilities: Sequence[float], token_s: float, extra_s: Sequence[float]
+) -> list[int]:
+    """Return the nodes of a tree that are worth most together, likeliest first.
+
+    The probability that a path is accepted does not grow along it. So the n likeliest nodes always
+    form a tree, and it is the best tree of n nodes (Sequoia, arXiv:2402.12374). `path_probabilities`
+    lists parents before their children; `extra_s[n]` are the seconds to verify n nodes.
+    """
+    order = sorted(range(len(path_probabilities)), key=path_probabilities.__getitem__, reverse=True)
+    chances = [path_probabilities[node] for node in order]
+    return order[: _best_number(chances, token_s, extra_s)]
+
+
+def _best_number(chances: Sequence[float], token_s: float, extra_s: Sequence[float]) -> int:
+    """Return how many of the first nodes, accepted with these probabilities, are worth most together."""
+    best_n, best_s, gain_s = 0, 0.0, 0.0
+    for n, chance in enumerate(chances[: len(extra_s) - 1], 1):
+        gain_s += chance * token_s
+        if gain_s - extra_s[n] > best_s:
+            best_n, best_s = n, gain_s - extra_s[n]
+    return best_n

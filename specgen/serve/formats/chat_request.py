@@ -1,0 +1,254 @@
+"""Reads requests in OpenAI's older form, chat completions and text completions, and llama.cpp's for a gap.
+
+The command line gives the defaults of fields that are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BeforeValidator, Field
+
+from specgen.options import GenerationOptions, SamplerOptions
+from specgen.serve.formats.chat_answer import InfillWriter
+from specgen.serve.formats.fields import (
+    AnswerBody,
+    AnswerFormat,
+    BodyError,
+    Fields,
+    Integer,
+    Parts,
+    Schema,
+    ToolChoice,
+    Word,
+    parse,
+    shown,
+    text_of,
+)
+from specgen.serve.formats.request import Conversation, Functions, Kind, Request, arguments_of
+from specgen.session.prompts.infill import ContextFile, Gap
+from specgen.session.prompts.template import Message, Role, ToolCall
+
+_MOST_LOGPROBS = 100
+_ROLES: dict[str, Role] = {
+    "assistant": "assistant",
+    "developer": "system",
+    "system": "system",
+    "tool": "tool",
+    "user": "user",
+}
+
+
+class _CalledFunction(Fields):
+    name: Word
+    arguments: str = ""
+
+
+class _Call(Fields):
+    id: Word
+    function: _CalledFunction
+
+
+class _Message(Fields):
+    role: Literal["assistant", "developer", "system", "tool", "user"]
+    content: Parts | None = None
+    reasoning_content: Parts | None = Field(
+        None, validation_alias=AliasChoices("reasoning_content", "reasoning")
+    )
+    tool_calls: list[_Call] = []
+    tool_call_id: str | None = None
+
+
+class _Function(Fields):
+    name: str
+    description: str | None = None
+    parameters: Schema | None = None
+
+
+class _Tool(Fields):
+    type: Literal["function"]
+    function: _Function
+
+
+class _StreamOptions(Fields):
+    include_usage: bool = False
+
+
+def _as_number(value: Any) -> Any:
+    """Return how many likely tokens a chat's boolean asks for beside the chosen one; -1 for no logprobs."""
+    return int(value) - 1 if isinstance(value, bool) else value
+
+
+class _OpenAIBody(AnswerBody):
+    response_format: AnswerFormat | None = None
+    logprobs: (
+        Annotated[Integer, BeforeValidator(_as_number), Field(ge=-1, le=_MOST_LOGPROBS)] | None
+    ) = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=_MOST_LOGPROBS)] = 0
+    n: Annotated[Integer, Field(ge=1, lt=2**31)] = 1
+    stream_options: _StreamOptions = _StreamOptions()
+
+    def request(
+        self, kind: Kind, sampling: SamplerOptions, generation: GenerationOptions
+    ) -> Request:
+        """Return the request without its prompt."""
+        generation = self.generation(generation, self.response_format)
+        if self.logprobs is not None:
+            n_top = None if self.logprobs < 0 else max(self.logprobs, self.top_logprobs)
+            generation = replace(generation, logprobs=n_top)
+        return Request(
+            kind,
+            self.sampling(sampling),
+            generation,
+            warnings=tuple(self.warnings()),
+            n=self.n,
+            streams=self.stream,
+            has_usage_alone=self.stream_options.include_usage,
+            speculative=self.speculative,
+        )
+
+
+class _ChatBody(_OpenAIBody):
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    tools: list[_Tool] = []
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    reasoning_format: Literal["none", "auto", "deepseek"] = "none"
+
+
+class _CompletionBody(_OpenAIBody):
+    prompt: Any
+    suffix: str = ""
+    #: The system message of a line of a batch.
+    system: str | None = None
+
+
+class _File(Fields):
+    filename: str = "tmp"
+    text: str
+
+
+class _InfillBody(_OpenAIBody):
+    input_prefix: str = ""
+    #: The text with which the gap already starts.
+    prompt: str = ""
+    input_suffix: str = ""
+    input_extra: list[_File] = []
+
+
+def read_request(
+    kind: Kind,
+    body: Mapping[str, Any],
+    sampling: SamplerOptions,
+    generation: GenerationOptions,
+) -> Request:
+    """Read a body that asks for one answer to one prompt; `sampling` and `generation` give the defaults of
+    its fields. Raise `BodyError`."""
+    if kind == "chat":
+        request, *others = read_chat(body, sampling, generation)
+    else:
+        request, *others = read_completion(body, sampling, generation, kind=kind)
+    if others:
+        raise BodyError("prompt", "several prompts in one request are not supported here")
+    if request.gap is not None:
+        raise BodyError("suffix", "it is not supported here")
+    if request.n > 1:
+        raise BodyError("n", "several answers to one request are not supported here")
+    return request
+
+
+def read_chat(
+    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
+) -> tuple[Request, ...]:
+    """Read a body for the next turn of a conversation. Raise `BodyError`."""
+    asked = parse(_ChatBody, body)
+    functions = Functions()
+    for number, tool in enumerate(asked.tools):
+        where, each = f"tools[{number}].function", tool.function
+        functions.add(where, each.name, each.description, each.parameters)
+    request = replace(
+        asked.request("chat", sampling, generation),
+        messages=_messages(asked.messages),
+        tools=functions.chosen(asked.tool_choice, is_parallel=asked.parallel_tool_calls),
+        variables=asked.variables(asked.reasoning_effort),
+        splits_reasoning=asked.reasoning_format != "none",
+    )
+    return (request,)
+
+
+def _messages(turns: list[_Message]) -> tuple[Message, ...]:
+    found = Conversation()
+    for number, turn in enumerate(turns):
+        where = f"messages[{number}]"
+        if turn.content is None and turn.role != "assistant":
+            raise BodyError(f"{where}.content", "it is missing")
+        # A turn with calls only has no text. Templates read an empty text as none.
+        text = text_of(f"{where}.content", turn.content or [])
+        if turn.role == "tool":
+            found.add_result(f"{where}.tool_call_id", turn.tool_call_id, text)
+            continue
+        calls = tuple(
+            ToolCall(call.id, call.function.name, arguments_of(call.function.arguments))
+            for call in turn.tool_calls
+        )
+        thought = turn.reasoning_content
+        reasoning = None if thought is None else text_of(f"{where}.reasoning_content", thought)
+        found.add(Message(_ROLES[turn.role], text, calls, reasoning=reasoning))
+    return tuple(found.messages)
+
+
+def read_completion(
+    body: Mapping[str, Any],
+    sampling: SamplerOptions,
+    generation: GenerationOptions,
+    *,
+    kind: Kind = "completion",
+) -> tuple[Request, ...]:
+    """Read a body for the continuation of texts, or with `suffix` for the middle between two: a request for
+    each prompt. Raise `BodyError`."""
+    asked = parse(_CompletionBody, body)
+    empty = asked.request(kind, sampling, generation)
+    found: list[Request] = []
+    for prompt in _prompts(asked.prompt):
+        if isinstance(prompt, list):
+            found.append(replace(empty, tokens=tuple(prompt)))
+        elif asked.system is not None and kind == "prompt":
+            turns = (Message("system", asked.system), Message("user", prompt))
+            found.append(replace(empty, kind="chat", messages=turns))
+        elif asked.suffix:
+            found.append(replace(empty, gap=Gap(prompt, asked.suffix)))
+        else:
+            found.append(replace(empty, text=prompt))
+    return tuple(found)
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """Return the prompts of a request, which are texts or lists of tokens, or one of them."""
+    is_several = isinstance(value, list) and value and isinstance(value[0], str | list)
+    prompts: list[str | list[int]] = []
+    for each in value if is_several else [value]:
+        is_tokens = isinstance(each, list) and all(type(token) is int for token in each)
+        if not each or not (isinstance(each, str) or is_tokens):
+            what = f"{shown(each)} is not a text, or a list of texts or of tokens"
+            raise BodyError("prompt", "it is empty" if each == "" else what)
+        prompts.append(each)
+    return prompts
+
+
+def read_infill(
+    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
+) -> tuple[Request, ...]:
+    """Read a body in the form of llama.cpp's server, for a text with a gap. Raise `BodyError`."""
+    asked = parse(_InfillBody, body)
+    if not (asked.input_prefix or asked.prompt or asked.input_suffix):
+        raise BodyError("input_prefix", "there is no text before or after the gap")
+    if asked.n > 1:
+        raise BodyError("n", f"{shown(asked.n)} answers; a gap has one")
+    files = tuple(ContextFile(file.filename, file.text) for file in asked.input_extra)
+    gap = Gap(asked.input_prefix + asked.prompt, asked.input_suffix, context=files)
+    empty = asked.request("completion", sampling, generation)
+    # The last chunk has the usage.
+    return (replace(empty, gap=gap, has_usage_alone=False, writer=InfillWriter),)

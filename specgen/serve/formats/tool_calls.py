@@ -1,0 +1,414 @@
+"""Calls of tools: the forms in which models write them, a grammar for each form, and their reader.
+
+A model is trained on the calls that its template writes, so its form is recognised by the chat template. The
+families here write JSON objects with a name and arguments; they differ in the text around them, and in whether
+they write a list of objects.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+from specgen.errors import UsageError
+from specgen.options import Grammar
+from specgen.serve.formats.fields import BodyError
+from specgen.session.thoughts import ThoughtReader
+from specgen.text.grammar.json_schema import lenient_schema_grammar
+from specgen.text.grammar.llguidance_grammar import JSON_FORM
+
+#: An addition to a message, as OpenAI's API streams it: `content`, `reasoning_content` or `tool_calls`.
+Delta: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that may be called; `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    #: The field of the request that has the schema, for messages.
+    schema_field: str = ""
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """The definition in the form that chat templates expect, with all fields that they may read."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+        }
+        return {"type": "function", "function": function}
+
+
+# --- forms ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """The form of a family's calls: `opening`, an object or a list of objects, `closing`."""
+
+    opening: str
+    closing: str = ""
+    #: The object's key for the arguments.
+    arguments: str = "arguments"
+    is_list: bool = False
+    #: Whether the model may write a call without `opening`.
+    is_bare: bool = False
+
+    @property
+    def controls(self) -> tuple[str, ...]:
+        """Texts that may be control tokens; they are found only if the text shows control tokens."""
+        return tuple(text for text in (self.opening, self.closing) if text)
+
+
+HERMES = CallForm("<tool_call>", "</tool_call>")
+LLAMA = CallForm("<|python_tag|>", arguments="parameters", is_bare=True)
+MISTRAL = CallForm("[TOOL_CALLS]", is_list=True)
+GRANITE = CallForm("<|tool_call|>", is_list=True)
+
+
+def form_of(template: str) -> CallForm | None:
+    """Return the form of a template's calls; None if the template takes no tools, or writes calls in a form
+    that specgen cannot read."""
+    if not re.search(r"\btools\b", template):
+        return None
+    if "[TOOL_CALLS]" in template:
+        # Since Mistral Small 3.2 the name stands before the object.
+        return None if "[ARGS]" in template else MISTRAL
+    if "<|tool_call|>" in template:
+        return GRANITE
+    if "<tool_call>" in template:
+        # Qwen3-Coder's and GLM's calls have the same marks, with XML between them.
+        is_xml = "<function=" in template or "<arg_key>" in template
+        return None if is_xml else HERMES
+    if "ipython" in template and '"parameters": ' in template:
+        return LLAMA
+    return None
+
+
+# --- grammars --------------------------------------------------------------------------------------
+
+
+def calls_grammar(
+    form: CallForm,
+    functions: Sequence[Function],
+    *,
+    is_parallel: bool,
+    other: Grammar | None = None,
+) -> tuple[Grammar, list[str]]:
+    """Return a grammar for a call of one of `functions` in the model's form, for several if `is_parallel`,
+    or else for text that conforms to the JSON schema `other`; and warnings that name what it cannot enforce
+    of the parameters' schemas. Raise `BodyError` if no arguments conform to a function's parameters."""
+    warnings: list[str] = []
+    rules = [f"start: calls{' | other' if other is not None else ''}"]
+    rules.append(f"calls: {_whole(form, is_parallel)}")
+    rules.append("call: " + " | ".join(f"call_{n}" for n in range(len(functions))))
+    for number, function in enumerate(functions):
+        before = f'{{"name": "{function.name}", "{form.arguments}": '
+        rules.append(f'call_{number}: {_literal(before)} arguments_{number} "}}"')
+        schema, left_out = _parameters(function)
+        rules.append(f"arguments_{number}: {_json(schema)}")
+        if left_out:
+            names = ", ".join(left_out)
+            warnings.append(f"{function.schema_field}: no grammar can enforce {names}")
+    if other is not None:
+        rules.append(f"other: {_json(other)}")
+    return Grammar("lark", "\n".join(rules)), warnings
+
+
+def _whole(form: CallForm, is_parallel: bool) -> str:
+    """Return the rule for all calls of an answer, with the text around them."""
+    if form.is_list:
+        more = ' (", " call)*' if is_parallel else ""
+        return f'{_literal(form.opening)} " "? "[" call{more} "]"'
+    if form.is_bare:  # these models write one call in an answer
+        return "call"
+    one = f'{_literal(form.opening)} "\\n" call "\\n" {_literal(form.closing)}'
+    return f'{one} ("\\n" {one})*' if is_parallel else one
+
+
+def _literal(text: str) -> str:
+    """Return a text as a Lark literal, which has JSON's form."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json(schema: Grammar) -> str:
+    """Return a JSON schema in Lark's form."""
+    parsed = json.loads(schema.text)
+    form = {**JSON_FORM, "lenient": parsed.get("x-guidance") == {"lenient": True}}
+    return f"%json {json.dumps({**parsed, 'x-guidance': form})}"
+
+
+def _parameters(function: Function) -> tuple[Grammar, tuple[str, ...]]:
+    try:
+        return lenient_schema_grammar(json.dumps(function.parameters))
+    except UsageError as error:
+        raise BodyError(f"{function.schema_field}", error.message) from None
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+#: The text that may come before a bare call, and the beginnings of that text.
+_BARE = re.compile(r"\s*(?:```(?:json)?\s*)?(?=\{)")
+_BARE_BEGUN = re.compile(r"\s*(?:`{0,2}|```(?:j|js|jso|(?:json)?\s*))")
+_FENCE = "```"
+#: The beginning of an object that names a function.
+_NAMED = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"]*)"')
+
+
+class ToolCallParser:
+    """Splits an answer into content and calls. `names` are the functions that may be called.
+
+    A call is reported when its object is complete; until then its text is held back. An answer may also begin
+    with a bare object, perhaps in a code fence: small models write calls so, whatever their template says. A
+    broken call, or a call of an unknown function, is content, but may be held back until the end of the
+    answer. The result does not depend on how the text is cut into pieces. White space around calls is left
+    out. With `one_only`, everything after the first call is left out too. With `calls_only`, a grammar makes
+    sure that the answer is nothing but calls.
+    """
+
+    def __init__(
+        self,
+        form: CallForm,
+        names: Collection[str],
+        *,
+        one_only: bool = False,
+        calls_only: bool = False,
+    ) -> None:
+        self._form = form
+        self._names = frozenset(names)
+        self._one_only = one_only
+        self._calls_only = calls_only
+        #: The number of reported calls.
+        self.n_calls = 0
+        #: Text that is neither content nor a call yet.
+        self._rest = ""
+        self._is_beginning = True
+        #: The text that may end the last reported call.
+        self._closing = ""
+        #: Whether the rest begins with an object that was incomplete at the last attempt.
+        self._is_incomplete = False
+
+    def feed(self, text: str) -> list[Delta]:
+        """Add a piece of the answer; return what is certain now."""
+        self._rest += text
+        if self._is_incomplete and "}" not in text and "]" not in text:
+            return []
+        return self._read(is_last=False)
+
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """Return the rest, at the end of the answer. What there is of a call is left out if the answer
+        `is_cut`: it is no content, and no client can use it."""
+        return self._read(is_last=True, is_cut=is_cut)
+
+    def _read(self, *, is_last: bool, is_cut: bool = False) -> list[Delta]:
+        deltas: list[Delta] = []
+        content = ""
+        #: Where in the content a call begins that has no end.
+        begun: int | None = None
+        while True:
+            if self._one_only and self.n_calls:
+                self._rest = ""
+            if not self._skip_closing(is_last):
+                break
+            start, begin = self._call_begins()
+            if start < 0:
+                n_told = len(self._rest) if is_last else self._n_certain()
+                content += self._rest[:n_told]
+                self._rest = self._rest[n_told:]
+                break
+            content += self._rest[:start]
+            self._rest, begin = self._rest[start:], begin - start
+            end, calls = self._calls(begin)
+            self._is_incomplete = end < 0 and not is_last
+            if self._is_incomplete:
+                break
+            if not calls:
+                if end < 0 and begun is None and self._is_call_begun(begin):
+                    begun = len(content)
+                # Not all of it: behind a broken call there may be another one.
+                n_text = max(1, begin)
+                content += self._rest[:n_text]
+                self._rest = self._rest[n_text:]
+            else:
+                if self._one_only:
+                    calls = calls[:1]
+                deltas += _content(content) + [self._delta(*call) for call in calls]
+                content, begun = "", None
+                is_fenced = self._rest.lstrip().startswith(_FENCE)
+                self._closing = _FENCE if is_fenced else self._form.closing
+                self._rest = self._rest[end:]
+            self._is_beginning = False
+        if is_cut:
+            content = self._without_call(content, begun)
+        if is_last and self.n_calls:
+            content = content.rstrip()
+        return deltas + _content(content)
+
+    def _is_call_begun(self, begin: int) -> bool:
+        """Return whether the rest begins as a call: with the mark, or as an object that names a function."""
+        if self._form.opening in self._rest[:begin]:
+            return True
+        named = _NAMED.match(self._rest, begin)
+        return named is not None and named[1] in self._names
+
+    def _without_call(self, content: str, begun: int | None) -> str:
+        """Return the content of an answer that was cut, without what there is of a call at its end."""
+        if self._calls_only:
+            return ""
+        content = content[:begun]
+        return content[: len(content) - self._n_begun(content)] if self.n_calls else content
+
+    def _skip_closing(self, is_last: bool) -> bool:
+        """Skip the closing text of a call; return False if only more text can show whether it is there."""
+        if not self._closing:
+            return True
+        text = self._rest.lstrip()
+        if len(text) < len(self._closing) and self._closing.startswith(text):
+            if is_last:
+                self._rest = ""
+            return is_last
+        if text.startswith(self._closing):
+            self._rest = text[len(self._closing) :]
+        self._closing = ""
+        return True
+
+    def _call_begins(self) -> tuple[int, int]:
+        """Return where the next call begins in the rest, white space before it included, and where its JSON
+        begins; -1, -1 if there is no call."""
+        bare = _BARE.match(self._rest) if self._is_beginning else None
+        if bare is not None:
+            return 0, bare.end()
+        opening = self._form.opening
+        place = self._rest.find(opening)
+        if place < 0:
+            return -1, -1
+        return len(self._rest[:place].rstrip()), place + len(opening)
+
+    def _calls(self, begin: int) -> tuple[int, list[tuple[str, str]]]:
+        """Return the end of the JSON that begins here, and its calls as names and arguments. The end is -1 if
+        the JSON is incomplete."""
+        text = self._rest
+        begin += len(text[begin:]) - len(text[begin:].lstrip())
+        if begin == len(text):
+            return -1, []
+        if text[begin] not in "{[":
+            return begin, []
+        try:
+            value, end = _DECODER.raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            return -1, []
+        calls = [self._call(each) for each in (value if isinstance(value, list) else [value])]
+        return end, [call for call in calls if call is not None] if None not in calls else []
+
+    def _call(self, value: Any) -> tuple[str, str] | None:
+        """Return the name and the arguments of a call; None if the value is no call."""
+        if not isinstance(value, dict):
+            return None
+        name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+        if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
+            return None
+        text = json.dumps(arguments, ensure_ascii=False)
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # JSON's escapes can make half a surrogate pair
+            return None
+        return name, text
+
+    def _n_certain(self) -> int:
+        """Return how many characters of the rest are content, whatever follows."""
+        if self._is_beginning and _BARE_BEGUN.fullmatch(self._rest):
+            return 0
+        text = self._rest
+        n_certain = len(text[: len(text) - self._n_begun(text)].rstrip())
+        self._is_beginning = self._is_beginning and n_certain == 0
+        return n_certain
+
+    def _n_begun(self, text: str) -> int:
+        """Return how many characters at the end of a text may be the beginning of the opening mark."""
+        opening = self._form.opening
+        return next((n for n in range(len(opening) - 1, 0, -1) if text.endswith(opening[:n])), 0)
+
+    def _delta(self, name: str, arguments: str) -> Delta:
+        index = self.n_calls
+        self.n_calls += 1
+        return {
+            "tool_calls": [
+                {
+                    "index": index,
+                    "id": f"call_{uuid.uuid4().hex[:24]}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                }
+            ]
+        }
+
+
+def _content(text: str) -> list[Delta]:
+    return [{"content": text}] if text else []
+
+
+def _refuse(constant: str) -> NoReturn:
+    """Refuse NaN and Infinity, which Python reads but JSON lacks."""
+    raise ValueError(constant)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+class AnswerParser:
+    """Parses one answer: `thoughts` splits off its thinking block, and `calls` finds the calls behind it; a
+    part that is None is not looked for."""
+
+    def __init__(self, thoughts: ThoughtReader | None, calls: ToolCallParser | None) -> None:
+        self._thoughts = thoughts
+        self._calls = calls
+
+    @property
+    def n_calls(self) -> int:
+        """The number of reported calls."""
+        return self._calls.n_calls if self._calls is not None else 0
+
+    def feed(self, text: str) -> list[Delta]:
+        """Add a piece of the answer; return what is certain now."""
+        if self._thoughts is None:
+            return self._answer(text)
+        return self._split(*self._thoughts.feed(text))
+
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """Return the rest, at the end of the answer, which may be cut: see `ToolCallParser.finish`."""
+        deltas = self._split(*self._thoughts.finish()) if self._thoughts is not None else []
+        return deltas + (self._calls.finish(is_cut=is_cut) if self._calls is not None else [])
+
+    def _split(self, thought: str, answer: str) -> list[Delta]:
+        deltas: list[Delta] = [{"reasoning_content": thought}] if thought else []
+        return deltas + (self._answer(answer) if answer else [])
+
+    def _answer(self, text: str) -> list[Delta]:
+        if self._calls is not None:
+            return self._calls.feed(text)
+        return [{"content": text}] if text else []
+
+
+def message_of(parser: AnswerParser, text: str, *, is_cut: bool = False) -> dict[str, Any]:
+    """Return the message of a whole answer, read by a new `parser`."""
+    deltas = parser.feed(text) + parser.finish(is_cut=is_cut)
+    content = "".join(delta.get("content", "") for delta in deltas)
+    reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    calls = [
+        {name: value for name, value in call.items() if name != "index"}
+        for delta in deltas
+        for call in delta.get("tool_calls", [])
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message |= {"content": content or None, "tool_calls": calls}
+    return message

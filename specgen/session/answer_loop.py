@@ -1,0 +1,184 @@
+"""A whole answer in a loop: its prompt is read, in pieces, before the rounds, and it is summed up after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from specgen.errors import BackendError
+from specgen.events import Event, FinishedEvent, ReadingEvent
+from specgen.method.backend import Batch
+from specgen.method.cost_table import CostTable
+from specgen.method.draft import NO_DRAFT
+from specgen.method.loop import Loop
+from specgen.system.arrays import Logits
+from specgen.text.sequence import Sequence
+
+#: Single-token decodes timed by `plain_token_s`.
+_N_PROBES = 3
+#: Tokens of the shortest answer that is compared with plain decoding.
+_SHORTEST_COMPARED = 30
+
+
+class AnswerLoop(Loop):
+    """A loop that also reads the prompts of its sequences, and sums their answers up."""
+
+    def run(self, sequence: Sequence) -> Iterator[Event]:
+        """Generate a whole answer, and yield its events. Raise the error that ends it early."""
+        yield from self.start(sequence)
+        while not sequence.is_finished:
+            yield from self.round([sequence])
+        if sequence.failure is not None:
+            raise sequence.failure
+
+    def start(self, sequence: Sequence) -> list[Event]:
+        """Decode a prompt, commit the first token, and return the events. There is no draft in this step,
+        so the first token comes as early as in plain decoding, and the prompt is decoded in the same
+        batches."""
+        events: list[Event] = []
+        while not (sequence.is_started or sequence.is_finished):
+            events += self.read(sequence)
+        return events
+
+    def read(self, sequence: Sequence, n_most: int | None = None) -> list[Event]:
+        """Decode one piece of a prompt, at most `n_most` tokens (by default as many as the target takes at
+        once). After the last piece, commit the first token. Return the events."""
+        if sequence.is_finished:
+            return []
+        started, target_s = self.clock(), self.target.decode_s
+        events = self.begin_reading(sequence, started)
+        if self._interrupted() and not sequence.is_finished:
+            events += sequence.interrupt(self.now_s)
+        logits = None
+        if not sequence.is_finished:
+            batch, n_batch = Batch(), self.target.n_batch
+            is_last = self.add_piece(batch, sequence, min(n_most or n_batch, n_batch))
+            rows = self.decode_text(sequence, batch)
+            logits = rows if is_last else None
+        return events + self.after_chunk(sequence, logits, self.target.decode_s - target_s, started)
+
+    def begin_reading(self, sequence: Sequence, started: float) -> list[Event]:
+        """Prepare for the first piece of a prompt, if nothing was read yet. Return the events."""
+        if sequence.read_since_s is not None:
+            return []
+        sequence.read_since_s = started
+        sequence.n_cached = self.target.length(sequence.slot.first)
+        # Tokens that the grammar forces need no decode: they are decoded with the prompt.
+        events = sequence.take_forced(started - self._started_s)
+        if events:
+            sequence.tally.first_token_s = self.clock() - started
+        return events
+
+    def add_piece(self, batch: Batch, sequence: Sequence, n_most: int) -> bool:
+        """Add to a batch the next tokens of the text that the cache does not hold yet: of the prompt, and
+        tokens that the grammar forces after it. Return whether these are the last ones; their last row
+        then wants logits."""
+        text, first = sequence.tokens, sequence.slot.first
+        start = self.target.length(first)
+        for offset, token in enumerate(text[start : start + n_most]):
+            batch.add(token, start + offset, (first,), False)
+        is_last = start + n_most >= len(text)
+        batch.wants_logits[-1] = is_last
+        return is_last
+
+    def after_chunk(
+        self, sequence: Sequence, logits: Logits | None, target_s: float, started: float
+    ) -> list[Event]:
+        """Record a piece of a prompt, which took `target_s` of the target since `started`. After the
+        last piece, whose `logits` are float32[1, n_vocab], commit the first token. Return the events."""
+        tally = sequence.tally
+        events: list[Event] = []
+        if logits is not None:
+            verdict = self.verify(sequence, NO_DRAFT, logits)
+            events += sequence.take(NO_DRAFT, verdict, logits, self.now_s)
+            sequence.is_started = True
+        now = self.clock()
+        tally.add_prompt(target_s, now - started, len(sequence.tokens) - sequence.n_prompt)
+        if sequence.is_started and tally.first_token_s is None:
+            assert sequence.read_since_s is not None
+            tally.first_token_s = now - sequence.read_since_s
+        if sequence.is_started or sequence.is_finished:
+            return events
+        n_read, n_all = self.target.length(sequence.slot.first), len(sequence.tokens)
+        token_s = tally.wall_s / max(1, n_read - sequence.n_cached)
+        left_s = (n_all - n_read) * token_s
+        n_read = min(n_read, sequence.n_prompt)
+        reading = ReadingEvent(sequence.index, self.now_s, n_read, sequence.n_prompt, left_s)
+        return [*events, reading]
+
+    def finish(
+        self, sequence: Sequence, *, estimate_gain: bool, costs: CostTable | None = None
+    ) -> list[FinishedEvent]:
+        """Return the summary of a finished sequence. A sequence that had drafts is compared with plain
+        decoding: with `estimate_gain` by its own decodes, which may take a few more, otherwise by the
+        `costs` of the target's batches. A short answer is not: the decodes would take a part of its time,
+        and their noise would decide."""
+        sequence.policy.finish()
+        # Decodes next to one another, and costs that were measured before, count as one time.
+        token_s, how, n_times = None, "", 1
+        is_compared = sequence.tally.n_drafted and sequence.n_answer >= _SHORTEST_COMPARED
+        if is_compared and not estimate_gain and costs is not None:
+            token_s = sequence.tally.priced_token_s(costs)
+            how = "from the measured costs of the target's batches"
+        elif is_compared and estimate_gain:
+            token_s = sequence.tally.plain_token_s()
+            n_plain = len(sequence.tally.target_s_by_rows[1])
+            how = f"from the {n_plain} rounds of this answer that had no draft"
+            n_times = max(1, n_plain)
+            if token_s is None and sequence.finish_reason != "interrupted":
+                token_s = self.plain_token_s(sequence)
+                how = f"from {_N_PROBES} single-token decodes at the end of the answer"
+                n_times = 1
+        return [sequence.finished_event(self.now_s, token_s, how, n_times)]
+
+    def plain_token_s(self, sequence: Sequence) -> float | None:
+        """Return the target's time for one token: the median seconds of a few decodes of the text's last
+        token, after which the cache is as before. None if there is no room."""
+        first = sequence.slot.first
+        length = self.target.length(first)
+        if length == 0 or length >= sequence.n_ctx:
+            return None
+        samples = []
+        for _ in range(_N_PROBES):
+            self.target.checkpoint(first)
+            batch = Batch()
+            batch.add(sequence.tokens[-1], length, (first,), True)
+            before = self.target.decode_s
+            self.target.decode(batch)
+            samples.append(self.target.decode_s - before)
+            self.target.remove(first, length)
+        return float(np.median(samples))
+
+
+@dataclass(slots=True)
+class ChunkedPrefill:
+    """A prompt of which a piece is read in the batch of a round of other sequences."""
+
+    loop: AnswerLoop
+    sequence: Sequence
+    #: The most tokens to read beside so many rows of the round.
+    n_rows: Callable[[int], int]
+    #: The share of the batch's time that the round's own rows take, from their number and that of all.
+    share: Callable[[int, int], float]
+    _is_last: bool = False
+
+    def add_to(self, batch: Batch) -> list[Event]:
+        events = self.loop.begin_reading(self.sequence, self.loop.clock())
+        n_most = min(self.n_rows(len(batch)), self.loop.target.n_batch - len(batch))
+        if n_most > 0 and not self.sequence.is_finished:
+            self._is_last = self.loop.add_piece(batch, self.sequence, n_most)
+        return events
+
+    def after(
+        self, n_own: int, batch: Batch, logits: Logits, target_s: float
+    ) -> tuple[float, list[Event]]:
+        read_s = target_s * (1.0 - self.share(n_own, len(batch)))
+        last = logits[-1:] if self._is_last else None
+        started = self.loop.clock() - read_s
+        try:
+            return read_s, self.loop.after_chunk(self.sequence, last, read_s, started)
+        except BackendError as error:  # the grammar allows no token, or a logit is not a number
+            self.sequence.failure = error
+            return read_s, []

@@ -1,0 +1,340 @@
+"""What was learnt on this machine: what decodes cost, which drafts are accepted, and with how
+many threads a model is fastest.
+
+It is kept in one JSON file. Each process reads the file once, corrects the entries that it used, and
+writes these into the file as it is by then. If two processes correct the same entry, the later one
+wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from specgen.method.acceptance import (
+    N_BINS,
+    AcceptanceCounts,
+    AcceptanceRates,
+    GainPrior,
+)
+from specgen.method.cost_table import CostTable
+from specgen.options import ContextOptions
+from specgen.session.costs import MIN_SIZES
+from specgen.system.files import replace_text
+
+#: Tables by how full the context is, in tokens: below 512, 1024, 2048, ...
+_SHALLOW = 512
+_N_DEPTHS = 22
+#: The number of entries of each kind that are kept, the latest ones.
+_N_KEPT = 256
+#: How many further processes use costs that were measured on a busy machine, before they are measured again.
+_N_REUSED = 3
+_COSTS, _CHANCES, _THREADS = "costs", "chances", "threads"
+#: By the first key of a model's tables: how many processes may still use its costs of a busy machine.
+_BUSY = "busy"
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """Threads for a single row, and for batches; llama.cpp has no room for more than 512."""
+
+    n_single: Annotated[int, Field(strict=True, ge=1, le=512)]
+    n_batch: Annotated[int, Field(strict=True, ge=1, le=512)]
+
+
+def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOptions:
+    """Return the options, with the measured numbers of threads where the options name none. A number
+    that the user names is meant for batches too."""
+    if threads is None or context.n_threads is not None:
+        return context
+    n_batch = context.n_threads_batch or threads.n_batch
+    return replace(context, n_threads=threads.n_single, n_threads_batch=n_batch)
+
+
+class Memory:
+    """Measured costs, acceptance statistics and threads, from a file. Without a file nothing is
+    known, and nothing is kept.
+
+    `machine` is everything about the machine and the build of llama.cpp that decides what a
+    decode costs, as JSON values.
+    """
+
+    def __init__(self, file: Path | None = None, machine: Mapping[str, Any] | None = None) -> None:
+        self._file = file
+        self._machine = dict(machine or {})
+        self._known = _read(file)
+        self._tables: dict[str, CostTable] = {}
+        self._acceptance: dict[str, dict[str, AcceptanceRates]] = {}
+        self._threads: dict[str, Threads] = {}
+        #: Keys of tables that are to be removed from the file.
+        self._forgotten: set[str] = set()
+        #: First keys of tables that this process measured on a busy machine, and that an earlier one did.
+        self._busy: set[str] = set()
+        self._reused: set[str] = set()
+
+    def costs(self, model: Path, context: ContextOptions, n_past: int, n_threads: int) -> CostTable:
+        """Return the cost table of a model's decodes in contexts with these options and about `n_past`
+        tokens; empty if nothing is known. What the table learns is kept. `n_threads` is the number of
+        threads if the options name none."""
+        depth = min(max(0, n_past // _SHALLOW).bit_length(), _N_DEPTHS - 1)
+        keys = self._cost_keys(model, context, n_threads)
+        if keys[0] in self._known[_BUSY] and keys[0] not in self._reused:
+            self._reused.add(keys[0])
+            if self._n_reuses(keys[0]) == 0:  # measure again
+                for key in keys:
+                    self._known[_COSTS].pop(key, None)
+        table = self._tables.get(keys[depth])
+        if table is None:
+            known = self._table(keys[depth]) or next(self._nearest(keys, depth), CostTable())
+            table = self._tables[keys[depth]] = CostTable(known.known)
+        if depth:
+            self._extend(table, keys, depth)
+        return table
+
+    def forget_costs(self, model: Path, context: ContextOptions, n_threads: int) -> None:
+        """Forget the costs of a model's decodes in such contexts, so that they are measured again: the
+        machine may have had other work to do. No table of them may be in use."""
+        for key in self._cost_keys(model, context, n_threads):
+            self._tables.pop(key, None)
+            self._known[_COSTS].pop(key, None)
+            self._forgotten.add(key)
+            self._busy.discard(key)
+
+    def keep_briefly(self, model: Path, context: ContextOptions, n_threads: int) -> None:
+        """Let only the next few processes use the present costs of a model's decodes in such contexts: the machine
+        had other work to do. On a machine that is always busy, not each process measures."""
+        self._busy.add(self._cost_keys(model, context, n_threads)[0])
+
+    def threads(self, model: Path, context: ContextOptions) -> Threads | None:
+        """Return the numbers of threads with which a model is fastest; None if they were not
+        measured."""
+        key = self._model_key(model, context)
+        return self._threads.get(key) or _valid(_THREAD_COUNTS, self._known[_THREADS].get(key))
+
+    def keep_threads(self, model: Path, context: ContextOptions, threads: Threads) -> None:
+        """Store the numbers of threads for a model."""
+        self._threads[self._model_key(model, context)] = threads
+
+    def acceptance(self, target: Path, draft: Path | str, mode: str) -> dict[str, AcceptanceRates]:
+        """Return the acceptance statistics of the drafts of `draft` for `target`, by origin; origins that
+        are added to the result are kept. `mode` separates cases whose acceptance rates differ."""
+        name = _identity(draft) if isinstance(draft, Path) else draft
+        key = _key({"target": _identity(target), "draft": name, "mode": mode})
+        if key not in self._acceptance:
+            kept = self._known[_CHANCES].get(key, {})
+            entries = kept.items() if isinstance(kept, dict) else ()
+            found = {origin: _valid(_COUNTS, entry) for origin, entry in entries}
+            self._acceptance[key] = {
+                origin: AcceptanceRates(origin, counts.to_counts())
+                for origin, counts in found.items()
+                if counts is not None
+            }
+        return self._acceptance[key]
+
+    def save(self) -> None:
+        """Write what was learnt to the file. A file that cannot be written stays as it is, and the rest
+        is learnt again."""
+        with contextlib.suppress(OSError):
+            self.write()
+
+    def write(self) -> None:
+        """Write what was learnt to the file. Raise `OSError`; the file is then as it was."""
+        if self._file is None:
+            return
+        document = _read(self._file)
+        self._count_busy(document[_BUSY])
+        for key in self._forgotten:
+            document[_COSTS].pop(key, None)
+        for key, table in self._tables.items():
+            if table:
+                _move_last(document[_COSTS], key, {n: round(s, 7) for n, s in table.known.items()})
+        for key, by_origin in self._acceptance.items():
+            counted = {
+                origin: _Counts.of(rates.counts).model_dump(exclude_defaults=True)
+                for origin, rates in by_origin.items()
+                if rates.n_judged
+            }
+            if counted:
+                _move_last(document[_CHANCES], key, counted)
+        for key, threads in self._threads.items():
+            _move_last(document[_THREADS], key, asdict(threads))
+        for kind, entries in document.items():
+            document[kind] = dict(list(entries.items())[-_N_KEPT:])
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(self._file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+    def _count_busy(self, left: dict[str, Any]) -> None:
+        """Count in the file this process's measurements on a busy machine, and its use of earlier ones."""
+        for key in self._reused - self._busy:
+            n_left = self._n_reuses(key)
+            if n_left and key not in self._forgotten:
+                left[key] = n_left - 1
+            elif len(self._tables.get(key, CostTable()).known) >= MIN_SIZES:  # measured anew
+                left.pop(key, None)
+        for key in self._busy:
+            _move_last(left, key, _N_REUSED)
+
+    def _n_reuses(self, key: str) -> int:
+        left = self._known[_BUSY].get(key)
+        return min(left, _N_REUSED) if type(left) is int and left > 0 else 0
+
+    def _table(self, key: str) -> CostTable:
+        """Return the table of a key as this process has it, or as the file does."""
+        if key in self._tables:
+            return self._tables[key]
+        return CostTable(_valid(_SECONDS, self._known[_COSTS].get(key)) or {})
+
+    def _nearest(self, keys: Sequence[str], depth: int) -> Iterator[CostTable]:
+        """Yield the tables of other depths that know something, the nearest depth first."""
+        for other in sorted(range(len(keys)), key=lambda other: abs(other - depth)):
+            if other != depth and (table := self._table(keys[other])):
+                yield table
+
+    def _extend(self, table: CostTable, keys: Sequence[str], depth: int) -> None:
+        """Copy the costs of larger batches from the nearest depth that has them, scaled to this table. A
+        table that was made without drafts knows small batches only. It expects larger ones to cost in
+        proportion to their rows, so that no draft would ever pay."""
+        largest = max(table.known, default=0)
+        for kept in self._nearest(keys, depth):
+            if max(kept.known) <= largest:
+                continue
+            pace = table.seconds(1) / kept.seconds(1) if table.knows(1) and kept.knows(1) else 1.0
+            for size, seconds in kept.known.items():
+                if not table.knows(size):
+                    table.start(size, seconds * pace)
+            return
+
+    def _cost_keys(self, model: Path, context: ContextOptions, n_threads: int) -> list[str]:
+        """Return the keys of a model's tables, by depth."""
+        n_threads = context.n_threads or n_threads
+        settings = _placement(context) | {
+            "n_threads": n_threads,
+            "n_threads_batch": context.n_threads_batch or n_threads,
+            "n_gpu_layers": context.n_gpu_layers,
+            "flash_attention": context.flash_attention,
+            "cache_type_k": context.cache_type_k,
+            "cache_type_v": context.cache_type_v,
+        }
+        about = {"model": _identity(model), "context": settings, "machine": self._machine}
+        return [_key({**about, "depth": depth}) for depth in range(_N_DEPTHS)]
+
+    def _model_key(self, model: Path, context: ContextOptions) -> str:
+        """Return the key of a model's threads. Layers on a GPU need no threads, so the
+        key includes the number of these layers."""
+        about = {"model": _identity(model), "n_gpu_layers": context.n_gpu_layers}
+        return _key({**about, **_placement(context), "machine": self._machine})
+
+
+def _identity(model: Path) -> str:
+    """Return the identity of a model file in any folder: its name and size; only the name if it is
+    missing."""
+    try:
+        return f"{model.name}:{model.stat().st_size}"
+    except OSError:
+        return model.name
+
+
+def _placement(context: ContextOptions) -> dict[str, Any]:
+    """Return the workers and their layers of the model; empty if this machine alone holds all layers."""
+    workers = context.workers
+    if workers is None:
+        return {}
+    return {
+        "workers": workers.endpoints,
+        "tensor_split": workers.tensor_split,
+        "output_here": workers.output_here,
+    }
+
+
+def _key(about: Mapping[str, Any]) -> str:
+    return json.dumps(about, sort_keys=True, ensure_ascii=False)
+
+
+# --- the file --------------------------------------------------------------------------------
+
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+_Bins = Annotated[
+    list[Annotated[_Number, Field(ge=0.0)]], Field(min_length=N_BINS, max_length=N_BINS)
+]
+#: The fields of a `GainPrior`.
+_N_GAINS = len(fields(GainPrior))
+_Gains = Annotated[list[_Number], Field(min_length=_N_GAINS, max_length=_N_GAINS)]
+_SECONDS = TypeAdapter(
+    dict[Annotated[int, Field(ge=1, le=10**6)], Annotated[_Number, Field(gt=0.0)]]
+)
+_THREAD_COUNTS = TypeAdapter(Threads)
+
+
+class _Counts(BaseModel):
+    """The counts of `AcceptanceCounts` as JSON values."""
+
+    model_config = ConfigDict(strict=True)
+
+    judged: _Bins
+    accepted: _Bins
+    seen: _Bins
+    gains: _Gains | None = None
+    gains_beside: dict[str, _Gains] = {}
+
+    @classmethod
+    def of(cls, counts: AcceptanceCounts) -> _Counts:
+        known = {n: gains for n, gains in counts.gains_beside.items() if gains.start is not None}
+        return cls(
+            judged=counts.n_judged.round(3).tolist(),
+            accepted=counts.n_accepted.round(3).tolist(),
+            seen=counts.n_seen.round(3).tolist(),
+            gains=_rounded(counts.gains) if counts.gains.start is not None else None,
+            gains_beside={str(n): _rounded(gains) for n, gains in known.items()},
+        )
+
+    def to_counts(self) -> AcceptanceCounts:
+        judged, accepted, seen = map(np.array, (self.judged, self.accepted, self.seen))
+        return AcceptanceCounts(
+            judged,
+            np.minimum(accepted, judged),
+            seen,
+            GainPrior(*self.gains or ()),
+            {int(n): GainPrior(*each) for n, each in self.gains_beside.items() if n.isdecimal()},
+        )
+
+
+def _rounded(gains: GainPrior) -> list[float]:
+    return [round(number, 4) for number in astuple(gains)]
+
+
+def _valid(adapter: TypeAdapter[_Value], entry: object) -> _Value | None:
+    """Return an entry of the file; None if it makes no sense."""
+    try:
+        return adapter.validate_python(entry)
+    except ValidationError:
+        return None
+
+
+_COUNTS = TypeAdapter(_Counts)
+
+
+def _read(file: Path | None) -> dict[str, dict[str, Any]]:
+    """Return the contents of the file by kind; empty if it is missing, not readable, or makes no
+    sense."""
+    document: object = None
+    if file is not None:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            document = json.loads(file.read_text(encoding="utf-8"))
+    found = document if isinstance(document, dict) else {}
+    kinds = {kind: found.get(kind) for kind in (_COSTS, _CHANCES, _THREADS, _BUSY)}
+    return {kind: dict(value) if isinstance(value, dict) else {} for kind, value in kinds.items()}
+
+
+def _move_last(entries: dict[str, Any], key: str, value: object) -> None:
+    """Set an entry, and let it be the latest."""
+    entries.pop(key, None)
+    entries[key] = value

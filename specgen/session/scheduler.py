@@ -1,0 +1,140 @@
+"""What an engine does next: which request begins, which prompt is read, and how much of it."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from specgen.errors import BackendError, SpecgenError
+from specgen.llama import LlamaBackend
+from specgen.method.cost_table import CostTable
+from specgen.session.answer_loop import AnswerLoop, ChunkedPrefill
+from specgen.session.prefix_cache import PrefixCache, Slot
+from specgen.session.prompts import Prompt
+from specgen.session.request import Request, RequestSettings
+from specgen.text.prefix import n_common
+
+#: Waiting requests among which one is sought that need not wait for another prompt.
+_N_CONSIDERED = 16
+#: A prompt waits for another one if it can share at least so many more tokens of it.
+_N_WORTH_WAITING = 32
+#: The most tokens of a prompt that are read between two rounds of other answers, which wait for them, or
+#: beside a round while costs are not known.
+N_READ_BESIDE = 32
+
+
+class Scheduler:
+    """Queues requests for the `slots` of an engine. `costs` returns the target's cost table. Requests may be added from
+    any thread; all else is for the thread that steps the engine."""
+
+    def __init__(
+        self, slots: PrefixCache, target: LlamaBackend, costs: Callable[[], CostTable]
+    ) -> None:
+        self._slots = slots
+        self._target = target
+        self._costs = costs
+        #: Held while the queue changes.
+        self._lock = threading.Lock()
+        self._waiting: deque[Request] = deque()
+        self._n_added = 0
+        self._reads_oldest = False
+        self._is_closed = False
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, prompt: Prompt, settings: RequestSettings, seed: int, *, drafts: bool) -> Request:
+        """Queue a request. Raise `BackendError` after `close`."""
+        with self._lock:
+            if self._is_closed:
+                raise BackendError("the engine is closed")
+            request = Request(self._n_added, prompt, settings, seed, drafts)
+            self._n_added += 1
+            self._waiting.append(request)
+        return request
+
+    def close(self, error: SpecgenError) -> None:
+        """End the answers that are not done with an error, and take no more."""
+        with self._lock:
+            self._is_closed = True
+            waiting, self._waiting = list(self._waiting), deque()
+        for request in (*waiting, *(slot.request for slot in self._slots)):
+            if request is not None and not request.is_done:
+                request.failure = error
+        for slot in self._slots:
+            slot.free()
+
+    def next_waiting(self) -> Request | None:
+        """Take the next request from the queue if a slot is free. A request waits for a prompt with the
+        same prefix that is being prefilled: then it shares those cells."""
+        if self._slots.n_busy == len(self._slots):
+            return None
+        reading = self._slots.reading() if self._target.can_branch else []
+        with self._lock:
+            for request in itertools.islice(self._waiting, _N_CONSIDERED):
+                if not any(self._would_share_more(request, slot) for slot in reading):
+                    self._waiting.remove(request)
+                    return request
+        return None
+
+    def next_reading(self) -> Slot | None:
+        """Return the slot whose prompt is read next. By turns it is the one with the fewest tokens left and
+        the oldest one: a short prompt need not wait for a long one, and many short ones do not keep a long
+        one waiting."""
+        self._reads_oldest = not self._reads_oldest
+
+        def rank(slot: Slot) -> tuple[int, int]:
+            n_left = 0 if self._reads_oldest else slot.n_prompt - self._n_read(slot)
+            return n_left, slot.used_last
+
+        return min(self._slots.reading(), key=rank, default=None)
+
+    def can_read_beside(self, reading: Slot) -> bool:
+        """Return whether a piece of a prompt can be read in the batch of a round: a row must have the same
+        logits in any batch, and no rows of recurrent states or hidden states may be wanted."""
+        decoding = self._slots.decoding()
+        return (
+            bool(decoding)
+            and self._target.model.has_equal_rows
+            and self._target.rollback == "cells"
+            and not (reading.request and reading.request.is_cancelled)
+            and not any(slot.sequence and slot.sequence.hidden for slot in (*decoding, reading))
+        )
+
+    def beside(self, reading: Slot, loop: AnswerLoop) -> ChunkedPrefill:
+        """Return how the prompt of a slot is read in the batch of a round."""
+        assert reading.sequence is not None
+        return ChunkedPrefill(loop, reading.sequence, self._n_rows_beside, self._share_of_own)
+
+    def n_piece(self) -> int | None:
+        """Return the most tokens of a prompt that are read between two rounds; None for as many as a batch has.
+        Unless a row has the same logits in any batch, the pieces must be those of an answer alone."""
+        may_be_short = self._slots.decoding() and self._target.model.has_equal_rows
+        return N_READ_BESIDE if may_be_short else None
+
+    def _n_rows_beside(self, n_own: int) -> int:
+        """Return how many tokens of a prompt are read beside a round's own rows: as many as take no longer
+        than these, so that running answers keep half of their pace."""
+        table = self._costs()
+        if not table:
+            return N_READ_BESIDE
+        n_most, limit_s = self._target.n_batch, 2 * table.seconds(n_own)
+        return bisect.bisect(range(1, n_most), limit_s, key=lambda n: table.seconds(n_own + n))
+
+    def _share_of_own(self, n_own: int, n_all: int) -> float:
+        """Return the share of a batch's time that a round's own rows take."""
+        table = self._costs()
+        return min(1.0, table.seconds(n_own) / table.seconds(n_all)) if table else n_own / n_all
+
+    def _would_share_more(self, request: Request, slot: Slot) -> bool:
+        """Return whether a request can share more of the prompt that a slot is reading, once that is read."""
+        assert slot.request is not None
+        n_shared = n_common(request.prompt.tokens, slot.request.prompt.tokens)
+        return n_shared > self._n_read(slot) + _N_WORTH_WAITING
+
+    def _n_read(self, slot: Slot) -> int:
+        return self._target.length(slot.branches(self._target).first)

@@ -1,0 +1,381 @@
+"""The loaded models: a target and what drafts for it, with their contexts and the costs of their decodes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from specgen.drafters.kind import DraftSetup, Key, LoadedDraft, Room
+from specgen.drafters.kinds import ANY_FILE, find_kind, open_draft
+from specgen.drafters.lookup_texts import EarlierTexts, load_corpus
+from specgen.drafters.ngram import LoadedNgrams
+from specgen.drafters.suffix_array import SuffixArray
+from specgen.errors import PromptError, SpecgenError
+from specgen.llama import LlamaBackend, LlamaModel, default_threads
+from specgen.llama.context_opening import n_native_sequences
+from specgen.llama.file_check import check_file
+from specgen.llama.library import has_gpu
+from specgen.llama.weights import load_ahead
+from specgen.method.cost_table import CostTable
+from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
+from specgen.session.kept_answers import Learnt, learnt_weights, read_learnt
+from specgen.session.memory import Memory, with_threads
+from specgen.session.prompts import Prompts
+from specgen.session.request import RequestSettings
+
+#: llama.cpp's limit for the sequences of a context.
+MAX_SEQUENCES = 256
+#: Smaller drafts are loaded in a moment.
+LEAST_AHEAD = 32 << 20
+#: Context sizes are rounded up to a multiple of this, as llama.cpp does.
+CONTEXT_STEP = 256
+#: Tokens of room where no size is given: for an answer of unlimited length, or for a prompt with its answer.
+_ROOM = 4096
+
+
+def usual_n_ctx(wanted: int | None, n_train: int) -> int:
+    """Return the default size, in tokens, of a context for a prompt and its answer: the options' size (0: the
+    target's training context), or else 4096, or the training context if that is less."""
+    if wanted is not None:
+        return wanted or n_train or _ROOM
+    return min(_ROOM, n_train) if n_train > 0 else _ROOM
+
+
+class ModelCosts:
+    """The cost tables of a target and its draft models in `memory`, for contexts with these options. A
+    draft is named by its file or a word; None stands for the target."""
+
+    def __init__(self, options: SessionOptions, memory: Memory) -> None:
+        self._options = options
+        self._memory = memory
+        #: Whether other programs took much of the machine when costs were measured.
+        self.was_busy = False
+
+    def context_options(self, draft: Key | None = None) -> ContextOptions:
+        """Return the options of contexts of the target, or of a draft model. If the user named no number of
+        threads, it is the fastest one that was measured."""
+        if not isinstance(draft, Path):
+            model, context = self._options.target, self._options.target_context
+        else:
+            model, context = draft, self._options.draft_context
+        return with_threads(context, self._memory.threads(model, context))
+
+    def table(self, draft: Key | None = None, n_past: int = 0) -> CostTable:
+        """Return the cost table of the target, or of a draft model, in contexts that hold about `n_past`
+        tokens."""
+        context, model = self.context_options(draft), self._file(draft)
+        return self._memory.costs(model, context, n_past, default_threads())
+
+    def forget(self, draft: Key | None = None) -> None:
+        """Forget the costs of the target, or of a draft model, so that they are measured again. No answer
+        may be in progress."""
+        context, model = self.context_options(draft), self._file(draft)
+        self._memory.forget_costs(model, context, default_threads())
+
+    def keep_briefly(self, draft: Key | None) -> None:
+        """Keep the present costs of the target and a draft model for the next few runs only."""
+        for model in (None,) if draft is None else (None, draft):
+            context, file = self.context_options(model), self._file(model)
+            self._memory.keep_briefly(file, context, default_threads())
+
+    def _file(self, draft: Key | None) -> Path:
+        """Return the file whose name stands for the costs."""
+        target = self._options.target
+        if isinstance(draft, Path):
+            return draft
+        return target if draft is None else target.with_name(f"{target.name}:{draft}")
+
+
+class Session:
+    """A target and the models that draft for it, loaded once. Use it as a context manager.
+
+    Opening it raises `ModelFileError`, `MemoryLimitError` or `PairError`. The weights stay loaded until it
+    is closed, and until the last context that uses them is. `memory` has the measurements of these models
+    on this machine, and is updated; the caller saves it. `draft_ahead` is a draft that is likely to be opened: its weights are loaded while those
+    of the target are. With `vocabulary_only` the target decodes elsewhere: only the models that draft for
+    it have contexts (`draft_contexts`).
+    """
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        clock: Callable[[], float],
+        memory: Memory | None = None,
+        *,
+        draft_ahead: DraftSource = "none",
+        vocabulary_only: bool = False,
+    ) -> None:
+        self.options = options
+        self.clock = clock
+        #: What was learnt about the models.
+        self.memory = memory if memory is not None else Memory()
+        #: The costs of the models' decodes, and the options of their contexts.
+        self.costs = ModelCosts(options, self.memory)
+        self._resources = contextlib.ExitStack()
+        #: Ends the use of weights that were loaded ahead.
+        self._ahead = self._resources.enter_context(contextlib.ExitStack())
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
+            if isinstance(draft_ahead, Path):
+                self._load_ahead(draft_ahead)
+            self.target = LlamaModel(
+                options.target,
+                n_gpu_layers=options.target_context.n_gpu_layers,
+                vocabulary_only=vocabulary_only,
+                workers=options.target_context.workers,
+                mtp=True,
+            )
+            self._resources.callback(self.target.close)
+            #: The settings of a request that has none of its own.
+            self.settings = RequestSettings.of(
+                self.target, options.sampler, options.generation, options.drafting
+            )
+            self._load_lookups()
+            #: What drafts for the target, and the source that it was loaded from.
+            self.draft: LoadedDraft | None = None
+            self.draft_source: DraftSource = "none"
+            self._resources.callback(self._close_draft)
+            self.change_draft(options.draft)
+            on_error.pop_all()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the models. May be called twice.
+
+        Their weights are freed with the last context that uses them. The context of an unfinished answer
+        is freed together with its iterator, which raises `BackendError` if it is continued."""
+        self._resources.close()
+
+    @property
+    def prompts(self) -> Prompts:
+        """Makes the prompts of the target and of its present draft."""
+        return Prompts(self.target, self.own_vocabulary)
+
+    def _load_ahead(self, draft: Path) -> None:
+        """Begin to load the weights of a draft model; not where that may take memory from the target, or the
+        draft is a small file, or is none that has weights of its own. Errors are those of opening it."""
+        context = self.options.draft_context
+        with contextlib.suppress(SpecgenError, OSError):
+            is_small = draft.stat().st_size < LEAST_AHEAD
+            if is_small or has_gpu() or self.options.learning is not None:
+                return
+            kind = find_kind(draft)
+            if kind is not None and kind.name == ANY_FILE:
+                check_file(draft)
+                self._ahead.callback(load_ahead(draft, context.n_gpu_layers))
+
+    # --- what drafts -------------------------------------------------------------------------
+
+    def change_draft(self, source: DraftSource) -> None:
+        """Replace the present draft, which is closed and must have no open context. With the same source,
+        it is loaded again, with the weights that it learnt last. Raise what `open_draft` raises; there is then no
+        draft."""
+        self._close_draft()
+        learning = self.options.learning
+        setup = replace(
+            self._setup,
+            helpers=self.options.helpers,
+            learnt=learnt_weights(learning, source) if isinstance(source, Path) else None,
+        )
+        self.draft = open_draft(source, setup)
+        self.draft_source = source
+        if source != "none":
+            self._ahead.close()
+
+    def _close_draft(self) -> None:
+        if self.draft is not None:
+            self.draft.close()
+        self.draft, self.draft_source = None, "none"
+
+    @property
+    def _setup(self) -> DraftSetup:
+        options = self.options
+        return DraftSetup(
+            self.target, options.drafting, options.draft_context, self.clock, corpora=self.corpora
+        )
+
+    @property
+    def draft_name(self) -> str:
+        """The name of what drafts; "none" if nothing does."""
+        return self.draft.name if self.draft is not None else "none"
+
+    @property
+    def models(self) -> tuple[LlamaModel, ...]:
+        """The target, and the models of the draft."""
+        return (self.target, *(self.draft.models if self.draft is not None else ()))
+
+    @property
+    def own_vocabulary(self) -> LlamaModel | None:
+        """The draft model if it has another vocabulary than the target; else None."""
+        return self.draft.own_vocabulary if self.draft is not None else None
+
+    @property
+    def ngrams(self) -> LoadedNgrams:
+        """The n-grams that draft beside another draft."""
+        return LoadedNgrams(self._setup)
+
+    @property
+    def why_chains(self) -> str | None:
+        """Why drafts cannot branch here, whatever their shape; None if they can."""
+        return self.draft.why_chains if self.draft is not None else self._setup.why_chains
+
+    @property
+    def why_one_sequence(self) -> str | None:
+        """Why one of the models cannot decode several sequences at once; None if all can."""
+        return next((why for model in self.models if (why := model.why_one_sequence)), None)
+
+    def change_drafting(self, drafting: DraftOptions) -> None:
+        """Draft with other options from now on, as `change_draft` does."""
+        if drafting != self.options.drafting:
+            self._set_drafting(drafting)
+            self.change_draft(self.draft_source)
+
+    def let_ngrams_draft(self, wanted: bool | None) -> None:
+        """Set whether n-grams draft beside a draft model. None: they do if the policy decides by costs."""
+        self._set_drafting(replace(self.options.drafting, ngrams=wanted))
+
+    def _set_drafting(self, drafting: DraftOptions) -> None:
+        self.options = replace(self.options, drafting=drafting)
+        self.settings = replace(self.settings, drafting=drafting)
+
+    def _load_lookups(self) -> None:
+        """Load the texts in which n-grams are looked up, besides the answer's own text: files, and earlier
+        answers. Their search structures are kept in the folder of the options. Raise `UsageError` if a file
+        cannot be read."""
+        drafting, cache = self.options.drafting, self.options.cache
+        self._earlier: EarlierTexts | None = None
+        corpora: list[SuffixArray] = []
+        if drafting.lookup_files or drafting.lookup_store:
+            vocabulary = self.target.vocabulary
+            kind = vocabulary.digest()
+            if drafting.lookup_files:
+                folder = cache / "lookup" if cache is not None else None
+                corpora.append(load_corpus(drafting.lookup_files, vocabulary, kind, folder))
+            if drafting.lookup_store and cache is not None:
+                self._earlier = EarlierTexts(cache / "texts", kind)
+                corpora += self._earlier.arrays()
+        #: The texts in which n-grams are looked up.
+        self.corpora = tuple(corpora)
+
+    def keep_text(self, tokens: Sequence[int]) -> None:
+        """Store a finished text for lookups of later answers, if the options ask for that."""
+        if self._earlier is not None:
+            self._earlier.add(tokens)
+
+    # --- contexts -----------------------------------------------------------------------------
+
+    @property
+    def n_rows_max(self) -> int:
+        """The most rows of an answer in a round's batch: those of the draft, and of the token before it."""
+        return 1 + self.options.drafting.n_max
+
+    @property
+    def n_branches_max(self) -> int:
+        """The most branches of a draft: 1 if drafts are chains."""
+        draft, drafting = self.draft, self.options.drafting
+        if draft is None or self.target.has_recurrent_state or not drafting.grows_trees:
+            return 1
+        if draft.why_chains and not drafting.adds_ngrams:
+            return 1
+        return max(1, drafting.n_max)
+
+    @property
+    def n_sequences_max(self) -> int:
+        """The most of llama.cpp's sequences that one answer needs in a context."""
+        n_target = n_native_sequences(self.target, self.n_branches_max)
+        return max(n_target, self.draft.n_sequences(self.n_rows_max) if self.draft else 0)
+
+    @property
+    def usual_n_ctx(self) -> int:
+        """The default size, in tokens, of a context for a prompt and its answer: see `usual_n_ctx`."""
+        return usual_n_ctx(self.options.target_context.n_ctx, self.target.n_ctx_train)
+
+    def context_size(self, n_prompt: int, max_tokens: int | None = None) -> int:
+        """Return the size of the target's context, in tokens, for an answer of `max_tokens` (None: those of
+        the options). Raise `PromptError` if the prompt does not fit."""
+        n_train = self.target.n_ctx_train
+        if self.options.target_context.n_ctx is None:
+            n_answer = max_tokens if max_tokens is not None else self.options.generation.max_tokens
+            n_ctx = n_prompt + (n_answer if n_answer >= 0 else _ROOM) + self.options.drafting.n_max
+            n_ctx = -(-n_ctx // CONTEXT_STEP) * CONTEXT_STEP
+            n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
+            hint = f"{self.target.name} was trained with a context of {n_train}"
+        else:
+            n_ctx = self.usual_n_ctx
+            hint = f"take --ctx-size {n_prompt + 1} or more, or a shorter prompt"
+        if n_prompt > n_ctx:
+            raise PromptError(
+                f"the prompt has {n_prompt} tokens, but the context has {n_ctx}", hint
+            )
+        return n_ctx
+
+    @contextlib.contextmanager
+    def contexts(
+        self, n_ctx: int, *, drafts: bool = True, n_slots: int = 1
+    ) -> Iterator[tuple[LlamaBackend, tuple[LlamaBackend, ...]]]:
+        """Open contexts of the target and, with `drafts`, of the draft (see `draft_contexts`). `n_slots`
+        answers may be generated in them at once, each of `n_ctx` tokens with its prompt. The contexts are
+        closed only at the end of the `with`. Raise `MemoryLimitError`."""
+        self.target.check_parallel(n_slots)
+        with contextlib.ExitStack() as stack:
+            target = LlamaBackend(
+                self.target,
+                self.costs.context_options(),
+                n_ctx=n_ctx * n_slots,
+                clock=self.clock,
+                n_sequences=self.n_branches_max * n_slots,
+                n_outputs=self.n_rows_max * n_slots,
+                n_rollback=self.n_rows_max - 1,
+                n_branches=self.n_branches_max,
+            )
+            stack.callback(target.close)
+            opened: tuple[LlamaBackend, ...] = ()
+            if drafts:
+                own = self.draft_contexts(n_ctx, target=target, n_slots=n_slots)
+                opened = stack.enter_context(own)
+            yield target, opened
+
+    @contextlib.contextmanager
+    def draft_contexts(
+        self, n_ctx: int, *, target: LlamaBackend | None = None, n_slots: int = 1
+    ) -> Iterator[tuple[LlamaBackend, ...]]:
+        """Open contexts of the draft, of what drafts for it, and so on, for a context of the target of the same size. A
+        draft that reads what the target computes needs that context, `target`, and is closed before it. Raise
+        `MemoryLimitError`."""
+        room = Room(n_ctx, n_slots, self.n_rows_max, self.clock, self.costs.context_options, target)
+        with contextlib.ExitStack() as stack:
+            found = self.draft.contexts(room) if self.draft is not None else ()
+            for context in found:
+                stack.callback(context.close)
+            yield found
+
+    # --- what the user is told ----------------------------------------------------------------
+
+    def notices(self, n_ctx: int) -> Iterator[str]:
+        """Yield a message for each of these: learnt weights, a parallel draft
+        without a mask token, a tree shape that cannot be drafted, and contexts of `n_ctx` tokens that are too long."""
+        draft, folder = self.draft, self.options.learning
+        if draft is not None:
+            if draft.learnt is not None and draft.learns is not None:
+                learnt = read_learnt(folder, draft.learns) if folder is not None else Learnt()
+                yield (
+                    f"{draft.name} drafts with what it learnt from {learnt.n_answers} answers: on other "
+                    f"answers it agrees with the target on {learnt.agreement_after:.1%} of the tokens, before "
+                    f"on {learnt.agreement_before:.1%}"
+                )
+            yield from draft.notices()
+            shape = self.options.drafting.tree
+            if shape.is_fixed and (why := draft.why_chains):
+                yield f"--tree {shape}: {why}: drafting chains of {shape.n_levels} tokens"
+        if 0 < self.target.n_ctx_train < n_ctx:
+            yield (
+                f"{self.target.name} was trained with {self.target.n_ctx_train} tokens of context, but the "
+                f"context has {n_ctx}: expect poor text"
+            )

@@ -1,0 +1,122 @@
+"""Child processes, for work that may end its process, and how this process ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class ChildError(Exception):
+    """A child gave no answer; the message says why."""
+
+
+class ChildTimeoutError(ChildError):
+    """A child took too long."""
+
+
+class ChildDiedError(ChildError):
+    """A child ended with an exit code other than 0, or by a signal."""
+
+    def __init__(self, returncode: int, stderr: str) -> None:
+        #: The name and the description of the signal that ended it; both empty if none did.
+        self.signal_name, self.description = _cause_of_death(returncode)
+        #: The last line that it wrote to stderr, if any.
+        self.last_words = _last_line(stderr)
+        self.returncode = returncode
+        super().__init__(f"it ended with code {returncode}")
+
+
+def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    """Run a command and return the JSON object that it prints.
+
+    Raise `ChildDiedError` if it ends with an exit code other than 0 or by a signal, `ChildTimeoutError`
+    if it takes longer than `timeout_s` seconds, and `ChildError` if it cannot be started or prints
+    something else.
+    """
+    try:
+        ended = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ChildTimeoutError(f"no answer within {timeout_s:.0f} s") from None
+    except OSError as error:
+        raise ChildError(f"{command[0]} cannot be started: {error.strerror}") from error
+    if ended.returncode != 0:
+        raise ChildDiedError(ended.returncode, ended.stderr)
+    try:
+        answer = json.loads(ended.stdout)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        last_words = _last_line(ended.stdout)
+        raise ChildError(f"it gave no answer: {last_words}" if last_words else "it gave no answer")
+    return answer
+
+
+def ask_child_again(
+    command: Sequence[str], timeout_s: float, prepare: Callable[[], object] = lambda: None
+) -> dict[str, Any]:
+    """Ask as `ask_child` does; a child that takes too long is started once more, since the machine may have stood still.
+    `prepare` is called before each start. For answers that are kept."""
+    prepare()
+    try:
+        return ask_child(command, timeout_s)
+    except ChildTimeoutError:
+        prepare()
+        return ask_child(command, timeout_s)
+
+
+#: The exit codes of Windows for what is a signal on other systems.
+_WINDOWS_STATUS = {
+    0xC000001D: signal.SIGILL,
+    0xC0000005: signal.SIGSEGV,
+    0xC0000409: signal.SIGABRT,
+}
+
+
+def _cause_of_death(returncode: int) -> tuple[str, str]:
+    """Return the name and the description of the signal that ended a process; empty if none did."""
+    number = _WINDOWS_STATUS.get(returncode & 0xFFFFFFFF, 0)
+    if not number:
+        # A shell in between reports signals as 128 + number.
+        number = -returncode if returncode < 0 else max(0, returncode - 128)
+    try:
+        return signal.Signals(number).name, signal.strsignal(number) or ""
+    except ValueError:
+        return "", ""
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+# --- how this process ends: at once, because native code still runs in another thread, or by an exception
+
+_running: list[str] = []
+
+
+def leave_running(what: str) -> None:
+    """Record that native code (`what`, for debugging) was left running in a thread. The process must then
+    end by `os._exit`, because the destructors of native libraries must not run while it runs."""
+    _running.append(what)
+
+
+def has_left_running() -> bool:
+    """Return whether native code was left running."""
+    return bool(_running)
+
+
+def is_failing() -> bool:
+    """Return whether an exception, such as Ctrl-C, is being handled, or ends what closes its resources now."""
+    return sys.exc_info()[0] is not None

@@ -1,0 +1,259 @@
+"""What is tried for a target, what is kept of it, and what is said about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from specgen.errors import PromptError
+from specgen.events import ReasonCount
+from specgen.measure.search import Refused, Search, Tried, advice, search_drafts
+from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer, is_tie, measure_target
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    DraftSource,
+    GenerationOptions,
+    SessionOptions,
+)
+from specgen.session.calibration import is_pair_measured, known_costs, measure_if_new
+from specgen.session.memory import Memory
+from specgen.session.session import Session
+
+PROMPTS = ("def add(a, b): return a + b # and the sum is", "Once upon a time")
+N_TOKENS = 16
+ONE_THREAD = ContextOptions(n_threads=1, flash_attention="off")
+
+pytestmark = pytest.mark.usefixtures("quick_threads")
+
+
+@contextmanager
+def loaded(
+    folder: Path, context: ContextOptions = ONE_THREAD, memory: Memory | None = None
+) -> Iterator[Session]:
+    options = SessionOptions(
+        folder / "target.gguf",
+        "none",
+        drafting=DraftOptions(max_tokens=4),
+        generation=GenerationOptions(max_tokens=N_TOKENS),
+        target_context=context,
+        draft_context=context,
+    )
+    with Session(options, time.perf_counter, memory) as opened:
+        yield opened
+
+
+def drafts(search: Search) -> set[DraftSource]:
+    return {one.draft for one in search.tried}
+
+
+class Stop:
+    """Says that it is time to stop once it was asked so often; counts the questions."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+        self.n_asked = 0
+
+    def __call__(self) -> bool:
+        self.n_asked += 1
+        return self.n_asked > self.after
+
+
+# --- what is found
+
+
+def test_all_drafts_are_tried_and_what_cannot_draft_is_refused(
+    tiny_models: Path, tmp_path: Path
+) -> None:
+    draft, bad, bert = (tiny_models / f"{name}.gguf" for name in ("draft", "bad", "bert"))
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(draft.read_bytes()[:5000])
+    known = Refused(tmp_path / "mmproj.gguf", "no language model")
+    with loaded(tiny_models) as opened:
+        found = search_drafts(opened, [draft, broken, bert, bad], [known], PROMPTS)
+    assert found is not None
+    assert drafts(found) == {"none", "ngram", draft, bad}
+    assert [one.file for one in found.refused] == [known.file, broken, bert]
+    assert all(str(one.file) not in one.reason for one in found.refused)
+    assert not found.is_interrupted
+    assert [answer.prompt for answer in found.baseline.answers] == list(PROMPTS)
+    assert set(found.baseline.batch_s) == {1, 2, 3, 4, 5}
+    speedups = [one.figures.speedup for one in found.tried]
+    assert speedups == sorted(speedups, reverse=True)
+    # The user named the number of threads.
+    assert found.threads == {}
+
+
+def test_prompts_without_room_are_left_out_and_none_at_all_is_an_error(tiny_models: Path) -> None:
+    context = ContextOptions(n_ctx=256, n_threads=1, flash_attention="off")
+    too_long = "too long " * 400
+    with loaded(tiny_models, context) as opened:
+        found = search_drafts(opened, [], (), (PROMPTS[0], too_long))
+        assert found is not None
+        assert found.baseline.skipped == (2,)
+        with pytest.raises(PromptError, match="256"):
+            search_drafts(opened, [], (), [too_long])
+
+
+def test_progress_names_what_is_going_on(tiny_models: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    draft = tiny_models / "draft.gguf"
+    with loaded(tiny_models, ContextOptions(flash_attention="off")) as opened:
+        search_drafts(
+            opened,
+            [draft],
+            (),
+            PROMPTS,
+            tunes_threads=True,
+            progress=lambda *what: told.append(what),
+        )
+    assert list(dict.fromkeys(what for what, _, _ in told)) == [
+        "threads for target.gguf",
+        "target.gguf",
+        "n-grams",
+        "threads for draft.gguf",
+        "draft.gguf",
+    ]
+    assert all(0 <= done < total for _, done, total in told)
+
+
+# --- what is kept
+
+
+def test_costs_and_threads_are_known_afterwards(tiny_models: Path) -> None:
+    target, draft = tiny_models / "target.gguf", tiny_models / "draft.gguf"
+    memory, context = Memory(), ContextOptions(flash_attention="off")
+    with loaded(tiny_models, context, memory) as opened:
+        found = search_drafts(opened, [draft], (), PROMPTS, tunes_threads=True)
+    assert found is not None
+    assert set(found.threads) == {"target.gguf", "draft.gguf"}
+    assert memory.threads(target, context) == found.threads["target.gguf"].chosen
+    assert memory.threads(draft, context) == found.threads["draft.gguf"].chosen
+    with loaded(tiny_models, context, memory) as opened:
+        opened.change_draft(draft)
+        assert is_pair_measured(opened, draft)
+        assert known_costs(opened, draft) is not None
+        taken = opened.costs.context_options()
+        chosen = found.threads["target.gguf"].chosen
+        assert (taken.n_threads, taken.n_threads_batch) == (chosen.n_single, chosen.n_batch)
+        # Nothing is left to measure.
+        with opened.contexts(256) as contexts:
+            assert measure_if_new(opened, *contexts) == 0.0
+
+
+def test_what_was_known_of_the_costs_is_measured_anew(tiny_models: Path) -> None:
+    draft, memory = tiny_models / "draft.gguf", Memory()
+    with loaded(tiny_models, memory=memory) as opened:
+        for size in (1, 2, 3, 4, 5):
+            opened.costs.table().start(size, 1e6)
+            opened.costs.table(draft).start(size, 1e6)
+        # In a context that is fuller than any prompt of ours makes it.
+        opened.costs.table(n_past=5000).start(3, 1e6)
+        assert search_drafts(opened, [draft], (), PROMPTS) is not None
+        assert max(opened.costs.table().known.values()) < 1e5
+        assert max(opened.costs.table(n_past=5000).known.values()) < 1e5
+        assert max(opened.costs.table(draft).known.values()) < 1e5
+
+
+# --- interrupted
+
+
+def test_it_can_be_interrupted_at_any_time(tiny_models: Path) -> None:
+    draft, bad = tiny_models / "draft.gguf", tiny_models / "bad.gguf"
+
+    def run(stop: Callable[[], bool]) -> Search | None:
+        with loaded(tiny_models) as opened:
+            return search_drafts(opened, [draft, bad], (), PROMPTS, interrupted=stop)
+
+    never = Stop(10**9)
+    whole = run(never)
+    assert whole is not None
+    assert run(Stop(0)) is None
+    n_tried = set()
+    # It is asked often while the target answers, and seldom later on.
+    for after in (1, never.n_asked // 2, *range(never.n_asked - 8, never.n_asked)):
+        found = run(Stop(after))
+        if found is not None:
+            assert found.is_interrupted
+            assert drafts(found) <= drafts(whole)
+            n_tried.add(len(found.tried))
+    assert len(n_tried) > 2
+
+
+def test_an_interruption_while_threads_are_compared_chooses_none(tiny_models: Path) -> None:
+    target, memory, context = tiny_models / "target.gguf", Memory(), ContextOptions()
+    with loaded(tiny_models, context, memory) as opened:
+        found = search_drafts(opened, [], (), PROMPTS, tunes_threads=True, interrupted=Stop(3))
+    assert found is None
+    assert memory.threads(target, context) is None
+
+
+def test_an_interruption_while_batches_are_timed_ends_it(tiny_models: Path) -> None:
+    with loaded(tiny_models) as opened:
+        never = Stop(10**9)
+        assert measure_target(opened, PROMPTS[:1], interrupted=never) is not None
+        stop = Stop(never.n_asked - 1)
+        assert measure_target(opened, PROMPTS[:1], interrupted=stop) is None
+        assert stop.n_asked == never.n_asked
+
+
+# --- what is said
+
+DRAFT = Path("/m/small draft.gguf")
+
+
+def figures(speedup: float, *undrafted: ReasonCount) -> DraftFigures:
+    return DraftFigures(
+        speedup, speedup - 0.1, 10.0 * speedup, 0.6, 2.5, 0.01, 0.1, 20, undrafted=undrafted
+    )
+
+
+def search(*tried: Tried) -> Search:
+    baseline = Baseline((TargetAnswer("a", (1, 2)),) * 6, (), 256, {1: 0.1, 4: 0.15})
+    plain = Tried("none", figures(1.0))
+    return Search(Path("target.gguf"), baseline, (*tried, plain), ())
+
+
+def test_three_sentences_say_what_was_measured_what_it_means_and_what_to_do() -> None:
+    measured, meaning, action = advice(search(Tried(DRAFT, figures(1.4))))
+    assert measured == (
+        "measured on 6 answers of target.gguf: 10.0 tokens/s without a draft, 14.0 with small draft.gguf "
+        "(x1.40; x1.30 for the worst prompt)"
+    )
+    assert meaning == (
+        "a batch of 4 rows costs 1.5 tokens and the target accepts 60 % of its tokens, so 2.5 tokens come "
+        "of a pass of the target"
+    )
+    assert action == "use it: --draft '/m/small draft.gguf'"
+
+
+def test_where_nothing_gains_the_reason_is_that_of_most_rounds() -> None:
+    slow = figures(1.01, ReasonCount("acceptance", "too little is accepted", 12))
+    measured, meaning, action = advice(search(Tried("ngram", slow)))
+    assert measured.startswith("measured on 6 answers")
+    assert "no draft that was tried is clearly faster; n-grams: " in meaning
+    assert "too little is accepted" in meaning
+    assert action.endswith("--draft none")
+
+
+@pytest.mark.parametrize("change", [{"is_interrupted": True}, {"others_share": 0.5}])
+def test_half_a_measurement_and_a_busy_machine_give_no_conclusion(change: dict[str, float]) -> None:
+    found = dataclasses.replace(search(Tried(DRAFT, figures(1.4))), **change)  # type: ignore[arg-type]
+    assert len(advice(found)) == 1
+
+
+def test_a_tie_is_within_the_noise_of_the_answers() -> None:
+    one = dataclasses.replace(figures(1.2), speedups=(1.1, 1.3, 1.2))
+    near = dataclasses.replace(figures(1.22), speedups=(1.12, 1.32, 1.22))
+    far = dataclasses.replace(figures(1.5), speedups=(1.4, 1.6, 1.5))
+    assert is_tie(one, near)
+    assert not is_tie(one, far)
+    noisy = dataclasses.replace(figures(1.3), speedups=(1.0, 1.7, 1.2))
+    assert is_tie(one, noisy)
+    found = search(Tried(DRAFT, near), Tried("ngram", one))
+    assert [each.draft for each in found.ties] == [DRAFT, "ngram"]

@@ -1,0 +1,354 @@
+"""Numbers of threads: which are tried, which is chosen, and who keeps to them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgen.llama import LlamaBackend, LlamaModel
+from specgen.measure.threads import BATCH_ROWS, choose_threads, measure_threads, thread_counts
+from specgen.method.backend import Batch
+from specgen.options import ContextOptions, SessionOptions
+from specgen.session.calibration import is_pair_measured, measure_if_new
+from specgen.session.costs import is_measured
+from specgen.session.memory import Memory, Threads, with_threads
+from specgen.session.session import Session
+from specgen.system.arrays import Logits
+from specgen.system.machine import CoreTime
+from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
+
+# --- which are tried
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"),
+    [
+        ((1, 1, 1), [1]),
+        ((2, 2, 2), [1, 2]),
+        ((4, 8, 8), [1, 2, 3, 4, 8]),
+        ((4, 8, 2), [1, 2, 3, 4, 8]),
+        ((16, 16, 16), [4, 6, 8, 10, 12, 14, 16]),
+        ((64, 128, 48), [16, 24, 32, 40, 48, 56, 64, 128]),
+        ((64, 128, 6), [6, 16, 24, 32, 40, 48, 56, 64, 128]),
+    ],
+)
+def test_a_few_sensible_numbers_are_tried(cores: tuple[int, int, int], expected: list[int]) -> None:
+    assert thread_counts(*cores) == expected
+
+
+@given(st.integers(1, 256), st.integers(1, 2), st.integers(1, 512))
+def test_no_more_threads_are_tried_than_there_are_cores(
+    n_cores: int, n_each: int, n_usable: int
+) -> None:
+    counts = thread_counts(n_cores, n_each * n_cores, n_usable)
+    assert n_cores in counts
+    assert counts == sorted(set(counts))
+    assert counts[0] >= 1
+    assert counts[-1] == n_each * n_cores
+    assert len(counts) < 12
+
+
+# --- which is chosen
+
+
+def test_what_is_clearly_quicker_is_chosen() -> None:
+    assert choose_threads([{2: 1.0, 1: 0.9, 3: 0.8}] * 4, 2) == 3
+    assert choose_threads([{2: 1.0, 1: 1.5}] * 4, 2) == 2
+
+
+def test_noise_changes_nothing() -> None:
+    assert choose_threads([{2: 1.0, 1: 0.98}] * 9, 2) == 2  # by too little
+    assert choose_threads([{2: 1.0, 1: 0.5}] * 3, 2) == 2  # too seldom
+    uneven = [{2: 1.0, 1: 0.9}] * 6 + [{2: 1.0, 1: 1.1}] * 3  # and not always
+    assert choose_threads(uneven, 2) == 2
+    assert choose_threads([], 2) == 2
+    assert choose_threads([{1: 0.5}] * 9, 2) == 2
+
+
+# --- measuring
+
+
+@dataclass(slots=True)
+class ThreadedFake(FakeBackend):
+    """Decodes in `seconds(n_threads, n_rows)`."""
+
+    seconds: Callable[[int, int], float] = lambda _threads, _rows: 0.01
+    threads: tuple[int, int] = (1, 1)
+    timed: list[tuple[int, int]] = field(default_factory=list)
+
+    def set_threads(self, n_single: int, n_batch: int) -> None:
+        self.threads = (n_single, n_batch)
+
+    def decode(self, batch: Batch) -> Logits:
+        # The zero-argument super() does not know the class that slots=True makes.
+        logits = FakeBackend.decode(self, batch)
+        n_rows = len(batch)
+        n_threads = self.threads[n_rows > 1]
+        self.timed.append((n_threads, n_rows))
+        self.decode_s += self.seconds(n_threads, n_rows)
+        return logits
+
+
+def fake(seconds: Callable[[int, int], float], n_ctx: int = 64) -> ThreadedFake:
+    vocabulary = FakeVocabulary.letters(26)
+    return ThreadedFake(vocabulary, random_language(26, seed=3), n_ctx=n_ctx, seconds=seconds)
+
+
+def test_rows_and_batches_get_their_own_number() -> None:
+    # A row is quickest with 2 threads; a batch, with as many as there are.
+    backend = fake(lambda threads, rows: 0.1 / threads if rows > 1 else 0.05 + abs(threads - 2))
+    found = measure_threads(backend, [1, 2, 3, 4], 4, 1e9)
+    assert found.chosen == Threads(2, 4)
+    assert backend.threads == (2, 4)
+    assert backend.length(0) == 0
+    assert found.batch_s[4] == pytest.approx(0.025)
+    assert set(found.single_s) == {1, 2, 3, 4}
+
+
+def test_all_are_timed_in_turns_and_later_only_the_quickest() -> None:
+    backend = fake(lambda threads, _: {1: 2.0, 2: 1.0, 3: 0.9}[threads])
+    measure_threads(backend, [1, 2, 3], 2, 1e9)
+    turns = [threads for threads, rows in backend.timed if rows == BATCH_ROWS]
+    assert turns == [2, 3, 1, 2, 3, 1] + [2, 3] * 7
+
+
+def test_time_is_limited_and_then_nothing_is_changed() -> None:
+    backend = fake(lambda threads, _: 1.0 / threads)
+    found = measure_threads(backend, [1, 2, 8], 2, 1.0)
+    assert found.chosen == Threads(2, 2)
+    assert len(backend.timed) < 20
+
+
+def test_of_a_slow_model_only_the_best_numbers_are_compared_to_the_end() -> None:
+    # A batch is quickest with 4 threads, a row with 3.
+    seconds = {1: (0.9, 0.9), 2: (0.85, 0.85), 3: (0.7, 0.8), 4: (0.8, 0.7), 8: (1.0, 1.0)}
+    backend = fake(lambda threads, rows: seconds[threads][rows > 1])
+    found = measure_threads(backend, [1, 2, 3, 4, 8], 8, 10.0)
+    assert found.chosen == Threads(3, 4)
+    turns = [threads for threads, rows in backend.timed if rows == BATCH_ROWS]
+    assert turns == [8, 4, 3, 2, 1] + [8, 4, 3] * 3
+
+
+def test_an_interruption_leaves_the_usual_number() -> None:
+    def interrupted() -> bool:
+        return len(backend.timed) > 30
+
+    backend = fake(lambda threads, _: 1.0 / threads)
+    found = measure_threads(backend, [1, 2, 4], 2, 1e9, interrupted)
+    assert 30 < len(backend.timed) < 36
+    assert (found.chosen, found.single_s, found.batch_s) == (Threads(2, 2), {}, {})
+    assert backend.threads == (2, 2)
+    assert backend.length(0) == 0
+
+
+def test_where_there_is_nothing_to_choose_nothing_is_timed() -> None:
+    backend = fake(lambda *_: 1.0)
+    found = measure_threads(backend, [1], 1, 1e9)
+    assert (found.chosen, found.single_s, found.batch_s) == (Threads(1, 1), {}, {})
+    small = fake(lambda *_: 1.0, n_ctx=5)
+    assert measure_threads(small, [1, 2], 2, 1e9).batch_s == {}
+    assert small.length(0) == 0
+
+
+# --- llama.cpp
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models: Path) -> Iterator[LlamaModel]:
+    model = LlamaModel(tiny_models / "target.gguf")
+    yield model
+    model.close()
+
+
+def test_the_number_of_threads_changes_in_an_open_context(model: LlamaModel) -> None:
+    options = ContextOptions(n_threads=1, n_threads_batch=2)
+    backend = LlamaBackend(model, options, n_ctx=64, clock=time.perf_counter, n_outputs=8)
+    assert backend.threads == (1, 2)
+    measured = measure_threads(backend, [1, 2], 1, 0.5)
+    assert backend.threads == (measured.chosen.n_single, measured.chosen.n_batch)
+    backend.set_threads(2, 1)
+    assert backend.threads == (2, 1)
+    for wrong in ((0, 1), (1, 0), (513, 1), (1, 513)):
+        with pytest.raises(ValueError, match="512"):
+            backend.set_threads(*wrong)
+    assert backend.threads == (2, 1)
+    assert backend.length(0) == 0
+    backend.close()
+
+
+# --- who goes by it
+
+
+def test_what_the_user_says_wins() -> None:
+    found = Threads(3, 5)
+    assert with_threads(ContextOptions(), None) == ContextOptions()
+    assert with_threads(ContextOptions(), found) == ContextOptions(n_threads=3, n_threads_batch=5)
+    both = ContextOptions(n_threads=2, n_threads_batch=4)
+    assert with_threads(both, found) == both
+    assert with_threads(ContextOptions(n_threads=2), found) == ContextOptions(n_threads=2)
+    batch = with_threads(ContextOptions(n_threads_batch=4), found)
+    assert (batch.n_threads, batch.n_threads_batch) == (3, 4)
+
+
+def test_a_session_takes_what_was_kept_for_each_model(tiny_models: Path) -> None:
+    target, draft = tiny_models / "target.gguf", tiny_models / "draft.gguf"
+    memory = Memory()
+    memory.keep_threads(target, ContextOptions(), Threads(1, 2))
+    memory.keep_threads(draft, ContextOptions(), Threads(2, 1))
+
+    def threads(context: ContextOptions) -> list[tuple[int, int]]:
+        options = SessionOptions(target, draft, target_context=context, draft_context=context)
+        with (
+            Session(options, time.perf_counter, memory) as loaded,
+            loaded.contexts(64) as (target_backend, (draft_backend,)),
+        ):
+            return [target_backend.threads, draft_backend.threads]
+
+    assert threads(ContextOptions()) == [(1, 2), (2, 1)]
+    assert threads(ContextOptions(n_threads=1)) == [(1, 1), (1, 1)]
+    # With all layers on a GPU, or none, it is another matter.
+    other = memory.threads(target, ContextOptions(n_gpu_layers=0))
+    assert other is None
+
+
+def test_costs_are_those_of_the_threads_that_are_taken(tiny_models: Path) -> None:
+    memory = Memory()
+    options = SessionOptions(tiny_models / "target.gguf", "none")
+    with Session(options, time.perf_counter, memory) as loaded:
+        before = loaded.costs.table()
+        before.start(1, 0.5)
+        memory.keep_threads(options.target, options.target_context, Threads(77, 78))
+        assert not loaded.costs.table()
+        loaded.costs.table().start(1, 0.25)
+        named = ContextOptions(n_threads=77, n_threads_batch=78)
+        assert memory.costs(options.target, named, 0, 1).known == {1: 0.25}
+        loaded.costs.forget()
+        assert not loaded.costs.table()
+        assert before.known == {1: 0.5}
+
+
+# --- what is kept
+
+
+@pytest.mark.parametrize("share_of_others", [0.0, 0.2, 0.4, 1.0])
+def test_what_a_busy_machine_costs_holds_for_a_few_runs_only(
+    share_of_others: float, tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, draft = tmp_path / "learnt.json", tiny_models / "draft.gguf"
+    times = iter([CoreTime(10.0, 4.0, 3.0), CoreTime(20.0, 6.0 + 10.0 * share_of_others, 5.0)])
+    monkeypatch.setattr("specgen.system.machine.core_time", lambda: next(times))
+    options = SessionOptions(tiny_models / "target.gguf", draft)
+    memory = Memory(file)
+    with Session(options, time.perf_counter, memory) as loaded, loaded.contexts(64) as contexts:
+        assert measure_if_new(loaded, *contexts) > 0.0
+        assert is_pair_measured(loaded, draft)
+        assert loaded.costs.was_busy == (share_of_others > 0.25)
+        assert measure_if_new(loaded, *contexts) == 0.0
+    memory.save()
+    for n in range(6):
+        memory = Memory(file)
+        with Session(options, time.perf_counter, memory) as loaded:
+            assert is_pair_measured(loaded, draft) == (share_of_others <= 0.25 or n < 3)
+        memory.save()
+
+
+def test_on_a_machine_that_is_always_busy_every_fourth_run_measures(
+    tmp_path: Path, tiny_models: Path
+) -> None:
+    file, target = tmp_path / "learnt.json", tiny_models / "target.gguf"
+
+    def run(*, is_busy: bool = True) -> bool:
+        """Use the costs as a process does; return whether it measured them."""
+        memory = Memory(file)
+        table = memory.costs(target, ContextOptions(), 0, 1)
+        is_new = not is_measured(table)
+        if is_new:
+            for n_rows in range(1, 5):
+                table.start(n_rows, 0.5)
+            if is_busy:
+                memory.keep_briefly(target, ContextOptions(), 1)
+        memory.save()
+        return is_new
+
+    measured = [run() for _ in range(16)]
+    assert [n for n, is_new in enumerate(measured) if is_new] == [0, 4, 8, 12]
+    while not run(is_busy=False):
+        pass
+    assert not any(run() for _ in range(20))
+
+
+def test_threads_are_kept_by_model_and_machine(tmp_path: Path, tiny_models: Path) -> None:
+    file, target = tmp_path / "folder" / "learnt.json", tiny_models / "target.gguf"
+    memory = Memory(file, {"cpu": "one"})
+    memory.keep_threads(target, ContextOptions(), Threads(3, 4))
+    memory.save()
+    again = Memory(file, {"cpu": "one"})
+    assert again.threads(target, ContextOptions()) == Threads(3, 4)
+    assert again.threads(tiny_models / "bad.gguf", ContextOptions()) is None
+    assert Memory(file, {"cpu": "two"}).threads(target, ContextOptions()) is None
+    # What another process keeps meanwhile stays.
+    other = Memory(file, {"cpu": "two"})
+    other.keep_threads(target, ContextOptions(), Threads(5, 6))
+    other.save()
+    assert Memory(file, {"cpu": "one"}).threads(target, ContextOptions()) == Threads(3, 4)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        3,
+        None,
+        [],
+        {},
+        {"n_single": 2},
+        {"n_single": 2, "n_batch": 0},
+        {"n_single": 2, "n_batch": -1},
+        {"n_single": 2, "n_batch": 513},
+        {"n_single": 2, "n_batch": True},
+        {"n_single": 2.0, "n_batch": 2},
+        {"n_single": "2", "n_batch": 2},
+    ],
+)
+def test_numbers_that_make_no_sense_are_not_taken(
+    tmp_path: Path, tiny_models: Path, entry: Any
+) -> None:
+    file, target = tmp_path / "learnt.json", tiny_models / "target.gguf"
+    memory = Memory(file)
+    memory.keep_threads(target, ContextOptions(), Threads(3, 4))
+    memory.save()
+    document = json.loads(file.read_text(encoding="utf-8"))
+    (key,) = document["threads"]
+    document["threads"][key] = entry
+    file.write_text(json.dumps(document), encoding="utf-8")
+    assert Memory(file).threads(target, ContextOptions()) is None
+
+
+def test_costs_that_are_to_be_measured_anew_are_gone_from_the_file_too(
+    tmp_path: Path, tiny_models: Path
+) -> None:
+    file, target = tmp_path / "learnt.json", tiny_models / "target.gguf"
+    memory = Memory(file)
+    for n_past in (0, 5000):
+        memory.costs(target, ContextOptions(), n_past, 2).start(1, 0.5)
+    memory.costs(target, ContextOptions(), 0, 3).start(1, 0.75)
+    memory.save()
+    again = Memory(file)
+    assert again.costs(target, ContextOptions(), 5000, 2).known == {1: 0.5}
+    again.forget_costs(target, ContextOptions(), 2)
+    for n_past in (0, 5000):
+        assert not again.costs(target, ContextOptions(), n_past, 2)
+    again.costs(target, ContextOptions(), 0, 2).start(1, 0.25)
+    again.save()
+    kept = Memory(file)
+    assert kept.costs(target, ContextOptions(), 0, 2).known == {1: 0.25}
+    # The nearest depth of which anything is known.
+    assert kept.costs(target, ContextOptions(), 5000, 2).known == {1: 0.25}
+    assert kept.costs(target, ContextOptions(), 0, 3).known == {1: 0.75}

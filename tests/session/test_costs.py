@@ -1,0 +1,102 @@
+"""What a draft model can be expected to gain from what decodes cost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgen.session.costs import (
+    ACCEPTANCE,
+    WORTH,
+    Agreement,
+    Costs,
+    expected_gain,
+    speedup,
+)
+
+COSTS = Costs({1: 0.03, 2: 0.04, 3: 0.05, 4: 0.06}, 0.002)
+#: A machine on which the rows of a batch cost nearly as much as tokens one by one.
+DEAR = Costs({1: 31.7, 2: 56.0, 3: 77.0, 4: 98.0}, 8.7)
+
+
+# --- what to expect
+
+
+def test_the_expected_speed_up_is_that_of_the_best_number_of_tokens() -> None:
+    # 1: 3 * 1.7 / (4 + 0.2), 2: 3 * 2.19 / (5 + 0.4), 3: 3 * 2.533 / (6 + 0.6)
+    expected = expected_gain(COSTS)
+    assert expected.n_drafted == 2
+    assert expected.speedup == pytest.approx(3 * 2.19 / 5.4)
+    assert expected.batch_tokens == pytest.approx(5 / 3)
+    assert expected.token_tokens == pytest.approx(0.2 / 3)
+    assert expected.free_speedup == pytest.approx(3 * 2.19 / 5)
+    assert expected.is_worth_it
+    assert not expected.rules_out_all
+
+
+def test_where_batches_are_dear_no_draft_model_pays() -> None:
+    expected = expected_gain(DEAR)
+    assert expected.n_drafted == 1
+    assert expected.speedup == pytest.approx(31.7 * 1.7 / (56.0 + 8.7))
+    assert not expected.is_worth_it
+    assert expected.rules_out_all
+    only_longest = expected_gain(Costs({1: 31.7, 2: 1000.0, 3: 1000.0, 4: 98.0}, 8.7))
+    assert (only_longest.n_drafted, round(only_longest.speedup, 2)) == (3, 0.65)
+
+
+def test_a_dear_draft_rules_out_itself_only() -> None:
+    expected = expected_gain(Costs(COSTS.batch_s, 0.02))
+    assert not expected.is_worth_it
+    assert not expected.rules_out_all
+
+
+def test_batches_that_cost_nothing_more_are_worth_the_longest_draft() -> None:
+    expected = expected_gain(Costs({1: 0.03, 9: 0.03}, 1e-9))
+    assert expected.n_drafted == 8
+    assert expected.speedup == pytest.approx(sum(ACCEPTANCE**n for n in range(9)))
+
+
+@given(
+    st.lists(st.floats(0.001, 10.0), min_size=2, max_size=9),
+    st.floats(0.0001, 10.0),
+    st.floats(1.0, 10.0),
+)
+def test_what_costs_more_never_gains_more(
+    seconds: list[float], draft_token_s: float, factor: float
+) -> None:
+    batch_s = dict(enumerate(seconds, 1))
+    expected = expected_gain(Costs(batch_s, draft_token_s))
+    assert 0.0 < expected.speedup <= expected.free_speedup
+    assert expected_gain(Costs(batch_s, factor * draft_token_s)).speedup <= expected.speedup * (
+        1 + 1e-9
+    )
+    # What is expected is a ratio: the unit does not matter.
+    scaled = {size: factor * time for size, time in batch_s.items()}
+    assert expected_gain(Costs(scaled, factor * draft_token_s)).speedup == pytest.approx(
+        expected.speedup
+    )
+
+
+def test_what_no_batch_size_promises_is_less_than_the_longest_draft_could_give() -> None:
+    assert expected_gain(Costs({1: 1.0, 2: 1.7 / WORTH - 1e-6}, 1e-9)).is_worth_it
+    assert not expected_gain(Costs({1: 1.0, 2: 1.7 / WORTH + 1e-6}, 1e-9)).is_worth_it
+
+
+def test_a_batch_that_seemed_to_cost_less_than_a_token_is_not_believed() -> None:
+    expected = expected_gain(Costs({1: 0.3, 2: 0.1, 4: 0.05}, 1e-9))
+    assert expected.speedup == pytest.approx(sum(ACCEPTANCE**depth for depth in range(4)))
+    assert expected.batch_tokens == pytest.approx(1.0)
+
+
+def test_seconds_between_two_sizes_are_in_proportion() -> None:
+    assert Costs({1: 1.0, 2: 2.0, 6: 4.0}).rows_s(4) == pytest.approx(3.0)
+
+
+def test_a_speed_up_is_the_time_of_plain_decoding_over_that_of_rounds() -> None:
+    assert speedup(40, 55.0, 2.0) == pytest.approx(80 / 55)
+
+
+def test_agreement_without_a_place_has_no_rate() -> None:
+    assert Agreement(8, 6).rate == 0.75
+    assert Agreement(0, 0).rate is None
