@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from typer import Argument, Option
 
 from specgen.cli import flags
-from specgen.cli.batch_on_ray import BatchWork, ray_batch, ray_cluster
-from specgen.cli.batch_restart import with_workers
+from specgen.cli.batch_cluster import BatchWork, ray_batch, ray_cluster, with_workers
 from specgen.cli.inputs import STDIO, read_bytes
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +90,6 @@ def serve(
     """
     _check_installed()
     server, stop = replace(server, limits=limits), Interrupt()
-    loader = ModelLoader(output, learn_across, stop)
     if memory is not None and models is None:
         raise UsageError("--memory needs --models: a single model stays loaded")
     if server.alias is not None and models is not None:
@@ -103,15 +103,19 @@ def serve(
 
         bound = stack.enter_context(bound_socket(server.host, server.port, limits.client_s))
         stack.enter_context(log_shown(output))
-        if models is None:
-            memory_bytes = 0.0
-            entries = [loader.entry(server.alias or "", wanted, alone=True, memory_bytes=0.0)]
-            use_kernels(wanted.setup.machine.kernels, output)
-        else:
+        memory_bytes = None
+        if models is not None:
             memory_bytes = memory or MEMORY_SHARE * look_at_machine().memory_bytes
+        loader = ModelLoader(output, learn_across, stop, memory_bytes)
+        if models is not None:
             use_kernels(wanted.setup.machine.kernels, output)
-            entries = read_models(models, model, loader, memory_bytes)
-        pool = stack.enter_context(ModelPool(entries, limits, memory_bytes, output.note))
+            entries = read_models(models, model, loader)
+        else:
+            entries = [loader.entry(server.alias or "", wanted)]
+            use_kernels(wanted.setup.machine.kernels, output)
+        pool = stack.enter_context(
+            ModelPool(entries, limits, memory_bytes or math.inf, output.note)
+        )
         if models is None:
             with stop:
                 pool.load(entries[0].name)

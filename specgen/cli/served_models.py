@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
 _N_PARALLEL = 4
 #: Options of the machine that all models share.
 _OF_ALL = {"kernels", "packed-cache"}
+#: Options that name a file, or something else.
+_OF_FILES = ("target", "model", "draft", "model-draft")
 #: The default of --memory, as a share of the machine's memory.
 MEMORY_SHARE = 0.8
 
@@ -65,11 +66,13 @@ model_setup = flags.group(
 
 @dataclass(frozen=True)
 class ModelLoader:
-    """Loads models for a server. `stop` tells that a signal came."""
+    """Loads models for a server. `stop` tells that a signal came. Several models share `memory_bytes`; None is
+    for a model that is alone."""
 
     output: Output
     learns_across: bool
     stop: Callable[[], bool]
+    memory_bytes: float | None = None
 
     @cached_property
     def _memory(self) -> Memory:
@@ -79,12 +82,10 @@ class ModelLoader:
 
         return open_memory()
 
-    def entry(
-        self, name: str, wanted: ModelSetup, *, alone: bool, memory_bytes: float
-    ) -> ModelEntry:
-        """Return a model of the server's pool. Files that are missing are fetched. Unless it is `alone`, it
-        must fit into `memory_bytes`, if necessary with fewer answers at once. Raise `UsageError`,
-        `ModelFileError`, `MemoryLimitError` or `FetchError`."""
+    def entry(self, name: str, wanted: ModelSetup) -> ModelEntry:
+        """Return a model of the server's pool. Files that are missing are fetched. It must fit into the memory, if
+        necessary with fewer answers at once. Raise `UsageError`, `ModelFileError`, `MemoryLimitError` or
+        `FetchError`."""
         from specgen.llama.file_check import check_file
         from specgen.llama.model import pooling_of
         from specgen.serve.server.model_pool import ModelEntry
@@ -98,27 +99,27 @@ class ModelLoader:
         sources, options = wanted.setup.find(self.output)
         name = name or sources.target.name.removesuffix(".gguf")
         if pooling_of(sources.target) is not None:
-            return self._embedder(name, wanted, options, None if alone else memory_bytes)
+            return self._embedder(name, wanted, options)
         n_parallel, is_fixed = wanted.parallel or _N_PARALLEL, wanted.parallel is not None
         n_bytes = 0
-        if not alone:
+        if self.memory_bytes is not None:
             check_file(sources.target)
             drafts = [choice.draft for choice in sources.drafts]
             n_bytes = needed_bytes(options, drafts, n_parallel)
-            while n_bytes > memory_bytes and n_parallel > 1 and not is_fixed:
+            while n_bytes > self.memory_bytes and n_parallel > 1 and not is_fixed:
                 n_parallel //= 2
                 n_bytes = needed_bytes(options, drafts, n_parallel)
-            _check_memory(name, n_bytes, memory_bytes)
+            self._check_memory(name, n_bytes)
 
         def opened(turns: Turns, interrupted: Callable[[], bool]) -> OpenedModel:
-            output = self.output if alone else _Named(**asdict(self.output), name=name)
+            output = self.output
+            if self.memory_bytes is not None:
+                output = _Named(**asdict(output), name=name)
             return self._open(sources, options, (n_parallel, is_fixed), output, turns, interrupted)
 
         return ModelEntry(name, opened, n_bytes)
 
-    def _embedder(
-        self, name: str, wanted: ModelSetup, options: SessionOptions, memory_bytes: float | None
-    ) -> ModelEntry:
+    def _embedder(self, name: str, wanted: ModelSetup, options: SessionOptions) -> ModelEntry:
         from specgen.llama.embeddings import Embedder
         from specgen.llama.file_check import check_file
         from specgen.serve.server.model_pool import ModelEntry
@@ -126,12 +127,10 @@ class ModelLoader:
 
         if wanted.setup.models.draft is not None:
             raise UsageError(f"{name} is an embedding model: leave out --draft")
-        file, context, n_bytes = options.target, options.target_context, 0
+        file, context = options.target, options.target_context
         check_file(file)
-        n_ctx = embedder_context(file, context)
-        if memory_bytes is not None:
-            n_bytes = embedder_bytes(file, context)
-            _check_memory(name, n_bytes, memory_bytes)
+        n_ctx, n_bytes = embedder_context(file, context), embedder_bytes(file, context)
+        self._check_memory(name, n_bytes)
 
         def opened(turns: Turns, _interrupted: Callable[[], bool]) -> Embedder:
             with turns:
@@ -189,18 +188,18 @@ class ModelLoader:
                 lambda begins: learner.between_answers(begins=begins),
             )
 
+    def _check_memory(self, name: str, n_bytes: int) -> None:
+        if self.memory_bytes is not None and n_bytes > self.memory_bytes:
+            allowed = human_bytes(int(self.memory_bytes))
+            raise MemoryLimitError(
+                f"{name} needs about {human_bytes(n_bytes)}, but --memory allows {allowed}",
+                hint="give more --memory, or the model a smaller --ctx-size",
+            )
+
     def _save(self, turns: Turns) -> None:
         """Save what was learnt, while nothing learns."""
         with turns:
             self._memory.save()
-
-
-def _check_memory(name: str, n_bytes: int, memory_bytes: float) -> None:
-    if n_bytes > memory_bytes:
-        raise MemoryLimitError(
-            f"{name} needs about {human_bytes(n_bytes)}, but --memory allows {human_bytes(int(memory_bytes))}",
-            hint="give more --memory, or the model a smaller --ctx-size",
-        )
 
 
 @contextlib.contextmanager
@@ -237,7 +236,7 @@ class _Named(Output):
 
 
 def read_models(
-    path: Path, setup: Callable[..., ModelSetup], loader: ModelLoader, memory_bytes: float
+    path: Path, setup: Callable[..., ModelSetup], loader: ModelLoader
 ) -> list[ModelEntry]:
     """Return the models of a file, or those in a folder. `setup` makes the options of one from those that
     differ from the command line. Raise `UsageError`, `ModelFileError`, `MemoryLimitError` or `FetchError`;
@@ -248,39 +247,26 @@ def read_models(
             "--models names the models, so --target, --draft and --pair do not go with it"
         )
     if path.is_dir():
-        return _in_folder(path, setup, loader, memory_bytes)
-    entries = [
-        _entry(path, name, values, setup, loader, memory_bytes)
-        for name, values in read_toml(path).items()
-    ]
+        return _in_folder(path, setup, loader)
+    entries: list[ModelEntry] = []
+    for name, values in read_toml(path).items():
+        where = f"{path}: [{name}]"
+        try:
+            if not isinstance(values, dict):
+                raise UsageError(f'it is no table: begin each model with a line ["{name}"]')
+            wanted = setup(**_given(values, path.parent))
+            if wanted.setup.models.target is None and wanted.setup.models.pair is None:
+                raise UsageError('target is missing: give a file or a name, or pair = "NAME"')
+            entries.append(loader.entry(name, wanted))
+        except COMMAND_LINE_ERROR as error:
+            message: str = error.format_message()  # type: ignore[attr-defined]
+            raise UsageError(f"{where}: {' '.join(message.split())}", correct(path)) from error
+        except SpecgenError as error:
+            raise type(error)(f"{where}: {error.message}", error.hint or correct(path)) from error
     if not entries:
         hint = "give each a table: a line [NAME], then target = ..."
         raise UsageError(f"{path} has no models", hint)
     return entries
-
-
-def _entry(
-    path: Path,
-    name: str,
-    values: object,
-    setup: Callable[..., ModelSetup],
-    loader: ModelLoader,
-    memory_bytes: float,
-) -> ModelEntry:
-    """Return the model of a table in a file. Errors name both."""
-    where = f"{path}: [{name}]"
-    try:
-        if not isinstance(values, dict):
-            raise UsageError(f'it is no table: begin each model with a line ["{name}"]')
-        wanted = setup(**_given(values, path.parent))
-        if wanted.setup.models.target is None and wanted.setup.models.pair is None:
-            raise UsageError('target is missing: give a file or a name, or pair = "NAME"')
-        return loader.entry(name, wanted, alone=False, memory_bytes=memory_bytes)
-    except COMMAND_LINE_ERROR as error:
-        message: str = error.format_message()  # type: ignore[attr-defined]
-        raise UsageError(f"{where}: {' '.join(message.split())}", correct(path)) from error
-    except SpecgenError as error:
-        raise type(error)(f"{where}: {error.message}", error.hint or correct(path)) from error
 
 
 def _given(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -290,18 +276,14 @@ def _given(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     arguments: list[str] = []
     for key, value in values.items():
         if key not in known:
-            close = difflib.get_close_matches(key.replace("_", "-"), known, n=1, cutoff=0.5)
-            question = f" (did you mean {close[0]}?)" if close else ""
-            raise UsageError(f"{key}: a model has no such option{question}")
+            raise UsageError(f"{key}: a model has no such option")
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, bool):
                 if not each and f"no-{key}" not in known:
                     raise UsageError(f"{key}: leave it out instead of false")
                 arguments.append(f"--{key}" if each else f"--no-{key}")
             elif isinstance(each, str | int | float):
-                is_file = key in ("target", "model", "draft", "model-draft") and _is_file(
-                    folder, each
-                )
+                is_file = key in _OF_FILES and _is_file(folder, each)
                 arguments.append(f"--{key}={folder / str(each) if is_file else each}")
             else:
                 raise UsageError(f"{key}: {each!r} is no text, number, true or false")
@@ -322,7 +304,7 @@ def _is_file(folder: Path, value: object) -> bool:
 
 
 def _in_folder(
-    folder: Path, setup: Callable[..., ModelSetup], loader: ModelLoader, memory_bytes: float
+    folder: Path, setup: Callable[..., ModelSetup], loader: ModelLoader
 ) -> list[ModelEntry]:
     from specgen.llama import LlamaModel
     from specgen.llama.embeddings import EmbeddingModel
@@ -342,7 +324,7 @@ def _in_folder(
         try:
             kind = LlamaModel if pooling_of(path) is None else EmbeddingModel
             kind(path, vocabulary_only=True).close()
-            entries[name] = loader.entry(name, wanted, alone=False, memory_bytes=memory_bytes)
+            entries[name] = loader.entry(name, wanted)
         except (ModelFileError, MemoryLimitError) as error:
             loader.output.note(f"not served: {error.message}")
     if not entries:

@@ -144,7 +144,7 @@ def is_tie(one: DraftFigures, other: DraftFigures) -> bool:
 
 
 def measure_target(
-    loaded: Session,
+    session: Session,
     prompts: abc.Sequence[str],
     *,
     chat: bool | None = None,
@@ -158,17 +158,17 @@ def measure_target(
     context, if no answer is longer than a token, or if the context has no room to time the batches; and
     `MemoryLimitError`.
     """
-    fitting, skipped = _fitting(loaded, prompts, chat)
-    n_ctx = max(loaded.context_size(len(prompt.tokens)) for _, prompt in fitting)
-    sizes = timed_batch_sizes(loaded.n_rows_max)
+    fitting, skipped = _fitting(session, prompts, chat)
+    n_ctx = max(session.context_size(len(prompt.tokens)) for _, prompt in fitting)
+    sizes = timed_batch_sizes(session.n_rows_max)
     samples: defaultdict[int, list[float]] = defaultdict(list)
     answers: list[TargetAnswer] = []
-    with loaded.contexts(n_ctx, drafts=False) as (target, _):
+    with session.contexts(n_ctx, drafts=False) as (target, _):
         for text, prompt in fitting:
             progress(len(answers), len(fitting))
             target.remove(0)
-            generation = DrafterFactory(loaded).sequence(prompt, n_ctx, (), 0, plain=True)
-            list(AnswerLoop(target, loaded.clock, interrupted).run(generation))
+            generation = DrafterFactory(session).sequence(prompt, n_ctx, (), 0, plain=True)
+            list(AnswerLoop(target, session.clock, interrupted).run(generation))
             if interrupted():
                 return None
             n_prompt = generation.n_prompt
@@ -189,12 +189,12 @@ def measure_target(
         )
     batch_s = {size: statistics.median(samples[size]) for size in sizes}
     for size, seconds in batch_s.items():
-        loaded.costs.table().start(size, seconds)
+        session.costs.table().start(size, seconds)
     return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat)
 
 
 def try_draft(
-    loaded: Session,
+    session: Session,
     baseline: Baseline,
     *,
     interrupted: Callable[[], bool] = lambda: False,
@@ -204,28 +204,28 @@ def try_draft(
 
     Raise `MemoryLimitError` or `BackendError` if the draft model cannot be run.
     """
-    if loaded.draft is not None and loaded.draft.reads == "cache":
+    if session.draft is not None and session.draft.reads == "cache":
         raise BackendError(
-            f"{loaded.draft_name}: it reads the target's cache, so it cannot draft for kept answers",
+            f"{session.draft_name}: it reads the target's cache, so it cannot draft for kept answers",
             hint="`specgen bench` measures it",
         )
     replays: list[Replay] = []
-    with loaded.contexts(baseline.n_ctx) as (target, drafts):
-        measure_if_new(loaded, target, drafts)
+    with session.contexts(baseline.n_ctx) as (target, drafts):
+        measure_if_new(session, target, drafts)
         for answer in baseline.answers:
             progress(len(replays), len(baseline.answers))
             if interrupted():
                 return None
-            prompt = answered_prompt(loaded, baseline, answer)
+            prompt = answered_prompt(session, baseline, answer)
             for draft in drafts:
                 draft.remove(0)
-            generation = DrafterFactory(loaded).sequence(prompt, baseline.n_ctx, drafts, 0)
+            generation = DrafterFactory(session).sequence(prompt, baseline.n_ctx, drafts, 0)
             tokens, states = (*prompt.tokens, *answer.tokens), None
             if isinstance(generation.hidden, HiddenTrail):
                 read_states(target, tokens, generation.hidden)
             elif isinstance(generation.hidden, LastHidden):
                 states = _states_of_answer(target, tokens, len(prompt.tokens))
-            replays.append(replay(generation, answer, baseline, loaded.clock, states))
+            replays.append(replay(generation, answer, baseline, session.clock, states))
     return summarise(replays)
 
 
@@ -340,14 +340,14 @@ def agreeing_path(draft: Draft, tokens: abc.Sequence[int]) -> tuple[int, ...]:
     return tuple(path)
 
 
-def answered_prompt(loaded: Session, baseline: Baseline, answer: TargetAnswer) -> Prompt:
+def answered_prompt(session: Session, baseline: Baseline, answer: TargetAnswer) -> Prompt:
     """Return the prompt of an answer. Each draft needs a prompt of its own, since it contains the draft's
     tokens."""
-    return loaded.prompts.of_text(answer.prompt, chat=baseline.chat, now=_NOW)
+    return session.prompts.of_text(answer.prompt, chat=baseline.chat, now=_NOW)
 
 
 def _fitting(
-    loaded: Session, texts: abc.Sequence[str], chat: bool | None
+    session: Session, texts: abc.Sequence[str], chat: bool | None
 ) -> tuple[list[tuple[str, Prompt]], tuple[int, ...]]:
     """Return the prompts that fit into the context, as they were given and as the models see them, and the
     numbers of the others. Raise `PromptError` if none fits."""
@@ -355,9 +355,9 @@ def _fitting(
     skipped: list[int] = []
     failure: PromptError | None = None
     for number, text in enumerate(texts, 1):
-        prompt = loaded.prompts.of_text(text, chat=chat, now=_NOW)
+        prompt = session.prompts.of_text(text, chat=chat, now=_NOW)
         try:
-            loaded.context_size(len(prompt.tokens) + 1)
+            session.context_size(len(prompt.tokens) + 1)
         except PromptError as error:
             failure = error
             skipped.append(number)

@@ -46,11 +46,10 @@ class Engine:
     target. `n_ctx` is the number of tokens for one prompt and its answer, by default `Session.usual_n_ctx`.
 
     `interrupted` is called between decodes. If it returns True, the unfinished answers end with the text
-    that they have. `estimate_gain` allows a few
-    decodes at the end of each answer to measure the cost of plain decoding. With `learn_alone`, the
-    acceptance statistics that an answer adds are dropped with it, so that drafts of an answer never depend
-    on the text of another one. `prepare` is called with each request and its sequence before the prefill,
-    and may change the sequence.
+    that they have. `estimate_gain` allows a few decodes at the end of each answer to measure the cost of plain
+    decoding. With `learn_alone`, the acceptance statistics that an answer adds are dropped with it, so that
+    drafts of an answer never depend on the text of another one. `prepare` is called with each request and its
+    sequence before the prefill, and may change the sequence.
 
     Several threads may use the engine: one at a time steps it, for the answers of all. An answer that
     fails or is cancelled ends alone. Raises `MemoryLimitError` if the contexts do not fit into memory.
@@ -58,7 +57,7 @@ class Engine:
 
     def __init__(
         self,
-        models: Session,
+        session: Session,
         *,
         n_parallel: int = 1,
         n_ctx: int | None = None,
@@ -69,47 +68,47 @@ class Engine:
     ) -> None:
         if n_parallel < 1:
             raise UsageError(f"{n_parallel} answers at once: give 1 or more")
-        n_most = MAX_SEQUENCES // models.n_sequences_max
+        n_most = MAX_SEQUENCES // session.n_sequences_max
         if n_parallel > n_most:
             raise UsageError(
                 f"{n_parallel} answers at once: with drafts of this shape at most {n_most} are possible",
                 hint="--tree off allows more",
             )
-        self._models = models
-        self._factory = DrafterFactory(models, learn_alone)
+        self._session = session
+        self._factory = DrafterFactory(session, learn_alone)
         #: The room for one prompt and its answer, in tokens.
-        self.n_ctx = n_ctx if n_ctx is not None else models.usual_n_ctx
+        self.n_ctx = n_ctx if n_ctx is not None else session.usual_n_ctx
         #: The parts of the caches, and what each is doing.
         self.slots = PrefixCache(n_parallel)
         #: Held while the engine steps: as long as another thread holds it, nothing is decoded.
         self.stepping = threading.RLock()
         self._estimates_gain = estimate_gain
         self._prepare = prepare
-        learning = models.options.learning
+        learning = session.options.learning
         self._kept = KeptAnswers(learning) if learning is not None else None
         self._notices: deque[str] = deque()
         self._resources = contextlib.ExitStack()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._resources.close)
             target, _ = self._resources.enter_context(
-                models.contexts(self.n_ctx, drafts=False, n_slots=n_parallel)
+                session.contexts(self.n_ctx, drafts=False, n_slots=n_parallel)
             )
             #: The target's context, in which the answers are generated. Nobody else may decode in it.
             self.target: LlamaBackend = target
-            self._loop = AnswerLoop(target, models.clock, interrupted)
-            self._scheduler = Scheduler(self.slots, target, models.costs.table)
+            self._loop = AnswerLoop(target, session.clock, interrupted)
+            self._scheduler = Scheduler(self.slots, target, session.costs.table)
             self._draft_contexts = self._resources.enter_context(contextlib.ExitStack())
             #: The draft model's context, and those of the models that draft for it.
             self.drafts = self._open_drafts()
-            self._notices.extend(models.notices(self.n_ctx))
-            if models.options.prompt_cache is not None:
-                self._use_prompt_cache(models.options.prompt_cache)
+            self._notices.extend(session.notices(self.n_ctx))
+            if session.options.prompt_cache is not None:
+                self._use_prompt_cache(session.options.prompt_cache)
             on_error.pop_all()
 
     @classmethod
     def largest(
         cls,
-        models: Session,
+        session: Session,
         n_parallel: int,
         n_ctx: int | None,
         *,
@@ -121,13 +120,13 @@ class Engine:
         `is_fixed`, it is halved until the contexts fit into memory, and 1 for models that cannot make
         several answers at once, with a notice. Raise `MemoryLimitError`, `UsageError` if a fixed number is
         not possible."""
-        notice = None
-        if not is_fixed and n_parallel > 1 and (why := models.why_one_sequence):
+        notice = ""
+        if not is_fixed and n_parallel > 1 and (why := session.why_one_sequence):
             n_parallel, notice = 1, f"{why}: answers are made one after the other"
         while True:
             try:
                 engine = cls(
-                    models,
+                    session,
                     n_parallel=n_parallel,
                     n_ctx=n_ctx,
                     interrupted=interrupted,
@@ -138,8 +137,7 @@ class Engine:
                     raise
                 n_parallel //= 2
                 continue
-            if notice is not None:
-                engine.notify(notice)
+            engine.notify(notice)
             return engine
 
     def __enter__(self) -> Engine:
@@ -176,16 +174,16 @@ class Engine:
         `n_drafted_max` limits the tokens that are drafted in a round. Raise `PromptError` if the prompt is
         invalid or too long for the context, `UsageError` if the options cannot be met, and `BackendError`
         if the engine is closed."""
-        models = self._models
+        session = self._session
         if isinstance(prompt, str):
-            prompt = models.prompts.of_text(prompt)
+            prompt = session.prompts.of_text(prompt)
         if len(prompt.tokens) > self.n_ctx:
             raise PromptError(
                 f"the prompt has {len(prompt.tokens)} tokens, but the context has {self.n_ctx}",
                 hint=f"use a context of {len(prompt.tokens) + 1} tokens or more",
             )
-        settings = models.settings.changed(
-            models.target, sampling, generation, n_drafted_max=n_drafted_max, verifier=verifier
+        settings = session.settings.changed(
+            session.target, sampling, generation, n_drafted_max=n_drafted_max, verifier=verifier
         )
         seed = settings.sampling.seed
         seed = seed if seed >= 0 else secrets.randbits(32)
@@ -204,7 +202,7 @@ class Engine:
                 return False
             self._draft_contexts.close()
             self.drafts = ()
-            self._models.change_draft(self._models.draft_source)
+            self._session.change_draft(self._session.draft_source)
             self.drafts = self._open_drafts()
             return True
 
@@ -215,7 +213,7 @@ class Engine:
 
     def _open_drafts(self) -> tuple[LlamaBackend, ...]:
         """Open contexts of the draft model and of the models that draft for it."""
-        contexts = self._models.draft_contexts(
+        contexts = self._session.draft_contexts(
             self.n_ctx, target=self.target, n_slots=len(self.slots)
         )
         return self._draft_contexts.enter_context(contexts)
@@ -223,7 +221,7 @@ class Engine:
     def _use_prompt_cache(self, file: Path) -> None:
         """Let the contexts hold the text of a prompt cache, and write theirs to it before they are closed."""
         if why := why_no_prompt_cache(self.target):
-            self.notify(f"--prompt-cache has no effect: {self._models.target.name} {why}")
+            self.notify(f"--prompt-cache has no effect: {self._session.target.name} {why}")
             return
         cache = PromptCache(file)
         if problem := cache.restore(self._cached_contexts()):
@@ -233,7 +231,7 @@ class Engine:
 
     def _cached_contexts(self) -> list[CachedContext]:
         """Return the contexts whose texts a prompt cache keeps."""
-        options = self._models.options
+        options = self._session.options
         found = [CachedContext(self.target, options.target_context)]
         if not self._reads_rows:
             own = (draft for draft in self.drafts if draft.rollback == "cells")
@@ -243,7 +241,7 @@ class Engine:
     @property
     def _reads_rows(self) -> bool:
         """Whether the draft reads states of the target's rows, those of prompts too."""
-        draft = self._models.draft
+        draft = self._session.draft
         return draft is not None and draft.reads in ("all states", "cache")
 
     def take_notices(self) -> list[str]:
@@ -273,7 +271,7 @@ class Engine:
         begun = self.slots.decoding()
         if not begun:
             return None
-        table = self._models.costs.table(n_past=begun[0].n_prompt)
+        table = self._session.costs.table(n_past=begun[0].n_prompt)
         return table.seconds(len(begun)) if table else None
 
     @property
@@ -318,7 +316,7 @@ class Engine:
         except BaseException as error:  # also Ctrl-C in the middle of a round
             for slot in busy:
                 if slot.sequence is not None and not slot.sequence.is_finished:
-                    self._fail(slot, _why(error))
+                    self._fail(slot, error)
                 self._settle(slot)
             raise
         for event in events:
@@ -401,7 +399,7 @@ class Engine:
         except WorkerLostError:  # the answer has not failed: another process may make it
             raise
         except BaseException as error:
-            self._fail(slot, _why(error))
+            self._fail(slot, error)
             if not isinstance(error, SpecgenError):
                 raise
 
@@ -432,18 +430,18 @@ class Engine:
 
     def _prompt_event(self, request: Request) -> PromptEvent:
         """Return the event that describes the models and options of a request."""
-        models, prompt, settings = self._models, request.prompt, request.settings
-        draft = models.draft if request.drafts else None
+        session, prompt, settings = self._session, request.prompt, request.settings
+        draft = session.draft if request.drafts else None
         grammar = settings.generation.grammar
         return PromptEvent(
             sequence=request.index,
             time_s=self._loop.now_s,
             text=prompt.text,
             n_prompt_tokens=len(prompt.tokens),
-            target=models.target.name,
+            target=session.target.name,
             draft=draft.name if draft is not None else "none",
             translated=draft is not None and draft.own_vocabulary is not None,
-            kernels=models.target.kernels,
+            kernels=session.target.kernels,
             n_ctx=self.n_ctx,
             sampler=as_json(replace(settings.sampling, seed=request.seed)),
             verifier=settings.verifier,
@@ -465,7 +463,7 @@ class Engine:
             message = f"the answer is not kept for the draft to learn from: {error.message}"
             notices.append(NoticeEvent(request.index, self._loop.now_s, message))
         others_share = None if request.load is None else request.load.share
-        costs = self._models.costs.table(n_past=sequence.n_prompt)
+        costs = self._session.costs.table(n_past=sequence.n_prompt)
         events = notices + [
             replace(event, others_share=others_share)
             for event in self._loop.finish(
@@ -481,10 +479,10 @@ class Engine:
         """Store a finished text, prompt and answer, for lookups of later answers and for drafts to learn
         from, if the options ask for that. Raise `OutputError` if it cannot be written for learning; it is
         then written with the next one."""
-        self._models.keep_text(tokens)
+        self._session.keep_text(tokens)
         if self._kept is None:
             return
-        own = self._models.own_vocabulary if prompt.draft_tokens is not None else None
+        own = self._session.own_vocabulary if prompt.draft_tokens is not None else None
         self._kept.add(
             KeptAnswer(
                 prompt.without_head().tokens,
@@ -494,13 +492,15 @@ class Engine:
             )
         )
 
-    def _fail(self, slot: Slot, error: SpecgenError) -> None:
+    def _fail(self, slot: Slot, error: BaseException) -> None:
         """End an answer with an error, and clear its slot."""
+        if not isinstance(error, SpecgenError):
+            error = BackendError(f"the round was broken off: {type(error).__name__}")
         slot.fail(error, (self.target, *self.drafts))
 
 
 def generate(
-    models: Session,
+    session: Session,
     prompt: Prompt,
     *,
     interrupted: Callable[[], bool] = lambda: False,
@@ -513,17 +513,10 @@ def generate(
     into the context, `MemoryLimitError` if the context does not fit into memory, and `BackendError` if the
     models are closed.
     """
-    n_ctx = models.context_size(len(prompt.tokens))
-    news = calibrate(models, interrupted)
+    n_ctx = session.context_size(len(prompt.tokens))
+    news = calibrate(session, interrupted)
     with Engine(
-        models, n_ctx=n_ctx, interrupted=interrupted, estimate_gain=estimate_gain
+        session, n_ctx=n_ctx, interrupted=interrupted, estimate_gain=estimate_gain
     ) as engine:
         engine.notify(news)
         yield from engine.stream(engine.insert(prompt))
-
-
-def _why(error: BaseException) -> SpecgenError:
-    """Return the failure of the answers in a round that an exception ended."""
-    if isinstance(error, SpecgenError):
-        return error
-    return BackendError(f"the round was broken off: {type(error).__name__}")

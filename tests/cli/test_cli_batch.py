@@ -21,6 +21,7 @@ from specgen.serve.batch import lines as batch_lines
 from specgen.serve.batch.runner import Prompting
 from specgen.serve.formats import request
 from specgen.serve.formats.chat_request import read_request
+from tests.helpers.batch import answers, records, text_of
 from tests.helpers.cli import Result, in_process
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import CHATML_TEMPLATE
@@ -69,29 +70,6 @@ def write(path: Path, *lines: str | dict[str, Any]) -> Path:
     return path
 
 
-def records(path: Path) -> dict[str, dict[str, Any]]:
-    """The results of a file by custom_id, each of which is there once."""
-    found: dict[str, dict[str, Any]] = {}
-    for raw in path.read_bytes().splitlines():
-        each = json.loads(raw, parse_constant=pytest.fail)
-        assert each["custom_id"] not in found
-        found[each["custom_id"]] = each
-    return found
-
-
-def texts(path: Path) -> dict[str, str]:
-    """The answers of a file by custom_id."""
-    return {name: text_of(each) for name, each in records(path).items()}
-
-
-def text_of(record: dict[str, Any]) -> str:
-    assert record["error"] is None
-    assert record["response"]["status_code"] == 200
-    (choice,) = record["response"]["body"]["choices"]
-    text: str = choice["text"] if "text" in choice else choice["message"]["content"]
-    return text
-
-
 @pytest.mark.parametrize("parallel", [1, 3, 8])
 @pytest.mark.parametrize("draft", ["draft", "ngram", "none"])
 def test_answers_are_those_of_run(
@@ -102,7 +80,7 @@ def test_answers_are_those_of_run(
     source, out = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
     done = specgen("batch", source, out, "-np", str(parallel), draft=draft)
     assert (done.code, done.out) == (0, "")
-    found = texts(out)
+    found = answers(out)
     assert len(found) == len(lines)
     for number, prompt in enumerate(PROMPTS, start=1):
         assert found[str(number)] == specgen("run", prompt, "-q", draft=draft).out
@@ -118,7 +96,7 @@ def test_the_number_at_once_is_chosen(specgen: Batch, tmp_path: Path) -> None:
     assert " at once" in done.err
     alone = tmp_path / "alone.jsonl"
     specgen("batch", source, alone, "-np", "1", draft="none")
-    assert texts(out) == texts(alone)
+    assert answers(out) == answers(alone)
 
 
 def test_unlimited_answers_end_where_those_of_run_end(specgen: Batch, tmp_path: Path) -> None:
@@ -128,7 +106,7 @@ def test_unlimited_answers_end_where_those_of_run_end(specgen: Batch, tmp_path: 
     assert specgen("batch", source, out, "-n", "-1", "-np", "2", draft="none").code == 0
     whole = specgen("run", "x", "-q", "-n", "-1", draft="none").out
     assert len(whole) > 500
-    assert texts(out)["1"] == whole
+    assert answers(out)["1"] == whole
 
 
 def test_requests_in_openai_s_form(specgen: Batch, tmp_path: Path) -> None:
@@ -181,7 +159,7 @@ def test_lines_that_begin_alike_share_the_cache(specgen: Batch, tmp_path: Path) 
     assert list(records(out)) == ["1", "3", "5", "2", "4", "6"]
     alone = tmp_path / "alone.jsonl"
     specgen("batch", source, alone, "-np", "4", "-n", "4", draft="none")
-    assert texts(out) == texts(alone)
+    assert answers(out) == answers(alone)
 
 
 def test_it_goes_on_with_what_is_missing(specgen: Batch, tmp_path: Path) -> None:
@@ -337,7 +315,7 @@ def test_numbers_as_ids_do_not_collide_and_equal_requests_have_ids_of_their_own(
     assert len({each["id"] for each in found.values()}) == 4
     assert len({each["response"]["request_id"] for each in found.values()}) == 4
     assert len({each["response"]["body"]["id"] for each in found.values()}) == 4
-    assert len(set(texts(out).values())) == 1
+    assert len(set(answers(out).values())) == 1
 
 
 def test_a_mended_line_is_answered_with_retry_errors(specgen: Batch, tmp_path: Path) -> None:
@@ -458,7 +436,7 @@ def test_killed_at_any_moment_nothing_is_lost_or_there_twice(models: Path, tmp_p
         n_killed += 1
         assert n_tries < 59
     assert n_killed >= 3
-    assert texts(out) == texts(whole)
+    assert answers(out) == answers(whole)
 
 
 def lines_in(path: Path) -> int:
@@ -552,4 +530,4 @@ def test_a_model_of_one_sequence_makes_one_answer_at_a_time(
     assert result.code == 0
     assert "(llama) wrong: answers are made one after the other" in result.err
     assert "1 at once" in result.err
-    assert len(texts(out)) == len(PROMPTS)
+    assert len(answers(out)) == len(PROMPTS)

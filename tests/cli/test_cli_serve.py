@@ -278,7 +278,7 @@ def test_an_embedding_model_alone(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("[a]\nparallel = 2", "[a]: target is missing"),
         (
             "[a]\ntarget = 'target.gguf'\nctx_size = 3",
-            "ctx_size: a model has no such option (did you mean ctx-size?)",
+            "ctx_size: a model has no such option",
         ),
         ("[a]\ntarget = 'target.gguf'\nport = 3", "[a]: port: a model has no such option"),
         (

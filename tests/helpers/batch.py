@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from specgen.options import ContextOptions, GenerationOptions, SamplerOptions, SessionOptions
 from specgen.serve.batch.lines import Line, read_lines
 from specgen.serve.batch.on_ray import ActorJob
@@ -23,9 +25,10 @@ SETTINGS = {"target": "t.gguf"}
 PATIENCE_S = 120.0
 
 
-def lines_of(*rows: str | Mapping[str, Any]) -> list[Line]:
-    data = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
-    return read_lines(data.encode(), "in", SamplerOptions(), GenerationOptions(max_tokens=20))
+def lines_of(*rows: str | bytes | Mapping[str, Any]) -> list[Line]:
+    texts = [row if isinstance(row, (str, bytes)) else json.dumps(row) for row in rows]
+    raw = b"\n".join(text.encode() if isinstance(text, str) else text for text in texts)
+    return read_lines(raw, "in", SamplerOptions(), GenerationOptions(max_tokens=20))
 
 
 class Collected:
@@ -43,18 +46,23 @@ class Collected:
 
 
 def text_of(record: Mapping[str, Any]) -> str:
-    choice = record["response"]["body"]["choices"][0]
-    return str(choice.get("text") or choice["message"]["content"])
+    assert record["error"] is None
+    assert record["response"]["status_code"] == 200
+    (choice,) = record["response"]["body"]["choices"]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def records(path: Path) -> dict[str, Mapping[str, Any]]:
+    """The results of a file, by custom_id; each comes once."""
+    found = Collected()
+    for raw in path.read_bytes().splitlines():
+        found.write(json.loads(raw, parse_constant=pytest.fail))
+    return found.records
 
 
 def answers(path: Path) -> dict[str, str]:
-    """The texts of a file of results, by custom_id; none is an error, and each comes once."""
-    found = Collected()
-    for raw in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(raw)
-        assert record["error"] is None
-        found.write(record)
-    return {custom_id: found.text(custom_id) for custom_id in found.records}
+    """The texts of a file of results, by custom_id; none is an error."""
+    return {custom_id: text_of(record) for custom_id, record in records(path).items()}
 
 
 def greedy_and_seeded(n: int, n_tokens: int) -> list[dict[str, Any]]:

@@ -21,18 +21,9 @@ from specgen.serve.batch.runner import Tally, order_by_prefix
 from specgen.serve.formats.request import Request
 from specgen.session.prompts.template import Message
 from specgen.system.json_lines import to_line
+from tests.helpers.batch import lines_of
 
 DEFAULTS = SamplerOptions(), GenerationOptions(max_tokens=5)
-
-
-def lines_of(*lines: str | bytes | dict[str, Any]) -> list[Line]:
-    raw = [
-        line
-        if isinstance(line, bytes)
-        else (line if isinstance(line, str) else json.dumps(line)).encode()
-        for line in lines
-    ]
-    return read_lines(b"\n".join(raw), "in.jsonl", *DEFAULTS)
 
 
 def request_of(line: Line) -> Request:
@@ -67,7 +58,7 @@ class TestLines:
         assert request_of(third).sampling.temperature == 0.5
         assert request_of(fourth).kind == "chat"
         assert request_of(fifth).text == "Why is the sky blue?"
-        assert request_of(fifth).generation.max_tokens == 5
+        assert request_of(fifth).generation.max_tokens == 20
 
     def test_empty_lines_count_but_ask_nothing(self) -> None:
         one, two = lines_of(b"\xef\xbb\xbffirst", "", "  ", "second")
@@ -120,8 +111,8 @@ class TestLines:
 
     @pytest.mark.parametrize("data", [b"", b"\n \n", b"\xef\xbb\xbf"])
     def test_no_line(self, data: bytes) -> None:
-        with pytest.raises(PromptError, match=r"in\.jsonl has no line"):
-            read_lines(data, "in.jsonl", *DEFAULTS)
+        with pytest.raises(PromptError, match="in has no line"):
+            read_lines(data, "in", *DEFAULTS)
 
 
 class TestOrder:

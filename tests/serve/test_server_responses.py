@@ -13,7 +13,6 @@ import pytest
 from tests.helpers.server import Running, running, session_of
 from tests.serve.test_server_tools import TEMPLATE
 from tests.tiny import TinyConfig, write_tiny_model
-from tests.tiny.config import CHATML_TEMPLATE
 
 TEXT = "the cat is in the"
 TOOL: Any = {
@@ -122,32 +121,6 @@ def test_names_of_events_and_their_end(server: Running) -> None:
     for name, data in blocks:
         assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
     assert blocks[-1][0] == "event: response.incomplete"
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content[0]",
-        ),
-        ({"max_output_tokens": -3}, "max_output_tokens"),
-    ],
-)
-def test_what_is_refused_is_named(client: openai.OpenAI, body: Any, param: str) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(**{"model": "any", "input": TEXT, **body})
-    assert caught.value.param == param
-
-
-def test_a_model_without_tools_refuses_them(tmp_path_factory: pytest.TempPathFactory) -> None:
-    config = TinyConfig(chat_template=CHATML_TEMPLATE)
-    target = write_tiny_model(tmp_path_factory.mktemp("plain") / "target.gguf", config)
-    with running(session_of(target)) as server, server.client as client:
-        with pytest.raises(openai.BadRequestError) as error:
-            client.responses.create(model="any", input=TEXT, tools=[TOOL])
-        assert error.value.param == "tools"
 
 
 def test_thoughts_are_apart(tmp_path_factory: pytest.TempPathFactory) -> None:

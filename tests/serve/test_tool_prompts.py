@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,17 +47,6 @@ TURNS = [
 
 def rendered(template: str, messages: Sequence[Message], tools: Any = ()) -> str:
     return render(template, messages, bos_token="", eos_token="", now=NOW, tools=tools)
-
-
-def test_tools_calls_and_answers_are_in_the_prompt() -> None:
-    assert rendered(TEMPLATE, TURNS, TOOLS) == (
-        f"<|im_start|>system\nBe brief.\n{json.dumps(TOOLS[0])}\n<|im_end|>\n"
-        "<|im_start|>user\nHow warm is it?<|im_end|>\n"
-        '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n'
-        "</tool_call><|im_end|>\n"
-        "<|im_start|>user\n<tool_response>7 °C</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
 
 
 def test_a_conversation_without_tools_is_as_if_there_were_none() -> None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from specgen.errors import PromptError
+from specgen.llama.embeddings import Embedder, unit
 from specgen.serve.formats.fields import Body, BodyError, Integer, parse, shown
 from specgen.system.arrays import Hidden
 
-#: A text, or its tokens.
-EmbeddingInput: TypeAlias = str | list[int]
 #: The most inputs of a request, as at OpenAI.
 _N_INPUTS = 2048
 
@@ -28,60 +27,48 @@ class _Body(Body):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """The inputs of a request, the form of its vectors, and how many of their values are wanted (None: all)."""
+    """The tokens of the inputs of a request, the form of its vectors, and how many of their values are wanted
+    (None: all)."""
 
-    inputs: tuple[EmbeddingInput, ...]
-    #: The name of an input's field, for errors.
-    names: tuple[str, ...]
+    tokens: tuple[list[int], ...]
     is_base64: bool = False
     dimensions: int | None = None
     warnings: tuple[str, ...] = ()
 
-    def tokens(
-        self, tokenize: Callable[[str], list[int]], check: Callable[[Sequence[int]], None]
-    ) -> list[list[int]]:
-        """Return the tokens of the inputs. Raise `BodyError` for what these functions refuse."""
-
-        def read(name: str, each: EmbeddingInput) -> list[int]:
-            try:
-                if isinstance(each, str):
-                    return tokenize(each)
-                check(each)
-            except PromptError as error:
-                raise BodyError(name, error.message) from None
-            return each
-
-        return list(map(read, self.names, self.inputs))
-
     def encoded(self, vector: Hidden) -> str:
         """Return a vector as JSON."""
+        if self.dimensions is not None:
+            vector = unit(vector[: self.dimensions])
         if self.is_base64:
             return json.dumps(base64.b64encode(vector.astype("<f4").tobytes()).decode())
         return json.dumps(vector.tolist())
 
 
-def read_embedding_request(body: Mapping[str, Any], n_embd: int) -> EmbeddingRequest:
-    """Read a body for a model whose vectors have `n_embd` values. Raise `BodyError`."""
+def read_embedding_request(body: Mapping[str, Any], embedder: Embedder) -> EmbeddingRequest:
+    """Read a body for a model. Raise `BodyError`."""
     asked = parse(_Body, body)
-    if asked.dimensions is not None and asked.dimensions > n_embd:
-        raise BodyError("dimensions", f"{asked.dimensions} is more than {n_embd}")
     warnings = asked.warnings()
-    if asked.dimensions not in (None, n_embd):
+    if asked.dimensions is not None and asked.dimensions > embedder.n_embd:
+        raise BodyError("dimensions", f"{asked.dimensions} is more than {embedder.n_embd}")
+    if asked.dimensions not in (None, embedder.n_embd):
         warnings.append("dimensions: only vectors of a model that was trained for it can be cut")
     is_single = isinstance(asked.input, str) or _is_tokens(asked.input)
     inputs = [asked.input] if is_single else asked.input
-    if not isinstance(inputs, list) or not inputs:
-        raise BodyError("input", "it is no text, list of tokens, or list of these")
-    if len(inputs) > _N_INPUTS:
-        raise BodyError("input", f"{len(inputs)} inputs; at most {_N_INPUTS} are allowed")
-    names = ["input"] if is_single else [f"input[{number}]" for number in range(len(inputs))]
-    for name, each in zip(names, inputs, strict=True):
+    if not isinstance(inputs, list) or not 0 < len(inputs) <= _N_INPUTS:
+        what = f"it is no text, list of tokens, or list of at most {_N_INPUTS} of these"
+        raise BodyError("input", what)
+    tokens = []
+    for number, each in enumerate(inputs):
+        name = "input" if is_single else f"input[{number}]"
         if not _is_tokens(each) and (not isinstance(each, str) or not each):
             raise BodyError(name, "it is empty" if each == "" else f"{shown(each)} is not a text")
+        try:
+            tokens.append(embedder.tokenize(each) if isinstance(each, str) else each)
+            embedder.check(tokens[-1])
+        except PromptError as error:
+            raise BodyError(name, error.message) from None
     is_base64 = asked.encoding_format == "base64"
-    return EmbeddingRequest(
-        tuple(inputs), tuple(names), is_base64, asked.dimensions, tuple(warnings)
-    )
+    return EmbeddingRequest(tuple(tokens), is_base64, asked.dimensions, tuple(warnings))
 
 
 def _is_tokens(value: object) -> bool:

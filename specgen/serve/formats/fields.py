@@ -338,12 +338,13 @@ _WRONG = {
 }
 
 
-def parse(model: type[_Model], body: Any) -> _Model:
+def parse(model: type[_Model], body: Mapping[str, Any]) -> _Model:
     """Return a body as a model. Raise `BodyError` for the first value that is wrong."""
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # JSON's escapes can make half a surrogate pair
-        raise BodyError(_broken_text("", body), "half a surrogate pair is no text") from None
+        name = next((name for name, each in body.items() if _is_broken(name, each)), "body")
+        raise BodyError(name, "it has half a surrogate pair, which is no text") from None
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -361,16 +362,6 @@ def _field(place: Sequence[str | int]) -> str:
     return text.removeprefix(".") or "body"
 
 
-def _broken_text(where: str, value: Any) -> str:
-    """Return the field whose text, or whose name, UTF-8 cannot express; empty if there is none."""
-    if isinstance(value, str):
-        return where if sendable(value) != value else ""
-    found = ""
-    if isinstance(value, dict):
-        for name, each in value.items():
-            at = f"{where}.{name}".removeprefix(".")
-            found = found or (at if sendable(name) != name else _broken_text(at, each))
-    elif isinstance(value, list):
-        for number, each in enumerate(value):
-            found = found or _broken_text(f"{where}[{number}]", each)
-    return found
+def _is_broken(name: str, value: Any) -> bool:
+    text = json.dumps({name: value}, ensure_ascii=False)
+    return sendable(text) != text

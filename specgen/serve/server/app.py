@@ -24,7 +24,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specgen import __version__
 from specgen.errors import SpecgenError, UsageError
-from specgen.llama.embeddings import unit
 from specgen.serve.formats.embeddings import embedding_response, read_embedding_request
 from specgen.serve.formats.fields import BodyError, Fields, Integer, parse
 from specgen.serve.formats.messages_answer import PING
@@ -44,7 +43,6 @@ from specgen.serve.server.jobs import Job
 from specgen.serve.server.metrics import ServerMetrics
 from specgen.serve.server.model_pool import ModelPool, Place, ServedModel
 from specgen.serve.server.options import ServerOptions
-from specgen.system.arrays import Hidden
 from specgen.system.json_lines import as_json
 
 # Some machines map .js to plain text, and browsers do not run such a script.
@@ -139,27 +137,19 @@ class Server:
             Mount("/page", _PAGE),
         ]
         options = self._options
-        middleware = [Middleware(_Counted, metrics=self._pool.metrics)]
-        if options.cors_origins:
-            middleware.append(
-                Middleware(
-                    CORSMiddleware,
-                    allow_origins=options.cors_origins,
-                    allow_methods=["GET", "POST"],
-                    allow_headers=["Authorization", "Content-Type", "X-Api-Key", *_CLIENT_HEADERS],
-                )
-            )
-        middleware.append(
-            Middleware(
-                AccessCheck,
-                keys=options.api_keys,
-                host=options.host,
-                origins=options.cors_origins,
-            )
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Api-Key", *_CLIENT_HEADERS],
         )
         return Starlette(
             routes=routes,
-            middleware=middleware,
+            middleware=[
+                Middleware(_Counted, metrics=self._pool.metrics),
+                *([cors] if options.cors_origins else []),
+                Middleware(AccessCheck, options.api_keys, options.host, options.cors_origins),
+            ],
             exception_handlers={
                 HTTPException: _no_such_path,
                 **dict.fromkeys((RequestError, SpecgenError, ClientDisconnect), _refused),
@@ -263,26 +253,17 @@ class Server:
     async def _embed(
         self, model: ServedEmbedder, request: Request, body: Mapping[str, Any]
     ) -> Response:
-        embedder = model.embedder
-        asked = read_embedding_request(body, embedder.n_embd)
-        texts = await run_in_threadpool(asked.tokens, embedder.tokenize, embedder.check)
-
-        def encoded(vector: Hidden) -> str:
-            n = asked.dimensions
-            return asked.encoded(vector if n is None else unit(vector[:n]))
-
+        asked = await run_in_threadpool(read_embedding_request, body, model.embedder)
         limit_s = self._limits.request_s or None
         try:
-            work = asyncio.wait_for(model.embed(texts, encoded), limit_s)
+            work = asyncio.wait_for(model.embed(asked.tokens, asked.encoded), limit_s)
             vectors = await while_connected(request.receive, work)
         except asyncio.TimeoutError:
             message = f"the embeddings were not done in {limit_s:g} s"
             raise RequestError(503, message, code="timeout") from None
-        n_tokens = sum(map(len, texts))
-        return Response(
-            embedding_response(vectors, n_tokens, model.name, asked.warnings),
-            media_type="application/json",
-        )
+        n_tokens = sum(map(len, asked.tokens))
+        content = embedding_response(vectors, n_tokens, model.name, asked.warnings)
+        return Response(content, media_type="application/json")
 
     # --- the server itself -------------------------------------------------------------------
 
