@@ -47,7 +47,7 @@ def main() -> None:
     target, draft = LlamaModel(asked.target), LlamaModel(asked.draft)
     with contextlib.closing(target), contextlib.closing(draft):
         prompts = own_prompts() if asked.prompts is None else read_prompts(asked.prompts)
-        text = TargetText(asked.text, target.n_embd, prompts)
+        text = TargetText(asked.text, prompts)
         texts = training_texts(text, target, draft, NOW)
     texts = _first(texts, asked.tokens)
     budget = Budget(time.monotonic, time.monotonic() + 60.0 * asked.minutes, progress=_tell)

@@ -501,7 +501,7 @@ def main() -> None:
     layer["enorm"] = layer["hnorm"] = np.ones(file.n_embd, np.float32)
     layer["nextn.eh_proj.weight"] = np.zeros((file.n_embd, 2 * file.n_embd), np.float32)
     write_target(file, stored(layer), asked.output)
-    text = TargetText(asked.text, file.n_embd, read_prompts(asked.prompts))
+    text = TargetText(asked.text, read_prompts(asked.prompts))
     texts = list(read_texts(text, asked.output))
     if asked.tokens < sys.maxsize:
         texts = _first(texts, asked.tokens)

@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 
 from specgen.drafters.expansion import DraftedChain
 from specgen.drafters.kind import DraftRequest
-from specgen.drafters.states import StatesCache, StatesDrafter, TrainedKind
+from specgen.drafters.states import StatesCache, StatesDrafter, trained_kind
 from specgen.llama.dflash import DflashContext, DflashModel
 from specgen.method.backend import Batch
 from specgen.method.cost_table import FREE, CostTable, Price
@@ -98,4 +98,4 @@ class DflashDrafter(StatesDrafter):
         self._cache.rewind(n_tokens)
 
 
-KIND = TrainedKind("dflash", DflashModel, DflashContext, DflashDrafter)
+KIND = trained_kind(DflashModel, DflashContext, DflashDrafter)

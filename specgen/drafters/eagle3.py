@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specgen.drafters.states import LayerDrafter, TrainedKind
+from specgen.drafters.states import LayerDrafter, trained_kind
 from specgen.llama.eagle import EagleContext, EagleModel
 
 
@@ -13,4 +13,4 @@ class EagleDrafter(LayerDrafter):
     n_left_out = 1
 
 
-KIND = TrainedKind("eagle3", EagleModel, EagleContext, EagleDrafter, draws_trees=True)
+KIND = trained_kind(EagleModel, EagleContext, EagleDrafter, draws_trees=True)

@@ -6,9 +6,10 @@ same way for both.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -25,6 +26,8 @@ from specgen.system.arrays import Logits
 #: least probability of guesses after the first.
 _N_GUESSES = 4
 _LEAST = 0.02
+#: Whether a token ends the text.
+IsEnd: TypeAlias = Callable[[int], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +40,25 @@ class Look:
     source: Distribution | None = None
 
 
-class Expansion(Protocol):
+class Expansion(ABC):
     """How one tree grows, starting with the look beyond its root."""
 
     @property
     def walks(self) -> Sequence[Sequence[int]]:
         """The independent chains, if the tree consists of such chains."""
-        ...
+        return ()
 
+    @abstractmethod
     def take(self, tree: TreeBuilder, node: int, look: Look) -> None:
         """Add tokens that a look beyond a node, or `ROOT`, found."""
-        ...
 
+    @abstractmethod
     def frontier(self, tree: TreeBuilder, n_most: int) -> list[int]:
         """Return the nodes to look beyond next, at most `n_most`; none ends the tree."""
-        ...
 
     def cut(self, draft: Draft) -> Draft:
         """Return the nodes of the finished tree that are proposed."""
-        ...
+        return draft
 
 
 def look(row: Logits, request: DraftRequest, path: Sequence[int]) -> Look:
@@ -118,12 +121,6 @@ class DraftedChain:
         )
 
 
-class IsEnd(Protocol):
-    """Whether a token ends the text."""
-
-    def __call__(self, token_id: int, /) -> bool: ...
-
-
 def make_expansion(
     request: DraftRequest,
     plan: RoundPlan,
@@ -163,11 +160,9 @@ def grow(
     return expansion.cut(tree.draft(expansion.walks))
 
 
-class Worthwhile:
+class Worthwhile(Expansion):
     """Expansion for as long as it is worthwhile by the plan: all likely tokens are added, the likeliest
     paths are followed, and the nodes that are worth a row are verified."""
-
-    walks: Sequence[Sequence[int]] = ()
 
     def __init__(
         self,
@@ -204,8 +199,8 @@ class Worthwhile:
         return replace(kept, looks=tuple(self._looks))
 
 
-@dataclass(slots=True)
-class Levels:
+@dataclass
+class Levels(Expansion):
     """A fixed number of children for each node of a depth: the likeliest tokens, or tokens drawn
     without replacement."""
 
@@ -214,7 +209,6 @@ class Levels:
     n_deepest: int
     rng: np.random.Generator
     is_end: IsEnd
-    walks: tuple[tuple[int, ...], ...] = ()
 
     def take(self, tree: TreeBuilder, node: int, look: Look) -> None:
         depth = 0 if node == ROOT else tree.depths[node] + 1
@@ -236,11 +230,8 @@ class Levels:
         n_levels = min(self.shape.n_levels, self.n_deepest)
         return tree.open_nodes(n_levels - 1)[:n_most]
 
-    def cut(self, draft: Draft) -> Draft:
-        return draft
 
-
-class Walks:
+class Walks(Expansion):
     """Independent chains that are drawn at random, or one chain of the likeliest tokens if nothing is
     drawn.
 
@@ -280,6 +271,3 @@ class Walks:
 
     def frontier(self, tree: TreeBuilder, n_most: int) -> list[int]:
         return tree.open_nodes(self._n_levels - 1)[:n_most]
-
-    def cut(self, draft: Draft) -> Draft:
-        return draft

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from specgen.drafters.states import MOST_UNREAD, StatesDrafter, TrainedKind
+from specgen.drafters.states import MOST_UNREAD, StatesDrafter, trained_kind
 from specgen.llama.gemma4_assistant import AssistantContext, AssistantModel
 from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT
@@ -45,6 +45,4 @@ class AssistantDrafter(StatesDrafter):
         return (yield from self._chain(row, before, step, plan, plan.n_max))
 
 
-KIND = TrainedKind(
-    "gemma4-assistant", AssistantModel, AssistantContext, AssistantDrafter, reads="cache"
-)
+KIND = trained_kind(AssistantModel, AssistantContext, AssistantDrafter, reads="cache")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from specgen.drafters.expansion import DraftedChain, IsEnd, Look, grow, look, make_expansion
-from specgen.drafters.kind import DraftRequest, DraftSetup, LoadedDraft, Reads
+from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Reads
 from specgen.errors import PairError
 from specgen.llama import default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
@@ -17,7 +17,6 @@ from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft, TreeBuilder
 from specgen.method.drafter import Ask, Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.options import DraftSource
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.hidden_trail import LastHidden
 
@@ -174,17 +173,9 @@ class LoadedHeads(LoadedDraft):
         return CostTable(seconds)
 
 
-class HeadsKind:
-    """Files of decoder heads, which `specgen draft make` makes."""
-
-    name = "heads"
-    reads: Reads = "last states"
-
-    def matches(self, source: DraftSource) -> bool:
-        return isinstance(source, Path) and is_heads_file(source)
-
-    def open(self, source: DraftSource, setup: DraftSetup) -> LoadedHeads:
-        return LoadedHeads(Path(source), setup)
-
-
-KIND = HeadsKind()
+KIND = DraftKind(
+    "heads",
+    matches=lambda source: isinstance(source, Path) and is_heads_file(source),
+    open=lambda source, setup: LoadedHeads(Path(source), setup),
+    reads="last states",
+)

@@ -221,23 +221,13 @@ class LoadedDraft:
             model.close()
 
 
-class DraftKind(Protocol):
-    """A way to draft."""
+@dataclass(frozen=True)
+class DraftKind:
+    """A way to draft. `matches` says whether a file, or the word after `--draft`, is of this kind; a file that cannot be
+    read is not. `open` loads a source that matches: it raises `ModelFileError`, `PairError` if it does not fit the
+    target, or `UsageError` if the options ask for what it cannot do."""
 
-    @property
-    def name(self) -> str:
-        """The name of its tokens in events."""
-        ...
-
-    @property
-    def reads(self) -> Reads: ...
-
-    def matches(self, source: DraftSource) -> bool:
-        """Return whether a file, or the word after `--draft`, is of this kind. A file that cannot be read is
-        not."""
-        ...
-
-    def open(self, source: DraftSource, setup: DraftSetup) -> LoadedDraft:
-        """Load a source that matches. Raise `ModelFileError`, `PairError` if it does not fit the target, or
-        `UsageError` if the options ask for what it cannot do."""
-        ...
+    name: str
+    matches: Callable[[DraftSource], bool]
+    open: Callable[[DraftSource, DraftSetup], LoadedDraft]
+    reads: Reads = "text"

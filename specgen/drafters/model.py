@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from specgen.drafters.cascade import Cascade, WrappedDrafter
 from specgen.drafters.chain import ModelDrafter
-from specgen.drafters.kind import DraftRequest, DraftSetup, Key, LoadedDraft, Reads, Room
+from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, Key, LoadedDraft, Room
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.pairing import check_pair
 from specgen.drafters.parallel import ParallelDrafter, is_parallel_draft, mask_token
@@ -248,26 +248,16 @@ class DraftModel(LoadedDraft):
             )
 
 
-@dataclass(frozen=True)
-class ModelKind:
-    """Any GGUF model. One that learnt drafts with what it learnt, if that loads; without masks it learnt nothing of
-    them."""
-
-    name: str = "model"
-    reads: Reads = "text"
-
-    def matches(self, source: DraftSource) -> bool:
-        return isinstance(source, Path)
-
-    def open(self, source: DraftSource, setup: DraftSetup) -> DraftModel:
-        path = Path(source)
-        if setup.learnt is not None:
-            with contextlib.suppress(ModelFileError):
-                draft = DraftModel(path, setup, setup.learnt)
-                if draft.mask is None:
-                    return draft
-                draft.close()
-        return DraftModel(path, setup)
+def _open(source: DraftSource, setup: DraftSetup) -> DraftModel:
+    """Load a model with what it learnt, if that loads. With masks it drafts as it came: it learnt without them."""
+    path = Path(source)
+    if setup.learnt is not None:
+        with contextlib.suppress(ModelFileError):
+            draft = DraftModel(path, setup, setup.learnt)
+            if draft.mask is None:
+                return draft
+            draft.close()
+    return DraftModel(path, setup)
 
 
-KIND = ModelKind()
+KIND = DraftKind("model", matches=lambda source: isinstance(source, Path), open=_open)

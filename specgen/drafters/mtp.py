@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from specgen.drafters.expansion import DraftedChain
-from specgen.drafters.kind import DraftRequest, DraftSetup, Reads, Room
+from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, Room
 from specgen.drafters.pairing import check_pair
 from specgen.drafters.states import (
     CELLS_BEHIND,
@@ -147,18 +146,12 @@ class MtpDraft(StatesDraft):
             raise
 
 
-@dataclass(frozen=True)
-class MtpKind:
-    """The word "mtp" for the target's own layers, and files of such layers."""
-
-    name: str = "mtp"
-    reads: Reads = "all states"
-
-    def matches(self, source: DraftSource) -> bool:
-        return holds_mtp_only(source) if isinstance(source, Path) else source == self.name
-
-    def open(self, source: DraftSource, setup: DraftSetup) -> MtpDraft:
-        return MtpDraft(setup, source if isinstance(source, Path) else None)
+def _matches(source: DraftSource) -> bool:
+    return holds_mtp_only(source) if isinstance(source, Path) else source == "mtp"
 
 
-KIND = MtpKind()
+def _open(source: DraftSource, setup: DraftSetup) -> MtpDraft:
+    return MtpDraft(setup, source if isinstance(source, Path) else None)
+
+
+KIND = DraftKind("mtp", _matches, _open, reads="all states")

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from specgen.drafters.kind import DraftRequest, DraftSetup, LoadedDraft, Reads
+from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft
 from specgen.drafters.suffix_array import MAX_MATCH, MAX_PLACES, Match, Matches, SuffixArray
 from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.options import DraftSource
 
 #: The origins of nodes that are drafted from the text itself, and from corpora.
 TEXT_ORIGIN: Final = "ngram"
@@ -45,6 +43,14 @@ _N_BRANCHES = 3
 class _Guess(NamedTuple):
     token: int
     confidence: float
+
+
+class _Node(NamedTuple):
+    guess: _Guess
+    parent: int
+    origin: str
+    #: The probability that it and all before it follow.
+    chance: float
 
 
 def confidence(length: int, n_agreeing: int, n_occurrences: int) -> float:
@@ -83,7 +89,7 @@ class TextIndex(Matches):
                 self._places[self._before_last()].pop()
             self._tokens.pop()
 
-    def longest(self, ending: list[int]) -> Match | None:
+    def longest(self, ending: Sequence[int]) -> Match | None:
         """Return the longest match of the last tokens of `ending` that is followed by something in the text; of
         many occurrences the latest."""
         tokens, length, n_most = self._tokens, self._min_match, min(len(ending), MAX_MATCH)
@@ -149,90 +155,46 @@ class SuffixDrafter:
         return ready(self._look_up_text(context, plan.n_max))
 
     def _look_up_text(self, context: Sequence[int], n_max: int) -> Draft:
-        text = self._text
+        text, n_deepest = self._text, min(n_max, self._n_deepest or n_max)
         for token in context[len(text) :]:
             text.extend(token)
-        chain = self._chain(context, n_max)
-        if self._n_children == 1 or not len(chain):
-            return chain
-        return self._with_branches(context, chain, n_max)
-
-    def _chain(self, context: Sequence[int], n_max: int) -> Draft:
-        """Return the likeliest continuation."""
-        text = self._text
-        n_max = n_max if self._n_deepest is None else min(n_max, self._n_deepest)
         ending = list(context[-MAX_MATCH:])
+        n_before, nodes = len(ending), list[_Node]()
         own = text.longest(ending)
-        lookups = [_Lookup(corpus, self._min_match, self._max_match) for corpus in self._corpora]
-        tokens: list[int] = []
-        origins: list[str] = []
-        confidences: list[float] = []
-        while len(tokens) < n_max:
-            guess = self._look_up(lookups, ending, own.length if own is not None else 0)
-            origin = LOOKUP_ORIGIN
+        others = [corpus.longest(ending) for corpus in self._corpora]
+        #: Where nodes may get more children: the node or root, the ending there, its match, and the path's chance.
+        places = [(ROOT, ending, own, 1.0)]
+        while len(nodes) < n_deepest:
+            guess, origin = self._look_up(others, own.length if own else 0), LOOKUP_ORIGIN
             if guess is None and own is not None:
-                guess = self._likeliest(text.followers(own), own.length)
-                origin = TEXT_ORIGIN
+                guess, origin = self._likeliest(text.followers(own), own.length), TEXT_ORIGIN
             if guess is None:
                 break
-            tokens.append(guess.token)
-            origins.append(origin)
-            confidences.append(guess.confidence)
-            ending.append(guess.token)
-            own = self._advance(own, ending)
-            for lookup in lookups:
-                lookup.advance(guess.token)
-        if not tokens:
+            chance = places[-1][-1] * guess.confidence
+            nodes.append(_Node(guess, len(nodes) - 1, origin, chance))
+            ending = [*ending, guess.token]
+            own = text.longer(own, ending)
+            found = zip(self._corpora, others, strict=True)
+            others = [corpus.longer(match, ending) for corpus, match in found]
+            places.append((len(nodes) - 1, ending, own, chance))
+        if not nodes:
             return NO_DRAFT
-        n = len(tokens)
-        parents = tuple(range(ROOT, n - 1))
-        return Draft(tuple(tokens), parents, tuple(origins), tuple(confidences), (None,) * n)
-
-    def _advance(self, match: Match | None, ending: list[int]) -> Match | None:
-        """Return the longest match of `ending` in the text; `match` is that of all but its last token."""
-        longer = self._text.advance(match, ending[-1]) if match is not None else None
-        return longer or self._text.longest(ending)
-
-    def _with_branches(self, context: Sequence[int], chain: Draft, n_max: int) -> Draft:
-        """Return a chain with branches of other tokens that followed in the text: of all nodes the `n_max`
-        with the likeliest paths."""
-        text, n_deepest = self._text, self._n_deepest or n_max
-        tokens, parents = list(chain.tokens), list(chain.parents)
-        confidences = [confidence or 0.0 for confidence in chain.probabilities]
-        origins, probabilities = list(chain.origins), []
-        ending = list(context[-MAX_MATCH:])
-        match, chance = text.longest(ending), 1.0
-        #: Positions that may get more children: node or root, ending, match, and probability of the path.
-        places = [(ROOT, ending, match, chance)]
-        for node, token in enumerate(chain.tokens):
-            chance *= confidences[node]
-            probabilities.append(chance)
-            ending = [*ending, token]
-            match = self._advance(match, ending)
-            places.append((node, ending, match, chance))
-        n_before = len(places[0][1])
+        if self._n_children == 1:
+            return _draft(nodes)
         for node, ending, match, before in places:  # the list grows meanwhile
             if len(ending) - n_before >= n_deepest or match is None:
                 continue
-            known = {token for token, parent in zip(tokens, parents, strict=True) if parent == node}
+            known = {each.guess.token for each in nodes if each.parent == node}
             for guess in self._all_that_followed(match)[: self._n_children]:
                 chance = before * guess.confidence
                 if guess.token in known or chance < _LEAST_CHANCE:
                     continue
-                tokens.append(guess.token)
-                parents.append(node)
-                origins.append(TEXT_ORIGIN)
-                confidences.append(guess.confidence)
-                probabilities.append(chance)
-                if len(tokens) < _MAX_NODES:
+                nodes.append(_Node(guess, node, TEXT_ORIGIN, chance))
+                if len(nodes) < _MAX_NODES:
                     longer = [*ending, guess.token]
-                    places.append((len(tokens) - 1, longer, self._advance(match, longer), chance))
-        n = len(tokens)
-        whole = Draft(
-            tuple(tokens), tuple(parents), tuple(origins), tuple(confidences), (None,) * n
-        )
-        order = sorted(range(n), key=lambda node: -probabilities[node])
-        return whole.only(order[:n_max])
+                    places.append((len(nodes) - 1, longer, text.longer(match, longer), chance))
+        order = sorted(range(len(nodes)), key=lambda node: -nodes[node].chance)
+        return _draft(nodes).only(order[:n_max])
 
     def _all_that_followed(self, match: Match) -> list[_Guess]:
         """Return the tokens that followed a match in the text, likeliest first."""
@@ -250,19 +212,19 @@ class SuffixDrafter:
     def rewind(self, n_tokens: int) -> None:
         self._text.rewind(n_tokens)
 
-    def _look_up(
-        self, lookups: Sequence[_Lookup], ending: Sequence[int], n_matched: int
-    ) -> _Guess | None:
-        """Return the likeliest token after the longest match in the corpus, if that match is clearly longer
+    def _look_up(self, matches: Sequence[Match | None], n_matched: int) -> _Guess | None:
+        """Return the likeliest token after the longest match in the corpora, if that match is clearly longer
         than `n_matched`."""
-        corpus, match = None, None
-        for lookup in lookups:
-            longer = lookup.find(ending, n_matched + _CLEARLY_LONGER)
-            if longer is not None and (match is None or longer.length >= match.length):
-                corpus, match = lookup.corpus, longer
-        if corpus is None or match is None:
+        n_least = max(n_matched + _CLEARLY_LONGER, self._min_match)
+        found = [
+            (match.length, number, match)
+            for number, match in enumerate(matches)
+            if match is not None and n_least <= min(match.length, self._max_match)
+        ]
+        if not found:
             return None
-        return self._likeliest(corpus.followers(match), match.length)
+        _, number, match = max(found, key=lambda each: each[:2])
+        return self._likeliest(self._corpora[number].followers(match), match.length)
 
     def _likeliest(self, followers: Mapping[int, tuple[int, int]], length: int) -> _Guess:
         """Choose among tokens, each with its number of occurrences and the place of the last one."""
@@ -280,38 +242,14 @@ class SuffixDrafter:
         return _Guess(most, confidence(min(length, self._max_match), n_most, n_all))
 
 
-class _Lookup:
-    """A corpus, and its match of the text's ending, which is kept while a draft grows."""
-
-    __slots__ = ("_match", "_max_match", "_min_match", "_n_most", "corpus")
-
-    def __init__(self, corpus: SuffixArray, min_match: int, max_match: int) -> None:
-        self.corpus = corpus
-        self._min_match = min_match
-        self._max_match = max_match
-        self._match: Match | None = None
-        #: The longest match is no longer than this.
-        self._n_most = MAX_MATCH
-
-    def find(self, ending: Sequence[int], n_least: int) -> Match | None:
-        """Return the longest match of the ending, if it has at least `n_least` tokens."""
-        n_least = max(n_least, self._min_match)
-        if n_least > min(self._max_match, self._n_most):
-            return None
-        if self._match is None:
-            self._match = self.corpus.longest(ending, shortest=n_least, longest=self._n_most)
-            # If none was found, no match has `n_least` tokens. The text's own match grows as fast
-            # as this one can, so the search is not repeated.
-            self._n_most = self._match.length if self._match is not None else n_least - 1
-        if self._match is None or self._match.length < n_least:
-            return None
-        return self._match
-
-    def advance(self, token: int) -> None:
-        """Add a token to the ending."""
-        self._n_most += 1
-        if self._match is not None:
-            self._match = self.corpus.advance(self._match, token)
+def _draft(nodes: Sequence[_Node]) -> Draft:
+    return Draft(
+        tuple(node.guess.token for node in nodes),
+        tuple(node.parent for node in nodes),
+        tuple(node.origin for node in nodes),
+        tuple(node.guess.confidence for node in nodes),
+        (None,) * len(nodes),
+    )
 
 
 class LoadedNgrams(LoadedDraft):
@@ -337,18 +275,8 @@ class LoadedNgrams(LoadedDraft):
         return SuffixDrafter(shortest, longest, corpora, n_children=n_children, n_deepest=n_deepest)
 
 
-@dataclass(frozen=True)
-class NgramKind:
-    """The word "ngram"."""
-
-    name: str = TEXT_ORIGIN
-    reads: Reads = "text"
-
-    def matches(self, source: DraftSource) -> bool:
-        return source == self.name
-
-    def open(self, source: DraftSource, setup: DraftSetup) -> LoadedNgrams:
-        return LoadedNgrams(setup)
-
-
-KIND = NgramKind()
+KIND = DraftKind(
+    TEXT_ORIGIN,
+    matches=lambda source: source == TEXT_ORIGIN,
+    open=lambda _source, setup: LoadedNgrams(setup),
+)

@@ -7,12 +7,15 @@ never matters. So the tables are compared, entry by entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress, count
 from operator import ne
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from specgen.errors import PairError
+
+if TYPE_CHECKING:
+    from specgen.llama import LlamaVocabulary
 
 #: The most differing tokens that a message shows.
 _N_SHOWN = 4
@@ -20,28 +23,9 @@ _N_SHOWN = 4
 _ATTRIBUTE_UNUSED = 1 << 1
 
 
-class TokenTable(Protocol):
-    """The tables of a vocabulary that are compared."""
-
-    @property
-    def n_tokens(self) -> int: ...
-
-    @property
-    def kind(self) -> int: ...
-
-    @property
-    def add_bos(self) -> bool: ...
-
-    def token_entry(self, token_id: int) -> bytes: ...
-
-    def token_entries(self) -> Iterable[bytes]: ...
-
-    def token_attributes(self, token_id: int) -> int: ...
-
-    def special_tokens(self) -> dict[str, int]: ...
-
-
-def check_pair(target: TokenTable, draft: TokenTable, target_name: str, draft_name: str) -> int:
+def check_pair(
+    target: LlamaVocabulary, draft: LlamaVocabulary, target_name: str, draft_name: str
+) -> int:
     """Return the number of tokens that both models share; ids from there on are padding of one of them.
 
     Raise `PairError`, which names the tokens that differ.
@@ -85,9 +69,8 @@ def check_pair(target: TokenTable, draft: TokenTable, target_name: str, draft_na
     return n_shared
 
 
-def _is_padding(table: TokenTable, token_id: int) -> bool:
-    """Return whether an entry only fills the table up, by the marks of the programs that convert
-    models."""
+def _is_padding(table: LlamaVocabulary, token_id: int) -> bool:
+    """Return whether an entry only fills the table up, by the marks of programs that convert models."""
     if table.token_attributes(token_id) & _ATTRIBUTE_UNUSED:
         return True
     entry = table.token_entry(token_id)
@@ -99,9 +82,9 @@ def _show(token_ids: Sequence[int], describe: Callable[[int], str]) -> str:
     return ", ".join(shown) + (", ..." if len(token_ids) > _N_SHOWN else "")
 
 
-def _text(table: TokenTable, token_id: int) -> str:
+def _text(table: LlamaVocabulary, token_id: int) -> str:
     return repr(table.token_entry(token_id).decode("utf-8", "replace"))
 
 
-def _name(table: TokenTable, token_id: int) -> str:
+def _name(table: LlamaVocabulary, token_id: int) -> str:
     return f"{token_id} {_text(table, token_id)}" if token_id >= 0 else "none"

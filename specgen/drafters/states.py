@@ -4,12 +4,11 @@ for one target have in common."""
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from specgen.drafters.expansion import DraftedChain, Look, grow, look, make_expansion
-from specgen.drafters.kind import DraftRequest, DraftSetup, LoadedDraft, Reads, Room
+from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Reads, Room
 from specgen.drafters.pairing import check_pair
 from specgen.drafters.tree import NodeBranches
 from specgen.errors import PairError
@@ -19,7 +18,7 @@ from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT, ROOT, TreeBuilder
 from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.options import ContextOptions, DraftSource
+from specgen.options import DraftSource
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.hidden_trail import HiddenTrail, StatesBackend
 
@@ -293,53 +292,28 @@ class StatesDraft(LoadedDraft):
         return self.n_branches(n_rows) + self._has_guard
 
 
-class OpenContext(Protocol):
-    """Opens the context of a trained draft."""
-
-    def __call__(
-        self,
-        model: Any,
-        target: LlamaBackend,
-        options: ContextOptions,
-        *,
-        n_ctx: int,
-        clock: Callable[[], float],
-        n_shared_tokens: int,
-        n_branches: int,
-        n_slots: int,
-    ) -> StatesContext: ...
-
-
-@dataclass(frozen=True)
-class TrainedKind:
-    """Drafts that were trained for one target, whose layers or cache they read: GGUF files with an architecture of their
-    own, by which their tokens are named."""
-
-    name: str
-    model: type[TrainedModel]
-    context: OpenContext
-    drafter: Callable[[Any, DraftRequest], Drafter]
-    reads: Reads = "all states"
-    draws_trees: bool = False
-
-    def matches(self, source: DraftSource) -> bool:
-        return isinstance(source, Path) and architecture_of(source) == self.name
-
-    def open(self, source: DraftSource, setup: DraftSetup) -> TrainedDraft:
-        return TrainedDraft(self, Path(source), setup)
-
-
 class TrainedDraft(StatesDraft):
-    """A loaded draft of a `TrainedKind`."""
+    """A loaded draft that was trained for one target, whose layers or cache it reads: a GGUF file with an architecture
+    of its own, by which its tokens are named."""
 
-    def __init__(self, kind: TrainedKind, path: Path, setup: DraftSetup) -> None:
+    def __init__(
+        self,
+        path: Path,
+        setup: DraftSetup,
+        make_model: type[TrainedModel],
+        make_context: Callable[..., StatesContext],
+        make_drafter: Callable[[Any, DraftRequest], Drafter],
+        reads: Reads,
+        draws_trees: bool,
+    ) -> None:
         super().__init__(path.name, path, setup)
         target = setup.target
-        self.reads, self.origin = kind.reads, kind.name
-        own = None if kind.draws_trees else f"{path.name} drafts chains"
-        self.why_chains = setup.why_chains or own
-        self._kind = kind
-        self._model = kind.model(path, target, n_gpu_layers=setup.context.n_gpu_layers)
+        self.reads, self.origin = reads, make_model.architecture
+        self.why_chains = setup.why_chains or (
+            None if draws_trees else f"{path.name} drafts chains"
+        )
+        self._make_context, self._make_drafter = make_context, make_drafter
+        self._model = make_model(path, target, n_gpu_layers=setup.context.n_gpu_layers)
         self.models = (self._model,)
         try:
             self._n_shared_tokens = check_pair(
@@ -352,7 +326,7 @@ class TrainedDraft(StatesDraft):
     def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:
         if room.target is None:  # it decodes elsewhere
             return ()
-        context = self._kind.context(
+        context = self._make_context(
             self._model,
             room.target,
             room.options_of(self._model.path),
@@ -365,4 +339,26 @@ class TrainedDraft(StatesDraft):
         return (context,)
 
     def drafter(self, request: DraftRequest) -> Drafter:
-        return self._kind.drafter(request.caches[0], request)
+        return self._make_drafter(request.caches[0], request)
+
+
+def trained_kind(
+    model: type[TrainedModel],
+    context: Callable[..., StatesContext],
+    drafter: Callable[[Any, DraftRequest], Drafter],
+    *,
+    reads: Reads = "all states",
+    draws_trees: bool = False,
+) -> DraftKind:
+    """Return the kind of drafts of a model with an architecture of its own."""
+
+    def open_file(source: DraftSource, setup: DraftSetup) -> TrainedDraft:
+        return TrainedDraft(Path(source), setup, model, context, drafter, reads, draws_trees)
+
+    name = model.architecture
+    return DraftKind(
+        name,
+        matches=lambda source: isinstance(source, Path) and architecture_of(source) == name,
+        open=open_file,
+        reads=reads,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 import zlib
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ class Match:
     places: tuple[int, ...]
 
 
-class Matches:
-    """Tokens, and how a match of an ending in them goes on."""
+class Matches(ABC):
+    """Tokens, and the matches of endings in them."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._token_at = tokens
@@ -59,6 +60,16 @@ class Matches:
             and tokens[place + 1] != _SEPARATOR
         )
         return Match(match.length + 1, places) if places else None
+
+    @abstractmethod
+    def longest(self, ending: Sequence[int]) -> Match | None:
+        """Return the longest match of the last tokens of `ending` that is followed by something; None if
+        there is none."""
+
+    def longer(self, match: Match | None, ending: Sequence[int]) -> Match | None:
+        """Return the longest match of `ending`; `match` is that of all but its last token."""
+        advanced = self.advance(match, ending[-1]) if match is not None else None
+        return advanced or self.longest(ending)
 
     def followers(self, match: Match) -> dict[int, tuple[int, int]]:
         """Return the tokens that follow a match, each with its number of occurrences and the position of
@@ -111,19 +122,15 @@ class SuffixArray(Matches):
         """The texts' tokens, int32[n], with a negative separator behind each text."""
         return self._tokens
 
-    def longest(
-        self, ending: Sequence[int], *, shortest: int = 1, longest: int = MAX_MATCH
-    ) -> Match | None:
-        """Return the longest match of the last tokens of `ending` that is followed by something, if it has
-        `shortest` to `longest` tokens."""
-        n = min(longest, MAX_MATCH, len(ending))
-        if not 0 < shortest <= n or not len(self):
+    def longest(self, ending: Sequence[int]) -> Match | None:
+        n = min(MAX_MATCH, len(ending))
+        if not n or not len(self):
             return None
         reversed_ending = np.array(ending[len(ending) - n :][::-1], ">u4").tobytes()
         place = bisect_left(self._place_at, reversed_ending, key=self._key(n))
         neighbours = self._place_at[max(0, place - 1) : place + 1].tolist()
         n_common = max(_n_common(reversed_ending, self._key(n)(at)) for at in neighbours)
-        for length in range(n_common, shortest - 1, -1):
+        for length in range(n_common, 0, -1):
             places = self._followed(reversed_ending[: 4 * length])
             if places:
                 return Match(length, places)

@@ -20,7 +20,7 @@ from specgen.llama.gguf_metadata import GgufMetadata, parts_of
 
 #: The architectures whose MTP layers llama.cpp computes.
 ARCHITECTURES = frozenset(
-    {
+    [
         "bailingmoe3",
         "cohere2moe",
         "deepseek2",
@@ -35,7 +35,7 @@ ARCHITECTURES = frozenset(
         "qwen35moe",
         "qwen3next",
         "step35",
-    }
+    ]
 )
 #: Those with more than one MTP layer: each drafts one token.
 SEVERAL_LAYERS = frozenset({"hy_v3", "mimo2", "step35"})

@@ -13,8 +13,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specgen.errors import BackendError
-from specgen.llama.library import forget_log, ggml, last_error
+from specgen.llama.library import N_TENSORS, forget_log, ggml, last_error, new_tensor, no_data
 
 FloatArray: TypeAlias = NDArray[np.float32]
 HalfArray: TypeAlias = NDArray[np.float16]
@@ -67,8 +67,6 @@ _F32, _F16, _I32 = TYPE_NUMBERS["f32"], TYPE_NUMBERS["f16"], 26
 _USAGE_WEIGHTS = 1
 _MAX_DIMENSIONS = 4
 _CPU_DEVICE = 0
-#: The most tensors in one computation; a tensor without data is small.
-_N_TENSORS = 16
 #: The offset of the buffer in `ggml_tensor`: it follows the type, and is aligned like a pointer.
 _BUFFER_OFFSET = 8
 
@@ -350,43 +348,6 @@ def _takes(
 # --- graphs and buffers -----------------------------------------------------------------------------
 
 
-class _InitParams(ctypes.Structure):
-    _fields_ = (
-        ("mem_size", ctypes.c_size_t),
-        ("mem_buffer", ctypes.c_void_p),
-        ("no_alloc", ctypes.c_bool),
-    )
-
-
-@contextmanager
-def no_data() -> Iterator[Any]:
-    """Open a GGML context for up to `_N_TENSORS` tensors and a graph, without memory for their data."""
-    size = _N_TENSORS * ggml("ggml_tensor_overhead", ctypes.c_size_t)()
-    overhead = ggml("ggml_graph_overhead_custom", ctypes.c_size_t, ctypes.c_size_t, ctypes.c_bool)
-    size += overhead(_N_TENSORS, False)
-    context = ggml("ggml_init", ctypes.c_void_p, _InitParams)(_InitParams(size, None, True))
-    if not context:
-        raise BackendError("GGML could not make a context")
-    try:
-        yield context
-    finally:
-        ggml("ggml_free", None, ctypes.c_void_p)(context)
-
-
-def new_tensor(context: Any, type_: int, shape: Sequence[int]) -> Any:
-    """Return a tensor without data. The last dimension of `shape` is GGML's first."""
-    make = ggml(
-        "ggml_new_tensor",
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.POINTER(ctypes.c_int64),
-    )
-    dimensions = (ctypes.c_int64 * len(shape))(*reversed(shape))
-    return make(context, type_, len(shape), dimensions)
-
-
 def _allocate(resources: ExitStack, context: Any, buffer_type: Any) -> Any:
     """Allocate a buffer for all tensors of a context; `resources` frees it."""
     forget_log()
@@ -429,7 +390,7 @@ def _compute(
             ctypes.c_size_t,
             ctypes.c_bool,
         )
-        graph = make_graph(context, _N_TENSORS, False)
+        graph = make_graph(context, N_TENSORS, False)
         ggml("ggml_build_forward_expand", None, *2 * (ctypes.c_void_p,))(graph, result)
         _allocate(resources, context, _find_buffer_type(CPU_BUFFER))
         for tensor, data in inputs:

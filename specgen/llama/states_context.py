@@ -21,7 +21,7 @@ from specgen.text.hidden_trail import HiddenTrail, most_states
 
 #: The architectures whose graphs hand out the inputs of layers: llama.cpp ends the process with others.
 HOOKED = frozenset(
-    {
+    [
         "bailingmoe3",
         "deepseek4",
         "gemma4",
@@ -43,7 +43,7 @@ HOOKED = frozenset(
         "qwen35moe",
         "qwen3moe",
         "qwen3next",
-    }
+    ]
 )
 #: Those that also hand out what the last layer made.
 _LAST = frozenset({"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"})

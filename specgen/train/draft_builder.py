@@ -181,8 +181,7 @@ class DraftBuilder:
     def _text(self) -> TargetText:
         from specgen.train.target_text import TargetText
 
-        n_embd = self._loaded.target.n_embd
-        return TargetText(self.folder, n_embd, self._text_options.prompts)
+        return TargetText(self.folder, self._text_options.prompts)
 
     def _train_heads(self, until_s: float) -> Path | None:
         from specgen.llama.decoder_heads import write_heads

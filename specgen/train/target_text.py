@@ -1,17 +1,15 @@
 """A target's own answers with its hidden states and likeliest tokens: the text that drafts are made from.
 
-A folder holds ``answers.jsonl``, one answer a line, and two arrays with a row for each token of the answers:
-``hidden.f16``, the target's final hidden state before the token, and ``top.bin``, the likeliest tokens there.
-All three are only appended to. If a process is killed, the next one continues after the last answer that is
-complete in all three.
+A folder holds a file for each answer, ``000123.npz``: the prompt, its tokens and those of the answer, and for each token
+of the answer the target's final hidden state before it and the likeliest tokens there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import zipfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +23,8 @@ from specgen.session.engine import Engine
 from specgen.session.request import Request
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
-from specgen.system.json_lines import (
-    AppendedFile,
-    DamagedLineError,
-    locked,
-    take_lines,
-    to_line,
-    write_errors,
-)
+from specgen.system.files import new_beside
+from specgen.system.json_lines import locked, write_errors
 from specgen.train.training_loop import Budget
 
 #: The number of likeliest tokens that are kept for each position.
@@ -41,8 +33,7 @@ N_TOP = 16
 HELD_BACK_EVERY = 10
 #: The number of rows for which llama.cpp computes hidden states and logits at once.
 _N_ROWS = 64
-_HIDDEN, _TOP, _ANSWERS = "hidden.f16", "top.bin", "answers.jsonl"
-_TOP_ROW = np.dtype([("tokens", "<i4", N_TOP), ("probabilities", "<f2", N_TOP)])
+_FILES = "[0-9]*.npz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,42 +50,43 @@ class TargetAnswer:
 class TargetText:
     """The answers in a folder, for reading: all of them, or those to some `prompts`.
 
-    Raises `ModelFileError` if the files are damaged."""
+    Raises `ModelFileError` if a file is damaged."""
 
-    def __init__(self, folder: Path, n_embd: int, prompts: Collection[str] | None = None) -> None:
-        self._folder = folder
-        self._n_embd = n_embd
-        written = _whole_answers(folder, n_embd)[0]
-        ends = np.cumsum([len(answer.tokens) for answer in written], dtype=np.int64).tolist()
-        self._n_rows = ends[-1] if ends else 0
+    def __init__(self, folder: Path, prompts: Collection[str] | None = None) -> None:
+        found = [(_read_answer(path), path) for path in sorted(folder.glob(_FILES))]
         wanted = None if prompts is None else frozenset(prompts)
-        kept = [
-            (answer, slice(end - len(answer.tokens), end))
-            for answer, end in zip(written, ends, strict=True)
-            if wanted is None or answer.prompt in wanted
-        ]
+        kept = [each for each in found if wanted is None or each[0].prompt in wanted]
         self.answers = [answer for answer, _ in kept]
-        self._rows = [rows for _, rows in kept]
-
-    @cached_property
-    def _hidden(self) -> NDArray[np.float16]:
-        shape = (self._n_rows, self._n_embd)
-        return np.memmap(self._folder / _HIDDEN, np.float16, "r", shape=shape)
-
-    @cached_property
-    def _top(self) -> NDArray[Any]:
-        return np.memmap(self._folder / _TOP, _TOP_ROW, "r", shape=(self._n_rows,))
+        self._paths = [path for _, path in kept]
 
     def hidden(self, index: int) -> NDArray[np.float16]:
         """Return the target's final hidden states (after the last norm) before each token of an answer:
         float16[n_tokens, n_embd]. Row 0 belongs to the prompt's last token."""
-        return self._hidden[self._rows[index]]
+        return _arrays(self._paths[index], "hidden")[0]
 
     def top(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
         """Return the likeliest tokens at each position of an answer, best first, and their probabilities at
         temperature 1: int32[n_tokens, N_TOP] and float16[n_tokens, N_TOP]."""
-        rows = self._top[self._rows[index]]
-        return rows["tokens"], rows["probabilities"]
+        tokens, probabilities = _arrays(self._paths[index], "top_tokens", "top_probabilities")
+        return tokens, probabilities
+
+
+def _arrays(path: Path, *names: str) -> list[NDArray[Any]]:
+    """Return arrays of an answer's file. Raise `ModelFileError`."""
+    try:
+        with path.open("rb") as file, np.load(file) as saved:
+            return [saved[name] for name in names]
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        raise ModelFileError(f"{path}: is no answer", f"delete {path}: it is made again") from error
+
+
+def _read_answer(path: Path) -> TargetAnswer:
+    names = ("prompt", "prompt_tokens", "tokens", "is_held_back")
+    prompt, prompt_tokens, tokens, held_back = _arrays(path, *names)
+    text = prompt.tobytes().decode("utf-8", "replace")
+    return TargetAnswer(
+        text, tuple(prompt_tokens.tolist()), tuple(tokens.tolist()), bool(held_back)
+    )
 
 
 def is_held_back(index: int) -> bool:
@@ -104,7 +96,7 @@ def is_held_back(index: int) -> bool:
 
 def bytes_of(n_tokens: int, n_embd: int) -> int:
     """Return the approximate size on the disk of `n_tokens` tokens of text."""
-    return n_tokens * (2 * n_embd + _TOP_ROW.itemsize + 8)
+    return n_tokens * (2 * n_embd + 6 * N_TOP + 8)
 
 
 def write_text(
@@ -169,40 +161,37 @@ def write_text(
 
 
 class _Writer:
-    """Appends answers to a folder, with the target's hidden states and likeliest tokens. `resources` close
+    """Writes answers to a folder, with the target's hidden states and likeliest tokens. `resources` close
     what it opens."""
 
     def __init__(self, folder: Path, loaded: Session, resources: contextlib.ExitStack) -> None:
-        self._loaded, self._resources = loaded, resources
-        n_embd = loaded.target.n_embd
-        self.answers, n_bytes = _whole_answers(folder, n_embd)
-        n_rows = sum(len(answer.tokens) for answer in self.answers)
-
-        def opened(name: str, size: int) -> AppendedFile:
-            file = resources.enter_context(AppendedFile.opened(folder / name))
-            file.cut(size)
-            return file
-
-        self._lines = opened(_ANSWERS, n_bytes)
-        self._hidden = opened(_HIDDEN, n_rows * n_embd * 2)
-        self._top = opened(_TOP, n_rows * _TOP_ROW.itemsize)
+        self._folder, self._loaded, self._resources = folder, loaded, resources
+        self.answers = TargetText(folder).answers
+        self._number = max((int(path.stem) for path in folder.glob(_FILES)), default=-1)
         self._backend: LlamaBackend | None = None
 
     def add(self, answer: TargetAnswer) -> None:
-        """Let the target read an answer, and append it; its line in ``answers.jsonl`` is written last."""
-        hidden, top = [], []
-        for logits, states in self._read(answer.prompt_tokens, answer.tokens):
-            hidden.append(states.astype(np.float16))
-            top.append(_likeliest(logits))
-        self._hidden.append(np.concatenate(hidden).tobytes())
-        self._top.append(np.concatenate(top).tobytes())
-        line = {
-            "prompt": answer.prompt,
-            "prompt_tokens": answer.prompt_tokens,
-            "tokens": answer.tokens,
-            "held_back": answer.is_held_back,
-        }
-        self._lines.append(to_line(line))
+        """Let the target read an answer, and write it."""
+        pieces = [
+            (states.astype(np.float16), *_likeliest(logits))
+            for logits, states in self._read(answer.prompt_tokens, answer.tokens)
+        ]
+        hidden, top_tokens, top_probabilities = map(np.concatenate, zip(*pieces, strict=True))
+        self._number += 1
+        path = self._folder / f"{self._number:06d}.npz"
+        with write_errors(path), new_beside(path) as new:
+            with new.open("wb") as file:
+                np.savez(
+                    file,
+                    prompt=np.frombuffer(answer.prompt.encode("utf-8", "replace"), np.uint8),
+                    prompt_tokens=np.array(answer.prompt_tokens, np.int32),
+                    tokens=np.array(answer.tokens, np.int32),
+                    is_held_back=np.array(answer.is_held_back),
+                    hidden=hidden,
+                    top_tokens=top_tokens,
+                    top_probabilities=top_probabilities,
+                )
+            new.replace(path)
         self.answers.append(answer)
 
     def _read(
@@ -240,60 +229,18 @@ def _rows(tokens: Sequence[int], position: int, *, wanted: bool) -> Batch:
     return Batch(list(tokens), list(range(position, position + n)), [(0,)] * n, [wanted] * n)
 
 
-def _likeliest(logits: Logits) -> NDArray[Any]:
+def _likeliest(logits: Logits) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
     """Return the likeliest tokens and their probabilities for each row of logits, float32[n, n_vocab]."""
     n_top = min(N_TOP, logits.shape[1])
-    rows = np.zeros(len(logits), _TOP_ROW)
-    for row, out in zip(logits, rows, strict=True):
-        top = np.argpartition(row, -n_top)[-n_top:]
-        top = top[np.argsort(-row[top], kind="stable")]
-        scaled = np.exp(row - row[top[0]])
-        out["tokens"][:n_top] = top
-        out["probabilities"][:n_top] = scaled[top] / scaled.sum()
-    return rows
-
-
-def _whole_answers(folder: Path, n_embd: int) -> tuple[list[TargetAnswer], int]:
-    """Return the answers that have all their rows in both arrays, and the size of their lines in bytes."""
-    path = folder / _ANSWERS
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return [], 0
-    except OSError as error:
-        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
-    answers: list[TargetAnswer] = []
-
-    def take(line: Any) -> None:
-        prompt, held_back = line["prompt"], line["held_back"]
-        if not isinstance(prompt, str) or not isinstance(held_back, bool):
-            raise TypeError
-        prompt_tokens, tokens = _tokens(line["prompt_tokens"]), _tokens(line["tokens"])
-        answers.append(TargetAnswer(prompt, prompt_tokens, tokens, held_back))
-
-    try:
-        n_bytes = take_lines(data, take)
-    except DamagedLineError as error:
-        hint = f"delete {folder}: it is made again"
-        raise ModelFileError(f"{path}: line {error.number} is no answer", hint) from error
-    n_rows = min(_size(folder / _HIDDEN) // (2 * n_embd), _size(folder / _TOP) // _TOP_ROW.itemsize)
-    ends = np.cumsum([len(answer.tokens) for answer in answers])
-    n_whole = int(np.searchsorted(ends, n_rows, side="right"))
-    if n_whole < len(answers):
-        n_bytes = sum(len(line) + 1 for line in data.split(b"\n")[:n_whole])
-    return answers[:n_whole], n_bytes
-
-
-def _tokens(value: Any) -> tuple[int, ...]:
-    if not value or not all(isinstance(token, int) and token >= 0 for token in value):
-        raise ValueError
-    return tuple(value)
-
-
-def _size(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return path.stat().st_size
-    return 0
+    tokens = np.zeros((len(logits), N_TOP), np.int32)
+    probabilities = np.zeros((len(logits), N_TOP), np.float16)
+    for row, logit in enumerate(logits):
+        top = np.argpartition(logit, -n_top)[-n_top:]
+        top = top[np.argsort(-logit[top], kind="stable")]
+        scaled = np.exp(logit - logit[top[0]])
+        tokens[row, :n_top] = top
+        probabilities[row, :n_top] = scaled[top] / scaled.sum()
+    return tokens, probabilities
 
 
 def _context_size(loaded: Session, texts: Sequence[str], max_tokens: int) -> int:

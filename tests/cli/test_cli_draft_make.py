@@ -14,7 +14,7 @@ from specgen.models import identify, saved_draft
 from specgen.models.made_files import distilled_file, heads_file, pruned_file, text_folder
 from specgen.train.target_text import TargetText
 from tests.helpers.cli import Specgen
-from tests.helpers.heads import N_EMBD, prompts
+from tests.helpers.heads import prompts
 from tests.tiny import TinyConfig, write_tiny_model
 
 MACHINE = ("-t", "1", "-np", "8", "-n", "60")
@@ -34,7 +34,7 @@ def asked(tmp_path: Path) -> Path:
 
 def n_tokens_in(folder: Path) -> int:
     """The tokens of the text in a folder."""
-    return sum(len(answer.tokens) for answer in TargetText(folder, N_EMBD).answers)
+    return sum(len(answer.tokens) for answer in TargetText(folder).answers)
 
 
 def cache() -> Path:

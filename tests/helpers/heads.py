@@ -55,7 +55,7 @@ def trained(loaded: Session, folder: Path, seconds: float = 60.0) -> TrainedHead
     """Heads by the text in a folder."""
     model = loaded.target
     return train_heads(
-        TargetText(folder, model.n_embd),
+        TargetText(folder),
         loaded.options.target,
         model,
         Budget(time.monotonic, time.monotonic() + seconds),

@@ -75,18 +75,6 @@ def test_a_match_that_goes_on_is_the_longest_one_still(
         ending = [*ending, token]
         if match is not None:
             check(array, texts, match, longest(texts, ending))
-        else:
-            assert array.longest(ending, shortest=len(longest(texts, ending)) + 1) is None
-
-
-@given(TEXTS, TEXT, st.integers(1, 6), st.integers(1, 6))
-def test_matches_are_as_long_as_asked_for(
-    texts: list[list[int]], ending: list[int], shortest: int, most: int
-) -> None:
-    array = SuffixArray.build(texts)
-    expected = longest(texts, ending[max(0, len(ending) - most) :])
-    match = array.longest(ending, shortest=shortest, longest=most)
-    check(array, texts, match, expected if len(expected) >= shortest else [])
 
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.sampled_from([1, 2, 4, 8, 64]))

@@ -41,7 +41,7 @@ from specgen.train.transformer import (
     output_matrix,
     stack_layers,
 )
-from tests.helpers.heads import N_EMBD, opened, prompts, written
+from tests.helpers.heads import opened, prompts, written
 from tests.helpers.tiny import write_respelled_model, write_with_other_scales
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
@@ -232,7 +232,7 @@ def text(target: Path, tmp_path_factory: pytest.TempPathFactory) -> TargetText:
     folder = tmp_path_factory.mktemp("text")
     with opened(target) as session:
         assert written(session, folder, prompts(60)) >= 3000
-    return TargetText(folder, N_EMBD)
+    return TargetText(folder)
 
 
 @contextlib.contextmanager

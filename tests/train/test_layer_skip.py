@@ -30,7 +30,7 @@ from specgen.train.layer_skip import (
 )
 from specgen.train.target_text import TargetText
 from specgen.train.training_loop import Budget
-from tests.helpers.heads import N_EMBD, opened, prompts, written
+from tests.helpers.heads import opened, prompts, written
 from tests.tiny import Architecture, TinyConfig, write_tiny_model
 
 N_LAYER = 8
@@ -65,7 +65,7 @@ def made(
 ) -> Pruned | None:
     budget = Budget(time.monotonic, time.monotonic() + 60.0, interrupted)
     with opened(target) as loaded:
-        return prune(loaded, TargetText(folder, N_EMBD), output, budget)
+        return prune(loaded, TargetText(folder), output, budget)
 
 
 def test_layers_that_do_nothing_are_left_out_and_the_draft_drafts_exactly(
@@ -158,7 +158,7 @@ def test_a_draft_without_a_layer_costs_less(target: Path) -> None:
 
 
 def test_judged_is_what_the_target_said(folder: Path) -> None:
-    answers = TargetText(folder, N_EMBD).answers
+    answers = TargetText(folder).answers
     texts = judged_texts(answers, 100, held_back=False)
     assert sum(len(tokens) for _, tokens in texts) == 100
     held_back = judged_texts(answers, 10**6, held_back=True)

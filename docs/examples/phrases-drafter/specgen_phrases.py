@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from specgen.drafters.kind import DraftRequest, DraftSetup, LoadedDraft, Reads
+from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft
 from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import Drafter, Drafting, ready
@@ -61,18 +61,13 @@ class LoadedPhrases(LoadedDraft):
         return PhraseDrafter(self._phrases)
 
 
-class PhrasesKind:
-    """The word phrases:FILE after --draft."""
-
-    name = "phrases"
-    reads: Reads = "text"
-
-    def matches(self, source: DraftSource) -> bool:
-        return isinstance(source, str) and source.startswith("phrases:")
-
-    def open(self, source: DraftSource, setup: DraftSetup) -> LoadedPhrases:
-        lines = Path(str(source).removeprefix("phrases:")).read_text("utf-8").splitlines()
-        return LoadedPhrases([line for line in lines if line], setup)
+def _open(source: DraftSource, setup: DraftSetup) -> LoadedPhrases:
+    lines = Path(str(source).removeprefix("phrases:")).read_text("utf-8").splitlines()
+    return LoadedPhrases([line for line in lines if line], setup)
 
 
-KIND = PhrasesKind()
+KIND = DraftKind(
+    "phrases",
+    matches=lambda source: isinstance(source, str) and source.startswith("phrases:"),
+    open=_open,
+)

@@ -27,9 +27,8 @@ from specgen.errors import BackendError, SpecgenError
 from specgen.llama.context import LlamaBackend
 from specgen.llama.gguf_metadata import GgufMetadata, GgufTensor, parts_of
 from specgen.llama.kernels.attached import attach
-from specgen.llama.library import ggml
+from specgen.llama.library import ggml, new_tensor, no_data
 from specgen.llama.model import LlamaModel
-from specgen.llama.operators import new_tensor, no_data
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 
