@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from specgen.drafters.kinds import find_kind
-from specgen.errors import ModelFileError, PairError, UsageError
+from specgen.errors import ModelFileError, PairError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.eagle import EagleContext, EagleModel, EagleTrail
-from specgen.llama.states_context import HOOKED
 from specgen.measure.search import search_drafts
 from specgen.method.backend import Batch
 from specgen.options import (
@@ -23,7 +22,7 @@ from specgen.options import (
 )
 from specgen.session.session import Session
 from specgen.text.hidden_trail import HiddenTrail
-from tests.helpers.cli import Specgen, complaint
+from tests.helpers.cli import Specgen
 from tests.helpers.common import EXACT
 from tests.helpers.eagle import (
     CONFIG,
@@ -92,13 +91,6 @@ def test_a_target_that_decodes_elsewhere_is_refused(folder: Path) -> None:
         Session(options, time.perf_counter, vocabulary_only=True)
 
 
-def test_a_draft_takes_no_draft_of_its_own(folder: Path) -> None:
-    path = folder / "letters.gguf"
-    options = SessionOptions(target=folder / "llama.gguf", draft=path, helpers=(path,))
-    with pytest.raises(UsageError, match="takes no draft of its own"):
-        Session(options, time.perf_counter)
-
-
 def test_a_part_of_the_vocabulary_without_its_output_matrix_is_damaged(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -116,15 +108,6 @@ def test_the_command_line_takes_it_as_a_draft(specgen: Specgen, folder: Path) ->
     drafted = specgen("run", "-m", target, "-md", draft, *common)
     assert (plain.code, drafted.code) == (0, 0)
     assert drafted.out == plain.out
-
-
-def test_the_command_line_refuses_a_target_without_hooks_in_a_line(
-    specgen: Specgen, folder: Path, tmp_path: Path
-) -> None:
-    target = write_tiny_model(tmp_path / "q.gguf", replace(CONFIG, architecture="qwen2"))
-    result = specgen("run", "-m", target, "-md", folder / "whole.gguf", "--raw", "abc")
-    assert "q.gguf" in (said := complaint(result, PairError.exit_code))
-    assert "(qwen2)" in said
 
 
 def test_a_draft_is_no_target(folder: Path) -> None:
@@ -207,9 +190,3 @@ def test_a_trail_encodes_what_is_read_and_only_once() -> None:
     assert trail.first == 6
     assert float(trail.after(13)[0]) == -13  # type: ignore[index]
     assert isinstance(trail, HiddenTrail)
-
-
-def test_the_architectures_are_those_whose_graphs_hand_out_inputs() -> None:
-    """An architecture that is not hooked would end the process; so none is added lightly."""
-    assert {"llama", "qwen3", "gpt-oss", "gemma4"} <= HOOKED
-    assert HOOKED.isdisjoint({"qwen2", "gemma3", "mamba", "qwen4exp", "deepseek2"})

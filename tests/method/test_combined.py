@@ -94,14 +94,6 @@ def test_the_free_drafter_speaks_first_and_costs_nothing_of_the_model() -> None:
     assert Cascade(model=model).look_up(TEXT, 4) is NO_DRAFT
 
 
-def test_the_one_begins_that_the_plan_names() -> None:
-    drafters, _, model = combined([4, 5], [6, 7, 8])
-    draft = propose(drafters, TEXT, found_first([4, 5]))
-    assert (draft.tokens, set(draft.origins), model.told) == ((4, 5), {"ngram"}, [])
-    draft = propose(drafters, TEXT, model_first(4))
-    assert (draft.tokens, set(draft.origins)) == ((6, 7, 8), {"model"})
-
-
 def test_a_model_that_is_not_planned_is_not_run() -> None:
     drafters, _, model = combined([], [6])
     assert propose(drafters, TEXT, RoundPlan(Reason("prefill"), drafter="model")) is NO_DRAFT
@@ -310,16 +302,3 @@ def test_a_guesser_forgets_the_draft_and_keeps_what_became_text() -> None:
         del drafter.told[:]
         after(guesses, text, [], 5)
         assert drafter.told == [*expected, (text, 3)]
-
-
-def test_guesses_are_rewound_with_their_drafter() -> None:
-    drafter = Scripted("model", [[4]])
-    guesses = Guesses(Cascade(model=drafter), Noting())
-    guesses.rewind(7)
-    after(guesses, TEXT, [9], 5)
-    guesses.rewind(5)
-    guesses.rewind(2)
-    told = [what for what in drafter.told if isinstance(what, str)]
-    assert told == ["rewind 7", "rewind 3", "rewind 2"]
-    nothing = Guesses(Cascade(model=Scripted("model", [])), Noting())
-    assert after(nothing, TEXT, [9], 0) == []

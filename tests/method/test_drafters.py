@@ -102,16 +102,6 @@ def test_drafting_ends_with_an_end_token_and_skips_what_is_biased_away() -> None
     assert max(propose(drafter, [1, 2, 3], 8, policy(8)).tokens) < 4
 
 
-def test_proposing_twice_for_one_text_gives_the_same_draft() -> None:
-    drafter, backend = model_drafter(LANGUAGE, LETTERS)
-    once = propose(drafter, [1, 2, 3], 4, policy())
-    again = propose(drafter, [1, 2, 3], 4, policy())
-    assert once == again
-    shorter = propose(drafter, [1, 2, 3, int(once.tokens[0])], 3, policy())
-    assert shorter.tokens == once.tokens[1:]
-    assert backend.text(0)[:4] == (1, 2, 3, once.tokens[0])
-
-
 def test_the_cache_follows_a_text_that_went_another_way() -> None:
     first, second, third, _ = propose(
         model_drafter(LANGUAGE, LETTERS)[0], [1, 2, 3], 4, policy()
@@ -135,15 +125,6 @@ def test_a_rewound_drafter_goes_on_as_a_fresh_one(n_kept: int) -> None:
     fresh, _ = model_drafter(LANGUAGE, LETTERS)
     assert propose(drafter, text, 3, policy()) == propose(fresh, text, 3, policy())
     assert backend.text(0)[: len(text)] == tuple(text)
-
-
-def test_a_drafter_rewound_to_the_beginning_begins_anew() -> None:
-    drafter, backend = model_drafter(LANGUAGE, LETTERS)
-    propose(drafter, [1, 2, 3, 4], 4, policy())
-    drafter.rewind(0)
-    assert backend.length(0) == 0
-    fresh, _ = model_drafter(LANGUAGE, LETTERS)
-    assert propose(drafter, [5, 6], 4, policy()) == propose(fresh, [5, 6], 4, policy())
 
 
 # --- a text that outgrows the draft model's context
@@ -192,17 +173,6 @@ def test_drafting_goes_on_when_the_text_outgrows_the_context(
     assert n_rows <= n_drafted + (1 + (n_ctx / 2) / max(1, n_ctx / 4 - 4)) * 5 * n_ctx
 
 
-def test_the_window_slides_by_half_the_context() -> None:
-    refills = []
-    for context, _, backend, n_decoded in grown(64, 400):
-        if n_decoded > 8:
-            assert n_decoded == 32 + 3
-            assert backend.text(0)[:32] == (*context[:4], *context[-28:])
-            refills.append(len(context))
-    assert refills[0] == 62
-    assert set(np.diff(refills)) == {30}
-
-
 @pytest.mark.parametrize("n_ctx", range(1, 10))
 def test_a_tiny_context_is_used_while_it_lasts(n_ctx: int) -> None:
     """There is no room for a beginning and an end."""
@@ -212,14 +182,6 @@ def test_a_tiny_context_is_used_while_it_lasts(n_ctx: int) -> None:
     assert lengths[0][0] == 1
     assert max(context for context, _ in lengths) >= n_ctx - max(1, n_ctx // 4)
     assert all(context <= n_ctx for context, _ in lengths)
-
-
-def test_a_long_prompt_is_seen_by_its_ends() -> None:
-    drafter, backend = model_drafter(LANGUAGE, LETTERS, n_ctx=32)
-    prompt = [i % N_VOCAB for i in range(500)]
-    assert len(propose(drafter, prompt, 4, policy())) == 4
-    assert backend.text(0)[:16] == (*prompt[:4], *prompt[-12:])
-    assert backend.n_decoded_rows == 16 + 3
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1, max_size=8))
@@ -238,20 +200,6 @@ def test_a_window_that_is_rewound_agrees_with_the_text(steps: list[tuple[int, in
         n_latest = len(seen) - 4
         assert seen in (tuple(text), (*text[:4], *text[len(text) - n_latest :]))
         assert draft.tokens[0] == int(LANGUAGE(seen).argmax())
-
-
-def test_a_rewind_within_the_window_costs_nothing() -> None:
-    drafter, backend = model_drafter(LANGUAGE, LETTERS, n_ctx=32)
-    text = [i % N_VOCAB for i in range(40)]
-    propose(drafter, text, 4, policy())
-    n_rows = backend.n_decoded_rows
-    drafter.rewind(36)
-    propose(drafter, [*text[:36], 7], 1, policy(1))
-    assert backend.n_decoded_rows == n_rows + 1
-    assert backend.text(0) == (*text[:4], *text[28:36], 7)
-    drafter.rewind(20)  # below it
-    propose(drafter, [*text[:20], 7], 1, policy(1))
-    assert backend.text(0) == (*text[:20], 7)
 
 
 # --- policies

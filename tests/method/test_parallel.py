@@ -17,7 +17,7 @@ from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import draft_alone, propose_together
 from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, draft_up_to
 from specgen.method.verify import make_verifier
-from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, TreeShape, parse_tree
+from specgen.options import DraftOptions, SamplerOptions, TreeShape, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.text_state import TextState
 from tests.helpers.exact_distributions import distribution
@@ -108,26 +108,6 @@ def test_a_drawn_draft_carries_the_distributions_of_its_rows() -> None:
     assert backend.text(0) == (1, 2, 3)
 
 
-def test_penalties_count_the_tokens_drafted_before() -> None:
-    once = replace(GREEDY, presence_penalty=100.0)
-    drafter, _ = parallel(once, state=TextState([1, 2, 3]))
-    draft = propose(drafter, [1, 2, 3], N_VOCAB - 3)
-    assert sorted({1, 2, 3, *draft.tokens}) == list(range(N_VOCAB))
-
-
-def test_the_plan_says_how_many_tokens_are_predicted() -> None:
-    drafter, backend = parallel()
-    plan = replace(draft_up_to(8), n_at_once=3)
-    assert len(draft_alone(drafter.propose([1, 2], plan))) == 3
-    assert backend.decoded == [1, 2, MASK, MASK]
-
-
-def test_no_more_is_predicted_than_the_context_has_rows_of_logits_for() -> None:
-    backend = FakeBackend(LETTERS, LANGUAGE, n_sequences=1, n_outputs=3)
-    drafter, _ = parallel(backend=backend)
-    assert len(propose(drafter, [1, 2], 8)) == 3
-
-
 def test_the_draft_stops_where_a_row_is_unsure() -> None:
     class UntilThird(RoundPlan):
         def wants_token(self, confidences: Sequence[float]) -> bool:
@@ -152,39 +132,6 @@ def test_the_draft_ends_with_an_end_token() -> None:
 
 
 # --- the cache
-
-
-def test_tokens_that_became_text_are_read_with_the_next_decode() -> None:
-    drafter, backend = parallel()
-    text = [1, 2, 3]
-    draft = propose(drafter, text, 3)
-    for n_accepted, n_max in ((2, 3), (0, 1), (3, 2)):
-        new = [*draft.tokens[:n_accepted], 7]
-        text += new
-        n_rows, n_decodes = backend.n_decoded_rows, backend.n_decodes
-        draft = propose(drafter, text, n_max)
-        assert backend.decoded[n_rows:] == [*new, *[MASK] * (n_max - 1)]
-        assert backend.n_decodes == n_decodes + 1
-        assert backend.text(0) == tuple(text)
-        assert list(draft.tokens) == predicted(text, n_max)
-        draft = propose(drafter, text, 3)
-
-
-def test_proposing_again_reads_the_last_token_again() -> None:
-    drafter, backend = parallel()
-    assert propose(drafter, [1, 2, 3], 3) == propose(drafter, [1, 2, 3], 3)
-    assert backend.decoded == [1, 2, 3, MASK, MASK, 3, MASK, MASK]
-
-
-def test_a_prefix_that_the_cache_holds_is_not_read_again() -> None:
-    _, backend = parallel()
-    propose(parallel(backend=backend)[0], [1, 2, 3, 4], 1)
-    backend.remove(0, 3)
-    drafter, _ = parallel(backend=backend, prompt=[1, 2, 3, 4])
-    n_rows = backend.n_decoded_rows
-    draft = propose(drafter, [1, 2, 3, 9], 3)
-    assert backend.decoded[n_rows:] == [9, MASK, MASK]
-    assert list(draft.tokens) == predicted([1, 2, 3, 9], 3)
 
 
 @pytest.mark.parametrize("n_batch", [4, 8, 64])
@@ -220,20 +167,6 @@ def test_whatever_becomes_of_drafts_the_next_one_is_that_of_a_fresh_drafter(
         draft = propose(drafter, text, n_max)
         assert list(draft.tokens) == predicted(text, n_max)
         assert backend.text(0) == tuple(text)
-
-
-@pytest.mark.parametrize("n_max", [1, 3, 8])
-def test_the_last_position_of_the_context_is_used(n_max: int) -> None:
-    lengths = {}
-    for n in range(1, 13):
-        text = [i % 9 for i in range(n)]
-        drafter, backend = parallel(n_ctx=12)
-        draft = propose(drafter, text, n_max)
-        lengths[n] = len(draft)
-        if backend.length(0) == n:  # otherwise the window slid
-            assert list(draft.tokens) == predicted(text, len(draft))
-    assert lengths[12] >= 1
-    assert lengths[12 - n_max + 1] == n_max
 
 
 @pytest.mark.parametrize("n_ctx", [10, 16, 33])
@@ -354,18 +287,6 @@ def test_the_text_is_that_of_plain_decoding(
         assert backend.n_decodes <= tally.n_rounds
 
 
-def test_an_answer_that_ends_in_the_middle_of_a_draft_ends_there() -> None:
-    plain = Setup(language=LANGUAGE, options=GenerationOptions(max_tokens=60))
-    answer = plain.run()[0].answer
-    end = answer[7]
-    ending = FakeVocabulary.letters(N_VOCAB, ends=[end])
-    expected, _ = replace(plain, vocabulary=ending).run()
-    drafter, _ = parallel(language=seeing_through_masks, vocabulary=ending)
-    found, _ = replace(plain, vocabulary=ending, drafter=drafter).run()
-    assert found.tokens == expected.tokens
-    assert found.finish_reason == expected.finish_reason == "stop"
-
-
 # --- the policy
 
 
@@ -392,21 +313,10 @@ def test_the_decode_predicts_the_more_tokens_the_cheaper_its_rows_are() -> None:
     assert numbers[-1] == 1
 
 
-def test_steps_in_the_cost_of_the_draft_s_rows_are_made_use_of() -> None:
-    flat_up_to_four = Price(0.05, 0.0, at_once_s=(0.05,) * 4 + (3.0,) * 12)
-    assert planned(flat_up_to_four).n_at_once == 4
-
-
 def test_a_draft_whose_rows_cost_too_much_is_not_decoded() -> None:
     plan = planned(at_once(1.5, 1.5))
     assert plan.n_max == 0
     assert plan.reason.name == "row cost"
-
-
-def test_other_drafts_are_priced_as_before() -> None:
-    plan = planned(Price(0.05, 0.02))
-    assert plan.n_max == 16
-    assert plan.n_at_once is None
 
 
 def test_the_price_is_that_of_one_decode() -> None:

@@ -99,12 +99,6 @@ def test_records_of_answers(tmp_path: Path) -> None:
     assert load(tmp_path) == load(path)
 
 
-def test_half_a_character_in_a_record(tmp_path: Path) -> None:
-    path = tmp_path / "records.ndjson"
-    path.write_text('{"text": "a\\ud800b"}')
-    assert load(path) == ["a?b"]
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [

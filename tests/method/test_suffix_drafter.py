@@ -229,18 +229,3 @@ def test_confidence_grows_with_length_and_agreement(
     assert value > confidence(length, n_agreeing, n + 1)
     if n_others:
         assert value < confidence(length, n_agreeing + 1, n)
-
-
-def test_a_longer_match_counts_no_more_than_the_longest_that_counts() -> None:
-    text = [*range(30), *range(20)]
-    (short,) = propose(SuffixDrafter(2, 5), text, 1).probabilities
-    (whole,) = propose(SuffixDrafter(2, 64), text, 1).probabilities
-    assert short == confidence(5, 1, 1)
-    assert whole == confidence(20, 1, 1)
-
-
-def test_it_costs_nothing() -> None:
-    drafter = SuffixDrafter(1, 4, [SuffixArray.build([[1, 2]])])
-    price = drafter.price(1000)
-    assert (price.first_s, price.next_s, price.prefill_s) == (0.0, 0.0, 0.0)
-    assert drafter.name == "ngram"

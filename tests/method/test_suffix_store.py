@@ -76,13 +76,6 @@ def test_the_oldest_texts_go(tmp_path: Path) -> None:
     assert texts(store) == [list(range(90, 100))]
 
 
-def test_there_are_no_more_texts_than_allowed(tmp_path: Path) -> None:
-    store = EarlierTexts(tmp_path, "v", max_texts=3)
-    for first in range(6):
-        store.add([first])
-    assert texts(store) == [[3], [4], [5]]
-
-
 def test_a_text_is_the_newest_whatever_the_clock_says(tmp_path: Path) -> None:
     store = EarlierTexts(tmp_path, "v")
     store.add([1])
@@ -109,17 +102,6 @@ def test_damaged_and_foreign_files_are_left_out(tmp_path: Path) -> None:
     (folder / "text.tokens.abc.new").write_bytes(b"1234")
     assert texts(store) == [[0, 0], [5, 5]]
     assert in_arrays(store) == [[0, 0], [5, 5]]
-
-
-def test_what_a_killed_process_left_grows_old_and_goes(tmp_path: Path) -> None:
-    store = EarlierTexts(tmp_path, "v", max_texts=2)
-    store.add([1])
-    left = folder_of(tmp_path) / "text.tokens.abc.new"
-    left.write_bytes(b"1234")
-    store.add([2])
-    store.add([3])
-    assert not left.exists()
-    assert texts(store) == [[2], [3]]
 
 
 def test_the_array_is_kept_and_new_texts_stand_behind_it(
@@ -151,18 +133,6 @@ def test_the_array_is_kept_and_new_texts_stand_behind_it(
     assert [text[0] for text in in_arrays(store)] == [0, 1, 2, 3, 4]
     assert built == [3, 1, 5, 5]
     assert len(store.arrays()) == 1
-
-
-def test_the_array_does_not_count_as_a_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_module, "MAX_NEW", 0)
-    store = EarlierTexts(tmp_path, "v", max_texts=2)
-    for first in range(4):
-        store.add([first])
-        store.arrays()
-    assert (folder_of(tmp_path) / "texts.npz").exists()
-    assert texts(store) == [[2], [3]]
 
 
 def test_a_store_that_cannot_be_written_breaks_nothing(

@@ -295,12 +295,6 @@ def test_a_draft_that_can_say_little_of_the_text_does_no_harm() -> None:
     assert prompt.check().n_accepted == 0
 
 
-def test_a_draft_without_any_token_of_the_text_drafts_nothing() -> None:
-    nothing = vocabulary([b"z"], ["</s>"])
-    watched = Pair(cut(1), nothing, 2, 2).check()
-    assert watched.n_drafted == watched.backend.n_decoded_rows == 0
-
-
 def test_half_characters_are_finished_by_the_draft() -> None:
     """The target says one byte after another; the draft has whole characters only."""
     target = vocabulary(BYTES, ["</s>"])

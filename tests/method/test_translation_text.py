@@ -41,14 +41,6 @@ def test_unfinished_bytes_are_those_that_a_decoder_waits_with(data: bytes) -> No
     assert n_unfinished(data) == len(decoder.getstate()[0])
 
 
-@given(st.text(max_size=4), st.characters(exclude_categories=["Cs"]))
-def test_a_character_is_unfinished_until_its_last_byte(before: str, character: str) -> None:
-    data = character.encode()
-    for n in range(1, len(data)):
-        assert n_unfinished(before.encode() + data[:n]) == n
-    assert n_unfinished(before.encode() + data) == 0
-
-
 # --- bytes as tokens
 
 
@@ -59,20 +51,6 @@ def test_any_bytes_are_spelled_exactly(vocabulary: FakeVocabulary, data: bytes) 
     places = [0, *spelling.ends]
     for token, (start, end) in zip(spelling.tokens, pairwise(places), strict=True):
         assert vocabulary.token_bytes(token) == data[start:end]
-
-
-@given(vocabularies(spells_all=False), broken_texts())
-def test_what_is_spelled_is_in_its_place(vocabulary: FakeVocabulary, data: bytes) -> None:
-    spelling = speller(vocabulary).spell(data)
-    n_covered = 0
-    for token, end in zip(spelling.tokens, spelling.ends, strict=True):
-        piece = vocabulary.token_bytes(token)
-        assert piece
-        assert end - len(piece) >= n_covered
-        assert data[end - len(piece) : end] == piece
-        for byte in data[n_covered : end - len(piece)]:
-            assert Lexicon(vocabulary).find(bytes((byte,))) is None
-        n_covered = end
 
 
 @given(vocabularies(spells_all=True), broken_texts(), broken_texts())
@@ -97,15 +75,6 @@ def test_no_space_is_added_to_a_text(vocabulary: FakeVocabulary, text: str) -> N
     tokens = vocabulary.tokenize("\n" + text, add_special=False, parse_special=False)
     assert vocabulary.token_bytes(tokens[0]) == b" "
     assert speller(vocabulary).spell(text.encode()).tokens == tokens[2:]
-
-
-def test_what_has_no_token_is_kept_from_the_rest() -> None:
-    letters = vocabulary([b"the", b"cat", b" ", b"t", b"h", b"e"])
-    spelling = speller(letters).spell("the 中 the cat".encode())
-    assert [letters.token_bytes(token) for token in spelling.tokens] == [
-        b"the", b" ", b" ", b"the", b" ", b"cat",
-    ]  # fmt: skip
-    assert spelling.ends == [3, 4, 8, 11, 12, 15]
 
 
 def test_a_token_for_the_unknown_is_never_text() -> None:
@@ -174,13 +143,6 @@ def test_control_tokens_go_by_name_and_then_by_role() -> None:
     found = ControlTokens(source, single)
     assert [found.find(token) for token in (eos, eot)] == [1, 1]
     assert ControlTokens(source, vocabulary([b"x"])).find(eos) is None
-
-
-def test_a_name_that_is_text_in_the_other_vocabulary_is_no_counterpart() -> None:
-    source = vocabulary([b"a"], ["<pad>", "</s>"])
-    texts_only = vocabulary([b"<pad>", b"</s>"])
-    assert ControlTokens(source, texts_only).find(1) is None
-    assert ControlTokens(source, texts_only).find(2) is None
 
 
 def test_a_name_that_ends_texts_in_one_vocabulary_only_is_no_counterpart() -> None:
@@ -370,19 +332,6 @@ def test_a_draft_that_is_a_tree_is_followed_along_its_branch(
         followed.follow(said, tree)
 
 
-@given(vocabularies(), vocabularies(), st.data())
-def test_a_rewound_text_says_what_a_fresh_one_says(
-    target: FakeVocabulary, draft: FakeVocabulary, data: st.DataObject
-) -> None:
-    followed = Followed(target, draft)
-    for _ in range(4):
-        followed.follow(data.draw(target_texts(target, 10)))
-        followed.rewind(data.draw(st.integers(1, len(followed.context))))
-        if data.draw(st.booleans()):
-            followed.follow([])
-    followed.follow(data.draw(target_texts(target, 10)))
-
-
 @given(LOCAL, st.data())
 def test_a_rewound_text_is_spelled_as_a_fresh_one(
     draft: FakeVocabulary, data: st.DataObject
@@ -458,15 +407,6 @@ def test_the_cost_of_a_step_does_not_grow_with_the_text(spells_all: bool) -> Non
         followed.check()
 
 
-def test_a_long_prompt_is_told_at_once() -> None:
-    draft = CountingVocabulary.of(vocabulary([*BYTES, b"the"], ["</s>"]))
-    target = vocabulary(BYTES, ["</s>"])
-    followed = Followed(target, draft)
-    draft.counts.clear()
-    followed.follow(list(b"the cat. " * 500))
-    assert sum(draft.counts) < 2 * 9 * 500
-
-
 # --- what a text begins with
 
 
@@ -495,22 +435,3 @@ def test_a_prompt_of_the_drafts_own_takes_the_place_of_the_targets() -> None:
     assert text.tokens == [3, 2]
     text.follow([2, 0, 1, 0, 1])
     assert text.tokens == [3, 2, 0]
-
-
-def test_what_has_no_token_is_not_held_back() -> None:
-    target = vocabulary(BYTES, ["</s>"])
-    followed = Followed(target, vocabulary([b"a", b" ", b"  "], ["</s>"]))
-    followed.follow(speller(target).spell("a中 ".encode()).tokens)
-    assert followed.text.ending(1) == b" "
-    assert followed.text.ending(2) == b""
-    followed.text.hold_back(1)
-    assert followed.text.held_back == b" "
-    followed.follow([])
-    assert followed.text.tokens == [7, 7, 0, 1]
-
-
-def test_a_draft_says_nothing_of_what_follows_a_control_token() -> None:
-    target = vocabulary([b"a", b"b"], ["</s>"])
-    followed = Followed(target, vocabulary([b"a", b"b", b"ab"], ["</s>"]))
-    followed.follow([2, 0, 1], chain_of(followed.draft, [0, 1]))
-    assert followed.text.tokens == [7, 7, 3, 2]

@@ -16,20 +16,17 @@ from specgen.options import (
     ContextOptions,
     DraftOptions,
     GenerationOptions,
-    SamplerOptions,
     SessionOptions,
 )
 from specgen.session.agreement import (
     N_BEFORE,
     N_KNOWN,
     N_TOKENS,
-    TEXT,
     Walk,
     greedy_tokens,
     sample_agreement,
 )
 from specgen.session.calibration import measure_if_new
-from specgen.session.costs import Agreement
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
 from specgen.session.memory import Memory
@@ -82,10 +79,6 @@ def test_what_the_target_says_is_what_it_says_token_by_token(
     assert backend.decoded == TOKENS
 
 
-def test_no_text_says_nothing() -> None:
-    assert list(greedy_tokens(target(), [], 1)) == []
-
-
 # --- a walk
 
 
@@ -133,15 +126,6 @@ def test_the_draft_decodes_nothing_twice() -> None:
     assert backend.decoded == TOKENS
 
 
-@pytest.mark.parametrize("n_ctx", [1, 5, 20])
-def test_a_short_context_shortens_the_text(n_ctx: int) -> None:
-    backend = target(n_ctx=n_ctx)
-    walked, _ = walk(LANGUAGE, {})
-    found = sample_agreement(backend, walked, TOKENS)
-    assert found.n_places == max(1, n_ctx - N_BEFORE + 1)
-    assert backend.length(0) == 0
-
-
 def test_a_slow_target_is_asked_for_less() -> None:
     class Slow(FakeBackend):
         def decode(self, batch: Batch) -> Logits:
@@ -154,11 +138,6 @@ def test_a_slow_target_is_asked_for_less() -> None:
     found = sample_agreement(backend, walked, TOKENS)
     assert N_KNOWN < found.n_places < N_TOKENS - N_BEFORE
     assert backend.length(0) == 0
-
-
-def test_nothing_proposed_is_no_rate() -> None:
-    assert Agreement(0, 0).rate is None
-    assert Agreement(4, 3).rate == 0.75
 
 
 # --- whether it matters
@@ -255,23 +234,6 @@ def test_a_draft_with_another_vocabulary_is_judged_by_its_translation(models: Pa
     assert rates[0] > 0.5 > rates[1]
 
 
-def test_samplers_make_no_difference_to_agreement(models: Path) -> None:
-    sampler = SamplerOptions(temperature=1.5, repeat_penalty=1.8)
-    context = ContextOptions(n_threads=1, flash_attention="off")
-    options = SessionOptions(
-        models / "target.gguf",
-        models / "itself.gguf",
-        sampler=sampler,
-        drafting=DraftOptions(max_tokens=4, verifier="residual"),
-        target_context=context,
-        draft_context=context,
-    )
-    with Session(options, time.perf_counter) as opened:
-        found = sampled(opened)
-        assert found is not None
-        assert found.counts.n_accepted.sum() == pytest.approx(found.n_judged)
-
-
 def test_what_is_known_is_not_looked_at_again(models: Path) -> None:
     memory = Memory()
     with loaded(models, "itself", memory) as opened:
@@ -294,10 +256,6 @@ def test_what_could_not_matter_is_not_looked_at(models: Path) -> None:
         with opened.contexts(256) as contexts:
             assert measure_if_new(opened, *contexts) == 0.0
         assert "model" not in DrafterFactory(opened).acceptance()
-
-
-def test_the_text_is_long_enough_for_any_vocabulary() -> None:
-    assert len(TEXT) > 4 * N_TOKENS
 
 
 def test_an_answer_is_the_same_with_and_without_the_look(models: Path) -> None:

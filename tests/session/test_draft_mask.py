@@ -23,7 +23,7 @@ from specgen.options import (
     parse_tree,
 )
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.engine import Engine, generate
+from specgen.session.engine import generate
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 from specgen.text.text_state import TextState
@@ -219,23 +219,6 @@ def test_trees_of_a_parallel_draft_need_no_branches_in_its_cache(tmp_path: Path)
             assert draft.n_sequences == 1
     assert finished.token_ids == plain.token_ids
     assert any(node.parent != n - 1 for event in drafted for n, node in enumerate(event.nodes))
-
-
-def test_several_answers_draft_in_one_batch(tmp_path: Path) -> None:
-    prompts = [PROMPT, "a b c d e f g", "no " * 20]
-    with models(tmp_path, mask="3") as opened:
-        alone = []
-        for prompt in prompts:
-            *_, last = generate(opened, opened.prompts.of_text(prompt, chat=False))
-            assert isinstance(last, FinishedEvent)
-            alone.append(last)
-        with Engine(opened, n_parallel=3, n_ctx=256) as engine:
-            answers = [engine.insert(opened.prompts.of_text(each, chat=False)) for each in prompts]
-            list(engine.run())
-    for answer, single in zip(answers, alone, strict=True):
-        assert answer.finished is not None
-        assert answer.finished.token_ids == single.token_ids
-        assert answer.finished.accepted_by_depth == single.accepted_by_depth
 
 
 def test_what_is_learnt_about_acceptance_is_kept_apart(tmp_path: Path) -> None:

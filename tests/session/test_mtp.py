@@ -347,9 +347,3 @@ def test_the_command_line_finds_layers_beside_the_target(parted: Path, specgen: 
     assert "drafting with mtp-glm4moe.gguf" in found.err  # or not drafting, if costs say so
     assert "acceptance rate" in named.err
     assert found.out == named.out == without.out
-
-
-def test_a_file_without_layers_is_refused_in_a_line(tiny_models: Path, specgen: Specgen) -> None:
-    found = specgen("run", "-m", str(tiny_models / "target.gguf"), "--draft", "mtp", PROMPT)
-    assert found.code == 5
-    assert "target.gguf: it has no MTP layers" in found.err

@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 
-from specgen.drafters.translated import TranslatedDrafter
 from specgen.errors import PairError
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
-from specgen.method.drafter import draft_alone
-from specgen.method.policy import draft_up_to
 from specgen.options import (
     DraftOptions,
     GenerationOptions,
@@ -22,7 +19,6 @@ from specgen.options import (
     SessionOptions,
     TranslateMode,
 )
-from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
@@ -131,11 +127,6 @@ def test_the_same_vocabulary_is_not_translated(models: Path, translate: Translat
     assert finished.token_ids == plain(models, "target", TEXTS["English"]).token_ids
 
 
-def test_no_draft_has_no_translation(models: Path) -> None:
-    prompt, _ = run(opened(models, draft="none"))
-    assert not prompt.translated
-
-
 # --- greedy text
 
 
@@ -221,18 +212,3 @@ def test_answers_in_a_conversation_are_exact(models: Path, draft: str) -> None:
     fast = answer(opened(models, "chat", draft))
     assert fast.token_ids == answer(opened(models, "chat", "none")).token_ids
     assert fast.n_drafted > 0
-
-
-def test_the_draft_of_a_draft_of_the_same_weights_says_the_same(models: Path) -> None:
-    """A translation back and forth leaves the text what it is: see the draft's own cache."""
-    with opened(models, "target", "draft") as loaded:
-        prompt = loaded.prompts.of_text("the cat is é 中", chat=False)
-        with loaded.contexts(256) as (_, (draft,)):
-            generation = DrafterFactory(loaded).sequence(prompt, 256, (draft,), 1)
-            assert generation.drafters is not None
-            drafter = generation.drafters.model
-            assert isinstance(drafter, TranslatedDrafter)
-            draft_alone(drafter.propose(generation.tokens, draft_up_to(4)))
-            told = drafter.text.tokens
-            assert draft_text(loaded, tuple(told)) == "<s>the cat is é 中"
-            assert draft.length(0) == len(told) + len(drafter.drafted) - 1
