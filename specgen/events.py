@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 FinishReason: TypeAlias = Literal["stop", "length", "context", "interrupted"]
 
@@ -345,15 +345,7 @@ Event: TypeAlias = (
     | FinishedEvent
 )
 
-EVENT_TYPES: tuple[type[Event], ...] = (
-    PromptEvent,
-    ReadingEvent,
-    DraftedEvent,
-    VerifiedEvent,
-    CommittedEvent,
-    NoticeEvent,
-    FinishedEvent,
-)
+EVENT_TYPES: tuple[type[Event], ...] = get_args(Event)
 
 
 def to_json_object(event: Event) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from specgen.cli.model_loading import use_kernels
 from specgen.cli.output import Output
 from specgen.errors import OutputError, UsageError
 from specgen.models import cache_folder, data_folder, human_bytes
+from specgen.models.files import size_of
 from specgen.models.made_files import identity_of, learning_folder
 from specgen.options import KernelOptions, ModelChoice
 from specgen.session.files import find_models, find_target
@@ -92,17 +93,22 @@ def forget(*, target: str | None = None, output: Output) -> int:
 
     learning, texts = data_folder() / "learning", cache_folder() / "texts"
     if target is None:
-        folders = [path for path in _within(learning) if path.is_dir()]
-        stores = [path for path in _within(texts) if path.is_dir()]
+        folders, stores = (
+            [path for path in parent.glob("*") if path.is_dir()] for parent in (learning, texts)
+        )
     else:
         path = find_target(target, quiet=output.quiet)
         folders, stores = [learning_folder(data_folder(), identity_of(path))], [_store(path)]
     n_answers = sum(len(read_answers(folder)) for folder in folders)
     n_learnt = sum(len(list(folder.glob("*.gguf"))) for folder in folders)
     n_texts = sum(len(list(store.glob("*.tokens"))) for store in stores)
-    n_bytes = sum(map(_size, (*folders, *stores)))
-    for folder in (*folders, *stores):
-        _delete(folder)
+    n_bytes = sum(size_of(path) for folder in (*folders, *stores) for path in folder.glob("*"))
+    try:
+        for folder in (*folders, *stores):
+            if folder.exists():
+                shutil.rmtree(folder)
+    except OSError as error:
+        raise OutputError(f"{error.filename}: cannot be deleted: {error.strerror}") from error
     print(
         f"deleted: kept answers: {n_answers}; weights learnt from them: {n_learnt}; lookup texts: {n_texts}; "
         f"{human_bytes(n_bytes)} in all"
@@ -130,26 +136,3 @@ def _store(target: Path) -> Path:
 
     with contextlib.closing(LlamaModel(target, vocabulary_only=True)) as model:
         return EarlierTexts(cache_folder() / "texts", model.vocabulary.digest()).folder
-
-
-def _delete(folder: Path) -> None:
-    """Delete a folder, if it is there. Raise `OutputError`."""
-    try:
-        shutil.rmtree(folder)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise OutputError(f"{folder}: cannot be deleted: {error.strerror}") from error
-
-
-def _within(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
-def _size(folder: Path) -> int:
-    """Return the bytes of the files in a folder."""
-    found = 0
-    for path in _within(folder):
-        with contextlib.suppress(OSError):
-            found += path.stat().st_size
-    return found

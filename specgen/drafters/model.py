@@ -21,9 +21,10 @@ from specgen.drafters.tree import TreeModelDrafter
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
+from specgen.method.cost_aware import CostAwarePolicy
 from specgen.method.cost_table import Price
 from specgen.method.drafter import Drafter, Drafting
-from specgen.method.policy import CostAwarePolicy, RoundPlan
+from specgen.method.policy import RoundPlan
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, TreeShape
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Shaper, TextState
@@ -105,7 +106,6 @@ class DraftModel(LoadedDraft):
         )
 
     def _pair(self, setup: DraftSetup) -> Translation | None:
-        """Compare the vocabularies, and prepare the translation if they differ."""
         target = setup.target
         try:
             self._n_shared_tokens = check_pair(
@@ -201,7 +201,6 @@ class DraftModel(LoadedDraft):
         return PromptHeadSkipper(drafter, head) if head else drafter
 
     def _translated(self, translation: Translation, request: DraftRequest) -> Drafter:
-        """Return the drafter of a model with another vocabulary."""
         text = translation.text(request.prompt, request.draft_prompt)
         # The target's biases and penalties refer to the target's token ids.
         never = self.model.vocabulary.end_tokens() if request.is_endless else ()

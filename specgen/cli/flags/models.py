@@ -11,7 +11,6 @@ from typer import Option
 
 from specgen.cli.flags.groups import Group, Table, group, panel, utf8
 from specgen.errors import UsageError
-from specgen.models.hub_reference import parse_reference
 from specgen.options import ModelChoice, staged
 
 HUB = panel(
@@ -166,6 +165,8 @@ def hub_names(
 ) -> list[str]:
     """Return the names of models on the hub, as --model takes them. The token is used from now on. Raise
     `UsageError`."""
+    from specgen.models.hub_reference import parse_reference
+
     if token:
         os.environ["HF_TOKEN"] = token
     repos = [repos] if isinstance(repos, str) else repos or ()
