@@ -35,7 +35,7 @@ from specgen.train.training_loop import check_library
 
 if TYPE_CHECKING:
     from specgen.cli.process import Interrupt
-    from specgen.measure.search import Search
+    from specgen.options import DraftSource
     from specgen.session.session import Session
     from specgen.system.progress import Progress
 
@@ -185,13 +185,9 @@ def make(
             texts = evenly_chosen(held_back, plan.n_judged)
             found = known_candidates(made, path)
             search = search_drafts(loaded, *found, texts, interrupted=stop, progress=progress)
-    show_search(
-        search,
-        output,
-        save=save,
-        as_json=as_json,
-        on_saved=lambda search: _delete_others(made, search, kind, output),
-    )
+    saved = show_search(search, output, save=save, as_json=as_json)
+    if saved is not None and kind is None:
+        _delete_others(made, saved, output)
     return stop.exit_code
 
 
@@ -235,12 +231,10 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Out
     return found
 
 
-def _delete_others(
-    made: Sequence[Path], search: Search, named: Kind | None, output: Output
-) -> None:
-    """Delete the drafts that are not the best, unless their kind was asked for."""
+def _delete_others(made: Sequence[Path], saved: DraftSource, output: Output) -> None:
+    """Delete the drafts that are not the best."""
     for path in made:
-        if path != search.saved and named is None:
+        if path != saved:
             path.unlink(missing_ok=True)
             output.note(f"{path.name} is slower than the best draft, and was deleted")
 
