@@ -25,7 +25,7 @@ SLOW = cli/test_cli_batch.py cli/test_cli_bench.py cli/test_cli_chat.py cli/test
 	method/test_verifiers.py session/test_real_model.py session/test_real_translation.py \
 	session/test_translated_session.py llama/test_build_kernels.py llama/test_kernels.py llama/test_llama_dry.py \
 	llama/test_llama_rollback.py llama/test_llama_sampling.py llama/test_rpc.py measure/test_peers.py \
-	measure/test_doctor.py measure/test_proof.py measure/test_proof_statistics.py models/test_downloads.py \
+	measure/test_doctor.py measure/test_verify.py measure/test_goodness_of_fit.py models/test_downloads.py \
 	project/test_architectures.py::test_a_tiny project/test_long_runs.py render/test_render_live.py
 
 # What `make pythons` runs in other versions of Python, and which: what differs between them is how
@@ -33,7 +33,7 @@ SLOW = cli/test_cli_batch.py cli/test_cli_bench.py cli/test_cli_chat.py cli/test
 PYTHONS = 3.10 3.12 3.13
 PORTABLE = tests/cli/test_cli_flags.py tests/cli/test_cli_streams.py tests/method/test_json_schema.py \
 	tests/session/test_template_sandbox.py tests/llama/test_llama_backend.py tests/llama/test_native_end.py \
-	tests/measure/test_proof_statistics.py tests/models tests/project/test_api.py tests/project/test_packaging.py \
+	tests/measure/test_goodness_of_fit.py tests/models tests/project/test_api.py tests/project/test_packaging.py \
 	tests/render tests/serve/test_openai_format.py tests/serve/test_server_openai.py
 
 BIN = $(VENV)/bin

@@ -40,7 +40,6 @@ import numpy as np
 from benchmarks.answers import begin, read_setting
 from specgen.events import FinishedEvent
 from specgen.measure.prompts import BenchPrompt, first_of_each, read_bench_prompts
-from specgen.measure.proof.memo_backend import MemoBackend
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import CostTable
 from specgen.options import GenerationOptions, SessionOptions
@@ -52,6 +51,7 @@ from specgen.session.memory import Memory
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from tests.helpers.fake_backend import FakeBackend
+from tests.helpers.joint_draws import MemoBackend
 
 #: Costs that are made up: seconds of a token, and what a row of the draft takes of that.
 _TOKEN_S = 0.068

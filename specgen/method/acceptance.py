@@ -172,12 +172,14 @@ class AcceptanceRates:
         """Return the acceptance probabilities by bin of confidence, N_BINS of them: those in all texts, shifted
         by this text's deviation."""
         if self._curve is None:
-            n_accepted, n_judged = self.counts.n_accepted.tolist(), self.counts.n_judged.tolist()
-            self._curve = tuple(
-                _shifted((_N_START * start + accepted) / (_N_START + judged), self._deviation)
-                for start, accepted, judged in zip(self._start, n_accepted, n_judged, strict=True)
-            )
+            self._curve = tuple(self._of_bin(index) for index in range(N_BINS))
         return self._curve
+
+    def _of_bin(self, index: int) -> float:
+        n_accepted = _N_START * self._start[index] + self.counts.n_accepted.item(index)
+        chance = n_accepted / (_N_START + self.counts.n_judged.item(index))
+        odds = chance / (1.0 - chance) * math.exp(self._deviation)
+        return min(1.0 - _LEAST, max(_LEAST, odds / (1.0 + odds)))
 
     def frequencies(self) -> ProbArray:
         """Return the frequency of each bin of confidence in this text, summing to 1: float64[N_BINS]."""
@@ -208,7 +210,7 @@ class AcceptanceRates:
         """Learn whether a token was accepted; all tokens before it were."""
         index = _bin(confidence)
         n_judged, n_accepted = self.counts.n_judged, self.counts.n_accepted
-        deviation = self._deviation + _TEXT_RATE * (accepted - self.curve()[index])
+        deviation = self._deviation + _TEXT_RATE * (accepted - self._of_bin(index))
         self._deviation = min(_MAX_DEVIATION, max(-_MAX_DEVIATION, deviation))
         # Only this bin fades: a bin that was not seen for long is not less known.
         n_judged[index] = n_judged.item(index) * _FADING + 1.0
@@ -264,10 +266,3 @@ def judge_draws(rates: Callable[[str], AcceptanceRates], draft: Draft, n_accepte
 
 def _bin(confidence: float) -> int:
     return bisect.bisect_left(BIN_EDGES, confidence)
-
-
-def _shifted(chance: float, log_odds: float) -> float:
-    """Return a probability shifted by `log_odds`."""
-    chance = min(1.0 - _LEAST, max(_LEAST, chance))
-    odds = chance / (1.0 - chance) * math.exp(log_odds)
-    return odds / (1.0 + odds)

@@ -52,16 +52,18 @@ class StoppingRule:
         self._costs_s: list[float] = np.diff(batch_s).tolist()
         # Where each point of the grid comes to lie once a token of each bin was accepted.
         places = np.log(np.maximum(acceptance, _LEAST)) / _STEP + np.arange(_N_GRID)[:, None]
-        places = np.maximum(places, 0.0)
+        places = np.maximum(places, 0.0).ravel()
         below = np.minimum(places.astype(np.intp), _N_GRID - 2)
-        share = places - below
-        gains_s = np.outer(_GRID, self._gains_s)
+        rows = np.arange(len(places))
+        interpolation = np.zeros((len(places), _N_GRID))
+        interpolation[rows, below + 1] = places - below
+        interpolation[rows, below] = 1.0 - (places - below)
+        gains_s = np.outer(_GRID, self._gains_s).ravel()
         values = np.zeros((self.n_max + 1, _N_GRID))
         for n in range(self.n_max - 1, -1, -1):
-            further = np.maximum(values[n + 1], 0.0)
-            after = further[below] + share * np.diff(further)[below]
-            taken = np.maximum(gains_s - self._costs_s[n] + after, 0.0)
-            values[n] = taken @ frequencies - next_s
+            after_s = interpolation @ np.maximum(values[n + 1], 0.0)
+            taken_s = np.maximum(after_s + (gains_s - self._costs_s[n]), 0.0)
+            values[n] = taken_s.reshape(_N_GRID, -1) @ frequencies - next_s
         # Only a few numbers are read at a time, for which lists are faster.
         self._values: list[list[float]] = values.tolist()
 

@@ -49,6 +49,65 @@ class Verifier(Protocol):
     def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict: ...
 
 
+#: Judges the nodes that are tried after one place, in their order: the accepted one, if any, and what the next
+#: token is drawn from otherwise. It is given the target's distribution there.
+Judge: TypeAlias = Callable[
+    [Draft, Sequence[int], Distribution, np.random.Generator], tuple[int | None, Distribution]
+]
+
+
+def _descend(draft: Draft, target: Target, rng: np.random.Generator, judge: Judge) -> Verdict:
+    """Go down the tree as long as a node is accepted. In independent walks, those that hold the accepted node
+    stay in."""
+    node, walks = ROOT, draft.walks
+    path: list[int] = []
+    while True:
+        depth = len(path)
+        accepted, after = judge(draft, draft.tries(node, walks, depth), target(node), rng)
+        if accepted is None:
+            return Verdict(tuple(path), after.draw(rng))
+        node, walks = accepted, tuple(walk for walk in walks if accepted in walk[depth : depth + 1])
+        path.append(node)
+
+
+def _match(
+    draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
+) -> tuple[int | None, Distribution]:
+    token = target.draw(rng)
+    accepted = next((child for child in tries if draft.tokens[child] == token), None)
+    return accepted, Distribution.certain(token)
+
+
+def _residual(
+    draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
+) -> tuple[int | None, Distribution]:
+    for child in tries:
+        drawn_from = draft.drawn_from(child)
+        token = draft.tokens[child]
+        if rng.random() * drawn_from.probability(token) < target.probability(token):
+            return child, target
+        # The residual is empty only if the two are equal up to rounding. A rejection then has no
+        # chance but for rounding, and the target itself is the right choice.
+        target = target.minus(drawn_from) or target
+    return None, target
+
+
+def _k_sequential(
+    draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
+) -> tuple[int | None, Distribution]:
+    if not tries:
+        return None, target
+    drawn_from = draft.drawn_from(tries[0])
+    drafted = drawn_from.probabilities(target.token_ids)
+    rho = _least_rho(target.probs, drafted, len(tries))
+    for child in tries:
+        token = draft.tokens[child]
+        if rng.random() < target.probability(token) / (rho * drawn_from.probability(token)):
+            return child, target
+    # None only if everything was taken, up to rounding.
+    return None, _missing(target, drafted, rho, len(tries)) or target
+
+
 class MatchVerifier:
     """Draw the target's token; go on while it is one of the drafted children.
 
@@ -62,17 +121,7 @@ class MatchVerifier:
     wants_draws = False
 
     def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
-        node = ROOT
-        path: list[int] = []
-        while True:
-            token = target(node).draw(rng)
-            for child in draft.children(node):
-                if draft.tokens[child] == token:
-                    break
-            else:
-                return Verdict(tuple(path), token)
-            node = child
-            path.append(child)
+        return _descend(draft, target, rng, _match)
 
 
 class ResidualVerifier:
@@ -91,39 +140,7 @@ class ResidualVerifier:
     wants_draws = True
 
     def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
-        node, walks = ROOT, draft.walks
-        path: list[int] = []
-        while True:
-            tries = draft.tries(node, walks, len(path))
-            accepted, remaining = _judged_siblings(draft, tries, target(node), rng)
-            if accepted is None:
-                return Verdict(tuple(path), remaining.draw(rng))
-            walks = _still_on(walks, accepted, len(path))
-            node = accepted
-            path.append(node)
-
-
-def _judged_siblings(
-    draft: Draft, tries: Sequence[int], remaining: Distribution, rng: np.random.Generator
-) -> tuple[int | None, Distribution]:
-    """Return the first node of `tries` that recursive rejection accepts, if any; and the residual that the
-    rejected nodes before it leave of the target, which is given as `remaining`."""
-    for child in tries:
-        drawn_from = draft.drawn_from(child)
-        token = draft.tokens[child]
-        if rng.random() * drawn_from.probability(token) < remaining.probability(token):
-            return child, remaining
-        # The residual is empty only if the two are equal up to rounding. A rejection then has no
-        # chance but for rounding, and the target itself is the right choice.
-        remaining = remaining.minus(drawn_from) or remaining
-    return None, remaining
-
-
-def _still_on(
-    walks: tuple[tuple[int, ...], ...], node: int, depth: int
-) -> tuple[tuple[int, ...], ...]:
-    """Return the walks that have `node` at this depth."""
-    return tuple(walk for walk in walks if walk[depth : depth + 1] == (node,))
+        return _descend(draft, target, rng, _residual)
 
 
 class SpecTrVerifier:
@@ -138,41 +155,15 @@ class SpecTrVerifier:
     accepts the first draft as often as possible and leaves little to the others. This selection divides the
     probability among them, and comes within a factor of 1 - 1/e of the best possible one.
 
-    Drafts that continue from the taken token stay in, so there are fewer at each step; with only one left
+    Drafts that continue from the taken token stay in, so there are fewer at each step; with one left, k = 1,
     this is residual sampling. Drafts without walks (chains, siblings drawn without replacement, certain
-    tokens) are judged by `ResidualVerifier`.
+    tokens) are judged so too.
     """
 
     wants_draws = True
 
-    def __init__(self) -> None:
-        self._residual = ResidualVerifier()
-
     def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
-        if not draft.walks:
-            return self._residual.verify(draft, target, rng)
-        node, walks = ROOT, draft.walks
-        path: list[int] = []
-        while True:
-            after = target(node)
-            tries = draft.tries(node, walks, len(path))
-            if not tries:
-                return Verdict(tuple(path), after.draw(rng))
-            drawn_from = draft.drawn_from(tries[0])
-            drafted = drawn_from.probabilities(after.token_ids)
-            rho = _least_rho(after.probs, drafted, len(tries))
-            for child in tries:
-                token = draft.tokens[child]
-                chance = after.probability(token) / (rho * drawn_from.probability(token))
-                if rng.random() < chance:
-                    break
-            else:
-                missing = _missing(after, drafted, rho, len(tries))
-                # None only if everything was taken, up to rounding.
-                return Verdict(tuple(path), (missing or after).draw(rng))
-            walks = _still_on(walks, child, len(path))
-            node = child
-            path.append(child)
+        return _descend(draft, target, rng, _k_sequential if draft.walks else _residual)
 
 
 def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
@@ -232,12 +223,9 @@ class BlockVerifier:
 
     wants_draws = True
 
-    def __init__(self) -> None:
-        self._residual = ResidualVerifier()
-
     def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
         if draft.walks:
-            return self._residual.verify(draft, target, rng)
+            return _descend(draft, target, rng, _residual)
         node, path = ROOT, list[int]()
         while True:
             run = _only_children(draft, node)
@@ -246,7 +234,7 @@ class BlockVerifier:
             if n_kept < len(run):
                 return Verdict(tuple(path), after.draw(rng))
             children = draft.children(run[-1] if run else node)
-            accepted, after = _judged_siblings(draft, children, after, rng)
+            accepted, after = _residual(draft, children, after, rng)
             if accepted is None:
                 return Verdict(tuple(path), after.draw(rng))
             node = accepted
@@ -304,15 +292,10 @@ class AutoVerifier:
 
     wants_draws = True
 
-    def __init__(self) -> None:
-        self._match = MatchVerifier()
-        self._block = BlockVerifier()
-        self._spectr = SpecTrVerifier()
-
     def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
-        verifier: Verifier = self._match
+        verifier: Verifier = MatchVerifier()
         if draft.is_drawn:
-            verifier = self._spectr if draft.walks else self._block
+            verifier = SpecTrVerifier() if draft.walks else BlockVerifier()
         return verifier.verify(draft, target, rng)
 
 

@@ -83,15 +83,14 @@ def _bar_or_lines(
         [*columns, text_column] if is_batch else [text_column, *columns, TimeRemainingColumn()]
     )
     with Bar(*columns, console=make_console(stream, os.environ), transient=True) as bar:
-        tasks: dict[str, Any] = {}
+        task, shown = bar.add_task("", visible=False), ""
 
         def show(text: str, done: int, total: int, _line: str) -> None:
-            name = "" if is_batch else text
-            if name not in tasks:
-                for task in bar.task_ids:
-                    bar.update(task, visible=False)
-                tasks[name] = bar.add_task(text, total=total)
-            bar.update(tasks[name], completed=done, total=total, description=text)
+            nonlocal shown
+            if text != shown and not is_batch:
+                bar.reset(task, total=total)
+            shown = text
+            bar.update(task, completed=done, total=total, description=text, visible=True)
 
         yield show
 

@@ -14,27 +14,25 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.measure.proof import (
-    Choice,
+from specgen.measure.goodness_of_fit import GTest
+from specgen.measure.verify import (
     Difference,
     GreedyResult,
-    ProofReport,
     SampledResult,
     UncheckedPrompt,
+    VerifyReport,
 )
-from specgen.measure.proof.sampled import DepthResult, RowsResult
-from specgen.measure.proof.statistics import Distance, GTest
 from specgen.options import SamplerOptions
 from specgen.render.verify_report import print_report
+from tests.helpers.bugs import plant
 from tests.helpers.cli import Result, Specgen, complaint, on_terminal, rest_of
 from tests.tiny import TinyConfig, write_tiny_model
 
 #: Quick, and enough for a test of the command line.
-SHORT = ("-N", "2", "-n", "12", "--places", "1", "--draws", "200", "--depth", "2")
+SHORT = ("-N", "2", "-n", "12", "--draws", "100")
 
 
 Verify = Callable[..., Result]
-Sampled = Callable[..., list[dict[str, Any]]]
 
 
 def arguments(models: Path, *more: str, target: str = "target", draft: str = "draft") -> list[str]:
@@ -53,19 +51,6 @@ def verify(specgen: Specgen, tiny_models: Path) -> Verify:
     return run
 
 
-@pytest.fixture
-def sampled(specgen: Specgen, tiny_models: Path) -> Sampled:
-    """Runs the sampled check of one way to draft, one token deep; returns its places."""
-    target, draft = tiny_models / "target.gguf", tiny_models / "draft.gguf"
-    quick = ("--depth", "1", "--policy", "fixed", "--check", "sampled", "-t", "1", "--json")
-
-    def run(*more: str) -> list[dict[str, Any]]:
-        report = json.loads(specgen("verify", "-m", target, "-md", draft, *quick, *more).out)
-        return list(report["sampled"])
-
-    return run
-
-
 # --- what is printed
 
 
@@ -75,28 +60,13 @@ def test_the_report_is_alone_on_stdout(verify: Verify) -> None:
         assert result.code == 0
         # What takes most of the time is said before, and how to make it less.
         assert bool(more) == (result.err == "")
-        assert bool(more) != ("samples at 1 place follow" in result.err)
+        assert bool(more) != ("draws of a token follow" in result.err)
         assert "\x1b" not in result.out
         assert result.out.startswith("target.gguf with drafts from draft.gguf")
-        assert "2 prompts, 24 tokens" in result.out
-        assert "200 draws" in result.out
+        assert "2 prompts, 24 tokens: 2 equal, 0 near-ties, 0 defects" in result.out
+        assert "100 draws" in result.out
+        assert len(result.out.splitlines()) < 24, "one screen"
         assert result.out.splitlines()[-1] == "Lossless: no defect found."
-
-
-def test_few_prompts_mean_few_places(sampled: Sampled) -> None:
-    def n_places(*more: str) -> int:
-        return len(sampled("-n", "4", "--draws", "100", *more))
-
-    assert (n_places(), n_places("-N", "1"), n_places("-N", "9")) == (3, 1, 3)
-    assert n_places("-N", "1", "--places", "2") == 2
-
-
-def test_few_prompts_mean_few_draws(sampled: Sampled) -> None:
-    def n_draws(*more: str) -> int:
-        (place,) = sampled("--places", "1", *more)
-        return int(place["n_draws"])
-
-    assert n_draws("-N", "1") < n_draws("-N", "3") == n_draws("-N", "1", "--deviation", "0.08")
 
 
 def test_why_rows_depend_on_their_batch(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,16 +74,8 @@ def test_why_rows_depend_on_their_batch(verify: Verify, monkeypatch: pytest.Monk
     monkeypatch.setattr("specgen.llama.LlamaModel.has_kernels", True)
     monkeypatch.setattr("specgen.llama.LlamaModel.row_exception", "of a SET")
     result = verify("--check", "greedy")
-    assert "Rows of this model depend on their batch: of a SET" in result.out
+    assert "rows of this model depend on their batch: of a SET" in result.out
     assert json.loads(verify("--json", "--check", "sampled").out)["unequal_rows"] == "of a SET"
-
-
-def test_rows_that_depend_on_their_batch_for_no_known_reason_are_said(
-    verify: Verify, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specgen.llama.LlamaModel.has_kernels", True)
-    result = verify("--check", "greedy", "--kernels", "llama.cpp")
-    assert "Rows of this model depend on their batch: the reason is not known" in result.out
 
 
 def test_verbose_shows_llama_cpps_log(verify: Verify) -> None:
@@ -133,34 +95,20 @@ def test_each_check_may_run_alone(verify: Verify) -> None:
 
 
 JSON_KEYS = {
-    "": "verdict target draft verifier draft_max sampler seeded_bug check greedy sampled skipped "
-    "is_interrupted unequal_rows kernels",
-    "greedy": "prompt way n_at_once n_tokens n_drafted drafted_by n_accepted n_rows moved_by batches_move "
-    "difference exact_rows is_defect",
-    "sampled": "prompt way n_prompt n_answer n_draws n_impossible n_rounds n_drafted drafted_by "
-    "n_accepted n_decodes level depths rows is_tested fits is_defect",
-    "rows": "n_rows moved_by batches_move exact_rows is_defect",
-    "depths": "n_tokens test distance detectable",
+    "": "verdict target draft verifier draft_max sampler check greedy sampled skipped is_interrupted kernels "
+    "unequal_rows",
+    "greedy": "prompt way n_at_once n_tokens n_drafted n_accepted difference is_defect",
+    "sampled": "prompt way n_prompt n_answer n_draws n_impossible n_drafted n_accepted level test is_tested is_defect",
     "test": "statistic degrees_of_freedom p_value n_pooled n_cells",
-    "distance": "measured if_exact lower upper confidence",
 }
 
 
 def test_json_has_the_documented_fields(verify: Verify) -> None:
-    result = verify("--json", "--places", "2", "--quiet")
-    assert result.code == 0
-    assert result.err == ""
+    result = verify("--json", "--quiet", "--policy", "fixed")
+    assert (result.code, result.err) == (0, "")
     report: dict[str, Any] = json.loads(result.out)
-    place = report["sampled"][0]
-    records = {
-        "": report,
-        "greedy": report["greedy"][0],
-        "sampled": place,
-        "rows": place["rows"],
-        "depths": place["depths"][0],
-        "test": place["depths"][0]["test"],
-        "distance": place["depths"][0]["distance"],
-    }
+    (place,) = report["sampled"]
+    records = {"": report, "greedy": report["greedy"][0], "sampled": place, "test": place["test"]}
     for name, record in records.items():
         assert set(record) == set(JSON_KEYS[name].split()), name
     assert report["verdict"] == "lossless"
@@ -169,51 +117,38 @@ def test_json_has_the_documented_fields(verify: Verify) -> None:
     # The two prompts, and three answers at once.
     assert [result["n_at_once"] for result in report["greedy"]] == [1, 1, 3, 3, 3]
     assert [result["n_tokens"] for result in report["greedy"]] == [12, 12, 4, 8, 12]
-    assert [depth["n_tokens"] for depth in place["depths"]] == [1, 2]
-    assert len({place["prompt"] for place in report["sampled"]}) == 2
-    assert place["level"] == pytest.approx(1e-4 / 4)
-    assert verify("--json", "--places", "2").out == result.out, "the seed repeats it"
+    assert (place["n_draws"], place["level"]) == (100, pytest.approx(1e-4))
+    assert verify("--json", "--policy", "fixed").out == result.out, "the seed repeats it"
 
 
 def test_the_default_policy_is_checked_beside_forced_drafts(verify: Verify) -> None:
-    result = verify("--json", "--policy", "cost", "--places", "2")
+    result = verify("--json", "--policy", "cost")
     assert result.code == 0, result.out
     report = json.loads(result.out)
     greedy, sampled = report["greedy"], report["sampled"]
     assert [each["way"] for each in greedy] == ["cost"] * 2 + ["forced"] * (2 + 3)
     assert [each["n_at_once"] for each in greedy] == [1] * (2 + 2) + [3] * 3
     assert [each["prompt"] for each in greedy[:2]] == [each["prompt"] for each in greedy[2:4]]
-    forced = [place for place in sampled if place["way"] == "forced"]
-    assert len(forced) == 2
+    assert [place["way"] for place in sampled][-1] == "forced"
     # What costs allow depends on the machine; what is forced does not.
-    assert all(place["n_drafted"] > 0 for place in (*greedy[2:], *forced))
-    assert all(place["level"] == pytest.approx(1e-4 / (2 * 2 * 2)) for place in sampled)
+    assert all(place["n_drafted"] > 0 for place in (*greedy[2:], sampled[-1]))
+    assert all(place["level"] == pytest.approx(1e-4 / 2) for place in sampled)
     out = verify("--policy", "cost").out
-    assert "As `specgen run` drafts: costs decide (--policy cost)" in out
-    assert "With a draft in every round, whatever it costs" in out
-    assert "in turn; 3 answers at once" in " ".join(out.split())
+    assert "as `specgen run` drafts: costs decide (--policy cost)" in out
+    assert "with a draft in every round, whatever it costs; 3 answers at once" in out
     # Where the user's own options say how much is drafted, there is one way to draft.
     for own in (("--policy", "threshold"), ("--policy", "cost", "--tree", "2,1")):
-        report = json.loads(verify("--json", *own).out)
+        report = json.loads(verify("--json", "--check", "greedy", *own).out)
         assert {each["way"] for each in report["greedy"]} == {own[1] if len(own) == 2 else "fixed"}
 
 
-def test_a_bug_that_is_planted_in_the_default_way_is_found(verify: Verify) -> None:
-    more = ("--policy", "cost", "--check", "greedy", "-n", "30", "--draft-p-min", "0")
-    result = verify("--seeded-bug", "wrong-row", *more, draft="bad")
-    assert result.code == 11, result.out
-
-
-def test_numbers_of_prompts_places_and_draws(verify: Verify, tmp_path: Path) -> None:
+def test_prompts_are_taken_evenly_from_the_whole_file(verify: Verify, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     lines = [json.dumps({"prompt": f"the {word} is"}) for word in ("cat", "dog", "sun", "sea")]
     file.write_text("\n".join(lines), encoding="utf-8")
-    out = verify("--json", "--prompts", str(file), "--places", "3", "--draws", "100").out
-    report = json.loads(out)
-    # Evenly from the whole file, and counted from 1.
+    more = ("--policy", "fixed", "--check", "greedy")
+    report = json.loads(verify("--json", "--prompts", str(file), *more).out)
     assert [result["prompt"] for result in report["greedy"]] == [1, 3, 1, 3, 1]
-    assert len(report["sampled"]) == 3
-    assert {place["n_draws"] for place in report["sampled"]} == {100}
 
 
 # --- how it ends
@@ -222,24 +157,22 @@ def test_numbers_of_prompts_places_and_draws(verify: Verify, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("bug", "more"),
     [
-        ("wrong-row", ("--check", "greedy", "-n", "30", "--draft-p-min", "0")),
-        ("no-residual", ("--check", "sampled", "--draws", "3000", "--draft-p-min", "0")),
+        ("wrong-row", ("--check", "greedy", "-n", "30")),
+        ("no-residual", ("--check", "sampled", "--draws", "2000")),
     ],
 )
 def test_a_defect_is_one_error_line_and_exit_code_11(
-    verify: Verify, bug: str, more: tuple[str, ...]
+    verify: Verify, monkeypatch: pytest.MonkeyPatch, bug: str, more: tuple[str, ...]
 ) -> None:
+    plant(monkeypatch, bug)
     # The bad draft: with one that is all but the target there is little to refuse.
     draft = "bad" if bug == "wrong-row" else "draft"
-    result = verify("--seeded-bug", bug, *more, draft=draft)
+    result = verify(*more, "--draft-p-min", "0", draft=draft)
     assert result.code == 11, result.out
-    *_, error = result.err.splitlines()
-    assert error.startswith("error: ")
-    assert f"with a planted bug: {bug}" in result.out
+    assert result.err.splitlines()[-2].startswith("error: drafting changed the text")
     assert result.out.splitlines()[-1] == "Not lossless: at least one defect."
-    report = json.loads(verify("--json", "--seeded-bug", bug, *more, draft=draft).out)
+    report = json.loads(verify("--json", *more, "--draft-p-min", "0", draft=draft).out)
     assert report["verdict"] == "defect"
-    assert report["seeded_bug"] == bug
 
 
 def test_where_nothing_is_drafted_nothing_is_shown(verify: Verify) -> None:
@@ -266,11 +199,11 @@ def test_a_draft_is_forced_however_unsure_it_is(verify: Verify, tiny_models: Pat
 def test_ctrl_c_shows_what_was_found_so_far(tiny_models: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "the cat is in the else for with"}\n' * 500, encoding="utf-8")
-    command = arguments(tiny_models, "--check", "both", "--prompts", str(file), "-N", "3")
-    command += ["--places", "400", "--draws", "2000", "--json"]
+    command = arguments(tiny_models, "--prompts", str(file), "-N", "3", "--policy", "fixed")
+    command += ["--draws", "1000000", "--json"]
     with on_terminal(command) as (process, terminal):
         shown = b""
-        while b"place 3 of" not in shown:  # two are done; its progress says so
+        while b"sampled, fixed" not in shown:  # texts were compared; its progress says so
             shown += os.read(terminal, 4096)
         process.send_signal(signal.SIGINT)
         rest_of(terminal)
@@ -280,7 +213,7 @@ def test_ctrl_c_shows_what_was_found_so_far(tiny_models: Path, tmp_path: Path) -
     assert report["is_interrupted"]
     assert report["verdict"] == "interrupted"
     assert len(report["greedy"]) == 3 + 3
-    assert 0 < len(report["sampled"]) < 400
+    assert report["sampled"] == []
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX terminals")
@@ -292,7 +225,7 @@ def test_progress_shows_on_a_terminals_standard_error_only(tiny_models: Path, qu
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert (shown == b"") == quiet
-    assert (b"place 1 of 1" in shown) != quiet
+    assert (b"sampled, " in shown) != quiet
     assert b"\x1b" not in out
     assert out.startswith(b"target.gguf with drafts from")
 
@@ -305,13 +238,9 @@ def test_progress_shows_on_a_terminals_standard_error_only(tiny_models: Path, qu
     [
         (("--draft", "none"), "--draft"),
         (("--draft-max", "0"), "nothing to verify"),
-        (("--seeded-bug", "nosuchbug"), "wrong-row"),
         (("--check", "some"), "--check"),
-        (("--places", "0"), "--places"),
         (("--draws", "1"), "--draws"),
         (("--draws", "18446744073709551616"), "--draws"),
-        (("--depth", "9"), "--depth"),
-        (("--deviation", "0"), "--deviation"),
         (("--false-alarm", "1"), "--false-alarm"),
         (("-N", "0"), "-N"),
         (("--quiet", "--verbose"), "--quiet"),
@@ -323,13 +252,6 @@ def test_wrong_options_exit_with_2(verify: Verify, more: tuple[str, ...], messag
 
 def test_no_draft_is_refused(verify: Verify) -> None:
     assert "nothing to verify" in complaint(verify(draft="none"), 2)
-
-
-def test_a_seeded_bug_is_not_in_the_help(specgen: Specgen) -> None:
-    result = specgen("verify", "--help")
-    assert result.code == 0
-    assert "--check" in result.out
-    assert "--seeded-bug" not in result.out
 
 
 @pytest.mark.parametrize(
@@ -375,37 +297,25 @@ def test_pairs_and_models_that_cannot_be(verify: Verify) -> None:
 # --- the report
 
 
-def _report() -> ProofReport:
-    choices = (Choice(67, "C", 9.551, 9.539), Choice(71, "\n", 9.538, 9.543))
-    difference = Difference(18, *choices, True, 0.0126, 0.0039, 0.0141, 4)
-    equal = GreedyResult(1, 64, 40, 30, 64, 0.0039, 0.0041, None)
-    depths = tuple(
-        DepthResult(
-            n,
-            GTest(12.5 * n, n - 1, 1.0 if n == 1 else 0.3, 0),
-            Distance(0.012, 0.013, 0.0, 0.031, 0.95),
-            0.0353,
-        )
-        for n in (1, 2, 3)
-    )
-    place = SampledResult(
-        2, 60, 17, 12423, 0, 30000, 19165, 15300, 400, 1.1e-5, depths, RowsResult(93, 4e-4, 4e-4)
-    )
-    return ProofReport(
+def _report() -> VerifyReport:
+    difference = Difference(18, "C", "ĠD", 0.0126, 0.0141, same_in_batches_of=4)
+    equal = GreedyResult(1, "fixed", 1, 64, 40, 30)
+    place = SampledResult(2, "fixed", 60, 17, 400, 0, 900, 765, 5e-5, GTest(12.5, 1, 0.3, 0))
+    return VerifyReport(
         "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
         "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
         "auto",
         3,
         SamplerOptions(temperature=0.8),
-        None,
         "both",
         (equal, replace(equal, prompt=2, difference=difference)),
         (place,),
         (UncheckedPrompt(4, "the context has no room for its 5000 tokens and an answer"),),
+        kernels="llama.cpp on the GPU",
     )
 
 
-def shown(report: ProofReport, width: int, *, terminal: bool = True) -> str:
+def shown(report: VerifyReport, width: int, *, terminal: bool = True) -> str:
     stream = io.StringIO()
     print_report(
         report,
@@ -415,16 +325,18 @@ def shown(report: ProofReport, width: int, *, terminal: bool = True) -> str:
 
 
 @pytest.mark.parametrize("width", [80, 110])
-def test_tables_are_whole_at_every_width(width: int) -> None:
+def test_the_report_is_whole_at_every_width(width: int) -> None:
     lines = shown(_report(), width).splitlines()
     assert max(map(len, lines)) <= width
     text = " ".join(" ".join(lines).split())
-    assert "tokens cells p distance 95 % if exact detects" in text
-    assert "2 2 0.3 0.012 0.000-0.031 0.013 0.035 fits" in text
-    assert "1 1 1 0.012 0.000-0.031 0.013 nothing no test" in text
-    assert "1 equal, 1 near-tie, 0 defects" in text
-    assert "prompt 2, token 19: near-tie: plain takes 'C', speculative" in text
-    assert "plain decoding in batches of 4" in text
+    assert "computed by llama.cpp on the GPU" in text
+    assert "1 equal, 1 near-tie, 0 defects; 75% of 80 drafted tokens accepted" in text
+    assert (
+        "prompt 2, token 19: near-tie: 'C' plainly, ' D' with drafts; 0.0126 logits apart" in text
+    )
+    assert "plain decoding does the same in batches of 4" in text
+    assert "400 draws" in text
+    assert "p = 0.3 (fails up to 5e-05): fits" in text
     assert "prompt 4 was skipped" in text
     assert "…" not in text
 
@@ -433,35 +345,19 @@ def test_a_report_in_a_file_has_the_same_width_everywhere() -> None:
     assert shown(_report(), 40, terminal=False) == shown(_report(), 200, terminal=False)
 
 
-def test_it_says_what_computes_and_no_movement_that_was_not_measured() -> None:
-    report = replace(_report(), kernels="llama.cpp on the GPU")
-    slight = replace(report.greedy[0], moved_by=0.004, batches_move=0.0)
-    text = shown(replace(report, greedy=(slight,), sampled=()), 110)
-    assert "computed by llama.cpp on the GPU" in text
-    assert "moved by up to 0.40%\n" in text
-
-
 def test_defects_are_called_by_their_name() -> None:
     report = _report()
-    moved = replace(report.greedy[0], moved_by=0.8)
-    assert "batches alone move them by up to 0.41%: defect" in shown(
-        replace(report, greedy=(moved,)), 110
-    )
     difference = report.greedy[1].difference
     assert difference is not None
-    unchosen = replace(report.greedy[1], difference=replace(difference, was_chosen=False))
-    text = shown(replace(report, greedy=(unchosen,)), 200)
+    exact = replace(report.greedy[1], difference=replace(difference, exact_rows=True))
+    text = shown(replace(report, greedy=(exact,)), 200)
     assert "token 19: defect" in text
-    assert "the target did not choose that token" in text
+    assert "batches move no row" in text
     place = report.sampled[0]
-    impossible = replace(place, n_impossible=3)
-    assert "3 draws to which the target gives probability 0" in shown(
-        replace(report, sampled=(impossible,)), 110
-    )
-    failing = replace(place.depths[1], test=replace(place.depths[1].test, p_value=1e-9))
-    text = shown(replace(report, sampled=(replace(place, depths=(failing,)),)), 110)
-    assert "1e-09" in text
-    assert "defect" in text
+    wrong = replace(place, n_impossible=3, test=replace(place.test, p_value=1e-9))
+    text = shown(replace(report, sampled=(wrong,)), 200)
+    assert "p = 1e-09" in text
+    assert "3 draws of tokens that the target gives probability 0: defect" in text
 
 
 def test_an_interrupted_report_says_so() -> None:

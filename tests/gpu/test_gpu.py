@@ -17,6 +17,7 @@ import pytest
 from specgen.llama import LlamaModel, build
 from specgen.options import ContextOptions
 from tests.architectures.checks import CHECKS, Subject
+from tests.helpers.bugs import plant
 from tests.helpers.cli import Specgen, events_of
 from tests.helpers.heads import make_heads
 from tests.helpers.mtp import MtpArchitecture, write_mtp_model
@@ -98,7 +99,7 @@ def verified(
     name, *options = draft
     source = name if name in {"ngram", "mtp"} else str(models / f"{target} {name}.gguf")
     forced = ("--policy", "fixed", "--draft-max", "6", "--draft-p-min", "0", "--check", check)
-    sizes = ("-N", "1", "-n", "20", "--places", "1", "--draws", "100", "--depth", "2", "-t", "1")
+    sizes = ("-N", "1", "-n", "20", "--draws", "100", "-t", "1")
     result = specgen(
         *("verify", "--json", "-m", models / f"{target}.gguf", "-md", source),
         *(*forced, *sizes, *options, *PLACES[place], "-fa", "off"),
@@ -139,12 +140,15 @@ def test_samples_fit_the_targets_distribution(
     assert all(each["n_drafted"] for each in report["sampled"])
 
 
-def test_a_planted_bug_is_found(specgen: Specgen, models: Path) -> None:
+def test_a_planted_bug_is_found(
+    specgen: Specgen, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What these tests rest on."""
+    plant(monkeypatch, "wrong-row")
     result = specgen(
         *("verify", "-m", models / "attention.gguf", "-md", models / "attention wrong.gguf"),
         *("--policy", "fixed", "--draft-p-min", "0", "--check", "greedy", "-N", "2", "-n", "30"),
-        *("--seeded-bug", "wrong-row", "-ngl", "99", "-fa", "off"),
+        *("-ngl", "99", "-fa", "off"),
     )
     assert result.code == 11, result.out
 

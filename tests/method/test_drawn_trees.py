@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specgen.method.cost_aware import CostAwarePolicy
 from specgen.method.cost_table import CostTable
 from specgen.method.distribution import Distribution
 from specgen.method.draft import ROOT, Draft
-from specgen.method.policy import CostAwarePolicy, Offer
+from specgen.method.policy import Offer
 from specgen.method.verify import AutoVerifier, BlockVerifier, ResidualVerifier, Verifier
 from specgen.options import DraftOptions
 from tests.helpers.exact_distributions import Fate, all_fates

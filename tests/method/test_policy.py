@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.method.acceptance import AcceptanceRates
+from specgen.method.cost_aware import CostAwarePolicy
 from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import (
-    CostAwarePolicy,
     FixedPolicy,
     Offer,
     Policy,
@@ -527,29 +527,6 @@ def test_what_the_model_has_to_read_first_is_weighed_against_the_rest_of_the_ans
     assert starts == sorted(starts)
     assert starts[0] is False
     assert starts[-1] is True
-
-
-def test_a_model_is_not_read_for_a_text_that_n_grams_draft() -> None:
-    """It would draft in the few rounds that they leave."""
-
-    def rounds_to_begin(share: float) -> int:
-        """So many rounds have to be left, where n-grams draft in a share of the rounds."""
-        policy = cost_aware()
-        for number in range(40):
-            is_drafted = number % 10 < 10 * share
-            found = chain(0.99, origin="ngram") if is_drafted else NO_DRAFT
-            plan = planned(policy, found, n_left=4000, drafter=None)
-            assert len(plan.found) == is_drafted
-            # Refused, and at no cost: only who drafts is another matter.
-            policy.observe(result(plan.found, 0, plan=plan))
-        for n_left in range(4, 4000):
-            if planned(policy, n_left=n_left, price=Price(0.1, 0.1, 10.0)).n_max > 0:
-                return n_left
-        raise AssertionError("it never begins")
-
-    seldom, half, mostly = map(rounds_to_begin, (0.0, 0.5, 0.8))
-    assert 1.5 * seldom < half
-    assert 1.5 * half < mostly
 
 
 def test_the_steps_of_a_jagged_table_are_made_use_of() -> None:

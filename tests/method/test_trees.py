@@ -18,17 +18,12 @@ from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.tree import TreeModelDrafter
 from specgen.events import DraftedEvent
 from specgen.method.backend import Backend
+from specgen.method.cost_aware import CostAwarePolicy
 from specgen.method.cost_table import CostTable
 from specgen.method.distribution import Distribution
 from specgen.method.draft import NO_DRAFT, ROOT, Draft, TreeBuilder
 from specgen.method.drafter import Drafter, draft_alone
-from specgen.method.policy import (
-    CostAwarePolicy,
-    Offer,
-    RoundPlan,
-    RoundResult,
-    draft_up_to,
-)
+from specgen.method.policy import Offer, RoundPlan, RoundResult, draft_up_to
 from specgen.method.stopping import WhilePaying, best_nodes
 from specgen.method.verify import (
     AutoVerifier,

@@ -22,7 +22,6 @@ WINGS = (
     "drafters",
     "models",
     "session",
-    "testing",
     "train",
     "measure",
     "serve",

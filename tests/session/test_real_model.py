@@ -11,7 +11,7 @@ import pytest
 
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend
-from specgen.measure.proof import check_greedy
+from specgen.measure.verify import check_greedy
 from specgen.method.backend import Batch
 from specgen.options import (
     ContextOptions,

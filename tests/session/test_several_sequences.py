@@ -19,11 +19,12 @@ from specgen.errors import BackendError
 from specgen.events import NoticeEvent
 from specgen.method.acceptance import AcceptanceRates
 from specgen.method.backend import Backend, Batch
+from specgen.method.cost_aware import CostAwarePolicy
 from specgen.method.cost_table import BatchShare, CostTable, Others
 from specgen.method.distribution import NoTokenAllowedError
 from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter, Drafting, ready
-from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult
+from specgen.method.policy import Offer, RoundPlan, RoundResult
 from specgen.options import DraftOptions, GenerationOptions, parse_tree
 from specgen.session.answer_loop import AnswerLoop
 from specgen.system.arrays import Logits

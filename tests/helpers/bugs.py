@@ -1,4 +1,4 @@
-"""Known bugs of speculative decoders, planted to show that the checks find them.
+"""Known bugs of speculative decoders, planted to show that tests and `specgen verify` find them.
 
 A check that cannot fail proves nothing. Each of these was made by somebody: in a library, in
 an example that many copied, or in a paper's first code.
@@ -10,16 +10,20 @@ from collections import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
+import pytest
 
 from specgen.drafters.cascade import WrappedDrafter
-from specgen.llama import LlamaBackend
+from specgen.events import CommittedEvent, Event
 from specgen.method.distribution import Distribution
 from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import Offer, Policy, RoundPlan, Stop
 from specgen.method.verify import MatchVerifier, Target, Verdict, Verifier
+from specgen.session.drafter_factory import DrafterFactory
+from specgen.session.engine import Engine
 from specgen.text.sequence import Sequence
 
 
@@ -34,20 +38,6 @@ class Bug:
     verifier: Callable[[Verifier], Verifier] | None = None
     drafter: Callable[[Drafter], Drafter] | None = None
     policy: Callable[[Policy], Policy] | None = None
-    #: Whether the text loses what comes after a wholly accepted draft.
-    loses_bonus: bool = False
-    #: Changes the target's context. The bug shows only if several answers are made at once.
-    cache: Callable[[LlamaBackend], None] | None = None
-
-    @property
-    def needs_several(self) -> bool:
-        """Whether the bug needs several answers at once to show."""
-        return self.cache is not None
-
-    def plant_in_cache(self, target: LlamaBackend) -> None:
-        """Build the bug into the target's context, before anything is decoded there."""
-        if self.cache is not None:
-            self.cache(target)
 
     def plant(self, sequence: Sequence) -> None:
         """Build the bug into a generation."""
@@ -195,12 +185,6 @@ class _WrongRow(MatchVerifier):
         return super().verify(draft, shifted, rng)
 
 
-def _without_guards(target: LlamaBackend) -> None:
-    """Leave the cells of a sliding window to llama.cpp, which gives those outside the window to another
-    text. After a rollback they are inside again."""
-    target._cache._guards = {}  # noqa: SLF001 - what is broken on purpose has no interface
-
-
 #: By name.
 BUGS: Mapping[str, Bug] = MappingProxyType(
     {
@@ -238,12 +222,6 @@ BUGS: Mapping[str, Bug] = MappingProxyType(
                 verifier=_NoResidual,
             ),
             Bug(
-                "skipped-bonus",
-                "the token after a wholly accepted draft decoded but not told",
-                needs_draws=False,
-                loses_bonus=True,
-            ),
-            Bug(
                 "stale-bonus",
                 "the token after a wholly accepted draft drawn from the row before",
                 needs_draws=False,
@@ -261,12 +239,42 @@ BUGS: Mapping[str, Bug] = MappingProxyType(
                 needs_draws=False,
                 verifier=_Lenient,
             ),
-            Bug(
-                "lost-window",
-                "cells of a sliding window given to another text, though a rollback needs them",
-                needs_draws=False,
-                cache=_without_guards,
-            ),
         )
     }
 )
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Build a bug into all answers with drafts that are made from now on."""
+    make = DrafterFactory.sequence
+
+    def sequence(factory: DrafterFactory, *arguments: Any, **more: Any) -> Sequence:
+        made = make(factory, *arguments, **more)
+        if made.drafters is not None:
+            BUGS[name].plant(made)
+        return made
+
+    monkeypatch.setattr(DrafterFactory, "sequence", sequence)
+
+
+def lose_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the cells of a sliding window to llama.cpp, which gives those outside the window to another text,
+    though a rollback needs them. It shows if several answers are made at once."""
+    begin = Engine.__init__
+
+    def without_guards(engine: Engine, *arguments: Any, **more: Any) -> None:
+        begin(engine, *arguments, **more)
+        engine.target._cache._guards = {}  # noqa: SLF001 - what is broken on purpose has no interface
+
+    monkeypatch.setattr(Engine, "__init__", without_guards)
+
+
+def lose_bonus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let checks miss the token after a wholly accepted draft, as if it had been decoded but not told."""
+
+    def tokens_of(events: abc.Iterable[Event]) -> list[int]:
+        found = [event.pieces for event in events if isinstance(event, CommittedEvent)]
+        return [each.token_id for pieces in found for each in pieces if each.kind != "bonus"]
+
+    for module in ("specgen.measure.verify", "tests.helpers.joint_draws"):
+        monkeypatch.setattr(f"{module}.tokens_of", tokens_of)

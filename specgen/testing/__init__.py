@@ -1,1 +1,0 @@
-"""Tiny models, a fake backend and known bugs, for the tests, `specgen doctor` and `specgen verify`."""

@@ -1,0 +1,301 @@
+"""Draws of several tokens from one place in a text, by the loop of `specgen run`, and their exact joint distribution.
+
+Rows of logits are remembered by their text, so that thousands of draws cost a few hundred decodes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from specgen.measure.verify import tokens_of
+from specgen.method.backend import Backend, Batch, HiddenBackend
+from specgen.method.cost_table import CostTable
+from specgen.method.draft import ROOT, Draft
+from specgen.method.policy import Offer, Policy, RoundPlan
+from specgen.method.verify import Target, Verdict, Verifier
+from specgen.session.answer_loop import AnswerLoop
+from specgen.session.calibration import calibrate
+from specgen.session.drafter_factory import DrafterFactory
+from specgen.session.prompts import Prompt
+from specgen.session.session import Session
+from specgen.system.arrays import Hidden, Logits
+from specgen.text.sequence import Sequence as TextSequence
+from specgen.text.tally import Tally
+from specgen.text.text_state import RememberingShaper, Shaper
+from tests.helpers.goodness_of_fit import DepthFit, fits_of
+
+#: The number of an answer's first tokens that are searched for the place.
+N_SEARCHED = 48
+Cell = tuple[int, ...]
+
+
+class MemoBackend:
+    """Wraps a backend whose sequence 0 decodes each text once, plainly; its rows are remembered.
+
+    The caller's sequences are texts and nothing else: any can be cut, copied and gone back to. By `costs` a
+    batch takes its time though all of it is remembered, so that policies decide as without a memory.
+    """
+
+    def __init__(self, inner: Backend, costs: CostTable | None = None) -> None:
+        self._inner = inner
+        self._costs = costs
+        #: The seconds that remembered batches would have taken.
+        self.saved_s = 0.0
+        self.vocabulary = inner.vocabulary
+        self.n_vocab, self.n_ctx = inner.n_vocab, inner.n_ctx
+        self.n_batch, self.n_outputs = inner.n_batch, inner.n_outputs
+        self.n_sequences = inner.n_sequences
+        self.rollback, self.can_branch = inner.rollback, inner.can_branch
+        self.n_decoded_rows = 0
+        self._texts: list[Cell] = [()] * inner.n_sequences
+        self._cached: Cell = ()
+        #: By text: the row behind it, and the hidden state there if the backend has some.
+        self._rows: dict[Cell, tuple[Logits, Hidden]] = {}
+
+    @property
+    def decode_s(self) -> float:
+        return self._inner.decode_s + self.saved_s
+
+    def decode(self, batch: Batch) -> Logits:
+        return self.decode_hidden(batch)[0]
+
+    def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
+        assert not all_rows, "such drafts are drawn through the engine"
+        wanted: list[tuple[Logits, Hidden]] = []
+        n_known, inner_s = len(self._rows), self._inner.decode_s
+        for token, position, sequences, wants in zip(
+            batch.tokens, batch.positions, batch.sequences, batch.wants_logits, strict=True
+        ):
+            before = {self._texts[sequence] for sequence in sequences}
+            assert len(before) == 1, "one row continues one text"
+            text = (*before.pop(), token)
+            assert len(text) == position + 1, "without a gap"
+            for sequence in sequences:
+                self._texts[sequence] = text
+            if wants:
+                wanted.append(self.row(text))
+        self.n_decoded_rows += len(batch)
+        if self._costs and (len(self._rows), self._inner.decode_s) == (n_known, inner_s):
+            self.saved_s += self._costs.seconds(len(batch))
+        if not wanted:
+            return np.empty((0, self.n_vocab), np.float32), np.empty((0, 0), np.float32)
+        return np.array([row for row, _ in wanted]), np.array([state for _, state in wanted])
+
+    def row(self, text: Cell) -> tuple[Logits, Hidden]:
+        """The row behind a text, and the hidden state."""
+        if text not in self._rows:
+            pairs = zip(self._cached, text[:-1], strict=False)
+            n_kept = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), None)
+            n_kept = min(len(self._cached), len(text) - 1) if n_kept is None else n_kept
+            if n_kept < len(self._cached):
+                n_kept = n_kept if self.rollback == "cells" else 0
+                self._inner.remove(0, n_kept)
+            last = len(text) - 1
+            for start in range(n_kept, last, self.n_batch):
+                batch = Batch()
+                for position in range(start, min(start + self.n_batch, last)):
+                    batch.add(text[position], position, (0,), False)
+                self._inner.decode(batch)
+            batch = Batch()
+            batch.add(text[last], last, (0,), True)
+            found = self._decode_inner(batch)
+            self._cached = text
+            self._rows[text] = found
+        return self._rows[text]
+
+    def _decode_inner(self, batch: Batch) -> tuple[Logits, Hidden]:
+        return self._inner.decode(batch)[0].copy(), np.empty(0, np.float32)
+
+    def length(self, sequence: int) -> int:
+        return len(self._texts[sequence])
+
+    def text(self, sequence: int) -> Sequence[int]:
+        return self._texts[sequence]
+
+    def checkpoint(self, sequence: int) -> None:
+        pass
+
+    def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
+        shared = self._texts[source] if end < 0 else self._texts[source][:end]
+        if len(shared) > len(self._texts[destination]) >= start:
+            self._texts[destination] = shared
+
+    def remove(self, sequence: int, start: int = 0) -> None:
+        self._texts[sequence] = self._texts[sequence][: max(0, start)]
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@dataclass
+class _Scout:
+    """A verifier that notes how visible a wrong judgement would be in the round: the smallest of the probabilities
+    that the first drafted token is accepted, or not, and that target and drafter take another than their
+    likeliest token."""
+
+    inner: Verifier
+    chance: float = -1.0
+
+    @property
+    def wants_draws(self) -> bool:
+        return self.inner.wants_draws
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        self.chance = -1.0
+        if children := draft.children(ROOT):
+            wanted, first = target(ROOT), children[0]
+            drawn_from = draft.drawn_from(first)
+            refused = wanted.excess(drawn_from)
+            unsure = [wanted] if draft.distributions[first] is None else [wanted, drawn_from]
+            tops = (1.0 - float(each.probs.max()) for each in unsure)
+            self.chance = min(refused, 1.0 - refused, *tops)
+        return self.inner.verify(draft, target, rng)
+
+
+class _UpTo:
+    """A policy that limits drafts to a length, which is set for each draw."""
+
+    def __init__(self, inner: Policy) -> None:
+        self._inner = inner
+        self.limit = 1
+        self.observe, self.finish = inner.observe, inner.finish
+
+    @property
+    def n_max(self) -> int:
+        return min(self.limit, self._inner.n_max)
+
+    def plan(self, offer: Offer) -> RoundPlan:
+        return self._inner.plan(replace(offer, n_most=min(self.limit, offer.n_most)))
+
+
+@dataclass(frozen=True)
+class JointDraws:
+    """What was drawn: the fit of the next token, of the next two, and so on."""
+
+    fits: tuple[DepthFit, ...]
+    n_drafted: int
+    n_accepted: int
+
+
+def draw_jointly(
+    sequence: TextSequence,
+    target: Backend,
+    depth: int,
+    n_draws: int,
+    *,
+    plant: Callable[[TextSequence], None] = lambda _sequence: None,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> JointDraws | None:
+    """Draw `depth` tokens again and again at the place in an answer where a wrong judgement is most visible; None
+    if nothing is drafted. Drafts have one token, two, and so on in turn, so that the bonus token behind a whole
+    draft is among the tested ones. `plant` may break the sequence that draws."""
+    loop = AnswerLoop(target, clock)
+    scout = _Scout(sequence.verifier)
+    searching = replace(sequence.options, max_tokens=N_SEARCHED, stop=())
+    answering = replace(sequence, verifier=scout, options=searching)
+    best, best_chance = None, 0.0
+    loop.start(answering)
+    while not answering.is_finished:
+        place = answering.state.mark()
+        scout.chance = -1.0
+        loop.round([answering])
+        if scout.chance > best_chance:
+            best, best_chance = place, scout.chance
+    if answering.failure is not None:
+        raise answering.failure
+    if best is None:
+        return None
+    n_longest = sequence.policy.n_max
+    policy = _UpTo(sequence.policy)
+    options = replace(sequence.options, max_tokens=2 * depth + 2, stop=())
+    drawing = replace(sequence, policy=policy, options=options)
+    plant(drawing)
+    drawn: Counter[Cell] = Counter()
+    tally = Tally()
+    for _ in range(n_draws):
+        policy.limit = 1 + policy.limit % max(1, min(depth, n_longest))
+        drawing.state.rewind(best)
+        target.remove(0, best.n_tokens - 1)
+        if drawing.drafters is not None:
+            drawing.drafters.rewind(best.n_tokens)
+        once = replace(drawing, tally=Tally(), finish_reason=None)
+        found: list[int] = []
+        while len(found) < depth and not once.is_finished:
+            found += tokens_of(loop.round([once]))
+            assert once.failure is None, once.failure
+        tally.n_drafted += once.tally.n_drafted
+        tally.n_accepted += once.tally.n_accepted
+        drawn[tuple(found[:depth])] += 1
+    drawing.state.rewind(best)
+    exact = exact_cells(sequence, target, depth)
+    return JointDraws(tuple(fits_of(drawn, exact, depth)), tally.n_drafted, tally.n_accepted)
+
+
+def exact_cells(sequence: TextSequence, target: Backend, depth: int) -> dict[Cell, float]:
+    """The probability of each continuation of the text by `depth` tokens, or to its end."""
+    # Another shaper: that of the draws remembers the distributions that it used, right or wrong.
+    shaper = Shaper(sequence.shaper._sampler, sequence.state)  # noqa: SLF001
+    is_end = sequence.vocabulary.is_end
+    cells: dict[Cell, float] = {}
+
+    def follow(path: Cell, prob: float) -> None:
+        if len(path) == depth or (path and is_end(path[-1])):
+            cells[path] = prob
+            return
+        forced = sequence.state.forced(path)
+        if forced is not None:
+            follow((*path, forced), prob)
+            return
+        text = (*sequence.state.tokens, *path)
+        target.remove(0, len(sequence.state.tokens) - 1)
+        batch = Batch()
+        for position in range(target.length(0), len(text)):
+            batch.add(text[position], position, (0,), position == len(text) - 1)
+        step = shaper.distribution(target.decode(batch)[-1].copy(), path)
+        for token, p in zip(step.token_ids.tolist(), step.probs.tolist(), strict=True):
+            follow((*path, token), prob * p)
+
+    follow((), 1.0)
+    return cells
+
+
+def draw_with_models(
+    loaded: Session, prompt: Prompt, depth: int, n_draws: int, seed: int
+) -> JointDraws | None:
+    """Draw with loaded models; not for drafts from the target's states, which read its context."""
+    assert loaded.draft is None or loaded.draft.reads in ("text", "last states")
+    calibrate(loaded)
+    n_ctx = loaded.context_size(len(prompt.tokens) + N_SEARCHED + depth)
+    with loaded.contexts(n_ctx) as (cache, draft_caches):
+        n_past = len(prompt.tokens)
+        reads_states = loaded.draft is not None and loaded.draft.reads == "last states"
+        memo = MemoWithStates if reads_states else MemoBackend
+        target = memo(cache, loaded.costs.table(None, n_past))
+        drafts = [
+            MemoBackend(each, loaded.costs.table(each.model.path, n_past)) for each in draft_caches
+        ]
+
+        def clock() -> float:
+            return loaded.clock() + sum(each.saved_s for each in (target, *drafts))
+
+        sequence = DrafterFactory(loaded).sequence(
+            prompt,
+            n_ctx,
+            drafts,
+            seed,
+            make_shaper=RememberingShaper,
+        )
+        return draw_jointly(sequence, target, depth, n_draws, clock=clock)
+
+
+class MemoWithStates(MemoBackend):
+    """A memory that holds hidden states too."""
+
+    def _decode_inner(self, batch: Batch) -> tuple[Logits, Hidden]:
+        assert isinstance(self._inner, HiddenBackend)
+        logits, hidden = self._inner.decode_hidden(batch)
+        return logits[0].copy(), hidden[0].copy()

@@ -1,0 +1,209 @@
+"""The G-test of `specgen verify`, and the power of the tests' own, against scipy and simulated samplers.
+
+Seeds are fixed, so a test that passes keeps passing. A simulated rate is compared with its
+bound plus five standard errors: a correct implementation had a chance of about 3e-7 to fail
+each when the seed was chosen.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from specgen.measure.goodness_of_fit import (
+    MIN_EXPECTED,
+    chi_square_tail,
+    g_test,
+    split_level,
+)
+from specgen.system.arrays import ProbArray
+from tests.helpers.goodness_of_fit import detectable_deviation, fits_of
+
+
+def zipf(n_cells: int, exponent: float) -> ProbArray:
+    probs: ProbArray = np.arange(1, n_cells + 1, dtype=np.float64) ** -exponent
+    probs /= probs.sum()
+    return probs
+
+
+#: Distributions of a language model's next tokens are like the skewed ones.
+SHAPES: dict[str, ProbArray] = {
+    "uniform": np.full(90, 1 / 90),
+    "zipf": zipf(300, 1.3),
+    "geometric": 0.5 ** np.minimum(np.arange(1, 16), 14.0),
+    "one rare": np.array([0.011, 0.989]),
+}
+N_DRAWS = 2000
+
+probabilities = (
+    st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=30)
+    .map(np.array)
+    .map(lambda weights: weights / weights.sum())
+)
+
+
+# --- joint draws ----------------------------------------------------------------------------
+
+
+def test_draws_are_counted_by_their_beginnings() -> None:
+    exact = {(1,): 0.5, (2, 1): 0.3, (2, 2): 0.2}
+    first, both = fits_of({(1,): 500, (2, 1): 310, (2, 2): 190}, exact, 2)
+    assert (first.n_tokens, first.test.n_cells, first.n_impossible) == (1, 2, 0)
+    assert (both.n_tokens, both.test.n_cells, both.n_draws) == (2, 3, 1000)
+    assert min(first.test.p_value, both.test.p_value) > 0.1
+
+
+@pytest.mark.parametrize("drawn", [(3,), (2, 3), (2,)])
+def test_a_draw_in_no_cell_is_impossible(drawn: tuple[int, ...]) -> None:
+    exact = {(1,): 0.5, (2, 1): 0.3, (2, 2): 0.2}
+    *_, fit = fits_of({(1,): 99, drawn: 1}, exact, 2)
+    assert (fit.n_impossible, fit.test.p_value, fit.test.statistic) == (1, 0.0, math.inf)
+
+
+# --- the test -------------------------------------------------------------------------------
+
+
+@given(probabilities, st.integers(1, 5000), st.integers(0, 2**32 - 1))
+def test_the_statistic_is_scipys(probs: ProbArray, n: int, seed: int) -> None:
+    counts = np.random.default_rng(seed).multinomial(n, probs)
+    tested = g_test(counts, probs, min_expected=0.0)
+    if len(probs) == 1:
+        assert (tested.statistic, tested.p_value) == (0.0, 1.0)
+        return
+    expected = n * probs * (counts.sum() / (n * probs).sum())
+    reference = stats.power_divergence(counts, expected, lambda_="log-likelihood")
+    assert tested.statistic == pytest.approx(reference.statistic, rel=1e-9, abs=1e-9)
+    correction = 1 + ((1 / probs).sum() - 1) / (6 * n * (len(probs) - 1))
+    p_value = stats.chi2.sf(tested.statistic / correction, len(probs) - 1)
+    assert tested.p_value == pytest.approx(p_value, rel=1e-9, abs=1e-300)
+    assert tested.n_pooled == 0
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 30, 301, 2000])
+def test_the_chi_square_distribution_is_scipys(degrees: int) -> None:
+    for x in (0.0, 1e-6, 1.0, 0.5 * degrees, degrees, 1.2 * degrees, degrees + 300.0):
+        expected = stats.chi2.sf(x, degrees)
+        assert chi_square_tail(x, degrees) == pytest.approx(expected, rel=1e-10, abs=1e-290)
+
+
+@given(probabilities, st.integers(1, 100_000), st.integers(0, 2**32 - 1))
+def test_every_cell_tested_is_expected_often(probs: ProbArray, n: int, seed: int) -> None:
+    counts = np.random.default_rng(seed).multinomial(n, probs)
+    tested = g_test(counts, probs)
+    assert tested.n_cells == len(probs) - max(0, tested.n_pooled - 1)
+    assert tested.statistic >= 0.0
+    assert 0.0 <= tested.p_value <= 1.0
+    rarest, least = np.sort(n * probs), MIN_EXPECTED * (1 - 1e-9)
+    assert (rarest[tested.n_pooled :] >= least).all()
+    if 0 < tested.n_pooled < len(probs):
+        assert rarest[: tested.n_pooled].sum() >= least
+
+
+@given(probabilities, st.integers(0, 2**32 - 1))
+def test_the_order_of_the_cells_does_not_matter(probs: ProbArray, seed: int) -> None:
+    counts = np.random.default_rng(seed).multinomial(500, probs)
+    order = np.random.default_rng(seed + 1).permutation(len(probs))
+    here, there = g_test(counts, probs), g_test(counts[order], probs[order])
+    if len(set(probs.tolist())) == len(probs):  # among equals, which are pooled is open
+        assert here.statistic == pytest.approx(there.statistic, rel=1e-9, abs=1e-9)
+    assert here.degrees_of_freedom == there.degrees_of_freedom
+
+
+def test_one_cell_after_pooling_says_nothing() -> None:
+    tested = g_test(np.array([10, 5]), np.array([0.5, 0.5]))
+    assert (tested.p_value, tested.degrees_of_freedom, tested.n_pooled) == (1.0, 0, 2)
+
+
+@pytest.mark.parametrize("probs", [[0.5, 0.4], [1.0, 0.0], [1.5, -0.5], [math.nan, 0.5], []])
+def test_probabilities_that_are_none_are_refused(probs: list[float]) -> None:
+    with pytest.raises(ValueError, match="probabilit"):
+        g_test(np.zeros(len(probs), np.int64), np.array(probs), 10)
+
+
+@pytest.mark.parametrize("n_draws", [0, 4])
+def test_counts_that_are_no_draws_are_refused(n_draws: int) -> None:
+    with pytest.raises(ValueError, match="draws"):
+        g_test(np.array([5 * (n_draws > 0), 0]), np.array([0.5, 0.5]), n_draws)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_false_alarm_rate_is_the_nominal_one(shape: str) -> None:
+    """At most 1.35 times the level, the worst that two cells may have by their discreteness
+    (see `g_test`); five standard errors more for the simulation's own noise."""
+    probs = SHAPES[shape] / SHAPES[shape].sum()
+    n_simulations = 20_000
+    samples = np.random.default_rng(0).multinomial(N_DRAWS, probs, size=n_simulations)
+    p_values = np.array([g_test(counts, probs).p_value for counts in samples])
+    for level in (1e-2, 1e-3):
+        bound = 1.35 * level
+        assert (p_values <= level).mean() <= bound + 5 * math.sqrt(bound / n_simulations)
+    # Nor is it asleep: large levels, where counts are not too discrete, are used up.
+    assert (p_values <= 0.1).mean() >= 0.08
+
+
+def test_without_pooling_and_correction_it_would_not_be() -> None:
+    """The simulation can tell: an uncorrected test of many rare cells alarms too often."""
+    probs = np.full(400, 1 / 400)
+    samples = np.random.default_rng(0).multinomial(N_DRAWS, probs, size=2000)
+    statistics = np.array([g_test(counts, probs, min_expected=0.0).statistic for counts in samples])
+    assert (stats.chi2.sf(statistics, 399) <= 1e-2).mean() > 0.03
+
+
+# --- what a test can see --------------------------------------------------------------------
+
+
+@given(
+    st.integers(50, 100_000),
+    st.sampled_from([1e-2, 1e-4]),
+    st.floats(0.5, 0.99),
+    st.integers(2, 500),
+)
+def test_what_is_detectable_has_the_promised_power(
+    n: int, level: float, power: float, n_cells: int
+) -> None:
+    deviation = detectable_deviation(n, level, power, n_cells)
+    reached = stats.ncx2.sf(stats.chi2.isf(level, n_cells - 1), n_cells - 1, 4 * n * deviation**2)
+    assert deviation == 1.0 or reached == pytest.approx(power, rel=1e-6)
+
+
+@settings(max_examples=200)
+@given(probabilities, st.integers(0, 2**32 - 1))
+def test_the_divergences_are_at_least_what_the_distance_implies(
+    exact: ProbArray, seed: int
+) -> None:
+    """The two inequalities that `detectable_deviation` rests on."""
+    true = np.random.default_rng(seed).dirichlet(np.ones(len(exact)))
+    distance = 0.5 * np.abs(true - exact).sum()
+    assert ((true - exact) ** 2 / exact).sum() >= 4 * distance**2 * (1 - 1e-9)
+    assert 2 * stats.entropy(true, exact) >= 4 * distance**2 * (1 - 1e-9) - 1e-12
+
+
+def test_the_promised_power_is_reached_by_the_worst_deviation() -> None:
+    """The worst: half of the mass is raised by one factor and the rest lowered by another,
+    for which Cauchy-Schwarz is an equality."""
+    level, power, n = 1e-3, 0.9, 4000
+    exact = np.full(90, 1 / 90)
+    deviation = detectable_deviation(n, level, power, len(exact))
+    signs = np.where(np.arange(len(exact)) % 2 == 0, 1.0, -1.0)
+    true = exact * (1 + 2 * deviation * signs)
+    assert 0.5 * np.abs(true - exact).sum() == pytest.approx(deviation)
+    rng, n_simulations = np.random.default_rng(2), 1000
+    n_found = sum(
+        g_test(rng.multinomial(n, true), exact).p_value <= level for _ in range(n_simulations)
+    )
+    noise = 5 * math.sqrt(power * (1 - power) / n_simulations)
+    assert abs(n_found / n_simulations - power) <= noise
+
+
+def test_one_cell_detects_nothing() -> None:
+    assert detectable_deviation(1000, 1e-3, 0.9, 1) == 1.0
+
+
+@given(st.floats(1e-9, 0.5), st.integers(1, 1000))
+def test_the_split_levels_keep_the_whole(level: float, n_tests: int) -> None:
+    assert n_tests * split_level(level, n_tests) == pytest.approx(level)

@@ -1,0 +1,436 @@
+"""The checks of `specgen verify`, and the joint draws of tests: they find what is wrong, and nothing where nothing is.
+
+Level of the sampled checks here: 1e-5 for each test, in some 30 runs without a bug. They would fail by chance with a
+probability below 1e-3; the seeds are fixed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import abc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import specgen.method.loop
+from specgen.llama import LlamaBackend
+from specgen.measure.goodness_of_fit import GTest
+from specgen.measure.verify import (
+    ALWAYS_ALLOWED,
+    N_AT_ONCE,
+    Difference,
+    GreedyResult,
+    SampledResult,
+    UncheckedPrompt,
+    VerifyReport,
+    Way,
+    check_greedy,
+    check_sampled,
+    movement,
+    to_json_object,
+    ways_to_draft,
+)
+from specgen.method.backend import Backend, Batch
+from specgen.method.draft import Branches, Draft, keep_path
+from specgen.options import (
+    DraftOptions,
+    DraftSource,
+    GenerationOptions,
+    Grammar,
+    SamplerOptions,
+    SessionOptions,
+)
+from specgen.session.session import Session
+from specgen.system.arrays import Logits
+from tests.helpers.bugs import BUGS, lose_bonus, lose_windows, plant
+from tests.helpers.common import EXACT
+from tests.helpers.joint_draws import JointDraws, draw_with_models
+from tests.helpers.row_watch import moved_rows
+from tests.helpers.virtual_time import VirtualTime
+from tests.tiny import TinyConfig, write_tiny_model
+from tests.tiny.config import Architecture
+
+PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with that it be not self"
+PROMPTS = tuple(PROMPT[start:] for start in (0, 9, 30, 60))
+#: Of the target's logits, of the draft's noise, and the seed of the weights: 40 to 85 % accepted.
+PAIRS = ((3.0, 0.05, 0), (4.0, 0.05, 1), (3.0, 0.1, 2))
+LEVEL = 1e-5
+FIXED = DraftOptions(policy="fixed", ngram_min=1)
+EAGER = DraftOptions(policy="fixed", p_min=0.0, ngram_min=1)
+#: As `specgen run` drafts by default. N-grams of one token: tiny models repeat nothing longer.
+BY_COST = DraftOptions(ngram_min=1)
+NGRAM_BUGS = [bug.name for bug in BUGS.values() if not bug.needs_draws]
+#: At temperature 0 only one token is likely enough.
+GREEDY_BUGS = [name for name in NGRAM_BUGS if name != "lenient"]
+#: The bonus token is behind the draft, and the next token is not.
+NEXT_TOKEN_BUGS = [name for name in BUGS if name != "stale-bonus"]
+#: Architectures with a sliding window: its cells alone, and beside a recurrent state.
+WINDOWED: tuple[Architecture, ...] = ("gemma3", "lfm2")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify")
+    for number, (logit_scale, noise, seed) in enumerate(PAIRS):
+        config = TinyConfig(logit_scale=logit_scale, seed=seed, unprintable_scale=0.0)
+        write_tiny_model(folder / f"target {number}.gguf", config)
+        write_tiny_model(folder / f"draft {number}.gguf", config.draft(noise))
+    for architecture in WINDOWED:
+        window = TinyConfig(architecture=architecture, sliding_window=8, unprintable_scale=0.0)
+        write_tiny_model(folder / f"target {architecture}.gguf", window)
+        write_tiny_model(folder / f"draft {architecture}.gguf", TinyConfig(seed=5))
+    return folder
+
+
+def opened(
+    models: Path,
+    pair: object = 0,
+    drafting: DraftOptions = FIXED,
+    *,
+    ngram: bool = False,
+    grammar: str | None = None,
+    max_tokens: int = 40,
+    clock: Callable[[], float] = time.perf_counter,
+    **sampler: object,
+) -> Session:
+    draft: DraftSource = "ngram" if ngram else models / f"draft {pair}.gguf"
+    rules = None if grammar is None else Grammar("gbnf", grammar)
+    options = SessionOptions(
+        target=models / f"target {pair}.gguf",
+        draft=draft,
+        sampler=SamplerOptions(**{"temperature": 0.8, "seed": 0, **sampler}),  # type: ignore[arg-type]
+        drafting=drafting,
+        generation=GenerationOptions(max_tokens=max_tokens, grammar=rules),
+        target_context=EXACT,
+        draft_context=EXACT,
+    )
+    return Session(options, clock)
+
+
+def greedy(loaded: Session, *, n_at_once: int = 1, way: Way | None = None) -> list[GreedyResult]:
+    prompts = [loaded.prompts.of_text(prompt, chat=False) for prompt in PROMPTS]
+    return list(check_greedy(loaded, prompts, n_at_once=n_at_once, way=way))
+
+
+def sampled(
+    loaded: Session, n_draws: int = 500, seed: int = 1, way: Way | None = None
+) -> SampledResult:
+    prompts = [loaded.prompts.of_text(PROMPT, chat=False)]
+    result = check_sampled(loaded, prompts, n_draws, LEVEL, seed=seed, way=way)
+    assert result is not None
+    return result
+
+
+def drawn_jointly(loaded: Session, seed: int = 1) -> JointDraws:
+    prompt = loaded.prompts.of_text(PROMPT, chat=False)
+    drawn = draw_with_models(loaded, prompt, 3, 4000, seed)
+    assert drawn is not None
+    return drawn
+
+
+# --- known bugs
+
+
+@pytest.mark.parametrize("pair", [0, 2])
+@pytest.mark.parametrize("bug", [*BUGS, "skipped bonus"])
+def test_joint_draws_show_every_known_bug(
+    models: Path, monkeypatch: pytest.MonkeyPatch, bug: str, pair: int
+) -> None:
+    if bug in BUGS:
+        plant(monkeypatch, bug)
+    else:
+        lose_bonus(monkeypatch)
+    with opened(models, pair, top_k=5) as loaded:
+        # At a place or another: where the truncated lists of target and draft happen to hold the same
+        # tokens, subtracting them by index is right.
+        draws = (drawn_jointly(loaded, seed) for seed in (1, 2, 3))
+        # Not by a hair: other seeds and other machines find it too.
+        assert any(min(fit.test.p_value for fit in each.fits) < 1e-6 for each in draws)
+
+
+@pytest.mark.parametrize("pair", range(len(PAIRS)))
+@pytest.mark.parametrize("verifier", ["auto", "residual"])
+def test_joint_draws_without_a_bug_fit(models: Path, pair: int, verifier: str) -> None:
+    drafting = replace(FIXED, verifier=verifier)  # type: ignore[arg-type]
+    with opened(models, pair, drafting, top_k=5) as loaded:
+        drawn = drawn_jointly(loaded, seed=pair + 1)
+    assert all(fit.test.p_value > LEVEL and not fit.n_impossible for fit in drawn.fits)
+    assert 0.2 <= drawn.n_accepted / drawn.n_drafted <= 0.95
+    assert max(fit.detectable(LEVEL) for fit in drawn.fits) <= 0.1
+
+
+@pytest.mark.parametrize("bug", [None, *NEXT_TOKEN_BUGS])
+def test_draws_of_the_next_token_show_bugs(
+    models: Path, monkeypatch: pytest.MonkeyPatch, bug: str | None
+) -> None:
+    if bug is not None:
+        plant(monkeypatch, bug)
+    found = []
+    for pair in range(len(PAIRS)):
+        with opened(models, pair, EAGER) as loaded:
+            found.append(sampled(loaded))
+        if found[-1].is_defect:
+            break
+    assert any(each.is_tested for each in found)
+    assert any(each.is_defect for each in found) == (bug is not None)
+
+
+@pytest.mark.parametrize("bug", [None, *NGRAM_BUGS])
+def test_n_gram_drafts_show_the_bugs_that_need_no_draws(
+    models: Path, monkeypatch: pytest.MonkeyPatch, bug: str | None
+) -> None:
+    if bug is not None:
+        plant(monkeypatch, bug)
+    with opened(models, 2, ngram=True, top_k=5) as loaded:
+        drawn = drawn_jointly(loaded)
+    assert drawn.n_drafted > 0
+    assert any(fit.test.p_value <= LEVEL for fit in drawn.fits) == (bug is not None)
+
+
+@pytest.mark.parametrize("n_at_once", [1, N_AT_ONCE])
+@pytest.mark.parametrize("ngram", [False, True])
+@pytest.mark.parametrize("bug", [None, "skipped bonus", *GREEDY_BUGS])
+def test_greedy_texts_show_the_bugs_that_need_no_draws(
+    models: Path, monkeypatch: pytest.MonkeyPatch, bug: str | None, ngram: bool, n_at_once: int
+) -> None:
+    if bug == "skipped bonus":
+        lose_bonus(monkeypatch)
+    elif bug is not None:
+        plant(monkeypatch, bug)
+    with opened(models, 1, EAGER, ngram=ngram, temperature=0.0) as loaded:
+        results = greedy(loaded, n_at_once=n_at_once)
+    assert len(results) == len(PROMPTS) > N_AT_ONCE
+    assert all(result.n_drafted for result in results)
+    assert any(result.is_defect for result in results) == (bug is not None)
+    if bug is None:
+        assert all(result.difference is None for result in results)
+
+
+@pytest.mark.parametrize("n_at_once", [1, N_AT_ONCE])
+@pytest.mark.parametrize("pair", [1, *WINDOWED])
+def test_rows_are_those_of_plain_decoding(models: Path, pair: object, n_at_once: int) -> None:
+    with opened(models, pair, EAGER, temperature=0.0) as loaded:
+        prompts = [loaded.prompts.of_text(prompt, chat=False) for prompt in PROMPTS]
+        moved = moved_rows(loaded, prompts, n_at_once)
+    assert len(moved) >= 40 * len(PROMPTS)
+    assert max(moved) < ALWAYS_ALLOWED
+
+
+def test_windows_that_are_given_away_show_in_answers_at_once_only(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_windows(monkeypatch)
+    with opened(models, "lfm2", EAGER, temperature=0.0) as loaded:
+        # With a common beginning as long as the window.
+        prompts = [loaded.prompts.of_text("the cat is " + p, chat=False) for p in PROMPTS]
+        assert max(moved_rows(loaded, prompts, N_AT_ONCE)) > 2 * ALWAYS_ALLOWED
+        assert max(moved_rows(loaded, prompts, 1)) < ALWAYS_ALLOWED
+
+
+# --- a cache that holds what was refused
+
+
+@pytest.mark.parametrize("of_another", [False, True])
+def test_a_wrong_branch_that_is_kept_is_a_defect(
+    models: Path, monkeypatch: pytest.MonkeyPatch, of_another: bool
+) -> None:
+    """The last token of this answer's cache, or of another one's, becomes a rejected one."""
+    kept: list[Branches] = []
+
+    def keep_wrong(backend: Backend, slot: Branches, draft: Draft, path: abc.Sequence[int]) -> None:
+        keep_path(backend, slot, draft, path)
+        wrong = slot if not of_another else next((s for s in kept[::-1] if s != slot), None)
+        kept.append(slot)
+        if len(path) < len(draft) and wrong is not None:
+            position = backend.length(wrong.first) - 1
+            if position > 1:
+                backend.remove(wrong.first, position)
+                batch = Batch()
+                batch.add(draft.tokens[-1], position, (wrong.first,), False)
+                backend.decode(batch)
+
+    monkeypatch.setattr(specgen.method.loop, "keep_path", keep_wrong)
+    with opened(models, 1, EAGER, temperature=0.0) as loaded:
+        assert any(result.is_defect for result in greedy(loaded, n_at_once=N_AT_ONCE))
+        assert any(result.is_defect for result in greedy(loaded)) != of_another
+
+
+# --- as `specgen run` drafts by default: costs decide, and n-grams draft beside the model
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
+    """Rows are cheap, and a drafted token takes a third of the target's: model and n-grams both
+    pay, and a model stops early enough for n-grams to go on."""
+
+    def seconds(name: str, n_rows: int) -> float:
+        return (0.03 if name.startswith("draft") else 0.1) * (1.0 + 0.03 * (n_rows - 1))
+
+    return VirtualTime(monkeypatch, seconds)
+
+
+@pytest.mark.parametrize("pair", [0, 2])
+@pytest.mark.parametrize("seed", [-1, 0])
+def test_what_runs_by_default_fits(models: Path, costs: VirtualTime, pair: int, seed: int) -> None:
+    """Without a seed a chain is drawn; with one, drafts are matched, and trees."""
+    with opened(models, pair, BY_COST, clock=costs, seed=seed, top_k=5) as loaded:
+        assert loaded.settings.verifier == ("auto" if seed < 0 else "match")
+        drawn = drawn_jointly(loaded)
+    assert drawn.n_drafted > 0
+    assert all(fit.test.p_value > LEVEL for fit in drawn.fits)
+
+
+@pytest.mark.parametrize("bug", [None, *GREEDY_BUGS])
+def test_greedy_texts_show_bugs_in_what_runs_by_default(
+    models: Path, costs: VirtualTime, monkeypatch: pytest.MonkeyPatch, bug: str | None
+) -> None:
+    if bug is not None:
+        plant(monkeypatch, bug)
+    with opened(models, 1, BY_COST, clock=costs, temperature=0.0, seed=-1) as loaded:
+        results = greedy(loaded)
+    assert {result.way for result in results} == {"cost"}
+    assert any(result.is_defect for result in results) == (bug is not None)
+
+
+def test_a_draft_is_forced_where_costs_decide() -> None:
+    default, forced = ways_to_draft(BY_COST)
+    assert (default, forced.name) == (Way("cost", BY_COST), "forced")
+    assert (forced.drafting.policy, forced.drafting.p_min) == ("fixed", 0.0)
+    assert ways_to_draft(FIXED) == [Way("fixed", FIXED)]
+
+
+# --- near-ties
+
+
+@pytest.fixture
+def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that depend on whether they are computed in a batch."""
+    decode = LlamaBackend.decode
+
+    def rounded(backend: LlamaBackend, batch: Batch) -> Logits:
+        logits = decode(backend, batch)
+        if len(batch) > 1:
+            wanted = [p for p, w in zip(batch.positions, batch.wants_logits, strict=True) if w]
+            for row, position in zip(logits, wanted, strict=True):
+                noise = np.random.default_rng(position).normal(size=len(row))
+                np.add(row, 0.05 * noise, out=row, casting="same_kind")
+        return logits
+
+    monkeypatch.setattr(LlamaBackend, "decode", rounded)
+
+
+@pytest.mark.usefixtures("rounding")
+def test_rounding_in_batches_is_no_defect(models: Path) -> None:
+    with opened(models, 1, EAGER, temperature=0.0, max_tokens=100) as loaded:
+        results = greedy(loaded)
+    differences = [result.difference for result in results if result.difference is not None]
+    assert differences
+    assert not any(result.is_defect for result in results)
+    for difference in differences:
+        assert 0.0 < difference.gap < 0.5
+        assert not difference.exact_rows
+
+
+@pytest.mark.usefixtures("rounding")
+def test_a_bug_is_a_defect_beside_rounding_too(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, "wrong-row")
+    with opened(models, 1, EAGER, temperature=0.0) as loaded:
+        assert any(result.is_defect for result in greedy(loaded))
+
+
+def test_what_makes_a_difference_a_near_tie() -> None:
+    near = Difference(0, "a", "b", gap=0.1, allowed=0.2)
+    assert not near.is_defect
+    assert replace(near, gap=0.3).is_defect
+    assert replace(near, exact_rows=True).is_defect
+    assert not replace(near, gap=0.3, same_in_batches_of=4).is_defect
+
+
+def test_movement_ignores_what_is_added_to_all_logits_alike() -> None:
+    row = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    assert movement(row, row + np.float32(3.0)) < 1e-6
+    assert movement(row, row + np.float32(0.1) * row[::-1]) == pytest.approx(0.1, rel=0.1)
+
+
+# --- limits, places and reports
+
+
+@pytest.mark.parametrize("n_at_once", [1, N_AT_ONCE])
+def test_answers_without_a_limit_go_on_until_the_context_is_full(
+    models: Path, n_at_once: int
+) -> None:
+    with opened(models, 1, EAGER, temperature=0.0, max_tokens=-1) as loaded:
+        small = replace(
+            loaded.options,
+            target_context=replace(loaded.options.target_context, n_ctx=256),
+            generation=replace(loaded.options.generation, ignore_eos=True),
+        )
+    with Session(small, time.perf_counter) as loaded:
+        prompt = loaded.prompts.of_text(PROMPTS[0], chat=False)
+        results = list(check_greedy(loaded, [prompt], n_at_once=n_at_once))
+    assert [result.prompt for result in results] == [1] * n_at_once, "few prompts are repeated"
+    assert not any(result.is_defect for result in results)
+    assert max(result.n_tokens for result in results) >= 256 - len(prompt.tokens)
+    assert min(result.n_drafted for result in results) > 0
+
+
+def test_draws_in_a_grammar_fit(models: Path) -> None:
+    with opened(models, 0, EAGER, grammar="root ::= [a-h] [a-h] [a-h] [a-h]+") as loaded:
+        result = sampled(loaded, n_draws=150)
+    assert (result.n_answer, result.n_impossible, result.is_tested) == (1, 0, True)
+    assert not result.is_defect
+
+
+def test_a_place_where_only_one_thing_can_be_said_tests_nothing(models: Path) -> None:
+    with opened(models, 1, EAGER, top_k=1) as loaded:
+        result = sampled(loaded, n_draws=100)
+    assert not result.is_defect
+    assert not result.is_tested
+
+
+def test_where_nothing_is_drafted_there_is_no_place(models: Path) -> None:
+    drafting = DraftOptions(policy="fixed", ngram_min=30, ngram_max=30)
+    with opened(models, 1, drafting, ngram=True) as loaded:
+        prompt = loaded.prompts.of_text(PROMPT, chat=False)
+        assert check_sampled(loaded, [prompt], 100, LEVEL) is None
+
+
+def test_interrupted_checks_end_without_a_result(models: Path) -> None:
+    with opened(models, 1) as loaded:
+        prompt = loaded.prompts.of_text(PROMPT, chat=False)
+        assert check_sampled(loaded, [prompt], 100, LEVEL, interrupted=lambda: True) is None
+        for n in (1, N_AT_ONCE):
+            stopped = check_greedy(loaded, [prompt], n_at_once=n, interrupted=lambda: True)
+            assert list(stopped) == []
+            assert list(check_greedy(loaded, [], n_at_once=n)) == []
+
+
+def test_verdicts() -> None:
+    equal = GreedyResult(1, "fixed", 1, 5, 3, 2)
+    at_once = replace(equal, n_at_once=3)
+    place = SampledResult(1, "fixed", 9, 3, 100, 0, 50, 20, 1e-4, GTest(1.0, 1, 0.5, 0))
+    report = VerifyReport("t", "d", "auto", 3, SamplerOptions(), "both", (equal, at_once), (place,))
+
+    def verdict(**changes: object) -> str:
+        return replace(report, **changes).verdict  # type: ignore[arg-type]
+
+    undrafted, costly = replace(equal, n_drafted=0), replace(equal, way="cost", n_drafted=0)
+    assert verdict() == "lossless"
+    assert verdict(sampled=()) == verdict(greedy=(undrafted, at_once)) == "nothing drafted"
+    assert verdict(greedy=(costly, replace(equal, way="forced"), at_once)) == "lossless"
+    assert verdict(sampled=(), is_interrupted=True) == "interrupted"
+    wrong = replace(equal, difference=Difference(0, "a", "", float("inf"), 0.0))
+    assert verdict(greedy=(wrong,)) == "defect"
+    assert verdict(sampled=(replace(place, test=GTest(99.0, 1, 1e-9, 0)),)) == "defect"
+    found = to_json_object(
+        replace(report, greedy=(wrong,), skipped=(UncheckedPrompt(2, "too long"),))
+    )
+    assert found["skipped"] == [{"prompt": 2, "reason": "too long"}]
+    assert found["greedy"][0]["is_defect"] is True
+    assert found["greedy"][0]["difference"]["gap"] is None
+    assert found["sampled"][0]["test"]["n_cells"] == 2
