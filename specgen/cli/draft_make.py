@@ -28,6 +28,7 @@ from specgen.train.draft_builder import (
     own_prompts,
     plan_time,
 )
+from specgen.train.training_loop import check_library
 
 if TYPE_CHECKING:
     from specgen.cli.process import Interrupt
@@ -159,6 +160,8 @@ def make(
     from specgen.session.open import open_session
     from specgen.train.target_text import is_held_back
 
+    if kind != "pruned":
+        check_library()
     path = find_target(target, quiet=output.quiet)
     small = _small_model(draft, kind, path, output)
     kinds: list[Kind] = ["heads"] if small is None else ["heads", "distilled"]

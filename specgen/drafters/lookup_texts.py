@@ -145,7 +145,6 @@ def _texts(file: _File) -> list[str]:
 
 
 def _text(data: bytes) -> str | None:
-    """Return the text of a file; None if it is not text."""
     if b"\0" in data:
         return None
     try:
@@ -155,7 +154,6 @@ def _text(data: bytes) -> str | None:
 
 
 def _recorded(path: Path, text: str) -> list[str]:
-    """Yield the texts of records, one JSON object a line."""
     texts: list[str] = []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -285,7 +283,6 @@ class EarlierTexts:
         return sorted(entries)
 
     def _bound(self, entries: list[_Entry]) -> None:
-        """Remove the oldest files until the store is within its limits."""
         n_bytes, n_texts = sum(entry.n_bytes for entry in entries), len(entries)
         for entry in entries:
             if n_bytes <= self._max_bytes and n_texts <= self._max_texts:

@@ -241,7 +241,6 @@ class LayerDrafter(StatesDrafter):
     def _tree(
         self, row: Logits, before: Sequence[int], n_text: int, plan: RoundPlan, n_max: int
     ) -> Drafting:
-        """Draft a tree behind `n_text` tokens of the cache."""
         backend, tree, request = self._backend, TreeBuilder(self.name), self._request
         behind = {ROOT: self._cache.state()}
         self._nodes.begin()

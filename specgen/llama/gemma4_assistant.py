@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from specgen.llama.context import LlamaBackend
 from specgen.llama.gguf_metadata import GgufMetadata
@@ -101,24 +102,19 @@ class AssistantContext(StatesContext):
         target: LlamaBackend,
         options: ContextOptions,
         *,
-        n_ctx: int,
-        clock: Callable[[], float],
-        n_shared_tokens: int | None = None,
-        n_branches: int = 1,
         n_slots: int = 1,
+        **sizes: Any,
     ) -> None:
+        own = {"n_ctx": target.n_ctx // n_slots, "n_branches": target.n_sequences // n_slots}
         super().__init__(
             model,
+            target,
             replace(options, n_batch=_N_ROWS * n_slots),
-            n_ctx=target.n_ctx // n_slots,
-            clock=clock,
             n_read=model.n_embd_out,
             n_inputs=model.n_embd_out,
-            n_shared_tokens=n_shared_tokens,
-            target=target,
-            n_branches=target.n_sequences // n_slots,
             n_outputs=_N_ROWS,
             n_slots=n_slots,
+            **(sizes | own),
         )
         self.compute_frequent_tokens()
         llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, True)

@@ -328,7 +328,7 @@ def test_kernels_that_die_in_a_trial_are_off_for_the_model(tmp_path: Path, model
 import json, sys
 from pathlib import Path
 from specgen.llama import LlamaModel
-from specgen.llama.kernels import attached
+from specgen.llama.kernels.attached import attached
 
 library, model = map(Path, sys.argv[1:])
 kernels = attached.attach(library)
