@@ -179,7 +179,6 @@ class ModelDrafter:
         return ahead.add((tokens[-1], *guessed), rows, self._backend)
 
     def _decode(self, tokens: Sequence[int]) -> Generator[Ask, Logits, Logits]:
-        """Decode tokens in batches; return the logits after the last one, float32[n_vocab]."""
         rows = yield from self._decode_rows(tokens, n_wanted=1)
         row: Logits = rows[-1]
         return row

@@ -161,7 +161,6 @@ class DraftText:
         )
 
     def _tell(self, drafted: Draft) -> None:
-        """Spell the bytes that are in no token yet."""
         self._take_drafted(drafted)
         if self._n_told < len(self._bytes):
             self._spell()

@@ -58,5 +58,4 @@ def _own(name: str) -> DraftKind:
 
 @cache
 def _others() -> tuple[DraftKind, ...]:
-    """Return the kinds of other packages."""
     return tuple(point.load() for point in entry_points(group=GROUP))

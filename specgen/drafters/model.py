@@ -106,7 +106,6 @@ class DraftModel(LoadedDraft):
         )
 
     def _pair(self, setup: DraftSetup) -> Translation | None:
-        """Compare the vocabularies, and prepare the translation if they differ."""
         target = setup.target
         try:
             self._n_shared_tokens = check_pair(
@@ -202,7 +201,6 @@ class DraftModel(LoadedDraft):
         return PromptHeadSkipper(drafter, head) if head else drafter
 
     def _translated(self, translation: Translation, request: DraftRequest) -> Drafter:
-        """Return the drafter of a model with another vocabulary."""
         text = translation.text(request.prompt, request.draft_prompt)
         # The target's biases and penalties refer to the target's token ids.
         never = self.model.vocabulary.end_tokens() if request.is_endless else ()

@@ -80,7 +80,6 @@ class ParallelDrafter(ModelDrafter):
         return chain.draft(self.name)
 
     def _n_at_once(self, plan: RoundPlan) -> int:
-        """Return how many tokens to predict: the depth of the draft."""
         limits = [plan.n_max, self._n_most]
         if plan.n_at_once is not None:
             limits.append(plan.n_at_once)

@@ -160,12 +160,10 @@ class SuffixArray(Matches):
         return cls(tokens, places, made_of)
 
     def _key(self, n_tokens: int) -> Callable[[int], bytes]:
-        """Return the sort key of the first `n_tokens` tokens."""
         data, n_bytes = self._backwards, 4 * n_tokens
         return lambda place: data[4 * place : 4 * place + n_bytes]
 
     def _followed(self, reversed_ending: bytes) -> tuple[int, ...]:
-        """Return the indices of the tokens that follow an ending."""
         key = self._key(len(reversed_ending) // 4)
         first = bisect_left(self._place_at, reversed_ending, key=key)
         end = bisect_right(self._place_at, reversed_ending, lo=first, key=key)

@@ -105,7 +105,6 @@ class Translation:
     def _spell(
         self, draft: Draft, path: Sequence[int], before: bytes, held_back: bytes
     ) -> Iterator[_Spelled]:
-        """Yield one branch of the draft as tokens of the target."""
         data = b""
         end: _Spelled | None = None
         starts: list[tuple[int, float | None]] = []

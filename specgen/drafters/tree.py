@@ -96,7 +96,6 @@ class TreeModelDrafter(ModelDrafter):
     def _decode_nodes(
         self, tree: TreeBuilder, nodes: Sequence[int]
     ) -> Generator[Ask, Logits, Logits]:
-        """Decode nodes, each on its branch; return the logits after each, float32[n, n_vocab]."""
         n_past = self._n_text - self.n_skipped
         batch = Batch()
         for node in nodes:

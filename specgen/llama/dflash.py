@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -83,28 +83,10 @@ class DflashContext(StatesContext):
     """
 
     def __init__(
-        self,
-        model: DflashModel,
-        target: LlamaBackend,
-        options: ContextOptions,
-        *,
-        n_ctx: int,
-        clock: Callable[[], float],
-        n_shared_tokens: int | None = None,
-        n_branches: int = 1,
-        n_slots: int = 1,
+        self, model: DflashModel, target: LlamaBackend, options: ContextOptions, **sizes: Any
     ) -> None:
         super().__init__(
-            model,
-            options,
-            n_ctx=n_ctx,
-            clock=clock,
-            n_read=model.n_read,
-            n_shared_tokens=n_shared_tokens,
-            target=target,
-            n_branches=n_branches,
-            n_outputs=model.n_most + 1,
-            n_slots=n_slots,
+            model, target, options, n_read=model.n_read, n_outputs=model.n_most + 1, **sizes
         )
         #: The draft, and what it predicts from.
         self.draft = model

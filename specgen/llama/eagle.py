@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -51,24 +52,20 @@ class EagleContext(StatesContext):
         target: LlamaBackend,
         options: ContextOptions,
         *,
-        n_ctx: int,
-        clock: Callable[[], float],
-        n_shared_tokens: int | None = None,
         n_branches: int = 1,
         n_slots: int = 1,
+        **sizes: Any,
     ) -> None:
         super().__init__(
             model,
+            target,
             options,
-            n_ctx=n_ctx,
-            clock=clock,
             n_read=model.n_read,
             n_inputs=model.n_embd,
-            n_shared_tokens=n_shared_tokens,
-            target=target,
             n_branches=n_branches,
             n_outputs=max(-(-_MOST_OUTPUTS // n_slots), min(n_branches, _WIDEST)),
             n_slots=n_slots,
+            **sizes,
         )
         self._n_embd = model.n_embd
         target.hand_out(model.layers)

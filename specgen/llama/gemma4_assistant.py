@@ -11,10 +11,10 @@ llama.cpp computes them in a context that shares the cells of the target's conte
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from specgen.llama.context import LlamaBackend
 from specgen.llama.gguf_metadata import GgufMetadata
@@ -101,35 +101,24 @@ class AssistantContext(StatesContext):
         target: LlamaBackend,
         options: ContextOptions,
         *,
-        n_ctx: int,
-        clock: Callable[[], float],
-        n_shared_tokens: int | None = None,
-        n_branches: int = 1,
         n_slots: int = 1,
+        **sizes: Any,
     ) -> None:
+        own = {"n_ctx": target.n_ctx // n_slots, "n_branches": target.n_sequences // n_slots}
         super().__init__(
             model,
+            target,
             replace(options, n_batch=_N_ROWS * n_slots),
-            n_ctx=target.n_ctx // n_slots,
-            clock=clock,
             n_read=model.n_embd_out,
             n_inputs=model.n_embd_out,
-            n_shared_tokens=n_shared_tokens,
-            target=target,
-            n_branches=target.n_sequences // n_slots,
             n_outputs=_N_ROWS,
             n_slots=n_slots,
+            **(sizes | own),
         )
         self.compute_frequent_tokens()
         llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, True)
-        #: Called before a decode with each of its sequences, where the target's cache has to be brought up
-        #: to its text first.
-        self.before_decode: Callable[[int], None] | None = None
 
     def decode(self, batch: Batch) -> Logits:
-        if self.before_decode is not None:
-            for sequence in {each for row in batch.sequences for each in row}:
-                self.before_decode(sequence)
         return self.decode_rows(batch)
 
     def decode_rows(self, batch: Batch) -> Logits:

@@ -73,6 +73,7 @@ class MtpContext(StatesContext):
             raise BackendError(f"{model.name}: {model.why_no_mtp}")
         super().__init__(
             model,
+            None,
             options,
             n_ctx=n_ctx,
             clock=clock,

@@ -113,11 +113,9 @@ class TrainedModel(LlamaModel):
         )
 
     def _n_target(self) -> int:
-        """Return the length of the target's hidden states that it was made for."""
         return int(self.metadata(f"{self.architecture}.target_hidden_size") or 0)
 
     def _layers(self) -> tuple[int, ...]:
-        """Return the target's layers whose inputs it reads."""
         with ExitStack() as resources:
             about = GgufMetadata(resources, self._file)
             return tuple(about.array(f"{self.architecture}.target_layers", ctypes.c_int32))
@@ -148,6 +146,7 @@ class StatesContext(LlamaBackend):
     def __init__(
         self,
         model: LlamaModel,
+        target: LlamaBackend | None,
         options: ContextOptions,
         *,
         n_ctx: int,
@@ -155,7 +154,6 @@ class StatesContext(LlamaBackend):
         n_read: int,
         n_inputs: int = 0,
         n_shared_tokens: int | None = None,
-        target: LlamaBackend | None = None,
         n_branches: int = 1,
         n_outputs: int = 1,
         n_slots: int = 1,

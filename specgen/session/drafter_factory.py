@@ -138,7 +138,6 @@ class DrafterFactory:
         return copy.deepcopy(found) if self.learns_alone else found
 
     def _policy(self, n_past: int, settings: RequestSettings) -> Policy:
-        """Return the policy that decides how much is drafted for an answer after `n_past` tokens."""
         drafting = settings.drafting
         if drafting.tree.is_fixed and self.models.why_chains:
             n_most = drafting.tree.n_levels
@@ -160,7 +159,6 @@ class DrafterFactory:
         seed: np.random.SeedSequence,
         make_shaper: MakeShaper,
     ) -> DraftRequest:
-        """Return what a draft is asked for an answer with these settings."""
         drafting, n_past = settings.drafting, len(prompt.tokens)
 
         def costs_of(key: Key) -> CostTable:
@@ -202,7 +200,6 @@ class DrafterFactory:
         request: DraftRequest,
         settings: RequestSettings,
     ) -> Cascade:
-        """Return what drafts in a round: what costs nothing first, then what decodes."""
         if draft.is_free:
             return Cascade(drafter, state=request.text)
         free: Drafter | None = None

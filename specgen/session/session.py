@@ -81,7 +81,6 @@ class ModelCosts:
             self._memory.keep_briefly(file, context, default_threads())
 
     def _file(self, draft: Key | None) -> Path:
-        """Return the file whose name stands for the costs."""
         target = self._options.target
         if isinstance(draft, Path):
             return draft

@@ -103,7 +103,8 @@ def test_a_billing_header_does_not_reach_the_model() -> None:
     ("thinking", "variables"),
     [
         (None, {}),
-        ({"type": "adaptive"}, {}),
+        ({"type": "adaptive", "display": "omitted"}, {}),
+        ({"type": "of the next version"}, {}),
         ({"type": "enabled", "budget_tokens": 2000}, {"enable_thinking": True}),
         ({"type": "disabled"}, {"enable_thinking": False}),
     ],

@@ -5,6 +5,7 @@ The command line gives the defaults of fields that are not there.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -41,9 +42,14 @@ _ROLES: dict[str, Role] = {
 }
 
 
+def _as_text(value: Any) -> Any:
+    """Return the arguments of a call as a text; some clients send the object."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+
 class _CalledFunction(Fields):
     name: Word
-    arguments: str = ""
+    arguments: Annotated[str, BeforeValidator(_as_text)] = ""
 
 
 class _Call(Fields):

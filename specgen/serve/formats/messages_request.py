@@ -62,7 +62,7 @@ class _Tool(Fields):
 
 
 class _Thinking(Fields):
-    type: Literal["adaptive", "disabled", "enabled"]
+    type: str
     budget_tokens: int | None = None
 
 
@@ -104,8 +104,8 @@ def read_messages(
     thinking = asked.thinking
     if thinking is not None and thinking.budget_tokens is not None:
         warnings.append("thinking.budget_tokens: ignored, since only max_tokens limits thoughts")
-    # With ``adaptive`` the model decides.
-    decides = thinking is None or thinking.type == "adaptive"
+    # With other types, ``adaptive`` for example, the model decides.
+    thinks = {"enabled": True, "disabled": False}.get(thinking.type if thinking else "")
     config = asked.output_config
     request = Request(
         "chat",
@@ -113,9 +113,7 @@ def read_messages(
         asked.generation(generation, config.format or asked.output_format),
         messages=_messages(asked),
         tools=functions.chosen(asked.tool_choice, is_parallel=not alone),
-        variables=asked.variables(
-            config.effort, None if decides or thinking is None else thinking.type == "enabled"
-        ),
+        variables=asked.variables(config.effort, thinks),
         splits_reasoning=True,
         warnings=tuple(warnings),
         streams=asked.stream,

@@ -44,8 +44,9 @@ class ResponseWriter:
         }
         self._n_events = 0
         self._output: list[dict[str, Any]] = []
-        #: The item of text or thoughts to which deltas are added.
-        self._open: _OpenItem | None = None
+        #: The kind of the open item, to which deltas are added (``message`` or ``reasoning``), and its text.
+        self._kind: str | None = None
+        self._text = ""
 
     def begin(self, n_prompt_tokens: int) -> list[_Event]:
         """Return the events before the answer."""
@@ -83,7 +84,7 @@ class ResponseWriter:
     def _finish(self, chunk: Mapping[str, Any], *, is_whole: bool) -> list[_Event]:
         status = "completed" if is_whole else "incomplete"
         events: list[_Event] = []
-        if self._open is None and not self._output:  # clients expect an item
+        if self._kind is None and not self._output:  # clients expect an item
             events += self._begin_item("message")
         events += self._close(status)
         usage = chunk["usage"]
@@ -123,60 +124,74 @@ class ResponseWriter:
 
     def _add_text(self, kind: str, text: str) -> list[_Event]:
         events: list[_Event] = []
-        if self._open is None or self._open.kind != kind:
+        if self._kind != kind:
             events = [*self._close("completed"), *self._begin_item(kind)]
-        assert self._open is not None
-        self._open.text += text
-        return [*events, self._part_event("delta", delta=text)]
+        self._text += text
+        return [*events, self._text_event("delta", delta=text)]
 
     def _begin_item(self, kind: str) -> list[_Event]:
-        identity = self._item_id("msg" if kind == "message" else "rs")
-        self._open = _OpenItem(kind, identity, self._hides)
-        item = {**self._open.item("in_progress"), "content": []}
+        self._kind, self._text = kind, ""
+        item = {**self._item("in_progress"), "content": []}
         return [
             self._event("response.output_item.added", output_index=self._place, item=item),
-            self._event(
-                "response.content_part.added", **self._part_place, part=self._open.part("")
-            ),
+            self._event("response.content_part.added", **self._part_place, part=self._part()),
         ]
 
     def _close(self, status: str) -> list[_Event]:
-        if self._open is None:
+        """Return the events that end the open item, if there is one."""
+        if self._kind is None:
             return []
-        opened, item = self._open, self._open.item(status)
-        part = opened.part(opened.text)
+        item = self._item(status)
         events = [
-            self._part_event("done", text=opened.text),
-            self._event("response.content_part.done", **self._part_place, part=part),
+            self._text_event("done", text=self._text),
+            self._event("response.content_part.done", **self._part_place, part=self._part()),
             self._event("response.output_item.done", output_index=self._place, item=item),
         ]
         self._output.append(item)
-        self._open = None
+        self._kind = None
         return events
+
+    def _item(self, status: str) -> dict[str, Any]:
+        """Return the open item with its text so far."""
+        item = {"id": self._item_id(), "type": self._kind, "status": status}
+        if self._kind == "message":
+            return {**item, "role": "assistant", "content": [self._part()]}
+        hidden = {} if self._hides is None else {"encrypted_content": self._hides(self._text)}
+        return {**item, "summary": [], **hidden, "content": [self._part()]}
+
+    def _part(self) -> dict[str, Any]:
+        if self._kind == "reasoning":
+            return {"type": "reasoning_text", "text": self._text}
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
+
+    def _text_event(self, step: str, **fields: Any) -> _Event:
+        """Return an event about the text of the open item."""
+        if self._kind == "reasoning":
+            return self._event(f"response.reasoning_text.{step}", **self._part_place, **fields)
+        kind = f"response.output_text.{step}"
+        return self._event(kind, **self._part_place, **fields, logprobs=[])
 
     def _add_call(self, call: Mapping[str, Any]) -> list[_Event]:
         events = self._close("completed")
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        item: dict[str, Any] = {"call_id": call["id"], "name": name, "status": "completed"}
-        if name in self._custom:
-            kind, field, event = "custom_tool_call", "input", "custom_tool_call_input"
-            text = _free_text(arguments)
-        else:
-            kind, field, event, text = (
-                "function_call",
-                "arguments",
-                "function_call_arguments",
-                arguments,
-            )
-        prefix = "fc" if kind == "function_call" else "ctc"
-        item |= {"type": kind, "id": self._item_id(prefix), field: text}
+        is_custom = name in self._custom
+        text = _free_text(arguments) if is_custom else arguments
+        field = "input" if is_custom else "arguments"
+        item: dict[str, Any] = {
+            "type": "custom_tool_call" if is_custom else "function_call",
+            "id": f"{'ctc' if is_custom else 'fc'}_{self._identity}_{self._place}",
+            "call_id": call["id"],
+            "name": name,
+            "status": "completed",
+            field: text,
+        }
+        event = f"{item['type']}_{field}"
         place = {"item_id": item["id"], "output_index": self._place}
         begun = {**item, field: "", "status": "in_progress"}
-        done = {field: text, "name": name}
         events += [
             self._event("response.output_item.added", output_index=self._place, item=begun),
             self._event(f"response.{event}.delta", **place, delta=text),
-            self._event(f"response.{event}.done", **place, **done),
+            self._event(f"response.{event}.done", **place, **{field: text, "name": name}),
             self._event("response.output_item.done", output_index=self._place, item=item),
         ]
         self._output.append(item)
@@ -189,46 +204,11 @@ class ResponseWriter:
 
     @property
     def _part_place(self) -> dict[str, Any]:
-        assert self._open is not None
-        return {"item_id": self._open.identity, "output_index": self._place, "content_index": 0}
+        return {"item_id": self._item_id(), "output_index": self._place, "content_index": 0}
 
-    def _part_event(self, step: str, **fields: Any) -> _Event:
-        """Return an event about the text of the open item."""
-        assert self._open is not None
-        if self._open.kind == "reasoning":
-            return self._event(f"response.reasoning_text.{step}", **self._part_place, **fields)
-        kind = f"response.output_text.{step}"
-        return self._event(kind, **self._part_place, **fields, logprobs=[])
-
-    def _item_id(self, prefix: str) -> str:
+    def _item_id(self) -> str:
+        prefix = "rs" if self._kind == "reasoning" else "msg"
         return f"{prefix}_{self._identity}_{self._place}"
-
-
-class _OpenItem:
-    """An item that is written: a ``message``, or ``reasoning``."""
-
-    def __init__(self, kind: str, identity: str, hides: Callable[[str], str] | None) -> None:
-        self.kind = kind
-        self.identity = identity
-        self.text = ""
-        self._hides = hides
-
-    def part(self, text: str) -> dict[str, Any]:
-        """Return the part with a text."""
-        if self.kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-    def item(self, status: str) -> dict[str, Any]:
-        """Return the item with the text so far."""
-        item: dict[str, Any] = {"id": self.identity, "type": self.kind, "status": status}
-        if self.kind == "message":
-            item["role"] = "assistant"
-        else:
-            item["summary"] = []
-            if self._hides is not None:
-                item["encrypted_content"] = self._hides(self.text)
-        return {**item, "content": [self.part(self.text)]}
 
 
 def _free_text(arguments: str) -> str:

@@ -7,7 +7,6 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Collection
-from pathlib import Path
 from types import FrameType
 from typing import ClassVar, cast
 
@@ -134,21 +133,14 @@ _BACKLOG = 128
 
 
 def _most_connections(n_wanted: int) -> int:
-    """Return how many connections may be open at once: `n_wanted`, or fewer if the system's limit of
-    descriptors has no room for them, for new ones and for files."""
+    """Return how many connections may be open at once: `n_wanted`, or half of the descriptors that the system
+    allows, since files and new connections need some."""
     try:
         import resource
-
-        n_most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        n_free = n_most - sum(1 for _ in Path("/dev/fd").iterdir())
-    except (
-        ImportError,
-        OSError,
-    ):  # a system without such a limit, or without a list of what is open
+    except ImportError:  # a system without such a limit
         return n_wanted
-    if n_most == resource.RLIM_INFINITY:
-        return n_wanted
-    return min(n_wanted, max(1, n_free - max(n_free // 4, min(_BACKLOG, n_free // 2))))
+    n_most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return n_wanted if n_most == resource.RLIM_INFINITY else min(n_wanted, max(1, n_most // 2))
 
 
 class _LimitedProtocol(H11Protocol):
