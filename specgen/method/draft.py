@@ -132,15 +132,6 @@ class Draft:
                 below.setdefault(parent, []).append(child)
         return below.get(node, ())
 
-    def first_children(self) -> list[int]:
-        """Return the path that takes the first child at each node, from the root down."""
-        nodes: list[int] = []
-        children = self.children(ROOT)
-        while children:
-            nodes.append(children[0])
-            children = self.children(children[0])
-        return nodes
-
     def tries(self, node: int, walks: Sequence[Sequence[int]], depth: int) -> Sequence[int]:
         """Return the nodes at this depth below `node` (or `ROOT`), in the order in which they are judged:
         its children or, in a draft of independent walks, the next nodes of `walks`. A node that was drawn
@@ -242,27 +233,17 @@ class Draft:
         )
 
     def first(self, n: int) -> Draft:
-        """Return the first n nodes. They are a tree too, since parents come first. Raise `ValueError` if
+        """Return the first n nodes, which are a tree too, since parents come first. Raise `ValueError` if
         this would drop nodes of independent walks."""
-        if n >= len(self.tokens):
-            return self
-        self._check_no_walks()
-        return Draft(
-            self.tokens[:n],
-            self.parents[:n],
-            self.origins[:n],
-            self.probabilities[:n],
-            self.distributions[:n],
-            looks=self.looks,
-        )
+        return self if n >= len(self.tokens) else self.only(range(n))
 
     def only(self, nodes: Sequence[int]) -> Draft:
         """Return a draft of these nodes, in this order; parents must be among them, before their children.
         Raise `ValueError` if this would drop nodes of independent walks."""
         if list(nodes) == list(range(len(self))):
             return self
-        if len(nodes) < len(self):
-            self._check_no_walks()
+        if self.walks and len(nodes) < len(self):
+            raise ValueError("no node of independent walks may be left out")
         index = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
         return Draft(
             tuple(self.tokens[node] for node in nodes),
@@ -273,10 +254,6 @@ class Draft:
             tuple(tuple(index[node] for node in walk) for walk in self.walks),
             self.looks,
         )
-
-    def _check_no_walks(self) -> None:
-        if self.walks:
-            raise ValueError("no node of independent walks may be left out")
 
 
 def _numbered(groups: Iterable[Hashable]) -> list[int]:
@@ -311,8 +288,6 @@ class TreeBuilder:
         self.depths: list[int] = []
         #: Each node's rank among its siblings.
         self.ranks: list[int] = []
-        #: Whether a node and all its ancestors are the first of their siblings.
-        self.is_first_choice: list[bool] = []
         #: The number of children of a node, or of `ROOT`; and the nodes that were not looked beyond
         #: and may have children.
         self._n_children: dict[int, int] = {}
@@ -341,8 +316,6 @@ class TreeBuilder:
         rank = self._n_children.get(parent, 0)
         self._n_children[parent] = rank + 1
         self.ranks.append(rank)
-        is_first = rank == 0 and (parent == ROOT or self.is_first_choice[parent])
-        self.is_first_choice.append(is_first)
         if not is_end:
             self._open.append(node)
         return node

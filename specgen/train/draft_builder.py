@@ -24,7 +24,7 @@ from specgen.models.made_files import (
 from specgen.system.files import new_beside
 from specgen.system.json_lines import write_errors
 from specgen.system.progress import Progress
-from specgen.train.training_loop import Budget, check_library
+from specgen.train.training_loop import Budget
 
 if TYPE_CHECKING:
     from specgen.method.cost_table import CostTable
@@ -131,8 +131,6 @@ class DraftBuilder:
             from specgen.train.layer_skip import check_prunable
 
             check_prunable(self._loaded.target)  # before minutes are spent on the text
-        if set(kinds) != {"pruned"}:
-            check_library()
         started_s = self._clock()
         n_have = self.write_text(until_s=started_s + _SHARE_OF_TEXT * 60.0 * minutes)
         if n_have < self._text_options.n_tokens and not self._interrupted():

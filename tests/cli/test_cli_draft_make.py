@@ -137,6 +137,19 @@ def test_a_target_that_cannot_be_cut_is_refused(
     assert not (cache() / "made").exists(), "before it writes a text"
 
 
+def test_what_is_trained_needs_the_library_before_anything_is_loaded(
+    specgen: Specgen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    for kind in ((), ("--kind", "heads"), ("--kind", "distilled")):
+        result = specgen("draft", "make", "-m", tmp_path / "none.gguf", *kind)
+        assert result.code == 2
+        assert result.err.splitlines() == [
+            "error: training a draft needs jax, which is not installed",
+            "hint: pip install 'specgen-gguf[train]'",
+        ]
+
+
 def test_a_model_to_fit_goes_with_its_kind(specgen: Specgen, target: Path) -> None:
     result = specgen("draft", "make", "-m", target, "-md", target, "--kind", "heads")
     assert result.code == 2

@@ -372,6 +372,7 @@ def unsupported(kernels: Kernels) -> Iterator[None]:
     ask_before_loading(lambda _file: problem)
     yield
     ask_before_loading(None)
+    kernels.lacks_attention = False  # else it would be off for all tests of this process
 
 
 @pytest.mark.usefixtures("unsupported")

@@ -81,16 +81,6 @@ def test_a_text_that_deviates_moves_all_chances_and_the_next_one_begins_without(
     assert after[OF_EACH_BIN.index(0.85)] < before[OF_EACH_BIN.index(0.85)]
 
 
-def test_what_is_never_accepted_soon_promises_little_and_may_recover() -> None:
-    acceptance = AcceptanceRates()
-    for _ in range(60):
-        acceptance.judge(0.9, accepted=False)
-    assert acceptance.chance(0.9) < 0.1
-    for _ in range(120):
-        acceptance.judge(0.9, accepted=True)
-    assert acceptance.chance(0.9) > 0.6
-
-
 @given(st.lists(st.tuples(CONFIDENCES, st.booleans()), max_size=300))
 def test_a_chance_is_never_certain_and_what_was_counted_makes_sense(
     tokens: list[tuple[float, bool]],

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.method.acceptance import AcceptanceRates
-from specgen.method.cost_aware import CostAwarePolicy
+from specgen.method.acceptance import AcceptanceRates, GainPrior
+from specgen.method.cost_aware import CostAwarePolicy, Gate, Pace
 from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import draft_alone
@@ -823,3 +823,76 @@ def test_a_drafter_that_loses_time_is_put_aside() -> None:
     assert 1 <= first < 10
     assert set(names[:first]) == {"model"}
     assert names[first : first + 15] == ["put aside"] * 15
+
+
+@pytest.mark.parametrize(
+    ("gains", "reason"),
+    [
+        (GainPrior(), "prefill"),
+        (GainPrior(0.5, 10.0, 5.0), "model"),
+        (GainPrior(0.5, 10.0, 5.0, allowance=2.0), "prefill"),
+    ],
+)
+def test_a_proven_drafter_may_read_more_until_too_much_was_lost(
+    gains: GainPrior, reason: str
+) -> None:
+    rates = AcceptanceRates()
+    rates.counts.gains = gains
+    policy = cost_aware(acceptance={"model": rates})
+    for _ in range(10):
+        policy.observe(result(NO_DRAFT, 0))
+    plan = planned(policy, n_left=400, price=Price(0.1, 0.1, 8.0))
+    assert plan.reason.name == reason
+
+
+# --- the gate -----------------------------------------------------------------------------------
+
+
+def test_a_drafter_that_lost_too_much_waits_and_longer_each_time() -> None:
+    gate = Gate()
+    waits = []
+    for _ in range(3):
+        while not gate.is_put_aside("model"):
+            gate.begin_round()
+            gate.add("model", -1.0, 1.0, 10.0, is_trial=False)
+        n = 0
+        while gate.is_put_aside("model"):
+            gate.begin_round()
+            n += 1
+        waits.append(n)
+    assert waits == [16, 32, 64]
+    assert not gate.is_put_aside("ngram")
+
+
+@pytest.mark.parametrize(("n_saved", "n_lost"), [(0, 5), (4, 9), (50, 13)])
+def test_what_was_saved_covers_a_part_of_what_is_lost(n_saved: int, n_lost: int) -> None:
+    gate = Gate()
+    for _ in range(n_saved):
+        gate.add("model", 1.0, 1.0, 10.0, is_trial=False)
+    n = 0
+    while not gate.is_put_aside("model"):
+        gate.add("model", -1.0, 1.0, 10.0, is_trial=False)
+        n += 1
+    assert n == n_lost
+
+
+def test_trials_take_a_hundredth_of_the_time() -> None:
+    gate = Gate()
+    assert not gate.allows_trial(0.5, 10.0)
+    assert gate.allows_trial(1.0, 100.0)
+    gate.add("model", -0.9, 1.0, 100.0, is_trial=True)
+    assert not gate.allows_trial(0.5, 100.0)
+    assert not gate.is_put_aside("model")
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10.0), st.integers(1, 17)), min_size=1, max_size=80))
+def test_the_recent_time_lies_between_the_rounds_and_plain_decoding(
+    done: list[tuple[float, int]],
+) -> None:
+    pace = Pace()
+    for round_s, n_tokens in done:
+        pace.add(round_s, n_tokens, 1.0)
+    times = [1.0, *(round_s / n_tokens for round_s, n_tokens in done)]
+    assert pace.token_s is not None
+    assert min(times) * 0.999 <= pace.token_s <= max(times) * 1.001
+    assert 1.0 <= pace.tokens_a_round <= max(n_tokens for _, n_tokens in done)

@@ -102,25 +102,6 @@ def test_a_likelier_draft_is_never_worth_less(
         assert found.takes(n, low) <= found.takes(n, high) + 1e-9
 
 
-@settings(max_examples=50)
-@given(worlds(), st.floats(0.1, 10.0), st.floats(0.05, 1.0))
-def test_the_unit_of_time_does_not_matter(
-    world: tuple[list[float], float, float, list[float], list[float]], unit: float, chance: float
-) -> None:
-    batch_s, next_s, token_s, frequencies, chances = world
-    scaled = rule(
-        [unit * seconds for seconds in batch_s], unit * next_s, unit * token_s, frequencies, chances
-    )
-    for n in range(len(batch_s)):
-        assert scaled.value(n, chance) == pytest.approx(unit * rule(*world).value(n, chance))
-
-
-def test_what_is_certain_and_free_is_drafted_to_the_end() -> None:
-    found = rule([1.0] * 9, 0.0, 1.0, [1.0], [1.0])
-    assert found.value(0, 1.0) == pytest.approx(8.0)
-    assert all(found.takes(n, 1.0) > 0.0 for n in range(8))
-
-
 def test_there_is_nothing_behind_the_longest_draft() -> None:
     found = rule([1.0, 1.0, 1.0], 0.0, 1.0, [1.0], [1.0])
     assert found.n_max == 2
@@ -129,11 +110,6 @@ def test_there_is_nothing_behind_the_longest_draft() -> None:
     none = rule([1.0], 0.0, 1.0, [1.0], [1.0])
     assert (none.n_max, none.value(0, 1.0)) == (0, 0.0)
     assert none.takes(0, 1.0) < 0.0
-
-
-def test_a_look_that_costs_more_than_a_token_is_worth_is_not_taken() -> None:
-    found = rule([1.0] * 5, 1.1, 1.0, [1.0], [0.99])
-    assert all(found.value(n, 1.0) < 0.0 for n in range(4))
 
 
 def test_a_dear_row_is_taken_for_the_cheap_ones_behind_it() -> None:
@@ -145,10 +121,3 @@ def test_a_dear_row_is_taken_for_the_cheap_ones_behind_it() -> None:
     assert unlikely.takes(0, 0.4) < 0.0
     # By itself it would not be.
     assert rule(step[:2], 0.0, 1.0, [1.0], [0.8]).takes(0, 0.8) < 0.0
-
-
-def test_a_draft_that_reached_the_edge_of_a_step_does_not_go_over_it() -> None:
-    found = rule([1.0, 1.0, 1.0, 1.0, 3.0], 0.1, 1.0, [1.0], [0.9])
-    assert found.takes(2, 0.7) > 0.0
-    assert found.value(3, 0.7) < 0.0
-    assert found.takes(3, 0.6) < 0.0

@@ -428,7 +428,7 @@ class FirstChoices(WhilePaying):
         seconds: Callable[[int], float],
     ) -> list[int]:
         found = super().frontier(tree, probabilities, n_deepest, n_most, seconds)
-        return [node for node in found if tree.is_first_choice[node]]
+        return [node for node in found if tree.ranks[node] == 0]
 
     def cut(self, draft: Draft) -> Draft:
         chain = [node for node in range(len(draft)) if draft.ranks()[node] == 0]

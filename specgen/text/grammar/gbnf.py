@@ -102,10 +102,8 @@ class _Open:
 
     rule: int
     alternatives: Rule
-    n_rules_before: int = 0
     #: Where in the last alternative the item begins that a repetition sign would repeat.
     item_start: int = 0
-    n_item_rules: int = 1
 
     @property
     def sequence(self) -> Sequence:
@@ -258,10 +256,9 @@ class _Reader:
         self._skip_space(newlines=len(self._open) > 1)
         return True
 
-    def _add(self, elements: Sequence, n_item_rules: int = 1) -> None:
+    def _add(self, elements: Sequence) -> None:
         inner = self._open[-1]
         inner.item_start = len(inner.sequence)
-        inner.n_item_rules = n_item_rules
         self._count(len(elements))
         inner.sequence.extend(elements)
 
@@ -306,21 +303,20 @@ class _Reader:
         self.position += 1
         inner = self._open[-1]
         inner.alternatives.append([])
-        inner.item_start, inner.n_item_rules = 0, 1
+        inner.item_start = 0
         self._skip_space(newlines=True)
 
     def _open_group(self) -> None:
         if len(self._open) > _MAX_DEPTH:
             self.fail(f"groups nested more than {_MAX_DEPTH} deep")
         self.position += 1
-        before = len(self.rules)
-        self._open.append(_Open(self._new_rule(), [[]], before))
+        self._open.append(_Open(self._new_rule(), [[]]))
 
     def _close_group(self) -> None:
         self.position += 1
         group = self._open.pop()
         self.rules[group.rule] = group.alternatives
-        self._add([Reference(group.rule)], max(1, len(self.rules) - group.n_rules_before))
+        self._add([Reference(group.rule)])
 
     def _sign(self) -> None:
         sign = self._peek()
@@ -355,13 +351,6 @@ class _Reader:
         item = sequence[inner.item_start :]
         if not item:
             self.fail("nothing before a repetition")
-        n_times = most or least or 1
-        inner.n_item_rules *= n_times
-        if inner.n_item_rules > _MAX_REPETITIONS:
-            self.fail(
-                f"repetitions of repetitions make {inner.n_item_rules} rules; "
-                f"llama.cpp takes {_MAX_REPETITIONS} at most"
-            )
         n_optional = 1 if most is None else most - least
         self._count(max(0, least - 1) * len(item) + n_optional * (len(item) + 1))
         if least == 0:
