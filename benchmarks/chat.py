@@ -19,6 +19,7 @@ from specgen.events import FinishedEvent
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.models import cache_folder
 from specgen.options import DraftSource
+from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.memory import Memory
 from specgen.session.prompts.template import Message
@@ -50,6 +51,7 @@ def main() -> None:
         opened(asked.target, "none", asked.max_tokens, memory) as plain,
         Engine(loaded, n_ctx=asked.ctx_size) as engine,
     ):
+        calibrate(loaded)
         messages: list[Message] = []
         for question in QUESTIONS:
             messages.append(Message("user", question))

@@ -39,6 +39,7 @@ from specgen.measure.trial import Baseline, Replay, TargetAnswer, answered_promp
 from specgen.models import cache_folder, identify
 from specgen.models.made_files import learning_folder
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
+from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
 from specgen.session.files import find_target
@@ -86,6 +87,7 @@ def opened(options: SessionOptions) -> Iterator[Engine]:
         Session(options, time.perf_counter, open_memory()) as loaded,
         Engine(loaded, estimate_gain=False, n_ctx=2048) as engine,
     ):
+        calibrate(loaded)
         yield engine
 
 
@@ -235,6 +237,7 @@ def _answer_and_learn(
             Session(kept, time.perf_counter, open_memory()) as loaded,
             Engine(loaded, n_parallel=N_BLOCK, n_ctx=1024) as engine,
         ):
+            calibrate(loaded)
             engine.answers(asked[first : first + N_BLOCK])
     lessons.append(asdict(lesson(folder, options.target, Path(options.draft), minutes)))
     (place / "lessons.json").write_text(json.dumps(lessons))

@@ -24,6 +24,7 @@ from benchmarks.answers import (
 )
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.models import cache_folder
+from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.memory import Memory
 from specgen.session.session import Session
@@ -61,6 +62,7 @@ def main() -> None:
 
 def _answers(loaded: Session, prompts: list[str], n: int, n_ctx: int) -> dict[str, Any]:
     """Make all answers, n at once; figures, and the texts."""
+    calibrate(loaded)
     with Engine(loaded, n_parallel=n, n_ctx=n_ctx) as engine:
         started = loaded.clock()
         asked = [engine.insert(prompt) for prompt in prompts]

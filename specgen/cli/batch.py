@@ -232,9 +232,9 @@ def _opened(
         return
     from specgen.serve.batch.runner import Batch
 
-    with opened(work.options, work.kernels, output, work.drafts) as loaded:
+    with opened(work.options, work.kernels, output, work.drafts) as session:
         yield Batch(
-            loaded,
+            session,
             work.prompting,
             write,
             work.settings,

@@ -83,19 +83,19 @@ def chat(
 
         conversation, log = stack.enter_context(_opened(path, output))
         kernels = setup.machine.kernels
-        loaded = stack.enter_context(
+        session = stack.enter_context(
             opened(options, kernels, output, sources.drafts, check_template)
         )
         view = _View(output)
-        news = calibrate(loaded, view.interrupted)
+        news = calibrate(session, view.interrupted)
         engine = stack.enter_context(
-            Engine(loaded, interrupted=view.interrupted, estimate_gain=stats or output.json)
+            Engine(session, interrupted=view.interrupted, estimate_gain=stats or output.json)
         )
         engine.notify(news)
-        stack.callback(loaded.memory.save)
+        stack.callback(session.memory.save)
         now = datetime.datetime.now().astimezone()
-        talk = Chat(loaded, engine, conversation, log, now=now)
-        learner = stack.enter_context(Learner(loaded, engine, engine.notify))
+        talk = Chat(session, engine, conversation, log, now=now)
+        learner = stack.enter_context(Learner(session, engine, engine.notify))
         if system is not None and system != conversation.system:
             talk.change(Change("system", system))
         if text and text != conversation.files:
@@ -230,9 +230,9 @@ def _do(name: str, argument: str, talk: Chat, view: _View) -> int:
             raise UsageError(error.message, error.hint) from None
         _say(f"saved to {argument}")
     elif name == "load":
-        loaded = read_conversation(Path(argument).expanduser())
-        talk.change(Change("load", changes=loaded.changes()))
-        _say(_greeting(loaded))
+        conversation = read_conversation(Path(argument).expanduser())
+        talk.change(Change("load", changes=conversation.changes()))
+        _say(_greeting(conversation))
     elif name == "draft":
         talk.drafts = argument == "on"
         _say(f"drafts from now on: {talk.draft_name}")
@@ -255,7 +255,6 @@ def _help() -> str:
 
 
 def _show_thought(talk: Chat) -> None:
-    """Print the thinking block of the last answer, dim on a terminal. Raise `UsageError` if there is none."""
     from specgen.render.select import make_console
     from specgen.render.text import clean
     from specgen.session.thoughts import thought_of
@@ -270,7 +269,6 @@ def _show_thought(talk: Chat) -> None:
 
 
 def _show_figures(talk: Chat) -> None:
-    """Print figures of the last answer, and of all answers of this run."""
     from rich.text import Text
 
     from specgen.render.select import make_console
@@ -310,7 +308,6 @@ def _session_file(name: str) -> Path:
 
 @contextlib.contextmanager
 def _opened(path: Path | None, output: Output) -> Iterator[tuple[Conversation, ChatLog | None]]:
-    """Open a conversation and its log; without a file, a new conversation without a log."""
     from specgen.serve.chat.conversation import ChatLog, Conversation
 
     if path is None:

@@ -22,10 +22,10 @@ from specgen.session.files import find_target, name_of
 from specgen.system.machine import notes_on_figures
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from specgen.measure.search import Refused, Search
-    from specgen.options import SessionOptions
+    from specgen.options import DraftSource, SessionOptions
 
 
 @flags.takes_options(
@@ -136,31 +136,26 @@ def known_candidates(named: Sequence[Path], target: Path) -> tuple[list[Path], l
 
 
 def show_search(
-    search: Search | None,
-    output: Output,
-    *,
-    save: bool,
-    as_json: bool,
-    on_saved: Callable[[Search], None] = lambda _search: None,
-) -> None:
-    """Save the best draft for the target if `save` is set, and print the ranking. `on_saved` gets the result before
-    it is printed."""
+    search: Search | None, output: Output, *, save: bool, as_json: bool
+) -> DraftSource | None:
+    """Save the best draft for the target if `save` is set, and print the ranking. Return what was saved."""
     if search is not None:
         try:
             if save and not search.is_interrupted:
                 search = _save_best(search)
-                on_saved(search)
         finally:  # show the measurements even if they cannot be saved
             print_search(search, as_json=as_json)
     notes = notes_on(search)
-    if search is not None and search.saved is not None:
-        target, name = search.target.name, name_of(search.saved)
-        notes.append(f"for {target}, `specgen run` without --draft now takes: {name}")
+    saved = None if search is None else search.saved
+    if search is not None and saved is not None:
+        target = search.target.name
+        notes.append(f"for {target}, `specgen run` without --draft now takes: {name_of(saved)}")
     if search is None or search.is_interrupted:
         unsaved = ", nothing was saved" if save else ""
         notes.append(f"interrupted: not everything was tried{unsaved}")
     for note in notes:
         output.note(note)
+    return saved
 
 
 def _save_best(search: Search) -> Search:
@@ -170,16 +165,10 @@ def _save_best(search: Search) -> Search:
     identity = identify(search.target)
     assert identity is not None, "a target that was opened"
     best = search.tried[0]
-    saved = SavedDraft(
-        best.draft,
-        date=datetime.datetime.now().astimezone().date(),
-        speedup=best.figures.speedup,
-        worst_speedup=best.figures.worst_speedup,
-        tokens_per_s=best.figures.tokens_per_s,
-        acceptance_rate=best.figures.acceptance_rate,
-        draft_token_s=best.figures.draft_token_s,
-    )
-    save_draft(identity, saved)
+    names = ("speedup", "worst_speedup", "tokens_per_s", "acceptance_rate", "draft_token_s")
+    figures = {name: getattr(best.figures, name) for name in names}
+    today = datetime.datetime.now().astimezone().date()
+    save_draft(identity, SavedDraft(best.draft, today, **figures))
     return replace(search, saved=best.draft)
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typer import Option
 
@@ -20,10 +20,7 @@ from specgen.options import Contexts, DraftOptions, GenerationOptions
 from specgen.session.files import find_target
 from specgen.train.draft_builder import (
     JUDGED_TOKENS,
-    N_ANSWER_TOKENS,
     N_JUDGED,
-    N_PARALLEL,
-    N_TOKENS,
     DraftBuilder,
     Kind,
     TextOptions,
@@ -35,43 +32,51 @@ from specgen.train.training_loop import check_library
 
 if TYPE_CHECKING:
     from specgen.cli.process import Interrupt
-    from specgen.measure.search import Search
+    from specgen.options import DraftSource
     from specgen.session.session import Session
     from specgen.system.progress import Progress
 
-_TEXT = {
-    "prompts": Option(
-        "--prompts",
-        help='Prompts that the target answers: JSON Lines with "prompt" or "turns"; every tenth is kept '
-        "for judging.",
-        show_default="241 of our own",
+
+@flags.group(
+    TextOptions,
+    flags.panel(
+        "The target's text",
+        prompts=Option(
+            "--prompts",
+            help='Prompts that the target answers: JSON Lines with "prompt" or "turns"; every tenth is kept '
+            "for judging.",
+            show_default="241 of our own",
+        ),
+        n_tokens=Option("--tokens", min=1, help="How many tokens of answers to write in all."),
+        max_tokens=Option(
+            "--max-tokens",
+            "--predict",
+            "--n-predict",
+            "-n",
+            min=8,
+            help="The most tokens of an answer.",
+        ),
+        n_parallel=Option("--parallel", "-np", min=1, help="How many answers to generate at once."),
     ),
-    "max_tokens": Option(
-        "--max-tokens",
-        "--predict",
-        "--n-predict",
-        "-n",
-        min=8,
-        help="The most tokens of an answer.",
-    ),
-    "parallel": Option("--parallel", "-np", min=1, help="How many answers to generate at once."),
-}
+)
+def text_options(*, prompts: Path | None = None, **others: Any) -> TextOptions:
+    """Return the text to make drafts from, with the prompts of a file, each once, or those of the package."""
+    from specgen.measure.prompts import read_prompts
+
+    texts = own_prompts() if prompts is None else list(dict.fromkeys(read_prompts(prompts)))
+    return TextOptions(texts, **others)
 
 
 @flags.takes_options(
-    _TEXT,
     target=flags.target(),
-    n_tokens=Option("--tokens", min=1, help="How many tokens of answers to write in all."),
+    text=text_options,
     machine=flags.machine,
     output=flags.loudness,
 )
 def data(
     *,
     target: str,
-    prompts: Path | None = None,
-    n_tokens: int = N_TOKENS,
-    max_tokens: int = N_ANSWER_TOKENS,
-    parallel: int = N_PARALLEL,
+    text: TextOptions,
     machine: Contexts,
     output: Output,
 ) -> int:
@@ -84,23 +89,24 @@ def data(
     It prints the folder.
     """
     path = find_target(target, quiet=output.quiet)
-    own = trial_options(path, DraftOptions(), GenerationOptions(max_tokens=max_tokens), machine)
-    text = TextOptions(_prompts(prompts), n_tokens, max_tokens, parallel)
+    own = trial_options(
+        path, DraftOptions(), GenerationOptions(max_tokens=text.max_tokens), machine
+    )
     with (
         opened(own, machine.kernels, output) as loaded,
         output.measuring() as (progress, stop),
     ):
         builder = _builder(loaded, text, progress, stop, output)
         n_have = builder.write_text()
-    if n_have < n_tokens and not stop():
+    if n_have < text.n_tokens and not stop():
         output.note(f"{n_have} tokens: there are no more prompts")
     print(builder.folder)
     return stop.exit_code
 
 
 @flags.takes_options(
-    _TEXT,
     target=flags.target(),
+    text=text_options,
     draft=flags.draft_model(
         help="The small model that is fitted to the target.",
         show_default="the general draft, if it is on this disk",
@@ -114,7 +120,6 @@ def data(
     minutes=Option(
         "--minutes", min=0.1, help="About how long it may take, comparing drafts included."
     ),
-    n_tokens=Option("--tokens", min=1, help="Tokens of the target's text to learn from."),
     save=Option(
         "--save/--no-save",
         help="Save the fastest draft for `specgen run`; delete slower ones made here, unless --kind names "
@@ -130,10 +135,7 @@ def make(
     draft: str | None = None,
     kind: Kind | None = None,
     minutes: float = 30.0,
-    prompts: Path | None = None,
-    n_tokens: int = N_TOKENS,
-    max_tokens: int = N_ANSWER_TOKENS,
-    parallel: int = N_PARALLEL,
+    text: TextOptions,
     save: bool = True,
     machine: Contexts,
     as_json: bool = False,
@@ -165,15 +167,16 @@ def make(
     kinds: list[Kind] = ["heads"] if small is None else ["heads", "distilled"]
     kinds = kinds if kind is None else [kind]
     use_kernels(machine.kernels, output)
-    own = trial_options(path, DraftOptions(), GenerationOptions(max_tokens=max_tokens), machine)
-    text = TextOptions(_prompts(prompts), n_tokens, max_tokens, parallel)
+    own = trial_options(
+        path, DraftOptions(), GenerationOptions(max_tokens=text.max_tokens), machine
+    )
     ends_s = time.monotonic() + 60.0 * minutes
     n_drafts = 1 + len(kinds) + len(known_candidates([], path)[0])
     with log_shown(output), output.measuring() as (progress, stop):
         with load(own, output) as loaded:
             costs = target_costs(loaded, stop)
-            plan = plan_time(ends_s - time.monotonic(), costs, n_drafts, parallel)
-            output.note(_plan_text(plan, minutes, n_tokens))
+            plan = plan_time(ends_s - time.monotonic(), costs, n_drafts, text.n_parallel)
+            output.note(_plan_text(plan, minutes, text.n_tokens))
             builder = _builder(loaded, text, progress, stop, output)
             made = builder.make(kinds, small, (plan.text_s + plan.training_s) / 60.0)
         if made is None:
@@ -185,13 +188,9 @@ def make(
             texts = evenly_chosen(held_back, plan.n_judged)
             found = known_candidates(made, path)
             search = search_drafts(loaded, *found, texts, interrupted=stop, progress=progress)
-    show_search(
-        search,
-        output,
-        save=save,
-        as_json=as_json,
-        on_saved=lambda search: _delete_others(made, search, kind, output),
-    )
+    saved = show_search(search, output, save=save, as_json=as_json)
+    if saved is not None and kind is None:
+        _delete_others(made, saved, output)
     return stop.exit_code
 
 
@@ -235,21 +234,12 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Out
     return found
 
 
-def _delete_others(
-    made: Sequence[Path], search: Search, named: Kind | None, output: Output
-) -> None:
-    """Delete the drafts that are not the best, unless their kind was asked for."""
+def _delete_others(made: Sequence[Path], saved: DraftSource, output: Output) -> None:
+    """Delete the drafts that are not the best."""
     for path in made:
-        if path != search.saved and named is None:
+        if path != saved:
             path.unlink(missing_ok=True)
             output.note(f"{path.name} is slower than the best draft, and was deleted")
-
-
-def _prompts(file: Path | None) -> list[str]:
-    """Return the prompts of a file, each once, or those of the package."""
-    from specgen.measure.prompts import read_prompts
-
-    return own_prompts() if file is None else list(dict.fromkeys(read_prompts(file)))
 
 
 def _builder(

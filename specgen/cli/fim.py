@@ -85,11 +85,11 @@ def fim(
         context=tuple(ContextFile(name, _unix(text)) for name, text in context.items()),
         repository=Path.cwd().name or "repository",
     )
-    with setup.opened(output, lambda loaded: check_infill(loaded.target)) as loaded:
-        prompt, left_out = _prompt(loaded, gap)
+    with setup.opened(output, lambda session: check_infill(session.target)) as session:
+        prompt, left_out = _prompt(session, gap)
         if left_out:
             output.note(left_out)
-        code = show_answer(loaded, prompt, output, finished.append)
+        code = show_answer(session, prompt, output, finished.append)
     if in_place and not code:
         found.write(finished[0].text)
         if finished[0].finish_reason != "stop":
@@ -138,7 +138,6 @@ class _FileGap:
 def _find_gap(
     place: str | None, prefix_file: Path | None, suffix_file: Path | None, *, in_place: bool
 ) -> _FileGap:
-    """Return the gap that was asked for. Raise `UsageError`, `PromptError`."""
     files = prefix_file, suffix_file
     if place is not None:
         if any(files):
@@ -185,7 +184,7 @@ def _in_file(place: str) -> _FileGap:
     return _FileGap(rest[:start], rest[start:], path, text, before)
 
 
-def _prompt(loaded: Session, gap: Gap) -> tuple[Prompt, str]:
+def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
     """Return the prompt for a gap, and a sentence about what is not read; empty if all of it is.
 
     Unless the user gave the size of the context, the prompt is as long as this machine reads in a few
@@ -194,27 +193,27 @@ def _prompt(loaded: Session, gap: Gap) -> tuple[Prompt, str]:
     from specgen.session.calibration import tokens_read_in
     from specgen.session.prompts.infill import infill_prompt
 
-    own_draft, n_room = loaded.own_vocabulary, _room(loaded)
-    infill = infill_prompt(loaded.target, own_draft, gap, n_room)
+    own_draft, n_room = session.own_vocabulary, _room(session)
+    infill = infill_prompt(session.target, own_draft, gap, n_room)
     why = f"the context has room for {n_room} tokens of text (raise -c)"
     n_all = len(infill.prompt.tokens)
-    if loaded.options.target_context.n_ctx is None and n_all > _LEAST_READ:
+    if session.options.target_context.n_ctx is None and n_all > _LEAST_READ:
         with Interrupt() as stop:
-            n_fast = tokens_read_in(loaded, _READING_S, stop)
+            n_fast = tokens_read_in(session, _READING_S, stop)
         n_fast = max(_LEAST_READ, n_fast // _LEAST_READ * _LEAST_READ)
         if n_fast < n_all:
-            infill = infill_prompt(loaded.target, own_draft, gap, n_fast)
+            infill = infill_prompt(session.target, own_draft, gap, n_fast)
             about = f"{n_fast} tokens in about {_READING_S:.0f} s"
-            why = f"this machine reads {about} (-c {loaded.usual_n_ctx} reads more)"
+            why = f"this machine reads {about} (-c {session.usual_n_ctx} reads more)"
     left_out = f"{why}; not read: {', '.join(infill.left_out)}" if infill.left_out else ""
     return infill.prompt, left_out
 
 
-def _room(loaded: Session) -> int:
+def _room(session: Session) -> int:
     """Return the most tokens of the prompt. The far ends of a long file matter little, and take long to
     read. Raise `UsageError` if the middle needs the whole context."""
-    n_ctx = loaded.usual_n_ctx
-    max_tokens = loaded.options.generation.max_tokens
+    n_ctx = session.usual_n_ctx
+    max_tokens = session.options.generation.max_tokens
     n_room = n_ctx - (max_tokens if max_tokens >= 0 else n_ctx // 4)
     if n_room < n_ctx // 4:
         raise UsageError(

@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 
 from specgen.drafters.expansion import DraftedChain
 from specgen.drafters.kind import DraftRequest
-from specgen.drafters.states import StatesCache, StatesDrafter, trained_kind
+from specgen.drafters.states import StatesCache, StatesDrafter, TrainedDraft
 from specgen.llama.dflash import DflashContext, DflashModel
 from specgen.method.backend import Batch
 from specgen.method.cost_table import FREE, CostTable, Price
@@ -98,4 +98,12 @@ class DflashDrafter(StatesDrafter):
         self._cache.rewind(n_tokens)
 
 
-KIND = trained_kind(DflashModel, DflashContext, DflashDrafter)
+class DflashDraft(TrainedDraft):
+    """A loaded DFlash or DSpark draft."""
+
+    model_type = DflashModel
+    context_type = DflashContext
+    drafter_type = DflashDrafter
+
+
+KIND = DflashDraft.kind()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specgen.drafters.states import LayerDrafter, trained_kind
+from specgen.drafters.states import LayerDrafter, TrainedDraft
 from specgen.llama.eagle import EagleContext, EagleModel
 
 
@@ -13,4 +13,13 @@ class EagleDrafter(LayerDrafter):
     n_left_out = 1
 
 
-KIND = trained_kind(EagleModel, EagleContext, EagleDrafter, draws_trees=True)
+class Eagle3Draft(TrainedDraft):
+    """A loaded EAGLE-3 draft, whose drafts may branch."""
+
+    model_type = EagleModel
+    context_type = EagleContext
+    drafter_type = EagleDrafter
+    draws_trees = True
+
+
+KIND = Eagle3Draft.kind()

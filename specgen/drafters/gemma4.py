@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from specgen.drafters.states import MOST_UNREAD, StatesDrafter, trained_kind
+from specgen.drafters.kind import Reads
+from specgen.drafters.states import MOST_UNREAD, StatesDrafter, TrainedDraft
 from specgen.llama.gemma4_assistant import AssistantContext, AssistantModel
 from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT
@@ -45,4 +46,13 @@ class AssistantDrafter(StatesDrafter):
         return (yield from self._chain(row, before, step, plan, plan.n_max))
 
 
-KIND = trained_kind(AssistantModel, AssistantContext, AssistantDrafter, reads="cache")
+class AssistantDraft(TrainedDraft):
+    """A loaded Gemma 4 assistant."""
+
+    model_type = AssistantModel
+    context_type = AssistantContext
+    drafter_type = AssistantDrafter
+    reads: Reads = "cache"
+
+
+KIND = AssistantDraft.kind()

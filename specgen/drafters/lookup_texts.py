@@ -6,9 +6,11 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -27,15 +29,8 @@ FIELDS = ("prompt", "turns", "content", "text", "answer")
 _RECORD_ENDINGS = (".jsonl", ".ndjson")
 #: The version of the arrays in the cache: to be raised if the same files give another array.
 _VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    path: Path
-    n_bytes: int
-    mtime_ns: int
-    #: Whether the user named the file itself, and not its folder: it has to be text then.
-    is_named: bool
+#: A file, and whether the user named it itself, and not its folder: it has to be text then.
+_File: TypeAlias = tuple[Path, os.stat_result, bool]
 
 
 def load_corpus(
@@ -53,23 +48,22 @@ def load_corpus(
     named file is not text, or if there is no text or more than `MAX_CORPUS_BYTES`.
     """
     files = [file for path in paths for file in _files(path)]
-    n_bytes = sum(file.n_bytes for file in files)
+    n_bytes = sum(about.st_size for _, about, _ in files)
     if n_bytes > MAX_CORPUS_BYTES:
         raise UsageError(
             f"--lookup-file {_listed(paths)}: {n_bytes >> 20} MB of text; "
             f"at most {MAX_CORPUS_BYTES >> 20} MB",
             hint="name fewer files or folders",
         )
-    names = [str(file.path) for file in files]
-    stats = [(file.n_bytes, file.mtime_ns) for file in files]
+    states = [(str(path), about.st_size, about.st_mtime_ns) for path, about, _ in files]
     # The same paths have the same place in the cache, so that changed files leave no waste there.
     place = cache / f"{_digest_of(fingerprint, [*map(str, paths)])}.npz" if cache else None
-    made_of = _digest_of(str(_VERSION), fingerprint, names, stats)
+    made_of = _digest_of(_VERSION, fingerprint, states)
     if place is not None:
         kept = SuffixArray.load(place)
         if kept is not None and kept.made_of == made_of:
             return kept
-    texts = [text for file in files for text in _texts(file)]
+    texts = [text for path, _, is_named in files for text in _texts(path, is_named=is_named)]
     tokenized = (vocabulary.tokenize(t, add_special=False, parse_special=False) for t in texts)
     array = SuffixArray.build([tokens for tokens in tokenized if tokens], made_of)
     if not len(array):
@@ -99,8 +93,7 @@ def _files(path: Path) -> Iterator[_File]:
         if path.is_dir():
             yield from _files_below(path)
         elif path.is_file():
-            stat = path.stat()
-            yield _File(path, stat.st_size, stat.st_mtime_ns, is_named=True)
+            yield path, path.stat(), True
         else:
             raise UsageError(f"{path}: neither a file nor a folder")
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, no home folder
@@ -113,44 +106,33 @@ def _files_below(folder: Path) -> Iterator[_File]:
     for parent, folders, names in os.walk(folder):
         # In place: `os.walk` goes on with these. It follows no links.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            path = Path(parent, name)
-            if name.startswith(".") or path.is_symlink() or not path.is_file():
-                continue
+        for path in (Path(parent, name) for name in sorted(names) if not name.startswith(".")):
             with contextlib.suppress(OSError):  # it went away
-                stat = path.stat()
-                if 0 < stat.st_size <= MAX_FILE_BYTES:
-                    yield _File(path, stat.st_size, stat.st_mtime_ns, is_named=False)
+                about = path.lstat()
+                if stat.S_ISREG(about.st_mode) and 0 < about.st_size <= MAX_FILE_BYTES:
+                    yield path, about, False
 
 
-def _texts(file: _File) -> list[str]:
+def _texts(path: Path, *, is_named: bool) -> list[str]:
+    """Return the texts of a file. Raise `UsageError` if it has none and is named; else there are none."""
     try:
-        text = _text(file.path.read_bytes())
-    except OSError as error:
-        if not file.is_named:
+        data = path.read_bytes()
+        text = data.decode("utf-8-sig")
+        if b"\0" in data:
+            raise ValueError
+    except (OSError, ValueError) as error:
+        if not is_named:
             return []
-        raise UsageError(f"{file.path}: {error.strerror or error}") from error
-    if text is None:
-        if not file.is_named:
-            return []
-        raise UsageError(f"{file.path}: not UTF-8 text")
-    if file.path.suffix.lower() not in _RECORD_ENDINGS:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UsageError(f"{path}: {reason or error}") from error
+    if path.suffix.lower() not in _RECORD_ENDINGS:
         return [text]
     try:
-        return _recorded(file.path, text)
+        return _recorded(path, text)
     except UsageError:
-        if file.is_named:
+        if is_named:
             raise
         return [text]
-
-
-def _text(data: bytes) -> str | None:
-    if b"\0" in data:
-        return None
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return None
 
 
 def _recorded(path: Path, text: str) -> list[str]:

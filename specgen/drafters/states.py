@@ -18,13 +18,12 @@ from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT, ROOT, TreeBuilder
 from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.options import DraftSource
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.hidden_trail import HiddenTrail, StatesBackend
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend
-    from specgen.llama.states_context import StatesContext, TrainedModel
+    from specgen.llama.states_context import TrainedModel
 
 #: The most tokens behind those that the target has read: its own next token, and tokens that a
 #: grammar or another drafter added. Each but the first takes a decode of its own.
@@ -293,26 +292,18 @@ class StatesDraft(LoadedDraft):
 
 class TrainedDraft(StatesDraft):
     """A loaded draft that was trained for one target, whose layers or cache it reads: a GGUF file with an architecture
-    of its own, by which its tokens are named."""
+    of its own, by which its tokens are named. A subclass names what makes its parts."""
 
-    def __init__(
-        self,
-        path: Path,
-        setup: DraftSetup,
-        make_model: type[TrainedModel],
-        make_context: Callable[..., StatesContext],
-        make_drafter: Callable[[Any, DraftRequest], Drafter],
-        reads: Reads,
-        draws_trees: bool,
-    ) -> None:
+    model_type: ClassVar[type[TrainedModel]]
+    context_type: ClassVar[type[Any]]
+    drafter_type: ClassVar[type[Any]]
+    draws_trees: ClassVar[bool] = False
+
+    def __init__(self, path: Path, setup: DraftSetup) -> None:
         super().__init__(path.name, path, setup)
-        target = setup.target
-        self.reads, self.origin = reads, make_model.architecture
-        self.why_chains = setup.why_chains or (
-            None if draws_trees else f"{path.name} drafts chains"
-        )
-        self._make_context, self._make_drafter = make_context, make_drafter
-        self._model = make_model(path, target, n_gpu_layers=setup.context.n_gpu_layers)
+        target, own = setup.target, None if self.draws_trees else f"{path.name} drafts chains"
+        self.origin, self.why_chains = self.model_type.architecture, setup.why_chains or own
+        self._model = self.model_type(path, target, n_gpu_layers=setup.context.n_gpu_layers)
         self.models = (self._model,)
         try:
             self._n_shared_tokens = check_pair(
@@ -322,10 +313,20 @@ class TrainedDraft(StatesDraft):
             self.close()
             raise
 
+    @classmethod
+    def kind(cls) -> DraftKind:
+        name = cls.model_type.architecture
+        return DraftKind(
+            name,
+            matches=lambda source: isinstance(source, Path) and architecture_of(source) == name,
+            open=lambda source, setup: cls(Path(source), setup),
+            reads=cls.reads,
+        )
+
     def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:
         if room.target is None:  # it decodes elsewhere
             return ()
-        context = self._make_context(
+        context: LlamaBackend = self.context_type(
             self._model,
             room.target,
             room.options_of(self._model.path),
@@ -338,26 +339,5 @@ class TrainedDraft(StatesDraft):
         return (context,)
 
     def drafter(self, request: DraftRequest) -> Drafter:
-        return self._make_drafter(request.caches[0], request)
-
-
-def trained_kind(
-    model: type[TrainedModel],
-    context: Callable[..., StatesContext],
-    drafter: Callable[[Any, DraftRequest], Drafter],
-    *,
-    reads: Reads = "all states",
-    draws_trees: bool = False,
-) -> DraftKind:
-    """Return the kind of drafts of a model with an architecture of its own."""
-
-    def open_file(source: DraftSource, setup: DraftSetup) -> TrainedDraft:
-        return TrainedDraft(Path(source), setup, model, context, drafter, reads, draws_trees)
-
-    name = model.architecture
-    return DraftKind(
-        name,
-        matches=lambda source: isinstance(source, Path) and architecture_of(source) == name,
-        open=open_file,
-        reads=reads,
-    )
+        made: Drafter = self.drafter_type(request.caches[0], request)
+        return made

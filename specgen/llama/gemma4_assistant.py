@@ -11,7 +11,6 @@ llama.cpp computes them in a context that shares the cells of the target's conte
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -118,14 +117,8 @@ class AssistantContext(StatesContext):
         )
         self.compute_frequent_tokens()
         llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, True)
-        #: Called before a decode with each of its sequences, where the target's cache has to be brought up
-        #: to its text first.
-        self.before_decode: Callable[[int], None] | None = None
 
     def decode(self, batch: Batch) -> Logits:
-        if self.before_decode is not None:
-            for sequence in {each for row in batch.sequences for each in row}:
-                self.before_decode(sequence)
         return self.decode_rows(batch)
 
     def decode_rows(self, batch: Batch) -> Logits:

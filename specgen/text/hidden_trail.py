@@ -1,4 +1,4 @@
-"""The target's hidden states along a text, for drafts that read them: MTP layers, EAGLE-3, DFlash, heads."""
+"""The target's hidden states along a text, for drafts that read them."""
 
 from __future__ import annotations
 

@@ -329,16 +329,6 @@ def test_a_saved_draft_that_cannot_draft_costs_a_note_and_not_the_answer(
     assert run_without_a_draft(specgen, target, "--draft", str(draft)).code == 4
 
 
-def test_without_anything_known_n_grams_draft_and_a_note_says_so(
-    specgen: Specgen, tiny_models: Path
-) -> None:
-    result = run_without_a_draft(specgen, tiny_models / "target.gguf", "--json")
-    assert drafted_by(result) == "ngram"
-    (note,) = result.err.splitlines()
-    assert "n-grams" in note
-    assert "specgen draft find" in note
-
-
 def test_a_damaged_file_of_choices_is_one_error_and_only_where_it_matters(
     find: Specgen, specgen: Specgen, tiny_models: Path
 ) -> None:
@@ -365,22 +355,6 @@ def test_a_target_that_is_missing_is_its_own_error(specgen: Specgen, tmp_path: P
         assert result.out == ""
         assert result.err.startswith("error: ")
         assert "no such file" in result.err
-
-
-def test_verify_takes_what_was_saved(specgen: Specgen, tiny_models: Path) -> None:
-    target = tiny_models / "target.gguf"
-    identity = identify(target)
-    assert identity is not None
-    own = ("verify", "-m", target, "-t", "1", "-fa", "off", "-N", "1", "-n", "8", "--places", "1")
-    save_draft(identity, SavedDraft(tiny_models / "draft.gguf"))
-    result = specgen(*own, "--draws", "100", "--depth", "1")
-    assert result.code == 0
-    assert result.out.startswith("target.gguf with drafts from draft.gguf")
-    assert "draft.gguf" in result.err.splitlines()[0]
-    save_draft(identity, SavedDraft("none"))
-    result = specgen(*own)
-    assert result.code == 2
-    assert "nothing to verify" in result.err
 
 
 # --- how it ends

@@ -14,7 +14,7 @@ from tests.helpers.cli import Cli, Specgen, complaint, events_of
 from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
-QUICK = ("-N", "3", "-n", "24", "--places", "2", "--draws", "400", "--depth", "2")
+QUICK = ("-N", "3", "-n", "24", "--draws", "400")
 
 
 def drafts(cli: Cli, *arguments: str, **models: str) -> list[list[dict[str, Any]]]:

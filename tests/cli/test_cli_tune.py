@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -15,7 +14,7 @@ import pytest
 from specgen.llama import LlamaBackend
 from specgen.measure.threads import ThreadTimes
 from specgen.measure.trial import try_draft
-from specgen.models import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
+from specgen.models import SavedDraft, identify, memory_file, save_draft
 from specgen.options import ContextOptions
 from specgen.session.memory import Threads
 from tests.helpers.cli import Result, Specgen
@@ -103,45 +102,6 @@ def test_the_prompts_of_a_file_are_taken(tune: Specgen, tmp_path: Path) -> None:
     quiet = tune("--draft", "none", "--prompts", file, "-N", "9", "-c", "256", "--quiet")
     assert (quiet.code, quiet.err) == (0, "")
     assert quiet.out.startswith("draft\tspeedup\t")
-
-
-def test_models_that_are_on_this_disk_are_tried_and_what_cannot_draft_is_a_note(
-    tune: Specgen, tiny_models: Path
-) -> None:
-    from specgen.models import load_registry
-    from tests.helpers.fetch import store
-
-    config = saved_drafts_file().parent
-    config.mkdir(parents=True)
-    bad = (tiny_models / "bad.gguf").read_bytes()
-    contents = {"bad": bad, "broken": bad[:5000]}
-    entries = [
-        f"""
-        [[models]]
-        name = "{name}"
-        file = "{name}.gguf"
-        size_bytes = {len(content)}
-        sha256 = "{hashlib.sha256(content).hexdigest()}"
-        licence = "MIT"
-        parameters = "1"
-        quantisation = "F32"
-        description = "x"
-        """
-        for name, content in contents.items()
-    ]
-    (config / "models.toml").write_text("".join(entries), encoding="utf-8")
-    for name, content in contents.items():
-        store(load_registry().model(name), content)
-    # Whoever names a draft wants to know what that one is worth.
-    named = document(tune("--draft", "draft", "--json"))
-    assert tried(named) == {"none", "draft", "ngram"}
-    assert named["refused"] == []
-    result = tune("--json")
-    found = document(result)
-    assert tried(found) == {"none", "ngram", "bad"}
-    (refused,) = found["refused"]
-    assert Path(refused["file"]).name == "broken.gguf"
-    assert f"{refused['file']}: {refused['reason']}" in notes(result)
 
 
 def test_a_draft_that_was_not_named_and_cannot_draft_is_a_note(
@@ -317,14 +277,3 @@ def test_run_takes_the_threads_that_were_chosen(
     assert contexts == expected
     run_with_costs(specgen, tiny_models, "-t", "1")
     assert contexts["target.gguf"] == (1, None)
-
-
-def test_threads_are_measured_and_kept(tune: Specgen) -> None:
-    found = document(tune("--draft", "draft", "--json", threads=()))
-    kept = json.loads(memory_file().read_text(encoding="utf-8"))
-    assert len(kept["threads"]) == 2
-    chosen = [times["chosen"] for times in found["threads"].values()]
-    assert sorted(map(str, kept["threads"].values())) == sorted(map(str, chosen))
-    again = document(tune("--draft", "draft", "--json", threads=()))
-    assert set(again["threads"]) == set(found["threads"]) == {"target.gguf", "draft.gguf"}
-    assert len(json.loads(memory_file().read_text(encoding="utf-8"))["threads"]) == 2

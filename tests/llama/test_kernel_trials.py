@@ -328,7 +328,7 @@ def test_kernels_that_die_in_a_trial_are_off_for_the_model(tmp_path: Path, model
 import json, sys
 from pathlib import Path
 from specgen.llama import LlamaModel
-from specgen.llama.kernels.attached import attached
+from specgen.llama.kernels import attached
 
 library, model = map(Path, sys.argv[1:])
 kernels = attached.attach(library)
@@ -372,6 +372,7 @@ def unsupported(kernels: Kernels) -> Iterator[None]:
     ask_before_loading(lambda _file: problem)
     yield
     ask_before_loading(None)
+    kernels.lacks_attention = False  # else it would be off for all tests of this process
 
 
 @pytest.mark.usefixtures("unsupported")

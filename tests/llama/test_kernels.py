@@ -73,7 +73,7 @@ def in_process(program: str, *arguments: str) -> Any:
 ATTACH = """
 import json, sys
 from pathlib import Path
-from specgen.llama.kernels.attached import attached as kernels
+from specgen.llama.kernels import attached as kernels
 from specgen.errors import BackendError
 
 found = [kernels.computing()]
@@ -386,7 +386,7 @@ def test_what_does_not_pass_is_not_used(
 CHOOSE = """
 import json, sys
 from pathlib import Path
-from specgen.llama.kernels.attached import attached as kernels
+from specgen.llama.kernels import attached as kernels
 from specgen.llama.kernels import admission
 
 path, cache, *wanted = sys.argv[1:]

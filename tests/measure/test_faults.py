@@ -14,6 +14,7 @@ import pytest
 
 from specgen.errors import MemoryLimitError
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
+from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine, generate
 from specgen.session.memory import Memory
 from specgen.session.session import Session
@@ -154,6 +155,7 @@ def test_a_cache_that_vanishes_while_it_is_in_use_changes_nothing(
     )
     memory = Memory(cache / "learnt.json")
     with Session(options, time.perf_counter, memory) as loaded, Engine(loaded) as engine:
+        calibrate(loaded)
         (before,) = engine.answers([PROMPT])
         memory.save()
         files = [path for path in cache.rglob("*") if path.is_file()]

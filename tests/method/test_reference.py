@@ -22,6 +22,7 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
+from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.session import Session
 from tests.helpers.common import EXACT
@@ -141,6 +142,7 @@ def test_draws_fit_the_reference(
     n_accepted = 0
     with Session(options, time.perf_counter) as loaded:
         begun = loaded.prompts.of_tokens(prompt)
+        calibrate(loaded)
         with Engine(loaded, n_parallel=8, n_ctx=128) as engine:
             for start in range(0, N_DRAWS, N_AT_ONCE):
                 answers = [

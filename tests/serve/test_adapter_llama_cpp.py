@@ -388,6 +388,6 @@ def test_ctrl_c_while_drafting_harms_no_later_text(
 
 def test_of_the_target_only_the_vocabulary_is_loaded(models: Path) -> None:
     with opened_rounds(models, models / "good.gguf") as rounds:
-        assert rounds.models.target.n_embd == 0
-        assert rounds.models.draft is not None
-        assert rounds.models.draft.models[0].n_embd > 0
+        assert rounds.session.target.n_embd == 0
+        assert rounds.session.draft is not None
+        assert rounds.session.draft.models[0].n_embd > 0

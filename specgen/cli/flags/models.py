@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from typer import Option
@@ -135,29 +134,23 @@ def models(
     return staged(target, [*(draft or ()), *hub_names(hf_repo_draft)], pair)
 
 
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """A model by its name, or by its repository on the hub."""
-
-    name: str | None = None
-    hf_repo: str | None = None
-    hf_repo_draft: str | None = None
-    hf_file: str | None = None
-    hf_token: str | None = None
-
-
 def named(option: Any, hub: Table = HUB, *, required: bool = False) -> Group:
     """Return the options that name one model: `option`, or those of `hub`."""
 
-    def make(**given: Any) -> str | None:
-        model = _Named(**given)
-        repo = model.hf_repo or model.hf_repo_draft
-        found = _one_name(model.name, hub_names(repo, model.hf_file, model.hf_token))
+    def make(
+        *,
+        name: str | None = None,
+        hf_repo: str | None = None,
+        hf_repo_draft: str | None = None,
+        hf_file: str | None = None,
+        hf_token: str | None = None,
+    ) -> str | None:
+        found = _one_name(name, hub_names(hf_repo or hf_repo_draft, hf_file, hf_token))
         if found is None and required:
             raise UsageError("no target is given", "name one with -m FILE, or -hf USER/REPO")
         return found
 
-    return group(_Named, {"name": option}, hub)(make)
+    return group(ModelChoice, {"name": option}, hub)(make)
 
 
 def hub_names(

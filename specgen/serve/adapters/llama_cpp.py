@@ -127,20 +127,20 @@ class SpecgenDraft(LlamaDraftModel):
         memory, clock = open_memory(), time.perf_counter
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
-            loaded = Session(options, clock, memory, vocabulary_only=True)
-            self.models = self._resources.enter_context(loaded)
-            if loaded.target.has_recurrent_state:
+            session = Session(options, clock, memory, vocabulary_only=True)
+            self.session = self._resources.enter_context(session)
+            if session.target.has_recurrent_state:
                 raise UsageError(
-                    f"{loaded.target.name} has a recurrent state, and Llama cannot roll back rejected "
+                    f"{session.target.name} has a recurrent state, and Llama cannot roll back rejected "
                     "drafts there",
                     hint="use `specgen run`, or `specgen.load` from Python, which can",
                 )
-            timed = loaded.draft.timed if loaded.draft is not None else None
-            if options.drafting.is_by_cost and not is_pair_measured(loaded, timed):
+            timed = session.draft.timed if session.draft is not None else None
+            if options.drafting.is_by_cost and not is_pair_measured(session, timed):
                 with Session(options, clock, memory) as whole:
                     calibrate(whole)
                     memory.save()
-            self.contexts = self._resources.enter_context(loaded.draft_contexts(n_ctx))
+            self.contexts = self._resources.enter_context(session.draft_contexts(n_ctx))
             on_error.pop_all()
 
     def __enter__(self) -> SpecgenDraft:
@@ -168,7 +168,7 @@ class SpecgenDraft(LlamaDraftModel):
         sequence, committed = self._sequence, self._committed(text)
         if sequence is None or not committed:
             self._end_text()  # the caches keep the prefix that both texts share
-            self._sequence = sequence = DrafterFactory(self.models).sequence(
+            self._sequence = sequence = DrafterFactory(self.session).sequence(
                 Prompt("", tuple(text)), _UNLIMITED, self.contexts, seed=0
             )
         else:
@@ -193,7 +193,7 @@ class SpecgenDraft(LlamaDraftModel):
     def _end_text(self) -> None:
         if self._sequence is not None:
             self._sequence.policy.finish()
-            self.models.keep_text(self._sequence.tokens)
+            self.session.keep_text(self._sequence.tokens)
         self._sequence, self._draft = None, NO_DRAFT
 
     def _observe(self, sequence: Sequence, committed: list[int]) -> None:
@@ -248,7 +248,7 @@ class SpecgenDraft(LlamaDraftModel):
                 "Llama has another draft", hint="give Llama draft_model=<this SpecgenDraft>"
             )
         n_ctx, n_vocab = llama.n_ctx(), llama.n_vocab()
-        n_own = self.models.target.vocabulary.n_tokens
+        n_own = self.session.target.vocabulary.n_tokens
         if n_vocab != n_own:
             raise UsageError(
                 f"Llama's model has {n_vocab} tokens, but the draft's target has {n_own}",

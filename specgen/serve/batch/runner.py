@@ -40,9 +40,9 @@ class Prompting:
     system: str | None
     now: datetime.datetime
 
-    def prompt(self, loaded: Session, request: Request) -> Prompt:
+    def prompt(self, session: Session, request: Request) -> Prompt:
         """Return the prompt of a request. Raise `UsageError`, `PromptError`."""
-        return request.prompt(loaded.prompts, self.now, chat=self.chat, system=self.system)
+        return request.prompt(session.prompts, self.now, chat=self.chat, system=self.system)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Batch:
 
     def __init__(
         self,
-        loaded: Session,
+        session: Session,
         prompting: Prompting,
         write: Write,
         settings: Mapping[str, Any],
@@ -97,7 +97,7 @@ class Batch:
         wall_clock: Callable[[], float],
         note: Callable[[str], None] = lambda _text: None,
     ) -> None:
-        self._loaded, self._prompting, self._write = loaded, prompting, write
+        self._session, self._prompting, self._write = session, prompting, write
         self._settings, self._wall_clock, self._note = settings, wall_clock, note
         self.tally = Tally()
         self._parallel, self._n_parallel = parallel, 0
@@ -119,10 +119,10 @@ class Batch:
         yield self.tally
         if not tasks or interrupted():
             return
-        calibrate(self._loaded, interrupted)
-        n_parallel = self._parallel or fastest_parallel(self._loaded, len(tasks), interrupted)
+        calibrate(self._session, interrupted)
+        n_parallel = self._parallel or fastest_parallel(self._session, len(tasks), interrupted)
         with Engine.largest(
-            self._loaded,
+            self._session,
             n_parallel,
             max(task.n_ctx for task in tasks),
             is_fixed=self._parallel is not None,
@@ -139,7 +139,7 @@ class Batch:
                         self._write_finished()
                     yield self.tally
             finally:
-                self._loaded.memory.save()
+                self._session.memory.save()
 
     def _prepare(self, lines: Sequence[Line], interrupted: Callable[[], bool]) -> deque[_Task]:
         """Return the lines that can be answered, in the order to answer them in; write the errors of the
@@ -157,11 +157,11 @@ class Batch:
         return deque(tasks[number] for number in order_by_prefix([task.tokens for task in tasks]))
 
     def _task(self, line: Line, request: Request) -> _Task:
-        loaded = self._loaded
-        request = with_call_form(request, template_of(loaded.target, has_tools=True))
-        check_tokens(request, loaded.target.vocabulary.n_tokens)
-        prompt = self._prompting.prompt(loaded, request)
-        n_ctx = loaded.context_size(len(prompt.tokens), request.generation.max_tokens)
+        session = self._session
+        request = with_call_form(request, template_of(session.target, has_tools=True))
+        check_tokens(request, session.target.vocabulary.n_tokens)
+        prompt = self._prompting.prompt(session, request)
+        n_ctx = session.context_size(len(prompt.tokens), request.generation.max_tokens)
         return _Task(line, request, np.array(prompt.tokens, np.int32), n_ctx)
 
     @contextlib.contextmanager
@@ -178,7 +178,7 @@ class Batch:
 
     def _submit(self, engine: Engine, task: _Task) -> None:
         with self._line_errors(task.line):
-            prompt = self._prompting.prompt(self._loaded, task.request)
+            prompt = self._prompting.prompt(self._session, task.request)
             # The engine's context fits the largest answer; this one ends where that of `specgen run` is full.
             generation, n_most = task.request.generation, task.n_ctx + 1 - len(prompt.tokens)
             if not 0 <= generation.max_tokens <= n_most:
@@ -234,7 +234,7 @@ class Batch:
             [made],
             identity=identity,
             created=int(self._wall_clock()),
-            model=self._loaded.target.name,
+            model=self._session.target.name,
             warnings=request.warnings,
         )
         return {"status_code": 200, "request_id": f"req-{identity}", "body": body}

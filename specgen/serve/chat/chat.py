@@ -74,14 +74,14 @@ class Chat:
 
     def __init__(
         self,
-        loaded: Session,
+        session: Session,
         engine: Engine,
         conversation: Conversation,
         log: ChatLog | None = None,
         *,
         now: datetime.datetime,
     ) -> None:
-        self._loaded, self._engine, self._log, self._now = loaded, engine, log, now
+        self._session, self._engine, self._log, self._now = session, engine, log, now
         self.conversation = conversation
         #: Whether the next answers use drafts.
         self.drafts = True
@@ -127,13 +127,13 @@ class Chat:
     @property
     def draft_name(self) -> str:
         """The drafter of the next answers: a model's file, ``ngram`` or ``none``."""
-        return self._loaded.draft_name if self.drafts else "none"
+        return self._session.draft_name if self.drafts else "none"
 
     @property
     def says_the_same_again(self) -> bool:
         """Whether regenerating an answer gives the same answer."""
         is_whole = self.finished is not None and self.finished.finish_reason != "interrupted"
-        return self._loaded.options.sampler.greedy and is_whole and not self.conversation.is_open
+        return self._session.options.sampler.greedy and is_whole and not self.conversation.is_open
 
     @property
     def n_ctx(self) -> int:
@@ -155,7 +155,7 @@ class Chat:
                 hint=f"use --ctx-size {n_alone + 1} or more, or a shorter message",
             )
         n_answer = n_ctx // _ANSWER_SHARE
-        max_tokens = self._loaded.options.generation.max_tokens
+        max_tokens = self._session.options.generation.max_tokens
         if max_tokens >= 0:
             n_answer = min(n_answer, max_tokens)
         n_gone = conversation.make_room(
@@ -168,10 +168,10 @@ class Chat:
 
     def _prompt_without(self, n_left_out: int) -> Prompt:
         messages = self.conversation.messages(n_left_out)
-        return self._loaded.prompts.of_messages(messages, now=self._now)
+        return self._session.prompts.of_messages(messages, now=self._now)
 
     def _answer(self, prompt: Prompt, n_gone: int) -> Generator[Event, None, None]:
-        sampling = self._loaded.options.sampler
+        sampling = self._session.options.sampler
         if self._n_again and sampling.seed >= 0:
             sampling = replace(sampling, seed=sampling.seed + self._n_again)
         answer = self._engine.insert(prompt, sampling=sampling, draft=self.drafts)
@@ -196,7 +196,6 @@ class Chat:
                 self.change(Change("answer", text))
 
     def _gone(self, n_gone: int) -> str:
-        """Return a sentence about the turns that are left out."""
         turns = "the oldest turn is" if n_gone == 1 else f"the {n_gone} oldest turns are"
         message = f"the context of {self.n_ctx} tokens is full: {turns} left out from here on"
         kept = ["the system message"] if self.conversation.system is not None else []
@@ -204,10 +203,10 @@ class Chat:
         return f"{message} ({' and '.join(kept)} kept)" if kept else message
 
 
-def check_template(loaded: Session) -> None:
+def check_template(session: Session) -> None:
     """Raise `UsageError` if the target has no chat template."""
-    if loaded.target.chat_template() is None:
+    if session.target.chat_template() is None:
         raise UsageError(
-            f"a conversation needs a chat template, and {loaded.target.name} has none",
+            f"a conversation needs a chat template, and {session.target.name} has none",
             hint="`specgen run` continues a text without a template",
         )

@@ -98,13 +98,6 @@ def test_a_jagged_curve_is_found_as_it_is() -> None:
     assert [table.seconds(n) for n in steps] == list(steps.values())
 
 
-def test_a_table_of_measured_sizes_prices_a_drafts_batch_in_between() -> None:
-    table = CostTable(
-        measure_sizes(backend(lambda rows, _: 0.01 * rows), timed_batch_sizes(17), 1e9)
-    )
-    assert table.seconds(11) == pytest.approx(0.11)
-
-
 def test_the_prompt_of_a_measurement_is_not_timed() -> None:
     """The first decodes, in which a backend makes its plans, are its longest."""
     model = backend(lambda _, n: 100.0 if n <= 4 else 0.01)
@@ -138,16 +131,6 @@ def test_after_the_budget_nothing_new_is_begun(budget_s: float, expected: list[i
     assert timed_sizes(model) == expected
     assert set(found) == set(expected)
     assert model.length(0) == 0
-
-
-def test_a_large_model_takes_little_more_than_the_budget() -> None:
-    for seconds in (0.001, 0.02, 0.3, 4.0):
-        model = backend(lambda rows, _, s=seconds: s * (1 + 0.1 * rows))  # type: ignore[misc]
-        found = measure_sizes(model, timed_batch_sizes(17), 2.0)
-        spent_s = sum(seconds * (1 + 0.1 * rows) for rows in timed_sizes(model))
-        largest = max(timed_sizes(model))
-        assert spent_s <= 2.0 + seconds * (1 + 0.1 * largest) + 3 * seconds * 1.1
-        assert 1 in found
 
 
 def test_a_context_without_room_leaves_larger_batches_out() -> None:
@@ -216,13 +199,6 @@ def test_where_there_is_no_room_nothing_is_decoded() -> None:
     assert time_batch(model, text, 5) is None
     assert model.n_decodes == n_decodes
     assert time_batch(model, text, 4) is not None
-
-
-def test_a_vocabulary_that_cannot_say_the_text_is_timed_all_the_same() -> None:
-    model = backend()
-    model.vocabulary = FakeVocabulary((b"\xff", b"\xfe"))
-    model.language = random_language(2, seed=3)
-    assert list(measure_sizes(model, (1, 2, 4), 1e9)) == [1, 2, 4]
 
 
 # --- Ctrl-C
