@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,6 +40,13 @@ class DoctorCommand(Command):
             DoctorCommand.mistake = error
             return {}
 
+    @staticmethod
+    def say_mistake() -> str:
+        """Raise the mistake."""
+        if DoctorCommand.mistake is not None:
+            raise DoctorCommand.mistake
+        return "can be read"
+
 
 COMMAND_CLASS = DoctorCommand
 
@@ -69,20 +75,15 @@ def doctor(*, model: str | None = None, rpc: str | None = None, as_json: bool = 
     """Show what this machine and this build of llama.cpp can do, and check that it decodes."""
     from rich.console import Console
 
-    from specgen.measure.doctor import Check, diagnose
+    from specgen.measure.doctor import checked, diagnose
 
     path = None if model is None else _model_file(model)
     endpoints = () if rpc is None else endpoints_of(rpc)
     with _status(Console(stderr=True)) as status:
-        report = diagnose(path, on_check=status)
-        if (mistake := DoctorCommand.mistake) is not None:
-            wrong = Check("defaults", False, mistake.message, mistake.hint, type(mistake).__name__)
-            report = replace(report, checks=(*report.checks, wrong))
-        if endpoints and report.build is not None:
-            from specgen.measure.worker_checks import worker_checks
-
-            found = worker_checks(endpoints, time.perf_counter, status)
-            report = replace(report, checks=(*report.checks, *found))
+        report = diagnose(path, endpoints, on_check=status)
+    if DoctorCommand.mistake is not None:
+        wrong = checked("defaults", DoctorCommand.say_mistake)
+        report = replace(report, checks=(*report.checks, wrong))
     if as_json:
         print(json.dumps(report.to_json_object(), indent=2))
     else:

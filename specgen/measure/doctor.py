@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,8 @@ MODEL_TIMEOUT_S = 1800.0
 #: models 0.05; a kernel that computes something else causes 1.
 TOLERANCE = 0.1
 
+#: The longest that a worker may take to answer, in seconds.
+_WORKER_TIMEOUT_S = 5.0
 #: The name of the check of specgen's kernels.
 _KERNELS = "specgen's kernels"
 
@@ -108,28 +111,29 @@ class DoctorReport:
 
 def diagnose(
     model: Path | None = None,
+    endpoints: Sequence[str] = (),
     *,
     child: Sequence[str] | None = None,
-    on_check: Callable[[str], None] | None = None,
+    on_check: Callable[[str], None] = lambda _name: None,
 ) -> DoctorReport:
-    """Run all checks; decode with tiny models and with `model`, if given.
+    """Run all checks: decode with tiny models and with `model`, if given, and ask the workers at `endpoints`.
 
     `child` is the command that starts a child process (by default `CHILD_COMMAND`). `on_check` receives
     the name of each check before it runs.
     """
     from specgen.models import cache_folder, config_folder, data_folder
 
-    found, problem = _models_on_disk()
-    on_check = on_check or (lambda _name: None)
-    child = child or CHILD_COMMAND
-    build, checks = _decode_checks(model, child, on_check)
-    kernels = _kernels(build, on_check)
-    if checks and checks[-1].error == ModelFileError.__name__:
-        model = None  # there is nothing more to check
+    checks = _Checks(child or CHILD_COMMAND, on_check)
+    build = checks.load()
+    if build is not None and not checks.decode(build, model):
+        model = None  # it cannot be decoded with, so there is nothing more to check
+    kernels = checks.kernels(build)
     if model is not None and kernels.computes == "specgen":
-        name = f"rows of {model.name}"
-        on_check(name)
-        checks.append(_decode_check(name, [*child, "rows", os.fspath(model)], MODEL_TIMEOUT_S))
+        checks.kernels_on(kernels, model)
+    models, problem = _models_on_disk()
+    checks.done += problem
+    if build is not None and endpoints:
+        checks.done += worker_checks(endpoints, time.perf_counter, on_check)
     return DoctorReport(
         version=__version__,
         machine=look_at_machine(),
@@ -138,121 +142,161 @@ def diagnose(
         cache_folder=cache_folder(),
         config_folder=config_folder(),
         data_folder=data_folder(),
-        models=found,
-        checks=(
-            *checks,
-            *_kernel_checks(kernels),
-            *_trial_checks(kernels, model, on_check),
-            *([problem] if problem else []),
-        ),
+        models=models,
+        checks=tuple(checks.done),
     )
 
 
-def _kernels(build: Build | None, on_check: Callable[[str], None]) -> KernelStatus:
-    """Test specgen's kernels again, unless the user chose llama.cpp's in the environment."""
-    from specgen.llama.kernels import admission as kernels
-    from specgen.models import cache_folder
+class _Checks:
+    """The checks of one report, in their order."""
 
-    if kernels.wanted_in(os.environ) == "llama.cpp":
-        reason = f"{kernels.VARIABLE} asks for llama.cpp's"
-        return KernelStatus("llama.cpp", reason=reason, path=kernels.library_path())
-    if build is None:
-        return KernelStatus("llama.cpp", reason="llama.cpp could not be loaded")
-    if kernels.library_path() is not None:
-        on_check(_KERNELS)
-    return kernels.examine_kernels(cache_folder(), anew=True)
+    def __init__(self, child: Sequence[str], on_check: Callable[[str], None]) -> None:
+        self._child = child
+        self._on_check = on_check
+        self.done: list[Check] = []
+
+    def _add(self, name: str, do: Callable[[], str]) -> Check:
+        self._on_check(name)
+        self.done.append(checked(name, do))
+        return self.done[-1]
+
+    def _in_child(self, name: str, task: str, *arguments: str) -> Check:
+        """Add a check that a child process carries out."""
+        command = [*self._child, task, *arguments]
+        timeout_s = TINY_TIMEOUT_S if task == "tiny" else MODEL_TIMEOUT_S
+        return self._add(name, lambda: str(run_child(command, timeout_s)["message"]))
+
+    def load(self) -> Build | None:
+        """Load llama.cpp; a failure is a check."""
+        name = "loading llama.cpp"
+        self._on_check(name)
+        try:
+            return _build_of(run_child([*self._child, "build"], TINY_TIMEOUT_S))
+        except SpecgenError as error:
+            self.done.append(_failed(name, error))
+            return None
+
+    def decode(self, build: Build, model: Path | None) -> bool:
+        """Decode each tensor type on each kind of device, then the model. Return False if the model's file is at
+        fault."""
+        places = {"CPU": "0"}
+        if build.gpu_offload and any("gpu" in device.kind for device in build.devices):
+            places["GPU"] = "-1"
+        with tempfile.TemporaryDirectory(prefix="specgen-doctor-") as folder:
+            for kind in TENSOR_TYPES:
+                for place, n_gpu_layers in places.items():
+                    self._in_child(f"{kind} on the {place}", "tiny", kind, n_gpu_layers, folder)
+        if model is None:
+            return True
+        found = self._in_child(model.name, "model", os.fspath(model), list(places.values())[-1])
+        self.done[-1] = replace(found, message=found.message.removeprefix(f"{model}: "))
+        return found.error != ModelFileError.__name__
+
+    def kernels(self, build: Build | None) -> KernelStatus:
+        """Test specgen's kernels again, unless the user chose llama.cpp's in the environment. There is no check if
+        they do not support this machine."""
+        from specgen.llama.kernels import admission
+        from specgen.models import cache_folder
+
+        if admission.wanted_in(os.environ) == "llama.cpp":
+            reason = f"{admission.VARIABLE} asks for llama.cpp's"
+            return KernelStatus("llama.cpp", reason=reason, path=admission.library_path())
+        if build is None:
+            return KernelStatus("llama.cpp", reason="llama.cpp could not be loaded")
+        if admission.library_path() is not None:
+            self._on_check(_KERNELS)
+        status = admission.examine_kernels(cache_folder(), anew=True)
+        if status.computes == "specgen":
+            self.done.append(Check(_KERNELS, passed=True, message=status.tested))
+        elif status.is_broken:
+            self.done.append(_failed(_KERNELS, BackendError(status.reason or "", status.hint)))
+        return status
+
+    def kernels_on(self, kernels: KernelStatus, model: Path) -> None:
+        """Compare rows of a model, and try the kernels on it again."""
+        self._in_child(f"rows of {model.name}", "rows", os.fspath(model))
+        if (library := kernels.path) is not None:
+            self._add(f"{_KERNELS} on {model.name}", lambda: _try_kernels(library, model))
 
 
-def _kernel_checks(kernels: KernelStatus) -> list[Check]:
-    """Return a check of the kernels; none if they do not support this machine, or are not used."""
-    if kernels.computes == "specgen":
-        return [Check(_KERNELS, passed=True, message=kernels.tested)]
-    if kernels.is_broken:
-        error, message = BackendError.__name__, kernels.reason or ""
-        return [Check(_KERNELS, passed=False, message=message, hint=kernels.hint, error=error)]
-    return []
+def checked(name: str, do: Callable[[], str]) -> Check:
+    """Return a check with the message that `do` returns, or with the `SpecgenError` that it raises."""
+    try:
+        return Check(name, passed=True, message=do())
+    except SpecgenError as error:
+        return _failed(name, error)
 
 
-def _trial_checks(
-    kernels: KernelStatus, model: Path | None, on_check: Callable[[str], None]
-) -> list[Check]:
-    """Try the kernels on a model again, if they are used."""
+def _failed(name: str, error: SpecgenError) -> Check:
+    kind = type(error).__name__
+    return Check(name, passed=False, message=error.message, hint=error.hint, error=kind)
+
+
+def _try_kernels(library: Path, model: Path) -> str:
+    """Try the kernels on a model again."""
     from specgen.llama.kernels.admission import ModelTrials
     from specgen.models import cache_folder
 
-    if model is None or kernels.computes != "specgen" or kernels.path is None:
-        return []
-    name = f"{_KERNELS} on {model.name}"
-    on_check(name)
     try:
-        problem = ModelTrials(kernels.path, cache_folder()).try_anew(model)
+        problem = ModelTrials(library, cache_folder()).try_anew(model)
     except OSError as error:
         problem = f"the file cannot be read: {error.strerror}"
-    if not problem:
-        return [Check(name, passed=True, message="load it and decode")]
-    hint = "llama.cpp's own code computes this model; report this as a defect of specgen"
-    return [Check(name, passed=False, message=problem, hint=hint, error=BackendError.__name__)]
+    if problem:
+        hint = "llama.cpp's own code computes this model; report this as a defect of specgen"
+        raise BackendError(problem, hint)
+    return "load it and decode"
 
 
-def _models_on_disk() -> tuple[dict[str, Path], Check | None]:
+def _models_on_disk() -> tuple[dict[str, Path], list[Check]]:
     from specgen.models import load_registry, locate
 
     try:
         registry = load_registry()
     except SpecgenError as error:
-        return {}, _failed("the list of models", error)
+        return {}, [_failed("the list of models", error)]
     places = {name: locate(model) for name, model in registry.models.items()}
-    return {name: path for name, path in places.items() if path is not None}, None
+    return {name: path for name, path in places.items() if path is not None}, []
 
 
-# --- the checks, seen from the parent -------------------------------------------------------
+# --- workers --------------------------------------------------------------------------------
 
 
-def _decode_checks(
-    model: Path | None, child: Sequence[str], on_check: Callable[[str], None]
-) -> tuple[Build | None, list[Check]]:
-    """Load llama.cpp, then decode each tensor type on each kind of device, then the model."""
-    name = "loading llama.cpp"
-    on_check(name)
-    try:
-        build = _build_of(run_child([*child, "build"], TINY_TIMEOUT_S))
-    except SpecgenError as error:
-        return None, [_failed(name, error)]
-    places = {"CPU": "0"}
-    if build.gpu_offload and any("gpu" in device.kind for device in build.devices):
-        places["GPU"] = "-1"
-    checks = []
-    with tempfile.TemporaryDirectory(prefix="specgen-doctor-") as folder:
-        for tensor_type in TENSOR_TYPES:
-            for place, n_gpu_layers in places.items():
-                name = f"{tensor_type} on the {place}"
-                on_check(name)
-                task = ["tiny", tensor_type, n_gpu_layers, folder]
-                checks.append(_decode_check(name, [*child, *task], TINY_TIMEOUT_S))
-    if model is not None:
-        on_check(model.name)
-        task = ["model", os.fspath(model), list(places.values())[-1]]
-        found = _decode_check(model.name, [*child, *task], MODEL_TIMEOUT_S)
-        checks.append(replace(found, message=found.message.removeprefix(f"{model}: ")))
-    return build, checks
+def worker_checks(
+    endpoints: Sequence[str],
+    clock: Callable[[], float],
+    on_check: Callable[[str], None] = lambda _name: None,
+) -> list[Check]:
+    """Check the RPC backend of this build, and each worker; `clock` times round trips."""
+    from specgen.llama.rpc import load_rpc
+
+    def load() -> str:
+        load_rpc()
+        return "can be loaded"
+
+    checks = [checked("llama.cpp's RPC", load)]
+    for endpoint in endpoints:
+        on_check(f"worker {endpoint}")
+        checks.append(checked(f"worker {endpoint}", partial(_ask_worker, endpoint, clock)))
+    return checks
 
 
-def _decode_check(name: str, command: Sequence[str], timeout_s: float) -> Check:
-    try:
-        answer = run_child(command, timeout_s)
-    except SpecgenError as error:
-        return _failed(name, error)
-    return Check(name=name, passed=True, message=str(answer["message"]))
+def _ask_worker(endpoint: str, clock: Callable[[], float]) -> str:
+    """Return a line about a worker: its protocol, devices and round trip."""
+    from specgen.system.worker_probe import check_protocol, probe
 
-
-def _failed(name: str, error: SpecgenError) -> Check:
-    return Check(
-        name=name,
-        passed=False,
-        message=error.message,
-        hint=error.hint,
-        error=type(error).__name__,
+    found = probe(endpoint, _WORKER_TIMEOUT_S, clock)
+    check_protocol(found)
+    devices = ", ".join(
+        f"{device.free_bytes / 2**30:.1f} of {device.memory_bytes / 2**30:.1f} GiB free"
+        for device in found.devices
     )
+    parts = [f"protocol {found.protocol}", devices or "no device"]
+    if found.round_trip_s is not None:
+        parts.append(f"a round trip takes {found.round_trip_s * 1000:.1f} ms")
+    return "; ".join(parts)
+
+
+# --- the child, seen from the parent ----------------------------------------------------------
 
 
 def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
@@ -432,18 +476,6 @@ def checked_agreement(n_tokens: int, deviations: Mapping[str, float]) -> dict[st
     apart = ", ".join(f"by {found:.1%} from {other}" for other, found in deviations.items())
     return {"message": f"decodes (a batch of {n_tokens} tokens differs {apart})"}
 
-
-__all__ = [
-    "CHILD_COMMAND",
-    "REBUILD",
-    "Check",
-    "DoctorReport",
-    "Machine",
-    "child_main",
-    "deviation",
-    "diagnose",
-    "run_child",
-]
 
 if __name__ == "__main__":
     child_main(sys.argv[sys.argv.index("--child") + 1 :])

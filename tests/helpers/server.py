@@ -24,6 +24,7 @@ from specgen.options import (
 from specgen.serve.server.model_pool import ModelEntry, ModelPool, OpenedModel
 from specgen.serve.server.options import ServerOptions, bound_socket, url_of
 from specgen.serve.server.run import DrainingServer, http_server
+from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.memory import Memory
 from specgen.session.session import Session
@@ -114,6 +115,7 @@ def running(
     options = options or ServerOptions(port=0)
     with contextlib.ExitStack() as stack:
         stack.enter_context(loaded)
+        calibrate(loaded)
         engine = Engine(loaded, n_parallel=n_parallel, n_ctx=n_ctx, learn_alone=learn_alone)
         opened = OpenedModel(loaded, engine, between_answers=between_answers)
         name = options.alias or loaded.target.name.removesuffix(".gguf")

@@ -20,7 +20,7 @@ from specgen.cli.flags import machine
 from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
 from specgen.llama import LlamaBackend, LlamaModel, weights
 from specgen.llama.kernels.attached import Kernels
-from specgen.measure.worker_checks import worker_checks
+from specgen.measure.doctor import worker_checks
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, Workers
 from specgen.session.memory import Memory

@@ -15,7 +15,7 @@ from specgen.cli.doctor import folder_line, llama_version_line
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.measure import doctor
 from specgen.system import processes as child
-from specgen.system.llama_build import REQUIRED_VERSION, Build
+from specgen.system.llama_build import REBUILD, REQUIRED_VERSION, Build
 from tests.helpers.common import posix
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -218,7 +218,7 @@ def test_deviation_is_relative_to_the_spread_of_the_logits() -> None:
 def test_logits_too_far_apart_are_an_error(found: float) -> None:
     with pytest.raises(BackendError, match="differ from those of single tokens") as caught:
         doctor.checked_agreement(24, {"single tokens": found})
-    assert doctor.REBUILD in str(caught.value.hint)
+    assert REBUILD in str(caught.value.hint)
 
 
 # --- what is shown --------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_another_llama_cpp_python_is_named_with_the_one_that_is_needed() -> None
     assert shown(REQUIRED_VERSION) == f"{REQUIRED_VERSION}, llama.cpp 0.6.0"
     assert shown(f"{REQUIRED_VERSION}+cu124") == f"{REQUIRED_VERSION}+cu124, llama.cpp 0.6.0"
     assert shown("9.8.7") == (
-        f"9.8.7, llama.cpp 0.6.0: specgen is made for {REQUIRED_VERSION}; {doctor.REBUILD}"
+        f"9.8.7, llama.cpp 0.6.0: specgen is made for {REQUIRED_VERSION}; {REBUILD}"
     )
 
 
@@ -302,7 +302,7 @@ def test_a_build_that_does_not_decode_exits_with_9(
     out, err = capsys.readouterr()
     assert err.startswith("error: q8_0 on the CPU: llama.cpp died of SIGILL")
     assert f"\nhint: {err.partition('hint: ')[2]}" in err
-    assert doctor.REBUILD in err
+    assert REBUILD in err
     assert "SIGILL" in out
 
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specgen.serve.server.errors import RequestError
+from specgen.serve.server.http import RequestError
 from specgen.serve.server.options import is_loopback
 
 #: Paths that need no key: the health check, and the page, which asks for the key.

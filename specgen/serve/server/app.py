@@ -29,17 +29,15 @@ from specgen.serve.formats.fields import BodyError, Fields, Integer, parse
 from specgen.serve.formats.messages_answer import PING
 from specgen.serve.formats.request import Request as AnswersRequest
 from specgen.serve.server.access import AccessCheck
-from specgen.serve.server.embedding import ServedEmbedder
-from specgen.serve.server.errors import RequestError
-from specgen.serve.server.http import EventStream, read_json, while_connected
-from specgen.serve.server.job_request import (
+from specgen.serve.server.answers import (
     Endpoint,
+    ResponseBuilder,
     answer_requests,
     prompt_of,
     read_requests,
 )
-from specgen.serve.server.job_response import ResponseBuilder
-from specgen.serve.server.jobs import Job
+from specgen.serve.server.http import EventStream, RequestError, read_json, while_connected
+from specgen.serve.server.jobs import Job, ServedEmbedder
 from specgen.serve.server.metrics import ServerMetrics
 from specgen.serve.server.model_pool import ModelPool, Place, ServedModel
 from specgen.serve.server.options import ServerOptions

@@ -1,4 +1,4 @@
-"""A thread that steps the engine. Requests submit jobs to it and receive their events."""
+"""The threads of served models: one steps an engine, another one makes embeddings."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TypeAlias
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import TypeAlias, TypeVar
 
 from specgen.errors import BackendError, SpecgenError, WorkerLostError
 from specgen.events import Event, PromptEvent
-from specgen.serve.server.errors import RequestError
+from specgen.llama.embeddings import Embedder
+from specgen.serve.server.http import RequestError
 from specgen.serve.server.metrics import Metrics
 from specgen.session.engine import Engine
 from specgen.session.request import Request
+from specgen.system.arrays import Hidden
 
 #: The number of an answer in its job, and an event of that answer or the error that ended it.
 JobEvent: TypeAlias = tuple[int, Event | SpecgenError]
@@ -283,3 +287,76 @@ class EngineThread:
     def _show_load(self) -> None:
         n_parallel = self.n_parallel
         self._metrics.show_load(min(self._n_open, n_parallel), max(0, self._n_open - n_parallel))
+
+
+# --- embeddings -----------------------------------------------------------------------------------
+
+
+_T = TypeVar("_T")
+
+
+class ServedEmbedder:
+    """An embedding model that answers requests. At most `n_waiting` requests wait while one is answered; `turns` is
+    held for each text."""
+
+    #: Requests that are answered at once, and what ended the thread: an error ends its request only.
+    n_parallel = 1
+    failure: BaseException | None = None
+
+    def __init__(
+        self,
+        name: str,
+        embedder: Embedder,
+        metrics: Metrics,
+        n_waiting: int,
+        turns: AbstractContextManager[None],
+    ) -> None:
+        self.name = name
+        self.embedder = embedder
+        self.target = embedder.model
+        #: Requests that are being answered.
+        self.n_open = 0
+        self._metrics = metrics
+        self._n_waiting = n_waiting
+        self._turns = turns
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="specgen-embeddings")
+        self._is_ending = False
+
+    async def embed(
+        self, texts: Sequence[Sequence[int]], encoded: Callable[[Hidden], _T]
+    ) -> list[_T]:
+        """Return the `encoded` vectors of texts. Requests take turns, a text each. Raise `RequestError`."""
+        if self.n_open > self._n_waiting:
+            raise RequestError.queue_full(1)
+        loop = asyncio.get_running_loop()
+        self.n_open += 1
+        self._show_load()
+        try:
+            found: list[_T] = []
+            for tokens in texts:
+                if self._is_ending:
+                    raise RequestError.ending()
+                found.append(await loop.run_in_executor(self._thread, self._embed, tokens, encoded))
+            return found
+        finally:
+            self.n_open -= 1
+            self._show_load()
+
+    def _embed(self, tokens: Sequence[int], encoded: Callable[[Hidden], _T]) -> _T:
+        with self._turns:
+            started = time.perf_counter()
+            vector = self.embedder.embed(tokens)
+            self._metrics.count_text(len(tokens), time.perf_counter() - started)
+        return encoded(vector)
+
+    def _show_load(self) -> None:
+        self._metrics.show_load(min(self.n_open, 1), max(0, self.n_open - 1))
+
+    def cancel_all(self) -> None:
+        """Refuse the rest of all requests."""
+        self._is_ending = True
+
+    def close(self) -> None:
+        """End the thread after its current text, and free the model. May be called twice."""
+        self._thread.shutdown(wait=True)
+        self.embedder.close()

@@ -17,9 +17,8 @@ from specgen.errors import BackendError, MemoryLimitError, SpecgenError
 from specgen.llama.embeddings import Embedder
 from specgen.llama.model import LlamaModel
 from specgen.models import human_bytes
-from specgen.serve.server.embedding import ServedEmbedder
-from specgen.serve.server.errors import RequestError
-from specgen.serve.server.jobs import EngineThread, Turns
+from specgen.serve.server.http import RequestError
+from specgen.serve.server.jobs import EngineThread, ServedEmbedder, Turns
 from specgen.serve.server.metrics import Metrics, ServerMetrics
 from specgen.serve.server.options import Limits
 from specgen.session.engine import Engine

@@ -1,15 +1,18 @@
-"""Turn the events of a job into the response, whole or streamed."""
+"""Turns the body of a request into answers for the engine, and their events into the response."""
 
 from __future__ import annotations
 
 import asyncio
+import datetime
+import functools
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
 
 from specgen.errors import SpecgenError
 from specgen.events import CommittedEvent, Event, FinishedEvent, Piece
+from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.chat_answer import (
     Answer,
     ChunkWriter,
@@ -18,11 +21,107 @@ from specgen.serve.formats.chat_answer import (
     finish_reason,
     is_cut,
 )
-from specgen.serve.formats.request import Request
+from specgen.serve.formats.chat_request import read_chat, read_completion, read_infill
+from specgen.serve.formats.fields import BodyError
+from specgen.serve.formats.messages_request import read_messages
+from specgen.serve.formats.request import Request, check_tokens, with_call_form
+from specgen.serve.formats.responses_request import read_response_request
 from specgen.serve.formats.tool_calls import AnswerParser
-from specgen.serve.server.errors import RequestError
-from specgen.serve.server.jobs import EngineThread, Job
+from specgen.serve.server.http import RequestError
+from specgen.serve.server.jobs import EngineThread, Insert, Job
+from specgen.serve.server.options import Limits
+from specgen.session.engine import Engine
+from specgen.session.prompts import Prompt, template_of
+from specgen.session.prompts.infill import infill_prompt
+from specgen.session.session import Session
 from specgen.session.thoughts import ThoughtReader
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+#: ``chat``, ``completion`` and ``responses`` are OpenAI's; ``messages`` is Anthropic's; ``infill`` is
+#: llama.cpp's, for a text with a gap.
+Endpoint: TypeAlias = Literal["chat", "completion", "infill", "messages", "responses"]
+_READ: Mapping[
+    Endpoint,
+    Callable[[Mapping[str, Any], SamplerOptions, GenerationOptions], tuple[Request, ...]],
+] = {
+    "chat": read_chat,
+    "completion": read_completion,
+    "infill": read_infill,
+    "messages": read_messages,
+    "responses": read_response_request,
+}
+
+
+def read_requests(
+    endpoint: Endpoint, body: Mapping[str, Any], loaded: Session, limits: Limits
+) -> tuple[Request, ...]:
+    """Read a body, with a request for each of its prompts. The options of the command line give the defaults
+    of its fields, and the target's chat template the form of tool calls. Raise `BodyError`."""
+    options, template = loaded.options, template_of(loaded.target, has_tools=True)
+    found = _READ[endpoint](body, options.sampler, options.generation)
+    n_answers = found[0].n * len(found)
+    if n_answers > limits.n_answers > 0:
+        raise BodyError("n", f"{n_answers} answers; at most {limits.n_answers} are allowed")
+    return tuple(with_call_form(request, template) for request in found)
+
+
+def answer_requests(
+    requests: Sequence[Request], loaded: Session, n_ctx: int, limits: Limits
+) -> list[Insert]:
+    """Return what to submit to an engine with contexts of `n_ctx` tokens: all answers to the first prompt,
+    then those to the next. Raise `UsageError`, `PromptError`, and `RequestError` for a prompt that does not
+    fit."""
+    asks: list[Insert] = []
+    for request in requests:
+        check_tokens(request, loaded.target.vocabulary.n_tokens)
+        generation = request.generation
+        if limits.answer_tokens > 0 and not 0 <= generation.max_tokens <= limits.answer_tokens:
+            generation = replace(generation, max_tokens=limits.answer_tokens)
+        prompt = prompt_of(replace(request, generation=generation), loaded, n_ctx)
+        _check_length(len(prompt.tokens), n_ctx, limits.prompt_tokens)
+        wish, sampling = request.speculative, request.sampling
+        for number in range(request.n):
+            own = sampling
+            if sampling.seed >= 0:
+                own = replace(sampling, seed=sampling.seed + number)
+            insert = functools.partial(
+                Engine.insert,
+                prompt=prompt,
+                sampling=own,
+                generation=generation,
+                draft=wish.draft,
+                n_drafted_max=wish.max,
+                verifier=wish.verifier,
+            )
+            asks.append(insert)
+    return asks
+
+
+def prompt_of(request: Request, loaded: Session, n_ctx: int) -> Prompt:
+    """Return the prompt of a request. Raise `UsageError`, `PromptError`."""
+    if request.gap is not None:
+        # The far ends of a long text matter little: the text is cut to leave room for an answer.
+        n_answer = request.generation.max_tokens
+        n_room = max(n_ctx // 4, n_ctx - (n_answer if n_answer >= 0 else n_ctx // 4))
+        return infill_prompt(loaded.target, loaded.own_vocabulary, request.gap, n_room).prompt
+    now = datetime.datetime.now().astimezone()
+    return request.prompt(replace(loaded.prompts, n_ctx=n_ctx), now)
+
+
+def _check_length(n_tokens: int, n_ctx: int, n_most: int) -> None:
+    what = ""
+    if n_tokens > n_ctx:
+        what = f"but the context has {n_ctx}"
+    elif n_tokens > n_most > 0:
+        what = f"at most {n_most} are allowed"
+    if what:
+        message = f"the prompt has {n_tokens} tokens; {what}"
+        raise RequestError(400, message, code="context_length_exceeded")
+
+
+# --- responses ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
