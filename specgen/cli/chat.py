@@ -255,7 +255,6 @@ def _help() -> str:
 
 
 def _show_thought(talk: Chat) -> None:
-    """Print the thinking block of the last answer, dim on a terminal. Raise `UsageError` if there is none."""
     from specgen.render.select import make_console
     from specgen.render.text import clean
     from specgen.session.thoughts import thought_of
@@ -270,7 +269,6 @@ def _show_thought(talk: Chat) -> None:
 
 
 def _show_figures(talk: Chat) -> None:
-    """Print figures of the last answer, and of all answers of this run."""
     from rich.text import Text
 
     from specgen.render.select import make_console
@@ -310,7 +308,6 @@ def _session_file(name: str) -> Path:
 
 @contextlib.contextmanager
 def _opened(path: Path | None, output: Output) -> Iterator[tuple[Conversation, ChatLog | None]]:
-    """Open a conversation and its log; without a file, a new conversation without a log."""
     from specgen.serve.chat.conversation import ChatLog, Conversation
 
     if path is None:

@@ -81,7 +81,6 @@ def typed_messages(history: Path, commands: list[str]) -> Iterator[str]:
 
 
 def _history(path: Path) -> History:
-    """Return the history of earlier messages. New messages are appended to its file, if it can be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     class Kept(FileHistory):

@@ -138,7 +138,6 @@ class _FileGap:
 def _find_gap(
     place: str | None, prefix_file: Path | None, suffix_file: Path | None, *, in_place: bool
 ) -> _FileGap:
-    """Return the gap that was asked for. Raise `UsageError`, `PromptError`."""
     files = prefix_file, suffix_file
     if place is not None:
         if any(files):

@@ -95,7 +95,6 @@ def make_renderer(
 
 
 def _is_pipe(stream: TextIO) -> bool:
-    """Return whether a stream is a pipe or a socket."""
     try:
         mode = os.fstat(stream.fileno()).st_mode
     except (OSError, ValueError):

@@ -185,7 +185,6 @@ def _gain(finished: FinishedEvent, draft: str | None) -> Text:
 
 
 def _between(low: float, high: float) -> str:
-    """Return both numbers, or one if they are the same with one digit behind the point."""
     return f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f}"
 
 

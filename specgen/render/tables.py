@@ -200,7 +200,6 @@ def print_draft_table(search: Search, sentences: Sequence[str], console: Console
 
 
 def _columns(figures: DraftFigures, missing: str) -> list[str]:
-    """Return the figures as text, in the order of the table; times are milliseconds."""
     share, token_s = figures.acceptance_rate, figures.draft_token_s
     return [
         f"{figures.speedup:.2f}",

@@ -12,7 +12,6 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def _signs() -> dict[int, str]:
-    """Return the sign for each character that must not reach a terminal."""
     signs = {code: chr(0x2400 + code) for code in range(0x20)}  # U+2400 is the sign of NUL
     signs[0x7F] = "\N{SYMBOL FOR DELETE}"
     signs |= dict.fromkeys(range(0x80, 0xA0), _REPLACEMENT)  # C1, CSI among them

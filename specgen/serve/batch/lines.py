@@ -145,7 +145,6 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def _asked(body: Mapping[str, Any]) -> tuple[Kind, dict[str, Any]]:
-    """Return the kind of a line's request, and the request's fields."""
     if not {"body", "url", "method"} & body.keys():
         fields = {name: value for name, value in body.items() if name != "custom_id"}
         return ("chat" if "messages" in fields else "prompt"), fields

@@ -196,7 +196,6 @@ class Chat:
                 self.change(Change("answer", text))
 
     def _gone(self, n_gone: int) -> str:
-        """Return a sentence about the turns that are left out."""
         turns = "the oldest turn is" if n_gone == 1 else f"the {n_gone} oldest turns are"
         message = f"the context of {self.n_ctx} tokens is full: {turns} left out from here on"
         kept = ["the system message"] if self.conversation.system is not None else []

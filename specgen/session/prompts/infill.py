@@ -191,7 +191,6 @@ class _Writer:
         return self._parts([], prefix, suffix), [*left_out, *names]
 
     def _parts(self, before: list[int], prefix: list[int], suffix: list[int]) -> list[int]:
-        """Return a prompt made of its texts, with the marks between them."""
         tokens = self._tokens
         if tokens.middle >= 0:
             gap = [tokens.prefix, *prefix, tokens.suffix, *suffix, tokens.middle]

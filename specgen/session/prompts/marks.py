@@ -53,7 +53,6 @@ def kept(value: Any) -> Any:
 
 
 def _plain(text: Any) -> Any:
-    """Return an argument without marks: a text, several texts, or None."""
     if isinstance(text, str):
         return unmarked(text)
     return tuple(map(unmarked, text)) if isinstance(text, tuple) else text
@@ -133,7 +132,6 @@ class MarkedText(str):
 
 
 def _like_plain(name: str) -> Any:
-    """Return the method of `str` for texts without marks."""
     method = getattr(str, name)
 
     def call(text: str, *arguments: Any) -> Any:

@@ -232,7 +232,6 @@ def _prompt(text: str, tokens: Sequence[int]) -> Prompt:
 
 
 def _begins(vocabulary: LlamaVocabulary, text: str) -> bool:
-    """Return whether a text begins with the name of the beginning-of-text token."""
     bos = vocabulary.control_text(vocabulary.special_tokens()["bos"])
     return bool(bos) and text.startswith(bos)
 
