@@ -14,7 +14,7 @@ from specgen.session.files import name_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.measure.bench.figures import BenchReport, CategoryFigures, ContenderFigures
+    from specgen.measure.bench.figures import BenchReport, Figures
     from specgen.measure.search import Search, Tried
     from specgen.measure.trial import DraftFigures
 
@@ -24,8 +24,6 @@ _Row: TypeAlias = tuple[str, Sequence[str], str]
 
 # --- specgen bench
 
-#: The category of figures over all categories.
-OVERALL = "overall"
 _HEADINGS = (
     "speed-up",
     "quartiles",
@@ -34,8 +32,8 @@ _HEADINGS = (
     "accepted",
     "per-pass",
     "first",
-    "whole",
     "other",
+    "whole",
 )
 #: The columns in a pipe.
 _BENCH_COLUMNS = (
@@ -51,85 +49,49 @@ def bench_lines(report: BenchReport) -> Iterator[str]:
     there are no lines."""
     if report.figures:
         yield "\t".join(_BENCH_COLUMNS)
-    for each in report.figures:
-        own = [f"{each.temperature:g}", each.contender]
-        yield "\t".join([each.target, *own, OVERALL, *_overall(each)])
-        if len(each.categories) > 1:
-            for category in each.categories:
-                cells = [category.category, *_of_category(category)]
-                yield "\t".join([each.target, *own, *cells])
+    for whole in report.figures:
+        for each in (whole, *(whole.categories if len(whole.categories) > 1 else ())):
+            names = (each.target, f"{each.temperature:g}", each.contender, each.category)
+            yield "\t".join([*names, str(each.n_answers), *_cells(each, "")])
 
 
-def _overall(each: ContenderFigures) -> list[str]:
-    spread, worst = each.speedups, each.worst
+def _cells(each: Figures, missing: str) -> list[str]:
+    spread, worst, speed = each.speedups, each.worst, each.tokens_per_s
     return [
-        str(each.n_answers),
-        _number(each.speedup),
-        _number(spread.quartile if spread else None),
-        _number(spread.third_quartile if spread else None),
-        _number(worst.speedup if worst else None),
-        _number(each.tokens_per_s.median if each.tokens_per_s else None),
-        _number(each.acceptance_rate),
-        _number(each.mean_accepted_length),
-        _number(each.first_token),
-        "" if each.n_different is None else str(each.n_different),
-        _number(each.whole),
-    ]
-
-
-def _of_category(each: CategoryFigures) -> list[str]:
-    spread, speed = each.speedups, each.tokens_per_s
-    return [
-        str(each.n_answers),
-        _number(each.speedup),
-        _number(spread.quartile if spread else None),
-        _number(spread.third_quartile if spread else None),
-        _number(spread.low if spread else None),
-        _number(speed.median if speed else None),
-        *[""] * 5,
+        _number(each.speedup, missing),
+        _number(spread.quartile if spread else None, missing),
+        _number(spread.third_quartile if spread else None, missing),
+        _number(worst.speedup if worst else None, missing),
+        _number(speed.median if speed else None, missing),
+        _number(each.acceptance_rate, missing),
+        _number(each.mean_accepted_length, missing),
+        _number(each.first_token, missing),
+        missing if each.n_different is None else str(each.n_different),
+        _number(each.whole, missing),
     ]
 
 
 def print_bench_tables(report: BenchReport, console: Console) -> None:
     """Print the figures of each lineup, those by category, and an explanation."""
-    for target, temperature in report.lineups:
-        every = report.of((target, temperature))
+    for target, temperature in dict.fromkeys((e.target, e.temperature) for e in report.figures):
+        every = [e for e in report.figures if (e.target, e.temperature) == (target, temperature)]
         console.print(Text(f"{target}, temperature {temperature:g}", style="bold"))
-        _print_table(console, "contender", _HEADINGS, [*_main_rows(every)])
-        if len(report.categories) > 1:
+        best, rows = max(each.speedup or 0.0 for each in every), list[_Row]()
+        for each in every:
+            speedup, first, third, *others = _cells(each, "-")
+            cells = [speedup + "!" * each.is_impossible, f"{first}-{third}", *others]
+            rows.append((each.contender, cells, "bold" if each.speedup == best else ""))
+        _print_table(console, "contender", _HEADINGS, rows)
+        by_category = [{own.category: own.speedup for own in each.categories} for each in every]
+        if len(categories := dict.fromkeys(name for own in by_category for name in own)) > 1:
             names = [each.contender for each in every]
-            rows = [*_category_rows(report.categories, every)]
+            rows = [
+                (clean_line(name), [_number(own.get(name), "-") for own in by_category], "")
+                for name in categories
+            ]
             _print_table(console, "category", names, rows)
         console.print()
     console.print(Text(_explanation(report), style="dim"))
-
-
-def _main_rows(every: Sequence[ContenderFigures]) -> Iterator[_Row]:
-    best = max((each.speedup or 0.0 for each in every), default=0.0)
-    for each in every:
-        spread, worst = each.speedups, each.worst
-        cells = (
-            _number(each.speedup, "-") + ("!" if each.is_impossible else ""),
-            "-" if spread is None else f"{spread.quartile:.2f}-{spread.third_quartile:.2f}",
-            _number(worst.speedup if worst else None, "-"),
-            _number(each.tokens_per_s.median if each.tokens_per_s else None, "-"),
-            _number(each.acceptance_rate, "-"),
-            _number(each.mean_accepted_length, "-"),
-            _number(each.first_token, "-"),
-            _number(each.whole, "-"),
-            "-" if each.n_different is None else str(each.n_different),
-        )
-        yield each.contender, cells, "bold" if each.speedup == best else ""
-
-
-def _category_rows(categories: Sequence[str], every: Sequence[ContenderFigures]) -> Iterator[_Row]:
-    for category in categories:
-        own = [
-            next((found for found in each.categories if found.category == category), None)
-            for each in every
-        ]
-        cells = [_number(found.speedup if found else None, "-") for found in own]
-        yield clean_line(category), cells, ""
 
 
 def _print_table(
@@ -153,14 +115,14 @@ def _explanation(report: BenchReport) -> str:
         "plain decoding of the same prompt (geometric means), its quartiles over the answers, and "
         "that of the worst prompt; tokens a second after the first (median); the share of drafted "
         "tokens that the target accepts; tokens per pass of the target; the time to the first token relative to "
-        "plain decoding; the speed-up of the whole answer, including reading the prompt; answers "
-        "whose text differs from plain decoding's."
+        "plain decoding; answers whose text differs from plain decoding's; the speed-up of the whole answer, "
+        "including reading the prompt."
         + " (! is more than the tokens per pass allow: the machine's speed changed.)"
         * any(each.is_impossible for each in report.figures)
     )
 
 
-def _number(value: float | None, missing: str = "") -> str:
+def _number(value: float | None, missing: str) -> str:
     return missing if value is None else f"{value:.2f}"
 
 
