@@ -29,7 +29,7 @@ from specgen.models import (
     memory_file,
     packed_folder,
 )
-from specgen.models.made_files import learning_folder
+from specgen.models.files import learning_folder
 from specgen.options import (
     ContextOptions,
     Contexts,
