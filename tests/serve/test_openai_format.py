@@ -157,6 +157,7 @@ def test_forms_of_answers() -> None:
         ({"logit_bias": {"x": 1}}, "logit_bias.x"),
         ({"logit_bias": {"1": "a"}}, "logit_bias.1"),
         ({"logit_bias": {"1" * 5000: 1}}, f"logit_bias.{'1' * 89}"),
+        ({"json_schema": {"pattern": "^((((a{100}){100}){100}){100})$"}}, "json_schema"),
         ({"max_completion_tokens": -2}, "max_completion_tokens"),
         ({"stop": [""]}, "stop[0]"),
         ({"stop": 3}, "stop"),
