@@ -37,9 +37,9 @@ from specgen.serve.server.answers import (
     read_requests,
 )
 from specgen.serve.server.http import EventStream, RequestError, read_json, while_connected
-from specgen.serve.server.jobs import Job, ServedEmbedder
+from specgen.serve.server.jobs import Job, ServedEmbedder, ServedModel
 from specgen.serve.server.metrics import ServerMetrics
-from specgen.serve.server.model_pool import ModelPool, Place, ServedModel
+from specgen.serve.server.model_pool import ModelPool, Place
 from specgen.serve.server.options import ServerOptions
 from specgen.system.json_lines import as_json
 
@@ -188,12 +188,7 @@ class Server:
         loop = asyncio.get_running_loop()
         requests, job = await run_in_threadpool(self._submit, model, endpoint, body, loop)
         answering = ResponseBuilder(
-            requests,
-            job,
-            model,
-            model=model.name,
-            created=int(time.time()),
-            limit_s=self._limits.request_s,
+            requests, job, model, created=int(time.time()), limit_s=self._limits.request_s
         )
         if requests[0].streams:
             return EventStream(
