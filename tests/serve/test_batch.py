@@ -225,7 +225,7 @@ class TestResults:
 
 def test_the_summary_tells_of_drafts_and_caches_where_there_were_any() -> None:
     tally = Tally(n_lines=3, n_answers=2, n_errors=1, n_tokens=100, n_prompt_tokens=40)
-    told = "2 answers of 100 tokens in all, 5 s: 20.0 tokens/s, 4 at once"
+    told = "2 answers of 100 tokens, 5 s: 20.0 tokens/s, 4 at once"
     assert batch_summary(tally, 5.0, "4 at once") == told
     tally.n_drafted, tally.n_accepted, tally.n_cached_tokens = 50, 20, 10
     told += ", 40% of the draft accepted, 25% of the prompts from the cache"
