@@ -22,8 +22,7 @@ from specgen.cli.model_loading import use_kernels
 from specgen.cli.output import Output
 from specgen.errors import OutputError, UsageError
 from specgen.models import cache_folder, data_folder, human_bytes
-from specgen.models.files import size_of
-from specgen.models.made_files import identity_of, learning_folder
+from specgen.models.files import identity_of, learning_folder, size_of
 from specgen.options import KernelOptions, ModelChoice
 from specgen.session.files import find_models, find_target
 

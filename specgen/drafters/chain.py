@@ -137,9 +137,10 @@ class ModelDrafter:
                 ahead.drop_until(n_same)
                 self._n_agreed = len(context)
                 return row
-        row = yield from self._decode(self._missing(context))
+        rows = yield from self._decode_rows(self._missing(context), n_wanted=1)
         self._n_agreed = len(context)
-        return row
+        last: Logits = rows[-1]
+        return last
 
     def _missing(self, context: Sequence[int]) -> Sequence[int]:
         """Drop from the cache what is not a prefix of `context`; returns the tokens that it then lacks. The
@@ -177,11 +178,6 @@ class ModelDrafter:
         if self._guesses is not None:
             self._guesses.decoded(self._backend.decode_s - before_s)
         return ahead.add((tokens[-1], *guessed), rows, self._backend)
-
-    def _decode(self, tokens: Sequence[int]) -> Generator[Ask, Logits, Logits]:
-        rows = yield from self._decode_rows(tokens, n_wanted=1)
-        row: Logits = rows[-1]
-        return row
 
     def _decode_rows(
         self, tokens: Sequence[int], *, n_wanted: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from specgen.drafters.spelling import ControlTokens, Speller
 from specgen.method.backend import Vocabulary
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.draft import NO_DRAFT, Draft
 from specgen.text.prefix import n_common
 
 #: Bytes of the text that are spelled again with what follows them: tokenizers look back.
@@ -168,17 +168,12 @@ class DraftText:
 
     def _take_drafted(self, drafted: Draft) -> None:
         """Take over the draft's own tokens for as long as their bytes are those of the text."""
-        node = ROOT
-        while True:
-            for child in drafted.children(node):
-                data = self._draft.token_bytes(drafted.tokens[child])
-                if data and self._bytes.startswith(data, self._n_told):
-                    break
-            else:
+        for token in drafted.tokens:
+            data = self._draft.token_bytes(token)
+            if not data or not self._bytes.startswith(data, self._n_told):
                 return
             self._n_told += len(data)
-            self._add(drafted.tokens[child], self._n_told)
-            node = child
+            self._add(token, self._n_told)
 
     def _spell(self) -> None:
         """Spell the bytes that are in no token, together with the text before them."""

@@ -18,7 +18,7 @@ from specgen.drafters.spelling import ControlTokens, Lexicon, Speller, n_unfinis
 from specgen.method.backend import Vocabulary
 from specgen.method.cost_table import Price
 from specgen.method.distribution import Distribution
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.options import SamplerOptions
@@ -80,36 +80,19 @@ class Translation:
         return spelled.tokens[0] if spelled.tokens else -1
 
     def translate(self, draft: Draft, before: bytes, held_back: bytes) -> Draft:
-        """Translate `draft` to the target's tokens. `before` is the end of the text so far; `held_back` is
+        """Translate a chain to the target's tokens. `before` is the end of the text so far; `held_back` is
         the end of `before`, and the draft's tokens start with it."""
-        tokens: list[int] = []
-        parents: list[int] = []
-        origins: list[str] = []
-        probabilities: list[float | None] = []
-        places: dict[tuple[int, int], int] = {}
-        for leaf in draft.leaves():
-            node = ROOT
-            for token, probability in self._spell(draft, draft.path(leaf), before, held_back):
-                if (node, token) not in places:
-                    places[node, token] = len(tokens)
-                    tokens.append(token)
-                    parents.append(node)
-                    origins.append(draft.origins[leaf])
-                    probabilities.append(probability)
-                node = places[node, token]
-        n = len(tokens)
-        return Draft(
-            tuple(tokens), tuple(parents), tuple(origins), tuple(probabilities), (None,) * n
-        )
+        spelled = list(self._spell(draft, before, held_back))
+        if not spelled:
+            return NO_DRAFT
+        tokens, probabilities = zip(*spelled, strict=True)
+        return Draft.chain(tokens, draft.origins[0], probabilities)
 
-    def _spell(
-        self, draft: Draft, path: Sequence[int], before: bytes, held_back: bytes
-    ) -> Iterator[_Spelled]:
+    def _spell(self, draft: Draft, before: bytes, held_back: bytes) -> Iterator[_Spelled]:
         data = b""
         end: _Spelled | None = None
         starts: list[tuple[int, float | None]] = []
-        for node in path:
-            token, probability = draft.tokens[node], draft.probabilities[node]
+        for token, probability in zip(draft.tokens, draft.probabilities, strict=True):
             piece = self.draft.token_bytes(token)
             if not piece:
                 counterpart = self._to_target.find(token) if self.draft.is_end(token) else None

@@ -48,7 +48,6 @@ class StoppingRule:
     ) -> None:
         self.n_max = len(batch_s) - 1
         self._token_s = token_s
-        self._frequencies, self._gains_s = frequencies, token_s * acceptance
         self._costs_s: list[float] = np.diff(batch_s).tolist()
         # Where each point of the grid comes to lie once a token of each bin was accepted.
         places = np.log(np.maximum(acceptance, _LEAST)) / _STEP + np.arange(_N_GRID)[:, None]
@@ -58,7 +57,7 @@ class StoppingRule:
         interpolation = np.zeros((len(places), _N_GRID))
         interpolation[rows, below + 1] = places - below
         interpolation[rows, below] = 1.0 - (places - below)
-        gains_s = np.outer(_GRID, self._gains_s).ravel()
+        gains_s = np.outer(_GRID, token_s * acceptance).ravel()
         values = np.zeros((self.n_max + 1, _N_GRID))
         for n in range(self.n_max - 1, -1, -1):
             after_s = interpolation @ np.maximum(values[n + 1], 0.0)
@@ -76,11 +75,6 @@ class StoppingRule:
         place = math.log(max(chance, _LEAST) / _LEAST) / _STEP
         index = min(int(place), _N_GRID - 2)
         return values[index] + (place - index) * (values[index + 1] - values[index])
-
-    def single(self, chance: float, cost_s: float) -> float:
-        """Return the expected gain, in seconds, of one more token after a draft with this probability, if
-        taking it costs `cost_s`, its look costs nothing, and no look follows."""
-        return float(np.maximum(chance * self._gains_s - cost_s, 0.0) @ self._frequencies)
 
     def takes(self, n_drafted: int, chance: float) -> float:
         """Return the expected gain of taking one more token, in seconds; with it, the draft's probability
@@ -182,29 +176,14 @@ class WhilePaying:
         nodes.sort(key=probabilities.__getitem__, reverse=True)
         token_s, extra_s = self.token_s(self.origin), self.extra_s
         n_room = len(extra_s) - 1
-        taken = best_nodes(probabilities, token_s, extra_s)
-        # A new node takes one more row, or the row of the least likely node that has one.
-        insert_s = math.inf
-        if len(taken) < n_room:
-            insert_s = extra_s[len(taken) + 1] - extra_s[len(taken)]
-        if taken:
-            insert_s = min(insert_s, probabilities[taken[-1]] * token_s)
+        n_taken, n_room = len(best_nodes(probabilities, token_s, extra_s)), len(extra_s) - 1
         best, best_s, gain_s = 0, 0.0, 0.0
         for n, node in enumerate(nodes[:n_most]):
-            chance, n_rows = probabilities[node], len(taken)
-            if n_rows >= n_room:  # no row is free: only likelier nodes keep theirs
-                n_rows = sum(probabilities[other] >= chance for other in taken)
-            n_rows = max(n_rows, tree.depths[node] + 1)
+            # Tokens behind several nodes compete for the same rows.
+            n_rows = max(n_taken + n, tree.depths[node] + 1)
             if n_rows >= n_room:
                 break
-            # The first node may be followed far. Tokens behind the others would compete for the same rows.
-            if n == 0:
-                further_s = self.rule.value(n_rows, chance) + self.next_s
-                gain_s += max(0.0, further_s)
-            else:
-                gain_s += self.rule.single(chance, insert_s)
-            if node not in taken:  # the node itself would need a row too
-                gain_s += min(0.0, chance * token_s - insert_s)
+            gain_s += max(0.0, self.rule.value(n_rows, probabilities[node]) + self.next_s)
             if gain_s - seconds(n + 1) > best_s:
                 best, best_s = n + 1, gain_s - seconds(n + 1)
         return nodes[:best]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specgen.errors import ModelFileError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -140,3 +142,48 @@ def packed_folder() -> Path:
 def memory_file() -> Path:
     """Return the file of what was learnt on this machine."""
     return cache_folder() / "learnt.json"
+
+
+# --- files that are made for a target
+
+
+def identity_of(target: Path) -> FileIdentity:
+    """Return the identity of a file. Raise `ModelFileError` if there is none."""
+    identity = identify(target)
+    if identity is None:
+        raise ModelFileError(f"{target}: no such file")
+    return identity
+
+
+def text_folder(cache: Path, target: FileIdentity) -> Path:
+    """Return the folder of the target's own text."""
+    return _made_folder(cache, target) / "text"
+
+
+def distilled_file(cache: Path, target: FileIdentity, draft: Path) -> Path:
+    """Return the file of a draft model that was fitted to the target."""
+    return _made_folder(cache, target) / f"{draft.stem}-distilled.gguf"
+
+
+def heads_file(cache: Path, target: FileIdentity) -> Path:
+    """Return the file of the target's decoder heads."""
+    return _made_folder(cache, target) / f"{Path(target.name).stem}-heads.gguf"
+
+
+def pruned_file(cache: Path, target: FileIdentity) -> Path:
+    """Return the file of the target without some of its layers."""
+    return _made_folder(cache, target) / f"{Path(target.name).stem}-pruned.gguf"
+
+
+def learning_folder(data: Path, target: FileIdentity) -> Path:
+    """Return the data folder's subfolder for the target's kept answers and what drafts learnt from them."""
+    return data / "learning" / f"{Path(target.name).stem}-{_key(target)}"
+
+
+def _made_folder(cache: Path, target: FileIdentity) -> Path:
+    """Return the cache folder's subfolder for everything that is made for a target; it need not exist."""
+    return cache / "made" / _key(target)
+
+
+def _key(target: FileIdentity) -> str:
+    return hashlib.sha256(f"{target.name}, {target.size_bytes}".encode()).hexdigest()[:16]

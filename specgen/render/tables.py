@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from rich.text import Text
@@ -13,7 +13,7 @@ from specgen.session.files import name_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.measure.bench.figures import BenchReport, CategoryFigures, ContenderFigures
+    from specgen.measure.bench.figures import BenchReport, Figures
     from specgen.measure.search import Search, Tried
     from specgen.measure.trial import DraftFigures
 
@@ -22,7 +22,7 @@ _Row: TypeAlias = tuple[str, Sequence[str], str]
 
 #: The figures of a contender: the column's name in a pipe, its heading on a terminal (none there if empty), and
 #: the figure.
-_BENCH: tuple[tuple[str, str, Callable[[ContenderFigures], float | None]], ...] = (
+_BENCH: tuple[tuple[str, str, Callable[[Figures], float | None]], ...] = (
     ("answers", "", lambda of: of.n_answers),
     ("speedup", "speed-up", lambda of: of.speedup),
     ("first_quartile", "25%", lambda of: of.speedups.quartile if of.speedups else None),
@@ -35,15 +35,6 @@ _BENCH: tuple[tuple[str, str, Callable[[ContenderFigures], float | None]], ...] 
     ("different", "other", lambda of: of.n_different),
     ("whole_speedup", "whole", lambda of: of.whole),
 )
-#: Those of a category that has fewer.
-_CATEGORY: Mapping[str, Callable[[CategoryFigures], float | None]] = {
-    "answers": lambda of: of.n_answers,
-    "speedup": lambda of: of.speedup,
-    "first_quartile": lambda of: of.speedups.quartile if of.speedups else None,
-    "third_quartile": lambda of: of.speedups.third_quartile if of.speedups else None,
-    "worst_speedup": lambda of: of.speedups.low if of.speedups else None,
-    "tokens_per_s": lambda of: of.tokens_per_s.median if of.tokens_per_s else None,
-}
 #: The figures of a draft, in the same form.
 _DRAFT: tuple[tuple[str, str, Callable[[DraftFigures], float | None]], ...] = (
     ("speedup", "speed-up", lambda of: of.speedup),
@@ -70,23 +61,20 @@ def bench_lines(report: BenchReport) -> Iterator[str]:
     """Yield the columns' names, then a line for each contender, followed by one for each of its categories if
     there are several. Tabs separate the columns, which are empty where there is no figure. Without figures
     there are no lines."""
-    names = [name for name, _, _ in _BENCH]
     if report.figures:
+        names = [name for name, _, _ in _BENCH]
         yield "\t".join(("target", "temperature", "contender", "category", *names))
-    for each in report.figures:
-        own = (each.target, f"{each.temperature:g}", each.contender)
-        yield "\t".join((*own, "overall", *(_cell(figure(each)) for _, _, figure in _BENCH)))
-        for category in each.categories if len(each.categories) > 1 else ():
-            figures = {name: _cell(figure(category)) for name, figure in _CATEGORY.items()}
-            cells = (figures.get(name, "") for name in names)
-            yield "\t".join((*own, category.category, *cells))
+    for whole in report.figures:
+        for each in (whole, *(whole.categories if len(whole.categories) > 1 else ())):
+            own = (each.target, f"{each.temperature:g}", each.contender, each.category)
+            yield "\t".join((*own, *(_cell(figure(each)) for _, _, figure in _BENCH)))
 
 
 def print_bench_tables(report: BenchReport, console: Console) -> None:
     """Print the figures of each lineup, those by category, and an explanation."""
     shown = [(heading, figure) for _, heading, figure in _BENCH if heading]
-    for target, temperature in report.lineups:
-        every = report.of((target, temperature))
+    for target, temperature in dict.fromkeys((e.target, e.temperature) for e in report.figures):
+        every = [e for e in report.figures if (e.target, e.temperature) == (target, temperature)]
         best = max((each.speedup or 0.0 for each in every), default=0.0)
         rows: list[_Row] = []
         for each in every:
@@ -96,11 +84,11 @@ def print_bench_tables(report: BenchReport, console: Console) -> None:
             rows.append((each.contender, [speedup + mark, *others], style))
         console.print(Text(f"{target}, temperature {temperature:g}", style="bold"))
         _print_table(console, "contender", [heading for heading, _ in shown], rows)
-        if len(report.categories) > 1:
-            speedups = [{own.category: own.speedup for own in each.categories} for each in every]
+        speedups = [{own.category: own.speedup for own in each.categories} for each in every]
+        if len(categories := dict.fromkeys(name for own in speedups for name in own)) > 1:
             rows = [
-                (clean_line(name), [_cell(each.get(name), "-") for each in speedups], "")
-                for name in report.categories
+                (clean_line(name), [_cell(own.get(name), "-") for own in speedups], "")
+                for name in categories
             ]
             _print_table(console, "category", [each.contender for each in every], rows)
         console.print()

@@ -53,7 +53,7 @@ class DrafterFactory:
     """Makes what drafts for one answer with the models that are loaded at the time. With `learns_alone`, the
     acceptance statistics that an answer adds are dropped with it."""
 
-    models: Session
+    session: Session
     learns_alone: bool = False
 
     def sequence(
@@ -72,14 +72,14 @@ class DrafterFactory:
         """Return the state of an answer to `prompt`, with the number `index`. `caches` are the contexts of the draft.
         With `plain`, nothing drafts. `settings` are by default those of the models; `slot` is the answer's slot in
         all contexts, by default the only one."""
-        models, rng = self.models, np.random.SeedSequence(seed)
-        settings, slot = settings or models.settings, slot or Slot()
+        session, rng = self.session, np.random.SeedSequence(seed)
+        settings, slot = settings or session.settings, slot or Slot()
         # The draft has a random generator of its own, so that it cannot change the target's samples.
         target_seed, draft_seed = rng.spawn(2)
         state = TextState(prompt.tokens, settings.grammar)
         cascade: Cascade | None = None
         hidden: TargetStates | None = None
-        draft = None if plain else models.draft
+        draft = None if plain else session.draft
         if draft is not None and (caches or draft.timed is None):
             request = self._request(draft, prompt, state, settings, draft_seed, make_shaper)
             request = replace(request, caches=caches, slot=slot)
@@ -87,7 +87,7 @@ class DrafterFactory:
             hidden = getattr(drafter, "states", None)
             cascade = self._cascade(draft, drafter, request, settings)
         return Sequence(
-            vocabulary=models.target.vocabulary.showing(settings.generation.shown_controls),
+            vocabulary=session.target.vocabulary.showing(settings.generation.shown_controls),
             options=settings.generation,
             n_ctx=n_ctx,
             drafters=cascade,
@@ -96,7 +96,7 @@ class DrafterFactory:
             shaper=make_shaper(settings.sampler, state),
             state=state,
             rng=np.random.default_rng(target_seed),
-            slot=Branches(slot.number * models.n_branches_max, models.n_branches_max),
+            slot=Branches(slot.number * session.n_branches_max, session.n_branches_max),
             index=index,
             hidden=hidden,
             ends=frozenset() if settings.generation.ignore_eos else prompt.ends,
@@ -107,9 +107,9 @@ class DrafterFactory:
     ) -> Drafter:
         """Return the drafter of the draft alone, which drafts chains of its most likely tokens over `state`, whatever
         the user's samplers are. The text starts with `prompt`."""
-        draft = self.models.draft
+        draft = self.session.draft
         assert draft is not None, "there is no draft"
-        settings = self.models.settings.most_likely()
+        settings = self.session.settings.most_likely()
         request = self._request(draft, prompt, state, settings, np.random.SeedSequence(0), Shaper)
         shaper = Shaper(Sampler(SamplerOptions()), state)
         return draft.drafter(replace(request, caches=caches, shaper=shaper, branches=False))
@@ -118,13 +118,13 @@ class DrafterFactory:
         self, settings: RequestSettings | None = None
     ) -> MutableMapping[str, AcceptanceRates]:
         """Return the acceptance statistics of the present draft with a request's samplers, by origin."""
-        settings, draft = settings or self.models.settings, self.models.draft
+        settings, draft = settings or self.session.settings, self.session.draft
         mode = "greedy"
         if not settings.sampling.greedy:
             mode = f"temp {settings.sampling.temperature:.1f}, {settings.verifier}"
         if draft is not None and draft.n_at_once > 1:
             mode += ", parallel"
-        target = self.models.options.target
+        target = self.session.options.target
         found = self._acceptance_of(target, draft.key if draft is not None else "none", mode)
         if draft is not None and draft.learnt is not None and draft.timed is not None and not found:
             # The learnt weights start from the statistics of the original weights.
@@ -134,12 +134,12 @@ class DrafterFactory:
     def _acceptance_of(
         self, target: Path, draft: Key, mode: str
     ) -> MutableMapping[str, AcceptanceRates]:
-        found = self.models.memory.acceptance(target, draft, mode)
+        found = self.session.memory.acceptance(target, draft, mode)
         return copy.deepcopy(found) if self.learns_alone else found
 
     def _policy(self, n_past: int, settings: RequestSettings) -> Policy:
         drafting = settings.drafting
-        if drafting.tree.is_fixed and self.models.why_chains:
+        if drafting.tree.is_fixed and self.session.why_chains:
             n_most = drafting.tree.n_levels
             chains = replace(drafting, tree=TreeShape("off"), max_tokens=n_most, p_min=0.0)
             return FixedPolicy(chains)
@@ -147,7 +147,7 @@ class DrafterFactory:
             return FixedPolicy(drafting)
         if drafting.policy == "threshold":
             return ThresholdPolicy(drafting)
-        table = self.models.costs.table(n_past=n_past)
+        table = self.session.costs.table(n_past=n_past)
         return CostAwarePolicy(drafting, table, self.acceptance(settings))
 
     def _request(
@@ -162,7 +162,7 @@ class DrafterFactory:
         drafting, n_past = settings.drafting, len(prompt.tokens)
 
         def costs_of(key: Key) -> CostTable:
-            return self.models.costs.table(key, n_past)
+            return self.session.costs.table(key, n_past)
 
         draws = (
             draft.can_draw
@@ -204,8 +204,8 @@ class DrafterFactory:
             return Cascade(drafter, state=request.text)
         free: Drafter | None = None
         if settings.drafting.adds_ngrams:
-            beside = replace(request, branches=self.models.n_branches_max > 1)
-            free = self.models.ngrams.drafter(beside)
+            beside = replace(request, branches=self.session.n_branches_max > 1)
+            free = self.session.ngrams.drafter(beside)
         merges = request.branches and not request.shape.is_fixed
         return Cascade(free, drafter, merges=merges, state=request.text)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from specgen.errors import ModelFileError, UsageError
 from specgen.models import cache_folder, identify, load_registry, locate, saved_draft
+from specgen.models.files import heads_file
 from specgen.models.hub_reference import PREFIX, is_reference, looks_like_reference
-from specgen.models.made_files import heads_file
 
 if TYPE_CHECKING:
     from specgen.models import CatalogueModel, FileIdentity, Registry, SavedDraft

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from specgen import __version__
@@ -29,7 +29,7 @@ from specgen.models import (
     memory_file,
     packed_folder,
 )
-from specgen.models.made_files import learning_folder
+from specgen.models.files import learning_folder
 from specgen.options import (
     ContextOptions,
     Contexts,
@@ -183,19 +183,6 @@ def refusal(draft: str, expected: Gain) -> str:
 
 # --- notes ----------------------------------------------------------------------------------------
 
-#: What only a drafter reads, by the name of its option.
-_OF_DRAFTERS = {
-    "max_tokens": "--draft-max",
-    "min_tokens": "--draft-min",
-    "p_min": "--draft-p-min",
-    "tree": "--tree",
-    "tree_depth": "--tree-depth",
-    "temperature": "--draft-temp",
-    "top_k": "--draft-top-k",
-    "ngrams": "--ngrams",
-    "lookup_files": "--lookup-file",
-}
-
 
 def _notes(
     session: Session, options: SessionOptions, drafts: Sequence[DraftChoice]
@@ -218,8 +205,12 @@ def _notes(
         )
     if drafts and options.draft == "none":
         plain = DraftOptions()
-        for field, name in _OF_DRAFTERS.items():
-            if getattr(options.drafting, field) != getattr(plain, field):
+        for field in fields(plain):
+            # What a variable of the environment sets holds for all commands; a store gets texts all the same.
+            says_more = "envvar" in field.metadata or field.name == "lookup_store"
+            is_set = getattr(options.drafting, field.name) != getattr(plain, field.name)
+            if is_set and field.metadata and not says_more:
+                name = field.metadata["spellings"][0].partition("/")[0]
                 yield f"{name} has no effect: with `--draft none` nothing drafts"
     yield from layers_without_gpu(options.target_context, options.draft_context)
     n_threads, n_cores = options.target_context.n_threads or 0, os.cpu_count()

@@ -102,7 +102,7 @@ class Scheduler:
             and self._target.model.has_equal_rows
             and self._target.rollback == "cells"
             and not (reading.request and reading.request.is_cancelled)
-            and not any(slot.sequence and slot.sequence.hidden for slot in (*decoding, reading))
+            and not any(s.sequence and s.sequence.hidden is not None for s in (*decoding, reading))
         )
 
     def beside(self, reading: Slot, loop: AnswerLoop) -> ChunkedPrefill:

@@ -16,8 +16,6 @@ from specgen.text.sampling import Sampler, top_probability
 
 #: Tokens to make room for behind the text; there is more if a text outgrows it.
 _ROOM = 512
-#: Distributions over more tokens than this are too large to remember thousands of them.
-_MAX_REMEMBERED = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,25 +136,6 @@ class Shaper:
         """Return the largest probability of a token after the text and `path`: 1 if the grammar forces the
         token, else that of the logits there, float32[n_vocab], at temperature 1."""
         return 1.0 if self._state.forced(path) is not None else top_probability(logits)
-
-
-class RememberingShaper(Shaper):
-    """A shaper that computes the distribution after each text once: for texts that come again and
-    again, with the same logits each time."""
-
-    def __init__(self, sampler: Sampler, state: TextState) -> None:
-        super().__init__(sampler, state)
-        self._n_fixed = len(state.tokens)
-        self._known: dict[tuple[int, ...], Distribution] = {}
-
-    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        text = (*self._state.tokens[self._n_fixed :], *path)
-        found = self._known.get(text)
-        if found is None:
-            found = super().distribution(logits, path)
-            if len(found.token_ids) <= _MAX_REMEMBERED:
-                self._known[text] = found
-        return found
 
 
 class StopScanner:

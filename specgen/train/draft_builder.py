@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from specgen.models import human_bytes
-from specgen.models.made_files import (
+from specgen.models.files import (
     distilled_file,
     heads_file,
     identity_of,

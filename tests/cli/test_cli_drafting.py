@@ -211,7 +211,7 @@ def test_an_option_without_effect_is_named(cli: Cli, monkeypatch: pytest.MonkeyP
 
     given = ("--tree", "3,2", "--draft-p-min", "0.1", "--lookup-file", __file__)
     named = [line.split()[1] for line in notes(*given, draft="none")]
-    assert named == ["--draft-p-min", "--tree", "--lookup-file"]
+    assert named == ["--tree", "--draft-p-min", "--lookup-file"]
     assert notes(*given, draft="draft") == notes(draft="none") == []
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert [line.split()[1:3] for line in notes("-t", "3", draft="draft")] == [["-t", "3"]]

@@ -14,6 +14,7 @@ import numpy as np
 from specgen.measure.verify import tokens_of
 from specgen.method.backend import Backend, Batch, HiddenBackend
 from specgen.method.cost_table import CostTable
+from specgen.method.distribution import Distribution
 from specgen.method.draft import ROOT, Draft
 from specgen.method.policy import Offer, Policy, RoundPlan
 from specgen.method.verify import Target, Verdict, Verifier
@@ -23,9 +24,10 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 from specgen.system.arrays import Hidden, Logits
+from specgen.text.sampling import Sampler
 from specgen.text.sequence import Sequence as TextSequence
 from specgen.text.tally import Tally
-from specgen.text.text_state import RememberingShaper, Shaper
+from specgen.text.text_state import Shaper, TextState
 from tests.helpers.goodness_of_fit import DepthFit, fits_of
 
 #: The number of an answer's first tokens that are searched for the place.
@@ -290,6 +292,25 @@ def draw_with_models(
             make_shaper=RememberingShaper,
         )
         return draw_jointly(sequence, target, depth, n_draws, clock=clock)
+
+
+class RememberingShaper(Shaper):
+    """A shaper that computes the distribution after each text once: for texts that come again and
+    again, with the same logits each time."""
+
+    def __init__(self, sampler: Sampler, state: TextState) -> None:
+        super().__init__(sampler, state)
+        self._n_fixed = len(state.tokens)
+        self._known: dict[tuple[int, ...], Distribution] = {}
+
+    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
+        text = (*self._state.tokens[self._n_fixed :], *path)
+        found = self._known.get(text)
+        if found is None:
+            found = super().distribution(logits, path)
+            if len(found.token_ids) <= 2000:
+                self._known[text] = found
+        return found
 
 
 class MemoWithStates(MemoBackend):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
-import json
 import os
 import shutil
 import sys
@@ -150,10 +149,6 @@ class TestSettings:
             *build_peers.SETTINGS,
         ]
 
-    def test_other_compilers_are_not_told_the_flag(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cmake_args, "is_gcc", lambda _command: False)
-        assert "-DCMAKE_CXX_FLAGS=-fno-dse" not in build_peers.cmake_settings({})
-
 
 @posix
 class TestBuilding:
@@ -175,27 +170,18 @@ class TestBuilding:
         assert "compiling" in stderr
         assert f"of llama-cpp-python {VERSION}, which takes some minutes" in stderr
 
-    def test_built_once(self, cmake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_built_once(self, cmake: Path, tmp_path: Path) -> None:
         folder, source = tmp_path / "peers", source_folder(tmp_path / "source")
 
         def n_builds() -> int:
             build_peers.build(folder, source)
             return len(cmake.read_text(encoding="utf-8").splitlines()) // 2
 
-        assert n_builds() == 1
-        assert n_builds() == 1
-        monkeypatch.setenv("CMAKE_ARGS", "-DGGML_CUDA=on")
-        assert n_builds() == 2
-        monkeypatch.delenv("CMAKE_ARGS")  # asks for nothing: what was built stays
-        assert n_builds() == 2
+        assert (n_builds(), n_builds()) == (1, 1)
         (folder / "bin" / "llama-lookup").unlink()
-        assert n_builds() == 3
-        monkeypatch.setattr(importlib.metadata, "version", lambda _name: "1.2.4")
-        assert n_builds() == 4
-        stamp = json.loads((folder / "peers.json").read_text(encoding="utf-8"))
-        assert stamp["version"] == "1.2.4"
+        assert n_builds() == 2
         (folder / "peers.json").write_text("[]", encoding="utf-8")
-        assert n_builds() == 5
+        assert n_builds() == 3
 
     def test_programs_that_do_not_run(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -223,11 +209,3 @@ class TestBuilding:
         monkeypatch.setattr(shutil, "which", lambda _name: None)
         with pytest.raises(SystemExit, match="^cmake is needed .* cannot be found$"):
             build_peers.main([str(tmp_path / "peers")])
-
-    def test_nothing_is_installed(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        def version(name: str) -> str:
-            raise importlib.metadata.PackageNotFoundError(name)
-
-        monkeypatch.setattr(importlib.metadata, "version", version)
-        with pytest.raises(SystemExit, match="^llama-cpp-python is not installed: make install$"):
-            build_peers.main([str(tmp_path)])

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from specgen.method.distribution import NoTokenAllowedError
 from specgen.options import SamplerOptions
 from specgen.text.sampling import Sampler
-from specgen.text.text_state import RememberingShaper, Shaper, TextState
+from specgen.text.text_state import Shaper, TextState
 from tests.helpers.fake_backend import random_language
 from tests.helpers.fake_grammar import FakeGrammar
+from tests.helpers.joint_draws import RememberingShaper
 
 N_VOCAB = 12
 LANGUAGE = random_language(N_VOCAB, seed=3)

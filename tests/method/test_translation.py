@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specgen.drafters.spelling import Lexicon, n_unfinished
 from specgen.drafters.translated import PrefixShaper, Translation
-from specgen.method.draft import ROOT, Draft
+from specgen.method.draft import Draft
 from tests.helpers.common import BYTES
 from tests.helpers.fake_backend import FakeVocabulary
 from tests.helpers.vocabularies import broken_texts, joined, target_texts, vocabularies, vocabulary
@@ -19,14 +19,6 @@ from tests.helpers.vocabularies import broken_texts, joined, target_texts, vocab
 
 def chain(tokens: Sequence[int], probabilities: Sequence[float | None] | None = None) -> Draft:
     return Draft.chain(tokens, "model", probabilities)
-
-
-@st.composite
-def trees(draw: st.DrawFn, vocabulary: FakeVocabulary, *, max_size: int = 8) -> Draft:
-    tokens = draw(st.lists(st.integers(0, vocabulary.n_tokens - 1), max_size=max_size))
-    n = len(tokens)
-    parents = tuple(draw(st.integers(ROOT, node - 1)) for node in range(n))
-    return Draft(tuple(tokens), parents, ("t",) * n, (None,) * n, (None,) * n)
 
 
 def said_by(vocabulary: FakeVocabulary, tokens: Sequence[int]) -> tuple[bytes, int | None]:
@@ -77,22 +69,6 @@ def test_a_chain_says_in_the_targets_tokens_what_the_draft_says(
         assert n_open == 0
     elif last is not None and draft.is_end(last) and told == rest and n_open == 0:
         assert not target.ends
-
-
-@given(vocabularies(), vocabularies(), broken_texts(), st.data())
-def test_each_branch_of_a_tree_is_translated_as_by_itself(
-    target: FakeVocabulary, draft: FakeVocabulary, before: bytes, data: st.DataObject
-) -> None:
-    strings = Translation(target, draft)
-    tree = data.draw(trees(draft))
-    translated = strings.translate(tree, before, b"")
-    expected = {strings.translate(chain(tree.text(leaf)), before, b"").tokens
-                for leaf in tree.leaves()}  # fmt: skip
-    # Branches that begin alike are one as far as they do.
-    found = {translated.text(node) for node in range(len(translated))}
-    beginnings = {text[:n] for text in expected for n in range(1, len(text) + 1)}
-    assert found == beginnings
-    assert len(found) == len(translated)
 
 
 def test_ends_go_by_role_and_only_after_whole_text() -> None:

@@ -317,21 +317,6 @@ def test_drafted_tokens_that_the_text_took_stay(
     followed.follow([*spelled[:n], *other], chain_of(draft, tokens))
 
 
-@given(vocabularies(), vocabularies(), st.data())
-def test_a_draft_that_is_a_tree_is_followed_along_its_branch(
-    target: FakeVocabulary, draft: FakeVocabulary, data: st.DataObject
-) -> None:
-    followed = Followed(target, draft)
-    for _ in range(3):
-        n = data.draw(st.integers(0, 6))
-        tokens = data.draw(st.lists(st.integers(0, draft.n_tokens - 1), min_size=n, max_size=n))
-        parents = tuple(data.draw(st.integers(-1, node - 1)) for node in range(n))
-        tree = Draft(tuple(tokens), parents, ("t",) * n, (None,) * n, (None,) * n)
-        branch = joined(draft, tree.text(data.draw(st.integers(-1, n - 1))))
-        said = speller(target).spell(branch).tokens + data.draw(target_texts(target, 3))
-        followed.follow(said, tree)
-
-
 @given(LOCAL, st.data())
 def test_a_rewound_text_is_spelled_as_a_fresh_one(
     draft: FakeVocabulary, data: st.DataObject

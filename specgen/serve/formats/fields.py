@@ -30,7 +30,6 @@ from specgen.text.grammar.json_schema import schema_grammar
 _LONGEST_NAME = 100
 #: The largest integer: later layers have 64 bits or fewer.
 _LARGEST = 2**63 - 1
-_MOST_LOGPROBS = 100
 
 
 class BodyError(UsageError):
