@@ -233,16 +233,9 @@ class Session:
     def change_drafting(self, drafting: DraftOptions) -> None:
         """Draft with other options from now on, as `change_draft` does."""
         if drafting != self.options.drafting:
-            self._set_drafting(drafting)
+            self.options = replace(self.options, drafting=drafting)
+            self.settings = replace(self.settings, drafting=drafting)
             self.change_draft(self.draft_source)
-
-    def let_ngrams_draft(self, wanted: bool | None) -> None:
-        """Set whether n-grams draft beside a draft model. None: they do if the policy decides by costs."""
-        self._set_drafting(replace(self.options.drafting, ngrams=wanted))
-
-    def _set_drafting(self, drafting: DraftOptions) -> None:
-        self.options = replace(self.options, drafting=drafting)
-        self.settings = replace(self.settings, drafting=drafting)
 
     def _load_lookups(self) -> None:
         """Load the texts in which n-grams are looked up, besides the answer's own text: files, and earlier

@@ -127,16 +127,11 @@ class Request:
             return prompts.of_text(self.text, chat=False)
         return prompts.of_text(self.text, chat=chat, system=system, now=now)
 
-    def thought_reader(self, prompt: str) -> ThoughtReader | None:
-        """Return a reader for the thinking block of one answer to a rendered prompt; None if it is not
-        split off. An answer that follows a grammar has none."""
-        if not self.splits_reasoning or self.generation.grammar is not None:
-            return None
-        return ThoughtReader(is_begun=is_thinking(prompt))
-
-    def parser(self, prompt: str = "") -> AnswerParser | None:
-        """Return a parser for one answer to a rendered prompt; None if the answer is only text."""
-        thoughts, calls = self.thought_reader(prompt), None
+    def parser(self, prompt: str = "") -> AnswerParser:
+        """Return a parser for one answer to a rendered prompt. An answer that follows a grammar has no thoughts."""
+        thoughts = calls = None
+        if self.splits_reasoning and self.generation.grammar is None:
+            thoughts = ThoughtReader(is_begun=is_thinking(prompt))
         if self.tools is not None and self.call_form is not None:
             calls = ToolCallParser(
                 self.call_form,
@@ -144,7 +139,7 @@ class Request:
                 one_only=not self.tools.is_parallel,
                 calls_only=self.tools.must_call,
             )
-        return AnswerParser(thoughts, calls) if thoughts or calls else None
+        return AnswerParser(thoughts, calls)
 
     def stop_string(self, finished: FinishedEvent) -> str | None:
         """Return the stop string that ended an answer; None if something else did."""

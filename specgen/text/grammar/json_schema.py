@@ -44,11 +44,13 @@ _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(.*)\]")
 _UNKNOWN_FORMAT = re.compile("Unknown format: (.*)")
 _OUTER_REFERENCE = re.compile("Resource '(.*)' is not present in a registry")
 _N_SHOWN = 300
-#: The most parts of a schema: its values, and a tenth of each `multipleOf`. llguidance takes seconds for some schemas
-#: of this size, and minutes above. (It limits what patterns take by itself.)
+#: The most parts of a schema: its values, the characters of its patterns with repetitions written out, and a
+#: tenth of each `multipleOf`. llguidance takes seconds for some schemas of this size. Above, it takes minutes, or
+#: fails in the middle of an answer.
 _MOST_PARTS = 10_000
 #: The most optional properties of an object, any of which may come next; llguidance ends the text above.
 _MOST_OPTIONAL = 500
+_PATTERN_ITEM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
 #: Tells llguidance to ignore what it cannot enforce.
 _LENIENT = {"x-guidance": {"lenient": True}}
 
@@ -99,7 +101,8 @@ def _parse(schema: str) -> dict[str, Any]:
         raise UsageError(f"the JSON schema is {json.dumps(parsed)[:40]}, not an object")
     if _n_parts(parsed) > _MOST_PARTS:
         raise UsageError(
-            f"the JSON schema is too large: more than {_MOST_PARTS} parts, a tenth of each multipleOf included"
+            f"the JSON schema is too large: more than {_MOST_PARTS} parts, with the repetitions in patterns "
+            "written out, and a tenth of each multipleOf"
         )
     return parsed
 
@@ -119,8 +122,12 @@ def _n_parts(schema: dict[str, Any]) -> int:
                     "properties"
                 )
             are_joined |= "allOf" in value or ("$ref" in value and len(value) > 1)
+            if key == "patternProperties":
+                n_parts += sum(map(_pattern_size, value))
         elif isinstance(value, list):
             todo += (("", each) for each in value)
+        elif key == "pattern" and isinstance(value, str):
+            n_parts += _pattern_size(value)
         elif key == "multipleOf" and isinstance(value, (int, float)) and abs(value) < math.inf:
             multiples.append(_coefficient(value))
     # A number that must be a multiple of several numbers is one of their least common multiple.
@@ -138,6 +145,28 @@ def _coefficient(number: float) -> int:
     """Return a number without its decimal point."""
     digits = Decimal(repr(number)).normalize()
     return abs(int(digits.scaleb(-min(0, int(digits.as_tuple().exponent))))) or 1
+
+
+def _pattern_size(pattern: str) -> int:
+    """Return the number of characters and classes in a pattern, with repetitions written out, up to a limit."""
+    most = 10 * _MOST_PARTS
+    sizes, last = [0], 0  # of the open groups, and of the last item
+    for found in _PATTERN_ITEM.finditer(pattern):
+        item = found[0]
+        if found[1] is not None:
+            times = max(int(number[:10]) for number in found.groups() if number)
+            sizes[-1] += last * max(0, times - 1)
+            last *= times
+        elif item == "(":
+            sizes.append(0)
+        elif item == ")" and len(sizes) > 1:
+            last = sizes.pop()
+            sizes[-1] += last
+        elif item not in "*+?":
+            last = 1
+            sizes[-1] += 1
+        last, sizes[-1] = min(last, most), min(sizes[-1], most)
+    return sum(sizes)
 
 
 def _refuse_constant(name: str) -> None:
