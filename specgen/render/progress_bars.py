@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
-from specgen.render.text import clean_line, counted
+from specgen.render.text import clean_line
 from specgen.system.progress import Progress, ProgressLines
 from specgen.system.units import duration
 
@@ -98,14 +98,9 @@ def _bar_or_lines(
 def batch_summary(tally: Tally, seconds: float, where: str) -> str:
     """Return a sentence about a finished batch. `where` says how many answers were generated at once, or by
     whom."""
-    parts = [
-        f"{counted(tally.n_answers, 'answer')} of {counted(tally.n_tokens, 'token')} in all",
-        f"{duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s",
-        where,
-    ]
-    if tally.n_drafted:
-        parts.append(f"{100 * tally.n_accepted / tally.n_drafted:.0f}% of the draft accepted")
-    if tally.n_cached_tokens:
-        share = 100 * tally.n_cached_tokens / tally.n_prompt_tokens
-        parts.append(f"{share:.0f}% of the prompts from the cache")
-    return ", ".join(parts)
+    from specgen.render.summary import totals
+
+    counts = (tally.n_prompt_tokens, tally.n_cached_tokens, tally.n_drafted, tally.n_accepted)
+    answers, *others = totals(tally.n_answers, tally.n_tokens, *counts)
+    speed = f"{duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s"
+    return ", ".join((answers, speed, where, *others))

@@ -186,7 +186,7 @@ def test_a_file_that_somebody_else_changed_is_left_alone(
 ) -> None:
     show = output.show_answer
 
-    def change(*arguments: object, **options: object) -> int:
+    def change(*arguments: object, **options: object) -> object:
         code = show(*arguments, **options)  # type: ignore[arg-type]
         write("a.txt", "changed")
         return code
