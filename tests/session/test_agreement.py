@@ -61,22 +61,6 @@ def walk(language: Language, acceptance: dict[str, AcceptanceRates]) -> tuple[Wa
     return Walk(drafter, state, acceptance, is_translated=False), backend
 
 
-# --- what the target says
-
-
-@pytest.mark.parametrize("n_outputs", [1, 5, 64])
-@pytest.mark.parametrize("n_batch", [1, 7, 64])
-@pytest.mark.parametrize("start", [1, 2, 12, N_TOKENS])
-def test_what_the_target_says_is_what_it_says_token_by_token(
-    n_outputs: int, n_batch: int, start: int
-) -> None:
-    backend = target(n_outputs, n_batch)
-    found = list(greedy_tokens(backend, TOKENS, start))
-    assert [place for place, _ in found] == list(range(start, N_TOKENS + 1))
-    for place, said in found:
-        assert said == int(LANGUAGE(tuple(TOKENS[:place])).argmax())
-    # No token is decoded twice.
-    assert backend.decoded == TOKENS
 
 
 # --- a walk
@@ -109,23 +93,6 @@ def test_the_target_as_its_own_draft_always_agrees_and_another_rarely() -> None:
     assert rates["other"] < 0.4
 
 
-def test_confidence_is_how_sure_the_draft_is() -> None:
-    acceptance: dict[str, AcceptanceRates] = {}
-    sure, _ = walk(lambda text: 100.0 * LANGUAGE(text), acceptance)
-    sample_agreement(target(), sure, TOKENS)
-    seen = acceptance["model"].counts.n_seen
-    assert seen[-1] > 0.9 * seen.sum()
-    unsure, _ = walk(lambda text: 0.01 * LANGUAGE(text), acceptance)
-    sample_agreement(target(), unsure, TOKENS)
-    assert acceptance["model"].counts.n_seen[0] > 0.4 * acceptance["model"].counts.n_seen.sum()
-
-
-def test_the_draft_decodes_nothing_twice() -> None:
-    walked, backend = walk(LANGUAGE, {})
-    sample_agreement(target(), walked, TOKENS)
-    assert backend.decoded == TOKENS
-
-
 def test_a_slow_target_is_asked_for_less() -> None:
     class Slow(FakeBackend):
         def decode(self, batch: Batch) -> Logits:
@@ -140,7 +107,6 @@ def test_a_slow_target_is_asked_for_less() -> None:
     assert backend.length(0) == 0
 
 
-# --- whether it matters
 
 
 # --- in a session
