@@ -259,8 +259,6 @@ def test_an_answer_goes_on_when_its_draft_is_replaced(
     assert len(freed.models) == 2
 
 
-
-
 # --- drafts that are loaded ahead
 
 
