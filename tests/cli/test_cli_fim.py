@@ -79,10 +79,7 @@ def between(prefix: str, suffix: str) -> str:
     ("place", "prefix"),
     [
         ("a.txt:1", "the cat is"),
-        ("a.txt:1:1", ""),
         ("a.txt:1:5", "the "),
-        ("a.txt:2", "the cat is\n  in the house"),
-        ("a.txt:2:3", "the cat is\n  "),
         ("a.txt:3", "the cat is\n  in the house\n"),
         ("a.txt:4:20", "the cat is\n  in the house\n\na dog is on the mat"),
         ("a.txt:5", TEXT),
