@@ -28,8 +28,8 @@ from pathlib import Path
 
 from scripts import cmake_args
 from specgen.errors import FetchError, SpecgenError
+from specgen.models.download import INDEX_VARIABLE, IndexFile, files_of, index_url, normalized
 from specgen.models.progress import LineProgress
-from specgen.models.pypi import INDEX_VARIABLE, IndexFile, files_of, index_url, normalized
 
 PACKAGE = "llama-cpp-python"
 PROGRAMS = ("llama-speculative-simple", "llama-lookup")
