@@ -372,7 +372,7 @@ def test_the_tables_tell_each_lineup_at_every_width(width: int) -> None:
     print_bench_tables(report, Console(file=out, width=width))
     text = out.getvalue()
     assert max(map(len, text.splitlines())) <= width
-    assert "2.50!  2.50-2.50   2.50     25.00" in text
+    assert "   2.50!  2.50  2.50   2.50     25.00" in text
     assert text.count("target.gguf, temperature") == 2
     assert text.count("[red]a") == 4
     assert text.count("[b]code[/b]") == 2

@@ -453,9 +453,9 @@ def test_the_table_is_whole_at_every_width(width: int) -> None:
     assert max(map(len, shown.splitlines())) <= width
     words = shown.split()
     assert " ".join(words[:8]) == "draft speed-up worst tokens/s accepted per-pass ms start"
-    assert "1.41 1.21 14.10 0.62 2.50 4.12 81.6" in " ".join(words)
+    assert "1.41 1.21 14.10 0.62 2.50 4.12 81.60" in " ".join(words)
     assert "n-grams 1.10" in " ".join(words)
-    assert "none 1.00 0.80 10.00 - 2.50 - 81.6" in " ".join(words)
+    assert "none 1.00 0.80 10.00 - 2.50 - 81.60" in " ".join(words)
     assert "…" not in shown
 
 

@@ -17,8 +17,8 @@ from playwright.sync_api import Browser, expect
 
 from specgen.errors import ModelFileError
 from specgen.events import FinishedEvent
-from specgen.serve.server.jobs import Turns
-from specgen.serve.server.model_pool import ModelEntry, ModelPool, OpenedModel, ServedModel
+from specgen.serve.server.jobs import OpenedModel, ServedModel, Turns
+from specgen.serve.server.model_pool import ModelEntry, ModelPool
 from specgen.serve.server.options import Limits, ServerOptions
 from specgen.session.engine import Engine, generate
 from tests.helpers.browser import browser
