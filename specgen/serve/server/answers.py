@@ -15,9 +15,9 @@ from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.chat_answer import ChatWriter
 from specgen.serve.formats.chat_request import read_chat, read_completion, read_infill
 from specgen.serve.formats.fields import BodyError
-from specgen.serve.formats.messages_request import read_messages
+from specgen.serve.formats.messages import read_messages
 from specgen.serve.formats.request import Request, check_tokens, with_call_form
-from specgen.serve.formats.responses_request import read_response_request
+from specgen.serve.formats.responses import read_response_request
 from specgen.serve.server.http import RequestError
 from specgen.serve.server.jobs import Insert, Job, ServedModel
 from specgen.serve.server.options import Limits

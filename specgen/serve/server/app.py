@@ -26,9 +26,8 @@ from specgen import __version__
 from specgen.errors import SpecgenError, UsageError
 from specgen.serve.formats.embeddings import embedding_response, read_embedding_request
 from specgen.serve.formats.fields import BodyError, Fields, Integer, parse
-from specgen.serve.formats.messages_answer import PING
+from specgen.serve.formats.messages import PING
 from specgen.serve.formats.request import Request as AnswersRequest
-from specgen.serve.server.access import AccessCheck
 from specgen.serve.server.answers import (
     Endpoint,
     ResponseBuilder,
@@ -36,7 +35,13 @@ from specgen.serve.server.answers import (
     prompt_of,
     read_requests,
 )
-from specgen.serve.server.http import EventStream, RequestError, read_json, while_connected
+from specgen.serve.server.http import (
+    AccessCheck,
+    EventStream,
+    RequestError,
+    read_json,
+    while_connected,
+)
 from specgen.serve.server.jobs import Job, ServedEmbedder, ServedModel
 from specgen.serve.server.metrics import ServerMetrics
 from specgen.serve.server.model_pool import ModelPool, Place
