@@ -19,7 +19,7 @@ from specgen.cli.flags import machine
 from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
 from specgen.llama import LlamaBackend, LlamaModel, weights
 from specgen.llama.kernels.attached import Kernels
-from specgen.measure.doctor import worker_checks
+from specgen.measure import doctor
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, Workers
 from specgen.session.memory import Memory
@@ -328,9 +328,13 @@ class TestProbe:
         assert 0.0 < found.round_trip_s < 10.0
 
     @needs_rpc
-    def test_the_doctor_tells_of_each_worker(self, two_workers: tuple[Worker, Worker]) -> None:
+    def test_the_doctor_tells_of_each_worker(
+        self, two_workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(doctor, "TENSOR_TYPES", ())
         missing = f"127.0.0.1:{free_port()}"
-        checks = worker_checks((two_workers[0].endpoint, missing), time.perf_counter)
+        report = doctor.diagnose(endpoints=(two_workers[0].endpoint, missing))
+        checks = report.checks[-3:]
         assert [check.passed for check in checks] == [True, True, False]
         assert "GiB free; a round trip takes" in checks[1].message
         assert checks[2].error == "WorkerLostError"
