@@ -51,13 +51,11 @@ COMMAND_CLASS = DoctorCommand
 
 
 @flags.takes_options(
-    model=flags.named(
-        Option(
-            "--model",
-            "-m",
-            metavar="FILE|NAME",
-            help="Also decode with this model: a GGUF file, or the name of a model on this disk.",
-        ),
+    model=Option(
+        "--model",
+        "-m",
+        metavar="FILE|NAME",
+        help="Also decode with this model: a GGUF file, or the name of a model on this disk.",
     ),
     rpc=Option(
         "--rpc",
