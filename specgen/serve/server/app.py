@@ -117,7 +117,6 @@ class Server:
         self._started = int(time.time())
 
     def app(self) -> ASGIApp:
-        """Return the ASGI application."""
         routes = [
             Route("/health", self._health),
             Route("/v1/health", self._health),
@@ -419,7 +418,6 @@ def _detokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
 
 
 def _piece(data: bytes) -> str | list[int]:
-    """Return a token's text, or its bytes if they alone are no text."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -62,7 +62,6 @@ class Place:
 
     @property
     def status(self) -> ModelStatus:
-        """Whether the model is loaded."""
         if self.is_loading:
             return "loading"
         return "unloaded" if self.served is None else "loaded"
@@ -74,7 +73,6 @@ class Place:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a request still waits for the model."""
         return any(not each.done() for each in self.waiting)
 
 
@@ -131,7 +129,6 @@ class ModelPool:
 
     @property
     def loaded(self) -> list[Served]:
-        """The models that are loaded."""
         return [place.served for place in self.places.values() if place.served is not None]
 
     def find(self, name: object) -> Place:
@@ -219,7 +216,6 @@ class ModelPool:
         self._changed.set()
 
     def _give_up(self, place: Place, answer: asyncio.Future[Served]) -> None:
-        """Refuse a request that has waited too long."""
         if not answer.done():
             message = f"{place.entry.name} could not be loaded in {self._limits.request_s:g} s"
             if self._lacks_room:
@@ -293,7 +289,6 @@ class ModelPool:
         self._note(f"unloaded {place.entry.name}")
 
     def _load(self, place: Place) -> Served:
-        """Load a model, in the loader's thread or before the server runs."""
         name = place.entry.name
         place.is_loading, place.failure = True, None
         started = time.perf_counter()

@@ -134,7 +134,6 @@ class _LimitedProtocol(H11Protocol):
 
     @staticmethod
     def of(n_connections: int, head_time_s: float) -> type[_LimitedProtocol]:
-        """Return the protocol with these limits."""
 
         class Protocol(_LimitedProtocol):
             n_most, head_s = n_connections, head_time_s
@@ -168,7 +167,6 @@ class _LimitedProtocol(H11Protocol):
         return cycle is None or cycle.more_body
 
     def _current(self) -> RequestResponseCycle | None:
-        """Return the request that is not answered yet."""
         cycle: RequestResponseCycle | None = self.cycle
         return None if cycle is None or cycle.response_complete else cycle
 
