@@ -174,9 +174,7 @@ class Server:
             place = self._pool.find(body.get("model"))
             if place.entry.embeds != embeds:
                 raise _wrong_kind(place.entry.name, embeds=not embeds)
-            model = self._pool.lease_if_ready(place)
-            if model is None:
-                model = await while_connected(request.receive, self._pool.lease(place))
+            model = await while_connected(request.receive, self._pool.lease(place))
             try:
                 return await answer(model, request, body)
             finally:

@@ -169,21 +169,16 @@ class ModelPool:
         """Load a model before the server runs. Raise what `ModelEntry.open` raises."""
         return self._load(self.places[name])
 
-    def lease_if_ready(self, place: Place) -> Served | None:
-        """Return a model that stays loaded until `release`; None if the request has to wait. Raise `RequestError` if
-        the server ends."""
+    async def lease(self, place: Place) -> Served:
+        """Return a model that stays loaded until `release`, when it is loaded and has its turn. Raise
+        `RequestError`."""
         if self._is_ending.is_set():
             raise RequestError.ending()
         self._n_used += 1
         place.used = self._n_used
-        if place.served is None or self._lacks_room:
-            return None
-        place.n_leases += 1
-        return place.served
-
-    async def lease(self, place: Place) -> Served:
-        """Return a model that stays loaded until `release`, when it is loaded and has its turn. Raise
-        `RequestError`."""
+        if place.served is not None and not self._lacks_room:
+            place.n_leases += 1
+            return place.served
         # Without one that waits, no model would ever be loaded.
         n_most = max(1, self._limits.n_waiting)
         if sum(len(each.waiting) for each in self.places.values()) >= n_most:
