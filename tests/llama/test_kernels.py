@@ -497,15 +497,3 @@ def test_the_doctor_shows_why_kernels_are_not_used(monkeypatch: pytest.MonkeyPat
     report = report_with(broken, monkeypatch)
     assert not report.healthy
     assert "SIGILL" in report.checks[0].message
-
-
-def test_the_doctor_does_without_kernels_where_the_user_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from specgen.measure import doctor
-
-    monkeypatch.setattr(doctor, "TENSOR_TYPES", ())
-    monkeypatch.setenv("SPECGEN_KERNELS", "llama.cpp")
-    report = doctor.diagnose()
-    assert report.checks == ()
-    assert "SPECGEN_KERNELS" in (report.kernels.reason or "")
