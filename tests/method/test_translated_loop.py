@@ -110,7 +110,7 @@ class Pair:
                 ignore_eos=self.options.ignore_eos,
                 n_ctx=self.n_ctx,
             )
-            watched.append(Watched(drafter, backend))
+            watched.append(Watched(drafter, backend, self.target))
             return watched[0]
 
         setup.drafter = make
@@ -133,8 +133,13 @@ class Pair:
 class Watched(WrappedDrafter):
     """A translated drafter, and what each of its proposals cost."""
 
-    def __init__(self, inner: TranslatedDrafter, backend: FakeBackend) -> None:
+    def __init__(
+        self, inner: TranslatedDrafter, backend: FakeBackend, target: FakeVocabulary
+    ) -> None:
         super().__init__(inner)
+        self.target = target
+        #: Whether the draft can say every text.
+        self.says_all = {*BYTES} <= {*backend.vocabulary.pieces}
         assert isinstance(inner.inner, ModelDrafter)
         self.translated, self.model, self.backend = inner, inner.inner, backend
         self.n_drafted = self.n_accepted = self.n_rounds = 0
@@ -151,6 +156,9 @@ class Watched(WrappedDrafter):
         if len(self.translated.drafted):
             self.n_proposals += 1
             self.n_slides += is_slid
+        if self.says_all and len(self.translated.drafted):  # it reads the text, byte for byte
+            said = joined(self.backend.vocabulary, text.tokens) + text.held_back
+            assert said == joined(self.target, context)
         n_rows = self.backend.n_decoded_rows - n_before
         if not is_slid and len(self.translated.drafted):
             # What the cache held of the text, as it is told now, was not decoded again; but
