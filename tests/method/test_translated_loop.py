@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, abc
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -157,8 +158,9 @@ class Watched(WrappedDrafter):
             self.n_proposals += 1
             self.n_slides += is_slid
         if self.says_all and len(self.translated.drafted):  # it reads the text, byte for byte
-            said = joined(self.backend.vocabulary, text.tokens) + text.held_back
-            assert said == joined(self.target, context)
+            pieces = list(map(self.backend.vocabulary.token_bytes, text.tokens))
+            assert b"".join(pieces) + text.held_back == joined(self.target, context)
+            assert text.ends == list(accumulate(map(len, pieces)))
         n_rows = self.backend.n_decoded_rows - n_before
         if not is_slid and len(self.translated.drafted):
             # What the cache held of the text, as it is told now, was not decoded again; but

@@ -171,6 +171,9 @@ def test_the_cost_of_a_step_does_not_grow_with_the_text(spells_all: bool) -> Non
             draft.counts.clear()
         assert max(costs[len(said) * 30 :]) <= max(costs[: len(said) * 30]) <= 600
         assert sum(costs) / len(costs) <= 400
+        for token, end in zip(text.tokens, text.ends, strict=True):
+            piece = draft.token_bytes(token)
+            assert (said * 60)[end - len(piece) : end] == piece
 
 
 # --- what a text begins with
