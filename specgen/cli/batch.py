@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from typer import Argument, Option
 
 from specgen.cli import flags
-from specgen.cli.batch_cluster import actor_job, ray_cluster, with_workers
+from specgen.cli.batch_cluster import actor_job, ray_cluster
 from specgen.cli.inputs import STDIO, read_bytes
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output
@@ -56,8 +56,7 @@ _N_NAMED = 10
             "--host-timeout",
             min=0.1,
             metavar="SECONDS",
-            help="Give up after so long without a started actor (--ray), or while waiting for lost workers "
-            "(--rpc).",
+            help="With --ray: give up after so long without a started actor.",
         ),
         ray=Option(
             "--ray",
@@ -173,16 +172,7 @@ def batch(
             if record["error"] is not None:
                 failed.add(record["custom_id"])
 
-        code = 0
-        if todo:
-            code = with_workers(
-                setup.machine.target.workers,
-                lambda: _answer(answering(write_one), todo, output),
-                n_missing=len(todo),
-                can_restart=source != STDIO and not is_stream,
-                patience_s=host_timeout,
-                note=output.note,
-            )
+        code = _answer(answering(write_one), todo, output) if todo else 0
     if failed and not code:
         raise BatchError(
             f"{counted(len(failed), 'line')} of {len(lines)} could not be answered"

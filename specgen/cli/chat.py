@@ -17,7 +17,7 @@ from typer import Option
 from specgen.cli import flags
 from specgen.cli.inputs import decoded, read_bytes
 from specgen.cli.model_loading import Setup, opened
-from specgen.cli.output import Output, show_events
+from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import OutputError, SpecgenError, UsageError, WorkerLostError
 
@@ -127,7 +127,7 @@ class _View:
 
         try:
             with without_echo(), Interrupt(ends_process=False) as self._stop:
-                finished = show_events(events, self._output.renderer(in_chat=True))
+                finished = self._output.show_answer(events, in_chat=True)
                 code = self._stop.exit_code
         finally:
             self._stop = None
@@ -248,7 +248,7 @@ def _show_thought(talk: Chat) -> None:
     if not thought:
         raise UsageError("the last answer of this run has no thinking block")
     console = make_console(sys.stderr, os.environ)
-    console.print(clean(thought, console.encoding), style="dim", soft_wrap=True)
+    console.print(clean(thought), style="dim", soft_wrap=True)
 
 
 def _show_figures(talk: Chat) -> None:

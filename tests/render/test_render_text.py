@@ -73,7 +73,6 @@ def test_what_stands_for_control_characters(text: str, expected: str) -> None:
 
 def test_a_cleaned_line_has_signs_for_line_feeds() -> None:
     assert clean_line("a\nb\tc") == "a↵b    c"
-    assert clean_line("a\nb", "ascii") == "a\\nb"
 
 
 @pytest.mark.parametrize(
