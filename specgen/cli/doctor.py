@@ -192,7 +192,7 @@ def folder_line(folder: Path) -> str:
 
 
 def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
-    from specgen.llama.packed_weights import kept_bytes, room_bytes
+    from specgen.llama.kernels.packed_weights import kept_bytes, room_bytes
     from specgen.models import human_bytes, packed_folder
 
     machine, build, folder = report.machine, report.build, packed_folder()

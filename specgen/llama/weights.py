@@ -20,8 +20,8 @@ from specgen.errors import (
     WorkerLostError,
 )
 from specgen.llama.kernels.attached import LLAMA_CPP, computing, kernel_problem, loading_with
+from specgen.llama.kernels.packed_weights import PackedWeights, packed_weights_of
 from specgen.llama.library import forget_log, last_error, llama_cpp
-from specgen.llama.packed_weights import PackedWeights, packed_weights_of
 from specgen.llama.rpc import RemoteCalls, remote_devices, spread
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.options import Workers

@@ -26,7 +26,7 @@ from specgen.train.gguf_weights import (
     apply_changes,
     initial_changes,
 )
-from specgen.train.training_data import Rows
+from specgen.train.target_text import Rows
 
 #: Tensors by name. The tensors of layers are stacked and named without "blk.N.": the first axis is the layer.
 Parameters: TypeAlias = dict[str, Any]

@@ -31,8 +31,7 @@ from specgen.options import ContextOptions
 from specgen.train import distillation, gguf_weights
 from specgen.train.distillation import N_ROWS, Distilled, distil
 from specgen.train.gguf_weights import read_weights, write_weights
-from specgen.train.target_text import TargetText
-from specgen.train.training_data import N_COLUMNS, TrainingText, pack, training_texts
+from specgen.train.target_text import N_COLUMNS, TargetText, TrainingText, pack, training_texts
 from specgen.train.training_loop import Budget
 from specgen.train.transformer import (
     Score,

@@ -42,7 +42,7 @@ from specgen.train import learner as learner_module
 from specgen.train import online_learning
 from specgen.train.learner import NEW_ANSWERS, Learner
 from specgen.train.online_learning import Lesson, learn, split
-from specgen.train.training_data import N_COLUMNS, kept_texts
+from specgen.train.target_text import N_COLUMNS, kept_texts
 from specgen.train.training_loop import Budget
 from tests.helpers.cli import Specgen
 from tests.helpers.common import ROOT

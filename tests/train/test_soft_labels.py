@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.translated import Translation
-from specgen.train.training_data import SoftLabels
+from specgen.train.target_text import SoftLabels
 from tests.helpers.fake_backend import FakeVocabulary
 from tests.helpers.vocabularies import target_texts, vocabularies, vocabulary
 
