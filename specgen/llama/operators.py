@@ -403,7 +403,6 @@ def buffer_types() -> dict[str, Any]:
 
 
 def _find_buffer_type(name: str) -> Any:
-    """Return the CPU's buffer type of this name. Raise `BackendError` if there is none."""
     known = buffer_types()
     if name not in known:
         raise BackendError(f"GGML has no buffer type {name}; it has {', '.join(known)}")
@@ -419,7 +418,6 @@ def _procedure_of_cpu(name: bytes) -> Any:
 
 
 def _cpu_device() -> Any:
-    """Return GGML's CPU device. Raise `BackendError` if there is none."""
     device = ggml("ggml_backend_dev_by_type", _POINTER, ctypes.c_int)(_CPU_DEVICE)
     if not device:
         raise BackendError("GGML has no CPU backend")

@@ -230,7 +230,6 @@ def _limit_memory(device: int, limit: int) -> Any:
 
 
 def _procedure(registry: Any, name: bytes, result: Any, *arguments: Any) -> Any:
-    """Return a function of the RPC backend by its name. Raise `BackendError` if there is none."""
     find = ggml(
         "ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
     )

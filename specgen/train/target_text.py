@@ -82,7 +82,6 @@ class TargetText:
 
 
 def _arrays(path: Path, *names: str) -> list[NDArray[Any]]:
-    """Return arrays of an answer's file. Raise `ModelFileError`."""
     try:
         with path.open("rb") as file, np.load(file) as saved:
             return [saved[name] for name in names]
@@ -240,7 +239,6 @@ def _rows(tokens: Sequence[int], position: int, *, wanted: bool) -> Batch:
 
 
 def _likeliest(logits: Logits) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-    """Return the likeliest tokens and their probabilities for each row of logits, float32[n, n_vocab]."""
     n_top = min(N_TOP, logits.shape[1])
     tokens = np.zeros((len(logits), N_TOP), np.int32)
     probabilities = np.zeros((len(logits), N_TOP), np.float16)
@@ -356,7 +354,6 @@ def kept_texts(
 
 
 def _translation(target: LlamaModel, draft: LlamaModel) -> Translation | None:
-    """Return the translation from the target's vocabulary to the draft's; None if they are the same."""
     try:
         check_pair(target.vocabulary, draft.vocabulary, target.name, draft.name)
     except PairError:
@@ -370,7 +367,6 @@ def _translated(
     answer: Sequence[int],
     draft_prompt: Sequence[int] | None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return prompt and answer in the draft's tokens."""
     text = translation.text(prompt, draft_prompt)
     n_prompt = len(text.tokens)
     text.follow([*prompt, *answer])

@@ -108,7 +108,6 @@ class _State(State):
         return self._children[token_id]
 
     def mask(self) -> BoolArray:
-        """Return the allowed tokens: bool[n_tokens]."""
         if self._known is None:
             n_tokens = self._grammar.n_tokens
             words = np.zeros(-(-n_tokens // _BITS_OF_A_WORD), np.uint32)
@@ -170,7 +169,6 @@ _making = threading.Lock()
 
 
 def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
-    """Return llguidance's form of a vocabulary, made once."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     with _making:
