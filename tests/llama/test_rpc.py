@@ -18,7 +18,7 @@ import pytest
 
 from specgen.cli.flags import machine
 from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
-from specgen.llama import LlamaBackend, LlamaModel, weights
+from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.kernels.attached import Kernels
 from specgen.measure.doctor import worker_checks
 from specgen.method.backend import Batch
@@ -492,14 +492,12 @@ class TestOptions:
         def offer(endpoint: str, _timeout_s: float) -> WorkerInfo:
             return WorkerInfo(endpoint, "1.0.0", (RemoteDevice(1000, 2**40),), None)
 
-        monkeypatch.setattr(weights, "probe", offer)
-        monkeypatch.setattr(weights, "check_protocol", lambda _worker: None)
+        monkeypatch.setattr(rpc, "probe", offer)
+        monkeypatch.setattr(rpc, "check_protocol", lambda _worker: None)
         with pytest.raises(MemoryLimitError, match=r"the workers offer only 0\.0 GiB"):
             LlamaModel(tiny_models / "target.gguf", workers=Workers(("a:1", "b:1")))
 
     def test_a_build_without_rpc_names_the_cure(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from specgen.llama import rpc
-
         monkeypatch.setattr(rpc, "ggml", lambda *_: lambda _name: None)
         monkeypatch.setattr(rpc, "library_path", lambda: None)
         with pytest.raises(BackendError, match="no RPC backend") as error:
