@@ -18,7 +18,7 @@ import pytest
 
 from specgen.cli.flags import machine
 from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
-from specgen.llama import LlamaBackend, LlamaModel
+from specgen.llama import LlamaBackend, LlamaModel, rpc
 from specgen.llama.kernels.attached import Kernels
 from specgen.measure.doctor import worker_checks
 from specgen.method.backend import Batch
