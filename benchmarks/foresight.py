@@ -33,19 +33,17 @@ from benchmarks.answers import bench_prompts, write_json
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
 from specgen.measure.bench.figures import (
     BenchReport,
-    ContenderFigures,
-    figures_of,
+    Figures,
     geometric_mean,
     speedup_of,
     to_json_object,
 )
 from specgen.measure.bench.plan import (
     NGRAM,
-    Field,
-    Plan,
+    Entry,
     about,
-    contender_entries,
-    find_fields,
+    entries_of,
+    find_drafts,
     measure,
 )
 from specgen.measure.bench.runs import NOW, Result
@@ -94,18 +92,17 @@ def main() -> None:
         generation=GenerationOptions(max_tokens=asked.max_tokens),
         cache=cache_folder(),
     )
-    plan = Plan(base, (asked.policy,), (AUTO_TREE,), known=open_memory())
-    (field,) = find_fields([asked.target], [], asked.draft, quiet=True)
-    measured = measure([field], plan, prompts, progress=_tell)
+    ways = [replace(base.drafting, policy=asked.policy, tree=AUTO_TREE)]
+    drafts = find_drafts([asked.target], [], asked.draft, quiet=True)
+    entries = entries_of(base, drafts, ways, known=open_memory())
+    runs = measure(entries, prompts, progress=_tell)
     report = BenchReport(
-        about(plan, [field], shlex.join(sys.argv), measured.kernels),
-        contender_entries([field], plan),
+        about(base, entries, None, shlex.join(sys.argv)),
+        [entry.to_json_object() for entry in entries],
         prompts,
-        1,
-        measured.runs,
-        figures_of(measured.runs.results),
+        runs,
     )
-    found = foresee_field(field, plan, report)
+    found = foresee_entries(entries, report)
     for each in report.figures:
         share = share_reached(report, found, each)
         print(
@@ -425,34 +422,34 @@ class _Drafts:
 # --- what a contender reached ----------------------------------------------------------------------
 
 
-def foresee_field(field: Field, plan: Plan, report: BenchReport) -> Foresight:
-    """Find the best ways for the drafts and the prompts of a benchmark."""
-    groups = groups_of(field, plan)
-    drafts: dict[str, DraftSource] = {
-        name: stages[0] for name, stages in field.drafts.items() if len(stages) == 1
-    }
+def foresee_entries(entries: abc.Sequence[Entry], report: BenchReport) -> Foresight:
+    """Find the best ways for the drafts and the prompts of a benchmark of one target."""
+    plain, groups = entries[0], groups_of(entries)
+    drafts = {each.drafters[0]: each.options.draft for each in _drafting(entries)}
     if any(NGRAM in group for group in groups):
         drafts[NGRAM] = NGRAM
     skipped = {skip.prompt for skip in report.runs.skipped}
     prompts = [prompt for prompt in report.prompts if prompt.number not in skipped]
-    options = foresight_options(plan.options(field, plan.plain), max(w.n_max for w in plan.ways))
-    with Session(options, time.perf_counter) as loaded:
-        found = foresee(loaded, field.name, drafts, groups, prompts, chat=plan.chat, progress=_tell)
+    n_max = max(entry.options.drafting.n_max for entry in entries)
+    with Session(foresight_options(plain.options, n_max), time.perf_counter) as loaded:
+        found = foresee(loaded, plain.target, drafts, groups, prompts, progress=_tell)
     assert found is not None, "it is not interrupted"
     return found
 
 
-def groups_of(field: Field, plan: Plan) -> list[tuple[str, ...]]:
+def groups_of(entries: abc.Sequence[Entry]) -> list[tuple[str, ...]]:
     """Return the groups of drafts that draft together, and the group of all of them. Drafts with a draft of
     their own are left out."""
-    together = [tuple(each.drafters) for each in plan.entries(field) if len(each.stages) == 1]
+    together = [entry.drafters for entry in _drafting(entries)]
     named = tuple(dict.fromkeys(name for group in together for name in group))
     return list(dict.fromkeys((*together, named))) if named else []
 
 
-def share_reached(
-    report: BenchReport, foresight: Foresight, figures: ContenderFigures
-) -> float | None:
+def _drafting(entries: abc.Sequence[Entry]) -> list[Entry]:
+    return [entry for entry in entries if entry.drafters and not entry.options.helpers]
+
+
+def share_reached(report: BenchReport, foresight: Foresight, figures: Figures) -> float | None:
     """Return the share that is reached of perfect foresight's speed with the same drafts.
 
     It is the geometric mean over the answers; None if it is not known. A share is the seconds of foresight
@@ -467,7 +464,7 @@ def share_reached(
     return geometric_mean([speedup / best[prompt] for prompt, speedup in own])
 
 
-def _drafters(report: BenchReport, figures: ContenderFigures) -> abc.Sequence[str]:
+def _drafters(report: BenchReport, figures: Figures) -> abc.Sequence[str]:
     """Return the names of a contender's drafters, if they are known."""
     for contender in report.contenders:
         names = (contender["target"], contender["temperature"], contender["name"])
@@ -476,7 +473,7 @@ def _drafters(report: BenchReport, figures: ContenderFigures) -> abc.Sequence[st
     return ()
 
 
-def _speedups(report: BenchReport, figures: ContenderFigures) -> list[tuple[int, float]]:
+def _speedups(report: BenchReport, figures: Figures) -> list[tuple[int, float]]:
     lineup = (figures.target, figures.temperature)
     plain: dict[tuple[int, int], Result] = {}
     own: list[Result] = []

@@ -27,7 +27,7 @@ from benchmarks.answers import bench_prompts, opened, parser_of, tell, write_jso
 from specgen.errors import SpecgenError
 from specgen.llama import default_threads
 from specgen.llama.mtp_layers import why_no_mtp
-from specgen.measure.bench.figures import BenchReport, figures_of, to_json_object
+from specgen.measure.bench.figures import BenchReport, to_json_object
 from specgen.measure.bench.runs import NOW, Lineup, Outcome, Runs, SessionContender, run_lineups
 from specgen.options import DraftSource
 from specgen.render.tables import bench_lines
@@ -257,7 +257,7 @@ def main() -> None:
     entries = [{"name": each.name, "drafters": [each.name]} for each in own]
     entries += [{"name": each.name, "drafters": []} for each in peers]
     about = {"command": " ".join(sys.argv)}
-    report = BenchReport(about, entries, prompts, 1, runs, figures_of(runs.results))
+    report = BenchReport(about, entries, prompts, runs)
     for line in bench_lines(report):
         print(line)
     write_json(asked.json, to_json_object(report))

@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.peers import PeerError, run_program
 from specgen.llama import default_threads
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
-from specgen.measure.bench.figures import BenchReport, figures_of, to_json_object
+from specgen.measure.bench.figures import BenchReport, to_json_object
 from specgen.measure.bench.runs import (
     NOW,
     Lineup,
@@ -69,8 +69,7 @@ def main() -> None:
         )
         runs = Runs()
         run_lineups([lineup], prompts, runs, progress=tell)
-    figures = figures_of(runs.results)
-    report = BenchReport({"command": sys.argv}, [], prompts, 1, runs, figures)
+    report = BenchReport({"command": sys.argv}, [], prompts, runs)
     for line in bench_lines(report):
         print(line)
     write_json(asked.json, to_json_object(report))

@@ -47,22 +47,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: The public names of each module.
-_MODULES = {
-    "specgen.api": "AnswerOptions Model load",
-    "specgen.session.prompts.template": "Message",
-    "specgen.session.engine": "Engine",
-    "specgen.session.session": "Session",
-    "specgen.session.prompts": "Prompt",
-    "specgen.session.request": "Request",
-    "specgen.errors": "BackendError FetchError MemoryLimitError ModelFileError PairError PromptError "
-    "SpecgenError UnknownModelError UsageError",
-    "specgen.events": "CommittedEvent DraftedEvent FinishedEvent NoticeEvent PromptEvent ReadingEvent "
-    "VerifiedEvent",
-    "specgen.options": "ContextOptions DraftOptions GenerationOptions SamplerOptions SessionOptions "
-    "TreeShape",
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+#: Where the public names are looked for, in this order: the last one imports llama.cpp's bindings.
+_MODULES = ("specgen.errors", "specgen.events", "specgen.options", "specgen.api")
 
 __all__ = [
     "AnswerOptions",
@@ -100,11 +86,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    module = _MODULE_OF.get(name)
-    if module is None:
-        raise AttributeError(f"module 'specgen' has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)
+    for module in _MODULES if name in __all__ else ():
+        found = importlib.import_module(module)
+        if hasattr(found, name):
+            return getattr(found, name)
+    raise AttributeError(f"module 'specgen' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*_MODULE_OF, "__version__"])
+    return sorted(__all__)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from typer import Argument, Option
 
 from specgen.cli import flags
-from specgen.cli.batch_cluster import BatchWork, ray_batch, ray_cluster, with_workers
+from specgen.cli.batch_cluster import actor_job, ray_cluster, with_workers
 from specgen.cli.inputs import STDIO, read_bytes
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output
@@ -26,7 +26,7 @@ from specgen.system.json_lines import as_json
 
 if TYPE_CHECKING:
     from specgen.serve.batch.lines import Line
-    from specgen.serve.batch.on_ray import Cluster, RayBatch
+    from specgen.serve.batch.on_ray import RayBatch
     from specgen.serve.batch.results import Earlier, Write
     from specgen.serve.batch.runner import Batch
 
@@ -122,7 +122,7 @@ def batch(
     _check_files(source, destination)
     from specgen.render.text import counted
     from specgen.serve.batch.lines import read_lines
-    from specgen.serve.batch.results import missing, streaming
+    from specgen.serve.batch.results import check_same, streaming
     from specgen.serve.batch.runner import Prompting
 
     name = "standard input" if source == STDIO else str(source)
@@ -131,14 +131,27 @@ def batch(
         ray, setup.machine, (cpus_per_worker, gpus_per_worker), patience_s=host_timeout
     )
     sources, options = setup.find(output)
-    work = BatchWork(
-        options,
-        sources.drafts,
-        setup.machine.kernels,
-        Prompting(template.chat, template.system, datetime.datetime.now().astimezone()),
-        _settings(options, template),
-        parallel,
-    )
+    kernels, settings = setup.machine.kernels, _settings(options, template)
+    now = datetime.datetime.now().astimezone()
+    prompting = Prompting(template.chat, template.system, now)
+
+    @contextlib.contextmanager
+    def answering(write: Write) -> Iterator[Batch | RayBatch]:
+        """Load the models, or connect to the cluster."""
+        if cluster is None:
+            from specgen.serve.batch.runner import Batch
+
+            with opened(options, kernels, output, sources.drafts) as session:
+                more: dict[str, Any] = {"wall_clock": time.time, "note": output.note}
+                yield Batch(session, prompting, write, settings, parallel=parallel, **more)
+            return
+        from specgen.serve.batch.on_ray import RayBatch, connected
+
+        how = {"prompting": prompting, "settings": settings, "parallel": parallel}
+        job = actor_job(options, sources.drafts, kernels, cluster.cpus_per_worker, **how)
+        with connected(cluster, verbose=output.verbose > 0) as ray_module:
+            yield RayBatch(ray_module, cluster, job, write)
+
     with contextlib.ExitStack() as stack:
         todo, failed = lines, set[str]()
         if destination == STDIO:
@@ -147,7 +160,9 @@ def batch(
             write = streaming(stack.enter_context(destination.open("wb")), str(destination))
         else:
             earlier, write = stack.enter_context(_taken_up(destination, output, retry_errors))
-            todo = missing(lines, earlier, work.settings, str(destination), allow_mixed=allow_mixed)
+            if not allow_mixed:
+                check_same(lines, earlier, settings, str(destination))
+            todo = [line for line in lines if line.custom_id not in earlier.digests]
             failed |= earlier.errors
             if earlier.digests:
                 n_known, n_all = len(lines) - len(todo), counted(len(lines), "line")
@@ -162,7 +177,7 @@ def batch(
         if todo:
             code = with_workers(
                 setup.machine.target.workers,
-                lambda: _answer(cluster, work, todo, write_one, output),
+                lambda: _answer(answering(write_one), todo, output),
                 n_missing=len(todo),
                 can_restart=source != STDIO and not is_stream,
                 patience_s=host_timeout,
@@ -187,24 +202,21 @@ def _named(lines: Sequence[Line], failed: Container[str]) -> str:
         if line.custom_id in failed
     ]
     more = f" and {len(shown) - _N_NAMED} more" if len(shown) > _N_NAMED else ""
-    word = "line" if len(shown) == 1 else "lines"
-    return f": {word} {', '.join(shown[:_N_NAMED])}{more}" if shown else ""
+    return f": line {', '.join(shown[:_N_NAMED])}{more}" if shown else ""
 
 
 def _answer(
-    cluster: Cluster | None,
-    work: BatchWork,
+    opening: contextlib.AbstractContextManager[Batch | RayBatch],
     lines: Sequence[Line],
-    write: Write,
     output: Output,
 ) -> int:
-    """Get the lines answered, on this machine or by a cluster; return the exit code."""
+    """Get the lines answered; return the exit code."""
     from specgen.render.progress_bars import batch_progress, batch_summary
 
     is_silent = output.quiet or output.verbose > 0
     started_s = time.perf_counter()
     with (
-        _opened(cluster, work, write, output) as job,
+        opening as job,
         Interrupt() as stop,
         batch_progress(sys.stderr, quiet=is_silent) as report,
     ):
@@ -221,32 +233,9 @@ def _answer(
     return stop.exit_code
 
 
-@contextlib.contextmanager
-def _opened(
-    cluster: Cluster | None, work: BatchWork, write: Write, output: Output
-) -> Iterator[Batch | RayBatch]:
-    """Load the models, or connect to the cluster."""
-    if cluster is not None:
-        with ray_batch(cluster, work, write, verbose=output.verbose > 0) as remote:
-            yield remote
-        return
-    from specgen.serve.batch.runner import Batch
-
-    with opened(work.options, work.kernels, output, work.drafts) as session:
-        yield Batch(
-            session,
-            work.prompting,
-            write,
-            work.settings,
-            parallel=work.parallel,
-            wall_clock=time.time,
-            note=output.note,
-        )
-
-
 def _check_files(source: Path, destination: Path) -> None:
     """Check that lines can be read and results written, before models are loaded. A device may have no end."""
-    if source.is_block_device() or (source.is_char_device() and not _is_terminal(source)):
+    if source.is_block_device() or source.is_char_device():
         raise PromptError(f"{source}: a device, not a file with lines", "- is standard input")
     if destination == STDIO or destination.is_fifo():
         return
@@ -258,14 +247,6 @@ def _check_files(source: Path, destination: Path) -> None:
         )
     if not destination.parent.is_dir():
         raise OutputError(f"{destination}: there is no folder {destination.parent}")
-
-
-def _is_terminal(device: Path) -> bool:
-    try:
-        with device.open("rb", buffering=0) as opened_device:
-            return opened_device.isatty()
-    except OSError:  # reading it says why
-        return True
 
 
 @contextlib.contextmanager

@@ -7,16 +7,15 @@ program at a time. So a new process replaces this one (`exec`) and continues at 
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
@@ -24,9 +23,7 @@ from specgen.errors import UsageError, WorkerLostError
 from specgen.options import Contexts, DraftSource, KernelOptions, SessionOptions, Workers
 
 if TYPE_CHECKING:
-    from specgen.serve.batch.on_ray import ActorJob, Cluster, RayBatch
-    from specgen.serve.batch.results import Write
-    from specgen.serve.batch.runner import Prompting
+    from specgen.serve.batch.on_ray import ActorJob, Cluster
     from specgen.session.files import DraftChoice
     from specgen.session.session import Session
 
@@ -38,19 +35,6 @@ _VARIABLE = "SPECGEN_BATCH_RESTARTS"
 _MOST = 5
 #: Seconds between two checks of the workers, and the most that a check waits for an answer.
 _PAUSE_S, _PROBE_S = 1.0, 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class BatchWork:
-    """How lines are answered, on any node. `settings` decide the answers; `parallel` is the number of answers
-    generated at once, and None takes the fastest number."""
-
-    options: SessionOptions
-    drafts: Sequence[DraftChoice]
-    kernels: KernelOptions
-    prompting: Prompting
-    settings: Mapping[str, Any]
-    parallel: int | None
 
 
 def ray_cluster(
@@ -83,17 +67,6 @@ def ray_cluster(
     return Cluster(address, *per_worker, patience_s)
 
 
-@contextlib.contextmanager
-def ray_batch(
-    cluster: Cluster, work: BatchWork, write: Write, *, verbose: bool
-) -> Iterator[RayBatch]:
-    """Connect to a cluster that is to do the work."""
-    from specgen.serve.batch.on_ray import RayBatch, connected
-
-    with connected(cluster, verbose=verbose) as ray:
-        yield RayBatch(ray, cluster, _actor_job(work, cluster), write)
-
-
 def open_on_node(
     options: SessionOptions, drafts: Sequence[DraftChoice], kernels: KernelOptions
 ) -> Session:
@@ -106,40 +79,41 @@ def open_on_node(
     return load(replace(options, cache=cache_folder()), quiet, drafts)
 
 
-def _actor_job(work: BatchWork, cluster: Cluster) -> ActorJob:
-    """Return what an actor does. It has another working folder, so paths are absolute, and as many threads as it
-    has CPUs, unless it has all of its node's. A draft that nobody named may be missing on a node."""
+def actor_job(
+    options: SessionOptions,
+    drafts: Sequence[DraftChoice],
+    kernels: KernelOptions,
+    cpus_per_worker: float | None,
+    **how: Any,
+) -> ActorJob:
+    """Return what an actor does; `how` are the other fields of `ActorJob`. It has another working folder, so paths
+    are absolute, and as many threads as it has CPUs, unless it has all of its node's. A draft that nobody named
+    may be missing on a node."""
     from specgen.serve.batch.on_ray import ActorJob, n_bytes_of
 
-    drafts = tuple(replace(each, draft=_absolute(each.draft)) for each in work.drafts)
-    options, drafting = work.options, work.options.drafting
-    lookup_files = tuple(path.absolute() for path in drafting.lookup_files)
+    drafts = tuple(replace(each, draft=_absolute(each.draft)) for each in drafts)
+    lookup_files = tuple(path.absolute() for path in options.drafting.lookup_files)
     options = replace(
         options,
         target=options.target.absolute(),
         draft=_absolute(options.draft),
         helpers=tuple(map(_absolute, options.helpers)),
-        drafting=replace(drafting, lookup_files=lookup_files),
+        drafting=replace(options.drafting, lookup_files=lookup_files),
     )
-    if cluster.cpus_per_worker is not None:
-        n_threads = max(1, int(cluster.cpus_per_worker))
-        contexts = {
-            name: replace(context, n_threads=n_threads)
-            for name in ("target_context", "draft_context")
-            if (context := getattr(options, name)).n_threads is None
-        }
-        options = replace(options, **contexts)
-    named = {options.target, options.draft, *options.helpers, *lookup_files}
-    named = (named - {each.draft for each in drafts if each.why}) | {
-        each.draft for each in drafts if not each.why
-    }
+    if cpus_per_worker is not None:
+        n_threads = max(1, int(cpus_per_worker))
+        for name in ("target_context", "draft_context"):
+            context = getattr(options, name)
+            threads = context.n_threads or n_threads
+            options = replace(options, **{name: replace(context, n_threads=threads)})
+    found = {each.draft for each in drafts if each.why}
+    named = {options.target, options.draft, *options.helpers, *lookup_files} - found
+    named |= {each.draft for each in drafts} - found
     sizes = {str(path): n_bytes_of(path) for path in named if isinstance(path, Path)}
     return ActorJob(
-        partial(open_on_node, options, drafts, work.kernels),
-        work.prompting,
-        work.settings,
-        work.parallel,
-        {path: n_bytes for path, n_bytes in sorted(sizes.items()) if n_bytes is not None},
+        partial(open_on_node, options, drafts, kernels),
+        files={path: n_bytes for path, n_bytes in sizes.items() if n_bytes is not None},
+        **how,
     )
 
 
@@ -176,16 +150,12 @@ def with_workers(
         if not can_restart or n_times > _MOST or not hasattr(os, "fork"):  # Windows cannot exec
             raise
         note(f"{error.message}; starting again")
-        _replace_process(f"{n_missing} {n_times}")
-
-
-def _replace_process(state: str) -> NoReturn:
-    os.environ[_VARIABLE] = state
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    # llama.cpp's connections would stay open in the new process.
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
+        os.environ[_VARIABLE] = f"{n_missing} {n_times}"
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        # llama.cpp's connections would stay open in the new process.
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
 
 
 def _wait(workers: Workers, patience_s: float, note: Callable[[str], None]) -> int:

@@ -16,7 +16,7 @@ from specgen.cli.inputs import STDIO
 from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import OutputError, UsageError
-from specgen.measure.bench.plan import Plan, find_fields
+from specgen.measure.bench.plan import about, entries_of, find_drafts, measure, ways_of
 from specgen.measure.prompts import first_of_each, given_prompts, own_prompts, read_bench_prompts
 from specgen.options import (
     Contexts,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specgen.measure.bench.figures import BenchReport
-    from specgen.measure.bench.plan import Field
+    from specgen.measure.bench.plan import Entry
     from specgen.measure.prompts import BenchPrompt
 
 _POLICIES: tuple[PolicyName, ...] = ("cost", "threshold", "fixed")
@@ -122,8 +122,6 @@ _FILES = flags.panel(
 
 @flags.takes_options(
     _MODELS,
-    flags.HUB,
-    flags.HUB_DRAFT,
     _CONTEST,
     _FILES,
     chat=flags.CHAT,
@@ -143,10 +141,6 @@ def bench(
     targets: list[str] | None = None,
     drafts: list[str] | None = None,
     pairs: list[str] | None = None,
-    hf_repo: list[str] | None = None,
-    hf_repo_draft: list[str] | None = None,
-    hf_file: str | None = None,
-    hf_token: str | None = None,
     policies: list[str] | None = None,
     trees: list[str] | None = None,
     temperatures: list[float] | None = None,
@@ -176,8 +170,7 @@ def bench(
     token relative to plain decoding; answers whose text differs from plain
     decoding's; the speed-up of whole answers, prompts included.
     """
-    from specgen.measure.bench.figures import BenchReport, figures_of
-    from specgen.measure.bench.plan import about, contender_entries, measure
+    from specgen.measure.bench.figures import BenchReport
     from specgen.models import cache_folder
     from specgen.session.open import layers_without_gpu, open_memory
 
@@ -195,50 +188,43 @@ def bench(
         draft_context=machine.draft,
         cache=cache_folder(),
     )
-    plan = Plan(
-        base,
-        policies=parse_policies(policies),
-        trees=tuple(dict.fromkeys(flags.tree_shape(text) for text in trees or ["auto"])),
-        temperatures=tuple(dict.fromkeys(temperatures or [0.0])),
-        chat=chat,
-        known=open_memory(),
-    )
-    if max(way.n_max for way in plan.ways) == 0:
+    shapes = list(dict.fromkeys(flags.tree_shape(text) for text in trees or ["auto"]))
+    ways = ways_of(drafting, parse_policies(policies), shapes)
+    if max(way.n_max for way in ways) == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to compare")
     _check_folder(html_file, "--html")
     if json_file != STDIO:
         _check_folder(json_file, "--json")
-    targets = [*(targets or ()), *flags.hub_names(hf_repo, hf_file, hf_token)]
-    drafts = [*(drafts or ()), *flags.hub_names(hf_repo_draft)]
-    fields = find_fields(targets, pairs or [], drafts, quiet=output.quiet)
+    found = find_drafts(targets or [], pairs or [], drafts or [], quiet=output.quiet)
+    temperatures = list(dict.fromkeys(temperatures or [0.0]))
+    entries = entries_of(base, found, ways, temperatures, open_memory())
     load = LoadOfOthers()
     with log_shown(output), output.measuring() as (progress, stop):
-        measured = measure(
-            fields,
-            plan,
+        runs = measure(
+            entries,
             asked,
+            chat=chat,
             n_rounds=n_rounds,
             progress=progress,
             interrupted=stop,
-            announce=lambda field, kernels, seconds: output.note(
-                _planned(plan, field, kernels, seconds, len(asked), n_rounds)
+            announce=lambda own, kernels, seconds: output.note(
+                _planned(own, kernels, seconds, len(asked), n_rounds)
             ),
         )
     report = BenchReport(
-        about=about(plan, fields, _command(hf_token), measured.kernels),
-        contenders=contender_entries(fields, plan),
+        about=about(base, entries, chat, _command(os.environ.get("HF_TOKEN"))),
+        contenders=[entry.to_json_object() for entry in entries],
         prompts=asked,
+        runs=runs,
         n_rounds=n_rounds,
-        runs=measured.runs,
-        figures=figures_of(measured.runs.results),
         is_interrupted=stop(),
         others_share=load.share,
     )
     _write(report, json_file, html_file)
     for note in dict.fromkeys(_notes(report)):
         output.note(note)
-    if measured.error is not None:
-        raise measured.error
+    if runs.error is not None:
+        raise runs.error
     return stop.exit_code
 
 
@@ -259,17 +245,17 @@ def _prompts(
 def parse_policies(given: Sequence[str] | None) -> tuple[PolicyName, ...]:
     """Return the policies of these names, each of which may be several with commas between; without names,
     the default one. Raise `UsageError`."""
-    names = [name.strip() for names in given or () for name in names.split(",")]
-    found: list[PolicyName] = []
-    for name in filter(None, names):
-        policy = next((policy for policy in _POLICIES if policy == name), None)
-        if policy is None:
+    if not given:
+        return (DraftOptions().policy,)
+    found: dict[PolicyName, None] = {}
+    for name in (name.strip() for names in given for name in names.split(",")):
+        for policy in (each for each in _POLICIES if each == name):
+            found[policy] = None
+        if name not in ("", *_POLICIES):
             raise UsageError(f"--policy {name}: one of {', '.join(_POLICIES)}")
-        if policy not in found:
-            found.append(policy)
-    if given and not found:
+    if not found:
         raise UsageError("--policy is empty", hint=f"give one of {', '.join(_POLICIES)}")
-    return tuple(found) or (DraftOptions().policy,)
+    return tuple(found)
 
 
 def _check_folder(path: Path | None, option: str) -> None:
@@ -310,15 +296,16 @@ def _write_file(path: Path, text: str) -> None:
 
 
 def _planned(
-    plan: Plan, field: Field, kernels: str, seconds: float, n_prompts: int, n_rounds: int
+    entries: Sequence[Entry], kernels: str, seconds: float, n_prompts: int, n_rounds: int
 ) -> str:
     """Return what will be measured for a target and about how long it takes."""
-    names = ", ".join(entry.name for entry in (plan.plain, *plan.entries(field)))
+    names = ", ".join(dict.fromkeys(entry.name for entry in entries))
     rounds = "" if n_rounds == 1 else f", {n_rounds} times"
+    n_tokens = entries[0].options.generation.max_tokens
     return (
-        f"{field.name} ({kernels}): {counted(n_prompts, 'prompt')}{rounds}, each answered with up to "
-        f"{plan.base.generation.max_tokens} tokens by: {names}. This takes about "
-        f"{duration(max(1.0, seconds))}; fewer prompts (-N 1) or tokens (-n 32) take less"
+        f"{entries[0].target} ({kernels}): {counted(n_prompts, 'prompt')}{rounds}, each answered with up to "
+        f"{n_tokens} tokens by: {names}. This takes about {duration(max(1.0, seconds))}; fewer prompts (-N 1) or "
+        "tokens (-n 32) take less"
     )
 
 

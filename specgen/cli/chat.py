@@ -17,7 +17,7 @@ from typer import Option
 from specgen.cli import flags
 from specgen.cli.inputs import decoded, read_bytes
 from specgen.cli.model_loading import Setup, opened
-from specgen.cli.output import Output
+from specgen.cli.output import Output, show_events
 from specgen.cli.process import Interrupt
 from specgen.errors import OutputError, SpecgenError, UsageError, WorkerLostError
 
@@ -124,32 +124,15 @@ class _View:
     def answer(self, events: Generator[Event, None, None]) -> int:
         """Show an answer; return the exit code of the signal that ended it, or 0."""
         from specgen.cli.chat_input import without_echo
-        from specgen.events import CommittedEvent, FinishedEvent
 
-        renderer = self._output.renderer(folds=True)
-        text, is_whole, cut = "", False, ""
         try:
-            with (
-                contextlib.closing(events),
-                without_echo(),
-                Interrupt(ends_process=False) as self._stop,
-                renderer,
-            ):
-                for event in events:
-                    renderer.handle(event)
-                    if isinstance(event, CommittedEvent):
-                        text += event.text
-                    elif isinstance(event, FinishedEvent):
-                        cut = _CUT.get(event.finish_reason, "").format(event.n_tokens)
-            is_whole = True
+            with without_echo(), Interrupt(ends_process=False) as self._stop:
+                finished = show_events(events, self._output.renderer(in_chat=True))
+                code = self._stop.exit_code
         finally:
-            code, self._stop = self._stop.exit_code if self._stop is not None else 0, None
-            has_line = (is_whole or text) and not text.endswith("\n")
-            if has_line and not self._output.json and not sys.stdout.isatty():
-                sys.stdout.write("\n")
-                sys.stdout.flush()
-            if cut and not self._output.json:
-                self._output.note(cut)
+            self._stop = None
+        if finished is not None and finished.finish_reason in _CUT and not self._output.json:
+            self._output.note(_CUT[finished.finish_reason].format(finished.n_tokens))
         return code
 
 
@@ -273,8 +256,7 @@ def _show_figures(talk: Chat) -> None:
 
     from specgen.render.select import make_console
     from specgen.render.streams import say
-    from specgen.render.summary import print_summary
-    from specgen.render.text import counted
+    from specgen.render.summary import print_summary, totals
 
     last = talk.finished
     if last is None or talk.prompt is None:
@@ -282,16 +264,11 @@ def _show_figures(talk: Chat) -> None:
     console = make_console(sys.stderr, os.environ)
     print_summary(console, last, draft=talk.prompt.draft, kernels=talk.prompt.kernels)
     counts = [
-        (each.n_tokens, each.n_drafted, each.n_accepted, each.n_prompt_tokens, each.n_cached_tokens)
+        (each.n_tokens, each.n_prompt_tokens, each.n_cached_tokens, each.n_drafted, each.n_accepted)
         for each in talk.answers
     ]
-    n_tokens, n_drafted, n_accepted, n_prompt, n_cached = map(sum, zip(*counts, strict=True))
-    parts = [f"{counted(len(counts), 'answer')} of {counted(n_tokens, 'token')}"]
-    if n_drafted:
-        parts.append(f"{n_accepted / n_drafted:.0%} of the draft accepted")
-    parts.append(f"{n_cached / n_prompt:.0%} of the prompts from the cache")
-    used = last.n_prompt_tokens + last.n_tokens
-    parts.append(f"{used} of {talk.n_ctx} tokens of context in use")
+    parts = totals(len(counts), *map(sum, zip(*counts, strict=True)))
+    parts.append(f"{last.n_prompt_tokens + last.n_tokens} of {talk.n_ctx} tokens of context in use")
     say(console, Text(f"in all: {', '.join(parts)}"))
 
 

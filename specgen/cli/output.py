@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from specgen.options import GenerationOptions, Show
 from specgen.sampler_options import option
 
 if TYPE_CHECKING:
-    from specgen.events import FinishedEvent
+    from specgen.events import Event, FinishedEvent
     from specgen.render.streams import Renderer
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
@@ -81,8 +81,8 @@ class Output:
         if answer.logprobs is not None and not self.json:
             raise UsageError("--logprobs needs --json: only events have log-probabilities")
 
-    def renderer(self, *, folds: bool = False) -> Renderer:
-        """Return a new renderer for one answer; with `folds` a thinking block becomes a line."""
+    def renderer(self, *, in_chat: bool = False) -> Renderer:
+        """Return a new renderer for one answer."""
         from specgen.render.select import make_renderer
 
         return make_renderer(
@@ -94,7 +94,7 @@ class Output:
             stats=self.has_summary,
             quiet=self.quiet,
             verbose=self.verbose > 0,
-            folds=folds,
+            in_chat=in_chat,
             newline=self.newline,
         )
 
@@ -108,27 +108,28 @@ class Output:
 
 
 def show_answer(
-    loaded: Session,
-    prompt: Prompt,
-    output: Output,
-    on_finished: Callable[[FinishedEvent], None] = lambda _finished: None,
-) -> int:
-    """Generate an answer and show it; return the exit code. `on_finished` gets its last event."""
-    from specgen.events import FinishedEvent
+    session: Session, prompt: Prompt, output: Output
+) -> tuple[int, FinishedEvent | None]:
+    """Generate an answer and show it; return the exit code, and its last event."""
     from specgen.session.engine import generate
 
-    interrupt = Interrupt()
-    finish_reason = ""
-    with interrupt, output.renderer() as renderer:
-        for event in generate(
-            loaded,
-            prompt,
-            interrupted=interrupt,
-            estimate_gain=output.has_summary or output.json,
-        ):
+    with Interrupt() as interrupt:
+        gains = output.has_summary or output.json
+        events = generate(session, prompt, interrupted=interrupt, estimate_gain=gains)
+        finished = show_events(events, output.renderer())
+    session.memory.save()
+    is_cut = finished is not None and finished.finish_reason == "interrupted"
+    return interrupt.exit_code if is_cut else 0, finished
+
+
+def show_events(events: Generator[Event, None, None], renderer: Renderer) -> FinishedEvent | None:
+    """Show an answer; return its last event."""
+    from specgen.events import FinishedEvent
+
+    finished = None
+    with contextlib.closing(events), renderer:
+        for event in events:
             renderer.handle(event)
             if isinstance(event, FinishedEvent):
-                finish_reason = event.finish_reason
-                on_finished(event)
-    loaded.memory.save()
-    return interrupt.exit_code if finish_reason == "interrupted" else 0
+                finished = event
+    return finished

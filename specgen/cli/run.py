@@ -52,4 +52,4 @@ def run(
     text = read_prompt(argument, option, files or (), output.note)
     with setup.opened(output) as loaded:
         prompt = loaded.prompts.of_text(text, chat=template.chat, system=template.system)
-        return show_answer(loaded, prompt, output)
+        return show_answer(loaded, prompt, output)[0]

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from specgen.errors import FetchError, UnknownModelError
 from specgen.models.files import file_sha256, human_bytes, size_of
@@ -37,7 +35,6 @@ from specgen.models.hub_reference import (
 from specgen.models.progress import DownloadProgress, shown
 from specgen.models.registry import CatalogueModel, HubSource
 from specgen.models.transfer import (
-    NETWORK_HINT,
     check_room,
     download,
     download_lock,
@@ -45,9 +42,6 @@ from specgen.models.transfer import (
     network_error,
     writing_below,
 )
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfFileMetadata
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ETAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -66,25 +60,48 @@ def _writing_to_cache() -> AbstractContextManager[None]:
     return writing_below(cache_of_hub(), _CACHE_VARIABLE)
 
 
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file as the hub has it now. The cache names it after its ETag, which is the SHA-256 of large files."""
+
+    source: HubSource
+    etag: str
+    size_bytes: int
+
+    @property
+    def sha256(self) -> str | None:
+        return self.etag if _SHA256.fullmatch(self.etag) else None
+
+    @property
+    def blob(self) -> Path:
+        return storage_of(self.source.repo) / "blobs" / self.etag
+
+    @property
+    def partial(self) -> Path:
+        return self.blob.with_name(f"{self.etag}.incomplete")
+
+    @property
+    def left_bytes(self) -> int:
+        """How much of it is still to be downloaded."""
+        return 0 if self.blob.exists() else max(1, self.size_bytes - size_of(self.partial))
+
+
 def fetch_from_hub(source: HubSource, model: CatalogueModel, progress: DownloadProgress) -> Path:
     """Download the model into the hub's cache and return its path. Raise FetchError or UnknownModelError.
 
-    The hub is first asked once for the metadata of the file. So a hub that does not respond within
-    seconds, or a file that differs from ours, is noticed then, and not after minutes of retries.
+    The hub is first asked once about the file. So a hub that does not respond within seconds, or a file that
+    differs from ours, is noticed then, and not after minutes of retries.
     """
     with _writing_to_cache():
-        metadata = _metadata(source)
-        etag = metadata.etag or ""
-        is_other = _SHA256.fullmatch(etag) and etag != model.sha256
-        if is_other or metadata.size not in {None, model.size_bytes}:
+        file = _file(source)
+        if file.sha256 not in (None, model.sha256) or file.size_bytes not in (0, model.size_bytes):
             raise FetchError(
                 f"the hub's file is not {model.name} as models.toml has it "
-                f"(SHA-256 {etag}, {metadata.size} bytes)",
+                f"(SHA-256 {file.etag}, {file.size_bytes} bytes)",
                 "its repository has changed; set a revision in models.toml to get the old file",
             )
-        left_bytes = _left_bytes(source, metadata, model.size_bytes)
-        check_room(model.name, cache_of_hub(), left_bytes, _CACHE_VARIABLE)
-        return _fetch(source, metadata, model.name, model.sha256, progress)
+        check_room(model.name, cache_of_hub(), file.left_bytes, _CACHE_VARIABLE)
+        return _fetch(file, model.name, model.sha256, progress)
 
 
 def fetch_reference(
@@ -116,8 +133,7 @@ def fetch_reference(
         names = choose(sizes, reference)
         if names is None:
             raise _unknown(reference, sizes)
-        files = {HubSource(repo, name): sizes[name] for name in names}
-        path = _fetch_all(files, licence, progress)
+        path = _fetch_all([_file(HubSource(repo, name)) for name in names], licence, progress)
         if (layers := mtp_layers_for(names[0], sizes)) is not None:
             progress.note(
                 f"{repo} also has MTP layers, which draft for this model once they are there: "
@@ -126,37 +142,24 @@ def fetch_reference(
         return path
 
 
-def _host() -> str:
-    return host_of(page_of(""))
-
-
-def _fetch_all(files: Mapping[HubSource, int], licence: str, progress: DownloadProgress) -> Path:
-    """Return the path of the first of a model's files, which have these sizes."""
-    first = next(iter(files))
-    wanted = {source: _metadata(source) for source in files}
-    left_bytes = sum(_left_bytes(source, wanted[source], size) for source, size in files.items())
-    if left_bytes:
-        whole_bytes = sum(files.values())
+def _fetch_all(files: Sequence[_File], licence: str, progress: DownloadProgress) -> Path:
+    """Return the path of the first of a model's files."""
+    first = files[0].source
+    if left_bytes := sum(file.left_bytes for file in files):
+        whole_bytes = sum(file.size_bytes for file in files)
         resumed = f"{human_bytes(left_bytes)} left of " if left_bytes < whole_bytes else ""
         size_text = ", ".join(filter(None, (f"{resumed}{human_bytes(whole_bytes)}", licence)))
         progress.note(f"downloading {first.repo}/{first.file} ({size_text})")
         check_room(first.file, cache_of_hub(), left_bytes, _CACHE_VARIABLE)
-    paths = []
-    for source, metadata in wanted.items():
-        digest = metadata.etag if _SHA256.fullmatch(metadata.etag or "") else None
-        paths.append(_fetch(source, metadata, PurePosixPath(source.file).name, digest, progress))
+    paths = [
+        _fetch(file, PurePosixPath(file.source.file).name, file.sha256, progress) for file in files
+    ]
     if len({path.parent for path in paths}) > 1:
         raise FetchError(f"{first.repo} changed during the download", "run it again")
     return paths[0]
 
 
-def _fetch(
-    source: HubSource,
-    metadata: HfFileMetadata,
-    label: str,
-    sha256: str | None,
-    progress: DownloadProgress,
-) -> Path:
+def _fetch(file: _File, label: str, sha256: str | None, progress: DownloadProgress) -> Path:
     """Return a file's path in the cache, downloading it if need be.
 
     huggingface_hub drops what an interrupted download got. So the blob is downloaded here, which
@@ -165,14 +168,14 @@ def _fetch(
     """
     from huggingface_hub import constants, hf_hub_download
 
-    blob = _blob(source, metadata)
-    if (metadata.size or 0) <= constants.MAX_HTTP_DOWNLOAD_SIZE and not blob.exists():
+    source, blob = file.source, file.blob
+    if file.size_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE and not blob.exists():
         # The lock that huggingface_hub takes too.
         lock = cache_of_hub() / ".locks" / storage_of(source.repo).name / f"{blob.name}.lock"
         with download_lock(lock, label, progress):
             if not blob.exists():
                 blob.parent.mkdir(parents=True, exist_ok=True)
-                _download(source, blob, metadata.size or 0, label, sha256, progress)
+                _download(file, label, sha256, progress)
     try:
         path = Path(hf_hub_download(source.repo, source.file, revision=source.revision))
     except Exception as error:
@@ -182,51 +185,28 @@ def _fetch(
     return path
 
 
-def _download(
-    source: HubSource,
-    blob: Path,
-    size_bytes: int,
-    label: str,
-    sha256: str | None,
-    progress: DownloadProgress,
-) -> None:
+def _download(file: _File, label: str, sha256: str | None, progress: DownloadProgress) -> None:
     """Download a file, or the rest of it, and check it."""
     from huggingface_hub import get_token, hf_hub_url
 
     def digest(path: Path) -> str:
         progress.finish()
-        progress.start(f"{label}: checking", size_bytes)
+        progress.start(f"{label}: checking", file.size_bytes)
         return file_sha256(path, progress.update)
 
-    url = hf_hub_url(source.repo, source.file, revision=source.revision)
-    partial, token = _partial(blob), get_token()  # the client sends it to no other host
-    with shown(progress, label, size_bytes, size_of(partial)):
+    source, token = file.source, get_token()  # the client sends it to no other host
+    with shown(progress, label, file.size_bytes, size_of(file.partial)):
         download(
-            url,
-            partial,
+            hf_hub_url(source.repo, source.file, revision=source.revision),
+            file.partial,
             sha256,
             progress,
             report=lambda done_bytes, _total_bytes: progress.update(done_bytes),
-            size_bytes=size_bytes or None,
+            size_bytes=file.size_bytes or None,
             headers={"Authorization": f"Bearer {token}"} if token else None,
             digest=digest,
         )
-    partial.replace(blob)
-
-
-def _blob(source: HubSource, metadata: HfFileMetadata) -> Path:
-    """Return the place of a file in the cache, where it is named after its ETag."""
-    return storage_of(source.repo) / "blobs" / str(metadata.etag)
-
-
-def _partial(blob: Path) -> Path:
-    return blob.with_name(f"{blob.name}.incomplete")
-
-
-def _left_bytes(source: HubSource, metadata: HfFileMetadata, size_bytes: int) -> int:
-    """Return how much of a file is still to be downloaded."""
-    blob = _blob(source, metadata)
-    return 0 if blob.exists() else max(1, size_bytes - size_of(_partial(blob)))
+    file.partial.replace(file.blob)
 
 
 # --- questions to the hub
@@ -234,54 +214,38 @@ def _left_bytes(source: HubSource, metadata: HfFileMetadata, size_bytes: int) ->
 
 def _listing(repo: str) -> tuple[dict[str, int], str]:
     """Return the size in bytes of each file of a repository, and its licence."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
 
-    info = _ask(lambda: HfApi().model_info(repo, files_metadata=True), repo)
+    timeout_s = constants.HF_HUB_ETAG_TIMEOUT
+    info = _ask(lambda: HfApi().model_info(repo, files_metadata=True, timeout=timeout_s), repo)
     licences = [tag[len("license:") :] for tag in info.tags or () if tag.startswith("license:")]
     return {file.rfilename: file.size or 0 for file in info.siblings or ()}, ", ".join(licences)
 
 
-def _metadata(source: HubSource) -> HfFileMetadata:
-    """Return the hub's metadata of a file."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+def _file(source: HubSource) -> _File:
+    """Ask the hub about a file."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(source.repo, source.file, revision=source.revision)
-    metadata = _ask(lambda: get_hf_file_metadata(url), source.repo)
-    # The ETag becomes the name of a file.
-    if metadata.commit_hash is None or not _ETAG.fullmatch(metadata.etag or ""):
+    timeout_s = constants.HF_HUB_ETAG_TIMEOUT
+    metadata = _ask(lambda: get_hf_file_metadata(url, timeout=timeout_s), source.repo)
+    etag = metadata.etag or ""
+    if metadata.commit_hash is None or not _ETAG.fullmatch(etag):  # it becomes a file's name
         raise _no_hub()
-    return metadata
+    return _File(source, etag, metadata.size or 0)
 
 
 def _ask(request: Callable[[], _T], repo: str) -> _T:
-    """Return the hub's answer, within the time limit that is set for it.
-
-    The client's own limit holds for each address of the hub in turn, and behind a firewall
-    that drops packets those add up; so it is asked in a thread that can be left behind.
-    """
-    from huggingface_hub import constants
-
-    timeout_s = constants.HF_HUB_ETAG_TIMEOUT
-    answer: Future[_T] = Future()
-
-    def ask() -> None:
-        try:
-            answer.set_result(request())
-        except Exception as error:  # noqa: BLE001 (raised again where the result is taken)
-            answer.set_exception(error)
-
-    threading.Thread(target=ask, name="specgen-ask-hub", daemon=True).start()
     try:
-        return answer.result(timeout=timeout_s)
-    except FutureTimeoutError as error:
-        raise FetchError(
-            f"{_host()} did not answer within {timeout_s:g} s",
-            f"{NETWORK_HINT}; HF_HUB_ETAG_TIMEOUT sets how long to wait",
-        ) from error
+        return request()
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _no_hub() from error
     except Exception as error:
         raise _translated(error, repo) from error
+
+
+def _host() -> str:
+    return host_of(page_of(""))
 
 
 def _no_hub() -> FetchError:

@@ -7,7 +7,7 @@ later as a download of the wrong thing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -37,11 +37,6 @@ _Line = Annotated[str, AfterValidator(_line)]
 _Count = Annotated[int, Field(gt=0, strict=True)]
 #: For pydantic: a table with other keys is an error.
 _NO_OTHERS: Mapping[str, Any] = {"extra": "forbid"}
-_PROBLEMS = {
-    "missing": "is missing",
-    "unexpected_keyword_argument": "is not a key that is known here",
-    "dataclass_type": "must be a table",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +127,18 @@ class Pair:
         return (self.target,) if self.draft == NGRAM else (self.target, self.draft)
 
 
+@dataclass(frozen=True, slots=True)
+class _Document:
+    """What a file may have."""
+
+    __pydantic_config__: ClassVar = _NO_OTHERS
+
+    models: tuple[CatalogueModel, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    default_pair: str | None = None
+    general_draft: str | None = None
+
+
 _Entry = TypeVar("_Entry", CatalogueModel, Pair)
 _Found = TypeVar("_Found")
 
@@ -217,62 +224,44 @@ def _read(file: Path, before: Registry) -> Registry:
     """Return `before` with what a file adds and replaces. Raise `UsageError`."""
     document = read_toml(file)
     try:
-        pairs = _entries(document, "pairs", Pair)
-        models = {**before.models, **_entries(document, "models", CatalogueModel)}
-        all_pairs = {**before.pairs, **pairs}
-        default = _chosen(document, "default_pair", "pair", all_pairs, before.default_pair)
-        general = _chosen(document, "general_draft", "model", models, before.general_draft)
-        for key in document:
-            raise ValueError(f"{key}: {_PROBLEMS['unexpected_keyword_argument']}")
-        for pair in pairs.values():
-            for key, name in (("target", pair.target), ("draft", pair.draft)):
-                if name not in models and (key, name) != ("draft", NGRAM):
-                    raise ValueError(f'pairs "{pair.name}": {key}: there is no model "{name}"')
-        for name in models.keys() & all_pairs.keys():
-            raise ValueError(f'"{name}" is the name of a model and of a pair')
+        own = TypeAdapter(_Document).validate_python(document)
+        registry = Registry(
+            {**before.models, **_by_name(own.models)},
+            {**before.pairs, **_by_name(own.pairs)},
+            own.default_pair or before.default_pair,
+            own.general_draft or before.general_draft,
+        )
+        _check_names(registry)
+    except ValidationError as error:
+        first = error.errors()[0]
+        keys = [str(key + 1) if isinstance(key, int) else key for key in first["loc"]]
+        problem = ": ".join([*keys, first["msg"].removeprefix("Value error, ")])
+        raise UsageError(f"{file}: {problem}", correct(file)) from error
     except ValueError as error:
         raise UsageError(f"{file}: {error}", correct(file)) from error
-    return Registry(models, all_pairs, str(default), general)
+    return registry
 
 
-def _entries(document: dict[str, Any], key: str, kind: type[_Entry]) -> dict[str, _Entry]:
-    """Take the models or pairs of a file by their names. Raise `ValueError`."""
-    tables = document.pop(key, [])
-    if not isinstance(tables, list):
-        raise ValueError(f"{key}: must be a list of tables, each headed [[{key}]]")  # noqa: TRY004
-    adapter, found = TypeAdapter(kind), dict[str, _Entry]()
-    for number, table in enumerate(tables, start=1):
-        name = table.get("name") if isinstance(table, dict) else None
-        where = f'{key} "{name}"' if isinstance(name, str) else f"{key} number {number}"
-        try:
-            entry = adapter.validate_python(table)
-        except ValidationError as error:
-            raise ValueError(f"{where}: {_problem(error)}") from error
-        if entry.name in found:
-            raise ValueError(f"{where} stands here twice")
-        found[entry.name] = entry
+def _by_name(entries: Sequence[_Entry]) -> dict[str, _Entry]:
+    found = {entry.name: entry for entry in entries}
+    if len(found) < len(entries):
+        raise ValueError("two entries have the same name")
     return found
 
 
-def _chosen(
-    document: dict[str, Any], key: str, kind: str, known: Mapping[str, object], usual: str | None
-) -> str | None:
-    """Take a name of what is known, or the usual one. Raise `ValueError`."""
-    name = str(document.pop(key)) if key in document else usual
-    if name is not None and name not in known:
-        raise ValueError(f'{key}: there is no {kind} "{name}"')
-    return name
-
-
-def _problem(error: ValidationError) -> str:
-    """Return the first of the problems in a table, with its key."""
-    first = error.errors()[0]
-    keys = [str(key) for key in first["loc"]]
-    problem = _PROBLEMS.get(first["type"])
-    if problem is None:
-        words = first["msg"].removeprefix("Value error, ")
-        problem = f"{words}, not {first['input']!r}" if keys else words
-    return ": ".join([*keys, problem])
+def _check_names(registry: Registry) -> None:
+    """Raise `ValueError` for a name that stands for nothing, or for two things."""
+    models, pairs = registry.models, registry.pairs
+    if registry.default_pair not in pairs:
+        raise ValueError(f'default_pair: there is no pair "{registry.default_pair}"')
+    if registry.general_draft is not None and registry.general_draft not in models:
+        raise ValueError(f'general_draft: there is no model "{registry.general_draft}"')
+    for pair in pairs.values():
+        for name in pair.model_names:
+            if name not in models:
+                raise ValueError(f'pair "{pair.name}": there is no model "{name}"')
+        if pair.name in models:
+            raise ValueError(f'"{pair.name}" is the name of a model and of a pair')
 
 
 def _find(

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from specgen.errors import OutputError, UsageError
 from specgen.models.files import FileIdentity, config_folder
 from specgen.options import DraftSource
 from specgen.system.files import correct, replace_text
+
+#: Drafts that are no files.
+_WORDS = ("ngram", "mtp", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +33,11 @@ class SavedDraft:
 
     draft: DraftSource
     date: datetime.date | None = None
-    speedup: float | None = None
-    worst_speedup: float | None = None
-    tokens_per_s: float | None = None
-    acceptance_rate: float | None = None
-    draft_token_s: float | None = None
-
-
-_FIGURES = ("speedup", "worst_speedup", "tokens_per_s", "acceptance_rate", "draft_token_s")
+    speedup: FiniteFloat | None = None
+    worst_speedup: FiniteFloat | None = None
+    tokens_per_s: FiniteFloat | None = None
+    acceptance_rate: FiniteFloat | None = None
+    draft_token_s: FiniteFloat | None = None
 
 
 def saved_drafts_file() -> Path:
@@ -47,8 +48,8 @@ def saved_drafts_file() -> Path:
 def saved_draft(target: FileIdentity, file: Path | None = None) -> SavedDraft | None:
     """Return the draft that was saved for a target; None if there is none.
 
-    `file` defaults to `saved_drafts_file()`. Unknown fields are ignored, and figures that cannot be read are
-    None. Raise `UsageError` if the file cannot be read or does not name the draft.
+    `file` defaults to `saved_drafts_file()`. Unknown fields are ignored. Raise `UsageError` if the file
+    cannot be read or is damaged.
     """
     path = file or saved_drafts_file()
     entry = _read(path)["drafts"].get(_key(target))
@@ -57,8 +58,12 @@ def saved_draft(target: FileIdentity, file: Path | None = None) -> SavedDraft | 
     draft = entry.get("draft") if isinstance(entry, dict) else None
     if not isinstance(draft, str) or not draft:
         raise _damaged(path, f'"{_key(target)}": draft: is no path, "mtp", "ngram" or "none"')
-    figures = {name: _figure(entry.get(name)) for name in _FIGURES}
-    return SavedDraft(_source(draft), _date(entry.get("date")), **figures)
+    source = draft if draft in _WORDS else Path(draft)
+    try:
+        return TypeAdapter(SavedDraft).validate_python({**entry, "draft": source})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _damaged(path, f'"{_key(target)}": {first["loc"][0]}: {first["msg"]}') from error
 
 
 def save_draft(target: FileIdentity, saved: SavedDraft, file: Path | None = None) -> Path:
@@ -69,11 +74,10 @@ def save_draft(target: FileIdentity, saved: SavedDraft, file: Path | None = None
     """
     path = file or saved_drafts_file()
     document = _read(path)
-    draft = saved.draft.absolute() if isinstance(saved.draft, Path) else saved.draft
-    values = {**asdict(saved), "draft": str(draft), "date": saved.date and saved.date.isoformat()}
-    document["drafts"][_key(target)] = {
-        name: value for name, value in values.items() if value is not None
-    }
+    values = TypeAdapter(SavedDraft).dump_python(saved, mode="json", exclude_none=True)
+    if isinstance(saved.draft, Path):
+        values["draft"] = str(saved.draft.absolute())
+    document["drafts"][_key(target)] = values
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
@@ -106,20 +110,3 @@ def _damaged(path: Path, problem: str) -> UsageError:
 
 def _key(target: FileIdentity) -> str:
     return f"{target.name}, {target.size_bytes} bytes"
-
-
-def _source(text: str) -> DraftSource:
-    words: dict[str, DraftSource] = {"ngram": "ngram", "mtp": "mtp", "none": "none"}
-    return words.get(text, Path(text))
-
-
-def _figure(value: object) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
-
-
-def _date(value: object) -> datetime.date | None:
-    try:
-        return datetime.date.fromisoformat(value) if isinstance(value, str) else None
-    except ValueError:
-        return None

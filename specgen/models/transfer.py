@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -49,40 +48,31 @@ def download(
 
     if size_bytes is not None and size_of(path) > size_bytes:
         path.unlink()
-    here_bytes = size_of(path)
-    with path.open("r+b" if here_bytes else "wb") as file:
-        file.seek(0, os.SEEK_END)
-        try:
-            http_get(
-                url,
-                file,
-                resume_size=here_bytes,
-                # A compressed answer would have other offsets than the file.
-                headers={"Accept-Encoding": "identity", **(headers or {})},
-                expected_size=size_bytes,
-                tqdm_class=_reporting(report),
+    while True:
+        here_bytes = size_of(path)
+        with path.open("r+b" if here_bytes else "wb") as file:
+            file.seek(0, os.SEEK_END)
+            try:
+                http_get(
+                    url,
+                    file,
+                    resume_size=here_bytes,
+                    # A compressed answer would have other offsets than the file.
+                    headers={"Accept-Encoding": "identity", **(headers or {})},
+                    expected_size=size_bytes,
+                    tqdm_class=_reporting(report),
+                )
+            except Exception as error:
+                raise network_error(error, url) from error
+        if sha256 is None or digest(path) == sha256:
+            return
+        path.unlink()
+        if not here_bytes:
+            raise FetchError(
+                f"{shown_url(url)} does not have the SHA-256 that its server gives",
+                "something on the network changes files; try another network",
             )
-        except Exception as error:
-            raise network_error(error, url) from error
-    if sha256 is None or digest(path) == sha256:
-        return
-    path.unlink()
-    if not here_bytes:
-        raise FetchError(
-            f"{shown_url(url)} does not have the SHA-256 that its server gives",
-            "something on the network changes files; try another network",
-        )
-    progress.note("the earlier part of the download was damaged; starting again")
-    download(
-        url,
-        path,
-        sha256,
-        progress,
-        report=report,
-        size_bytes=size_bytes,
-        headers=headers,
-        digest=digest,
-    )
+        progress.note("the earlier part of the download was damaged; starting again")
 
 
 def _reporting(report: Report) -> Any:
@@ -97,12 +87,7 @@ def _reporting(report: Report) -> Any:
         def __enter__(self) -> Reporting:
             return self
 
-        def __exit__(
-            self,
-            kind: type[BaseException] | None,
-            error: BaseException | None,
-            trace: TracebackType | None,
-        ) -> None:
+        def __exit__(self, *_: object) -> None:
             pass
 
         def update(self, n_bytes: int) -> None:
@@ -119,38 +104,32 @@ def network_error(error: Exception, url: str) -> Exception:
     """Return our error for one out of huggingface_hub or its client, or the operating system's own about the disk."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    for cause in _causes(error):
+    causes = [*_causes(error)]
+    for cause in causes:
         if isinstance(cause, OfflineModeIsEnabled):
             return FetchError("HF_HUB_OFFLINE is set", "unset it to download models")
         if isinstance(cause, HfHubHTTPError):
-            status = cause.response.status_code
-            return FetchError(
-                f"{shown_url(url)} answered with status {status}",
-                "another try is not likely to help",
-            )
+            message = f"{shown_url(url)} answered with status {cause.response.status_code}"
+            return FetchError(message, "another try is not likely to help")
     is_network = isinstance(error, (ConnectionError, TimeoutError, socket.gaierror))
     if isinstance(error, OSError) and error.errno is not None and not is_network:
         return error
-    return FetchError(f"the connection to {host_of(url)} failed: {_reason(error)}", NETWORK_HINT)
+    # The operating system's own reason comes last: "Connection refused".
+    reasons = [each.strerror for each in causes if isinstance(each, OSError) and each.strerror]
+    reason = reasons[-1] if reasons else str(error).strip() or type(error).__name__
+    return FetchError(
+        f"the connection to {host_of(url)} failed: {reason.splitlines()[0].rstrip('.')}",
+        NETWORK_HINT,
+    )
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error and what caused it, down to the operating system's own."""
     seen: list[BaseException] = []
-    while error not in seen:
+    while error is not None and error not in seen:
         seen.append(error)
         yield error
-        error = error.__cause__ or error.__context__ or error
-
-
-def _reason(error: BaseException) -> str:
-    """Return in a few words why a request failed: the operating system says "Connection refused"."""
-    last = error
-    for cause in _causes(error):
-        if isinstance(cause, OSError) and cause.strerror:
-            last = cause
-    text = getattr(last, "strerror", None) or str(last).strip() or type(last).__name__
-    return str(text.splitlines()[0].rstrip("."))
+        error = error.__cause__ or error.__context__
 
 
 def shown_url(url: str) -> str:

@@ -121,8 +121,8 @@ class RoundReader:
             yield place, branch.text
 
 
-def pens(console: Console, *, forced: bool = False) -> Pens:
-    """Return the escape codes for each mark on this console; none if it has none, unless `forced`.
+def pens(console: Console) -> Pens:
+    """Return the escape codes for each mark on this console; none if it has none.
 
     Without colours (NO_COLOR) the attributes stay, and rejected text is also dimmed: not every terminal
     strikes text through.
@@ -131,7 +131,7 @@ def pens(console: Console, *, forced: bool = False) -> Pens:
     if console.no_color:
         styles["rejected"] += FAINT
         styles = {mark: style.without_color for mark, style in styles.items()}
-    system = None if console.color_system is None and not forced else ColorSystem.STANDARD
+    system = None if console.color_system is None else ColorSystem.STANDARD
     found = {"": ("", "")}
     for mark, style in styles.items():
         before, _, after = style.render("\0", color_system=system).partition("\0")

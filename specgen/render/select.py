@@ -12,14 +12,7 @@ from rich.console import Console
 
 from specgen.options import Show
 from specgen.render.live import LiveRenderer
-from specgen.render.marks import pens
-from specgen.render.streams import (
-    JsonlRenderer,
-    Renderer,
-    Tee,
-    TextRenderer,
-    print_notice,
-)
+from specgen.render.streams import JsonlRenderer, Renderer, Tee, TextRenderer, print_notice
 from specgen.render.summary import SummaryRenderer
 
 
@@ -56,40 +49,37 @@ def make_renderer(
     stats: bool = True,
     quiet: bool = False,
     verbose: bool = False,
-    folds: bool = False,
+    in_chat: bool = False,
     newline: bool = False,
 ) -> Renderer:
     """Return the renderer of one generation.
 
     The answer goes to `stdout`, marked as `show` says, or with `json` the events as JSON Lines. Notices (with
     `verbose` their details) and with `stats` the summary go to `stderr`; with `quiet` no notices. Of `environ`,
-    TERM, NO_COLOR and FORCE_COLOR count. `folds` puts a line in the place of a thinking block on a terminal.
+    TERM and NO_COLOR count. `in_chat` always ends an answer's last line, and puts a line in the place
+    of a thinking block on a terminal.
     `newline` ends the last line in a pipe, and in a file that standard error shares; on a terminal it always
     ends, and where the summary follows in the same pipe or file.
     """
     error_console, console = make_console(stderr, environ), make_console(stdout, environ)
     stdout.flush()  # so that earlier output comes first
-    marked, is_terminal = show != "none", stdout.isatty()
+    is_terminal = stdout.isatty()
     notice = None if quiet else partial(print_notice, error_console, verbose=verbose)
-    ends_line = (newline and _is_pipe(stdout)) or (
-        (newline or stats) and _is_same_file(stdout, stderr)
-    )
+    ends_line = in_chat or (newline and _is_pipe(stdout))
+    ends_line = ends_line or ((newline or stats) and _is_same_file(stdout, stderr))
     dumb = environ.get("TERM", "").lower() in ("dumb", "unknown") or console.legacy_windows
-    coloured = marked and is_terminal and not dumb
     answer: Renderer
     if json:
-        answer, coloured = JsonlRenderer(stdout.buffer), False
+        answer = JsonlRenderer(stdout.buffer)
     elif is_terminal and not dumb:
-        answer = LiveRenderer(console, show, notice, folds=folds)
-    elif marked and environ.get("FORCE_COLOR") and not environ.get("NO_COLOR"):
-        colours, coloured = pens(console, forced=True), True
-        answer = TextRenderer(stdout.buffer, notice, ends_line=ends_line, pens=colours, show=show)
+        answer = LiveRenderer(console, show, notice, folds=in_chat)
     elif is_terminal:
         answer = TextRenderer(stdout.buffer, notice, encoding=console.encoding, is_terminal=True)
     else:
-        answer = TextRenderer(stdout.buffer, notice, ends_line=ends_line)
+        answer = TextRenderer(stdout.buffer, notice, ends_line=ends_line, ends_empty=in_chat)
     if not stats:
         return answer
+    coloured = isinstance(answer, LiveRenderer) and show != "none"
     show_legend = coloured and error_console.is_terminal
     return Tee((answer, SummaryRenderer(error_console, show_legend=show_legend)))
 

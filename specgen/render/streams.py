@@ -26,8 +26,6 @@ from specgen.events import (
     VerifiedEvent,
     to_json_object,
 )
-from specgen.options import Show
-from specgen.render.marks import Pens, RoundReader, coded
 from specgen.render.text import Cleaner, clean, clean_line
 
 if TYPE_CHECKING:
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 
 #: Seconds between two lines of a log about the same prompt.
 _READING_S = 5.0
-_SPACES = re.compile(r"(\s+)")
 #: Valid in JSON, but a terminal may obey these characters, and readers may take them for line breaks.
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029]")
 
@@ -90,8 +87,8 @@ class TextRenderer(Renderer):
     UTF-8, whatever the locale, with no line feed changed.
 
     With `is_terminal` it is for one without escape codes: control characters are replaced by signs, and notices
-    start a line. A prompt that takes long to read has a line in `notice` now and then. With `pens` (FORCE_COLOR) it is coloured; rejected text and the reasons of rounds are then
-    shown only if `show` is ``all``, as they could not be taken away again. `ends_line` ends the last line.
+    start a line. A prompt that takes long to read has a line in `notice` now and then. `ends_line` ends the last
+    line, with `ends_empty` also that of an empty answer.
     """
 
     def __init__(
@@ -101,20 +98,17 @@ class TextRenderer(Renderer):
         *,
         encoding: str = "utf-8",
         ends_line: bool = False,
+        ends_empty: bool = False,
         is_terminal: bool = False,
-        pens: Pens | None = None,
-        show: Show = "accepted",
     ) -> None:
         self._stream, self._notice, self._encoding = stream, notice, encoding
         self._ends_line, self._is_terminal = ends_line or is_terminal, is_terminal
-        self._pens, self._show = pens, show
-        self._in_line, self._said_s = False, 0.0
+        self._in_line, self._ends_empty, self._said_s = False, ends_empty, 0.0
         self._cleaner = Cleaner(encoding)
-        self._rounds = RoundReader()
 
     def handle(self, event: Event) -> None:
-        completed = self._rounds.read(event)
         if isinstance(event, FinishedEvent):
+            self._in_line = self._in_line or (self._ends_empty and not event.text)
             self.close()
         elif isinstance(event, NoticeEvent) and self._notice is not None:
             if self._is_terminal and self._in_line:
@@ -124,18 +118,8 @@ class TextRenderer(Renderer):
             if event.time_s - self._said_s >= _READING_S:
                 self._said_s = event.time_s
                 self._notice(event)
-        elif completed is not None and self._pens is not None:
-            runs = completed.runs(shows_all=self._show == "all")
-            self._put("".join([self._coloured(text, mark, self._pens) for text, mark in runs]))
         elif isinstance(event, CommittedEvent):
             self._put(self._cleaner.feed(event.text) if self._is_terminal else event.text)
-
-    def _coloured(self, text: str, mark: str, pens: Pens) -> str:
-        if mark in ("rejected", "faint"):
-            return coded(clean_line(text), pens[mark])
-        # Codes do not reach over spaces and line ends, where they would underline them.
-        parts = _SPACES.split(self._cleaner.feed(text))
-        return "".join(part if part.isspace() else coded(part, pens[mark]) for part in parts)
 
     def _put(self, text: str) -> None:
         if text:

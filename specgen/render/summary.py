@@ -197,3 +197,20 @@ def _end(finished: FinishedEvent, encoding: str) -> str:
     if finished.stopped_by is None:
         return "the model ended the text"
     return f"stopped at {clean_line(finished.stopped_by, encoding)!r}"
+
+
+def totals(
+    n_answers: int,
+    n_tokens: int,
+    n_prompt_tokens: int,
+    n_cached_tokens: int,
+    n_drafted: int,
+    n_accepted: int,
+) -> list[str]:
+    """Return the figures of several answers in words."""
+    parts = [f"{counted(n_answers, 'answer')} of {counted(n_tokens, 'token')}"]
+    if n_drafted:
+        parts.append(f"{n_accepted / n_drafted:.0%} of the draft accepted")
+    if n_cached_tokens:
+        parts.append(f"{n_cached_tokens / n_prompt_tokens:.0%} of the prompts from the cache")
+    return parts

@@ -1,9 +1,8 @@
-"""The results of `specgen bench`, `draft find` and `tune`: tables and paragraphs on a terminal, tab-separated
-lines in a pipe."""
+"""The results of `specgen bench` and `draft find`: tables on a terminal, tab-separated lines in a pipe."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from rich.text import Text
@@ -14,35 +13,48 @@ from specgen.session.files import name_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.measure.bench.figures import BenchReport, CategoryFigures, ContenderFigures
+    from specgen.measure.bench.figures import BenchReport, Figures
     from specgen.measure.search import Search, Tried
     from specgen.measure.trial import DraftFigures
-
 
 #: The first cell of a row, the others, and the style.
 _Row: TypeAlias = tuple[str, Sequence[str], str]
 
-# --- specgen bench
+#: The figures of a contender: the column's name in a pipe, its heading on a terminal (none there if empty), and
+#: the figure.
+_BENCH: tuple[tuple[str, str, Callable[[Figures], float | None]], ...] = (
+    ("answers", "", lambda of: of.n_answers),
+    ("speedup", "speed-up", lambda of: of.speedup),
+    ("first_quartile", "25%", lambda of: of.speedups.quartile if of.speedups else None),
+    ("third_quartile", "75%", lambda of: of.speedups.third_quartile if of.speedups else None),
+    ("worst_speedup", "worst", lambda of: of.worst.speedup if of.worst else None),
+    ("tokens_per_s", "tokens/s", lambda of: of.tokens_per_s.median if of.tokens_per_s else None),
+    ("acceptance_rate", "accepted", lambda of: of.acceptance_rate),
+    ("tokens_per_pass", "per-pass", lambda of: of.mean_accepted_length),
+    ("first_token", "first", lambda of: of.first_token),
+    ("different", "other", lambda of: of.n_different),
+    ("whole_speedup", "whole", lambda of: of.whole),
+)
+#: The figures of a draft, in the same form.
+_DRAFT: tuple[tuple[str, str, Callable[[DraftFigures], float | None]], ...] = (
+    ("speedup", "speed-up", lambda of: of.speedup),
+    ("worst_speedup", "worst", lambda of: of.worst_speedup),
+    ("tokens_per_s", "tokens/s", lambda of: of.tokens_per_s),
+    ("acceptance_rate", "accepted", lambda of: of.acceptance_rate),
+    ("tokens_per_pass", "per-pass", lambda of: of.mean_accepted_length),
+    (
+        "draft_token_ms",
+        "ms",
+        lambda of: None if of.draft_token_s is None else 1000 * of.draft_token_s,
+    ),
+    ("start_ms", "start", lambda of: 1000 * of.start_s),
+)
 
-#: The category of figures over all categories.
-OVERALL = "overall"
-_HEADINGS = (
-    "speed-up",
-    "quartiles",
-    "worst",
-    "tokens/s",
-    "accepted",
-    "per-pass",
-    "first",
-    "whole",
-    "other",
-)
-#: The columns in a pipe.
-_BENCH_COLUMNS = (
-    *("target", "temperature", "contender", "category", "answers"),
-    *("speedup", "first_quartile", "third_quartile", "worst_speedup", "tokens_per_s"),
-    *("acceptance_rate", "tokens_per_pass", "first_token", "different", "whole_speedup"),
-)
+
+def _cell(value: float | None, missing: str = "") -> str:
+    if value is None:
+        return missing
+    return str(value) if isinstance(value, int) else f"{value:.2f}"
 
 
 def bench_lines(report: BenchReport) -> Iterator[str]:
@@ -50,86 +62,79 @@ def bench_lines(report: BenchReport) -> Iterator[str]:
     there are several. Tabs separate the columns, which are empty where there is no figure. Without figures
     there are no lines."""
     if report.figures:
-        yield "\t".join(_BENCH_COLUMNS)
-    for each in report.figures:
-        own = [f"{each.temperature:g}", each.contender]
-        yield "\t".join([each.target, *own, OVERALL, *_overall(each)])
-        if len(each.categories) > 1:
-            for category in each.categories:
-                cells = [category.category, *_of_category(category)]
-                yield "\t".join([each.target, *own, *cells])
-
-
-def _overall(each: ContenderFigures) -> list[str]:
-    spread, worst = each.speedups, each.worst
-    return [
-        str(each.n_answers),
-        _number(each.speedup),
-        _number(spread.quartile if spread else None),
-        _number(spread.third_quartile if spread else None),
-        _number(worst.speedup if worst else None),
-        _number(each.tokens_per_s.median if each.tokens_per_s else None),
-        _number(each.acceptance_rate),
-        _number(each.mean_accepted_length),
-        _number(each.first_token),
-        "" if each.n_different is None else str(each.n_different),
-        _number(each.whole),
-    ]
-
-
-def _of_category(each: CategoryFigures) -> list[str]:
-    spread, speed = each.speedups, each.tokens_per_s
-    return [
-        str(each.n_answers),
-        _number(each.speedup),
-        _number(spread.quartile if spread else None),
-        _number(spread.third_quartile if spread else None),
-        _number(spread.low if spread else None),
-        _number(speed.median if speed else None),
-        *[""] * 5,
-    ]
+        names = [name for name, _, _ in _BENCH]
+        yield "\t".join(("target", "temperature", "contender", "category", *names))
+    for whole in report.figures:
+        for each in (whole, *(whole.categories if len(whole.categories) > 1 else ())):
+            own = (each.target, f"{each.temperature:g}", each.contender, each.category)
+            yield "\t".join((*own, *(_cell(figure(each)) for _, _, figure in _BENCH)))
 
 
 def print_bench_tables(report: BenchReport, console: Console) -> None:
     """Print the figures of each lineup, those by category, and an explanation."""
-    for target, temperature in report.lineups:
-        every = report.of((target, temperature))
+    shown = [(heading, figure) for _, heading, figure in _BENCH if heading]
+    for target, temperature in dict.fromkeys((e.target, e.temperature) for e in report.figures):
+        every = [e for e in report.figures if (e.target, e.temperature) == (target, temperature)]
+        best = max((each.speedup or 0.0 for each in every), default=0.0)
+        rows: list[_Row] = []
+        for each in every:
+            speedup, *others = [_cell(figure(each), "-") for _, figure in shown]
+            mark = "!" if each.is_impossible else ""
+            style = "bold" if each.speedup == best else ""
+            rows.append((each.contender, [speedup + mark, *others], style))
         console.print(Text(f"{target}, temperature {temperature:g}", style="bold"))
-        _print_table(console, "contender", _HEADINGS, [*_main_rows(every)])
-        if len(report.categories) > 1:
-            names = [each.contender for each in every]
-            rows = [*_category_rows(report.categories, every)]
-            _print_table(console, "category", names, rows)
+        _print_table(console, "contender", [heading for heading, _ in shown], rows)
+        speedups = [{own.category: own.speedup for own in each.categories} for each in every]
+        if len(categories := dict.fromkeys(name for own in speedups for name in own)) > 1:
+            rows = [
+                (clean_line(name), [_cell(own.get(name), "-") for own in speedups], "")
+                for name in categories
+            ]
+            _print_table(console, "category", [each.contender for each in every], rows)
         console.print()
-    console.print(Text(_explanation(report), style="dim"))
+    n_prompts = len({result.prompt for result in report.runs.results})
+    explanation = (
+        f"From {counted(n_prompts, 'prompt')}, each answered by all in turn: the speed-up over "
+        "plain decoding of the same prompt (geometric means), its first and third quartile over the answers, and "
+        "that of the worst prompt; tokens a second after the first (median); the share of drafted "
+        "tokens that the target accepts; tokens per pass of the target; the time to the first token relative to "
+        "plain decoding; answers whose text differs from plain decoding's; the speed-up of the whole answer, "
+        "including reading the prompt."
+    )
+    if any(each.is_impossible for each in report.figures):
+        explanation += " (! is more than the tokens per pass allow: the machine's speed changed.)"
+    console.print(Text(explanation, style="dim"))
 
 
-def _main_rows(every: Sequence[ContenderFigures]) -> Iterator[_Row]:
-    best = max((each.speedup or 0.0 for each in every), default=0.0)
-    for each in every:
-        spread, worst = each.speedups, each.worst
-        cells = (
-            _number(each.speedup, "-") + ("!" if each.is_impossible else ""),
-            "-" if spread is None else f"{spread.quartile:.2f}-{spread.third_quartile:.2f}",
-            _number(worst.speedup if worst else None, "-"),
-            _number(each.tokens_per_s.median if each.tokens_per_s else None, "-"),
-            _number(each.acceptance_rate, "-"),
-            _number(each.mean_accepted_length, "-"),
-            _number(each.first_token, "-"),
-            _number(each.whole, "-"),
-            "-" if each.n_different is None else str(each.n_different),
+def draft_lines(tried: Sequence[Tried]) -> list[str]:
+    """Return the columns' names and a line for each draft, the columns separated by tabs; empty where there is
+    no figure."""
+    rows = [
+        (str(one.draft), *(_cell(figure(one.figures)) for _, _, figure in _DRAFT)) for one in tried
+    ]
+    return ["\t".join(row) for row in (("draft", *(name for name, _, _ in _DRAFT)), *rows)]
+
+
+def print_draft_table(search: Search, sentences: Sequence[str], console: Console) -> None:
+    """Print the drafts as a table, an explanation of the figures, and sentences about them."""
+    rows = [
+        (
+            name_of(one.draft),
+            [_cell(figure(one.figures), "-") for _, _, figure in _DRAFT],
+            "bold" if number == 0 else "",
         )
-        yield each.contender, cells, "bold" if each.speedup == best else ""
-
-
-def _category_rows(categories: Sequence[str], every: Sequence[ContenderFigures]) -> Iterator[_Row]:
-    for category in categories:
-        own = [
-            next((found for found in each.categories if found.category == category), None)
-            for each in every
-        ]
-        cells = [_number(found.speedup if found else None, "-") for found in own]
-        yield clean_line(category), cells, ""
+        for number, one in enumerate(search.tried)
+    ]
+    _print_table(console, "draft", [heading for _, heading, _ in _DRAFT], rows)
+    explanation = (
+        f"For {search.target.name} at temperature 0, on {counted(len(search.baseline.answers), 'answer')}: the "
+        "speed-up over plain decoding, and that of the worst prompt; tokens a second; the share of drafted tokens "
+        "that the target accepts; tokens per pass of the target; milliseconds to draft a token, and to begin, since "
+        "a draft model reads the prompt too (that is not in the speed-up)."
+    )
+    console.print(Text(explanation, style="dim"))
+    for sentence in sentences:
+        console.print(Text(sentence))
 
 
 def _print_table(
@@ -144,69 +149,3 @@ def _print_table(
         line = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
         whole = f"{name}\n  {line}" if is_narrow else f"{name:<{first_width}}  {line}"
         console.print(Text(whole, style), soft_wrap=True)
-
-
-def _explanation(report: BenchReport) -> str:
-    n_prompts = len({result.prompt for result in report.runs.results})
-    return (
-        f"From {counted(n_prompts, 'prompt')}, each answered by all in turn: the speed-up over "
-        "plain decoding of the same prompt (geometric means), its quartiles over the answers, and "
-        "that of the worst prompt; tokens a second after the first (median); the share of drafted "
-        "tokens that the target accepts; tokens per pass of the target; the time to the first token relative to "
-        "plain decoding; the speed-up of the whole answer, including reading the prompt; answers "
-        "whose text differs from plain decoding's."
-        + " (! is more than the tokens per pass allow: the machine's speed changed.)"
-        * any(each.is_impossible for each in report.figures)
-    )
-
-
-def _number(value: float | None, missing: str = "") -> str:
-    return missing if value is None else f"{value:.2f}"
-
-
-# --- specgen draft find
-
-#: The columns in a pipe.
-_DRAFT_COLUMNS = (
-    *("draft", "speedup", "worst_speedup", "tokens_per_s", "acceptance_rate", "tokens_per_pass"),
-    *("draft_token_ms", "start_ms"),
-)
-
-
-def draft_lines(tried: Sequence[Tried]) -> list[str]:
-    """Return the columns' names and a line for each draft, the columns separated by tabs; empty where there is
-    no figure."""
-    rows = [[str(one.draft), *_columns(one.figures, missing="")] for one in tried]
-    return ["\t".join(row) for row in (_DRAFT_COLUMNS, *rows)]
-
-
-def print_draft_table(search: Search, sentences: Sequence[str], console: Console) -> None:
-    """Print the drafts as a table, an explanation of the figures, and sentences about them."""
-    headings = ("speed-up", "worst", "tokens/s", "accepted", "per-pass", "ms", "start")
-    rows = [
-        (name_of(one.draft), _columns(one.figures, missing="-"), "bold" if number == 0 else "")
-        for number, one in enumerate(search.tried)
-    ]
-    _print_table(console, "draft", headings, rows)
-    explanation = (
-        f"For {search.target.name} at temperature 0, on {counted(len(search.baseline.answers), 'answer')}: the "
-        "speed-up over plain decoding, and that of the worst prompt; tokens a second; the share of drafted tokens "
-        "that the target accepts; tokens per pass of the target; milliseconds to draft a token, and to begin, since "
-        "a draft model reads the prompt too (that is not in the speed-up)."
-    )
-    console.print(Text(explanation, style="dim"))
-    for sentence in sentences:
-        console.print(Text(sentence))
-
-
-def _columns(figures: DraftFigures, missing: str) -> list[str]:
-    share, token_s = figures.acceptance_rate, figures.draft_token_s
-    return [
-        f"{figures.speedup:.2f}",
-        f"{figures.worst_speedup:.2f}",
-        f"{figures.tokens_per_s:.2f}",
-        missing if share is None else f"{share:.2f}",
-        f"{figures.mean_accepted_length:.2f}",
-        missing if token_s is None else f"{1000 * token_s:.2f}",
-        f"{1000 * figures.start_s:.1f}",
-    ]

@@ -20,9 +20,9 @@ import specgen.cli
 from specgen.cli.bench import parse_policies
 from specgen.errors import UsageError
 from specgen.llama import build
-from specgen.measure.bench.plan import Field, Plan, named_apart
+from specgen.measure.bench.plan import entries_of, named_apart
 from specgen.measure.bench.runs import Runs
-from specgen.options import AUTO_TREE, ContextOptions, SessionOptions
+from specgen.options import ContextOptions, SessionOptions
 from specgen.render.tables import bench_lines, print_bench_tables
 from specgen.session.memory import Memory, Threads
 from tests.helpers.bench import report_of, result
@@ -157,8 +157,8 @@ def test_json_has_everything_raw(bench: Specgen, tmp_path: Path) -> None:
         file.read_text(encoding="utf-8"), parse_constant=pytest.fail
     )
     keys = (
-        "specgen date command machine llama_cpp kernels files settings n_rounds is_interrupted others_share prompts "
-        "contenders figures failures skipped_prompts results"
+        "specgen date command machine llama_cpp files settings kernels n_rounds is_interrupted others_share "
+        "contenders prompts figures failures skipped_prompts results"
     )
     assert " ".join(document) == keys
     assert (document["n_rounds"], document["is_interrupted"]) == (2, False)
@@ -372,7 +372,7 @@ def test_the_tables_tell_each_lineup_at_every_width(width: int) -> None:
     print_bench_tables(report, Console(file=out, width=width))
     text = out.getvalue()
     assert max(map(len, text.splitlines())) <= width
-    assert "2.50!  2.50-2.50   2.50     25.00" in text
+    assert "   2.50!  2.50  2.50   2.50     25.00" in text
     assert text.count("target.gguf, temperature") == 2
     assert text.count("[red]a") == 4
     assert text.count("[b]code[/b]") == 2
@@ -396,10 +396,8 @@ def test_models_have_as_many_threads_as_were_found_to_be_best(tmp_path: Path) ->
 
     def options(context: ContextOptions) -> tuple[ContextOptions, ContextOptions]:
         base = SessionOptions(target, "none", target_context=context, draft_context=context)
-        plan = Plan(base, ("cost",), (AUTO_TREE,), known=memory)
-        field = Field("t", target, {"d": (draft,)})
-        (entry,) = plan.entries(field)
-        found = plan.options(field, entry)
+        _, entry = entries_of(base, {target: [(draft,)]}, [base.drafting], known=memory)
+        found = entry.options
         return found.target_context, found.draft_context
 
     ours, drafts = options(context)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specgen.errors import SpecgenError
-from specgen.measure.bench.figures import BenchReport, figures_of
+from specgen.measure.bench.figures import BenchReport
 from specgen.measure.bench.runs import Outcome, Result, Runs
 from specgen.measure.prompts import BenchPrompt
 
@@ -80,9 +80,7 @@ def report_of(results: Sequence[Result], **changes: Any) -> BenchReport:
             for target, temperature, name in names
         ],
         "prompts": [BenchPrompt(n, "all", f"prompt {n}") for n in (1, 2)],
-        "n_rounds": 1,
         "runs": Runs(list(results)),
-        "figures": figures_of(results),
         **changes,
     }
     return BenchReport(**values)

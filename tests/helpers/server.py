@@ -21,7 +21,8 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
-from specgen.serve.server.model_pool import ModelEntry, ModelPool, OpenedModel
+from specgen.serve.server.jobs import OpenedModel
+from specgen.serve.server.model_pool import ModelEntry, ModelPool
 from specgen.serve.server.options import ServerOptions, bound_socket, url_of
 from specgen.serve.server.run import DrainingServer, http_server
 from specgen.session.calibration import calibrate

@@ -185,14 +185,6 @@ def test_a_failure_is_told_and_leaves_no_older_library(
     assert list((source / LIBRARY).parent.iterdir()) == []
 
 
-def test_a_failure_is_fatal_if_kernels_are_required(source: Path, compiler: Compiler) -> None:
-    (source / "kernels" / "attach.cpp").write_text("error\n")
-    environment = {**compiler.environment, build_kernels.VARIABLE: "required"}
-    with pytest.raises(BuildError, match=r"attach\.cpp") as caught:
-        build(source, environment)
-    assert "error: nonsense" in caught.value.output
-
-
 def test_without_a_compiler_there_are_no_kernels(
     source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,18 +197,6 @@ def test_without_a_compiler_there_are_no_kernels(
     assert "nothing" in lines[1]
     with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
         build(source, {build_kernels.VARIABLE: "required"})
-
-
-def test_another_platform_has_no_kernels(
-    source: Path,
-    compiler: Compiler,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sysconfig, "get_platform", lambda: "macosx-14.0-arm64")
-    assert build(source, compiler.environment) is None
-    assert compiler.commands() == []
-    assert capsys.readouterr().err.count("this is macosx-14.0-arm64") == 1
 
 
 def test_the_build_can_be_skipped(

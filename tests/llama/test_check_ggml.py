@@ -5,17 +5,15 @@ The headers are those of the required llama-cpp-python, downloaded once (scripts
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
 
-from scripts import build_peers, check_ggml, ggml_source
+from scripts import check_ggml, ggml_source
 from scripts.build_kernels import BuildError
 from specgen.llama.kernels.admission import library_path
 from specgen.system.llama_build import REQUIRED_VERSION
@@ -123,13 +121,6 @@ def test_a_virtual_function_that_ggml_adds_is_found(source: Path, tmp_path: Path
     assert "ggml has a virtual function more" in caught.value.output
 
 
-def test_blocks_of_weights_have_ggmls_sizes(source: Path, kernels: Path) -> None:
-    replace(kernels / "packed_formats.h", "gguf_bytes = 210", "gguf_bytes = 212")
-    with pytest.raises(BuildError) as caught:
-        check_ggml.check(source, kernels)
-    assert "block_q6_K has another size" in caught.value.output
-
-
 def test_the_command_ends_with_what_differs(source: Path, tmp_path: Path) -> None:
     newer = shutil.copytree(source, tmp_path / "newer")
     replace(newer / ggml_source.GGML / "CMakeLists.txt", "_MAJOR 0", "_MAJOR 9")
@@ -140,48 +131,6 @@ def test_the_command_ends_with_what_differs(source: Path, tmp_path: Path) -> Non
 
 
 # --- the source -----------------------------------------------------------------------------
-
-
-def test_the_source_is_fetched_once_and_in_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    top = "llama_cpp_python-1.2.3"
-    ggml = f"{top}/{ggml_source.GGML}"
-    wanted = ("CMakeLists.txt", "include/ggml.h", "src/ggml-cpu/traits.h", "src/ggml-rpc/a.cpp")
-    other = ("src/ggml.c", "src/ggml-cpu/arch/x86/quants.c", "src/ggml-cuda/common.cuh")
-    downloads = []
-
-    def download(version: str, work: Path) -> Path:
-        downloads.append(version)
-        with tarfile.open(work / f"{top}.tar.gz", "w:gz") as archive:
-            for name in (f"{top}/LICENSE", *(f"{ggml}/{part}" for part in (*wanted, *other))):
-                member = tarfile.TarInfo(name)
-                member.size = 4
-                archive.addfile(member, io.BytesIO(b"text"))
-        return work / f"{top}.tar.gz"
-
-    monkeypatch.setattr(build_peers, "download", download)
-    folder = tmp_path / "build"
-    root = ggml_source.fetch("1.2.3", folder)
-    assert ggml_source.fetch("1.2.3", folder) == root
-    assert downloads == ["1.2.3"]
-    found = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
-    assert found == {f"{ggml_source.GGML}/{part}" for part in wanted}
-    with pytest.raises(BuildError, match="does not say which version of GGML"):
-        ggml_source.ggml_version(root)
-    assert {path.name for path in folder.iterdir()} == {top, f"{top}.lock"}
-
-
-def test_a_damaged_source_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(_version: str, work: Path) -> Path:
-        archive = work / "llama_cpp_python-1.2.3.tar.gz"
-        archive.write_bytes(b"nonsense")
-        return archive
-
-    monkeypatch.setattr(build_peers, "download", download)
-    with pytest.raises(BuildError, match="cannot be unpacked"):
-        ggml_source.fetch("1.2.3", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["llama_cpp_python-1.2.3.lock"]
 
 
 # --- another version at run time --------------------------------------------------------------

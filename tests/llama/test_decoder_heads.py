@@ -117,30 +117,7 @@ def test_they_compute_what_the_page_says(tmp_path: Path) -> None:
         assert heads.compute_s > 0.0
 
 
-def test_several_states_are_what_each_is_alone(tmp_path: Path) -> None:
-    write_heads(tmp_path / "h.gguf", some_weights())
-    rng = np.random.default_rng(2)
-    with DecoderHeads(tmp_path / "h.gguf", time.perf_counter, 1) as heads:
-        states = rng.normal(0.0, 1.0, (5, 64)).astype(np.float32)
-        tokens = [3, 80, 3, 12, 55]
-        together = heads.advance(states, tokens)
-        for index, token in enumerate(tokens):
-            alone = heads.advance(states[index : index + 1], [token])
-            np.testing.assert_allclose(together[index], alone[0], rtol=1e-4, atol=1e-4)
-
-
 # --- files --------------------------------------------------------------------------------------
-
-
-def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
-    weights = some_weights()
-    write_heads(tmp_path / "h.gguf", weights)
-    assert is_heads_file(tmp_path / "h.gguf")
-    read = read_heads(tmp_path / "h.gguf")
-    assert (read.target, read.vocabulary, read.n_vocab) == ("t.gguf", "abc", 90)
-    np.testing.assert_array_equal(read.tokens, weights.tokens)
-    np.testing.assert_array_equal(read.output.data, weights.output.data)
-    np.testing.assert_array_equal(read.of_inner.data, weights.of_inner.data)
 
 
 def test_other_files_are_none_of_heads(tmp_path: Path, tiny_models: Path) -> None:

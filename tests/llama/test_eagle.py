@@ -14,14 +14,12 @@ import pytest
 from specgen.drafters.kinds import find_kind
 from specgen.errors import ModelFileError, PairError
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.eagle import EagleContext, EagleModel, EagleTrail
-from specgen.measure.search import search_drafts
+from specgen.llama.eagle import EagleContext, EagleModel
 from specgen.method.backend import Batch
 from specgen.options import (
     SessionOptions,
 )
 from specgen.session.session import Session
-from specgen.text.hidden_trail import HiddenTrail
 from tests.helpers.cli import Specgen
 from tests.helpers.common import EXACT
 from tests.helpers.eagle import (
@@ -116,15 +114,6 @@ def test_a_draft_is_no_target(folder: Path) -> None:
     assert "--draft" in (refused.value.hint or "")
 
 
-def test_it_is_tried_on_answers_of_the_target(folder: Path) -> None:
-    with loaded(folder) as opened:
-        opened.change_drafting(replace(opened.options.drafting, policy="cost"))
-        letters = folder / "letters.gguf"
-        found = search_drafts(opened, [letters], (), ["abc", "the cat"], chat=False)
-    assert found is not None
-    assert letters in [one.draft for one in found.tried]
-
-
 # --- contexts and trails --------------------------------------------------------------------------
 
 
@@ -161,32 +150,3 @@ def test_rows_are_the_same_in_batches_of_every_shape(folder: Path) -> None:
         np.testing.assert_array_equal(states[key], states[1, 1])
     model.close()
     target.close()
-
-
-def test_a_trail_encodes_what_is_read_and_only_once() -> None:
-    encoded: list[float] = []
-
-    def encode(read: np.ndarray) -> np.ndarray:
-        encoded.extend(read[:, 0].tolist())
-        return -read[:, :1]
-
-    def rows(*values: float) -> np.ndarray:
-        return np.array([[value, 0.0, 0.0] for value in values], np.float32)
-
-    text = list(range(20))
-    trail, other = EagleTrail(8, encode), EagleTrail(8, encode)
-    trail.take_rows(rows(0, 1, 2), text, 3)
-    trail.take_rows(rows(3, 4), text, 5)
-    trail.rewind(4)
-    assert not encoded
-    assert [float(trail.after(n)[0]) for n in range(4)] == [0, -1, -2, -3]  # type: ignore[index]
-    assert encoded == [0, 1, 2, 3]
-    trail.take_rows(rows(14, 15), text, 6)  # from another text
-    other.begin([0, 1, 2, 3, 4, 9], [trail])
-    assert (other.n_read, float(other.after(4)[0])) == (5, -14)  # type: ignore[index]
-    assert float(trail.after(5)[0]) == -15  # type: ignore[index]
-    assert encoded == [0, 1, 2, 3, 14, 14, 15]
-    trail.take_rows(rows(*range(6, 14)), text, 14)
-    assert trail.first == 6
-    assert float(trail.after(13)[0]) == -13  # type: ignore[index]
-    assert isinstance(trail, HiddenTrail)

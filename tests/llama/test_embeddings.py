@@ -14,7 +14,6 @@ import pytest
 from specgen.errors import ModelFileError, PromptError, PromptLengthError
 from specgen.llama import LlamaModel
 from specgen.llama.embeddings import Embedder, unit
-from specgen.llama.library import llama_cpp
 from tests.helpers.common import EXACT
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -95,25 +94,12 @@ def test_texts_that_do_not_fit(embedder: Embedder) -> None:
         embedder.tokenize("a cat " * N_CTX)
 
 
-def test_long_texts_are_refused_before_they_are_tokenized(
-    embedder: Embedder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(llama_cpp, "llama_tokenize", None)
-    with pytest.raises(PromptLengthError, match="8000000 bytes"):
-        embedder.tokenize("a" * 8_000_000)
-
-
 def test_names_of_control_tokens_are_text(tmp_path: Path) -> None:
     with closing(Embedder(write(tmp_path, "last"), EXACT, N_CTX)) as embedder:
         (token,) = embedder.model.vocabulary.tokenize(
             "<|im_start|>", add_special=False, parse_special=True
         )
         assert token not in embedder.tokenize("<|im_start|>")
-
-
-def test_encoders_have_no_positions_beyond_their_training(tmp_path: Path) -> None:
-    with closing(Embedder(write(tmp_path, "encoder"), EXACT, 4 * N_CTX)) as embedder:
-        assert embedder.n_ctx == N_CTX
 
 
 def test_what_embeds_generates_nothing(file: Path) -> None:
@@ -129,9 +115,3 @@ def test_what_generates_or_ranks_does_not_embed(tmp_path: Path, pooling: int) ->
     )
     with pytest.raises(ModelFileError, match="not an embedding model"):
         Embedder(file, EXACT, N_CTX)
-
-
-def test_values_that_are_not_finite_are_refused() -> None:
-    assert unit(np.zeros(3, np.float32)).tolist() == [0.0] * 3
-    with pytest.raises(Exception, match="not finite"):
-        unit(np.array([1.0, np.nan], np.float32))

@@ -139,12 +139,3 @@ def test_a_damaged_list_is_made_anew(
     file_check.check_file(model)
     file_check.check_file(model)
     assert read == [model]
-
-
-def test_a_list_that_cannot_be_written_costs_a_check(
-    model: Path, folder: Path, read: list[Path]
-) -> None:
-    folder.write_text("a file where the folder would be")
-    file_check.check_file(model)
-    file_check.check_file(model)
-    assert read == [model, model]

@@ -84,15 +84,6 @@ def test_only_the_groups_of_the_rows_are_computed(
     np.testing.assert_array_equal(after, whole)
 
 
-def test_a_limit_is_for_matrices_of_its_size(kernels: Kernels, model_file: Path) -> None:
-    with opened(model_file) as backend:
-        whole = decoded(backend, [5, 6, 7])
-        limit = kernels.row_limit(backend.n_vocab + 1, np.array([0], np.int32))
-        with limit:
-            np.testing.assert_array_equal(decoded(backend, [5, 6, 7]), whole)
-        limit.close()
-
-
 @pytest.mark.usefixtures("kernels", "few_frequent")
 def test_a_token_that_occurred_is_computed_from_then_on(model_file: Path) -> None:
     rare = 200
@@ -120,12 +111,6 @@ def test_what_occurred_long_ago_is_forgotten(
         row = decoded(backend, [5])[0]
     assert np.isfinite(row[[160, 200]]).all()
     assert row[120] == -np.inf
-
-
-def test_a_small_vocabulary_is_computed_whole(kernels: Kernels, model_file: Path) -> None:
-    with opened(model_file) as backend:
-        backend.compute_frequent_tokens()
-        assert np.isfinite(decoded(backend, [5])).all()
 
 
 def test_without_kernels_all_rows_are_computed(

@@ -169,30 +169,6 @@ def test_trees_and_the_holes_that_they_leave(
     backend.model.close()
 
 
-@pytest.mark.usefixtures("kernels")
-def test_several_sequences_in_one_batch(tmp_path: Path) -> None:
-    backend = opened(tiny(tmp_path, TinyConfig()))
-    texts = [TEXT[i * 10 : i * 10 + 24] for i in range(4)]
-    alone = []
-    for text in texts:
-        backend.remove(0)
-        alone.append(np.concatenate([decode(backend, [t], [i]) for i, t in enumerate(text)]))
-    backend.remove(0)
-    for start in range(0, 24, 6):  # six rows of each
-        tokens: list[int] = []
-        positions: list[int] = []
-        sequences: list[tuple[int, ...]] = []
-        for sequence, text in enumerate(texts):
-            tokens += text[start : start + 6]
-            positions += range(start, start + 6)
-            sequences += [(sequence,)] * 6
-        rows = decode(backend, tokens, positions, sequences).reshape(4, 6, -1)
-        for sequence in range(4):
-            assert np.array_equal(rows[sequence], alone[sequence][start : start + 6])
-    backend.close()
-    backend.model.close()
-
-
 def test_weights_are_freed_with_their_model(kernels: Kernels, tmp_path: Path) -> None:
     before = kernels.counts().packed_bytes
     model = LlamaModel(tiny(tmp_path, TinyConfig()))

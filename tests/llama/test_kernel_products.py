@@ -168,13 +168,6 @@ def test_experts(type_name: str, broadcast: bool) -> None:
     assert error(together, expected) < 0.015
 
 
-def test_further_dimensions_are_batches() -> None:
-    weights, tokens = operators.quantize(normal(20, 64), "q8_0"), normal(2, 3, 5, 64)
-    with Matrix(weights, SPECGEN_BUFFER) as packed:
-        computed = operators.multiply(packed, tokens, n_threads=2)
-        assert np.array_equal(computed[1, 2], operators.multiply(packed, tokens[1, 2]))
-
-
 def test_other_types_are_left_to_llama_cpp() -> None:
     assert not operators.takes("iq2_xxs", (32, 256), SPECGEN_BUFFER)
     assert not operators.takes("tq1_0", (32, 256), SPECGEN_BUFFER)

@@ -143,15 +143,6 @@ def test_a_model_that_only_a_process_without_kernels_computes_is_refused(
     assert len(runs(log)) == 3
 
 
-def test_kernels_that_are_required_are_an_error_where_they_die(
-    tmp_path: Path, model: Path, library: Path, dying: Dying
-) -> None:
-    dying({"on": [2, SEGV]})
-    trials = ModelTrials(library, tmp_path / "cache", required=True)
-    with pytest.raises(UsageError, match="cannot compute this model: they died of SIGSEGV"):
-        trials.problem_of(model)
-
-
 @pytest.mark.parametrize("is_hanging", [True, False], ids=["hanging", "held up once"])
 def test_a_hanging_child_is_asked_again_and_then_a_dead_one(
     model: Path,
@@ -218,32 +209,6 @@ def test_a_model_of_another_make_is_tried(
     assert len(runs(log)) == 2
 
 
-def test_other_kernels_are_tried_again(
-    tmp_path: Path, model: Path, library: Path, trials: ModelTrials, log: Path
-) -> None:
-    trials.problem_of(model)
-    library.write_bytes(b"another library")
-    ModelTrials(library, tmp_path / "cache").problem_of(model)
-    assert len(runs(log)) == 2
-
-
-@pytest.mark.usefixtures("dying")
-@pytest.mark.parametrize("content", ["", "nonsense", "[]", '{"results": 1}'])
-def test_a_damaged_cache_costs_a_trial(
-    tmp_path: Path, model: Path, library: Path, log: Path, content: str
-) -> None:
-    file = tmp_path / "cache" / TRIAL_FILE
-    file.parent.mkdir()
-    file.write_text(content)
-    for _ in range(2):
-        ModelTrials(library, file.parent).problem_of(model)
-    assert len(runs(log)) == 1
-    document = json.loads(file.read_text())
-    file.write_text(json.dumps({"results": {key: {"problem": 1} for key in document["results"]}}))
-    assert ModelTrials(library, file.parent).problem_of(model) == ""
-    assert len(runs(log)) == 2
-
-
 @pytest.mark.usefixtures("dying")
 def test_a_cache_that_cannot_be_written_costs_a_trial_in_each_process(
     tmp_path: Path, model: Path, library: Path, log: Path
@@ -297,24 +262,6 @@ def test_layers_that_predict_more_tokens_are_kept(tmp_path: Path) -> None:
     assert b"blk.9." not in skeleton.metadata
 
 
-def test_a_skeleton_is_small(tmp_path: Path) -> None:
-    config = TinyConfig(n_embd=512, n_ff=4096, n_layer=12)
-    model = write_tiny_model(tmp_path / "model.gguf", config)
-    skeleton = skeleton_of(model)
-    assert skeleton is not None
-    assert skeleton.n_layers < 8
-    assert skeleton.n_bytes < model.stat().st_size
-
-
-def test_what_is_no_model_has_no_skeleton(tmp_path: Path, model: Path) -> None:
-    path = tmp_path / "model-00001-of-00002.gguf"
-    model.rename(path)  # the second part is not there
-    assert skeleton_of(path) is None
-    path = tmp_path / "text.gguf"
-    path.write_text("no model")
-    assert skeleton_of(path) is None
-
-
 # --- loading --------------------------------------------------------------------------------
 
 
@@ -346,13 +293,6 @@ print(json.dumps(found))
         ["llama.cpp", "they died", False, False],
         ["specgen avx2", "", False, False],  # attention is the same for all
     ]
-
-
-def test_a_model_is_tried_with_the_kernels_that_were_built(
-    tmp_path: Path, model: Path, kernels: Kernels
-) -> None:
-    assert ModelTrials(kernels.path, tmp_path / "cache").problem_of(model) == ""
-    assert json.loads((tmp_path / "cache" / TRIAL_FILE).read_text())["results"]
 
 
 def test_a_file_that_cannot_be_loaded_is_not_the_kernels_fault(

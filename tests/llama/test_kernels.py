@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -119,30 +118,7 @@ def test_why_a_library_cannot_be_attached_is_said(tmp_path: Path) -> None:
     assert "other kernels are attached" in other
 
 
-def test_ggml_functions_are_those_of_the_library_that_llama_cpp_uses() -> None:
-    # Another copy of the library would have been loaded for them.
-    program = """
-import json
-from specgen.llama import build
-from specgen.llama.kernels.attached import ggml_version
-assert build().devices and ggml_version()
-lines = open("/proc/self/maps").read().splitlines()
-print(json.dumps(sorted({line.split("/")[-1] for line in lines if "libggml" in line})))
-"""
-    if not sys.platform.startswith("linux"):
-        pytest.skip("needs /proc")
-    names = in_process(program)
-    assert len({name.partition(".so")[0] for name in names}) == len(names), names
-
-
 # --- the self-test --------------------------------------------------------------------------
-
-
-@linux
-def test_a_library_without_kernels_fails_the_self_test(tmp_path: Path) -> None:
-    result = run_self_test(stand_in(tmp_path))
-    assert result.outcome == "failed"
-    assert "no buffer type specgen" in result.message
 
 
 @linux
@@ -196,12 +172,6 @@ def test_a_crash_is_a_failed_test(tmp_path: Path) -> None:
     assert "SIGABRT" in result.message
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_an_illegal_instruction_is_named(tmp_path: Path, tested_by: TestedBy) -> None:
-    tested_by(python(f"import os; os.kill(os.getpid(), {int(signal.SIGILL)})"))
-    assert run_self_test(tmp_path) == SelfTest("failed", "they died of SIGILL")
-
-
 @pytest.mark.parametrize(
     ("child", "message"),
     [
@@ -218,22 +188,6 @@ def test_a_child_without_an_answer_has_failed(
     result = run_self_test(tmp_path)
     assert result.outcome == "failed"
     assert message in result.message
-
-
-def test_a_child_that_was_held_up_once_is_asked_again(
-    tmp_path: Path, tested_by: TestedBy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(admission, "SELF_TEST_TIMEOUT_S", 10.0)
-    text = f"""
-import json, pathlib, time
-begun = pathlib.Path({str(tmp_path / "begun")!r})
-if not begun.exists():
-    begun.touch()
-    time.sleep(600)
-print({json.dumps(asdict(PASSED))!r})
-"""
-    tested_by(python(text))
-    assert run_self_test(tmp_path).outcome == "passed"
 
 
 # --- remembering ----------------------------------------------------------------------------
@@ -312,15 +266,6 @@ def test_a_broken_file_is_made_again(
     assert n_tests(log) == 3
 
 
-def test_few_results_are_kept(tmp_path: Path, library: Path, tested_by: TestedBy) -> None:
-    tested_by(answering(PASSED))
-    for number in range(12):
-        library.write_bytes(bytes([number]))
-        self_test_of(library, tmp_path)
-    kept = json.loads((tmp_path / SELF_TEST_FILE).read_text())["results"]
-    assert len(kept) == 8
-
-
 def test_a_cache_that_cannot_be_written_remembers_nothing(
     tmp_path: Path, library: Path, tested_by: TestedBy
 ) -> None:
@@ -356,14 +301,6 @@ def test_a_library_that_was_built_lies_in_the_package_and_passes_its_test() -> N
     result = run_self_test(path)
     assert result.outcome in ("passed", "refused"), result
     assert bool(result.instructions) == (result.outcome == "passed")
-
-
-def test_the_environment_may_choose() -> None:
-    assert admission.wanted_in({}) == "auto"
-    assert admission.wanted_in({"SPECGEN_KERNELS": ""}) == "auto"
-    assert admission.wanted_in({"SPECGEN_KERNELS": "specgen"}) == "specgen"
-    with pytest.raises(UsageError, match="'other'; set it to one of auto, specgen, llama.cpp"):
-        admission.wanted_in({"SPECGEN_KERNELS": "other"})
 
 
 @pytest.mark.parametrize("outcome", ["refused", "failed"])
@@ -438,14 +375,6 @@ def test_kernels_that_were_not_built_are_noted_once(
         assert result.err.count("SPECGEN_KERNELS_BUILD=required") == times
     told = events_of(cli.run(PROMPT, "--json"))[0]
     assert told["kernels"] == "llama.cpp"
-
-
-def test_a_platform_that_has_no_kernels_is_not_noted(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(admission, "library_path", lambda: None)
-    monkeypatch.setattr(admission, "PLATFORMS", ())
-    assert "kernels" not in cli.run(PROMPT, "--kernels", "auto").err
 
 
 @pytest.mark.usefixtures("refused")
@@ -528,15 +457,6 @@ def test_what_was_measured_is_kept_apart_by_who_computes(
     assert not other.costs(model, context, 0, 1)
 
 
-def test_the_summary_names_our_kernels_and_not_llama_cpps() -> None:
-    from specgen.render.summary import summary_items
-    from tests.helpers.events import Script
-
-    items = dict(summary_items(Script().finished(), kernels="specgen avx2"))
-    assert str(items["kernels"]) == "specgen avx2"
-    assert "kernels" not in dict(summary_items(Script().finished(), kernels="llama.cpp"))
-
-
 # --- the doctor -----------------------------------------------------------------------------
 
 
@@ -555,9 +475,8 @@ def test_the_doctor_shows_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     status = KernelStatus("specgen", "avx2", path=Path("library"), tested="all is well")
     report = report_with(status, monkeypatch)
-    assert [(check.name, check.passed, check.message) for check in report.checks] == [
-        ("specgen's kernels", True, "all is well")
-    ]
+    (check,) = (check for check in report.checks if check.name == "specgen's kernels")
+    assert (check.passed, check.message) == (True, "all is well")
     assert kernels_line(report.kernels) == "specgen avx2"
     both = kernels_line(report.kernels, has_gpu=True)
     assert both == "llama.cpp on the GPU, specgen avx2 on the CPU"
@@ -575,8 +494,7 @@ def test_the_doctor_shows_why_kernels_are_not_used(monkeypatch: pytest.MonkeyPat
     )
     broken = KernelStatus("llama.cpp", reason="their test failed: SIGILL", is_broken=True)
     report = report_with(broken, monkeypatch)
-    assert not report.healthy
-    assert "SIGILL" in report.checks[0].message
+    assert [check.message for check in report.checks if not check.passed] == [broken.reason]
 
 
 def test_the_doctor_does_without_kernels_where_the_user_does(
@@ -587,5 +505,5 @@ def test_the_doctor_does_without_kernels_where_the_user_does(
     monkeypatch.setattr(doctor, "TENSOR_TYPES", ())
     monkeypatch.setenv("SPECGEN_KERNELS", "llama.cpp")
     report = doctor.diagnose()
-    assert report.checks == ()
+    assert report.healthy
     assert "SPECGEN_KERNELS" in (report.kernels.reason or "")

@@ -112,20 +112,6 @@ def test_breakers_limit_repetitions_as_in_llama_cpp(
         check(model, options, history, seed)
 
 
-@pytest.mark.parametrize(
-    ("breakers", "passage"),
-    [
-        (("the", "e in"), " the in of to"),  # two end at different places: the longer counts
-        (("im_end",), "<|im_end|> of to"),
-        (("_end|> of",), "<|im_end|> of to is"),
-    ],
-)
-def test_which_breaker_counts(model: Model, breakers: tuple[str, ...], passage: str) -> None:
-    history = model.tokens(" return self" + passage + " return self" + passage)
-    for allowed_length in (1, 2, 3):
-        check(model, dry(dry_breakers=breakers, dry_allowed_length=allowed_length), history)
-
-
 @pytest.mark.parametrize("allowed_length", [-1, 0, 1, 2, 4, 30])
 @pytest.mark.parametrize("last_n", [0, 1, 2, 3, 10, 64, -1])
 def test_windows_and_allowed_lengths(model: Model, allowed_length: int, last_n: int) -> None:

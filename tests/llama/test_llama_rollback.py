@@ -24,7 +24,6 @@ from specgen.llama.library import llama_cpp
 from specgen.method.backend import Batch, Rollback
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
-from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.tiny import TinyConfig, write_tiny_model
 
 CONFIGS = {
@@ -197,31 +196,6 @@ def test_any_number_of_drafted_rows_can_be_dropped(
 
 
 @every_way
-@pytest.mark.parametrize("n_kept", range(4))
-def test_tokens_decoded_one_by_one_can_be_dropped(
-    opened: Opener,
-    expected: Expected,
-    name: str,
-    n_rollback: int | None,
-    rollback: Rollback,
-    n_kept: int,
-) -> None:
-    """As a model that drafts does."""
-    backend = opened(name, n_rollback)
-    decode_together(backend, TEXT)
-    for n_round in range(3):
-        start = backend.length(0)
-        backend.checkpoint(0)
-        decode(backend, DRAFT[:3])
-        backend.remove(0, start + n_kept)
-        text = [*TEXT, *([*DRAFT[:n_kept], 50, 51] * (n_round + 1))]
-        assert_same(name, decode_together(backend, [50, 51]), expected(name, text))
-    n_new = len(TEXT) + 3 * 5
-    # A copy of the state is near: the whole text is not decoded again.
-    assert backend.n_decoded_rows - n_new <= (0 if rollback == "cells" else 3 * n_kept)
-
-
-@every_way
 @pytest.mark.parametrize("seed", range(4))
 def test_rounds_of_all_kinds_in_a_row(
     opened: Opener,
@@ -266,47 +240,6 @@ def test_rounds_of_all_kinds_in_a_row(
             backend.checkpoint(0)
             backend.remove(0, len(text))
         assert_same(name, extend(int(rng.integers(1, 4))), expected(name, text))
-
-
-@every_way
-def test_sequences_are_rolled_back_each_for_itself(
-    opened: Opener,
-    expected: Expected,
-    name: str,
-    n_rollback: int | None,
-    rollback: Rollback,
-) -> None:
-    """In one batch, with equal and unequal numbers of rows, with some left out, and with
-    others that begin anew."""
-    rng = np.random.default_rng(5)
-    backend = opened(name, n_rollback, n_sequences=4)
-    texts: list[list[int]] = [[] for _ in range(4)]
-    for sequence in (2, 0, 3, 1):  # so that their cells lie otherwise than their numbers
-        texts[sequence] = [int(token) for token in rng.integers(0, 280, 10 + sequence)]
-        decode_together(backend, texts[sequence], sequence)
-    for n_round in range(20):
-        if n_round % 6 == 5:
-            backend.remove(n_round % 4)
-            texts[n_round % 4] = [n_round]
-            decode_together(backend, [n_round], n_round % 4)
-        chosen = [s for s in range(4) if rng.random() < 0.8] or [0]
-        equal = rng.random() < 0.5
-        batch = Batch()
-        for sequence in chosen:
-            backend.checkpoint(sequence)
-            n = 2 if equal else int(rng.integers(1, 3))
-            for _ in range(n):
-                token = int(rng.integers(0, 280))
-                batch.add(token, len(texts[sequence]), (sequence,), wants_logits=True)
-                texts[sequence].append(token)
-        logits = backend.decode(batch).copy()
-        for row, (sequence,) in enumerate(batch.sequences):
-            text = texts[sequence][: batch.positions[row] + 1]
-            assert_same(name, logits[row], expected(name, text))
-        for sequence in chosen:
-            kept = len(texts[sequence]) - int(rng.integers(0, 2))
-            backend.remove(sequence, kept)
-            del texts[sequence][kept:]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -359,21 +292,6 @@ def test_snapshots_of_a_cell_that_was_moved_are_not_used(
     for sequence in range(3):
         text = [sequence, *TEXT[:9], DRAFT[0], 50]
         assert_same(name, decode(backend, [50], sequence), expected(name, text))
-
-
-@every_way
-def test_a_copy_of_another_text_is_not_used(
-    opened: Opener, expected: Expected, name: str, n_rollback: int | None, rollback: Rollback
-) -> None:
-    backend = opened(name, n_rollback)
-    decode_together(backend, TEXT)
-    backend.checkpoint(0)
-    decode(backend, DRAFT[:2])  # the state is copied before them
-    backend.remove(0, len(TEXT) - 2)
-    decode_together(backend, DRAFT)
-    backend.remove(0, len(TEXT) + 2)
-    text = [*TEXT[:-2], *DRAFT[:4], 50]
-    assert_same(name, decode(backend, [50]), expected(name, text))
 
 
 def test_a_long_run_of_rounds_repeats_few_rows(opened: Opener) -> None:
@@ -528,47 +446,6 @@ def test_the_estimate_of_a_state_is_no_less_than_the_state(opened: Opener, name:
 
 
 # --- the fake, which holds the loop to the rules
-
-
-def fake() -> FakeBackend:
-    vocabulary = FakeVocabulary.letters(8)
-    backend = FakeBackend(vocabulary, random_language(8), recurrent=True)
-    batch = Batch()
-    for position in range(4):
-        batch.add(position, position, (0,), wants_logits=False)
-    backend.decode(batch)
-    return backend
-
-
-def test_the_fake_goes_back_to_its_checkpoint_and_not_further() -> None:
-    backend = fake()
-    assert backend.rollback == "states"
-    with pytest.raises(RollbackError, match="no checkpoint"):
-        backend.remove(0, 3)
-    backend.checkpoint(0)
-    batch = Batch()
-    batch.add(5, 4, (0,), wants_logits=True)
-    backend.decode(batch)
-    with pytest.raises(RollbackError, match="checkpoint at 4"):
-        backend.remove(0, 3)
-    backend.remove(0, 5)  # nothing
-    backend.remove(0, 4)
-    assert backend.text(0) == (0, 1, 2, 3)
-    backend.remove(0)
-    assert backend.length(0) == 0
-    backend.decode(Batch([1], [0], [(0,)], [False]))
-    backend.decode(Batch([1], [1], [(0,)], [False]))
-    with pytest.raises(RollbackError, match="no checkpoint"):
-        backend.remove(0, 1)
-
-
-def test_the_fake_shares_no_state() -> None:
-    backend = fake()
-    assert not backend.can_branch
-    with pytest.raises(BackendError, match="cannot share"):
-        backend.copy(0, 1)
-    with pytest.raises(BackendError, match="belongs to one"):
-        backend.decode(Batch([1], [4], [(0, 1)], [False]))
 
 
 def test_a_deep_model_keeps_as_many_snapshots_as_its_graph_has_room_for(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from specgen.models import cache_folder
 from specgen.system.files import KeptResults
 from tests.helpers.common import ROOT
 from tests.helpers.tiny import with_a_token_twice
-from tests.tiny import TinyConfig, write_tiny_model
 
 TRUNCATED = """
 import mmap, sys
@@ -41,19 +40,6 @@ class Parameters(ctypes.Structure):
 limit = 2**36
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 ggml("ggml_init", ctypes.c_void_p, Parameters)(Parameters(2 * limit, None, False))
-"""
-#: A model of which nothing is left, behind its first answer; some of it is read by other threads.
-MODEL_TRUNCATED = """
-import os, sys
-import specgen
-from specgen.llama.library import end_with_a_line
-from specgen.options import ContextOptions
-end_with_a_line(sys.stdout.flush)
-with specgen.load(sys.argv[1], "none", context=ContextOptions(n_threads=2)) as model:
-    model.generate("the cat", max_tokens=4)
-    print("what was said so far")
-    os.truncate(sys.argv[1], 0)
-    model.generate("a dog", max_tokens=4)
 """
 
 
@@ -94,18 +80,6 @@ def test_a_file_that_became_shorter_is_one_line(tmp_path: Path) -> None:
     message, hint = result.stderr.splitlines()
     assert message == "error: a file became shorter while it was read: a model, most likely"
     assert hint.startswith("hint: ")
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="llama.cpp maps models elsewhere as well, or not"
-)
-def test_a_model_that_became_shorter_is_one_line(tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "model.gguf", TinyConfig())
-    result = run("-c", MODEL_TRUNCATED, model)
-    assert result.returncode == BackendError.exit_code
-    assert result.stdout == "what was said so far\n"
-    message, _hint = result.stderr.splitlines()
-    assert message == "error: a file became shorter while it was read: a model, most likely"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit on address space")

@@ -11,7 +11,6 @@ from specgen.errors import BackendError
 from specgen.llama import operators
 from specgen.llama.kernels.attached import Kernels
 from specgen.llama.operators import (
-    CPU_BUFFER,
     FloatArray,
     Matrix,
     Weights,
@@ -55,34 +54,6 @@ def test_a_product_of_every_type(type_name: str) -> None:
     with Matrix(weights) as matrix:
         computed = multiply(matrix, tokens, n_threads=2)
     assert error(computed, tokens @ operators.dequantize(weights).T) < ROUNDED
-
-
-def test_floats_are_what_they_were() -> None:
-    values = normal(4, 32)
-    assert np.array_equal(operators.dequantize(quantize(values, "f32")), values)
-    halves = operators.dequantize(quantize(values, "f16"))
-    assert np.array_equal(halves, values.astype(np.float16).astype(np.float32))
-
-
-def test_further_dimensions_are_batches() -> None:
-    weights, tokens = quantize(normal(8, 64), "q8_0"), normal(2, 3, 5, 64)
-    with Matrix(weights) as matrix:
-        computed = multiply(matrix, tokens)
-        assert np.array_equal(computed[1, 2], multiply(matrix, tokens[1, 2]))
-        assert multiply(matrix, tokens[0, 0, :0]).shape == (0, 8)
-    assert computed.shape == (2, 3, 5, 8)
-
-
-def test_other_buffer_types_compute_the_same() -> None:
-    found = operators.buffer_types()
-    assert next(iter(found)) == CPU_BUFFER
-    weights, tokens = quantize(normal(64, 512), "q4_0"), normal(7, 512)
-    with Matrix(weights) as matrix:
-        expected = multiply(matrix, tokens)
-    for buffer_type in list(found)[1:]:
-        if operators.takes("q4_0", weights.shape, buffer_type):
-            with Matrix(weights, buffer_type) as matrix:
-                assert error(multiply(matrix, tokens), expected) < ROUNDED
 
 
 def test_what_a_buffer_type_does_not_take_is_an_error() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specgen.llama import operators
-from specgen.llama.operators import SPECGEN_BUFFER, FloatArray, Matrix
+from specgen.llama.operators import SPECGEN_BUFFER, Matrix
 from tests.llama.test_kernel_products import FLOAT_TYPES, TYPES, error, exact, normal
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -49,20 +49,3 @@ def test_stacks_of_matrices(type_name: str, buffer_type: str) -> None:
             assert np.array_equal(alone[:, :, 0], together[:, :, i])
     values = np.repeat(operators.dequantize(weights), 2, axis=0)
     assert error(together, np.einsum("sbtk,brk->sbtr", tokens, values)) < 0.015
-
-
-def test_a_stack_has_to_fit() -> None:
-    weights = operators.quantize(normal(3, 8, 32), "f32")
-    with Matrix(weights, SPECGEN_BUFFER) as stack, pytest.raises(ValueError, match="3 matrices"):
-        operators.multiply(stack, normal(4, 5, 32))
-
-
-def test_what_is_no_number_spoils_its_own_row_only() -> None:
-    weights, tokens = operators.quantize(normal(33, 100), "f16"), normal(9, 100, seed=3)
-    with Matrix(weights) as matrix:
-        clean: FloatArray = operators.multiply(matrix, tokens)
-        tokens[2, 30] = np.inf
-        spoilt = operators.multiply(matrix, tokens, n_threads=2)
-    assert not np.isfinite(spoilt[2]).any()
-    others = np.delete(np.arange(9), 2)
-    assert np.array_equal(spoilt[others], clean[others])

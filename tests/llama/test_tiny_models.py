@@ -86,30 +86,6 @@ def probabilities(logits: Logits) -> np.ndarray[tuple[int, ...], np.dtype[np.flo
 
 
 @pytest.mark.parametrize("config", GENERATING)
-def test_one_batch_and_single_tokens_give_the_same_logits(
-    tmp_path: Path, config: TinyConfig
-) -> None:
-    with opened(tmp_path, config) as backend:
-        tokens = backend.vocabulary.tokenize(TEXT, add_special=True, parse_special=False)[:60]
-        together = decode(backend, tokens)
-        one_by_one = decode(backend, tokens, at_once=False)
-    assert together.shape == (60, len(tiny_vocabulary(config)))
-    assert np.isfinite(together).all()
-    np.testing.assert_allclose(together, one_by_one, atol=0.05)
-
-
-@pytest.mark.parametrize("config", GENERATING)
-def test_any_text_survives_the_tokenizer(tmp_path: Path, config: TinyConfig) -> None:
-    with opened(tmp_path, config) as backend:
-        vocabulary = backend.vocabulary
-        tokens = vocabulary.tokenize(TEXT, add_special=True, parse_special=False)
-        text = b"".join(map(vocabulary.token_bytes, tokens)).decode()
-    # SentencePiece begins a text with a space of its own.
-    assert text.removeprefix(" ") == TEXT
-    assert len(tokens) < len(TEXT.encode())
-
-
-@pytest.mark.parametrize("config", GENERATING)
 def test_special_tokens_are_where_the_vocabulary_says(tmp_path: Path, config: TinyConfig) -> None:
     expected = tiny_vocabulary(config)
     with opened(tmp_path, config) as backend:

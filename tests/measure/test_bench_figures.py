@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from specgen.measure.bench.figures import (
-    ContenderFigures,
+    Figures,
     Spread,
     Worst,
     figures_of,
@@ -27,7 +27,7 @@ from tests.helpers.bench import outcome, report_of, result
 SPEEDS = st.floats(0.1, 1000.0)
 
 
-def by_name(results: list[Result]) -> dict[str, ContenderFigures]:
+def by_name(results: list[Result]) -> dict[str, Figures]:
     return {each.contender: each for each in figures_of(results)}
 
 
@@ -117,12 +117,7 @@ def test_counts_and_shares_are_over_all_answers() -> None:
     )["a"]
     assert (figures.n_rounds, figures.n_drafted, figures.n_tokens) == (20, 40, 22)
     assert figures.acceptance_rate == pytest.approx(0.25)
-    assert figures.acceptance_by_position == pytest.approx((0.9, 1 / 9))
     assert figures.mean_accepted_length == pytest.approx((5 * 2.0 + 15 * 4.0) / 20)
-    assert figures.shares is not None
-    shares = (figures.shares.target, figures.shares.draft, figures.shares.own)
-    assert shares == pytest.approx((2.0 / 3.0, 0.1, 0.7 / 3.0))
-    assert figures.shares.token_s == pytest.approx(3.0 / 20)
     assert figures.first_token == pytest.approx(2.0)
 
 
@@ -145,11 +140,6 @@ def test_whole_answers_have_their_prompts_in_them_and_as_many_tokens_as_plain_de
     assert figures["b"].whole is None
 
 
-def test_positions_at_which_little_was_drafted_are_left_out() -> None:
-    few = outcome(drafted_by_depth=(9, 4, 9), accepted_by_depth=(9, 4, 9))
-    assert by_name([result("a", 1, 1.0, outcome=few)])["a"].acceptance_by_position == (1.0,)
-
-
 def test_what_a_contender_does_not_tell_is_none() -> None:
     silent = outcome(
         None, token_ids=None, n_rounds=None, n_drafted=None, n_accepted=None,
@@ -158,9 +148,8 @@ def test_what_a_contender_does_not_tell_is_none() -> None:
     )  # fmt: skip
     figures = by_name([result("plain", 1, 1.0), result("a", 1, None, outcome=silent)])["a"]
     for name in ("speedup", "speedups", "worst", "tokens_per_s", "n_rounds", "n_drafted",
-                 "acceptance_rate", "mean_accepted_length", "shares", "first_token", "whole"):  # fmt: skip
+                 "acceptance_rate", "mean_accepted_length", "first_token", "whole"):  # fmt: skip
         assert getattr(figures, name) is None, name
-    assert figures.acceptance_by_position == ()
     assert figures.n_different == 0  # by its text
 
 

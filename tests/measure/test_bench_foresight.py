@@ -23,12 +23,11 @@ from benchmarks.foresight import (
     share_reached,
     to_json,
 )
-from specgen.measure.bench.plan import Field, Plan
+from specgen.measure.bench.plan import entries_of
 from specgen.measure.trial import TargetAnswer, agreeing_path
 from specgen.method.drafter import Drafter, Drafting, draft_alone, ready
 from specgen.method.policy import RoundPlan, draft_up_to
 from specgen.options import (
-    AUTO_TREE,
     DraftOptions,
     GenerationOptions,
     SessionOptions,
@@ -279,14 +278,12 @@ def test_the_script_reaches_no_more_than_the_best_and_no_less_than_plain_decodin
 
 
 def test_drafts_with_a_draft_of_their_own_are_left_out() -> None:
-    field = Field(
-        "t", Path("t.gguf"), {"a": (Path("a.gguf"),), "b+c": (Path("b.gguf"), Path("c.gguf"))}
-    )
+    drafts = {Path("t.gguf"): [(Path("a.gguf"),), (Path("b.gguf"), Path("c.gguf"))]}
 
     def groups(*, ngrams: bool) -> list[tuple[str, ...]]:
         drafting = DraftOptions(policy="fixed", ngrams=ngrams)
         base = SessionOptions(Path("t.gguf"), "none", drafting=drafting)
-        return groups_of(field, Plan(base, ("fixed",), (AUTO_TREE,)))
+        return groups_of(entries_of(base, drafts, [drafting]))
 
-    assert groups(ngrams=False) == [("a",)]
-    assert groups(ngrams=True) == [("a", "ngram")]
+    assert groups(ngrams=False) == [("a.gguf",)]
+    assert groups(ngrams=True) == [("a.gguf", "ngram")]

@@ -16,7 +16,7 @@ import pytest
 from scripts import build_peers, cmake_args
 from scripts.build_peers import BuildError
 from specgen.errors import FetchError
-from specgen.models.pypi import INDEX_VARIABLE, IndexFile
+from specgen.models.download import INDEX_VARIABLE, IndexFile
 from tests.helpers.common import posix
 from tests.helpers.fetch import Resource, WebServer, index_page, sha256, web_server
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from specgen.method.acceptance import (
     N_BINS,
     NGRAM_ORIGINS,
-    AcceptanceCounts,
     AcceptanceRates,
     GainPrior,
     start_of,
@@ -31,16 +30,6 @@ def judged(acceptance: AcceptanceRates, truth: dict[float, float], n: int, seed:
         confidence = confidences[index]
         acceptance.see(confidence)
         acceptance.judge(confidence, accepted=bool(rng.random() < truth[confidence]))
-
-
-def test_there_is_a_bin_for_each_confidence() -> None:
-    assert len(OF_EACH_BIN) == N_BINS
-    acceptance = AcceptanceRates()
-    for index, confidence in enumerate(OF_EACH_BIN):
-        before = acceptance.counts.n_judged.copy()
-        acceptance.judge(confidence, accepted=True)
-        assert np.flatnonzero(acceptance.counts.n_judged != before).tolist() == [index]
-        assert acceptance.curve()[index] == acceptance.chance(confidence)
 
 
 def test_before_anything_was_seen_a_surer_drafter_is_held_to_be_right_more_often() -> None:
@@ -122,50 +111,6 @@ def test_old_counts_fade_and_new_ones_outweigh_them() -> None:
     assert acceptance.chance(0.55) < 0.35
 
 
-def test_what_was_not_seen_for_long_is_not_forgotten() -> None:
-    acceptance = AcceptanceRates()
-    judged(acceptance, {0.15: 0.9}, 400)
-    kept = acceptance.counts.n_judged[1]
-    judged(acceptance, {0.98: 0.5}, 5000)
-    assert acceptance.counts.n_judged[1] == kept
-
-
-def test_the_frequencies_are_those_of_what_was_seen_judged_or_not() -> None:
-    acceptance = AcceptanceRates()
-    rng = np.random.default_rng(2)
-    for _ in range(1000):
-        acceptance.see(0.15 if rng.random() < 0.3 else 0.98)
-    frequencies = acceptance.frequencies()
-    assert frequencies[1] == pytest.approx(0.3, abs=0.06)
-    assert frequencies[10] == pytest.approx(0.7, abs=0.06)
-    assert acceptance.n_judged == 0.0
-    assert acceptance.mean() == pytest.approx(float(frequencies @ acceptance.curve()))
-
-
-def test_counts_of_earlier_texts_are_gone_on_from() -> None:
-    first = AcceptanceRates()
-    judged(first, {0.75: 0.3}, 500)
-    kept = AcceptanceCounts(
-        first.counts.n_judged.copy(), first.counts.n_accepted.copy(), first.counts.n_seen.copy()
-    )
-    second = AcceptanceRates("model", kept)
-    first = first.for_new_text()
-    assert second.curve() == pytest.approx(first.curve())
-    second.judge(0.75, accepted=True)
-    assert second.counts is kept
-    assert second.n_judged > first.n_judged
-
-
-def test_whatever_changes_the_chances_changes_the_version() -> None:
-    acceptance = AcceptanceRates()
-    versions = [acceptance.version]
-    acceptance.judge(0.5, accepted=True)
-    versions.append(acceptance.version)
-    acceptance.see(0.5)
-    versions.append(acceptance.version)
-    assert len(set(versions)) == 3
-
-
 def test_the_shift_of_a_text_is_bounded() -> None:
     acceptance = AcceptanceRates()
     judged(acceptance, {0.55: 0.5}, 3000)
@@ -176,19 +121,6 @@ def test_the_shift_of_a_text_is_bounded() -> None:
     moved = acceptance.chance(0.15)
     # Of another confidence, nothing was seen: what this text can do to it has an end.
     assert 0.0 < math.log(kept / (1.0 - kept)) - math.log(moved / (1.0 - moved)) <= 2.5 + 1e-6
-
-
-def test_how_sure_it_is_in_the_present_text_counts_most() -> None:
-    acceptance = AcceptanceRates()
-    for _ in range(500):
-        acceptance.see(0.15)
-    acceptance = acceptance.for_new_text()
-    assert acceptance.frequencies()[1] > 0.9
-    for _ in range(20):
-        acceptance.see(0.98)
-    assert acceptance.frequencies()[10] == pytest.approx(0.5, abs=0.03)
-    acceptance = acceptance.for_new_text()
-    assert acceptance.frequencies()[1] > 0.85
 
 
 # --- what texts gain ---------------------------------------------------------------------------

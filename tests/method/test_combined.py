@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 
 from specgen.drafters.cascade import Cascade
 from specgen.drafters.chain import ModelDrafter
 from specgen.drafters.model import PromptHeadSkipper
-from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.staged import Guesses
 from specgen.drafters.tree import TreeModelDrafter
-from specgen.events import DraftedEvent
 from specgen.method.cost_table import FREE, Price
 from specgen.method.distribution import Distribution
 from specgen.method.draft import NO_DRAFT, Draft
@@ -24,13 +22,12 @@ from specgen.system.arrays import Logits
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
-from tests.helpers.fake_generations import N_VOCAB, PROMPT, Setup, draft_request, model_drafter
+from tests.helpers.fake_generations import N_VOCAB, draft_request
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
 PRICE = Price(1.0, 0.5)
 TEXT = [1, 2, 3]
-RESULT = RoundResult(RoundPlan(Reason("model")), NO_DRAFT, (), 0.0, 0.0, 1)
 
 
 @dataclass
@@ -73,32 +70,6 @@ def propose(drafters: Cascade, context: Sequence[int], plan: RoundPlan) -> Draft
 
 def model_first(n_max: int, *, extends: bool = False) -> RoundPlan:
     return RoundPlan(Reason("model"), n_max, extends=extends, drafter="model")
-
-
-def found_first(tokens: Sequence[int]) -> RoundPlan:
-    return RoundPlan(Reason("found"), found=Draft.chain(tokens, "ngram"), drafter="model")
-
-
-# --- who begins
-
-
-def test_the_free_drafter_speaks_first_and_costs_nothing_of_the_model() -> None:
-    drafters, free, model = combined([4, 5], [6, 7, 8])
-    found = drafters.look_up(TEXT, 4)
-    assert (found.tokens, found.origins) == ((4, 5), ("ngram", "ngram"))
-    assert free.told == [(TEXT, 4)]
-    assert model.told == []
-    assert (drafters.name, drafters.model_name) == ("ngram+model", "model")
-    assert drafters.price(7) == PRICE
-    assert (Cascade(free).price(7), Cascade(free).model_name) == (FREE, None)
-    assert Cascade(model=model).look_up(TEXT, 4) is NO_DRAFT
-
-
-def test_a_model_that_is_not_planned_is_not_run() -> None:
-    drafters, _, model = combined([], [6])
-    assert propose(drafters, TEXT, RoundPlan(Reason("prefill"), drafter="model")) is NO_DRAFT
-    assert model.told == []
-    assert propose(drafters, TEXT, model_first(4)).tokens == (6,)
 
 
 # --- who goes on
@@ -181,47 +152,6 @@ def test_a_drafts_own_draft_knows_all_that_stands_before_it() -> None:
     guesses = Guesses(Cascade(model=drafter), Noting())
     after(guesses, [*TEXT, 7, 7], [9, 8], 5, 2)
     assert drafter.told[0] == 4
-
-
-# --- the rest of a drafter
-
-
-def test_both_hear_of_the_result_and_forget() -> None:
-    drafters, ngrams, model = combined([4, 5], [6, 7])
-    drafters.observe(RESULT)
-    assert ngrams.told == model.told == ["observe"]
-    drafters.rewind(2)
-    assert ngrams.told == model.told == ["observe", "rewind 2"]
-
-
-def with_ngrams(sampler: SamplerOptions) -> Setup:
-    def make(state: TextState) -> Cascade:
-        model, _ = model_drafter(LANGUAGE, LETTERS, sampler, state=state)
-        return Cascade(SuffixDrafter(2, 3), model)
-
-    return Setup(language=LANGUAGE, vocabulary=LETTERS, sampler=sampler, drafter=make)
-
-
-def test_the_text_is_that_of_plain_decoding_and_both_take_part() -> None:
-    setup = with_ngrams(SamplerOptions())
-    fast, events = replace(setup).run()
-    plain, _ = replace(setup, drafter=None).run()
-    assert fast.tokens == plain.tokens
-    drafted = [event for event in events if isinstance(event, DraftedEvent)]
-    origins = {node.origin for event in drafted for node in event.nodes}
-    assert origins == {"ngram", "model"}
-    assert fast.tally.acceptance_rate is not None
-    assert fast.tally.acceptance_rate > 0.5
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_seed_gives_its_text_with_drawn_drafts_too(seed: int) -> None:
-    setup = with_ngrams(SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0))
-    once, _ = replace(setup, seed=seed).run()
-    again, _ = replace(setup, seed=seed).run()
-    assert once.tokens == again.tokens
-    assert once.tokens[: len(PROMPT)] == list(PROMPT)
-    assert once.tally.n_accepted > 0
 
 
 # --- a draft for the draft model

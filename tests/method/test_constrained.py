@@ -393,18 +393,6 @@ def test_any_automaton(
             assert plain.generation.answer == oracle(rules, max_tokens=max_tokens)
 
 
-def test_of_what_is_found_the_grammar_keeps_what_it_allows() -> None:
-    rules = grammar({0: {3: 1}, 1: {4: 2, 9: 2}, 2: {7: 0}})
-    text = [5, 1, 2, 3, 4, 6, 8, 1, 2]
-    state = TextState(text, rules.start)
-    free, within = Cascade(ngram_drafter()), Cascade(ngram_drafter(), state=state)
-    assert free.look_up(text, 4).tokens == (3, 4, 6, 8)
-    assert within.look_up(text, 4).tokens == (3, 4)
-    # Behind a token that is drafted only, and behind one that the grammar forbids.
-    assert within.look_up([*text, 3], 4, 1).tokens == (4,)
-    assert within.look_up([*text[:-2], 8, 1], 4, 1).tokens == ()
-
-
 # --- what is forced
 
 
@@ -422,13 +410,6 @@ def test_a_text_that_is_all_forced_needs_no_decode() -> None:
             assert done.summary.time_to_first_token_s is not None
 
 
-def test_an_empty_answer_may_be_forced() -> None:
-    done = run(grammar({}, 0), "good")
-    assert done.generation.answer == []
-    assert done.summary.finish_reason == "stop"
-    assert done.setup.target.n_decodes == 0
-
-
 @pytest.mark.parametrize("n_forced", [1, 2, 15, 16, 17, 19, 20, 21, 45])
 @pytest.mark.parametrize("kind", [None, "perfect", "bad", "tree"])
 def test_what_is_forced_is_decoded_with_what_follows(kind: str | None, n_forced: int) -> None:
@@ -439,32 +420,6 @@ def test_what_is_forced_is_decoded_with_what_follows(kind: str | None, n_forced:
     assert done.setup.target.n_decodes <= 1 + n_rounds * (1 + n_batches * (n_forced >= 15))
     if n_forced + 5 <= 16:
         assert done.setup.target.n_decodes == 1 + n_rounds
-
-
-@pytest.mark.parametrize("max_tokens", range(30))
-@pytest.mark.parametrize("kind", [None, "perfect", "bad", "tree"])
-def test_the_token_limit_cuts_a_forced_run_exactly(kind: str | None, max_tokens: int) -> None:
-    whole = run(rounds_of(9)).generation.answer
-    done = run(rounds_of(9), kind, max_tokens=max_tokens)
-    assert done.generation.answer == whole[:max_tokens]
-    assert done.summary.finish_reason == "length"
-
-
-@pytest.mark.parametrize("n_ctx", range(len(PROMPT), len(PROMPT) + 25))
-@pytest.mark.parametrize("kind", [None, "perfect", "bad", "tree"])
-def test_the_context_ends_a_forced_run_exactly(kind: str | None, n_ctx: int) -> None:
-    whole = run(rounds_of(9)).generation.tokens
-    for name in ("a run first", "a choice first"):
-        rules = rounds_of(9)
-        if name == "a run first":
-            rules = grammar({**run_of(digits(12), 0, 5), 5: dict.fromkeys(range(9), 5)})
-            whole = run(rules).generation.tokens
-        done = run(rules, kind, max_tokens=-1, n_ctx=n_ctx)
-        assert done.generation.tokens == (whole if name == "a run first" else CHOICE)[: n_ctx + 1]
-        assert done.summary.finish_reason == "context"
-
-
-CHOICE = run(rounds_of(9)).generation.tokens
 
 
 @pytest.mark.parametrize("start", range(24))
@@ -649,18 +604,6 @@ def test_penalties_hold_within_drafts(
             verifier=MatchVerifier(),
         )
         assert fast.generation.tokens == plain.generation.tokens
-
-
-def test_a_draft_model_with_the_same_samplers_and_opinion_is_always_right() -> None:
-    for changes in PENALISED.values():
-        done = run(
-            None,
-            CHATTERERS["same samplers"],
-            SamplerOptions(**changes),  # type: ignore[arg-type]
-            language=babbling,
-            n_draft=8,
-        )
-        assert done.summary.acceptance_rate == 1.0
 
 
 @pytest.mark.parametrize("name", PENALISED)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -42,14 +40,6 @@ def test_what_lies_between_two_sizes_costs_what_lies_between_their_costs(
         assert found == pytest.approx(np.interp(n_rows, sizes, [seconds[n] for n in sizes]))
 
 
-def test_no_curve_is_laid_over_what_was_measured() -> None:
-    table = CostTable(JAGGED)
-    assert [table.seconds(n) for n in (1, 2, 4, 5, 8, 9)] == list(JAGGED.values())
-    assert table.seconds(3) == pytest.approx(1.15)
-    assert [table.seconds(n) for n in (6, 7)] == pytest.approx([2.0, 2.0])
-    assert table.seconds(18) == pytest.approx(8.0)
-
-
 def test_nothing_costs_nothing_and_nothing_known_is_no_guess() -> None:
     table = CostTable()
     assert not table
@@ -67,14 +57,6 @@ def test_what_makes_no_sense_is_not_known(sense: dict[int, float]) -> None:
         table.observe(size, seconds)
     assert not table
     assert table.n_seen(1) == 0
-
-
-def test_a_first_decode_is_taken_as_it_is() -> None:
-    table = CostTable()
-    table.observe(3, 0.5)
-    assert table.known == {3: 0.5}
-    assert table.seconds(6) == pytest.approx(1.0)
-    assert table.n_seen(3) == 1
 
 
 @given(TABLES, st.floats(0.5, 2.0), st.data())
@@ -104,14 +86,6 @@ def test_every_size_is_learnt_whatever_was_expected() -> None:
     for n, seconds in truth.items():
         assert table.seconds(n) == pytest.approx(seconds, rel=0.12)
         assert table.n_seen(n) > 0
-
-
-def test_a_size_that_was_not_measured_is_learnt_within_a_few_decodes() -> None:
-    table = CostTable({1: 1.0, 8: 1.0})
-    for _ in range(6):
-        table.observe(4, 2.0)
-    assert table.seconds(4) == pytest.approx(2.0, rel=0.1)
-    assert table.seconds(1) == pytest.approx(1.0, rel=0.6)
 
 
 @given(TABLES, st.floats(1.0, 1e6))
@@ -150,11 +124,3 @@ def test_what_is_measured_again_at_another_pace_is_taken_as_it_is() -> None:
     assert table.seconds(2) == pytest.approx(1.5)
     assert table.seconds(7) == pytest.approx(9.0)
     assert table.known[7] == pytest.approx(9.0)
-
-
-def test_sizes_learnt_in_any_order_are_interpolated_between_their_neighbours() -> None:
-    for order in itertools.permutations((1, 4, 8)):
-        table = CostTable()
-        for n in order:
-            table.start(n, float(n))
-        assert [table.seconds(n) for n in (2, 6)] == pytest.approx([2.0, 6.0])

@@ -23,7 +23,6 @@ from specgen.llama.library import llama_cpp
 from specgen.system.arrays import BoolArray
 from specgen.text.grammar.base import GrammarState
 from specgen.text.grammar.gbnf_grammar import GbnfGrammar, read_utf8
-from tests.helpers.fake_grammar import FakeGrammar
 from tests.tiny import TinyConfig, write_tiny_model
 
 JSON = r"""
@@ -277,15 +276,6 @@ def test_branches_do_not_disturb_each_other(vocabulary: LlamaVocabulary) -> None
     assert (start.allows(every(vocabulary)) == reference.allowed([])).all()
 
 
-def test_texts_with_the_same_future_share_a_state(vocabulary: LlamaVocabulary) -> None:
-    a, brace, quote = (token_of(vocabulary, piece) for piece in (b"a", b"{", b'"'))
-    string = GbnfGrammar(vocabulary, JSON).start.after(brace).after(quote)
-    assert string.after(a) is string.after(a).after(a) is string
-    assert string.after(quote) is not string
-    counted = GbnfGrammar(vocabulary, 'root ::= "a"{3}').start
-    assert counted.after(a) is not counted.after(a).after(a)
-
-
 def test_memory_is_freed(vocabulary: LlamaVocabulary) -> None:
     grammar = GbnfGrammar(vocabulary, JSON)
     a = token_of(vocabulary, b"a")
@@ -450,19 +440,3 @@ def is_utf8(data: bytes) -> bool:
 
 
 # --- the fake -------------------------------------------------------------------------------
-
-
-def test_the_fake_grammar_keeps_the_interface() -> None:
-    grammar = FakeGrammar({0: {5: 1, 6: 1}, 1: {7: 0}}, may_end=frozenset({2, 0}), end_tokens=(9,))
-    start = grammar.start
-    assert start.allows(np.array([5, 6, 7, 9])).tolist() == [True, True, False, True]
-    assert start.forced() is None
-    after = start.after(5)
-    assert after is start.after(5)
-    assert after.forced() == 7
-    over = start.after(9)
-    assert over.forced() is None
-    assert not over.allows(np.arange(10)).any()
-    with pytest.raises(ValueError, match="does not allow token 7"):
-        start.after(7)
-    assert FakeGrammar({}, may_end=frozenset({0}), end_tokens=(3, 4)).start.forced() == 3

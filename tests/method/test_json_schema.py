@@ -246,11 +246,6 @@ def test_a_lenient_grammar_of_what_cannot_be_read_takes_any_object(
     assert isinstance(json.loads(followed(vocabulary, grammar, 0)), dict)
 
 
-def test_a_lenient_grammar_needs_a_schema_too() -> None:
-    with pytest.raises(UsageError):
-        lenient_schema_grammar("[1]")
-
-
 def test_huge_schemas_end(vocabulary: LlamaVocabulary) -> None:
     """Honoured or refused: with so many values or so much repetition, some work has to be bounded."""
     many = {"enum": [f"value number {n}" for n in range(5000)]}
@@ -293,17 +288,6 @@ def test_allowed_and_forced_tokens(vocabulary: LlamaVocabulary) -> None:
     for wrong in (-1, vocabulary.n_tokens):
         with pytest.raises(ValueError, match="no token"):
             state.allows(np.array([wrong]))
-
-
-def test_only_the_end_may_come_after_the_whole(vocabulary: LlamaVocabulary) -> None:
-    state = LlguidanceGrammar(vocabulary, schema_grammar('{"const": 1}')).start
-    one = state.forced()
-    assert one is not None
-    after = state.after(one)
-    assert after is state.after(one)
-    assert after.forced() == vocabulary.end_tokens()[0]
-    allowed = np.flatnonzero(after.allows(np.arange(vocabulary.n_tokens)))
-    assert set(allowed.tolist()) == set(vocabulary.end_tokens())
 
 
 def test_control_tokens_are_no_text(vocabulary: LlamaVocabulary) -> None:

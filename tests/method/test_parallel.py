@@ -109,29 +109,6 @@ def test_a_drawn_draft_carries_the_distributions_of_its_rows() -> None:
     assert backend.text(0) == (1, 2, 3)
 
 
-def test_the_draft_stops_where_a_row_is_unsure() -> None:
-    class UntilThird(RoundPlan):
-        def wants_token(self, confidences: Sequence[float]) -> bool:
-            return len(confidences) < 3
-
-    drafter, backend = parallel()
-    draft = draft_alone(drafter.propose([4, 5], UntilThird(draft_up_to(6).reason, 6)))
-    assert list(draft.tokens) == predicted([4, 5], 2)
-    assert len(draft.looks) == 3
-    assert backend.text(0) == (4, 5)
-
-
-def test_the_draft_ends_with_an_end_token() -> None:
-    text = next(
-        [a, b] for a in range(9) for b in range(9) if len(set(predicted([a, b], 4)[:3])) == 3
-    )
-    expected = predicted(text, 4)
-    ending = FakeVocabulary.letters(N_VOCAB, ends=[expected[1]])
-    drafter, backend = parallel(vocabulary=ending)
-    assert list(propose(drafter, text, 4).tokens) == expected[:2]
-    assert backend.text(0) == tuple(text)
-
-
 # --- the cache
 
 

@@ -21,7 +21,6 @@ from specgen.method.policy import FixedPolicy, Offer, Policy, RoundPlan, RoundRe
 from specgen.options import DraftOptions, GenerationOptions
 from specgen.system.arrays import BoolArray, TokenArray
 from specgen.text.grammar.base import GrammarState
-from specgen.text.text_state import TextState
 from tests.helpers.fake_generations import FailingDrafter, NoDrafter, Setup, model_drafter
 
 FLAT = dict.fromkeys(range(1, 18), 1.0)
@@ -190,10 +189,3 @@ def test_a_round_with_a_draft_is_not_counted() -> None:
     said = [event.reason for event in events if isinstance(event, CommittedEvent)]
     assert set(said[1:-1]) == {"fixed"}
     assert sum(each.n_rounds for each in finished.undrafted) <= 1  # the last token has no room
-
-
-def test_the_state_of_a_grammar_is_where_the_text_is() -> None:
-    """What is found is within the grammar before it is planned, so that a model may go on behind it."""
-    state = TextState((1, 2, 1, 7, 1, 2, 1), OnlyOnes())
-    found = Cascade(SuffixDrafter(1, 3), state=state).look_up(state.tokens, 4)
-    assert found.tokens == ()

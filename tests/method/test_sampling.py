@@ -14,13 +14,12 @@ from specgen.errors import BackendError
 from specgen.method.distribution import Distribution
 from specgen.sampler_options import (
     DEFAULT_SAMPLERS,
-    SamplerName,
     SamplerOptions,
     parse_sampler_letters,
     parse_samplers,
 )
 from specgen.system.arrays import Logits, TokenArray, best
-from specgen.text.sampling import Sampler, argmax, top_probability
+from specgen.text.sampling import Sampler, top_probability
 from specgen.text.sampling.rows import most_likely
 from tests.helpers.exact_distributions import distribution
 
@@ -125,16 +124,6 @@ def test_the_best_are_the_largest_and_the_lowest_ids_among_equals(row: Logits, k
     assert most_likely(row, k) == expected
 
 
-@pytest.mark.parametrize("k", [1, 40, 600, 5000, 49_999])
-@pytest.mark.parametrize("n_levels", [1, 3, 500, 10**6])
-def test_the_best_of_many_with_ties(k: int, n_levels: int) -> None:
-    rng = np.random.default_rng(k)
-    row = rng.integers(0, n_levels, 50_017).astype(np.float32)
-    row[rng.integers(0, len(row), 3000)] = -np.inf
-    ranked = (-row).argsort(kind="stable")[: min(k, np.count_nonzero(row > -np.inf))]
-    assert best(row, k).tolist() == ranked.tolist()
-
-
 def test_top_p_of_a_large_vocabulary_equals_the_sorted_definition() -> None:
     rng = np.random.default_rng(3)
     for scale in (0.5, 3.0, 10.0):  # from nearly flat to peaked: the candidates must grow
@@ -144,13 +133,6 @@ def test_top_p_of_a_large_vocabulary_equals_the_sorted_definition() -> None:
             expected = slow_distribution(row, options)
             found = distribution(row, options).token_ids.tolist()
             assert len(set(found) ^ set(expected)) <= 1
-
-
-@given(rows())
-def test_the_top_probability_is_that_of_the_softmax(row: Logits) -> None:
-    probs = np.exp(row.astype(np.float64) - row.max())
-    assert top_probability(row) == pytest.approx(1.0 / probs.sum(), rel=1e-4)
-    assert argmax(row) == int(np.flatnonzero(row == row.max())[0])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -219,24 +201,6 @@ def test_the_history_it_asks_for() -> None:
     assert Sampler(dataclasses.replace(both, repeat_last_n=-1)).n_history == -1
     assert Sampler(dataclasses.replace(both, samplers=("penalties", "top_k"))).n_history == 9
     assert Sampler(dataclasses.replace(both, samplers=("temperature",))).n_history == 0
-
-
-@given(rows(), st.sampled_from([0.3, 0.7, 2.0]), st.integers(1, 50))
-def test_a_temperature_may_as_well_come_before_top_k(row: Logits, t: float, k: int) -> None:
-    first = SamplerOptions(temperature=t, top_k=k, samplers=("temperature", "top_k"))
-    after = dataclasses.replace(first, samplers=("top_k", "temperature"))
-    one, other = distribution(row, first), distribution(row, after)
-    # Dividing in float64 keeps apart what float32 keeps apart.
-    assert one.token_ids.tolist() == other.token_ids.tolist()
-    assert one.probs == pytest.approx(other.probs, rel=1e-9)
-
-
-@given(rows(), st.permutations(["top_k", "top_p", "min_p", "top_n_sigma", "typ_p", "temperature"]))
-def test_samplers_that_are_off_may_stand_anywhere(row: Logits, order: list[SamplerName]) -> None:
-    options = SamplerOptions(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, samplers=tuple(order))
-    found, expected = distribution(row, options), distribution(row, SamplerOptions(1.0, 0, 1.0, 0))
-    assert found.token_ids.tolist() == expected.token_ids.tolist()
-    assert found.probs.tolist() == expected.probs.tolist()
 
 
 def test_without_a_temperature_among_the_samplers_tokens_are_drawn_at_temperature_1() -> None:
@@ -331,12 +295,6 @@ def test_a_draw_inverts_the_cumulative_distribution() -> None:
     assert source.probability(5) == 0.5
     assert source.probability(4) == 0.0
     assert source.probability(10) == 0.0
-
-
-def test_the_likeliest_tokens_of_a_distribution_in_order() -> None:
-    some = Distribution(np.array([2, 5, 7, 11]), np.array([0.2, 0.3, 0.2, 0.3]))
-    assert some.ranked(3) == [(5, 0.3), (11, 0.3), (2, 0.2)]
-    assert some.ranked(9) == [(5, 0.3), (11, 0.3), (2, 0.2), (7, 0.2)]
 
 
 def test_a_certain_token_does_not_move_the_generator() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -92,26 +90,6 @@ def test_an_example() -> None:
     assert penalties(text, stop, 1)[2] == pytest.approx(MULTIPLIER * BASE)
 
 
-def test_the_same_text_gives_the_same_whether_it_came_as_a_draft_or_not() -> None:
-    rng = np.random.default_rng(2)
-    text = rng.integers(0, 5, 500)
-    for end in range(400, 500):
-        whole = penalties(text[:end], DryBreakers(), 1, last_n=300)
-        assert penalties(text[end - 300 : end], DryBreakers(), 1, last_n=-1) == whole
-
-
-@pytest.mark.parametrize("period", [1, 2, 7, 50, 300, 4096])
-def test_4096_tokens_take_few_milliseconds_at_worst(period: int) -> None:
-    """Some 0.1 ms as a rule and 0.6 at worst; ten times that is allowed, for a busy machine."""
-    text = np.tile(np.random.default_rng(3).integers(0, 5000, period), 4096 // period + 1)[:4096]
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        penalties(text, DryBreakers(), 2)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.006
-
-
 VOCABULARY = FakeVocabulary(
     (b"a", b"b", b"c", b"\n", b" ", b":\n", b"ab", b"bc", b"abc", b"xab", b"ca", b"<end>"),
     ends=frozenset([11]),
@@ -133,10 +111,6 @@ def test_breakers_in_terms_of_tokens() -> None:
     assert tails("ca", "abc")[10] == {(), (7,)}
     assert DryBreakers.of(VOCABULARY, ["\n"]).is_whole(5)
     assert not DryBreakers.of(VOCABULARY, ["abc"]).is_whole(0)
-
-
-def test_names_of_control_tokens_are_read_too() -> None:
-    assert tails("<end>") == {11: {()}}
 
 
 def test_a_long_breaker_is_cut_as_llama_cpp_does() -> None:

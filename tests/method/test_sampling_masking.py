@@ -8,7 +8,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from specgen.method.distribution import NoTokenAllowedError
-from specgen.options import DEFAULT_SAMPLERS, SamplerOptions
+from specgen.options import SamplerOptions
 from specgen.system.arrays import BoolArray, Logits, TokenArray
 from specgen.text.sampling import Sampler
 from tests.method.test_sampling import HISTORIES, chains, rows
@@ -83,13 +83,6 @@ def test_top_k_asks_about_k_tokens_where_all_are_allowed() -> None:
     assert grammar.n_asked == 40
 
 
-@pytest.mark.parametrize("every", [2, 7])
-def test_top_k_asks_about_few_more_than_it_must(every: int) -> None:
-    grammar = only(N_VOCAB, RANKED[::every])
-    Sampler(TOP_K).distribution(LARGE, allows=grammar.allows)
-    assert grammar.n_asked <= 40 + 8 * 40
-
-
 @pytest.mark.parametrize(
     "options",
     [TOP_P, MIN_P, SamplerOptions(temperature=0.8, top_n_sigma=1.0)],
@@ -130,11 +123,3 @@ def test_a_grammar_that_fails_leaves_the_logits_as_they_were() -> None:
     with pytest.raises(KeyError):
         Sampler(options).distribution(row, np.array([5, 6, 7, 5, 6, 7]), allows)
     assert (row == LARGE[:500]).all()
-
-
-def test_penalties_and_temperature_before_top_k_need_no_more_questions() -> None:
-    grammar = only(N_VOCAB, RANKED)
-    order = ("temperature", *DEFAULT_SAMPLERS[:-1])
-    options = SamplerOptions(0.8, samplers=order, presence_penalty=1.0)
-    Sampler(options).distribution(LARGE.copy(), RANKED[:64], grammar.allows)
-    assert grammar.n_asked == 40

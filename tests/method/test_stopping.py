@@ -90,18 +90,6 @@ def test_a_token_is_worth_itself_and_what_may_follow(
     assert found.takes(n, chance) == pytest.approx(expected, abs=0.1 * token_s)
 
 
-@settings(max_examples=100)
-@given(worlds(), st.floats(0.02, 1.0), st.floats(0.02, 1.0))
-def test_a_likelier_draft_is_never_worth_less(
-    world: tuple[list[float], float, float, list[float], list[float]], one: float, other: float
-) -> None:
-    found = rule(*world)
-    low, high = sorted((one, other))
-    for n in range(found.n_max + 1):
-        assert found.value(n, low) <= found.value(n, high) + 1e-9
-        assert found.takes(n, low) <= found.takes(n, high) + 1e-9
-
-
 def test_there_is_nothing_behind_the_longest_draft() -> None:
     found = rule([1.0, 1.0, 1.0], 0.0, 1.0, [1.0], [1.0])
     assert found.n_max == 2

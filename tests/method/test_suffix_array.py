@@ -18,26 +18,10 @@ from specgen.drafters.suffix_array import (
     SuffixArray,
     sorted_suffixes,
 )
+from tests.method.test_suffix_drafter import following, longest
 
 TEXT = st.lists(st.integers(0, 3), max_size=25)
 TEXTS = st.lists(TEXT, max_size=5)
-
-
-def following(texts: list[list[int]], ending: list[int]) -> list[int]:
-    """What follows an ending in the texts, once for each occurrence, in their order."""
-    n = len(ending)
-    return [
-        text[start + n]
-        for text in texts
-        for start in range(len(text) - n)
-        if text[start : start + n] == ending
-    ]
-
-
-def longest(texts: list[list[int]], ending: list[int]) -> list[int]:
-    """The longest part of an ending that the texts go on from."""
-    starts = range(max(0, len(ending) - MAX_MATCH), len(ending))
-    return next((ending[i:] for i in starts if following(texts, ending[i:])), [])
 
 
 def check(
@@ -90,13 +74,6 @@ def test_suffixes_are_sorted(text: list[int], n_sorted: int) -> None:
     assert beginnings == sorted(beginnings)
 
 
-def test_matches_do_not_run_from_one_text_into_the_next() -> None:
-    array = SuffixArray.build([[1, 2], [3, 4]])
-    assert array.longest([2]) is None
-    assert array.longest([1, 2, 3]) == Match(1, (4,))
-    assert array.longest([4]) is None
-
-
 def test_token_ids_of_all_sizes_are_told_apart() -> None:
     texts = [[255, 256, 65536, 2**31 - 1, 1, 256, 7]]
     array = SuffixArray.build(texts)
@@ -105,16 +82,6 @@ def test_token_ids_of_all_sizes_are_told_apart() -> None:
         assert match is not None
         assert match.length == n
         assert set(array.followers(match)) == {texts[0][n]}
-
-
-def test_odd_texts() -> None:
-    nothing: list[list[list[int]]] = [[], [[]], [[], []]]
-    for texts in nothing:
-        array = SuffixArray.build(texts)
-        assert not len(array)
-        assert array.longest([1]) is None
-    assert SuffixArray.build([[1]]).longest([1]) is None
-    assert SuffixArray.build([[1, 2]]).longest([]) is None
 
 
 def test_a_huge_repetition() -> None:

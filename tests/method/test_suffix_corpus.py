@@ -176,19 +176,3 @@ def test_the_array_is_kept_until_a_file_changes(tmp_path: Path) -> None:
     for path in kept:
         path.write_bytes(b"damaged")
     assert loaded() == (["new", "other"], 9)
-
-
-def test_a_cache_that_cannot_be_written_is_done_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.txt").write_text("first")
-    (tmp_path / "cache").write_text("no folder")
-    array = load_corpus([tmp_path / "a.txt"], VOCABULARY, "bytes", tmp_path / "cache")
-    assert texts(array) == ["first"]
-
-    def full(self: SuffixArray, path: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(SuffixArray, "save", full)
-    array = load_corpus([tmp_path / "a.txt"], VOCABULARY, "bytes", tmp_path / "other")
-    assert texts(array) == ["first"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.ngram import SuffixDrafter, TextIndex, confidence
-from specgen.drafters.suffix_array import SuffixArray
+from specgen.drafters.suffix_array import MAX_MATCH, SuffixArray
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
@@ -31,7 +31,7 @@ def following(texts: Sequence[Text], ending: Text) -> list[int]:
 
 def longest(texts: Sequence[Text], ending: Text) -> list[int]:
     """The longest part of an ending that the texts go on from."""
-    parts = (list(ending[start:]) for start in range(max(0, len(ending) - 64), len(ending)))
+    parts = (list(ending[start:]) for start in range(max(0, len(ending) - MAX_MATCH), len(ending)))
     return next((part for part in parts if following(texts, part)), [])
 
 
@@ -125,19 +125,6 @@ def test_a_rewound_drafter_is_as_if_it_had_never_gone_further(
         assert propose(drafter, text, 5) == propose(SuffixDrafter(1, 4), text, 5)
 
 
-@given(TEXT, TEXT, TEXT)
-def test_a_draft_that_is_only_supposed_leaves_no_trace(
-    text: list[int], supposed: list[int], further: list[int]
-) -> None:
-    """What another drafter proposed is gone on from, and taken back."""
-    drafter = SuffixDrafter(1, 4)
-    propose(drafter, text, 4)
-    longer = text + supposed
-    assert propose(drafter, longer, 4) == definition(longer, 4, 1, 4)
-    drafter.rewind(len(text))
-    assert propose(drafter, text + further, 4) == definition(text + further, 4, 1, 4)
-
-
 def test_going_back_costs_what_going_forth_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in tokens, not in time."""
     moved: list[int] = []
@@ -181,42 +168,6 @@ def test_a_repetition_goes_on_beyond_the_end_of_the_text() -> None:
     assert propose(SuffixDrafter(1, 8), [5] * 500, 6).tokens == (5,) * 6
 
 
-def test_a_draft_turns_where_another_continuation_is_likelier() -> None:
-    """Copying what stood behind the match would end in 8; after 2 3 there was 4 thrice."""
-    text = [2, 3, 4, 0, 2, 3, 4, 0, 2, 3, 4, 0, 1, 1, 2, 3, 8, 6, 1, 1]
-    assert propose(SuffixDrafter(2, 8), text, 3).tokens == (2, 3, 8)  # 1 1 2 3: longer
-    assert propose(SuffixDrafter(2, 8), [*text[:-2], 2], 2).tokens == ()
-    assert propose(SuffixDrafter(1, 8), [*text[:-2], 2], 2).tokens == (3, 4)
-
-
-def test_the_better_of_several_corpora_is_followed() -> None:
-    short, long = [5, 6, 1], [4, 5, 6, 2]
-    for corpora in ([short, long], [long, short]):
-        drafter = SuffixDrafter(2, 8, [SuffixArray.build([text]) for text in corpora])
-        assert propose(drafter, [3, 4, 5, 6], 1).tokens == (2,)
-    # Of equally long matches that in the last one.
-    drafter = SuffixDrafter(2, 8, [SuffixArray.build([[5, 6, token]]) for token in (1, 2, 3)])
-    assert propose(drafter, [5, 6], 1).tokens == (3,)
-
-
-def test_a_corpus_is_looked_at_again_when_its_match_may_have_grown() -> None:
-    corpora = [SuffixArray.build([[4, 6, 5]]), SuffixArray.build([[3, 6, 5, 1]])]
-    assert propose(SuffixDrafter(2, 8, corpora), [4, 6], 3).tokens == (5, 1)
-
-
-def test_of_equally_frequent_tokens_the_later_one_is_drafted() -> None:
-    text = [9, 1, 9, 2, 9, 1, 9, 2, 9, 1, 9, 2, 9, 3, 9]
-    assert propose(SuffixDrafter(1, 8), text, 1).tokens == (2,)
-    assert propose(SuffixDrafter(1, 8), [*text, 3, 9], 1).tokens == (3,)
-
-
-def test_a_draft_may_change_from_text_to_corpus_and_back() -> None:
-    corpus = SuffixArray.build([[1, 2, 3, 4, 5, 6, 7]])
-    draft = propose(SuffixDrafter(1, 8, [corpus]), [7, 9, 9, 7, 3, 3, 4, 5], 5)
-    assert draft.tokens[:3] == (6, 7, 3)
-    assert draft.origins[:3] == ("lookup", "lookup", "ngram")
-
-
 @given(st.integers(1, 64), st.integers(1, 40), st.integers(0, 40))
 def test_confidence_grows_with_length_and_agreement(
     length: int, n_agreeing: int, n_others: int
@@ -229,3 +180,13 @@ def test_confidence_grows_with_length_and_agreement(
     assert value > confidence(length, n_agreeing, n + 1)
     if n_others:
         assert value < confidence(length, n_agreeing + 1, n)
+
+
+def test_the_better_of_several_corpora_is_followed() -> None:
+    short, long = [5, 6, 1], [4, 5, 6, 2]
+    for corpora in ([short, long], [long, short]):
+        drafter = SuffixDrafter(2, 8, [SuffixArray.build([text]) for text in corpora])
+        assert propose(drafter, [3, 4, 5, 6], 1).tokens == (2,)
+    # Of equally long matches that in the last one.
+    drafter = SuffixDrafter(2, 8, [SuffixArray.build([[5, 6, token]]) for token in (1, 2, 3)])
+    assert propose(drafter, [5, 6], 1).tokens == (3,)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from pathlib import Path
 
 import pytest
@@ -74,17 +73,6 @@ def test_the_oldest_texts_go(tmp_path: Path) -> None:
     # Of a text that is too large the end is kept.
     store.add(list(range(100)))
     assert texts(store) == [list(range(90, 100))]
-
-
-def test_a_text_is_the_newest_whatever_the_clock_says(tmp_path: Path) -> None:
-    store = EarlierTexts(tmp_path, "v")
-    store.add([1])
-    (path,) = folder_of(tmp_path).iterdir()
-    future_ns = path.stat().st_mtime_ns + 10**15
-    os.utime(path, ns=(future_ns, future_ns))
-    store.add([2])
-    store.add([3])
-    assert texts(store) == [[1], [2], [3]]
 
 
 def test_damaged_and_foreign_files_are_left_out(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from specgen.text.sampling import Sampler
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.fake_backend import random_language
 from tests.helpers.fake_grammar import FakeGrammar
-from tests.helpers.joint_draws import RememberingShaper
 
 N_VOCAB = 12
 LANGUAGE = random_language(N_VOCAB, seed=3)
@@ -114,13 +113,6 @@ def test_the_grammar_does_not_see_the_prompt_and_refuses_without_a_trace() -> No
     state.commit(0)
 
 
-def test_without_a_grammar_nothing_is_forced() -> None:
-    state = TextState([1])
-    assert not state.has_grammar
-    assert state.forced() is None
-    assert state.grammar([1, 2, 3]) is None
-
-
 def test_a_path_leaves_the_grammar_of_the_text_where_it_was() -> None:
     state = TextState([1], GRAMMAR.start)
     after = state.grammar([2, 4])
@@ -164,41 +156,3 @@ def test_a_path_is_judged_as_the_committed_text_would_be(
     for other in (theirs, direct):
         assert ours.token_ids.tolist() == other.token_ids.tolist()
         assert ours.probs.tolist() == other.probs.tolist()
-
-
-@settings(max_examples=40)
-@given(st.data())
-def test_remembering_changes_nothing(data: st.DataObject) -> None:
-    """Texts come again, as answer or as path, after going back; the logits are those of the
-    text each time."""
-    grammar = data.draw(st.sampled_from([None, GRAMMAR]))
-    prompt = data.draw(TOKENS.filter(bool))
-    state = TextState(prompt, grammar.start if grammar else None)
-    start = state.mark()
-    plain = Shaper(Sampler(LOOKS_BACK), state)
-    remembering = RememberingShaper(Sampler(LOOKS_BACK), state)
-    for _ in range(12):
-        state.rewind(start)
-        answer, path = data.draw(st.tuples(ALLOWED, ALLOWED))
-        try:
-            for token in answer:
-                state.commit(token)
-            state.grammar(path)
-        except ValueError:  # the grammar refuses it
-            continue
-        logits = LANGUAGE((*state.tokens, *path))
-        try:
-            expected = plain.distribution(logits.copy(), path)
-        except NoTokenAllowedError:
-            with pytest.raises(NoTokenAllowedError):
-                remembering.distribution(logits.copy(), path)
-            continue
-        found = remembering.distribution(logits.copy(), path)
-        assert found.token_ids.tolist() == expected.token_ids.tolist()
-        assert found.probs.tolist() == expected.probs.tolist()
-
-
-#: Texts that the grammar above allows, mostly.
-ALLOWED = st.sampled_from(
-    [(), (0,), (0, 1), (0, 3), (2,), (2, 4), (2, 4, 6), (2, 4, 6, 7), (0, 1, 0), (5,), (11,), (1,)]
-)

@@ -156,9 +156,3 @@ def test_a_beginning_is_finished_as_the_draft_thinks_likeliest() -> None:
     shaper.prefix = b"\n\n"
     assert shaper.distribution(logits).token_ids.tolist() == [2]
     assert shaper.top_probability(logits) == pytest.approx(1.0)
-
-
-def test_an_end_that_is_ignored_is_not_drafted_either() -> None:
-    draft = vocabulary([b"a", b"b"], ["</s>"])
-    shaper = PrefixShaper(Lexicon(draft), never=[2])
-    assert shaper.distribution(np.array([0.0, 1.0, 9.0], np.float32)).mode == 1

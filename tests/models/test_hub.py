@@ -391,8 +391,8 @@ def test_a_full_disk_is_named(server: WebServer, tmp_path: Path) -> None:
 
 def test_a_disk_without_room_is_named_before_the_download(server: WebServer) -> None:
     publish_repository(server, REPO, {USUAL: CONTENT})
-    info = server.resources[f"/api/models/{REPO}"]
-    info.content = info.content.replace(b"600000", b"6" * 18)
+    file = server.resources[ON_HUB]
+    file.headers = {**file.headers, "X-Linked-Size": "6" * 18}
     with pytest.raises(FetchError, match=r"needs 667 PB in .*, but only .* are free$") as caught:
         fetch_reference(HubReference(REPO))
     assert caught.value.hint is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen.models.progress import LineProgress, shown
+from specgen.models.progress import StreamProgress, shown
 from specgen.render.progress_bars import progress_bar
 from specgen.system import progress
 from specgen.system.progress import ProgressLines
@@ -71,7 +71,7 @@ def test_a_stream_that_cannot_be_written_does_not_end_the_work() -> None:
 
 def test_a_line_comes_now_and_then_and_never_of_a_position_that_moved_back() -> None:
     stream, clock = io.StringIO(), Clock()
-    progress = LineProgress(stream, clock)
+    progress = StreamProgress(stream, clock)
     progress.update(5)
     progress.start("tiny", 1000, 150)
     for done_bytes in (160, 200, 430, 90, 350, 1000):
@@ -89,7 +89,7 @@ def test_a_line_comes_now_and_then_and_never_of_a_position_that_moved_back() -> 
 
 def test_a_download_of_seconds_is_told_in_no_line() -> None:
     stream, clock = io.StringIO(), Clock()
-    progress = LineProgress(stream, clock)
+    progress = StreamProgress(stream, clock)
     with shown(progress, "tiny", 1000):
         for done_bytes in (500, 1000):
             clock.now_s += 2.0

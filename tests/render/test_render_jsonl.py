@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.make_picture import from_json_object, read_events
+from scripts.make_picture import read_events
 from specgen.events import EVENT_TYPES, Event, to_json_object
 from specgen.render.streams import JsonlRenderer, json_line
 from tests.helpers.events import Script
@@ -60,24 +59,6 @@ def test_each_round_is_flushed_when_it_is_complete() -> None:
     for event in Script().prompt().round(["a"], 1, "b").events:
         renderer.handle(event)
     assert stream.flushed.count(b"\n") == 4
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ([], "not an event"),
-        ("prompt", "not an event"),
-        ({}, "not an event"),
-        ({"event": ["prompt"]}, "not an event"),
-        ({"event": "later"}, "not an event"),
-        ({"event": "notice", "sequence": 0}, "an incomplete notice event.*message"),
-        ({"event": "drafted", "nodes": 1}, "an incomplete drafted event"),
-        ({"event": "drafted", "nodes": [{"token_id": 1}]}, "an incomplete drafted event"),
-    ],
-)
-def test_what_is_no_event_is_refused(value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        from_json_object(value)
 
 
 def test_a_line_that_holds_no_event_is_named() -> None:

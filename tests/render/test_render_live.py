@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.errors import OutputError
 from specgen.events import CommittedEvent, Event
 from specgen.options import Show
 from specgen.render.live import LiveRenderer
@@ -65,12 +64,6 @@ def test_a_rounds_reason_is_dim_at_its_end_where_it_changes_if_all_is_shown() ->
     assert "\x1b[2m[nothing\x1b[0m" in terminal.written
 
 
-def test_reasons_are_left_out_if_not_all_is_shown() -> None:
-    terminal = Terminal()
-    play(terminal, Script().because("cost", "too dear").plain("One").finish().events)
-    assert terminal.visible == ["One"]
-
-
 def test_branches_of_a_tree_stay_each_at_its_place() -> None:
     terminal = Terminal()
     drafted = [" a", " b", " a1", " a2", " a11"]
@@ -78,13 +71,6 @@ def test_branches_of_a_tree_stay_each_at_its_place() -> None:
     play(terminal, script.events, "all")
     assert terminal.visible == ["x[ b] a[ a2] a1 a11 own"]
     assert terminal.struck() == " a11"
-
-
-def test_branches_of_a_tree_are_told_apart_behind_the_text() -> None:
-    terminal = Terminal()
-    script = Script().plain("x").tree([" a", " b"], (-1, -1), (), " own")
-    play(terminal, script.events)
-    assert terminal.visible[0] == "x own a   b"
 
 
 def test_without_marks_there_is_only_the_text() -> None:
@@ -139,12 +125,6 @@ def test_a_long_prompt_shows_how_far_it_is_read() -> None:
         assert [row for row in narrow.visible if row] == ([text] if text else [])
     play(terminal, script.plain("a").events)
     assert not any("reading" in row for row in terminal.visible)
-
-
-def test_without_a_draft_there_is_no_legend() -> None:
-    terminal = Terminal()
-    play(terminal, Script(draft="none").prompt().plain("a").plain(" b").events)
-    assert terminal.visible == ["a b", "", "2 tokens  10.0/s"]
 
 
 @pytest.mark.parametrize(
@@ -219,14 +199,6 @@ def test_an_exception_leaves_the_text_and_the_cursor(error: type[BaseException])
     assert not terminal.cursor_hidden
 
 
-def test_what_the_terminal_echoes_for_ctrl_c_is_overwritten() -> None:
-    terminal = Terminal()
-    renderer = play(terminal, Script().prompt().plain("so far").events)
-    terminal.write("^C")
-    renderer.close()
-    assert terminal.visible == ["so far"]
-
-
 def test_words_that_the_window_splits_are_copied_in_one_piece() -> None:
     terminal = Terminal(20)
     address = "https://example.org/" + "/".join(f"part{n}" for n in range(20))
@@ -285,28 +257,6 @@ def test_a_notice_stands_above_the_unfinished_line() -> None:
         "two words",
     ]
     assert terminal.look("drafting") == ("default",)
-
-
-def test_notices_can_be_left_out() -> None:
-    terminal = Terminal()
-    with LiveRenderer(terminal.console) as renderer:
-        for event in Script().plain("text").notice("nothing").finish().events:
-            renderer.handle(event)
-    assert terminal.visible == ["text"]
-
-
-@pytest.mark.parametrize("reflow", [True, False])
-def test_widening_the_window_keeps_the_text(reflow: bool) -> None:
-    terminal = Terminal(20)
-    script = Script().prompt()
-    for number in range(100, 110):
-        script.round([f"word{number}", " wrong", " again"], 1, " ")
-    renderer = LiveRenderer(terminal.console)
-    for number, event in enumerate(script.finish().events):
-        if number % 5 == 4:
-            terminal.resize(terminal.screen.columns + 3, reflow=reflow)
-        renderer.handle(event)
-    assert letters("".join(terminal.rows)) == letters(script.text)
 
 
 @given(
@@ -385,15 +335,6 @@ def test_one_round_is_one_write() -> None:
     play(terminal, script.events)
     n_committed = sum(isinstance(event, CommittedEvent) for event in script.events)
     assert len(writes) == 1 + n_committed + 1
-
-
-def test_an_output_that_fails_is_reported() -> None:
-    class Full(Terminal):
-        def write(self, text: str) -> int:
-            raise OSError(28, "No space left on device")
-
-    with pytest.raises(OutputError, match="No space left on device"):
-        play(Full(), Script().plain("x").events)
 
 
 def test_a_terminal_of_another_encoding_gets_what_it_can_show() -> None:

@@ -80,27 +80,6 @@ def test_rounds_without_a_draft_and_the_kernels_are_in_the_summary(
     assert "no earlier text continues" in svg
 
 
-def test_it_is_the_same_each_time(
-    main: Callable[[list[str]], int], record: Path, tmp_path: Path
-) -> None:
-    outputs = [tmp_path / "a.svg", tmp_path / "b.svg"]
-    for output in outputs:
-        assert main([str(record), "--output", str(output)]) == 0
-    assert outputs[0].read_bytes() == outputs[1].read_bytes()
-
-
-def test_it_reads_stdin(
-    main: Callable[[list[str]], int],
-    record: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(record.read_text(encoding="utf-8")))
-    output = tmp_path / "run.svg"
-    assert main(["--output", str(output)]) == 0
-    assert output.exists()
-
-
 def test_a_record_that_is_none_is_refused(
     main: Callable[[list[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Callable
 from functools import partial
 
@@ -14,14 +13,9 @@ from rich.console import Console
 
 from specgen.errors import OutputError
 from specgen.events import NoticeEvent, ReadingEvent
-from specgen.options import Show
-from specgen.render.marks import pens
 from specgen.render.streams import Renderer, Tee, TextRenderer, print_notice
-from specgen.render.text import clean
 from tests.helpers.events import Script
 from tests.render.test_render_text import TEXTS
-
-_CODES = re.compile("\x1b\\[[0-9;]*m")
 
 
 class Recorder(io.BytesIO):
@@ -42,10 +36,6 @@ def play(renderer: Renderer, script: Script) -> None:
     with renderer:
         for event in script.events:
             renderer.handle(event)
-
-
-def colour_stream(stream: io.BytesIO, show: Show) -> TextRenderer:
-    return TextRenderer(stream, pens=pens(Console(), forced=True), show=show)
 
 
 @given(st.lists(st.tuples(st.lists(TEXTS, max_size=3), st.integers(0, 3), TEXTS), max_size=6))
@@ -97,21 +87,6 @@ def test_a_notice_does_not_tear_a_line_on_a_simple_terminal() -> None:
     assert errors.getvalue() == "note: one\nnote: two\n"
 
 
-@given(TEXTS, TEXTS)
-def test_forced_colours_add_colours_and_nothing_else(accepted: str, own: str) -> None:
-    stream = io.BytesIO()
-    play(colour_stream(stream, "accepted"), Script().round([accepted, "no"], 1, own).finish())
-    assert _CODES.sub("", stream.getvalue().decode()) == clean(accepted + own)
-
-
-def test_forced_colours_mark_words_and_leave_spaces_alone() -> None:
-    stream = io.BytesIO()
-    play(colour_stream(stream, "all"), Script().round([" a b\n", " no"], 1, " c").finish())
-    assert stream.getvalue().decode() == (
-        " \x1b[4;32ma\x1b[0m \x1b[4;32mb\x1b[0m\n\x1b[9;31m no\x1b[0m \x1b[1;35mc\x1b[0m"
-    )
-
-
 class Failing(io.RawIOBase):
     def __init__(self, error: OSError) -> None:
         super().__init__()
@@ -124,15 +99,11 @@ class Failing(io.RawIOBase):
         raise self._error
 
 
-@pytest.mark.parametrize("kind", ["plain", "dumb"])
-def test_a_full_disk_is_reported_in_one_line(kind: str) -> None:
+def test_a_full_disk_is_reported_in_one_line() -> None:
     stream = Failing(OSError(28, "No space left on device"))
     buffer = io.BufferedWriter(stream)
-    renderer: Renderer = TextRenderer(buffer)
-    if kind == "dumb":
-        renderer = TextRenderer(buffer, is_terminal=True)
     with pytest.raises(OutputError) as caught:
-        play(renderer, Script().plain("text"))
+        play(TextRenderer(buffer), Script().plain("text"))
     assert caught.value.message == "the answer could not be written: No space left on device"
     assert caught.value.hint == "make room on the disk"
     stream.close()
@@ -161,8 +132,3 @@ def test_a_tee_hands_on_in_order_and_closes_everything() -> None:
         tee.close()
     tee.close()
     assert log == ["first handles", "second handles", "first closes", "second closes"]
-
-
-def test_an_error_while_closing_does_not_hide_the_one_before() -> None:
-    with pytest.raises(KeyError), Closing([], "x", OutputError("no")):
-        raise KeyError

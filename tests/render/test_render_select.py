@@ -99,38 +99,24 @@ def test_a_simple_terminal_gets_plain_text_and_a_line_feed(term: str) -> None:
     assert rest.startswith("note: hm\n")
 
 
-@pytest.mark.parametrize("term", ["dumb", "xterm"])
-def test_forced_colours_reach_a_pipe(term: str) -> None:
-    answer, _ = run(terminal=False, environ={"FORCE_COLOR": "1", "TERM": term})
-    assert answer == "The \x1b[4;32mcat\x1b[0m \x1b[1;35mlay\x1b[0m"
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [{"FORCE_COLOR": "1", "NO_COLOR": "1"}, {"FORCE_COLOR": ""}, {"COLUMNS": "7"}],
-)
-def test_a_pipe_gets_no_codes_otherwise(environ: dict[str, str]) -> None:
+@pytest.mark.parametrize("environ", [{"FORCE_COLOR": "1"}, {"COLUMNS": "7"}])
+def test_a_pipe_gets_no_codes(environ: dict[str, str]) -> None:
     assert run(terminal=False, environ=environ)[0] == "The cat lay"
 
 
-def test_forced_colours_without_marks_are_no_colours() -> None:
-    answer, _ = run(terminal=False, environ={"FORCE_COLOR": "1"}, show="none")
-    assert answer == "The cat lay"
-
-
-def test_quiet_without_statistics_says_nothing() -> None:
-    assert run(terminal=False, quiet=True, stats=False) == ("The cat lay", "")
+@pytest.mark.parametrize("text", ["", "a", "a\n"])
+def test_in_a_conversation_each_answer_ends_its_line(text: str) -> None:
+    stdout = Stream(terminal=False)
+    streams: dict[str, Any] = {"stdout": stdout, "stderr": Stream(terminal=False)}
+    with make_renderer(**streams, environ={}, stats=False, in_chat=True) as renderer:
+        for event in Script().prompt().plain(text).finish().events:
+            renderer.handle(event)
+    assert stdout.text == text.rstrip("\n") + "\n"
 
 
 def test_details_are_for_the_verbose() -> None:
     assert "because" not in run(terminal=False)[1]
     assert run(terminal=False, verbose=True)[1].startswith("note: hm\n  because\n")
-
-
-def test_text_is_printed_as_it_is() -> None:
-    stream = Stream(terminal=False)
-    make_console(stream, {"FORCE_COLOR": "1", "TERM": "xterm"}).print("[b]42[/b] :smile:")
-    assert stream.text == "[b]42[/b] :smile:\n"
 
 
 def test_a_closed_pipe_does_not_end_the_program() -> None:

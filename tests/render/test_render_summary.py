@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from specgen.events import FinishedEvent, ReasonCount
-from specgen.render.summary import SummaryRenderer, print_summary, summary_items
+from specgen.render.summary import print_summary, summary_items
 from tests.helpers.events import Script
 from tests.helpers.screen import Terminal
 
@@ -63,34 +63,9 @@ def test_why_little_was_drafted() -> None:
 
 
 def test_an_empty_answer() -> None:
-    event = FinishedEvent(
-        sequence=0,
-        time_s=0.0,
-        text="",
-        token_ids=(),
-        finish_reason="length",
-        stopped_by=None,
-        n_prompt_tokens=1,
-        n_tokens=0,
-        n_rounds=0,
-        n_drafted=0,
-        n_accepted=0,
-        acceptance_rate=None,
-        mean_accepted_length=None,
-        accepted_by_depth=(),
-        drafted_by_depth=(),
-        tokens_per_s=None,
-        time_to_first_token_s=None,
-        prompt_s=0.0,
-        draft_s=0.0,
-        target_s=0.0,
-        loop_s=0.0,
-        wall_s=0.0,
-    )
-    assert items(event) == {
-        "answer": "0 tokens, 0 rounds",
-        "end": "reached --max-tokens",
-    }
+    none: dict[str, Any] = {"tokens_per_s": None, "time_to_first_token_s": None}
+    event = dataclasses.replace(Script().finished(), finish_reason="length", wall_s=0.0, **none)
+    assert items(event) == {"answer": "0 tokens, 0 rounds", "end": "reached --max-tokens"}
 
 
 @pytest.mark.parametrize(
@@ -215,25 +190,6 @@ def test_on_a_terminal_it_fits_the_window(columns: int) -> None:
             "answer    8 tokens, 3 rounds, 2.67 tokens per pass of the target",
             "speed     26.7 tokens/s, first token after 500 ms (12 prompt tokens)",
         ]
-
-
-def test_the_renderer_waits_for_the_end() -> None:
-    stream = io.StringIO()
-    script = Script(draft="ngram").prompt().plain("a")
-    with SummaryRenderer(Console(file=stream, width=80)) as renderer:
-        for event in script.events:
-            renderer.handle(event)
-        assert stream.getvalue() == ""
-        renderer.handle(script.finished())
-    assert "drafts: nothing was drafted" in stream.getvalue()
-
-
-def test_a_summary_that_cannot_be_written_is_no_failure() -> None:
-    class Full(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(28, "No space left on device")
-
-    print_summary(Console(file=Full(), width=80), finished())
 
 
 def test_a_gain_that_the_tokens_per_pass_do_not_allow_is_doubted() -> None:

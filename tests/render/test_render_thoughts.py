@@ -86,13 +86,6 @@ def test_what_only_looks_like_a_thought_is_the_answer(text: str) -> None:
     assert terminal.rows == ([text] if text else [])
 
 
-def test_nothing_is_folded_unless_asked() -> None:
-    terminal = Terminal()
-    script = thinking().plain("</think>").plain("So.").finish()
-    play(terminal, script.events, "none", folds=False)
-    assert terminal.rows == script.text.splitlines()
-
-
 @given(
     pieces=st.lists(st.sampled_from(["a b", "\n", "word ", "<", "</think", ">", "é" * 9])),
     columns=st.lists(st.integers(8, 60), min_size=1, max_size=4),

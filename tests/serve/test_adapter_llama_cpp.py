@@ -97,13 +97,10 @@ def drafted_texts(
     ("draft", "drafting", "least_rate", "most_rate"),
     [
         ("good", FIXED, 0.5, 1.0),
-        ("wrong", FIXED, 0.0, 0.1),
         ("respelled", FIXED, 0.5, 1.0),
         ("ngram", replace(FIXED, ngram_min=1), 0.05, 1.0),
-        ("good", replace(FIXED, ngrams=True, ngram_min=1), 0.2, 1.0),
         ("good", DraftOptions(policy="threshold"), 0.2, 1.0),
         ("good, wrong", FIXED, 0.5, 1.0),
-        ("good, ngram", FIXED, 0.5, 1.0),
     ],
 )
 def test_texts_are_those_without_a_draft(
@@ -122,30 +119,6 @@ def test_a_seeds_text_is_that_without_a_draft(models: Path) -> None:
     assert texts == plain_texts(models, **options)
     assert texts != plain_texts(models)
     assert n_drafted > 40
-
-
-def test_a_text_ends_where_the_context_does(models: Path) -> None:
-    target = models / "target.gguf"
-    with opened_llama(target) as llama:
-        expected = text(llama, PROMPTS[0], max_tokens=None)
-    with (
-        SpecgenDraft(target, models / "good.gguf", n_ctx=48, drafting=FIXED) as draft,
-        opened_llama(target, draft) as llama,
-    ):
-        draft.check(llama)
-        assert text(llama, PROMPTS[0], max_tokens=None) == expected
-        assert draft.tally.n_accepted > 10
-
-
-def test_contexts_that_llama_cpp_rounds_up_are_refused(models: Path) -> None:
-    """`Llama` has room for the tokens that were asked for, and takes the context for longer."""
-    target = models / "target.gguf"
-    with (
-        SpecgenDraft(target, "ngram") as draft,
-        opened_llama(target, draft, n_ctx=64) as llama,
-        pytest.raises(UsageError, match=r"64 tokens.*context of 256"),
-    ):
-        draft.check(llama)
 
 
 def test_by_cost_the_models_are_timed_once(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +156,7 @@ def test_the_pages_example_runs(
     assert re.search(r"\d+ of \d+ drafted tokens accepted", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("architecture", ["mamba", "lfm2", "jamba", "qwen35"])
+@pytest.mark.parametrize("architecture", ["mamba", "qwen35"])
 def test_a_recurrent_target_is_refused(tmp_path: Path, architecture: Any) -> None:
     target = write_tiny_model(tmp_path / "r.gguf", TinyConfig(architecture=architecture))
     with pytest.raises(UsageError, match=r"r\.gguf has a recurrent state"):
@@ -209,8 +182,6 @@ def test_a_llama_without_room_for_logits_is_told_before_it_fails(models: Path) -
         with pytest.raises(UsageError, match="logits of 64 tokens.*context of 256") as raised:
             draft.check(llama)
         assert "logits_all=True" in str(raised.value.hint)
-        with pytest.raises(ValueError, match="broadcast"):  # llama-cpp-python's own
-            text(llama, "not the cat " * 14)
     with (
         SpecgenDraft(target, "ngram", drafting=FIXED) as draft,
         opened_llama(models / "more tokens.gguf") as other,
@@ -361,14 +332,6 @@ def test_a_draft_that_fails_ends_with_its_text(
     assert len(notes) == 1
 
 
-def test_by_default_a_failure_is_a_warning(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with SpecgenDraft(models / "target.gguf", models / "good.gguf", drafting=FIXED) as draft:
-        (context,) = draft.contexts
-        monkeypatch.setattr(context, "decode", lambda _batch: 1 / 0)
-        with pytest.warns(RuntimeWarning, match="going on without a draft"):
-            assert draft(np.array([3, 4, 5], dtype=np.intc)).shape == (0,)
-
-
 def test_ctrl_c_while_drafting_harms_no_later_text(
     models: Path, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,10 +347,3 @@ def test_ctrl_c_while_drafting_harms_no_later_text(
             with pytest.raises(KeyboardInterrupt):
                 draft_after(rounds, tokens[:11])
         assert draft_after(rounds, tokens[:11]) == expected[0]
-
-
-def test_of_the_target_only_the_vocabulary_is_loaded(models: Path) -> None:
-    with opened_rounds(models, models / "good.gguf") as rounds:
-        assert rounds.session.target.n_embd == 0
-        assert rounds.session.draft is not None
-        assert rounds.session.draft.models[0].n_embd > 0

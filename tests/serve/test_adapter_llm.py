@@ -185,20 +185,8 @@ def test_the_answer_is_that_of_the_target_alone(
     ("options", "asked"),
     [
         (
-            {"temperature": 1.2, "seed": 5},
-            {"sampling": SamplerOptions(temperature=1.2, seed=5)},
-        ),
-        (
-            {"temperature": 2.5, "seed": 3, "top_k": 4, "top_p": 0.8, "min_p": 0.01},
-            {"sampling": SamplerOptions(temperature=2.5, seed=3, top_k=4, top_p=0.8, min_p=0.01)},
-        ),
-        (
-            {"repeat_penalty": 1.9, "presence_penalty": 1.5, "frequency_penalty": 0.5},
-            {
-                "sampling": SamplerOptions(
-                    repeat_penalty=1.9, presence_penalty=1.5, frequency_penalty=0.5
-                )
-            },
+            {"temperature": 2.5, "seed": 3, "top_k": 4, "repeat_penalty": 1.9},
+            {"sampling": SamplerOptions(temperature=2.5, seed=3, top_k=4, repeat_penalty=1.9)},
         ),
         ({"max_tokens": 5}, {"max_tokens": 5}),
         ({"stop": "an"}, {"stop": ["an"]}),
@@ -216,13 +204,6 @@ def test_every_option_counts(
     assert told(ask("a", *of_files(files, "ngram", n=40), *arguments)) == text
 
 
-def test_the_text_comes_in_pieces(plugin: Any, files: Path, expected: specgen.Model) -> None:
-    model = llm.get_model("specgen")
-    pieces = list(model.prompt(PROMPT, target=str(files / "target.gguf"), max_tokens=N))
-    assert len(pieces) > 3
-    assert "".join(pieces) == expected.generate(PROMPT, max_tokens=N).text
-
-
 def test_usage_tells_of_drafts(plugin: Any, files: Path) -> None:
     target, draft = files / "target.gguf", files / "draft.gguf"
     with specgen.load(target, draft, n_ctx=512) as model:
@@ -238,7 +219,6 @@ def test_usage_tells_of_drafts(plugin: Any, files: Path) -> None:
         "draft": "draft.gguf",
         "n_drafted": finished.n_drafted,
         "n_accepted": finished.n_accepted,
-        "acceptance_rate": pytest.approx(finished.acceptance_rate, abs=1e-3),
     }
     assert response.resolved_model == "target.gguf"
 
@@ -264,25 +244,17 @@ def test_a_schema_is_followed(ask: Ask, plugin: Any, files: Path) -> None:
 # --- conversations -------------------------------------------------------------------------------
 
 
-def turns(model: specgen.Model, *said: str, system: str | None = None) -> list[str]:
-    """The target's own answers in a conversation."""
-    messages = [Message("system", system)] if system is not None else []
-    answers: list[str] = []
-    for question in said:
-        messages.append(Message("user", question))
-        answers.append(model.generate(messages, max_tokens=N).text)
-        messages.append(Message("assistant", answers[-1]))
-    return answers
-
-
 def test_a_conversation_goes_on(plugin: Any, files: Path, expected: specgen.Model) -> None:
     conversation = llm.get_model("specgen").conversation()
     options: dict[str, Any] = {"target": str(files / "target.gguf"), "max_tokens": N}
     first = conversation.prompt("hello", system="Be brief.", **options)
-    texts = [first.text()]
+    messages = [Message("system", "Be brief."), Message("user", "hello")]
+    pieces = list(first)
+    assert len(pieces) > 3
+    assert "".join(pieces) == expected.generate(messages, max_tokens=N).text
+    messages += [Message("assistant", first.text()), Message("user", "and then?")]
     second = conversation.prompt("and then?", **options)
-    texts.append(second.text())
-    assert texts == turns(expected, "hello", "and then?", system="Be brief.")
+    assert second.text() == expected.generate(messages, max_tokens=N).text
     details = second.usage().details
     assert details is not None
     assert details["n_cached"] > 20
@@ -338,7 +310,7 @@ def test_an_answer_that_nobody_reads_is_cancelled(plugin: Any, files: Path) -> N
     options: dict[str, Any] = {"target": str(files / "target.gguf"), "max_tokens": 1000}
     pieces = iter(model.prompt(PROMPT, **options))
     next(pieces)
-    (loaded,) = plugin.loaded_models
+    (loaded,) = plugin.loaded_models.models.values()
     assert not loaded.engine.is_idle
     pieces.close()  # type: ignore[attr-defined]
     loaded.engine.step()
@@ -375,21 +347,14 @@ def test_a_process_ends_cleanly_and_keeps_what_was_learnt(files: Path, tmp_path:
     ("arguments", "said"),
     [
         (["-o", "target", "no.gguf"], "no.gguf: no such file"),
-        (["-o", "target", "nobody"], 'there is no model "nobody"'),
-        (["-o", "draft", "none.gguf"], "none.gguf: no such file"),
         (["-o", "grammar", "x"], "the grammar, line 1"),
         (
             ["-o", "n_ctx", "8"],
             "the prompt has 28 tokens, but the context has 8 (use a context of 29",
         ),
         (["-o", "grammar", 'root ::= "a"', "--schema", json.dumps(YES)], "exclude each other"),
-        (["-o", "stop", ""], "stop"),
-        (["-o", "temperature", "-1"], "temperature"),
         (["-o", "temperature", "nan"], "temperature"),
-        (["-o", "temperature", "1e40"], "temperature"),
         (["-o", "top_p", "2"], "top_p"),
-        (["-o", "n_ctx", "0"], "n_ctx"),
-        (["-o", "max_tokens", "many"], "max_tokens"),
         (["-o", "nothing", "1"], "nothing"),
     ],
 )
@@ -400,13 +365,10 @@ def test_an_error_is_said_clearly(ask: Ask, files: Path, arguments: list[str], s
     assert result.stderr.startswith("Error: ")
     assert said in result.stderr
     assert len(result.stderr.splitlines()) <= 2
-
-
-def test_chat_ends_with_one_line_too(ask: Ask, files: Path) -> None:
-    result = ask("chat", *of_files(files), "-o", "grammar", "x", input="hello\n")
-    assert isinstance(result.exception, SystemExit)
-    assert result.exit_code == 1
-    assert result.stderr.startswith("Error: the grammar, line 1")
+    if "x" in arguments:  # `llm chat` ends with one line too
+        result = ask("chat", *of_files(files), *arguments, input="hello\n")
+        assert isinstance(result.exception, SystemExit)
+        assert said in result.stderr
 
 
 def test_what_is_no_text_is_refused(plugin: Any, files: Path) -> None:
@@ -415,8 +377,8 @@ def test_what_is_no_text_is_refused(plugin: Any, files: Path) -> None:
     with pytest.raises(AnswerError, match="the prompt is empty"):
         model.prompt("", **options).text()
     result = ToolResultPart(name="clock", output="noon")
-    for role, said in (("user", "a ToolResultPart in a message"), ("tool", "of the role tool")):
-        with pytest.raises(AnswerError, match=said):
+    for role in ("user", "tool"):
+        with pytest.raises(AnswerError, match="only text is"):
             model.prompt(messages=[llm.Message(role, [result])], **options).text()
     with pytest.raises(ValueError, match="does not support tools"):
         model.prompt("hello", tools=[llm.Tool(name="clock")], **options).text()

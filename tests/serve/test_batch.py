@@ -16,7 +16,7 @@ from specgen.errors import OutputError, PromptError, UsageError
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.render.progress_bars import batch_summary
 from specgen.serve.batch.lines import Line, LineError, read_lines
-from specgen.serve.batch.results import OWN, appending, missing, read_results
+from specgen.serve.batch.results import OWN, appending, check_same, read_results
 from specgen.serve.batch.runner import Tally, order_by_prefix
 from specgen.serve.formats.request import Request
 from specgen.session.prompts.template import Message
@@ -181,32 +181,21 @@ class TestResults:
     @pytest.mark.parametrize(
         ("settings", "lines", "words"),
         [
-            (
-                {"target": "b.gguf"},
-                [line("a")],
-                'other settings: target "a.gguf" (now "b.gguf"), temperature 0.5 (now as by default)',
-            ),
+            ({"target": "b.gguf"}, [line("a")], 'other settings: target "a.gguf" (now "b.gguf")'),
             (SETTINGS, [line("b")], "a result for 'a', which nothing asks for"),
             (SETTINGS, [line("a", "e")], "'a', which asked something else than line 1 does now"),
+            (SETTINGS, [line("a"), line("x")], "temperature as by default (now 0.5)"),
         ],
     )
     def test_results_of_something_else_are_not_mixed(
         self, out: Path, settings: dict[str, Any], lines: list[Line], words: str
     ) -> None:
         append(out, record("a"))
-        earlier = read_results(out)
+        if len(lines) > 1:  # a later result that was allowed to be of other settings
+            append(out, record("x", settings={"target": "a.gguf"}))
         with pytest.raises(UsageError) as error:
-            missing(lines, earlier, settings, "out", allow_mixed=False)
+            check_same(lines, read_results(out), settings, "out")
         assert words in error.value.message
-        found = missing(lines, earlier, settings, "out", allow_mixed=True)
-        assert [each.custom_id for each in found] == [
-            x.custom_id for x in lines if x.custom_id != "a"
-        ]
-
-    def test_mixed_results_stay_refused(self, out: Path) -> None:
-        append(out, record("a"), record("b", settings={"target": "b.gguf"}))
-        with pytest.raises(UsageError, match="several settings, from 'b' on"):
-            missing([line("a"), line("b")], read_results(out), SETTINGS, "out", allow_mixed=False)
 
     def test_a_full_disk_takes_nothing_that_was_there(
         self, out: Path, monkeypatch: pytest.MonkeyPatch
@@ -236,7 +225,7 @@ class TestResults:
 
 def test_the_summary_tells_of_drafts_and_caches_where_there_were_any() -> None:
     tally = Tally(n_lines=3, n_answers=2, n_errors=1, n_tokens=100, n_prompt_tokens=40)
-    told = "2 answers of 100 tokens in all, 5 s: 20.0 tokens/s, 4 at once"
+    told = "2 answers of 100 tokens, 5 s: 20.0 tokens/s, 4 at once"
     assert batch_summary(tally, 5.0, "4 at once") == told
     tally.n_drafted, tally.n_accepted, tally.n_cached_tokens = 50, 20, 10
     told += ", 40% of the draft accepted, 25% of the prompts from the cache"

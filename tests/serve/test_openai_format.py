@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from specgen.events import FinishedEvent, Piece, ReasonCount, TokenLogprob
+from specgen.events import CommittedEvent, FinishedEvent, Piece, ReasonCount, TokenLogprob
 from specgen.options import GenerationOptions, Grammar, SamplerOptions
-from specgen.serve.formats.chat_answer import Answer, completion_body, figures, joined
+from specgen.serve.formats.chat_answer import ChatWriter, figures
 from specgen.serve.formats.chat_request import read_request
 from specgen.serve.formats.fields import AnswerBody, BodyError
 from specgen.serve.formats.request import Kind, Request, check_tokens, with_call_form
@@ -292,26 +292,31 @@ PIECES = [
 ]
 
 
-def body(kind: Kind, *, has_logprobs: bool = False) -> dict[str, Any]:
-    made = completion_body(
-        kind,
-        [Answer(FINISHED, PIECES if has_logprobs else None)],
-        identity="abc",
-        created=17,
-        model="m.gguf",
-    )
+def body(kind: Kind, **more: Any) -> dict[str, Any]:
+    what = {} if kind == "chat" else {"prompt": "x"}
+    request = chat(**more) if kind == "chat" else read(kind, **what, **more)
+    writer = ChatWriter([request], [""], identity="abc", created=17, model="m.gguf")
+    for pieces in (PIECES[:2], PIECES[2:]):
+        text = "".join(piece.text for piece in pieces)
+        writer.feed(0, CommittedEvent(0, 0.0, 1, tuple(pieces), text, 3))
+    writer.feed(0, FINISHED)
+    made = writer.whole()
     assert json.loads(json.dumps(made, allow_nan=False)) == made
     return made
 
 
 def test_the_body_of_a_chat() -> None:
     made = body("chat")
-    assert made["object"] == "chat.completion"
-    assert made["id"] == "chatcmpl-abc"
+    assert (made["object"], made["id"]) == ("chat.completion", "chatcmpl-abc")
     assert (made["created"], made["model"]) == (17, "m.gguf")
-    (choice,) = made["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "é b"}
-    assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
+    assert made["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "é! b"},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
     assert made["usage"] == {
         "prompt_tokens": 12,
         "completion_tokens": 2,
@@ -320,32 +325,33 @@ def test_the_body_of_a_chat() -> None:
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert made["speculative"]["acceptance_rate"] == 0.25
-    assert made["timings"]["prompt_n"] == 4
-    assert made["timings"]["prompt_per_second"] == 8.0
-    assert made["timings"]["predicted_ms"] == 1000.0
-
-
-def test_the_body_counts_the_rounds_without_a_draft_by_reason() -> None:
-    assert body("chat")["timings"]["undrafted"] == [
+    timings = made["timings"]
+    assert (timings["prompt_n"], timings["prompt_per_second"]) == (4, 8.0)
+    assert (timings["predicted_ms"], timings["predicted_per_second"]) == (1000.0, 2.5)
+    assert timings["undrafted"] == [
         {"reason": "nothing found", "text": "nothing found to draft", "n_rounds": 3},
         {"reason": "no room", "text": "no room for a draft", "n_rounds": 1},
     ]
+    text = body("completion")
+    assert (text["object"], text["choices"][0]["text"]) == ("text_completion", "é! b")
 
 
-def test_the_counts_of_several_choices_add_up_by_reason() -> None:
+def test_the_figures_of_several_answers_add_up() -> None:
     reasons = (
         ReasonCount("no room", "no room for a draft", 4),
         ReasonCount("failed", "the drafter has failed", 1),
     )
     other = dataclasses.replace(FINISHED, undrafted=reasons, accepted_by_depth=(1, 2))
-    both = joined([FINISHED, other], n_for_each_prompt=2)
-    counts = [(each.reason, each.n_rounds) for each in both.undrafted]
+    both = figures([FINISHED, other], n_for_each_prompt=2)
+    counts = [(each["reason"], each["n_rounds"]) for each in both["timings"]["undrafted"]]
     assert counts == [("no room", 5), ("nothing found", 3), ("failed", 1)]
-    assert both.accepted_by_depth == (2, 2)
-    assert (both.n_drafted, both.n_tokens, both.n_prompt_tokens) == (8, 4, 12)
-    assert joined([FINISHED, other], n_for_each_prompt=1).n_prompt_tokens == 24
-    assert (both.acceptance_rate, both.mean_accepted_length) == (0.25, 1.5)
-    assert both.tokens_per_s == 2.0
+    drafts = both["speculative"]
+    assert drafts["accepted_by_position"] == [2, 2]
+    assert (drafts["acceptance_rate"], drafts["mean_accepted_length"]) == (0.25, 1.5)
+    assert (drafts["n_drafted"], both["usage"]["completion_tokens"]) == (8, 4)
+    assert both["usage"]["prompt_tokens"] == 12
+    assert figures([FINISHED, other])["usage"]["prompt_tokens"] == 24
+    assert both["timings"]["predicted_per_second"] == 2.0
 
 
 @pytest.mark.parametrize(
@@ -361,22 +367,16 @@ def test_a_busy_machine_knows_no_gain(
         estimated_speedup_range=(1.4, 1.6),
         others_share=others_share,
     )
-    drafts = figures([Answer(answer)])["speculative"]
+    drafts = figures([answer])["speculative"]
     assert (drafts["estimated_speedup"], drafts["estimated_speedup_range"]) == expected
 
 
-def test_the_body_of_a_text() -> None:
-    made = body("completion")
-    assert made["object"] == "text_completion"
-    assert made["choices"][0]["text"] == "é b"
-
-
 def test_log_probabilities_of_both() -> None:
-    content = body("chat", has_logprobs=True)["choices"][0]["logprobs"]["content"]
+    content = body("chat", logprobs=True)["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in content] == ["é", " b"]
     assert content[0]["bytes"] == [0xC3, 0xA9]
     assert [top["token"] for top in content[0]["top_logprobs"]] == ["é", "e"]
-    text = body("completion", has_logprobs=True)["choices"][0]["logprobs"]
+    text = body("completion", logprobs=1)["choices"][0]["logprobs"]
     assert text["tokens"] == ["é", " b"]
     assert text["token_logprobs"] == [-0.5, -0.25]
     assert text["text_offset"] == [0, 2]
@@ -420,24 +420,20 @@ def test_a_call_and_what_the_tool_answered() -> None:
     assert error.value.field == "messages"
 
 
-@pytest.mark.parametrize("written", ["", "{}"])
-def test_a_call_without_arguments(written: str) -> None:
-    assert arguments_of(written) == {}
-
-
-@pytest.mark.parametrize("written", ["[1]", "{", '{"x": "\\ud800"}', '{"x":' * 5000])
-def test_what_is_no_object_of_arguments_is_told_as_it_is(written: str) -> None:
-    assert arguments_of(written) == written
-
-
-def test_arguments_may_come_as_an_object() -> None:
-    assert arguments_of({"x": 1}) == {"x": 1}
-
-
-def arguments_of(written: Any) -> Any:
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("", {}),
+        ("{}", {}),
+        ({"x": 1}, {"x": 1}),
+        *((broken, broken) for broken in ("[1]", "{", '{"x": "\\ud800"}', '{"x":' * 5000)),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_arguments_are_an_object_or_told_as_they_are(written: Any, read: Any) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "a", "arguments": written}}
     (message,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).messages
-    return message.tool_calls[0].arguments
+    assert message.tool_calls[0].arguments == read
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages }}", "{{ tools }} <function="])
@@ -453,7 +449,6 @@ def test_a_grammar_keeps_what_has_to_be_a_call() -> None:
 
     def grammar(**body: Any) -> Grammar | None:
         request = with_call_form(chat(tools=tools, **body), HERMES_TEMPLATE)
-        assert request.parser() is not None
         return request.generation.grammar
 
     assert grammar() is None

@@ -173,15 +173,15 @@ def test_the_first_call_may_end_the_answer() -> None:
 
 
 def test_a_message_has_calls_or_content() -> None:
-    message = message_of(
-        AnswerParser(None, ToolCallParser(HERMES, NAMES)), f"<tool_call>{CALL}</tool_call>"
-    )
-    (call,) = message["tool_calls"]
-    assert message["content"] is None
+    def message(text: str) -> dict[str, Any]:
+        parser = AnswerParser(None, ToolCallParser(HERMES, NAMES))
+        return message_of(parser.feed([text]) + parser.finish())
+
+    called = message(f"<tool_call>{CALL}</tool_call>")
+    (call,) = called["tool_calls"]
+    assert called["content"] is None
     assert call.keys() == {"id", "type", "function"}
-    assert json.loads(call["function"]["arguments"]) == WEATHER[1]
-    plain = message_of(AnswerParser(None, ToolCallParser(HERMES, NAMES)), "Hello.")
-    assert plain == {"role": "assistant", "content": "Hello."}
+    assert message("Hello.") == {"role": "assistant", "content": "Hello."}
 
 
 @pytest.mark.parametrize(

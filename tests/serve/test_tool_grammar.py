@@ -66,14 +66,17 @@ def answers(
     return found
 
 
+def said(asked: Request, text: str) -> dict[str, Any]:
+    parser = asked.parser()
+    return message_of(parser.feed([text]) + parser.finish())
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_an_answer_that_has_to_be_a_call_is_one(tmp_path: Path, name: str) -> None:
     template, controls = TEMPLATES[name]
     asked = request(template, tool_choice="required", parallel_tool_calls=False)
     for answer in answers(tmp_path, asked, controls):
-        parser = asked.parser()
-        assert parser is not None
-        message = message_of(parser, answer.text)
+        message = said(asked, answer.text)
         assert message["content"] is None, answer.text
         (call,) = message["tool_calls"]
         assert call["function"]["name"] in ("weather", "heat")
@@ -109,9 +112,7 @@ def test_several_calls_in_an_answer(tmp_path: Path) -> None:
     texts = [answer.text for answer in answers(tmp_path, asked, controls, n=12)]
     assert any(text.count('"name"') > 1 for text in texts)
     for text in texts:
-        parser = asked.parser()
-        assert parser is not None
-        assert len(message_of(parser, text)["tool_calls"]) == text.count('"name"')
+        assert len(said(asked, text)["tool_calls"]) == text.count('"name"')
 
 
 def test_an_answer_is_a_call_or_follows_its_own_grammar(tmp_path: Path) -> None:
@@ -119,7 +120,5 @@ def test_an_answer_is_a_call_or_follows_its_own_grammar(tmp_path: Path) -> None:
     schema = {"enum": ["yes", "no"]}
     asked = request(template, json_schema=schema, parallel_tool_calls=False)
     for answer in answers(tmp_path, asked, controls):
-        parser = asked.parser()
-        assert parser is not None
-        message = message_of(parser, answer.text)
+        message = said(asked, answer.text)
         assert message.get("tool_calls") or message["content"] in ('"yes"', '"no"')

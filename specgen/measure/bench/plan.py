@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from specgen import __version__
 from specgen.errors import SpecgenError, UsageError
 from specgen.measure.bench.runs import Lineup, Runs, SessionContender, run_lineups
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     DraftSource,
     PolicyName,
@@ -43,103 +41,94 @@ Stages: TypeAlias = tuple[DraftSource, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
-    """A target and its drafts, each by its name in tables."""
-
-    name: str
-    target: Path
-    drafts: Mapping[str, Stages]
-
-
-@dataclass(frozen=True, slots=True)
 class Entry:
-    """A contender: its name, what drafts, with its name, and how."""
+    """A contender: its target and itself by their names in tables, the names of what drafts, and its options.
+    N-grams may draft beside a model."""
 
+    target: str
     name: str
-    draft: str
-    stages: Stages
-    drafting: DraftOptions
+    drafters: tuple[str, ...]
+    options: SessionOptions
 
     @property
-    def drafters(self) -> list[str]:
-        """The names of its drafters: n-grams may draft beside a model."""
-        if self.name == PLAIN:
-            return []
-        adds_ngrams = self.drafting.adds_ngrams and self.draft != NGRAM
-        return [self.draft, NGRAM] if adds_ngrams else [self.draft]
+    def temperature(self) -> float:
+        return self.options.sampler.temperature
+
+    def to_json_object(self) -> dict[str, Any]:
+        """Describe the contender as JSON values."""
+        drafting = self.options.drafting
+        return {
+            "target": self.target,
+            "temperature": self.temperature,
+            "name": self.name,
+            "policy": drafting.policy if self.drafters else None,
+            "tree": str(drafting.tree) if self.drafters else None,
+            "drafters": list(self.drafters),
+            "target_context": as_json(self.options.target_context),
+        }
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The settings to compare, and in `base` those that are the same for all contenders."""
+def ways_of(
+    drafting: DraftOptions, policies: Sequence[PolicyName], trees: Sequence[TreeShape]
+) -> list[DraftOptions]:
+    """Return every policy with every shape of drafts; a fixed shape needs no policy."""
+    return [
+        replace(drafting, policy=policy, tree=tree)
+        for tree in trees
+        for policy in policies
+        if not tree.is_fixed or policy == policies[0]
+    ]
 
-    base: SessionOptions
-    policies: tuple[PolicyName, ...]
-    trees: tuple[TreeShape, ...]
-    temperatures: tuple[float, ...] = (0.0,)
-    chat: bool | None = None
-    #: Memory of earlier measurements: the number of threads at which a model was fastest.
-    known: Memory | None = None
 
-    def options(self, field: Field, entry: Entry, temperature: float = 0.0) -> SessionOptions:
-        """Return the session options of a contender."""
-        draft, *helpers = entry.stages
-        return replace(
-            self.base,
-            target=field.target,
-            draft=draft,
-            helpers=tuple(helpers),
-            sampler=replace(self.base.sampler, temperature=temperature),
-            drafting=entry.drafting,
-            target_context=self._context(field.target, self.base.target_context),
-            draft_context=self._context(draft, self.base.draft_context),
-        )
+def entries_of(
+    base: SessionOptions,
+    drafts: Mapping[Path, Sequence[Stages]],
+    ways: Sequence[DraftOptions],
+    temperatures: Sequence[float] = (0.0,),
+    known: Memory | None = None,
+) -> list[Entry]:
+    """Return the contenders: for each target, at each temperature, plain decoding and every draft in every way.
+    `base` has the options that all share; `known` has the numbers of threads that `specgen run` would use."""
+    from specgen.session.memory import with_threads
 
-    def _context(self, model: DraftSource, context: ContextOptions) -> ContextOptions:
-        """Return a model's context options, with the threads that `specgen run` would use."""
-        from specgen.session.memory import with_threads
+    def in_context(options: SessionOptions, model: DraftSource, which: str) -> SessionOptions:
+        context = getattr(options, which)
+        if known is not None and isinstance(model, Path):
+            context = with_threads(context, known.threads(model, context))
+        changed: dict[str, Any] = {which: context}
+        return replace(options, **changed)
 
-        if self.known is None or not isinstance(model, Path):
-            return context
-        return with_threads(context, self.known.threads(model, context))
-
-    @property
-    def ways(self) -> list[DraftOptions]:
-        """Every policy with every shape of drafts; a fixed shape needs no policy."""
-        return [
-            replace(self.base.drafting, policy=policy, tree=tree)
-            for tree in self.trees
-            for policy in self.policies
-            if not tree.is_fixed or policy == self.policies[0]
-        ]
-
-    @property
-    def plain(self) -> Entry:
-        return Entry(PLAIN, "none", ("none",), replace(self.base.drafting, policy="fixed"))
-
-    def entries(self, field: Field) -> list[Entry]:
-        """Return the contenders of a target: every draft in every way."""
-        return [
-            Entry(self._name(draft, way), draft, stages, way)
-            for draft, stages in field.drafts.items()
-            for way in self.ways
-        ]
-
-    def _name(self, draft: str, way: DraftOptions) -> str:
-        parts = [draft]
-        if len(self.policies) > 1 and not way.tree.is_fixed:
-            parts.append(way.policy)
-        if len(self.trees) > 1:
-            parts.append(f"tree {way.tree}")
-        return ", ".join(parts)
+    entries: list[Entry] = []
+    for name, target in named_apart(list(drafts)).items():
+        options = in_context(replace(base, target=target), target, "target_context")
+        plain = replace(options, drafting=replace(base.drafting, policy="fixed"))
+        own = [Entry(name, PLAIN, (), replace(plain, draft="none", helpers=()))]
+        for draft_name, (draft, *helpers) in _by_name(drafts[target]).items():
+            drafted = replace(options, draft=draft, helpers=tuple(helpers))
+            drafted = in_context(drafted, draft, "draft_context")
+            for way in ways:
+                beside = (NGRAM,) if way.adds_ngrams and draft_name != NGRAM else ()
+                parts = [draft_name]
+                if len({each.policy for each in ways}) > 1 and not way.tree.is_fixed:
+                    parts.append(way.policy)
+                if len({each.tree for each in ways}) > 1:
+                    parts.append(f"tree {way.tree}")
+                in_this_way = replace(drafted, drafting=way)
+                own.append(Entry(name, ", ".join(parts), (draft_name, *beside), in_this_way))
+        for temperature in temperatures:
+            sampler = replace(base.sampler, temperature=temperature)
+            entries += (
+                replace(each, options=replace(each.options, sampler=sampler)) for each in own
+            )
+    return entries
 
 
 # --- targets and drafts ----------------------------------------------------------------------------
 
 
-def find_fields(
+def find_drafts(
     targets: Sequence[str], pairs: Sequence[str], drafts: Sequence[str], *, quiet: bool
-) -> list[Field]:
+) -> dict[Path, list[Stages]]:
     """Find targets and pairs with their drafts; fetch them if need be.
 
     `drafts` are for every target; a plus sign in one separates a draft from its own draft. Without `drafts`
@@ -157,8 +146,7 @@ def find_fields(
             own.append((sources.draft, *sources.helpers))
             if not drafts and pair is None:
                 own.append((NGRAM,))
-    targets_by_name = named_apart(list(found))
-    return [Field(name, target, _drafts(found[target])) for name, target in targets_by_name.items()]
+    return found
 
 
 def _stages(draft: str) -> tuple[str, ...]:
@@ -171,7 +159,7 @@ def _stages(draft: str) -> tuple[str, ...]:
     return stages
 
 
-def _drafts(found: Sequence[Stages]) -> dict[str, Stages]:
+def _by_name(found: Sequence[Stages]) -> dict[str, Stages]:
     """Return drafts by name, each once, without "none", which plain decoding covers."""
     kept = [stages for stages in dict.fromkeys(found) if stages != ("none",)]
     files = dict.fromkeys(each for stages in kept for each in stages if isinstance(each, Path))
@@ -189,79 +177,68 @@ def named_apart(paths: Sequence[Path]) -> dict[str, Path]:
 
 
 @contextlib.contextmanager
-def lineups(
-    field: Field, plan: Plan, interrupted: Callable[[], bool], progress: Progress
+def _lineups(
+    entries: Sequence[Entry],
+    chat: bool | None,
+    interrupted: Callable[[], bool],
+    progress: Progress,
 ) -> Iterator[list[Lineup]]:
-    """Yield a lineup for each temperature, with its models loaded until the end.
-
-    Each contender has models of its own, and learns its own costs and acceptance rates: none gains or loses by
-    the others. Raises `ModelFileError`, `PairError`, `MemoryLimitError`.
-    """
+    """Yield a lineup of a target's contenders for each temperature, with their models loaded until the end. Each
+    contender has models of its own, and learns its own costs and acceptance rates: none gains or loses by the
+    others. Raises `ModelFileError`, `PairError`, `MemoryLimitError`."""
     from specgen.session.session import Session
 
-    entries = [plan.plain, *plan.entries(field)]
-    n_all = len(entries) * len(plan.temperatures)
     with contextlib.ExitStack() as stack:
-        found: list[Lineup] = []
-        for temperature in plan.temperatures:
-            contenders: list[SessionContender] = []
-            for entry in entries:
-                n_done = len(found) * len(entries) + len(contenders)
-                progress(f"loading {field.name}", n_done, n_all)
-                options = plan.options(field, entry, temperature)
-                loaded = stack.enter_context(Session(options, time.perf_counter))
-                contenders.append(SessionContender(entry.name, loaded, plan.chat, interrupted))
-            plain, *others = contenders
-            found.append(Lineup(field.name, temperature, plain, tuple(others)))
-        yield found
-
-
-@dataclass(slots=True)
-class Measured:
-    """What was measured: the answers, whose code computed each target, and the error that ended it."""
-
-    runs: Runs = dataclasses.field(default_factory=Runs)
-    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
-    error: SpecgenError | None = None
+        found: dict[float, list[SessionContender]] = {}
+        for n_done, entry in enumerate(entries):
+            progress(f"loading {entry.target}", n_done, len(entries))
+            loaded = stack.enter_context(Session(entry.options, time.perf_counter))
+            contender = SessionContender(entry.name, loaded, chat, interrupted)
+            found.setdefault(entry.temperature, []).append(contender)
+        yield [
+            Lineup(entries[0].target, temperature, plain, tuple(others))
+            for temperature, (plain, *others) in found.items()
+        ]
 
 
 def measure(
-    fields: Sequence[Field],
-    plan: Plan,
+    entries: Sequence[Entry],
     prompts: Sequence[BenchPrompt],
     *,
+    chat: bool | None = None,
     n_rounds: int = 1,
     progress: Progress = lambda _what, _done, _total: None,
     interrupted: Callable[[], bool] = lambda: False,
-    announce: Callable[[Field, str, float], None] = lambda _field, _kernels, _seconds: None,
-) -> Measured:
-    """Measure all contenders of one target after the other. `announce` hears of each target, what computes it, and
-    the seconds if no contender is faster than plain decoding. An error after some results ends the measurements."""
-    measured = Measured()
-    for field in fields:
-        if interrupted() or measured.error is not None:
+    announce: Callable[[Sequence[Entry], str, float], None] = lambda _own, _kernels, _seconds: None,
+) -> Runs:
+    """Measure all contenders of one target after the other. `announce` hears of the contenders of each target, what
+    computes it, and the seconds if none is faster than plain decoding. An error after some results ends the
+    measurements."""
+    runs = Runs()
+    for target in dict.fromkeys(entry.target for entry in entries):
+        own = [entry for entry in entries if entry.target == target]
+        if interrupted() or runs.error is not None:
             break
         try:
-            with lineups(field, plan, interrupted, progress) as opened:
-                plain = opened[0].plain
-                assert isinstance(plain, SessionContender), "as `lineups` makes it"
-                measured.kernels[field.name] = plain.loaded.target.kernels
-                n_answers = n_rounds * sum(1 + len(lineup.others) for lineup in opened)
-                seconds = n_answers * _plain_s(plain.loaded, prompts, interrupted)
-                announce(field, plain.loaded.target.kernels, seconds)
+            with _lineups(own, chat, interrupted, progress) as lineups:
+                plain = lineups[0].plain
+                assert isinstance(plain, SessionContender), "as `_lineups` makes it"
+                runs.kernels[target] = plain.loaded.target.kernels
+                seconds = n_rounds * len(own) * _plain_s(plain.loaded, prompts, interrupted)
+                announce(own, runs.kernels[target], seconds)
                 run_lineups(
-                    opened,
+                    lineups,
                     prompts,
-                    measured.runs,
+                    runs,
                     n_rounds=n_rounds,
                     interrupted=interrupted,
-                    progress=lambda done, total, name=field.name: progress(name, done, total),  # type: ignore[misc]
+                    progress=lambda done, total, name=target: progress(name, done, total),  # type: ignore[misc]
                 )
         except SpecgenError as error:
-            if not measured.runs.results:
+            if not runs.results:
                 raise
-            measured.error = error
-    return measured
+            runs.error = error
+    return runs
 
 
 def _plain_s(
@@ -278,14 +255,15 @@ def _plain_s(
 
 
 def about(
-    plan: Plan, fields: Sequence[Field], command: str, kernels: Mapping[str, str]
+    base: SessionOptions, entries: Sequence[Entry], chat: bool | None, command: str
 ) -> dict[str, Any]:
-    """Return the machine, the versions, the files and all settings as JSON values."""
+    """Return the machine, the versions, the files and the settings that all share as JSON values."""
     from specgen.llama import build
     from specgen.system.machine import look_at_machine
 
-    made, base = build(), plan.base
-    files = [file for field in fields for file in (field.target, *sum(field.drafts.values(), ()))]
+    made, options = build(), [entry.options for entry in entries]
+    files = dict.fromkeys(file for own in options for file in (own.target, own.draft, *own.helpers))
+    shared = ("generation", "drafting", "sampler", "target_context", "draft_context")
     return {
         "specgen": __version__,
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -297,41 +275,10 @@ def about(
             "features": {part: list(names) for part, names in made.features.items()},
             "devices": [device.description or device.name for device in made.devices],
         },
-        "kernels": dict(kernels),
         "files": {
             str(file): file.stat().st_size
-            for file in dict.fromkeys(files)
+            for file in files
             if isinstance(file, Path) and file.exists()
         },
-        "settings": {
-            "temperatures": plan.temperatures,
-            "policies": plan.policies,
-            "trees": [str(tree) for tree in plan.trees],
-            "chat": plan.chat,
-            "generation": as_json(base.generation),
-            "drafting": as_json(base.drafting),
-            "sampling": as_json(base.sampler),
-            "target_context": {
-                field.name: as_json(plan.options(field, plan.plain).target_context)
-                for field in fields
-            },
-            "draft_context": as_json(base.draft_context),
-        },
+        "settings": {"chat": chat, **{name: as_json(getattr(base, name)) for name in shared}},
     }
-
-
-def contender_entries(fields: Sequence[Field], plan: Plan) -> list[dict[str, Any]]:
-    """Describe the contenders as JSON values."""
-    return [
-        {
-            "target": field.name,
-            "temperature": temperature,
-            "name": entry.name,
-            "policy": None if entry.name == PLAIN else entry.drafting.policy,
-            "tree": None if entry.name == PLAIN else str(entry.drafting.tree),
-            "drafters": entry.drafters,
-        }
-        for field in fields
-        for temperature in plan.temperatures
-        for entry in (plan.plain, *plan.entries(field))
-    ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specgen.errors import PromptError, SpecgenError
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent
@@ -95,8 +95,11 @@ class SessionContender:
         events = list(self._events(prompt))
         finished = events[-1]
         assert isinstance(finished, FinishedEvent), "the last event of a generation"
-        notices = [event.message for event in events if isinstance(event, NoticeEvent)]
-        return outcome_of(finished, tuple(notices))
+        same = {each.name for each in fields(Outcome)} & {each.name for each in fields(finished)}
+        values: dict[str, Any] = {name: getattr(finished, name) for name in same}
+        values["target_s"] = max(0.0, finished.target_s - finished.prompt_s)
+        notices = tuple(event.message for event in events if isinstance(event, NoticeEvent))
+        return Outcome(**values, own_s=finished.loop_s, notices=notices)
 
     def warm_up(self, prompt: str) -> None:
         # Closing the generator frees the contexts.
@@ -110,29 +113,6 @@ class SessionContender:
 
         begun = self.loaded.prompts.of_text(prompt, chat=self.chat, now=NOW)
         return generate(self.loaded, begun, interrupted=self.interrupted, estimate_gain=False)
-
-
-def outcome_of(finished: FinishedEvent, notices: tuple[str, ...] = ()) -> Outcome:
-    """Return the outcome of a generation that ended with this event."""
-    return Outcome(
-        text=finished.text,
-        n_tokens=finished.n_tokens,
-        finish_reason=finished.finish_reason,
-        tokens_per_s=finished.tokens_per_s,
-        time_to_first_token_s=finished.time_to_first_token_s,
-        token_ids=finished.token_ids,
-        n_rounds=finished.n_rounds,
-        n_drafted=finished.n_drafted,
-        n_accepted=finished.n_accepted,
-        mean_accepted_length=finished.mean_accepted_length,
-        drafted_by_depth=finished.drafted_by_depth,
-        accepted_by_depth=finished.accepted_by_depth,
-        prompt_s=finished.prompt_s,
-        target_s=max(0.0, finished.target_s - finished.prompt_s),
-        draft_s=finished.draft_s,
-        own_s=finished.loop_s,
-        notices=notices,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +167,14 @@ class SkippedPrompt:
 
 @dataclass(slots=True)
 class Runs:
-    """The results so far. A contender that failed has no further results."""
+    """The results so far, whose code computed each target, and the error that ended the measurement. A contender
+    that failed has no further results."""
 
     results: list[Result] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     skipped: list[SkippedPrompt] = field(default_factory=list)
+    kernels: dict[str, str] = field(default_factory=dict)
+    error: SpecgenError | None = None
 
     def is_out(self, lineup: Lineup, contender: Contender, prompt: BenchPrompt) -> bool:
         """Whether a contender failed before, or nobody can answer the prompt."""
@@ -200,28 +183,24 @@ class Runs:
             (s.target, s.prompt) == (lineup.target, prompt.number) for s in self.skipped
         )
 
-    def fail(
-        self, lineup: Lineup, contender: Contender, prompt: int | None, error: SpecgenError
-    ) -> None:
-        """Note a failure. Raise it if plain decoding failed: there is nothing to compare with."""
-        if contender is lineup.plain:
-            raise error
-        self.failures.append(
-            Failure(lineup.target, lineup.temperature, contender.name, prompt, error.message)
-        )
-
-    def answer(self, lineup: Lineup, contender: Contender, prompt: BenchPrompt) -> Outcome | None:
-        """Return the outcome of an answer; None if there is none."""
-        if self.is_out(lineup, contender, prompt):
-            return None
+    @contextlib.contextmanager
+    def failing(
+        self, lineup: Lineup, contender: Contender, prompt: int | None = None
+    ) -> Iterator[None]:
+        """Note what the block raises. Raise it if plain decoding failed: there is nothing to compare with."""
         try:
-            return contender.answer(prompt.text)
+            yield
         except SpecgenError as error:
-            if isinstance(error, PromptError) and contender is lineup.plain:
-                self.skipped.append(SkippedPrompt(lineup.target, prompt.number, error.message))
+            if contender is not lineup.plain:
+                self.failures.append(
+                    Failure(
+                        lineup.target, lineup.temperature, contender.name, prompt, error.message
+                    )
+                )
+            elif prompt is not None and isinstance(error, PromptError):
+                self.skipped.append(SkippedPrompt(lineup.target, prompt, error.message))
             else:
-                self.fail(lineup, contender, prompt.number, error)
-            return None
+                raise
 
 
 def run_lineups(
@@ -249,10 +228,8 @@ def run_lineups(
         for contender in lineup.turn(0):
             if interrupted():
                 return
-            try:
+            with runs.failing(lineup, contender):
                 contender.warm_up(_WARM_UP)
-            except SpecgenError as error:
-                runs.fail(lineup, contender, None, error)
     every = (
         (round_number, prompt, lineup, contender)
         for turn, (round_number, prompt) in enumerate(turns)
@@ -263,7 +240,10 @@ def run_lineups(
         progress(n_done, n_all)
         if interrupted():
             return
-        outcome = runs.answer(lineup, contender, prompt)
+        outcome = None
+        if not runs.is_out(lineup, contender, prompt):
+            with runs.failing(lineup, contender, prompt.number):
+                outcome = contender.answer(prompt.text)
         if outcome is None:
             continue
         if outcome.finish_reason == "interrupted" or interrupted():

@@ -25,7 +25,7 @@ from specgen.llama.kernels.attached import kernel_problem
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import propose_together
 from specgen.method.policy import Reason, RoundPlan, RoundResult
-from specgen.models import cache_folder, human_bytes
+from specgen.models import cache_folder
 from specgen.options import (
     ContextOptions,
     Contexts,
@@ -201,16 +201,9 @@ class SpecgenDraft(LlamaDraftModel):
         for token in committed:
             sequence.state.commit(token)
         draft, target_s = self._draft, time.perf_counter() - self._handed_s
-        path, n_rows = tuple(range(len(committed) - 1)), 1 + len(draft)
+        path, times = tuple(range(len(committed) - 1)), (self._draft_s, target_s)
         result = RoundResult(
-            self._plan,
-            draft,
-            path,
-            self._draft_s,
-            target_s,
-            n_rows,
-            tuple(committed),
-            self._proposed,
+            self._plan, draft, path, *times, 1 + len(draft), tuple(committed), self._proposed
         )
         sequence.policy.observe(result)
         if sequence.drafters is not None:
@@ -238,30 +231,22 @@ class SpecgenDraft(LlamaDraftModel):
         return plan.stop.cut(proposal.draft)
 
     def check(self, llama: Llama) -> None:
-        """Raise `UsageError` if `llama` would fail with this draft, or not use it.
-
-        With a draft model, llama-cpp-python stores the logits of every token of a text, and has room for
-        those of a batch only, unless it is opened with ``logits_all=True``.
-        """
+        """Raise `UsageError` if `llama` would fail with this draft, or not use it: llama-cpp-python then stores
+        the logits of every token, and has room for those of a batch only without ``logits_all=True``."""
         if llama.draft_model is not self:
             raise UsageError(
                 "Llama has another draft", hint="give Llama draft_model=<this SpecgenDraft>"
             )
-        n_ctx, n_vocab = llama.n_ctx(), llama.n_vocab()
-        n_own = self.session.target.vocabulary.n_tokens
-        if n_vocab != n_own:
+        n_ctx, n_own = llama.n_ctx(), self.session.target.vocabulary.n_tokens
+        if llama.n_vocab() != n_own:
             raise UsageError(
-                f"Llama's model has {n_vocab} tokens, but the draft's target has {n_own}",
+                f"Llama's model has {llama.n_vocab()} tokens, but the draft's target has {n_own}",
                 hint="open the SpecgenDraft with the same target file as Llama",
             )
-        fails = f"in a context of {n_ctx}: with a draft it fails in a longer text"
-        if (n_room := len(llama.input_ids)) < n_ctx:
+        n_room = min(len(llama.input_ids), len(llama.scores))
+        if n_room < n_ctx:
             raise UsageError(
-                f"Llama has room for {n_room} tokens {fails}", hint=f"open Llama with n_ctx={n_ctx}"
-            )
-        if (n_rows := len(llama.scores)) < n_ctx:
-            raise UsageError(
-                f"Llama has room for the logits of {n_rows} tokens {fails}",
-                hint=f"open Llama with logits_all=True, which takes {human_bytes(4 * n_ctx * n_vocab)}, "
-                "or with a smaller n_ctx",
+                f"Llama has room for the logits of {n_room} tokens in a context of {n_ctx}: with a draft it "
+                "fails in a longer text",
+                hint=f"open Llama with logits_all=True and n_ctx={n_ctx}, or with a smaller n_ctx",
             )

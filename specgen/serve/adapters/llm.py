@@ -26,63 +26,52 @@ from specgen.options import SamplerOptions
 
 #: Logits are float32: factors near its largest number (3e38) would make infinities.
 _LARGEST = 1e30
-_LARGEST_INT = 2**31 - 1
-_SAMPLING = {
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "seed": int,
+_SAMPLING: dict[str, type] = {
+    **dict.fromkeys(["temperature", "top_p", "min_p"], float),
     **dict.fromkeys(["repeat_penalty", "presence_penalty", "frequency_penalty"], float),
+    **dict.fromkeys(["top_k", "seed"], int),
 }
 
 
-def _sampling_fields() -> dict[str, Any]:
-    """Return the fields of a model of pydantic for the sampling options, with the limits of the command line."""
-    found: dict[str, Any] = {}
+def _sampling_fields() -> Iterator[tuple[str, Any]]:
+    """Yield the fields of the sampling options for pydantic, with the limits of the command line."""
     for field in dataclasses.fields(SamplerOptions):
         if (kind := _SAMPLING.get(field.name)) is not None:
             known = field.metadata
-            most = known.get("max", _LARGEST if kind is float else _LARGEST_INT)
+            most = known.get("max", _LARGEST if kind is float else 2**31 - 1)
             limits = {"ge": known.get("min", -_LARGEST), "le": most}
-            found[field.name] = kind | None, Field(None, description=known["help"], **limits)
-    return found
+            yield field.name, (kind | None, Field(None, description=known["help"], **limits))
 
 
-_Sampling: Any = pydantic.create_model("_Sampling", __base__=llm.Options, **_sampling_fields())
+_Sampling: Any = pydantic.create_model(
+    "_Sampling", __base__=llm.Options, **dict(_sampling_fields())
+)
 
 
 class AnswerOptions(_Sampling):  # type: ignore[misc]
     """The options of every model; the defaults are those of `specgen run`."""
 
+    target: str | None = Field(
+        None, description="A GGUF file, or a name from `specgen models list`, to answer instead"
+    )
+    draft: str | None = Field(
+        None,
+        description="What drafts: a GGUF file, a name, ngram or none. It changes how long an answer "
+        "takes, not what it says",
+    )
     max_tokens: int | None = Field(
-        None, ge=-1, le=_LARGEST_INT, description="The most tokens of the answer; -1 is no limit"
+        None, ge=-1, le=2**31 - 1, description="The most tokens of the answer; -1 is no limit"
     )
     stop: str | list[str] | None = Field(
         None, description="A text that ends the answer, and is no part of it"
     )
     grammar: str | None = Field(None, description="A grammar (GBNF) that the answer follows")
-    draft: str | None = Field(
-        None,
-        description="What drafts: a GGUF file, a name from `specgen models list`, ngram or none. It "
-        "changes how long an answer takes, not what it says",
-    )
     n_ctx: int | None = Field(
         None,
         ge=1,
-        le=_LARGEST_INT,
+        le=2**31 - 1,
         description="The room for a prompt and its answer, in tokens; by default 4096, or what the "
         "model was trained with if that is less",
-    )
-
-
-class TargetOptions(AnswerOptions):
-    """The options of the model that takes its file as an option."""
-
-    target: str | None = Field(
-        None,
-        description="A GGUF file, or a name from `specgen models list`; without it the default pair "
-        "answers",
     )
 
 
@@ -92,15 +81,15 @@ class AnswerError(llm.ModelError, click.ClickException):
 
 
 class Specgen(llm.Model):
-    """A target with a name, and its draft unless the options name another one; without any, the draft is
-    chosen as in `specgen run`. Without a target, the options name one, or the default pair answers."""
+    """A target with a name, and its draft; the options may name others. Without any target the default pair
+    answers, without a draft one is chosen as in `specgen run`."""
 
     can_stream = True
     supports_schema = True
+    Options = AnswerOptions
 
     def __init__(self, model_id: str, target: str | None, draft: str | None = None) -> None:
         self.model_id, self._target, self._draft = model_id, target, draft
-        self.Options = TargetOptions if target is None else AnswerOptions
 
     def execute(
         self,
@@ -112,13 +101,14 @@ class Specgen(llm.Model):
         """Yield the text of the answer as it is generated, and load the model if need be. Raise
         `AnswerError`."""
         options: Any = prompt.options
-        target, draft = self._target or options.target, self._draft
+        target, draft = options.target or self._target, options.draft
         try:
             if target is None:
                 registry = load_registry()
                 pair = registry.pair(registry.default_pair)
-                target, draft = pair.target, pair.draft
-            draft = options.draft if options.draft is not None else draft
+                target, draft = pair.target, draft or pair.draft
+            elif target == self._target:
+                draft = draft or self._draft
             yield from _answer(loaded_models.get(target, draft, options.n_ctx), prompt, response)
         except specgen.SpecgenError as error:
             hint = f" ({error.hint})" if error.hint else ""
@@ -152,7 +142,7 @@ class _LoadedModels:
     """The models that were used. They stay loaded until the process ends; what they learnt is saved then."""
 
     def __init__(self) -> None:
-        self._models: dict[tuple[str, str | None, int | None], specgen.Model] = {}
+        self.models: dict[tuple[str, str | None, int | None], specgen.Model] = {}
         self._lock = threading.Lock()
         atexit.register(self.close)
 
@@ -160,23 +150,19 @@ class _LoadedModels:
         """Return a model; fetch and load it if need be. Raise what `specgen.load` raises."""
         key = (target, draft, n_ctx)
         with self._lock:
-            if key not in self._models:
+            if key not in self.models:
                 named = load_registry().models
                 for name in (target, draft):
                     if name is not None and name in named:
                         fetch(named[name], progress=stderr_progress())
-                self._models[key] = specgen.load(target, draft, n_ctx=n_ctx)
-            return self._models[key]
-
-    def __iter__(self) -> Iterator[specgen.Model]:
-        return iter(list(self._models.values()))
+                self.models[key] = specgen.load(target, draft, n_ctx=n_ctx)
+            return self.models[key]
 
     def close(self) -> None:
         """Free all models. They are loaded again if they are used again."""
         with self._lock:
-            models, self._models = list(self._models.values()), {}
-        for model in models:
-            model.close()
+            while self.models:
+                self.models.popitem()[1].close()
 
 
 loaded_models = _LoadedModels()
@@ -185,16 +171,12 @@ loaded_models = _LoadedModels()
 def _answer(model: specgen.Model, prompt: llm.Prompt, response: llm.Response) -> Iterator[str]:
     """Yield the text of an answer. Its other figures go to the response."""
     answer = model.submit(_asked(prompt), **_answer_options(prompt))
-    notices = []
     with contextlib.closing(model.engine.stream(answer)) as events:
         for event in events:
             if isinstance(event, specgen.CommittedEvent) and event.text:
                 yield event.text
-            elif isinstance(event, specgen.NoticeEvent):
-                notices.append(event.message)
     finished = answer.finished
     assert finished is not None, "a stream that ends has an answer that is finished"
-    rate = finished.acceptance_rate
     response.set_resolved_model(model.target)
     response.set_usage(
         input=finished.n_prompt_tokens,
@@ -204,15 +186,9 @@ def _answer(model: specgen.Model, prompt: llm.Prompt, response: llm.Response) ->
             "draft": model.draft,
             "n_drafted": finished.n_drafted,
             "n_accepted": finished.n_accepted,
-            "acceptance_rate": None if rate is None else round(rate, 3),
         },
     )
-    response.response_json = {
-        "finish_reason": finished.finish_reason,
-        "stopped_by": finished.stopped_by,
-        "seed": answer.seed,
-        "notices": notices,
-    }
+    response.response_json = {"finish_reason": finished.finish_reason, "seed": answer.seed}
 
 
 def _answer_options(prompt: llm.Prompt) -> specgen.AnswerOptions:
@@ -230,22 +206,17 @@ def _answer_options(prompt: llm.Prompt) -> specgen.AnswerOptions:
 def _asked(prompt: llm.Prompt) -> str | list[specgen.Message]:
     """Return the prompt: messages, or a text if there is only a question, so that a model without a chat
     template can continue it."""
-    messages = [_message(message) for message in prompt.messages]
+    messages = []
+    for message in prompt.messages:
+        parts = [part for part in message.parts if not isinstance(part, ReasoningPart)]
+        texts = [part.text for part in parts if isinstance(part, TextPart)]
+        if message.role not in ("system", "user", "assistant") or len(texts) < len(parts):
+            raise specgen.PromptError(
+                f"a message of the role {message.role} has something that is not supported: only text is"
+            )
+        messages.append(specgen.Message(message.role, "".join(texts)))  # type: ignore[arg-type]
     if not messages:
         raise specgen.PromptError("the prompt is empty", hint="give some text to continue")
     if len(messages) == 1 and messages[0].role == "user":
         return messages[0].content
     return messages
-
-
-def _message(message: llm.Message) -> specgen.Message:
-    if message.role not in ("system", "user", "assistant"):
-        raise specgen.PromptError(f"messages of the role {message.role} are not supported")
-    texts = []
-    for part in message.parts:
-        if isinstance(part, TextPart):
-            texts.append(part.text)
-        elif not isinstance(part, ReasoningPart):  # templates leave out earlier thoughts
-            kind = type(part).__name__
-            raise specgen.PromptError(f"a {kind} in a message is not supported: it is no text")
-    return specgen.Message(message.role, "".join(texts))  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,9 @@ def place(
         for node_cpus, node_gpus in nodes
     )
     if not n_actors:
+        has = f"{most[0]:g} CPUs, {most[1]:g} GPUs"
         raise BackendError(
-            f"no Ray node has {_resources(cpus, gpus)}: the largest has {_resources(*most)}",
+            f"no Ray node has {cpus:g} CPUs and {gpus:g} GPUs for an actor: the largest has {has}",
             hint="see --cpus-per-worker and --gpus-per-worker",
         )
     return n_actors, cpus, gpus
@@ -125,8 +126,8 @@ class RayBatch:
     def run(
         self, lines: Sequence[Line], interrupted: Callable[[], bool] = lambda: False
     ) -> Generator[Tally, None, None]:
-        """Get the lines answered, and yield the counts now and then. After an interruption, unfinished answers are dropped; a later run asks for
-        them again. Raise `BackendError`, also if actors ended before their lines had answers,
+        """Get the lines answered, and yield the counts now and then. After an interruption, unfinished answers
+        are dropped; a later run asks for them again. Raise `BackendError`, also if actors ended before their lines had answers,
         `ModelFileError` and `OutputError`."""
         self.n_actors = min(self.n_actors, len(lines))
         self.tally.n_lines = len(lines)
@@ -148,7 +149,8 @@ class RayBatch:
                 else:
                     try:
                         records, tallies[stream] = self._ray.get(next(stream))
-                        self._count(tallies.values(), len(lines))
+                        sums = map(sum, zip(*map(astuple, tallies.values()), strict=True))
+                        self.tally = replace(Tally(*sums), n_lines=len(lines))
                         for record in records:
                             self._write(record)
                         continue
@@ -166,7 +168,13 @@ class RayBatch:
             if streams:
                 silent_since_s = time.monotonic()
             elif time.monotonic() - silent_since_s > self._cluster.patience_s:
-                self._raise_none_started()
+                free, total = self._ray.available_resources(), self._ray.cluster_resources()
+                raise BackendError(
+                    f"no actor has started within {self._cluster.patience_s:.0f} s: {free.get('CPU', 0.0):g} "
+                    f"of {total.get('CPU', 0.0):g} CPUs are free",
+                    hint="wait until the cluster has free CPUs or GPUs, or ask for fewer with "
+                    "--cpus-per-worker and --gpus-per-worker",
+                )
         n_left = len(lines) - self.tally.n_done
         if n_left and not interrupted():
             raise BackendError(
@@ -179,10 +187,6 @@ class RayBatch:
         n_least = _N_PORTIONS * (self._job.parallel or _N_AT_ONCE)
         n_each = min(n_each, max(n_least, -(-n_each // _N_PORTIONS)))
         return (lines[start : start + n_each] for start in range(0, len(lines), n_each))
-
-    def _count(self, tallies: Iterable[Tally], n_lines: int) -> None:
-        sums = map(sum, zip(*map(astuple, tallies), strict=True))
-        self.tally = replace(Tally(*sums), n_lines=n_lines)
 
     def _check_started(self, ref: Any) -> None:
         """Raise the error of an actor that could not start."""
@@ -197,15 +201,6 @@ class RayBatch:
             raise BackendError(
                 f"an actor cannot start: {what}", hint="each node needs the same version of specgen"
             ) from error
-
-    def _raise_none_started(self) -> None:
-        total, free = self._ray.cluster_resources(), self._ray.available_resources()
-        raise BackendError(
-            f"no actor has started within {self._cluster.patience_s:.0f} s: {free.get('CPU', 0.0):g} of "
-            f"{total.get('CPU', 0.0):g} CPUs are free",
-            hint="wait until the cluster has free CPUs or GPUs, or ask for fewer with "
-            "--cpus-per-worker and --gpus-per-worker",
-        )
 
 
 class Actor:
@@ -294,11 +289,6 @@ def _connect(address: str, *, verbose: bool) -> Any:
             hint="run the command on a machine of the cluster; `ray start --address` adds this one",
         ) from error
     return ray
-
-
-def _resources(cpus: float, gpus: float) -> str:
-    text = f"{cpus:g} CPU{'' if cpus == 1 else 's'}"
-    return text if not gpus else f"{text} and {gpus:g} GPU{'' if gpus == 1 else 's'}"
 
 
 def _first_line(error: BaseException) -> str:

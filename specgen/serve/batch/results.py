@@ -48,10 +48,8 @@ class Earlier:
     digests: dict[str, str] = field(default_factory=dict)
     #: custom_ids whose result is an error.
     errors: set[str] = field(default_factory=set)
-    #: The settings of the first result; None if there is none.
-    settings: dict[str, Any] | None = None
-    #: custom_id of a result with other settings than the first one.
-    mixed: str | None = None
+    #: The different settings of the results.
+    settings: list[dict[str, Any]] = field(default_factory=list)
     #: The bytes of the file that are results, and whether the last of them ends a line.
     n_bytes: int = 0
     ends_line: bool = True
@@ -69,10 +67,8 @@ class Earlier:
         if record["error"] is not None:
             self.errors.add(custom_id)
         self.digests[custom_id] = digest
-        if self.settings is None:
-            self.settings = settings
-        elif settings != self.settings and self.mixed is None:
-            self.mixed = custom_id
+        if settings not in self.settings:
+            self.settings.append(settings)
 
 
 def read_results(path: Path) -> Earlier:
@@ -96,46 +92,29 @@ def read_results(path: Path) -> Earlier:
     return found
 
 
-def missing(
-    lines: Sequence[Line],
-    earlier: Earlier,
-    settings: Mapping[str, Any],
-    name: str,
-    *,
-    allow_mixed: bool,
-) -> list[Line]:
-    """Return the lines without a result. Raise `UsageError` if the results have other settings or belong to
-    other lines, unless that is allowed; such results are kept unchanged."""
-    if not allow_mixed:
-        _check_same(lines, earlier, settings, name)
-    return [line for line in lines if line.custom_id not in earlier.digests]
-
-
-def _check_same(
+def check_same(
     lines: Sequence[Line], earlier: Earlier, settings: Mapping[str, Any], name: str
 ) -> None:
+    """Raise `UsageError` if the results in the file `name` have other settings, or belong to other lines."""
     hint = "name another file, or keep those results with --allow-mixed"
-    before = earlier.settings
-    if before is not None and before != settings:
-        what = ", ".join(
+    for before in earlier.settings:
+        differs = [
             f"{key} {_shown(before.get(key))} (now {_shown(settings.get(key))})"
             for key in sorted({*settings, *before})
             if settings.get(key) != before.get(key)
-        )
-        raise UsageError(f"{name} has results of other settings: {what}", hint)
-    if earlier.mixed is not None:
-        raise UsageError(f"{name} has results of several settings, from {earlier.mixed!r} on", hint)
+        ]
+        if differs:
+            raise UsageError(f"{name} has results of other settings: {', '.join(differs)}", hint)
     asked = {line.custom_id: line for line in lines}
     for custom_id, digest in earlier.digests.items():
         line = asked.get(custom_id)
         if line is None:
             raise UsageError(f"{name} has a result for {custom_id!r}, which nothing asks for", hint)
         if line.digest != digest:
-            is_error = custom_id in earlier.errors
             raise UsageError(
-                f"{name} has {'an error' if is_error else 'a result'} for {custom_id!r}, which asked "
-                f"something else than line {line.number} does now",
-                "--retry-errors answers it again" if is_error else hint,
+                f"{name} has a result for {custom_id!r}, which asked something else than line "
+                f"{line.number} does now",
+                "--retry-errors answers it again" if custom_id in earlier.errors else hint,
             )
 
 

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specgen.errors import PromptError, SpecgenError, UsageError
-from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, Piece
+from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.serve.batch.lines import Line, LineError, unexpected
 from specgen.serve.batch.results import Write, result_of
-from specgen.serve.formats.chat_answer import Answer, completion_body
+from specgen.serve.formats.chat_answer import ChatWriter
 from specgen.serve.formats.request import Request, check_tokens, with_call_form
 from specgen.session.calibration import calibrate, fastest_parallel
 from specgen.session.engine import Engine
@@ -101,7 +101,7 @@ class Batch:
         self._settings, self._wall_clock, self._note = settings, wall_clock, note
         self.tally = Tally()
         self._parallel, self._n_parallel = parallel, 0
-        self._in_making: dict[int, tuple[_Task, EngineRequest, list[Piece]]] = {}
+        self._in_making: dict[int, tuple[_Task, EngineRequest, list[CommittedEvent]]] = {}
 
     @property
     def where(self) -> str:
@@ -190,14 +190,12 @@ class Batch:
         for event in events:
             if isinstance(event, CommittedEvent):
                 self.tally.n_tokens += len(event.pieces)
-                task, _, pieces = self._in_making[event.sequence]
-                if task.request.generation.logprobs is not None:
-                    pieces += event.pieces
+                self._in_making[event.sequence][2].append(event)
             elif isinstance(event, NoticeEvent):
                 self._note(event.message)
 
     def _write_finished(self) -> None:
-        for index, (task, answer, pieces) in list(self._in_making.items()):
+        for index, (task, answer, committed) in list(self._in_making.items()):
             answer.events.clear()
             if not answer.is_done:
                 continue
@@ -207,7 +205,7 @@ class Batch:
                 self._fail(task.line, _line_error(answer.failure))
             elif finished is not None and finished.finish_reason != "interrupted":
                 try:
-                    response = self._response(task, answer, finished, pieces)
+                    response = self._response(task, answer, [*committed, finished])
                 except Exception as error:  # noqa: BLE001 - it ends this line, not the batch
                     self._fail(task.line, unexpected(error, task.line.number))
                     continue
@@ -219,25 +217,19 @@ class Batch:
                 self._write(result_of(task.line, self._settings, response, None))
 
     def _response(
-        self, task: _Task, answer: EngineRequest, finished: FinishedEvent, pieces: list[Piece]
+        self, task: _Task, answer: EngineRequest, events: Sequence[Event]
     ) -> dict[str, Any]:
         identity = task.line.identity
-        request = task.request
-        made = Answer(
-            finished,
-            pieces if request.generation.logprobs is not None else None,
-            request.parser(answer.prompt.text),
-            request.stop_string(finished),
-        )
-        body = completion_body(
-            request.kind,
-            [made],
+        writer = ChatWriter(
+            [task.request],
+            [answer.prompt.text],
             identity=identity,
             created=int(self._wall_clock()),
             model=self._session.target.name,
-            warnings=request.warnings,
         )
-        return {"status_code": 200, "request_id": f"req-{identity}", "body": body}
+        for event in events:
+            writer.feed(0, event)
+        return {"status_code": 200, "request_id": f"req-{identity}", "body": writer.whole()}
 
     def _fail(self, line: Line, error: LineError) -> None:
         self.tally.n_errors += 1

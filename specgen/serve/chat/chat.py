@@ -146,29 +146,25 @@ class Chat:
 
     def _make_prompt(self) -> tuple[Prompt, int]:
         """Return the prompt of the answer, and how many turns were left out to fit it."""
-        conversation, n_ctx = self.conversation, self._engine.n_ctx
-        n_alone = self._n_tokens_without(len(conversation.turns) - 1)
+        conversation, n_ctx = self.conversation, self.n_ctx
+
+        def prompt(n_left_out: int) -> Prompt:
+            messages = conversation.messages(n_left_out)
+            return self._session.prompts.of_messages(messages, now=self._now)
+
+        n_alone = len(prompt(len(conversation.turns) - 1).tokens)
         if n_alone > n_ctx:
             raise PromptError(
                 f"the message, with the system message and files, has {n_alone} tokens; the context "
                 f"has {n_ctx}",
                 hint=f"use --ctx-size {n_alone + 1} or more, or a shorter message",
             )
-        n_answer = n_ctx // _ANSWER_SHARE
-        max_tokens = self._session.options.generation.max_tokens
-        if max_tokens >= 0:
-            n_answer = min(n_answer, max_tokens)
+        n_answer, max_tokens = n_ctx // _ANSWER_SHARE, self._session.options.generation.max_tokens
+        n_most = n_ctx - (min(n_answer, max_tokens) if max_tokens >= 0 else n_answer)
         n_gone = conversation.make_room(
-            self._n_tokens_without, n_ctx - n_answer, n_ctx // _KEPT_SHARE
+            lambda n_left_out: len(prompt(n_left_out).tokens), n_most, n_ctx // _KEPT_SHARE
         )
-        return self._prompt_without(conversation.n_left_out), n_gone
-
-    def _n_tokens_without(self, n_left_out: int) -> int:
-        return len(self._prompt_without(n_left_out).tokens)
-
-    def _prompt_without(self, n_left_out: int) -> Prompt:
-        messages = self.conversation.messages(n_left_out)
-        return self._session.prompts.of_messages(messages, now=self._now)
+        return prompt(conversation.n_left_out), n_gone
 
     def _answer(self, prompt: Prompt, n_gone: int) -> Generator[Event, None, None]:
         sampling = self._session.options.sampler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -195,7 +195,7 @@ class ChatLog:
     def append(self, *changes: Change) -> None:
         """Write changes; they are on the disk when this returns. Raise `OutputError` if that fails; they are
         then written with the next ones, or at the end."""
-        self._unwritten += _lines(changes)
+        self._unwritten += b"".join(to_line(change.line) for change in changes)
         self._file.append(self._unwritten)
         self._unwritten = b""
 
@@ -213,11 +213,7 @@ def read_conversation(path: Path) -> Conversation:
 def save_conversation(path: Path, conversation: Conversation) -> None:
     """Write a conversation to a file, which is replaced whole. Raise `OutputError`."""
     with write_errors(path):
-        replace_bytes(path, _lines(conversation.changes()))
-
-
-def _lines(changes: Iterable[Change]) -> bytes:
-    return b"".join(to_line(change.line) for change in changes)
+        replace_bytes(path, b"".join(to_line(change.line) for change in conversation.changes()))
 
 
 def _read(path: Path, data: bytes) -> tuple[Conversation, int]:

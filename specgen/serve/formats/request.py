@@ -5,13 +5,15 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
 from specgen.events import FinishedEvent
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.fields import (
+    AnswerBody,
+    AnswerFormat,
     BodyError,
     Choice,
     Schema,
@@ -127,16 +129,11 @@ class Request:
             return prompts.of_text(self.text, chat=False)
         return prompts.of_text(self.text, chat=chat, system=system, now=now)
 
-    def thought_reader(self, prompt: str) -> ThoughtReader | None:
-        """Return a reader for the thinking block of one answer to a rendered prompt; None if it is not
-        split off. An answer that follows a grammar has none."""
-        if not self.splits_reasoning or self.generation.grammar is not None:
-            return None
-        return ThoughtReader(is_begun=is_thinking(prompt))
-
-    def parser(self, prompt: str = "") -> AnswerParser | None:
-        """Return a parser for one answer to a rendered prompt; None if the answer is only text."""
-        thoughts, calls = self.thought_reader(prompt), None
+    def parser(self, prompt: str = "") -> AnswerParser:
+        """Return a parser for one answer to a rendered prompt. An answer that follows a grammar has no thoughts."""
+        thoughts = calls = None
+        if self.splits_reasoning and self.generation.grammar is None:
+            thoughts = ThoughtReader(is_begun=is_thinking(prompt))
         if self.tools is not None and self.call_form is not None:
             calls = ToolCallParser(
                 self.call_form,
@@ -144,11 +141,34 @@ class Request:
                 one_only=not self.tools.is_parallel,
                 calls_only=self.tools.must_call,
             )
-        return AnswerParser(thoughts, calls) if thoughts or calls else None
+        return AnswerParser(thoughts, calls)
 
     def stop_string(self, finished: FinishedEvent) -> str | None:
         """Return the stop string that ended an answer; None if something else did."""
         return finished.stopped_by if finished.stopped_by in self.generation.stop else None
+
+
+def request_of(
+    kind: Kind,
+    asked: AnswerBody,
+    sampling: SamplerOptions,
+    generation: GenerationOptions,
+    *,
+    form: AnswerFormat | None = None,
+    warnings: Sequence[str] = (),
+    **more: Any,
+) -> Request:
+    """Return the request of a body with these defaults, with `more` fields. `form` is where its API has the form
+    of the answer. Raise `BodyError`."""
+    return Request(
+        kind,
+        asked.sampling(sampling),
+        asked.generation(generation, form),
+        warnings=(*asked.warnings(), *warnings),
+        streams=asked.stream,
+        speculative=asked.speculative,
+        **more,
+    )
 
 
 def with_call_form(request: Request, template: str | None) -> Request:

@@ -369,38 +369,45 @@ class AnswerParser:
     def __init__(self, thoughts: ThoughtReader | None, calls: ToolCallParser | None) -> None:
         self._thoughts = thoughts
         self._calls = calls
+        #: The number of tokens of the thinking block.
+        self.n_reasoning_tokens = 0
 
     @property
     def n_calls(self) -> int:
         """The number of reported calls."""
         return self._calls.n_calls if self._calls is not None else 0
 
-    def feed(self, text: str) -> list[Delta]:
-        """Add a piece of the answer; return what is certain now."""
-        if self._thoughts is None:
-            return self._answer(text)
-        return self._split(*self._thoughts.feed(text))
+    def feed(self, tokens: Sequence[str]) -> list[Delta]:
+        """Add the texts of tokens; return what is certain now."""
+        thoughts = self._thoughts
+        if thoughts is None:
+            return self._deltas("", "".join(tokens))
+        thought = answer = ""
+        for token in tokens:
+            was_past, was_open = thoughts.is_past, thoughts.is_open
+            new_thought, new_answer = thoughts.feed(token)
+            thought, answer = thought + new_thought, answer + new_answer
+            if not was_past:
+                has_none = thoughts.is_past and not was_open
+                self.n_reasoning_tokens = 0 if has_none else self.n_reasoning_tokens + 1
+        return self._deltas(thought, answer)
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
         """Return the rest, at the end of the answer, which may be cut: see `ToolCallParser.finish`."""
-        deltas = self._split(*self._thoughts.finish()) if self._thoughts is not None else []
+        deltas = self._deltas(*self._thoughts.finish()) if self._thoughts is not None else []
         return deltas + (self._calls.finish(is_cut=is_cut) if self._calls is not None else [])
 
-    def _split(self, thought: str, answer: str) -> list[Delta]:
+    def _deltas(self, thought: str, answer: str) -> list[Delta]:
         deltas: list[Delta] = [{"reasoning_content": thought}] if thought else []
-        return deltas + (self._answer(answer) if answer else [])
-
-    def _answer(self, text: str) -> list[Delta]:
-        if self._calls is not None:
-            return self._calls.feed(text)
-        return [{"content": text}] if text else []
+        return deltas + (_content(answer) if self._calls is None else self._calls.feed(answer))
 
 
-def message_of(parser: AnswerParser, text: str, *, is_cut: bool = False) -> dict[str, Any]:
-    """Return the message of a whole answer, read by a new `parser`."""
-    deltas = parser.feed(text) + parser.finish(is_cut=is_cut)
-    content = "".join(delta.get("content", "") for delta in deltas)
-    reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+def message_of(deltas: Sequence[Delta]) -> dict[str, Any]:
+    """Return the message that deltas make."""
+    content, reasoning = (
+        "".join(delta.get(name, "") for delta in deltas)
+        for name in ("content", "reasoning_content")
+    )
     calls = [
         {name: value for name, value in call.items() if name != "index"}
         for delta in deltas

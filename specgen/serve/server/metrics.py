@@ -115,10 +115,10 @@ class Metrics:
         self._set("slots", n_slots)
         self._count("model_loads", n_slots > 0)
 
-    def show_load(self, n_processing: int, n_waiting: int) -> None:
-        """Show how many answers are being generated, and how many wait."""
-        self._set("requests_processing", n_processing)
-        self._set("requests_deferred", n_waiting)
+    def show_load(self, n_open: int, n_parallel: int) -> None:
+        """Show how many of the open answers are being generated, and how many wait."""
+        self._set("requests_processing", min(n_open, n_parallel))
+        self._set("requests_deferred", max(0, n_open - n_parallel))
 
     def count_events(self, events: Sequence[Event]) -> None:
         """Count the events of a step of the engine."""
