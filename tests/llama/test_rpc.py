@@ -17,9 +17,9 @@ import pytest
 
 from specgen.cli.flags import machine
 from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
-from specgen.llama import LlamaBackend, LlamaModel, weights
+from specgen.llama import LlamaBackend, LlamaModel, rpc
 from specgen.llama.kernels.attached import Kernels
-from specgen.measure.doctor import worker_checks
+from specgen.measure import doctor
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, Workers
 from specgen.session.memory import Memory
@@ -295,9 +295,13 @@ class TestProbe:
         assert 0.0 < found.round_trip_s < 10.0
 
     @needs_rpc
-    def test_the_doctor_tells_of_each_worker(self, two_workers: tuple[Worker, Worker]) -> None:
+    def test_the_doctor_tells_of_each_worker(
+        self, two_workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(doctor, "TENSOR_TYPES", ())
         missing = f"127.0.0.1:{free_port()}"
-        checks = worker_checks((two_workers[0].endpoint, missing), time.perf_counter)
+        report = doctor.diagnose(endpoints=(two_workers[0].endpoint, missing))
+        checks = report.checks[-3:]
         assert [check.passed for check in checks] == [True, True, False]
         assert "GiB free; a round trip takes" in checks[1].message
         assert checks[2].error == "WorkerLostError"
@@ -422,14 +426,12 @@ class TestOptions:
         def offer(endpoint: str, _timeout_s: float) -> WorkerInfo:
             return WorkerInfo(endpoint, "1.0.0", (RemoteDevice(1000, 2**40),), None)
 
-        monkeypatch.setattr(weights, "probe", offer)
-        monkeypatch.setattr(weights, "check_protocol", lambda _worker: None)
+        monkeypatch.setattr(rpc, "probe", offer)
+        monkeypatch.setattr(rpc, "check_protocol", lambda _worker: None)
         with pytest.raises(MemoryLimitError, match=r"the workers offer only 0\.0 GiB"):
             LlamaModel(tiny_models / "target.gguf", workers=Workers(("a:1", "b:1")))
 
     def test_a_build_without_rpc_names_the_cure(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from specgen.llama import rpc
-
         monkeypatch.setattr(rpc, "ggml", lambda *_: lambda _name: None)
         monkeypatch.setattr(rpc, "library_path", lambda: None)
         with pytest.raises(BackendError, match="no RPC backend") as error:
