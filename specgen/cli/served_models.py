@@ -23,8 +23,8 @@ from specgen.system.files import correct, read_toml
 if TYPE_CHECKING:
     from specgen.llama.embeddings import Embedder
     from specgen.options import SessionOptions
-    from specgen.serve.server.jobs import Turns
-    from specgen.serve.server.model_pool import ModelEntry, OpenedModel
+    from specgen.serve.server.jobs import OpenedModel, Turns
+    from specgen.serve.server.model_pool import ModelEntry
     from specgen.session.files import Sources
     from specgen.session.memory import Memory
 
@@ -151,7 +151,7 @@ class ModelLoader:
         turns: Turns,
         interrupted: Callable[[], bool],
     ) -> OpenedModel:
-        from specgen.serve.server.model_pool import OpenedModel
+        from specgen.serve.server.jobs import OpenedModel
         from specgen.session.calibration import calibrate
         from specgen.session.engine import Engine
         from specgen.train.learner import Learner

@@ -8,7 +8,7 @@ from specgen.drafters.expansion import DraftedChain
 from specgen.drafters.kind import DraftRequest
 from specgen.drafters.staged import Guesses
 from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import FREE, Price
+from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
@@ -62,8 +62,6 @@ class ModelDrafter:
         return "model"
 
     def price(self, n_context: int) -> Price:
-        if not self._costs:
-            return FREE
         n_behind = max(1, n_context - self._n_agreed - len(self._ahead))
         n_usual = min(n_behind, N_USUAL)
         first_s = self._costs.share_s(n_usual)
@@ -80,14 +78,10 @@ class ModelDrafter:
         row = yield from self._catch_up(context)
         self._backend.checkpoint(self._sequence)
         before = list(context[len(context) - n_drafted :])
-        chain = DraftedChain(plan, self._request, before)
-        while chain.takes(row[: self._n_shared_tokens]):
-            tokens = chain.tokens
-            if len(tokens) == n_max or self._backend.vocabulary.is_end(tokens[-1]):
-                break
-            if not chain.goes_on():
-                break
-            row = yield from self._row_after(tokens, context, n_max, n_drafted)
+        is_end = self._backend.vocabulary.is_end
+        chain = DraftedChain(plan, self._request, before, is_end, n_max)
+        while chain.extend(row[: self._n_shared_tokens]):
+            row = yield from self._row_after(chain.tokens, context, n_max, n_drafted)
         if self._guesses is not None:
             self._guesses.settle(chain.tokens)
         return chain.draft(self.name)

@@ -9,7 +9,7 @@ from specgen.drafters.kind import DraftRequest
 from specgen.drafters.states import StatesCache, StatesDrafter, TrainedDraft
 from specgen.llama.dflash import DflashContext, DflashModel
 from specgen.method.backend import Batch
-from specgen.method.cost_table import FREE, CostTable, Price
+from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
@@ -41,8 +41,6 @@ class DflashDrafter(StatesDrafter):
         self._fill_costs = CostTable()
 
     def price(self, n_context: int) -> Price:
-        if not self._costs:
-            return FREE
         # All rows of a block are one decode; filling the cache costs less than its row of a token does.
         block_s = self._costs.share_s(self._n_most + (not self._predicts_from_last))
         n_new = self._n_read(n_context) - max(self._cache.n_held, self.states.first)
@@ -62,10 +60,9 @@ class DflashDrafter(StatesDrafter):
             yield from self._fill(context, n_read)
             rows = yield from self._block(context[-1], n_read - self._cache.n_skipped, n_max)
             before = context[len(context) - n_drafted :]
-            chain = DraftedChain(plan, self._request, before)
+            chain = DraftedChain(plan, self._request, before, self._backend.vocabulary.is_end)
             for row in rows:
-                is_more = chain.takes(row) and chain.goes_on()
-                if not is_more or self._backend.vocabulary.is_end(chain.tokens[-1]):
+                if not chain.extend(row):
                     break
             return chain.draft(self.name)
         finally:

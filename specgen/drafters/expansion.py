@@ -7,7 +7,7 @@ same way for both.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -26,6 +26,8 @@ from specgen.system.arrays import Logits
 #: least probability of guesses after the first.
 _N_GUESSES = 4
 _LEAST = 0.02
+#: The most nodes that are looked beyond at once.
+WIDEST = 8
 #: Whether a token ends the text.
 IsEnd: TypeAlias = Callable[[int], bool]
 
@@ -78,21 +80,30 @@ def look(row: Logits, request: DraftRequest, path: Sequence[int]) -> Look:
 
 
 class DraftedChain:
-    """A chain of tokens that a drafter drafts one by one, from a row of logits for each. `before` are the tokens
-    that another drafter drafted."""
+    """A chain of at most `n_max` tokens that a drafter drafts one by one, from a row of logits for each. `before` are
+    the tokens that another drafter drafted."""
 
-    def __init__(self, plan: RoundPlan, request: DraftRequest, before: Sequence[int]) -> None:
+    def __init__(
+        self,
+        plan: RoundPlan,
+        request: DraftRequest,
+        before: Sequence[int],
+        is_end: IsEnd,
+        n_max: int | None = None,
+    ) -> None:
         self._plan = plan
         self._request = request
         self._before = before
+        self._is_end = is_end
+        self._n_max = plan.n_max if n_max is None else n_max
         self.tokens: list[int] = []
         self._looks: list[float] = []
         self._probabilities: list[float | None] = []
         self._distributions: list[Distribution | None] = []
 
-    def takes(self, row: Logits) -> bool:
-        """Draft the next token from its row of logits, float32[n_vocab]; return False if none is
-        drafted. Whether one is depends on the row, and not on the token that is drawn."""
+    def extend(self, row: Logits) -> bool:
+        """Draft the next token from its row of logits, float32[n_vocab], if the plan wants one; return whether
+        another row is worth its cost. Whether a token is drafted depends on the row, and not on which it is."""
         plan, path, request = self._plan, [*self._before, *self.tokens], self._request
         top = None
         if plan.needs_confidence:
@@ -108,11 +119,9 @@ class DraftedChain:
         self._probabilities.append(source.probability(token) if request.draws else top)
         self._distributions.append(source if request.draws else None)
         self.tokens.append(token)
-        return True
-
-    def goes_on(self) -> bool:
-        """Return whether another look is worth its cost."""
-        return self._plan.wants_decode(self._looks)
+        if len(self.tokens) >= self._n_max or self._is_end(token):
+            return False
+        return plan.wants_decode(self._looks)
 
     def draft(self, origin: str) -> Draft:
         """Return the chain as a draft; `origin` is the drafter's name."""
@@ -121,43 +130,48 @@ class DraftedChain:
         )
 
 
-def make_expansion(
+def grow(
+    tree: TreeBuilder,
     request: DraftRequest,
     plan: RoundPlan,
-    n_max: int,
+    before: Sequence[int],
     is_end: IsEnd,
-    seconds: Callable[[int], float],
+    first: Look,
+    rows_beyond: Callable[[Sequence[int]], Generator[Ask, Logits, Iterable[Logits]]],
+    *,
+    n_max: int,
+    n_most: Callable[[], int] = lambda: WIDEST,
     n_deepest: int | None = None,
+    looks: dict[int, Look] | None = None,
+) -> Drafting:
+    """Grow a tree of the request's shape, to at most `n_max` nodes on `n_deepest` levels (None: those of the request),
+    from the look beyond its root. `rows_beyond` returns the logits beyond nodes, float32[n_vocab] each, of which
+    there are at most `n_most()`. `before` are the tokens that another drafter drafted; `looks` gets all looks."""
+    expansion = _expansion(request, plan, n_max, n_deepest, is_end)
+    looks = {} if looks is None else looks
+    looks[ROOT] = first
+    expansion.take(tree, ROOT, first)
+    while nodes := expansion.frontier(tree, n_most()):
+        rows = yield from rows_beyond(nodes)
+        for node, row in zip(nodes, rows, strict=True):
+            tree.look_beyond(node)
+            looks[node] = look(row, request, (*before, *tree.path(node)))
+            expansion.take(tree, node, looks[node])
+    return expansion.cut(tree.draft(expansion.walks))
+
+
+def _expansion(
+    request: DraftRequest, plan: RoundPlan, n_max: int, n_deepest: int | None, is_end: IsEnd
 ) -> Expansion:
-    """Return the expansion of a tree of the request's shape, to at most `n_max` nodes on `n_deepest` levels (None: those
-    of the request); `seconds(n)` is the time of a look beyond n nodes."""
     limits = (n_max, n_deepest, request.n_deepest)
     n_deepest, shape = min(n for n in limits if n is not None), request.shape
     if shape.kind == "levels":
         return Levels(shape, n_max, n_deepest, request.rng, is_end)
     if shape.kind != "walks" and isinstance(plan.stop, WhilePaying):
-        return Worthwhile(plan.stop, seconds, n_max, n_deepest, is_end)
+        return Worthwhile(plan.stop, request.costs.share_s, n_max, n_deepest, is_end)
     if shape.kind != "walks":  # only costs say where a tree is worth a branch
         shape = TreeShape("walks", (1, n_max))
     return Walks(shape, n_max, n_deepest, request.rng, is_end)
-
-
-def grow(
-    tree: TreeBuilder,
-    expansion: Expansion,
-    first: Look,
-    n_most: Callable[[], int],
-    look_beyond: Callable[[Sequence[int]], Generator[Ask, Logits, Sequence[Look]]],
-) -> Drafting:
-    """Grow a tree from the look beyond its root. `look_beyond` returns the looks beyond nodes, of which there are at
-    most `n_most()`."""
-    expansion.take(tree, ROOT, first)
-    while nodes := expansion.frontier(tree, n_most()):
-        looks = yield from look_beyond(nodes)
-        for node, found in zip(nodes, looks, strict=True):
-            tree.look_beyond(node)
-            expansion.take(tree, node, found)
-    return expansion.cut(tree.draft(expansion.walks))
 
 
 class Worthwhile(Expansion):

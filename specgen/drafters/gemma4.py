@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from specgen.drafters.kind import Reads
 from specgen.drafters.states import MOST_UNREAD, StatesDrafter, TrainedDraft
 from specgen.llama.gemma4_assistant import AssistantContext, AssistantModel
-from specgen.method.cost_table import FREE, Price
+from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
@@ -23,8 +23,6 @@ class AssistantDrafter(StatesDrafter):
     name = "gemma4-assistant"
 
     def price(self, n_context: int) -> Price:
-        if not self._costs:
-            return FREE
         token_s = self._costs.share_s(1)
         return Price((n_context - self._n_read(n_context)) * token_s, token_s)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from specgen.drafters.expansion import DraftedChain, IsEnd, Look, grow, look, make_expansion
+from specgen.drafters.expansion import DraftedChain, IsEnd, grow, look
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Reads
 from specgen.errors import PairError
 from specgen.llama import default_threads
@@ -23,8 +23,6 @@ from specgen.text.hidden_trail import LastHidden
 #: The most tokens behind those that the target has read: its own next token, and tokens that a
 #: grammar or another drafter added.
 _MOST_UNREAD = 16
-#: The most nodes that heads look beyond at once.
-_WIDEST = 8
 #: The numbers of states whose looks are timed, and how often each is.
 _LOOKS = (1, 2, 4, 8)
 _N_REPEATS = 5
@@ -56,7 +54,7 @@ class HeadsDrafter:
         return "heads"
 
     def price(self, n_context: int) -> Price:
-        look_s = self._seconds(1)
+        look_s = self._costs.share_s(1)
         return Price(look_s, look_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
@@ -81,34 +79,27 @@ class HeadsDrafter:
 
     def _chain(self, states: Hidden, before: Sequence[int], plan: RoundPlan) -> Draft:
         n_max = min(plan.n_max, self._request.n_deepest or plan.n_max)
-        chain = DraftedChain(plan, self._request, before)
-        while chain.takes(self._whole(self._rows(states)[0])):
-            token = chain.tokens[-1]
-            if len(chain.tokens) == n_max or self._is_end(token) or not chain.goes_on():
-                break
-            states = self._heads.advance(states, [token])
+        chain = DraftedChain(plan, self._request, before, self._is_end, n_max)
+        while chain.extend(self._whole(self._rows(states)[0])):
+            states = self._heads.advance(states, [chain.tokens[-1]])
         return chain.draft(self.name)
 
     def _tree(self, states: Hidden, before: Sequence[int], plan: RoundPlan) -> Drafting:
         tree, request = TreeBuilder(self.name), self._request
         behind = {ROOT: states}
 
-        def look_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Sequence[Look]]:
+        def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Iterable[Logits]]:
             yield from ()
             parents = [behind[tree.parents[node]] for node in nodes]
             reached = self._heads.advance(
                 np.concatenate(parents), [tree.tokens[node] for node in nodes]
             )
-            rows = self._rows(reached)
             behind.update((node, reached[index : index + 1]) for index, node in enumerate(nodes))
-            return [
-                look(self._whole(row), request, (*before, *tree.path(node)))
-                for node, row in zip(nodes, rows, strict=True)
-            ]
+            return map(self._whole, self._rows(reached))
 
         first = look(self._whole(self._rows(states)[0]), request, before)
-        expansion = make_expansion(request, plan, plan.n_max, self._is_end, self._seconds)
-        return (yield from grow(tree, expansion, first, lambda: _WIDEST, look_beyond))
+        made = (tree, request, plan, before, self._is_end, first, rows_beyond)
+        return (yield from grow(*made, n_max=plan.n_max))
 
     def _rows(self, states: Hidden) -> Logits:
         """Return the logits of the frequent tokens for each state: float32[n, n_frequent]."""
@@ -121,9 +112,6 @@ class HeadsDrafter:
         """Return a row over the target's vocabulary, float32[n_vocab], valid until the next call."""
         self._row[self._heads.tokens] = row
         return self._row
-
-    def _seconds(self, n_looks: int) -> float:
-        return self._costs.seconds(n_looks) if self._costs else 0.0
 
 
 class LoadedHeads(LoadedDraft):

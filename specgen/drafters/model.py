@@ -11,6 +11,7 @@ import numpy as np
 
 from specgen.drafters.cascade import Cascade, WrappedDrafter
 from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.expansion import WIDEST
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, Key, LoadedDraft, Room
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.pairing import check_pair
@@ -31,8 +32,6 @@ from specgen.text.text_state import Shaper, TextState
 
 #: The most tokens that one draft model drafts for another.
 LONGEST_GUESS = 8
-#: The most nodes that a draft model decodes at once while a tree grows.
-_WIDEST = 8
 #: Context sizes are rounded up to a multiple of this, as llama.cpp does.
 _STEP = 256
 #: A token of a parallel draft counts as its share of a decode that predicts so many.
@@ -163,7 +162,7 @@ class DraftModel(LoadedDraft):
         if self.mask is not None:
             n_outputs = max(1, room.n_rows - 1)
         elif self._decodes_branches:
-            n_outputs, n_branches = min(room.n_rows, _WIDEST), room.n_rows + 1
+            n_outputs, n_branches = min(room.n_rows, WIDEST), room.n_rows + 1
         elif self.helper is not None or self._guesses_ngrams:
             n_outputs = 1 + LONGEST_GUESS
         context = LlamaBackend(

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from specgen.drafters.expansion import DraftedChain
+from specgen.drafters.expansion import WIDEST, DraftedChain
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, Room
 from specgen.drafters.pairing import check_pair
 from specgen.drafters.states import (
     CELLS_BEHIND,
     N_USUAL,
-    WIDEST,
     LayerDrafter,
     StatesCache,
     StatesDraft,
@@ -21,7 +20,7 @@ from specgen.errors import PairError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.mtp import MtpContext, MtpModel
 from specgen.llama.mtp_layers import holds_mtp_only
-from specgen.method.cost_table import FREE, Price
+from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
@@ -48,8 +47,6 @@ class MtpChainDrafter(StatesDrafter):
         ]
 
     def price(self, n_context: int) -> Price:
-        if not self._costs:
-            return FREE
         n_read = self._n_read(n_context)
         n_rows = [layer.n_missing(n_read) for layer in self._layers]
         n_usual = min(n_rows[0], N_USUAL)
@@ -69,7 +66,7 @@ class MtpChainDrafter(StatesDrafter):
         if n_max < 1 or not all(layer.find_start(n_read) for layer in self._layers):
             return NO_DRAFT
         before = context[len(context) - n_drafted :]
-        chain = DraftedChain(plan, self._request, before)
+        chain = DraftedChain(plan, self._request, before, self._backend.vocabulary.is_end)
         states: list[Hidden] = []
         try:
             for layer in self._layers[: n_unread + min(n_max, self._request.n_deepest or n_max)]:
@@ -77,8 +74,7 @@ class MtpChainDrafter(StatesDrafter):
                 states.append(layer.state())
                 if len(states) <= n_unread:
                     continue
-                is_more = chain.takes(row) and chain.goes_on()
-                if not is_more or self._backend.vocabulary.is_end(chain.tokens[-1]):
+                if not chain.extend(row):
                     break
             return chain.draft(self.name)
         finally:

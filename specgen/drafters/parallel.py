@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specgen.drafters.chain import ModelDrafter
-from specgen.drafters.expansion import DraftedChain, Look, grow, look, make_expansion
+from specgen.drafters.expansion import DraftedChain, grow, look
 from specgen.drafters.kind import DraftRequest
 from specgen.errors import UsageError
 from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import FREE, Price
+from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, TreeBuilder
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
@@ -20,8 +21,6 @@ from specgen.system.arrays import Logits
 if TYPE_CHECKING:
     from specgen.llama import LlamaModel
 
-#: The most nodes of a tree that are looked beyond in one step. A look reads a row that is there already.
-_WIDEST = 8
 #: The key of a mask token. Ordinary models have one too (Gemma's <mask>), so that it says nothing by itself.
 _MASK_KEY = "tokenizer.ggml.mask_token_id"
 #: Where a file has the names of its model. Converters copy them from the model's page.
@@ -72,10 +71,9 @@ class ParallelDrafter(ModelDrafter):
         before = context[len(context) - n_drafted :]
         if self._request.branches:
             return (yield from self._tree(rows, plan, before))
-        is_end = self._backend.vocabulary.is_end
-        chain = DraftedChain(plan, self._request, before)
+        chain = DraftedChain(plan, self._request, before, self._backend.vocabulary.is_end)
         for row in rows:
-            if not chain.takes(row) or is_end(chain.tokens[-1]) or not chain.goes_on():
+            if not chain.extend(row):
                 break
         return chain.draft(self.name)
 
@@ -119,18 +117,22 @@ class ParallelDrafter(ModelDrafter):
 
     def _tree(self, rows: Logits, plan: RoundPlan, before: Sequence[int]) -> Drafting:
         """Draft a tree in which the nodes of one depth have children from the same row."""
-        tree, request = TreeBuilder(self.name), self._request
+        tree = TreeBuilder(self.name)
+        request = replace(self._request, costs=CostTable())  # the rows are there already
 
-        def look_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Sequence[Look]]:
+        def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
             yield from ()
-            return [
-                look(rows[tree.depths[node] + 1], request, (*before, *tree.path(node)))
-                for node in nodes
-            ]
+            return [rows[tree.depths[node] + 1] for node in nodes]
 
-        is_end, first = self._backend.vocabulary.is_end, look(rows[0], request, before)
-        expansion = make_expansion(request, plan, plan.n_max, is_end, lambda _n: 0.0, len(rows))
-        return (yield from grow(tree, expansion, first, lambda: _WIDEST, look_beyond))
+        first, is_end = look(rows[0], request, before), self._backend.vocabulary.is_end
+        n_max, n_deepest = plan.n_max, len(rows)
+        return (
+            yield from grow(
+                *(tree, request, plan, before, is_end, first, rows_beyond),
+                n_max=n_max,
+                n_deepest=n_deepest,
+            )
+        )
 
 
 def mask_token(model: LlamaModel, wanted: str) -> int | None:

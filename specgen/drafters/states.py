@@ -7,14 +7,14 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from specgen.drafters.expansion import DraftedChain, Look, grow, look, make_expansion
+from specgen.drafters.expansion import WIDEST, DraftedChain, grow, look
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Reads, Room
 from specgen.drafters.pairing import check_pair
 from specgen.drafters.tree import NodeBranches
 from specgen.errors import PairError
 from specgen.llama.gguf_metadata import architecture_of
 from specgen.method.backend import Batch
-from specgen.method.cost_table import FREE, Price
+from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT, ROOT, TreeBuilder
 from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 MOST_UNREAD = 16
 #: The most rows that count as those of the last round, and not as a prefill.
 N_USUAL = 8
-#: The most nodes that are looked beyond at once.
-WIDEST = 8
 #: Cells behind those of a text, for what is drafted.
 CELLS_BEHIND = 256
 #: Decodes a token of a chain, which comes with its number from 1; returns the logits after it.
@@ -165,12 +163,10 @@ class StatesDrafter:
     ) -> Drafting:
         """Draft a chain from the logits before it. `step` decodes its n-th token, from 1."""
         n_max = min(n_max, self._request.n_deepest or n_max)
-        chain = DraftedChain(plan, self._request, before)
-        while chain.takes(row):
-            token, n = chain.tokens[-1], len(chain.tokens)
-            if n == n_max or self._backend.vocabulary.is_end(token) or not chain.goes_on():
-                break
-            row = yield from step(token, n)
+        is_end = self._backend.vocabulary.is_end
+        chain = DraftedChain(plan, self._request, before, is_end, n_max)
+        while chain.extend(row):
+            row = yield from step(chain.tokens[-1], len(chain.tokens))
         return chain.draft(self.name)
 
 
@@ -193,8 +189,6 @@ class LayerDrafter(StatesDrafter):
         self._cache = StatesCache(backend, request, self.states, self.n_left_out)
 
     def price(self, n_context: int) -> Price:
-        if not self._costs:
-            return FREE
         n_read = self._n_read(n_context)
         n_rows = self._cache.n_missing(n_read)
         n_usual = min(n_rows, N_USUAL)
@@ -244,30 +238,23 @@ class LayerDrafter(StatesDrafter):
         behind = {ROOT: self._cache.state()}
         self._nodes.begin()
 
-        def look_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Sequence[Look]]:
+        def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
             batch, ends = Batch(), []
             for node in nodes:
                 parent, position = tree.parents[node], n_text + tree.depths[node]
                 ends.append(self._nodes.follow(node, parent, position))
                 batch.add(tree.tokens[node], position, (ends[-1],), True)
                 batch.hidden.append(behind[parent])
-            rows = yield Ask(backend, batch, self._costs)
+            rows: Logits = yield Ask(backend, batch, self._costs)
             behind.update((node, backend.state(end)) for node, end in zip(nodes, ends, strict=True))
-            return [
-                look(each, request, (*before, *tree.path(node)))
-                for node, each in zip(nodes, rows, strict=True)
-            ]
+            return rows
 
-        is_end = backend.vocabulary.is_end
-        expansion = make_expansion(request, plan, n_max, is_end, self._seconds)
-        first = look(row, request, before)
-        return (yield from grow(tree, expansion, first, self._n_most, look_beyond))
+        def n_most() -> int:
+            return min(WIDEST, backend.n_outputs, self._nodes.n_free)
 
-    def _n_most(self) -> int:
-        return min(WIDEST, self._backend.n_outputs, self._nodes.n_free)
-
-    def _seconds(self, n_rows: int) -> float:
-        return self._costs.share_s(n_rows) if self._costs else 0.0
+        first, is_end = look(row, request, before), backend.vocabulary.is_end
+        made = (tree, request, plan, before, is_end, first, rows_beyond)
+        return (yield from grow(*made, n_max=n_max, n_most=n_most))
 
 
 class StatesDraft(LoadedDraft):

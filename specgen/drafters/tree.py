@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from specgen.drafters.chain import N_USUAL, ModelDrafter
-from specgen.drafters.expansion import Look, grow, look, make_expansion
+from specgen.drafters.expansion import Look, grow, look
 from specgen.drafters.kind import DraftRequest
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import Price
@@ -58,51 +58,41 @@ class TreeModelDrafter(ModelDrafter):
         found = self._known
         if found is None or self._n_agreed < len(context):
             row = yield from self._catch_up(context)
-            found = self._look(row, before)
+            found = look(row[: self._n_shared_tokens], self._request, before)
         self._looks[ROOT] = found
         self._branches.begin()
+        n_past = self._n_text - self.n_skipped
 
-        def look_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Sequence[Look]]:
-            rows = yield from self._decode_nodes(tree, nodes)
-            looks = [
-                self._look(row, (*before, *tree.path(node)))
-                for node, row in zip(nodes, rows, strict=True)
-            ]
-            self._looks.update(zip(nodes, looks, strict=True))
-            return looks
+        def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
+            batch = Batch()
+            for node in nodes:
+                position = n_past + tree.depths[node]
+                branch = self._branches.follow(node, tree.parents[node], position)
+                batch.add(tree.tokens[node], position, (branch,), True)
+            rows: Logits = yield Ask(self._backend, batch, self._costs)
+            return rows[:, : self._n_shared_tokens]
 
-        is_end = self._backend.vocabulary.is_end
-        expansion = make_expansion(self._request, plan, n_max, is_end, self._seconds)
-        return (yield from grow(tree, expansion, found, self._n_most, look_beyond))
+        return (
+            yield from grow(
+                tree,
+                self._request,
+                plan,
+                before,
+                self._backend.vocabulary.is_end,
+                found,
+                rows_beyond,
+                n_max=n_max,
+                # Each needs a branch and a row of logits.
+                n_most=lambda: min(self._branches.n_free, self._backend.n_outputs),
+                looks=self._looks,
+            )
+        )
 
     def rewind(self, n_tokens: int) -> None:
         if self._looks:
             self._keep(ROOT, 0)
         self._known = None
         super().rewind(n_tokens)
-
-    def _n_most(self) -> int:
-        """Return the largest number of nodes of a frontier: each needs a branch and a row of logits."""
-        return min(self._branches.n_free, self._backend.n_outputs)
-
-    def _seconds(self, n_rows: int) -> float:
-        return self._costs.share_s(n_rows) if self._costs else 0.0
-
-    def _look(self, row: Logits, path: Sequence[int]) -> Look:
-        return look(row[: self._n_shared_tokens], self._request, path)
-
-    # --- the cache ---------------------------------------------------------------------------
-
-    def _decode_nodes(
-        self, tree: TreeBuilder, nodes: Sequence[int]
-    ) -> Generator[Ask, Logits, Logits]:
-        n_past = self._n_text - self.n_skipped
-        batch = Batch()
-        for node in nodes:
-            position = n_past + tree.depths[node]
-            branch = self._branches.follow(node, tree.parents[node], position)
-            batch.add(tree.tokens[node], position, (branch,), True)
-        return (yield Ask(self._backend, batch, self._costs))
 
     def _settle(self, context: Sequence[int]) -> None:
         """Keep the nodes of the last tree that became text in the cache, and remove the others."""

@@ -104,7 +104,9 @@ class CostTable:
 
     def share_s(self, n_rows: int) -> float:
         """Return the expected seconds of `n_rows` rows of one sequence, if as many sequences as in the last
-        decodes add as many rows each, and each pays an equal share of the batch."""
+        decodes add as many rows each, and each pays an equal share of the batch; 0 while nothing is known."""
+        if not self._sizes:
+            return 0.0
         return self.seconds(n_rows * self.n_sharing) / self.n_sharing
 
     def start(self, n_rows: int, seconds: float) -> None:

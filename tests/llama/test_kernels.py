@@ -451,9 +451,8 @@ def test_the_doctor_shows_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     status = KernelStatus("specgen", "avx2", path=Path("library"), tested="all is well")
     report = report_with(status, monkeypatch)
-    assert [(check.name, check.passed, check.message) for check in report.checks] == [
-        ("specgen's kernels", True, "all is well")
-    ]
+    (check,) = (check for check in report.checks if check.name == "specgen's kernels")
+    assert (check.passed, check.message) == (True, "all is well")
     assert kernels_line(report.kernels) == "specgen avx2"
     both = kernels_line(report.kernels, has_gpu=True)
     assert both == "llama.cpp on the GPU, specgen avx2 on the CPU"
@@ -472,4 +471,4 @@ def test_the_doctor_shows_why_kernels_are_not_used(monkeypatch: pytest.MonkeyPat
     broken = KernelStatus("llama.cpp", reason="their test failed: SIGILL", is_broken=True)
     report = report_with(broken, monkeypatch)
     assert not report.healthy
-    assert "SIGILL" in report.checks[0].message
+    assert [check.message for check in report.checks if not check.passed] == [broken.reason]

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.fields import BodyError
-from specgen.serve.formats.messages_answer import MessageWriter, error_body
-from specgen.serve.formats.messages_request import read_messages
+from specgen.serve.formats.messages import MessageWriter, error_body, read_messages
 from specgen.serve.formats.request import Request, with_call_form
 from specgen.session.prompts.template import Message, ToolCall
 from tests.helpers.messages import AGENT

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.fields import BodyError
 from specgen.serve.formats.request import AnswerWriter, Request, with_call_form
-from specgen.serve.formats.responses_request import read_response_request
+from specgen.serve.formats.responses import read_response_request
 from specgen.session.prompts.template import Message, ToolCall
 from tests.helpers.responses import AGENT_BODY
 from tests.long_runs.mutated_json import mutated

@@ -17,8 +17,8 @@ import openai
 import pytest
 
 from specgen.llama.embeddings import Embedder
-from specgen.serve.server.jobs import ServedEmbedder, Turns
-from specgen.serve.server.model_pool import ModelEntry, ModelPool, OpenedModel
+from specgen.serve.server.jobs import OpenedModel, ServedEmbedder, Turns
+from specgen.serve.server.model_pool import ModelEntry, ModelPool
 from specgen.serve.server.options import Limits, ServerOptions
 from specgen.session.engine import Engine
 from tests.helpers.common import EXACT

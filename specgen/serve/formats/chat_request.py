@@ -28,7 +28,14 @@ from specgen.serve.formats.fields import (
     shown,
     text_of,
 )
-from specgen.serve.formats.request import Conversation, Functions, Kind, Request, arguments_of
+from specgen.serve.formats.request import (
+    Conversation,
+    Functions,
+    Kind,
+    Request,
+    arguments_of,
+    request_of,
+)
 from specgen.session.prompts.infill import ContextFile, Gap
 from specgen.session.prompts.template import Message, Role, ToolCall
 
@@ -100,20 +107,19 @@ class _OpenAIBody(AnswerBody):
         self, kind: Kind, sampling: SamplerOptions, generation: GenerationOptions
     ) -> Request:
         """Return the request without its prompt."""
-        generation = self.generation(generation, self.response_format)
-        if self.logprobs is not None:
-            n_top = None if self.logprobs < 0 else max(self.logprobs, self.top_logprobs)
-            generation = replace(generation, logprobs=n_top)
-        return Request(
+        request = request_of(
             kind,
-            self.sampling(sampling),
+            self,
+            sampling,
             generation,
-            warnings=tuple(self.warnings()),
+            form=self.response_format,
             n=self.n,
-            streams=self.stream,
             has_usage_alone=self.stream_options.include_usage,
-            speculative=self.speculative,
         )
+        if self.logprobs is None:
+            return request
+        n_top = None if self.logprobs < 0 else max(self.logprobs, self.top_logprobs)
+        return replace(request, generation=replace(request.generation, logprobs=n_top))
 
 
 class _ChatBody(_OpenAIBody):

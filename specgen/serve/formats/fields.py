@@ -175,38 +175,38 @@ _SILENT = frozenset(
     [
         *("betas", "cache_control", "client_metadata", "context_management", "metadata", "model"),
         *("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"),
-        *("stream_options", "user", "parallel_tool_calls"),
+        *("stream_options", "user", "parallel_tool_calls", "display"),
     ]
 )
-#: Known fields that are ignored: a value that asks for nothing, and what is lacking.
-_LACKING: Mapping[str, tuple[Any, str]] = {
-    "background": (False, "answers are not kept: this one comes now"),
-    "best_of": (1, "every answer is returned"),
-    "cache_prompt": (True, "the cache is always used"),
-    "id_slot": (-1, "specgen chooses the slot"),
-    "max_tool_calls": (None, "it limits tools that specgen lacks"),
-    "modalities": (["text"], "answers are texts"),
-    "prediction": (None, "n-grams of the conversation draft instead"),
-    "store": (False, "answers are not kept"),
-    "truncation": ("disabled", "an input that is too long is refused"),
-    "verbosity": ("medium", "the model has no such setting"),
+#: Values by which known fields ask for nothing that specgen lacks.
+_ASKS_NOTHING: Mapping[str, Any] = {
+    "best_of": 1,
+    "cache_prompt": True,
+    "id_slot": -1,
+    "modalities": ["text"],
+    "summary": "auto",
+    "truncation": "disabled",
+    "verbosity": "medium",
 }
 
 
 class Body(Fields):
-    """A body of a request. Unknown fields are kept for warnings."""
+    """A body of a request, or an object in one. Unknown fields are kept for warnings."""
 
     model_config = ConfigDict(extra="allow")
 
     def warnings(self) -> list[str]:
         """Return what was ignored."""
-        found = []
-        for name, value in (self.model_extra or {}).items():
-            nothing, why = _LACKING.get(name, (None, "specgen has no such field"))
-            asks = value != nothing and value not in (False, "", [], {})
-            if asks and name not in _SILENT:
-                found.append(f"{name[:_LONGEST_NAME]}: ignored, since {why}")
-        return found
+        ignored = [
+            f"{name[:_LONGEST_NAME]}: ignored, since specgen has no such field"
+            for name, value in (self.model_extra or {}).items()
+            if value not in (False, "", [], {}, _ASKS_NOTHING.get(name)) and name not in _SILENT
+        ]
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, Body):
+                ignored += [f"{name}.{each}" for each in value.warnings()]
+        return ignored
 
 
 class AnswerBody(Body):

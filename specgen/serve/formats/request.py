@@ -5,13 +5,15 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
 from specgen.events import FinishedEvent
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.fields import (
+    AnswerBody,
+    AnswerFormat,
     BodyError,
     Choice,
     Schema,
@@ -144,6 +146,29 @@ class Request:
     def stop_string(self, finished: FinishedEvent) -> str | None:
         """Return the stop string that ended an answer; None if something else did."""
         return finished.stopped_by if finished.stopped_by in self.generation.stop else None
+
+
+def request_of(
+    kind: Kind,
+    asked: AnswerBody,
+    sampling: SamplerOptions,
+    generation: GenerationOptions,
+    *,
+    form: AnswerFormat | None = None,
+    warnings: Sequence[str] = (),
+    **more: Any,
+) -> Request:
+    """Return the request of a body with these defaults, with `more` fields. `form` is where its API has the form
+    of the answer. Raise `BodyError`."""
+    return Request(
+        kind,
+        asked.sampling(sampling),
+        asked.generation(generation, form),
+        warnings=(*asked.warnings(), *warnings),
+        streams=asked.stream,
+        speculative=asked.speculative,
+        **more,
+    )
 
 
 def with_call_form(request: Request, template: str | None) -> Request:

@@ -15,11 +15,11 @@ from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.chat_answer import ChatWriter
 from specgen.serve.formats.chat_request import read_chat, read_completion, read_infill
 from specgen.serve.formats.fields import BodyError
-from specgen.serve.formats.messages_request import read_messages
+from specgen.serve.formats.messages import read_messages
 from specgen.serve.formats.request import Request, check_tokens, with_call_form
-from specgen.serve.formats.responses_request import read_response_request
+from specgen.serve.formats.responses import read_response_request
 from specgen.serve.server.http import RequestError
-from specgen.serve.server.jobs import EngineThread, Insert, Job
+from specgen.serve.server.jobs import Insert, Job, ServedModel
 from specgen.serve.server.options import Limits
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt, template_of
@@ -124,23 +124,24 @@ class ResponseBuilder:
         self,
         requests: Sequence[Request],
         job: Job,
-        thread: EngineThread,
+        served: ServedModel,
         *,
-        model: str,
         created: int,
         limit_s: float,
     ) -> None:
         self._job = job
-        self._thread = thread
+        self._served = served
         self._limit_s = limit_s
         identity, make = uuid.uuid4().hex, requests[0].writer
         prompts = [answer.prompt.text for answer in job.answers]
-        self._chat = ChatWriter(requests, prompts, identity=identity, created=created, model=model)
-        self._writer = None if make is None else make(identity, created, model)
+        self._chat = ChatWriter(
+            requests, prompts, identity=identity, created=created, model=served.name
+        )
+        self._writer = None if make is None else make(identity, created, served.name)
 
     def end(self) -> None:
         """End the unfinished answers, since nobody waits for them."""
-        self._thread.cancel(self._job)
+        self._served.cancel(self._job)
 
     async def body(self) -> dict[str, Any]:
         """Return the whole response. Raise `RequestError` if an answer failed."""

@@ -26,9 +26,8 @@ from specgen import __version__
 from specgen.errors import SpecgenError, UsageError
 from specgen.serve.formats.embeddings import embedding_response, read_embedding_request
 from specgen.serve.formats.fields import BodyError, Fields, Integer, parse
-from specgen.serve.formats.messages_answer import PING
+from specgen.serve.formats.messages import PING
 from specgen.serve.formats.request import Request as AnswersRequest
-from specgen.serve.server.access import AccessCheck
 from specgen.serve.server.answers import (
     Endpoint,
     ResponseBuilder,
@@ -36,10 +35,16 @@ from specgen.serve.server.answers import (
     prompt_of,
     read_requests,
 )
-from specgen.serve.server.http import EventStream, RequestError, read_json, while_connected
-from specgen.serve.server.jobs import Job, ServedEmbedder
+from specgen.serve.server.http import (
+    AccessCheck,
+    EventStream,
+    RequestError,
+    read_json,
+    while_connected,
+)
+from specgen.serve.server.jobs import Job, ServedEmbedder, ServedModel
 from specgen.serve.server.metrics import ServerMetrics
-from specgen.serve.server.model_pool import ModelPool, Place, ServedModel
+from specgen.serve.server.model_pool import ModelPool, Place
 from specgen.serve.server.options import ServerOptions
 from specgen.system.json_lines import as_json
 
@@ -188,12 +193,7 @@ class Server:
         loop = asyncio.get_running_loop()
         requests, job = await run_in_threadpool(self._submit, model, endpoint, body, loop)
         answering = ResponseBuilder(
-            requests,
-            job,
-            model,
-            model=model.name,
-            created=int(time.time()),
-            limit_s=self._limits.request_s,
+            requests, job, model, created=int(time.time()), limit_s=self._limits.request_s
         )
         if requests[0].streams:
             return EventStream(

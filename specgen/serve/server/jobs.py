@@ -10,16 +10,18 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from specgen.errors import BackendError, SpecgenError, WorkerLostError
 from specgen.events import Event, PromptEvent
 from specgen.llama.embeddings import Embedder
+from specgen.llama.model import LlamaModel
 from specgen.serve.server.http import RequestError
 from specgen.serve.server.metrics import Metrics
 from specgen.session.engine import Engine
 from specgen.session.request import Request
+from specgen.session.session import Session
 from specgen.system.arrays import Hidden
 
 #: The number of an answer in its job, and an event of that answer or the error that ended it.
@@ -55,7 +57,7 @@ class Turns:
 
 
 class Job:
-    """The answers of one request; made by `EngineThread.submit`."""
+    """The answers of one request; made by `ServedModel.submit`."""
 
     def __init__(
         self, answers: Sequence[Request], submitted_s: float, loop: asyncio.AbstractEventLoop
@@ -90,78 +92,77 @@ class Job:
             if is_done:
                 del self._open[number]
         if news:
-            with contextlib.suppress(RuntimeError):  # the event loop has ended
-                self._loop.call_soon_threadsafe(self._put, news, not self._open)
+            self._send(news if self._open else [*news, None])
         return news
 
     def fail(self, error: SpecgenError) -> None:
         """Tell the request that its answers failed."""
-        failed: list[JobEvent] = [(0, error)]
+        self._send([(0, error), None])
+
+    def _send(self, news: Sequence[JobEvent | None]) -> None:
+        def put() -> None:
+            for event in news:
+                self._queue.put_nowait(event)
+
         with contextlib.suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._put, failed, True)
-
-    def _put(self, news: list[JobEvent], is_end: bool) -> None:
-        for event in news:
-            self._queue.put_nowait(event)
-        if is_end:
-            self._queue.put_nowait(None)
+            self._loop.call_soon_threadsafe(put)
 
 
-class EngineThread:
-    """Steps an engine in a separate thread while there are jobs. Use it as a context manager; its exit closes
-    the engine.
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model that was loaded, its engine, and what is closed after the engine. The engine's thread calls
+    `between_answers` while no answer is generated: with True before one begins, with False after the last."""
+
+    loaded: Session
+    engine: Engine
+    resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    between_answers: Callable[[bool], None] = lambda _begins: None
+
+
+class ServedModel:
+    """A model that generates text, and a thread that steps its engine while there are jobs.
 
     `n_waiting` answers may wait for a free slot. `turns` is held for each step: engines that share it decode in
-    turns, each with all cores. That thread calls `between_answers` while no answer is
-    generated: with True before one begins, with False after the last one. `failure` is the exception that
-    ended the thread, a bug or a lost worker; all answers have failed then.
+    turns, each with all cores. `idle` is called after the last answer. `failure` is the exception that ended the
+    thread, a bug or a lost worker; all answers have failed then.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        name: str,
+        opened: OpenedModel,
         metrics: Metrics,
         n_waiting: int,
-        between_answers: Callable[[bool], None] = lambda _begins: None,
-        turns: Turns | None = None,
+        turns: Turns,
+        idle: Callable[[], None] = lambda: None,
     ) -> None:
-        self.engine = engine
-        self._turns = turns or Turns()
-        self._between_answers = between_answers
-        self._metrics = metrics
-        self._n_waiting = n_waiting
+        self.name = name
+        self.loaded, self.engine = opened.loaded, opened.engine
+        self.target: LlamaModel = opened.loaded.target
+        #: The number of answers that are generated at once, and of those that are generated or waiting.
+        self.n_parallel, self.n_open = opened.engine.n_parallel, 0
+        self.failure: BaseException | None = None
+        self._opened, self._metrics, self._n_waiting = opened, metrics, n_waiting
+        self._turns, self._idle = turns, idle
         self._changed = threading.Condition()
         self._jobs: list[Job] = []
-        self._n_open = 0
         self._is_closing = False
-        self.failure: BaseException | None = None
         self._answer_s: deque[float] = deque(maxlen=_N_REMEMBERED)
         self._thread = threading.Thread(target=self._run, name="specgen-engine", daemon=True)
-
-    def __enter__(self) -> EngineThread:
         self._thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify()
-        self._thread.join()
-        self.engine.close()
-
-    @property
-    def n_open(self) -> int:
-        """The number of answers that are generated or waiting."""
-        return self._n_open
-
-    @property
-    def n_parallel(self) -> int:
-        """The number of answers that are generated at once."""
-        return self.engine.n_parallel
+    def close(self) -> None:
+        """End the thread, and free the contexts and the models. May be called twice."""
+        with self._opened.resources:
+            with self._changed:
+                self._is_closing = True
+                self._changed.notify()
+            self._thread.join()
+            self.engine.close()
 
     def check_room(self, n_answers: int) -> None:
         """Raise `RequestError` if there is no room for `n_answers` more answers."""
-        if self._n_open + n_answers > self.n_parallel + self._n_waiting:
+        if self.n_open + n_answers > self.n_parallel + self._n_waiting:
             raise RequestError.queue_full(self._retry_s(n_answers))
 
     def submit(self, asks: Sequence[Insert], loop: asyncio.AbstractEventLoop) -> Job:
@@ -172,7 +173,7 @@ class EngineThread:
         with self._changed:
             self._check_running()
             self.check_room(len(asks))
-            self._n_open += len(asks)
+            self.n_open += len(asks)
         answers: list[Request] = []
         try:  # without the lock: reading a grammar may take long, and the thread goes on meanwhile
             answers.extend(ask(self.engine) for ask in asks)
@@ -180,13 +181,13 @@ class EngineThread:
             with self._changed:
                 self._check_running()
                 self._jobs.append(job)
-                self._show_load()
+                self._metrics.show_load(self.n_open, self.n_parallel)
                 self._changed.notify()
         except BaseException:
             for answer in answers:
                 self.engine.cancel(answer)
             with self._changed:
-                self._n_open -= len(asks)
+                self.n_open -= len(asks)
             raise
         return job
 
@@ -224,9 +225,9 @@ class EngineThread:
         with self._changed:
             self.failure = failure
             jobs, self._jobs = self._jobs, []
-            self._n_open -= sum(job.n_open for job in jobs)
+            self.n_open -= sum(job.n_open for job in jobs)
             self._is_closing = True
-            self._show_load()
+            self._metrics.show_load(self.n_open, self.n_parallel)
         for job in jobs:
             job.fail(BackendError(_CLOSING if failure is None else _BROKEN))
 
@@ -240,12 +241,13 @@ class EngineThread:
                 jobs = list(self._jobs)
             with self._turns:
                 if not self.engine.n_busy:
-                    self._between_answers(True)
+                    self._opened.between_answers(True)
                 self._step()
             self._pass_on(jobs)
             if not self.engine.n_busy:
                 with self._turns:
-                    self._between_answers(False)
+                    self._opened.between_answers(False)
+                self._idle()
 
     def _step(self) -> None:
         """Step the engine once. An error ends the answers of the round, not the server."""
@@ -279,14 +281,10 @@ class EngineThread:
                 continue
             self._answer_s.extend([now - job.submitted_s] * n_done)
             with self._changed:
-                self._n_open -= n_done
+                self.n_open -= n_done
                 if not job.n_open:
                     self._jobs.remove(job)
-                self._show_load()
-
-    def _show_load(self) -> None:
-        n_parallel = self.n_parallel
-        self._metrics.show_load(min(self._n_open, n_parallel), max(0, self._n_open - n_parallel))
+                self._metrics.show_load(self.n_open, self.n_parallel)
 
 
 # --- embeddings -----------------------------------------------------------------------------------
@@ -309,7 +307,7 @@ class ServedEmbedder:
         embedder: Embedder,
         metrics: Metrics,
         n_waiting: int,
-        turns: AbstractContextManager[None],
+        turns: Turns,
     ) -> None:
         self.name = name
         self.embedder = embedder
@@ -330,7 +328,7 @@ class ServedEmbedder:
             raise RequestError.queue_full(1)
         loop = asyncio.get_running_loop()
         self.n_open += 1
-        self._show_load()
+        self._metrics.show_load(self.n_open, self.n_parallel)
         try:
             found: list[_T] = []
             for tokens in texts:
@@ -340,7 +338,7 @@ class ServedEmbedder:
             return found
         finally:
             self.n_open -= 1
-            self._show_load()
+            self._metrics.show_load(self.n_open, self.n_parallel)
 
     def _embed(self, tokens: Sequence[int], encoded: Callable[[Hidden], _T]) -> _T:
         with self._turns:
@@ -348,9 +346,6 @@ class ServedEmbedder:
             vector = self.embedder.embed(tokens)
             self._metrics.count_text(len(tokens), time.perf_counter() - started)
         return encoded(vector)
-
-    def _show_load(self) -> None:
-        self._metrics.show_load(min(self.n_open, 1), max(0, self.n_open - 1))
 
     def cancel_all(self) -> None:
         """Refuse the rest of all requests."""

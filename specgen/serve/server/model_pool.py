@@ -15,29 +15,15 @@ from typing import Literal, TypeAlias
 
 from specgen.errors import BackendError, MemoryLimitError, SpecgenError
 from specgen.llama.embeddings import Embedder
-from specgen.llama.model import LlamaModel
 from specgen.models import human_bytes
 from specgen.serve.server.http import RequestError
-from specgen.serve.server.jobs import EngineThread, ServedEmbedder, Turns
+from specgen.serve.server.jobs import OpenedModel, ServedEmbedder, ServedModel, Turns
 from specgen.serve.server.metrics import Metrics, ServerMetrics
 from specgen.serve.server.options import Limits
-from specgen.session.engine import Engine
-from specgen.session.session import Session
 
 #: In the words of llama.cpp's server with several models.
 ModelStatus: TypeAlias = Literal["unloaded", "loading", "loaded"]
 _log = logging.getLogger("specgen.serve.server")
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedModel:
-    """A model that was loaded, its engine, and what is closed after the engine. The engine's thread calls
-    `between_answers` while no answer is generated."""
-
-    loaded: Session
-    engine: Engine
-    resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    between_answers: Callable[[bool], None] = lambda _begins: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,50 +39,26 @@ class ModelEntry:
     embeds: bool = False
 
 
-class ServedModel(EngineThread):
-    """A loaded model that generates text, with the thread of its engine."""
-
-    def __init__(
-        self,
-        name: str,
-        opened: OpenedModel,
-        metrics: Metrics,
-        n_waiting: int,
-        between_answers: Callable[[bool], None],
-        turns: Turns,
-    ) -> None:
-        super().__init__(opened.engine, metrics, n_waiting, between_answers, turns)
-        self.name = name
-        self.loaded = opened.loaded
-        self.target: LlamaModel = opened.loaded.target
-        self._resources = opened.resources
-
-    def close(self) -> None:
-        """End the thread, and free the contexts and the models. May be called twice."""
-        with self._resources:
-            self.__exit__()
-
-
 #: A loaded model.
 Served: TypeAlias = ServedModel | ServedEmbedder
 
 
+@dataclass(slots=True, eq=False)
 class Place:
     """An entry of the pool, and its model if it is loaded."""
 
-    def __init__(self, entry: ModelEntry, metrics: Metrics) -> None:
-        self.entry = entry
-        self.metrics = metrics
-        self.served: Served | None = None
-        self.failure: SpecgenError | None = None
-        self.is_loading = False
-        #: Requests that use the model now, beside those whose answers are generated.
-        self.n_leases = 0
-        #: Requests that wait for the model, and the task that will provide it.
-        self.waiting: list[asyncio.Future[Served]] = []
-        self.task: asyncio.Task[None] | None = None
-        #: A number that is larger, the later the model was asked for.
-        self.used = 0
+    entry: ModelEntry
+    metrics: Metrics
+    served: Served | None = None
+    failure: SpecgenError | None = None
+    is_loading: bool = False
+    #: Requests that use the model now, beside those whose answers are generated.
+    n_leases: int = 0
+    #: Requests that wait for the model, and the task that will provide it.
+    waiting: list[asyncio.Future[Served]] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+    #: A number that is larger, the later the model was asked for.
+    used: int = 0
 
     @property
     def status(self) -> ModelStatus:
@@ -279,7 +241,7 @@ class ModelPool:
             async with self._providing:
                 if place.served is None and await self._make_room(place):
                     loop = asyncio.get_running_loop()
-                    await loop.run_in_executor(self._loader, self._load_meanwhile, place)
+                    await loop.run_in_executor(self._loader, self._load, place)
                 place.task = None
                 waiting, place.waiting = place.waiting, []
                 for answer in waiting:
@@ -330,15 +292,9 @@ class ModelPool:
         place.metrics.show_slots(0)
         self._note(f"unloaded {place.entry.name}")
 
-    def _load_meanwhile(self, place: Place) -> None:
-        """Load a model while the server runs."""
-        try:
-            self._load(place)
-        except KeyboardInterrupt:
-            raise BackendError("the server ends") from None
-
     def _load(self, place: Place) -> Served:
         """Load a model, in the loader's thread or before the server runs."""
+        name = place.entry.name
         place.is_loading, place.failure = True, None
         started = time.perf_counter()
         try:
@@ -346,32 +302,29 @@ class ModelPool:
         except SpecgenError as error:
             place.failure = error
             raise
+        except KeyboardInterrupt:
+            if self._is_ending.is_set():
+                raise BackendError("the server ends") from None
+            raise
         finally:
             place.is_loading = False
-
-        place.served = self._served(place, opened)
+        shared = place.metrics, self._limits.n_waiting, self._turns
+        if isinstance(opened, Embedder):
+            place.served = ServedEmbedder(name, opened, *shared)
+        else:
+            place.served = ServedModel(name, opened, *shared, self._wake)
         place.metrics.show_slots(place.served.n_parallel)
         if len(self.places) > 1:
             seconds = time.perf_counter() - started
             sizes = [each.entry.n_bytes for each in self.places.values() if each.served]
             self._note(
-                f"loaded {place.entry.name} in {seconds:.1f} s: {human_bytes(place.entry.n_bytes)}; "
+                f"loaded {name} in {seconds:.1f} s: {human_bytes(place.entry.n_bytes)}; "
                 f"{human_bytes(sum(sizes))} of {human_bytes(int(self._memory_bytes))} in use"
             )
         return place.served
 
-    def _served(self, place: Place, opened: OpenedModel | Embedder) -> Served:
-        """Start the thread of a model that was loaded."""
-        name, n_waiting = place.entry.name, self._limits.n_waiting
-        if isinstance(opened, Embedder):
-            return ServedEmbedder(name, opened, place.metrics, n_waiting, self._turns)
-
-        def between_answers(begins: bool) -> None:
-            opened.between_answers(begins)
-            if not begins and self._loop is not None:
-                with contextlib.suppress(RuntimeError):  # the event loop has ended
-                    self._loop.call_soon_threadsafe(self._changed.set)
-
-        model = ServedModel(name, opened, place.metrics, n_waiting, between_answers, self._turns)
-        model.__enter__()
-        return model
+    def _wake(self) -> None:
+        """Tell those who wait, from any thread, that a model has become idle."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                self._loop.call_soon_threadsafe(self._changed.set)

@@ -1,0 +1,453 @@
+"""OpenAI's Responses API: reads its requests, and writes answers in its form from those of a chat.
+
+Tools that run at OpenAI, and items about them, are left out with a warning. What stands for a text that this
+server does not have is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import json
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field
+
+from specgen.options import GenerationOptions, SamplerOptions
+from specgen.serve.formats.chat_answer import own_figures
+from specgen.serve.formats.fields import (
+    AnswerBody,
+    AnswerFormat,
+    Body,
+    BodyError,
+    Fields,
+    Parts,
+    Schema,
+    ToolChoice,
+    parse,
+    shown,
+    text_of,
+)
+from specgen.serve.formats.request import (
+    Conversation,
+    Functions,
+    Request,
+    Tools,
+    arguments_of,
+    request_of,
+)
+from specgen.session.prompts.template import Message, Role
+
+_ROLES: dict[str, Role] = {
+    "user": "user",
+    "assistant": "assistant",
+    "system": "system",
+    "developer": "system",
+}
+#: Items that stand for a text which this server does not have.
+_ELSEWHERE = ("item_reference", "compaction", "compaction_summary", "context_compaction")
+#: Fields of which the same holds.
+_REFUSED = ("conversation", "previous_response_id", "prompt")
+#: The parameters of a custom tool: a free text.
+_FREE_TEXT: Schema = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+#: What requests may ask to include. The thoughts of a local model are no secret.
+_ENCRYPTED = "reasoning.encrypted_content"
+#: The fields of a response that repeat the request.
+_ECHO: Mapping[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "reasoning": None,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": None,
+    "user": None,
+}
+
+
+class _Item(Fields):
+    type: str = "message"
+    role: str | None = None
+    content: Parts = []
+    #: Of thoughts.
+    summary: Parts = []
+    encrypted_content: str = ""
+    #: Of calls, and of their results.
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+    input: str = ""
+    output: Parts = []
+
+
+def _as_items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class _Tool(Fields):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: Schema | None = None
+    format: dict[str, Any] | None = None
+
+
+class _Text(Body):
+    format: AnswerFormat | None = None
+
+
+class _Reasoning(Body):
+    effort: str | None = None
+
+
+class _Body(AnswerBody):
+    instructions: Parts = []
+    input: Annotated[list[_Item], BeforeValidator(_as_items), Field(min_length=1)]
+    tools: list[_Tool] = []
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    text: _Text = _Text()
+    reasoning: _Reasoning = _Reasoning()
+    include: list[str] = []
+
+    format_field: ClassVar[str] = "text.format"
+
+
+def read_response_request(
+    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
+) -> tuple[Request, ...]:
+    """Read a body; `sampling` and `generation` give the defaults of its fields. Raise `BodyError`."""
+    for name in _REFUSED:
+        if body.get(name):
+            raise BodyError(name, "nothing is kept here: send all items as input")
+    asked = parse(_Body, body)
+    warnings = [
+        f"include: ignored {shown(what)}, which responses do not have"
+        for what in asked.include
+        if what != _ENCRYPTED
+    ]
+    messages = _messages(asked, warnings)
+    tools, custom = _tools(asked, warnings)
+    writer = functools.partial(
+        ResponseWriter,
+        echo={
+            name: default if body.get(name) is None else body[name]
+            for name, default in _ECHO.items()
+        },
+        custom=custom,
+        hides=hidden_thought if _ENCRYPTED in asked.include else None,
+    )
+    request = request_of(
+        "chat",
+        asked,
+        sampling,
+        generation,
+        form=asked.text.format,
+        warnings=warnings,
+        messages=messages,
+        tools=tools,
+        variables=asked.variables(asked.reasoning.effort),
+        splits_reasoning=True,
+        writer=writer,
+    )
+    return (request,)
+
+
+def _tools(asked: _Body, warnings: list[str]) -> tuple[Tools | None, set[str]]:
+    """Return the tools that run at the client, and the names of those that take a free text."""
+    found, custom = Functions(), set()
+    for number, tool in enumerate(asked.tools):
+        where, parameters = f"tools[{number}]", tool.parameters
+        if tool.type not in ("function", "custom"):
+            warnings.append(f"{where}: ignored, since {shown(tool.type)} does not run here")
+            continue
+        if tool.type == "custom":
+            parameters = _FREE_TEXT
+            custom.add(tool.name or "")
+            if tool.format not in (None, {"type": "text"}):
+                warnings.append(f"{where}.format: ignored, the input is a free text")
+        found.add(where, tool.name, tool.description, parameters)
+    return found.chosen(asked.tool_choice, is_parallel=asked.parallel_tool_calls), custom
+
+
+# --- items ----------------------------------------------------------------------------------------
+
+
+def _messages(asked: _Body, warnings: list[str]) -> tuple[Message, ...]:
+    """Join items into the turns that templates know. An assistant's turn is one message, with its thoughts,
+    its text and its calls."""
+    found = Conversation()
+    if asked.instructions:
+        found.join_text("system", text_of("instructions", asked.instructions))
+    for number, item in enumerate(asked.input):
+        _add_item(found, f"input[{number}]", item, warnings)
+    _drop_lone_thoughts(found)
+    if not found.messages:
+        raise BodyError("input", "it has no messages")
+    return tuple(found.messages)
+
+
+def _add_item(found: Conversation, where: str, item: _Item, warnings: list[str]) -> None:
+    match item.type:
+        case "message":
+            if item.role not in _ROLES:
+                known = ", ".join(sorted(_ROLES))
+                raise BodyError(f"{where}.role", f"{shown(item.role)} is none of {known}")
+            role = _ROLES[item.role]
+            if role != "assistant":
+                _drop_lone_thoughts(found)
+            found.join_text(role, text_of(f"{where}.content", item.content))
+        case "reasoning":  # as it is, or as this server hid it, or else its summary
+            thought = text_of(f"{where}.content", item.content)
+            thought = thought or _thought_in(item.encrypted_content)
+            thought = thought or text_of(f"{where}.summary", item.summary)
+            if thought:
+                found.join_thought(thought)
+        case "function_call":
+            found.join_call(where, item.call_id, item.name, arguments_of(item.arguments))
+        case "custom_tool_call":
+            found.join_call(where, item.call_id, item.name, {"input": item.input})
+        case "function_call_output" | "custom_tool_call_output":
+            text = text_of(f"{where}.output", item.output)
+            found.add_result(f"{where}.call_id", item.call_id, text)
+        case kind if kind in _ELSEWHERE:
+            what = f"{shown(kind)} stands for items that are not kept here: send the items"
+            raise BodyError(f"{where}.type", what)
+        case kind:
+            warnings.append(f"{where}: ignored, since {shown(kind)} does not run here")
+
+
+def _drop_lone_thoughts(found: Conversation) -> None:
+    """Drop a last turn that has only thoughts: its answer was left out."""
+    last = found.messages[-1] if found.messages else None
+    if last and last.role == "assistant" and not last.content and not last.tool_calls:
+        del found.messages[-1]
+
+
+def hidden_thought(thought: str) -> str:
+    """Return thoughts in a form that clients send back, but do not show."""
+    return base64.b64encode(thought.encode()).decode()
+
+
+def _thought_in(hidden: str) -> str:
+    """Return the thoughts in a text of `hidden_thought`; empty if it is none, but another server's."""
+    try:
+        return base64.b64decode(hidden.encode(), validate=True).decode()
+    except (binascii.Error, UnicodeError):
+        return ""
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+class ResponseWriter:
+    """Writes one response from the chunks of a chat completion.
+
+    `echo` are the fields that repeat the request. `custom` are the names of tools that take a free text. `hides`
+    gives thoughts also the form that clients send back; None leaves it out.
+    """
+
+    def __init__(
+        self,
+        identity: str,
+        created: int,
+        model: str,
+        *,
+        echo: Mapping[str, Any],
+        custom: Collection[str],
+        hides: Callable[[str], str] | None,
+    ) -> None:
+        self._identity = identity
+        self._custom = custom
+        self._hides = hides
+        self._head = {
+            "id": f"resp_{identity}",
+            "object": "response",
+            "created_at": created,
+            "model": model,
+            **echo,
+            "background": False,
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+        }
+        self._n_events = 0
+        self._output: list[dict[str, Any]] = []
+        #: The kind of the open item, to which deltas are added (``message`` or ``reasoning``), and its text.
+        self._kind: str | None = None
+        self._text = ""
+
+    def begin(self, n_prompt_tokens: int) -> list[dict[str, Any]]:
+        """Return the events before the answer."""
+        response = self._response("in_progress")
+        return [
+            self._event("response.created", response=response),
+            self._event("response.in_progress", response=response),
+        ]
+
+    def feed(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the events for a chunk of a chat completion, or for an error."""
+        if "error" in chunk:
+            error = {"code": "server_error", "message": chunk["error"]["message"]}
+            response = {**self._response("failed"), "error": error}
+            return [self._event("response.failed", response=response)]
+        (choice,) = chunk["choices"]
+        delta, reason = choice["delta"], choice["finish_reason"]
+        events: list[dict[str, Any]] = []
+        for kind, name in (("reasoning", "reasoning_content"), ("message", "content")):
+            if delta.get(name):
+                events += self._add_text(kind, delta[name])
+        for call in delta.get("tool_calls") or ():
+            events += self._add_call(call)
+        if reason is not None:
+            events += self._finish(chunk, is_whole=reason != "length")
+        return events
+
+    def whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the whole response, from the body of a chat completion."""
+        (choice,) = body["choices"]
+        *_, last = self.feed({**body, "choices": [{**choice, "delta": choice["message"]}]})
+        response: dict[str, Any] = last["response"]
+        return response
+
+    def _finish(self, chunk: Mapping[str, Any], *, is_whole: bool) -> list[dict[str, Any]]:
+        status = "completed" if is_whole else "incomplete"
+        events: list[dict[str, Any]] = []
+        if self._kind is None and not self._output:  # clients expect an item
+            events += self._begin_item("message")
+        events += self._close(status)
+        usage = chunk["usage"]
+        response = {
+            **self._response(status),
+            "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {
+                    **usage["prompt_tokens_details"],
+                    "cache_write_tokens": 0,  # which OpenAI charges for
+                },
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": usage["completion_tokens_details"],
+                "total_tokens": usage["total_tokens"],
+            },
+            **own_figures(chunk),
+        }
+        return [*events, self._event(f"response.{status}", response=response)]
+
+    def _response(self, status: str) -> dict[str, Any]:
+        return {
+            **self._head,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "output": list(self._output),
+            "usage": None,
+        }
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        number = self._n_events
+        self._n_events += 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+    # --- items ----------------------------------------------------------------------------------
+
+    def _add_text(self, kind: str, text: str) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        if self._kind != kind:
+            events = [*self._close("completed"), *self._begin_item(kind)]
+        self._text += text
+        return [*events, self._text_event("delta", delta=text)]
+
+    def _begin_item(self, kind: str) -> list[dict[str, Any]]:
+        self._kind, self._text = kind, ""
+        item = {**self._item("in_progress"), "content": []}
+        return [
+            self._event("response.output_item.added", output_index=self._place, item=item),
+            self._event("response.content_part.added", **self._part_place, part=self._part()),
+        ]
+
+    def _close(self, status: str) -> list[dict[str, Any]]:
+        """Return the events that end the open item, if there is one."""
+        if self._kind is None:
+            return []
+        item = self._item(status)
+        events = [
+            self._text_event("done", text=self._text),
+            self._event("response.content_part.done", **self._part_place, part=self._part()),
+            self._event("response.output_item.done", output_index=self._place, item=item),
+        ]
+        self._output.append(item)
+        self._kind = None
+        return events
+
+    def _item(self, status: str) -> dict[str, Any]:
+        """Return the open item with its text so far."""
+        item = {"id": self._part_place["item_id"], "type": self._kind, "status": status}
+        if self._kind == "message":
+            return {**item, "role": "assistant", "content": [self._part()]}
+        hidden = {} if self._hides is None else {"encrypted_content": self._hides(self._text)}
+        return {**item, "summary": [], **hidden, "content": [self._part()]}
+
+    def _part(self) -> dict[str, Any]:
+        if self._kind == "reasoning":
+            return {"type": "reasoning_text", "text": self._text}
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
+
+    def _text_event(self, step: str, **fields: Any) -> dict[str, Any]:
+        """Return an event about the text of the open item."""
+        more: dict[str, Any] = {} if self._kind == "reasoning" else {"logprobs": []}
+        kind = f"response.{self._part()['type']}.{step}"
+        return self._event(kind, **self._part_place, **fields, **more)
+
+    def _add_call(self, call: Mapping[str, Any]) -> list[dict[str, Any]]:
+        events = self._close("completed")
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        is_custom = name in self._custom
+        text = _free_text(arguments) if is_custom else arguments
+        field = "input" if is_custom else "arguments"
+        item: dict[str, Any] = {
+            "type": "custom_tool_call" if is_custom else "function_call",
+            "id": f"{'ctc' if is_custom else 'fc'}_{self._identity}_{self._place}",
+            "call_id": call["id"],
+            "name": name,
+            "status": "completed",
+            field: text,
+        }
+        event = f"{item['type']}_{field}"
+        place = {"item_id": item["id"], "output_index": self._place}
+        begun = {**item, field: "", "status": "in_progress"}
+        events += [
+            self._event("response.output_item.added", output_index=self._place, item=begun),
+            self._event(f"response.{event}.delta", **place, delta=text),
+            self._event(f"response.{event}.done", **place, **{field: text, "name": name}),
+            self._event("response.output_item.done", output_index=self._place, item=item),
+        ]
+        self._output.append(item)
+        return events
+
+    @property
+    def _place(self) -> int:
+        """The index of the next item in the output."""
+        return len(self._output)
+
+    @property
+    def _part_place(self) -> dict[str, Any]:
+        prefix = "rs" if self._kind == "reasoning" else "msg"
+        identity = f"{prefix}_{self._identity}_{self._place}"
+        return {"item_id": identity, "output_index": self._place, "content_index": 0}
+
+
+def _free_text(arguments: str) -> str:
+    """Return the input of a custom tool; if the model wrote other arguments, these."""
+    value = json.loads(arguments).get("input")
+    return value if isinstance(value, str) else arguments
