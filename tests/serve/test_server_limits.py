@@ -258,7 +258,7 @@ def test_a_bug_in_the_engines_thread_ends_the_server(
         monkeypatch.setattr(Metrics, "count_events", fail)
         found = server.post("/v1/completions", prompt="x")
         assert found.status_code == 500
-        wait_until(lambda: isinstance(server.server.failure, ZeroDivisionError), "the failure")
+        wait_until(lambda: isinstance(server.pool.failure, ZeroDivisionError), "the failure")
         wait_until(lambda: not server.thread.is_alive(), "the end")
 
 

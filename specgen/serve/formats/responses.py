@@ -392,7 +392,7 @@ class ResponseWriter:
 
     def _item(self, status: str) -> dict[str, Any]:
         """Return the open item with its text so far."""
-        item = {"id": self._item_id(), "type": self._kind, "status": status}
+        item = {"id": self._part_place["item_id"], "type": self._kind, "status": status}
         if self._kind == "message":
             return {**item, "role": "assistant", "content": [self._part()]}
         hidden = {} if self._hides is None else {"encrypted_content": self._hides(self._text)}
@@ -405,10 +405,9 @@ class ResponseWriter:
 
     def _text_event(self, step: str, **fields: Any) -> dict[str, Any]:
         """Return an event about the text of the open item."""
-        if self._kind == "reasoning":
-            return self._event(f"response.reasoning_text.{step}", **self._part_place, **fields)
-        kind = f"response.output_text.{step}"
-        return self._event(kind, **self._part_place, **fields, logprobs=[])
+        more: dict[str, Any] = {} if self._kind == "reasoning" else {"logprobs": []}
+        kind = f"response.{self._part()['type']}.{step}"
+        return self._event(kind, **self._part_place, **fields, **more)
 
     def _add_call(self, call: Mapping[str, Any]) -> list[dict[str, Any]]:
         events = self._close("completed")
@@ -443,11 +442,9 @@ class ResponseWriter:
 
     @property
     def _part_place(self) -> dict[str, Any]:
-        return {"item_id": self._item_id(), "output_index": self._place, "content_index": 0}
-
-    def _item_id(self) -> str:
         prefix = "rs" if self._kind == "reasoning" else "msg"
-        return f"{prefix}_{self._identity}_{self._place}"
+        identity = f"{prefix}_{self._identity}_{self._place}"
+        return {"item_id": identity, "output_index": self._place, "content_index": 0}
 
 
 def _free_text(arguments: str) -> str:

@@ -8,7 +8,7 @@ import signal
 import socket
 from collections.abc import Callable, Collection
 from types import FrameType
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
@@ -21,78 +21,52 @@ from specgen.serve.server.options import ServerOptions
 _FLUSH_S = 5.0
 
 
-def serve(
-    pool: ModelPool,
-    options: ServerOptions,
-    bound: socket.socket,
-    *,
-    is_verbose: bool = False,
-    ready: Callable[[], None] = lambda: None,
-    note: Callable[[str], None] = lambda _text: None,
-) -> None:
-    """Answer requests on a socket until SIGTERM or Ctrl-C. Unfinished answers then have `drain_s` seconds to
-    end; a second signal ends them at once.
-
-    `ready` is called when requests are accepted. `note` gets a sentence when the server starts to end. Raise
-    the exception that ended the thread of an engine, if one did: a bug or a lost worker."""
+def serve(pool: ModelPool, options: ServerOptions, bound: socket.socket, **how: Any) -> None:
+    """Answer requests on a socket until SIGTERM or Ctrl-C; `how` are more arguments of `DrainingServer`. Raise the
+    exception that ended the thread of an engine, if one did: a bug or a lost worker."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("specgen.serve.server").setLevel(logging.INFO)
-    server = http_server(pool, options, is_verbose=is_verbose, ready=ready, note=note)
+    server = DrainingServer(pool, options, **how)
     server.run(sockets=[bound])
-    if server.failure is not None:
-        raise server.failure
-
-
-def http_server(
-    pool: ModelPool,
-    options: ServerOptions,
-    *,
-    is_verbose: bool = False,
-    ready: Callable[[], None] = lambda: None,
-    note: Callable[[str], None] = lambda _text: None,
-) -> DrainingServer:
-    """Return a server to `run`, which answers with the models of a pool."""
-    n_connections = _most_connections(options.limits.n_connections)
-    config = uvicorn.Config(
-        Server(pool, options).app(),
-        http=_LimitedProtocol.of(n_connections, options.limits.client_s),
-        ws="none",
-        backlog=_BACKLOG,
-        # One more may come, and closes another one, or gets status 503.
-        limit_concurrency=n_connections + 1,
-        log_config=None,
-        # specgen's own log has the errors; a client that does not read its answer is none.
-        log_level="info" if is_verbose else "critical",
-        access_log=is_verbose,
-        lifespan="off",
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=int(options.drain_s + _FLUSH_S),
-    )
-    return DrainingServer(config, pool, options.drain_s, ready, note)
+    if pool.failure is not None:
+        raise pool.failure
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that waits for its answers before it ends, but not longer than `drain_s` seconds."""
+    """A server that answers with the models of a pool. Told to end, it waits for its answers, but not longer than
+    `drain_s` seconds; a second signal ends them at once.
+
+    `ready` is called when requests are accepted. `note` gets a sentence when the server starts to end."""
 
     def __init__(
         self,
-        config: uvicorn.Config,
         pool: ModelPool,
-        drain_s: float,
-        ready: Callable[[], None],
-        note: Callable[[str], None],
+        options: ServerOptions,
+        *,
+        is_verbose: bool = False,
+        ready: Callable[[], None] = lambda: None,
+        note: Callable[[str], None] = lambda _text: None,
     ) -> None:
+        n_connections = _most_connections(options.limits.n_connections)
+        config = uvicorn.Config(
+            Server(pool, options).app(),
+            http=_LimitedProtocol.of(n_connections, options.limits.client_s),
+            ws="none",
+            backlog=_BACKLOG,
+            # One more may come, and closes another one, or gets status 503.
+            limit_concurrency=n_connections + 1,
+            log_config=None,
+            # specgen's own log has the errors; a client that does not read its answer is none.
+            log_level="info" if is_verbose else "critical",
+            access_log=is_verbose,
+            lifespan="off",
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=int(options.drain_s + _FLUSH_S),
+        )
         super().__init__(config)
-        self._pool = pool
-        self._drain_s = drain_s
-        self._ready = ready
-        self._note = note
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The exception that ended the thread of an engine, if one did."""
-        return self._pool.failure
+        self._pool, self._drain_s = pool, options.drain_s
+        self._ready, self._note = ready, note
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -100,7 +74,7 @@ class DrainingServer(uvicorn.Server):
             self._ready()
 
     async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self.failure is not None
+        return await super().on_tick(counter) or self._pool.failure is not None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Unlike uvicorn's own method, this does not raise the signal again at the end: being told to
@@ -117,7 +91,7 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
-        drain_s = 0.0 if self.failure is not None else self._drain_s
+        drain_s = 0.0 if self._pool.failure is not None else self._drain_s
         cut = loop.call_later(drain_s, self._pool.cancel_all)
         try:
             await super().shutdown(sockets)
