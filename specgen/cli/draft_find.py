@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @flags.takes_options(
-    target=flags.target(),
+    target=flags.target_option(),
     files=Argument(
         metavar="FILES_OR_FOLDERS",
         help="GGUF files to try, and folders with such files.",

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -290,16 +289,6 @@ def test_a_conversation_that_cannot_be_kept_ends_a_pipe(
     assert kept("zoo") == before
 
 
-def test_a_question_without_an_answer_can_be_answered_later(chat: Chat) -> None:
-    whole = chat("--session", "zoo", lines="the cat\nis on\n").out
-    (file,) = (Path(os.environ["SPECGEN_DATA"]) / "chats").glob("*.jsonl")
-    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:3]))
-    later = chat("--session", "zoo", lines="/regen\n")
-    assert "conversation of 2 turns; the last one has no answer: /regen" in later.err
-    assert later.out == whole.splitlines(keepends=True)[1]
-    assert "the new answer is the same" not in later.err
-
-
 @posix
 def test_killed_at_any_moment_only_the_answer_in_the_making_is_lost(
     models: Path, chat: Chat, tmp_path: Path
@@ -413,14 +402,6 @@ def wait_for(name: str, n_lines: int) -> list[dict[str, str]]:
     return lines
 
 
-@pytest.mark.parametrize("quiet", [False, True])
-def test_a_conversation_begins_with_how_it_goes_on(
-    terminal: Callable[..., pexpect.spawn[str]], quiet: bool
-) -> None:
-    child = terminal(quiet=quiet)
-    assert ("/help lists the commands" in str(child.before)) != quiet
-
-
 def test_typing(terminal: Callable[..., pexpect.spawn[str]], chat: Chat) -> None:
     child = terminal("--session", "typed")
     child.send("the cat\r")
@@ -496,30 +477,3 @@ def test_two_interrupts_end_the_answer_and_not_the_conversation(
     child.expect("tokens  ")
     child.send("\x03")
     assert wait_for("twice", 4)[3]["change"] == "answer"
-
-
-def test_the_answer_is_coloured_at_a_terminal(
-    terminal: Callable[..., pexpect.spawn[str]],
-) -> None:
-    child = terminal("--session", "coloured")
-    child.send("the cat\r")
-    wait_for("coloured", 2)
-    child.send("\x04")
-    shown = child.read()
-    assert re.search(r"\x1b\[4;32m", shown), shown
-
-
-def test_a_pipe_does_not_load_the_editor(models: Path) -> None:
-    code = (
-        "import sys, specgen.cli\n"
-        "try: specgen.cli.main(sys.argv[1:])\n"
-        "finally: print('prompt_toolkit' in sys.modules, file=sys.stderr)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "chat", *options(models), "-q"],
-        input=b"the cat\n",
-        capture_output=True,
-        check=True,
-        cwd=ROOT,
-    )
-    assert done.stderr == b"False\n"

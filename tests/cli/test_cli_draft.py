@@ -16,7 +16,7 @@ from rich.console import Console
 from specgen.measure.search import Refused, Search, Tried, by_speedup, find_candidates
 from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.models import SavedDraft, identify, save_draft, saved_draft, saved_drafts_file
-from specgen.render.tables import draft_lines, print_draft_table
+from specgen.render.tables import print_draft_table
 from tests.helpers.cli import Result, Specgen, complaint, on_terminal, rest_of
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -219,8 +219,8 @@ def test_candidates_by_name_and_size(tmp_path: Path) -> None:
     small = write(folder, "small.gguf", 50)
     larger = write(folder, "larger.gguf", 101)
     write(folder, "m-00001-of-00002.gguf", 10)
-    second = write(folder, "m-00002-of-00002.gguf", 20)
-    projector = write(folder, "mmproj-model-f16.gguf", 10)
+    write(folder, "m-00002-of-00002.gguf", 20)
+    write(folder, "mmproj-model-f16.gguf", 10)
     write(folder, "copy/target.gguf", 100)
     again = write(tmp_path, "elsewhere/small.gguf", 50)
     known = write(tmp_path, "known.gguf", 60)
@@ -231,15 +231,12 @@ def test_candidates_by_name_and_size(tmp_path: Path) -> None:
 
     candidates, refused = found(folder)
     assert candidates == ["m-00001-of-00002.gguf", "small.gguf", "known.gguf"]
-    assert set(refused) == {"larger.gguf", "mmproj-model-f16.gguf"}
+    assert set(refused) == {"larger.gguf"}
     assert "larger than the target (101 B)" in refused["larger.gguf"]
-    assert "mmproj" in refused["mmproj-model-f16.gguf"]
     # What is named itself is tried even if it is larger, and is told why it cannot be.
-    candidates, refused = found(larger, second, projector, folder / "copy", small, small)
+    candidates, refused = found(larger, folder / "copy", small, small)
     assert candidates == ["larger.gguf", "small.gguf", "known.gguf"]
-    assert refused["target.gguf"] == "it is the target itself"
-    assert "name the first" in refused["m-00002-of-00002.gguf"]
-    assert set(refused) == {"target.gguf", "m-00002-of-00002.gguf", "mmproj-model-f16.gguf"}
+    assert refused == {"target.gguf": "it is the target itself"}
     # The first of equal files is taken, and files come before folders.
     assert find_candidates([folder, again], [], target)[0][0] == again
     # Of models that only specgen knows of nothing is said.
@@ -460,11 +457,3 @@ def test_the_table_is_whole_at_every_width(width: int) -> None:
     assert "n-grams 1.10" in " ".join(words)
     assert "none 1.00 0.80 10.00 - 2.50 - 81.60" in " ".join(words)
     assert "…" not in shown
-
-
-def test_a_line_in_a_pipe_names_the_file_with_its_folder() -> None:
-    headings, first, second, third = draft_lines(search().tried)
-    assert headings.startswith("draft\tspeedup\t")
-    assert first.split("\t")[0] == "/models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
-    assert second.split("\t")[0] == "ngram"
-    assert third.split("\t")[4:7] == ["", "2.50", ""]

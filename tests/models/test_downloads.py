@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from rich.console import Console
 
 from specgen.errors import FetchError
 from specgen.models import (
@@ -24,7 +23,7 @@ from specgen.models import (
     folder_of,
     locate,
 )
-from specgen.models.progress import RichProgress
+from specgen.models.progress import StreamProgress
 from specgen.models.transfer import download
 from tests.helpers.fetch import (
     Fault,
@@ -57,9 +56,9 @@ import huggingface_hub.constants
 huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 65_536
 from specgen.errors import FetchError
 from specgen.models import fetch, load_registry, locate
-from specgen.models.progress import LineProgress
+from specgen.models.progress import StreamProgress
 try:
-    path = fetch(load_registry().model("tiny"), progress=LineProgress(sys.stderr))
+    path = fetch(load_registry().model("tiny"), progress=StreamProgress(sys.stderr))
     assert path == locate(load_registry().model("tiny"))
 except FetchError as error:
     path = f"error: {error.message} | {error.hint}"
@@ -571,10 +570,18 @@ def test_file_in_the_hub_cache_counts_though_its_blob_is_shared(
 # What is shown
 
 
-def test_bar_shows_label_and_bytes_and_notes_stand_as_they_are() -> None:
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=120, color_system=None)
-    progress = RichProgress(console)
+class TerminalStream(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bar_shows_label_and_bytes_and_notes_stand_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = TerminalStream()
+    progress = StreamProgress(stream)
     progress.update(5)
     progress.start("[tiny]", 1_000_000, 250_000)
     progress.note("a [b]note[/b]")
