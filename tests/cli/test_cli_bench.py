@@ -17,10 +17,8 @@ import pytest
 from rich.console import Console
 
 import specgen.cli
-from specgen.cli.bench import parse_policies
-from specgen.errors import UsageError
 from specgen.llama import build
-from specgen.measure.bench.plan import entries_of, named_apart
+from specgen.measure.bench.plan import entries_of
 from specgen.measure.bench.runs import Runs
 from specgen.options import ContextOptions, SessionOptions
 from specgen.render.tables import bench_lines, print_bench_tables
@@ -173,14 +171,6 @@ def test_json_has_everything_raw(bench: Specgen, tmp_path: Path) -> None:
     for each in document["results"]:
         texts.setdefault(each["prompt"], set()).add(each["outcome"]["text"])
     assert {len(found) for found in texts.values()} == {1}
-
-
-def test_json_names_the_files_that_were_looked_up(bench: Specgen, tmp_path: Path) -> None:
-    text, file = tmp_path / "text.txt", tmp_path / "out.json"
-    text.write_text("the cat is in the house", encoding="utf-8")
-    bench("--draft", "ngram", "--lookup-file", text, "--json", file)
-    settings = json.loads(file.read_text(encoding="utf-8"))["settings"]
-    assert str(text) in json.dumps(settings)
 
 
 def test_a_draft_may_have_a_draft_of_its_own(bench: Specgen, tiny_models: Path) -> None:
@@ -338,22 +328,6 @@ def test_quiet_says_nothing_on_standard_error(bench: Specgen, prompts: Path) -> 
 
 
 # --- parts
-
-
-def test_policies_by_name_once_each() -> None:
-    assert parse_policies(["fixed, cost", "fixed"]) == ("fixed", "cost")
-    assert len(parse_policies(None)) == 1
-    with pytest.raises(UsageError, match="--policy x"):
-        parse_policies(["cost,x"])
-
-
-def test_files_of_one_name_are_told_apart() -> None:
-    paths = [Path("/a/x.gguf"), Path("/b/x.gguf"), Path("/a/y.gguf")]
-    assert named_apart(paths) == {
-        str(paths[0]): paths[0],
-        str(paths[1]): paths[1],
-        "y.gguf": paths[2],
-    }
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -16,7 +16,7 @@ from rich.console import Console
 from specgen.measure.search import Refused, Search, Tried, by_speedup, find_candidates
 from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.models import SavedDraft, identify, save_draft, saved_draft, saved_drafts_file
-from specgen.render.tables import draft_lines, print_draft_table
+from specgen.render.tables import print_draft_table
 from tests.helpers.cli import Result, Specgen, complaint, on_terminal, rest_of
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -457,11 +457,3 @@ def test_the_table_is_whole_at_every_width(width: int) -> None:
     assert "n-grams 1.10" in " ".join(words)
     assert "none 1.00 0.80 10.00 - 2.50 - 81.60" in " ".join(words)
     assert "…" not in shown
-
-
-def test_a_line_in_a_pipe_names_the_file_with_its_folder() -> None:
-    headings, first, second, third = draft_lines(search().tried)
-    assert headings.startswith("draft\tspeedup\t")
-    assert first.split("\t")[0] == "/models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
-    assert second.split("\t")[0] == "ngram"
-    assert third.split("\t")[4:7] == ["", "2.50", ""]
