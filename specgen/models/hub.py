@@ -82,7 +82,6 @@ class _File:
 
     @property
     def left_bytes(self) -> int:
-        """How much of it is still to be downloaded."""
         return 0 if self.blob.exists() else max(1, self.size_bytes - size_of(self.partial))
 
 
@@ -186,7 +185,6 @@ def _fetch(file: _File, label: str, sha256: str | None, progress: DownloadProgre
 
 
 def _download(file: _File, label: str, sha256: str | None, progress: DownloadProgress) -> None:
-    """Download a file, or the rest of it, and check it."""
     from huggingface_hub import get_token, hf_hub_url
 
     def digest(path: Path) -> str:
@@ -223,7 +221,6 @@ def _listing(repo: str) -> tuple[dict[str, int], str]:
 
 
 def _file(source: HubSource) -> _File:
-    """Ask the hub about a file."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(source.repo, source.file, revision=source.revision)
