@@ -95,13 +95,12 @@ def in_store(model: CatalogueModel) -> list[str]:
 
 def downloaded(url: str, path: Path, digest: str | None = sha256(CONTENT)) -> RecordedProgress:
     progress = RecordedProgress()
-    progress.start("file", len(CONTENT))
     download(
         url,
         path,
         digest,
         progress,
-        report=lambda done, _: progress.update(done),
+        report=lambda done, _: progress.show("file", done, len(CONTENT)),
         size_bytes=600_000,
     )
     return progress
@@ -179,7 +178,7 @@ def test_model_is_joined_from_its_parts(server: WebServer, n_parts: int) -> None
     assert in_store(model) == ["tiny.gguf"]
     assert progress.positions == sorted(progress.positions)
     assert progress.positions[-1] == len(CONTENT)
-    assert progress.n_open == 0
+    assert not progress.is_open
     assert progress.notes == ["downloading tiny (600 kB, MIT)"]
 
 
@@ -510,12 +509,11 @@ def test_bar_shows_label_and_bytes_and_notes_stand_as_they_are(
     monkeypatch.setenv("COLUMNS", "120")
     stream = TerminalStream()
     progress = StreamProgress(stream)
-    progress.update(5)
-    progress.start("[tiny]", 1_000_000, 250_000)
+    progress.show("[tiny]", 250_000, 1_000_000)
     progress.note("a [b]note[/b]")
-    progress.update(500_000)
-    progress.finish()
-    progress.finish()
+    progress.show("[tiny]", 500_000, 1_000_000)
+    progress.close()
+    progress.close()
     shown = stream.getvalue()
     assert "[tiny]" in shown
     assert "0.5/1.0 MB" in shown
