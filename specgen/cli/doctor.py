@@ -153,7 +153,7 @@ def folder_line(folder: Path) -> str:
 
 def _sections(report: DoctorReport) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Yield headings and their items: a label and a text each."""
-    from specgen.llama.packed_weights import kept_bytes, room_bytes
+    from specgen.llama.kernels.packed_weights import kept_bytes, room_bytes
     from specgen.models import human_bytes, packed_folder
 
     machine, build, folder = report.machine, report.build, packed_folder()

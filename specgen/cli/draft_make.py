@@ -21,11 +21,11 @@ from specgen.session.files import find_target
 from specgen.train.draft_builder import (
     JUDGED_TOKENS,
     N_JUDGED,
+    OWN_PROMPTS,
     DraftBuilder,
     Kind,
     TextOptions,
     TimePlan,
-    own_prompts,
     plan_time,
 )
 from specgen.train.training_loop import check_library
@@ -63,7 +63,7 @@ def text_options(*, prompts: Path | None = None, **others: Any) -> TextOptions:
     """Return the text to make drafts from, with the prompts of a file, each once, or those of the package."""
     from specgen.measure.prompts import read_prompts
 
-    texts = own_prompts() if prompts is None else list(dict.fromkeys(read_prompts(prompts)))
+    texts = list(dict.fromkeys(read_prompts(prompts or OWN_PROMPTS)))
     return TextOptions(texts, **others)
 
 

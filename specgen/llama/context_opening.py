@@ -128,7 +128,6 @@ def _make(
     on_tensor: Any,
     other: Any,
 ) -> Any:
-    """Return a native context; None if llama.cpp cannot create it."""
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = size.n_ctx
     params.n_batch = size.n_rows

@@ -126,7 +126,6 @@ class LlamaVocabulary:
         return whole[len(marker) :]
 
     def control_token(self, entry: str) -> int:
-        """Return the control token with this entry in the token table; -1 if there is none."""
         tokens = self.tokenize(entry, add_special=False, parse_special=True)
         if len(tokens) != 1 or self.token_text(tokens[0]) != entry:
             return -1
@@ -174,11 +173,9 @@ class LlamaVocabulary:
         return found.hexdigest()
 
     def token_attributes(self, token_id: int) -> int:
-        """Return llama.cpp's attribute bits: unknown, unused, normal, control, ..."""
         return int(llama_cpp.llama_vocab_get_attr(self.handle, token_id))
 
     def is_control(self, token_id: int) -> bool:
-        """Return whether a text has the token's name as plain text unless `parse_special`."""
         return bool(self.token_attributes(token_id) & _CONTROL)
 
     def named_tokens(self) -> Sequence[SpecialToken]:

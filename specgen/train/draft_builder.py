@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -33,6 +31,8 @@ if TYPE_CHECKING:
 
 Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
 
+#: The prompts that come with specgen.
+OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 #: Tokens of the target's own text for making drafts; with twice as many, heads agree only a little more.
 N_TOKENS = 40_000
 #: The most tokens of an answer, and the number of answers that are generated at once.
@@ -83,12 +83,6 @@ def plan_time(
     text_s = _SHARE_OF_TEXT * making_s
     n_tokens = int(text_s * n_parallel / costs.seconds(n_parallel))
     return TimePlan(text_s, making_s - text_s, judging_s, n_tokens, n_judged)
-
-
-def own_prompts() -> list[str]:
-    """Return the prompts that come with specgen."""
-    text = resources.files("specgen.train").joinpath("prompts.jsonl").read_text("utf-8")
-    return [json.loads(line)["prompt"] for line in text.splitlines()]
 
 
 class DraftBuilder:
@@ -205,7 +199,7 @@ class DraftBuilder:
     def _distil(self, draft: Path, until_s: float) -> Path | None:
         from specgen.llama import LlamaModel
         from specgen.train.distillation import distil
-        from specgen.train.training_data import training_texts
+        from specgen.train.target_text import training_texts
 
         with contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small:
             now = datetime.datetime.now().astimezone()

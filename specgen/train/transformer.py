@@ -26,7 +26,7 @@ from specgen.train.gguf_weights import (
     apply_changes,
     initial_changes,
 )
-from specgen.train.training_data import Rows
+from specgen.train.target_text import Rows
 
 #: Tensors by name. The tensors of layers are stacked and named without "blk.N.": the first axis is the layer.
 Parameters: TypeAlias = dict[str, Any]
@@ -235,8 +235,6 @@ class Trainer:
         return Score(n_right / rows.n_labels, loss / rows.n_labels)
 
     def changes(self) -> Parameters:
-        """Return a copy of the changes of the factors, with the names and shapes of
-        `initial_changes`."""
         return {name: np.array(values) for name, values in self._changes.items()}
 
 
@@ -250,8 +248,6 @@ def _step(
     rate: float,
     softness: float,
 ) -> tuple[Parameters, Any]:
-    """Return the changes of the factors and Adam's moments after a step."""
-
     def mean_loss(changes: Parameters) -> jax.Array:
         loss, _, n_labels = _sums(shape, changes, frozen, rows, softness)
         mean: jax.Array = loss / n_labels

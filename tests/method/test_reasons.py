@@ -8,8 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specgen.drafters.cascade import Cascade
-from specgen.drafters.ngram import SuffixDrafter
 from specgen.events import REASONS, CommittedEvent, FinishedEvent, ReasonName
 from specgen.method.acceptance import AcceptanceRates
 from specgen.method.cost_aware import CostAwarePolicy
@@ -20,7 +18,7 @@ from specgen.method.policy import FixedPolicy, Offer, Policy, RoundPlan, RoundRe
 from specgen.options import DraftOptions, GenerationOptions
 from specgen.system.arrays import BoolArray, TokenArray
 from specgen.text.grammar.base import GrammarState
-from tests.helpers.fake_generations import FailingDrafter, NoDrafter, Setup, model_drafter
+from tests.helpers.fake_generations import FailingDrafter, NoDrafter, Setup
 
 FLAT = dict.fromkeys(range(1, 18), 1.0)
 CHEAP = Price(0.05, 0.05)
@@ -175,16 +173,3 @@ def test_the_summary_counts_the_rounds_that_drafted_nothing() -> None:
         ("unsure", 2),
     ]
     assert finished.undrafted[0].text == REASONS["failed"]
-
-
-def test_a_round_with_a_draft_is_not_counted() -> None:
-    setup = replace(BASE)
-    setup.drafter = lambda state: Cascade(
-        SuffixDrafter(1, 3), model_drafter(setup.language, setup.vocabulary, state=state)[0]
-    )
-    _, events = setup.run()
-    finished = events[-1]
-    assert isinstance(finished, FinishedEvent)
-    said = [event.reason for event in events if isinstance(event, CommittedEvent)]
-    assert set(said[1:-1]) == {"fixed"}
-    assert sum(each.n_rounds for each in finished.undrafted) <= 1  # the last token has no room

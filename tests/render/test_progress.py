@@ -49,10 +49,6 @@ def test_a_line_comes_after_the_interval_where_something_changed_and_at_the_end(
     assert lines_of(*steps) == ["c", "e", "f"]
 
 
-def test_work_of_seconds_says_nothing() -> None:
-    assert lines_of((0, "a"), (5, "b"), (4, "c")) == []
-
-
 class Broken(io.StringIO):
     def write(self, text: str, /) -> int:
         raise OSError("no space left")

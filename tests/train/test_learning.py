@@ -41,8 +41,8 @@ from specgen.session.session import Session
 from specgen.train import learner as learner_module
 from specgen.train import online_learning
 from specgen.train.learner import NEW_ANSWERS, Learner
-from specgen.train.online_learning import Lesson, learn, split
-from specgen.train.training_data import N_COLUMNS, kept_texts
+from specgen.train.online_learning import Lesson, learn
+from specgen.train.target_text import N_COLUMNS, kept_texts
 from specgen.train.training_loop import Budget
 from tests.helpers.cli import Specgen
 from tests.helpers.common import ROOT
@@ -130,14 +130,6 @@ def test_a_draft_with_another_vocabulary_reads_its_own_prompt_and_tokens(models:
         other = KeptAnswer((5, 6), tuple(tokens), (7, 8, 9), "another")
         (own,) = kept_texts(target, draft, [other])
         assert own.prompt_tokens != (7, 8, 9)
-
-
-def test_the_latest_answers_judge() -> None:
-    answers = [KeptAnswer((1,), (2,), number=number) for number in range(1, 201)]
-    for n, n_judging in ((1, 1), (10, 3), (40, 10), (200, 12)):
-        learning, judging = split(answers[:n])
-        assert len(judging) == n_judging
-        assert [*learning, *judging] == answers[max(0, n - 128) : n]
 
 
 # --- lessons
@@ -241,13 +233,19 @@ def test_what_is_forgotten_while_it_is_learnt_is_not_kept(models: Path, folder: 
     assert names(folder) == []
 
 
-def test_learnt_weights_that_are_damaged_end_no_lesson(models: Path, folder: Path) -> None:
+def test_damaged_weights_and_what_a_killed_lesson_left_end_no_lesson(
+    models: Path, folder: Path
+) -> None:
+    (folder / "weights.gguf.abc.new").touch()
+    (folder / "draft-123.gguf").touch()  # nothing says that it is in use
+    (folder / f"{ANSWERS}.abc.new").touch()  # which may be in the making now
     (folder / "w.gguf").write_bytes((models / "draft.gguf").read_bytes()[:2000])
     write_learnt(folder, models / "draft.gguf", Learnt("w.gguf"))
     found = lesson(models, folder)
     assert found is not None
     assert (found.outcome, found.agreement_in_use) == ("new", None)
-    assert "w.gguf" not in names(folder)
+    learnt = read_learnt(folder, models / "draft.gguf").weights
+    assert names(folder) == sorted([f"{ANSWERS}.abc.new", learnt])
 
 
 def test_a_lesson_needs_answers_and_is_alone(models: Path, folder: Path) -> None:
@@ -260,14 +258,6 @@ def test_a_lesson_needs_answers_and_is_alone(models: Path, folder: Path) -> None
         pytest.raises(UsageError, match="another process learns"),
     ):
         lesson(models, folder)
-
-
-def test_what_a_killed_lesson_left_is_deleted(models: Path, folder: Path) -> None:
-    (folder / "weights.gguf.abc.new").touch()
-    (folder / "draft-123.gguf").touch()  # nothing says that it is in use
-    (folder / f"{ANSWERS}.abc.new").touch()  # which may be in the making now
-    assert lesson(models, folder, rate=0.0) is not None
-    assert names(folder) == [f"{ANSWERS}.abc.new"]
 
 
 # --- beside answers
@@ -310,7 +300,7 @@ def test_a_draft_is_loaded_again_between_answers_only(models: Path, tmp_path: Pa
 
 
 def learns(learner: Learner) -> bool:
-    """Whether a process learns now."""
+    """Whether a process learns now; a function, so that mypy takes no answer for the next one's."""
     return learner.is_learning
 
 
@@ -653,27 +643,20 @@ def test_commands_keep_learn_and_forget(specgen: Specgen, models: Path, folder: 
 
 
 def test_everything_is_forgotten_unless_a_target_is_named(
-    specgen: Specgen, models: Path, tmp_path: Path
+    specgen: Specgen, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = write_tiny_model(tmp_path / "other.gguf", CONFIG.draft(0.3))
     for target in (models / "target.gguf", other):
         own = ("-m", target, "-md", "ngram", "-t", "1", "-n", "20", "--ignore-eos", "--learn")
         assert specgen("run", *own, "abc").code == 0
-    gone = specgen("draft", "forget")
-    assert "kept answers: 2; weights learnt from them: 0; lookup texts: 2;" in gone.out
-    assert not list(Path(os.environ["SPECGEN_DATA"]).glob("learning/*"))
-
-
-def test_the_environment_switches_it_on(
-    specgen: Specgen, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("SPECGEN_LEARN", "1")
-    target = models / "target.gguf"
-    own = ("-m", target, "-md", "ngram", "-t", "1", "-n", "20", "--ignore-eos")
-    assert specgen("run", *own, "abc").code == 0
-    assert len(read_answers(data_of(target))) == 1
-    assert specgen("run", *own, "--no-learn", "abc").code == 0
-    assert len(read_answers(data_of(target))) == 1
+    command = ("run", "-m", other, "-md", "ngram", "-t", "1", "-n", "20", "--ignore-eos")
+    assert specgen(*command, "abc").code == 0
+    assert specgen(*command, "--no-learn", "abc").code == 0
+    assert len(read_answers(data_of(other))) == 2
+    gone = specgen("draft", "forget")
+    assert "kept answers: 3; weights learnt from them: 0; lookup texts: 2;" in gone.out
+    assert not list(Path(os.environ["SPECGEN_DATA"]).glob("learning/*"))
 
 
 def test_a_server_learns_across_requests_or_not_at_all(specgen: Specgen, models: Path) -> None:

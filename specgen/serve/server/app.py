@@ -117,7 +117,6 @@ class Server:
         self._started = int(time.time())
 
     def app(self) -> ASGIApp:
-        """Return the ASGI application."""
         routes = [
             Route("/health", self._health),
             Route("/v1/health", self._health),
@@ -175,9 +174,7 @@ class Server:
             place = self._pool.find(body.get("model"))
             if place.entry.embeds != embeds:
                 raise _wrong_kind(place.entry.name, embeds=not embeds)
-            model = self._pool.lease_if_ready(place)
-            if model is None:
-                model = await while_connected(request.receive, self._pool.lease(place))
+            model = await while_connected(request.receive, self._pool.lease(place))
             try:
                 return await answer(model, request, body)
             finally:
@@ -419,7 +416,6 @@ def _detokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
 
 
 def _piece(data: bytes) -> str | list[int]:
-    """Return a token's text, or its bytes if they alone are no text."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -205,7 +205,6 @@ def _control_text(vocabulary: BreakerVocabulary, token_id: int) -> bytes:
 
 
 def _puts_space_first(vocabulary: BreakerVocabulary) -> bool:
-    """Return whether the tokenizer puts a space before a text."""
     tokens = vocabulary.tokenize("a", add_special=False, parse_special=False)
     return b"".join(map(vocabulary.token_bytes, tokens)).startswith(b" ")
 
