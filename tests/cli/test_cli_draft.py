@@ -326,17 +326,6 @@ def test_a_damaged_file_of_choices_is_one_error_and_only_where_it_matters(
     assert find().code == 0
 
 
-def test_a_target_that_is_missing_is_its_own_error(specgen: Specgen, tmp_path: Path) -> None:
-    for result in (
-        run_without_a_draft(specgen, tmp_path / "missing.gguf"),
-        specgen("draft", "find", "-m", tmp_path / "missing.gguf"),
-    ):
-        assert result.code == 4
-        assert result.out == ""
-        assert result.err.startswith("error: ")
-        assert "no such file" in result.err
-
-
 # --- how it ends
 
 
@@ -374,6 +363,7 @@ def test_ctrl_c_shows_what_is_measured_so_far(tiny_models: Path, tmp_path: Path)
         (("-n", "1"), 2, "-n"),
         (("--prompts", "/nowhere.jsonl"), 3, "cannot be read"),
         (("-c", "8"), 3, "the context"),
+        (("-c", "256", "--draft-max", "128", "-n", "200"), 3, "--draft-max"),
     ],
 )
 def test_wrong_options_are_one_error(
@@ -384,12 +374,6 @@ def test_wrong_options_are_one_error(
     assert result.out == ""
     assert result.err.startswith("error: ")
     assert message in result.err
-
-
-def test_a_context_without_room_for_batches_is_told(find: Specgen) -> None:
-    result = find("-c", "256", "--draft-max", "128", "-n", "200")
-    assert result.code == 3
-    assert "--draft-max" in result.err
 
 
 # --- the ranking

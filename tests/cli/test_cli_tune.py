@@ -188,20 +188,6 @@ def test_ctrl_c_tells_what_there_is_and_keeps_nothing(
     assert not memory_file().exists()
 
 
-@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
-@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_before_there_is_anything_to_tell_nothing_is(
-    tune: Specgen, monkeypatch: pytest.MonkeyPatch, number: str, code: int
-) -> None:
-    def stop(*_: Any, **__: Any) -> Any:
-        os.kill(os.getpid(), getattr(signal, number))
-
-    monkeypatch.setattr("specgen.measure.search.measure_target", stop)
-    result = tune("--draft", "draft", "--json")
-    assert (result.code, result.out, result.err) == (code, "", INTERRUPTED)
-    assert not memory_file().exists()
-
-
 # --- what is kept
 
 
