@@ -41,8 +41,8 @@ def _lines(report: VerifyReport) -> Iterator[tuple[int, str | Text]]:
         yield 0, f"computed by {report.kernels}"
     if report.unequal_rows:
         yield 0, f"rows of this model depend on their batch: {report.unequal_rows}"
-    for skipped in report.skipped:
-        yield 0, f"prompt {skipped.prompt} was skipped: {skipped.reason}"
+    for number in report.skipped:
+        yield 0, f"prompt {number} was skipped: the context has no room for it"
     if report.greedy:
         yield 0, Text("Greedy: the same text with and without drafts?", "bold")
     for way, n_at_once in dict.fromkeys((each.way, each.n_at_once) for each in report.greedy):
