@@ -13,11 +13,11 @@ holds an old state holds every state reached from it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
+from specgen.method import backend
 from specgen.system.arrays import BoolArray, TokenArray
 
 
@@ -45,15 +45,8 @@ class GrammarState(Protocol):
         ...
 
 
-class Vocabulary(Protocol):
-    """What grammars need of a vocabulary."""
-
-    @property
-    def n_tokens(self) -> int: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    def end_tokens(self) -> Sequence[int]: ...
+class Vocabulary(backend.Vocabulary, Protocol):
+    """A vocabulary that tokenizes text in the middle of other text."""
 
     def tokenize_inside(self, text: str, *, parse_special: bool) -> list[int]: ...
 
