@@ -26,11 +26,10 @@ def progress_bar(*, quiet: bool, clock: Callable[[], float] = time.monotonic) ->
     if quiet:
         yield lambda _what, _done, _total: None
         return
-    stream = sys.stderr
-    with contextlib.closing(ProgressView(stream, clock)) as view:
+    with contextlib.closing(ProgressView(sys.stderr, clock)) as view:
 
         def show(what: str, done: int, total: int) -> None:
-            what = clean_line(what, stream.encoding)  # it may have the name of a file
+            what = clean_line(what)  # it may have the name of a file
             view.update(what, done, total, f"{what}: {done} of {total}")
 
         yield show

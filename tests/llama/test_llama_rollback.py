@@ -19,7 +19,6 @@ import pytest
 
 from specgen.errors import BackendError, RollbackError
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.cache import Cache
 from specgen.llama.library import llama_cpp
 from specgen.method.backend import Batch, Rollback
 from specgen.options import ContextOptions
@@ -251,25 +250,6 @@ def test_a_rollback_left_out_would_be_seen(expected: Expected, name: str) -> Non
         assert np.abs(stale - kept).max() > 0.05
     one_behind = expected(name, [*TEXT[:-1], 50])
     assert np.abs(one_behind - kept).max() > 0.05
-
-
-@pytest.mark.parametrize("name", ["lfm2", "qwen35"])
-def test_llama_cpp_itself_takes_a_snapshot_that_was_never_made(
-    models: dict[str, LlamaModel], opened: Opener, expected: Expected, name: str
-) -> None:
-    """Why the backend counts rows: going back before the last decode is granted, to what the
-    snapshot's place held before."""
-    backend = opened(name)
-    decode_together(backend, TEXT)
-    decode_together(backend, DRAFT)
-    assert len(DRAFT) < N_OUTPUTS
-    cache = Cache(name, backend.handle)
-    cache.remove(0, len(TEXT))
-    cache.check_length(0, len(TEXT))
-    batch = Batch()
-    batch.add(50, len(TEXT), (0,), wants_logits=True)
-    stale = backend.decode_rows(batch)[0]
-    assert np.abs(stale - expected(name, [*TEXT, 50])).max() > 0.05
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen35"])

@@ -60,17 +60,6 @@ def endpoints(*found: Worker) -> str:
     return ",".join(worker.endpoint for worker in found)
 
 
-def read_until(process: subprocess.Popen[str], sign: str) -> None:
-    """Read lines of standard error up to one that has `sign`. Fails if there is none."""
-    assert process.stderr is not None
-    lines: list[str] = []
-    for line in process.stderr:
-        if sign in line:
-            return
-        lines.append(line)
-    pytest.fail(f"no {sign!r} among {lines}")
-
-
 @needs_rpc
 class TestTarget:
     """What is decoded over the wire."""
@@ -235,43 +224,21 @@ class TestLoss:
         self, tmp_path: Path, tiny_models: Path
     ) -> None:
         with running_worker() as worker:
-            wanted = ("--rpc", worker.endpoint, "--host-timeout", "0.5")
-            process, results = self.batch(tmp_path, tiny_models, *wanted)
+            wanted = ("--rpc", worker.endpoint)
+            process, results = self.batch(tmp_path, tiny_models, *wanted, n_last=1500)
             wait_for(lambda: results.exists() and results.read_text().count("\n") == 2)
             worker.process.kill()
             code, _, err = finished(process, 60.0)
         assert code == WorkerLostError.exit_code, err
-        assert "waiting for all workers" in err
         written = [json.loads(line) for line in results.read_text().splitlines()]
         assert {line["custom_id"] for line in written} == {"0", "1"}
         assert all(line["error"] is None for line in written)
-
-    def test_a_batch_goes_on_when_the_worker_is_back(
-        self, tmp_path: Path, tiny_models: Path
-    ) -> None:
-        with running_worker() as first, running_worker() as stays:
-            wanted = ("--rpc", f"{first.endpoint},{stays.endpoint}")
-            process, results = self.batch(tmp_path, tiny_models, *wanted, n_last=1500)
-            wait_for(lambda: results.exists() and results.read_text().count("\n") == 2)
-            first.process.kill()
-            read_until(process, "waiting for all workers")
-            with running_worker(port=parse_endpoint(first.endpoint)[1]):
-                code, _, err = finished(process, 60.0)
+        with running_worker() as worker:  # the next run does the others
+            process, _ = self.batch(tmp_path, tiny_models, "--rpc", worker.endpoint, n_last=1500)
+            code, _, err = finished(process, 60.0)
         assert code == 0, err
         written = [json.loads(line) for line in results.read_text().splitlines()]
         assert sorted(line["custom_id"] for line in written) == ["0", "1", "2", "3"]
-        assert all(line["error"] is None for line in written)
-
-    def test_ctrl_c_ends_the_wait(self, tmp_path: Path, tiny_models: Path) -> None:
-        with running_worker() as worker:
-            process, results = self.batch(tmp_path, tiny_models, "--rpc", worker.endpoint)
-            wait_for(lambda: results.exists() and results.read_text().count("\n") == 2)
-            worker.process.kill()
-            read_until(process, "waiting for all workers")
-            process.send_signal(signal.SIGINT)
-            code, _, err = finished(process, 30.0)
-        assert code == 130
-        assert "Traceback" not in err
 
     def test_ctrl_c_ends_a_worker_with_a_line(self) -> None:
         with running_worker() as worker:
@@ -370,11 +337,6 @@ class TestProbe:
             assert clients[0].recv(1) == b""
             for _ in range(3):
                 assert lost_among(endpoints) == endpoints[:1]
-
-    def test_a_worker_that_accepts_no_connection_is_lost(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            endpoints = [f"127.0.0.1:{server.getsockname()[1]}", f"127.0.0.1:{free_port()}"]
-            assert lost_among(endpoints) == endpoints[1:]
 
     @pytest.mark.parametrize("text", ["", "host", "host:", ":5", "host:0", "host:70000", "::1:5"])
     def test_other_texts_are_no_endpoints(self, text: str) -> None:

@@ -24,7 +24,6 @@ from specgen.measure.verify import (
     Difference,
     GreedyResult,
     SampledResult,
-    UncheckedPrompt,
     VerifyReport,
     Way,
     check_greedy,
@@ -427,10 +426,8 @@ def test_verdicts() -> None:
     wrong = replace(equal, difference=Difference(0, "a", "", float("inf"), 0.0))
     assert verdict(greedy=(wrong,)) == "defect"
     assert verdict(sampled=(replace(place, test=GTest(99.0, 1, 1e-9, 0)),)) == "defect"
-    found = to_json_object(
-        replace(report, greedy=(wrong,), skipped=(UncheckedPrompt(2, "too long"),))
-    )
-    assert found["skipped"] == [{"prompt": 2, "reason": "too long"}]
+    found = to_json_object(replace(report, greedy=(wrong,), skipped=(2,)))
+    assert found["skipped"] == [2]
     assert found["greedy"][0]["is_defect"] is True
     assert found["greedy"][0]["difference"]["gap"] is None
     assert found["sampled"][0]["test"]["n_cells"] == 2

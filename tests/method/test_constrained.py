@@ -6,7 +6,6 @@ import time
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -523,35 +522,6 @@ RNG = np.random.default_rng(3)
 
 
 # --- several at once
-
-
-@pytest.mark.parametrize("kinds", [("good", "tree"), ("tree", "perfect"), (None, "good")])
-@pytest.mark.parametrize("n_forced", [3, 18, 50])
-def test_a_constrained_text_and_a_free_one_share_their_rounds(
-    kinds: tuple[str | None, str | None], n_forced: int
-) -> None:
-    grammars = [rounds_of(n_forced), None, rounds_of(2)]
-    setups = []
-    for kind, rules in zip((*kinds, "ngram"), grammars, strict=True):
-        make = DRAFTERS[kind] if kind else None
-        setups.append(
-            Setup(
-                vocabulary=LETTERS,
-                grammar=rules.start if rules else None,
-                drafter=None if make is None else partial(make, own=SamplerOptions()),
-                n_batch=20,
-            )
-        )
-    plains = [replace(setup, drafter=None).run()[0].tokens for setup in setups]
-    loop = AnswerLoop(setups[0].backend(len(setups)), Clock())
-    generations = [setup.generation(index) for index, setup in enumerate(setups)]
-    for generation in generations:
-        loop.start(generation)
-    while not all(generation.is_finished for generation in generations):
-        loop.round(generations)
-    assert [generation.tokens for generation in generations] == plains
-    assert generations[0].tally.n_forced > 0
-    assert generations[1].tally.n_forced == 0
 
 
 # --- against repetition

@@ -17,12 +17,6 @@ def test_the_speed_up_of_the_whole_answer_includes_the_prompt() -> None:
     assert tally.whole_speedup(1, 0.2) is None
 
 
-def test_reading_the_prompt_with_a_draft_model_counts_against_it() -> None:
-    # As above, and the draft model reads the prompt too, in 5 s.
-    tally = Tally(prompt_s=10.0, draft_s=5.0, wall_s=19.0, start_s=15.0, n_start_tokens=1)
-    assert tally.whole_speedup(41, 0.2) == pytest.approx(18 / 19)
-
-
 @pytest.mark.parametrize("pace", [0.5, 1.0, 3.0])
 def test_the_price_of_plain_decoding_follows_the_speed_of_the_machine(pace: float) -> None:
     costs = CostTable({1: 0.1, 2: 0.14, 4: 0.2})

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from specgen.errors import OutputError, PromptError, UsageError
 from specgen.options import DraftOptions, GenerationOptions, SessionOptions
-from specgen.serve.chat.chat import Chat, parse_command
-from specgen.serve.chat.conversation import (
+from specgen.serve.chat import (
     Change,
+    Chat,
     ChatLog,
     Conversation,
     Turn,
+    parse_command,
     read_conversation,
 )
 from specgen.session.engine import Engine

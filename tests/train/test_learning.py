@@ -106,8 +106,8 @@ def test_every_token_of_an_answer_is_learnt_once(models: Path) -> None:
     with contextlib.closing(LlamaModel(models / "target.gguf")) as model:
         for answer in answers:
             found = kept_texts(model, model, [answer])
-            assert sum((each.answer_tokens for each in found), ()) == answer.tokens
-            whole = (*answer.prompt_tokens, *answer.tokens)
+            assert sum((each.answer_tokens for each in found), ()) == answer.answer
+            whole = (*answer.prompt, *answer.answer)
             for each in found:
                 tokens = (*each.prompt_tokens, *each.answer_tokens)
                 assert len(tokens) <= N_COLUMNS
