@@ -238,7 +238,6 @@ def read_completion(
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """Return the prompts of a request, which are texts or lists of tokens, or one of them."""
     is_several = isinstance(value, list) and value and isinstance(value[0], str | list)
     prompts: list[str | list[int]] = []
     for each in value if is_several else [value]:

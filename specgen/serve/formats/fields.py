@@ -196,7 +196,6 @@ class Body(Fields):
     model_config = ConfigDict(extra="allow")
 
     def warnings(self) -> list[str]:
-        """Return what was ignored."""
         ignored = [
             f"{name[:_LONGEST_NAME]}: ignored, since specgen has no such field"
             for name, value in (self.model_extra or {}).items()

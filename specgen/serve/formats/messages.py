@@ -191,7 +191,6 @@ class MessageWriter:
         return [{"type": "message_start", "message": message}, {**PING}]
 
     def feed(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the events for a chunk of a chat completion, or for the body of an error."""
         if "error" in chunk:
             return [error_body(chunk)]
         (choice,) = chunk["choices"]
@@ -206,14 +205,12 @@ class MessageWriter:
         return events
 
     def whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the whole answer, from the body of a chat completion."""
         (choice,) = body["choices"]
         ending = _ending(choice["finish_reason"], choice.get("stop_reason"))
         content = _content(choice["message"])
         return {**self._head, "content": content, **ending, **_figures(body)}
 
     def _add(self, block: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the events that add a block, or that add its text to the open block."""
         kind = block["type"]
         events: list[dict[str, Any]] = []
         if kind != self._open or kind == "tool_use":
@@ -231,7 +228,6 @@ class MessageWriter:
         return events
 
     def _close(self) -> list[dict[str, Any]]:
-        """Return the event that ends the open block, if there is one."""
         if self._open is None:
             return []
         self._open = None

@@ -107,7 +107,6 @@ class Request:
 
     @property
     def tool_definitions(self) -> tuple[dict[str, Any], ...]:
-        """The definitions of tools for the template."""
         return tuple(each.definition for each in self.tools.functions) if self.tools else ()
 
     def prompt(
@@ -199,7 +198,6 @@ def with_call_form(request: Request, template: str | None) -> Request:
 
 
 def _with_read_variables(request: Request, template: str) -> Request:
-    """Return the request with the variables that the template reads, and warnings of the others."""
     read = {
         name: value
         for name, value in request.variables.items()
@@ -292,7 +290,6 @@ class Conversation:
         self._called: dict[str, str] = {}
 
     def add(self, message: Message) -> None:
-        """Add a message."""
         self._called |= {call.identity: call.name for call in message.tool_calls}
         self.messages.append(message)
 
@@ -313,7 +310,6 @@ class Conversation:
         self.messages[-1] = replace(last, content=_joined(last.content, text))
 
     def join_thought(self, thought: str) -> None:
-        """Add thoughts to the model's turn."""
         last = self._turn("assistant")
         self.messages[-1] = replace(last, reasoning=_joined(last.reasoning or "", thought))
 
@@ -327,7 +323,6 @@ class Conversation:
         self._called[identity] = name
 
     def _turn(self, role: Role) -> Message:
-        """Return the last message if it has this role, else a new one."""
         if not self.messages or self.messages[-1].role != role:
             self.messages.append(Message(role, ""))
         return self.messages[-1]

@@ -288,7 +288,6 @@ class ResponseWriter:
         self._text = ""
 
     def begin(self, n_prompt_tokens: int) -> list[dict[str, Any]]:
-        """Return the events before the answer."""
         response = self._response("in_progress")
         return [
             self._event("response.created", response=response),
@@ -296,7 +295,6 @@ class ResponseWriter:
         ]
 
     def feed(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the events for a chunk of a chat completion, or for an error."""
         if "error" in chunk:
             error = {"code": "server_error", "message": chunk["error"]["message"]}
             response = {**self._response("failed"), "error": error}
@@ -314,7 +312,6 @@ class ResponseWriter:
         return events
 
     def whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the whole response, from the body of a chat completion."""
         (choice,) = body["choices"]
         *_, last = self.feed({**body, "choices": [{**choice, "delta": choice["message"]}]})
         response: dict[str, Any] = last["response"]
@@ -377,7 +374,6 @@ class ResponseWriter:
         ]
 
     def _close(self, status: str) -> list[dict[str, Any]]:
-        """Return the events that end the open item, if there is one."""
         if self._kind is None:
             return []
         item = self._item(status)
@@ -391,7 +387,6 @@ class ResponseWriter:
         return events
 
     def _item(self, status: str) -> dict[str, Any]:
-        """Return the open item with its text so far."""
         item = {"id": self._part_place["item_id"], "type": self._kind, "status": status}
         if self._kind == "message":
             return {**item, "role": "assistant", "content": [self._part()]}
@@ -404,7 +399,6 @@ class ResponseWriter:
         return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
 
     def _text_event(self, step: str, **fields: Any) -> dict[str, Any]:
-        """Return an event about the text of the open item."""
         more: dict[str, Any] = {} if self._kind == "reasoning" else {"logprobs": []}
         kind = f"response.{self._part()['type']}.{step}"
         return self._event(kind, **self._part_place, **fields, **more)

@@ -92,11 +92,9 @@ class ServerMetrics:
         return self._families[name].labels(*labels)
 
     def count_response(self, status: int) -> None:
-        """Count a response."""
         self._responses.labels(status).inc()
 
     def text(self) -> bytes:
-        """Return all figures in Prometheus's text format."""
         return generate_latest(self._registry)
 
 
@@ -127,7 +125,6 @@ class Metrics:
         self._set("requests_deferred", max(0, n_open - n_parallel))
 
     def count_events(self, events: Sequence[Event]) -> None:
-        """Count the events of a step of the engine."""
         n_nodes: dict[int, int] = {}
         for event in events:
             if isinstance(event, DraftedEvent):
@@ -147,7 +144,6 @@ class Metrics:
                     self._count(name, getattr(event, field))
 
     def count_text(self, n_tokens: int, seconds: float) -> None:
-        """Count a text that became an embedding."""
         self._count("prompt_tokens", n_tokens)
         self._count("prompt_seconds", seconds)
 
