@@ -159,7 +159,6 @@ def show_search(
 
 
 def _save_best(search: Search) -> Search:
-    """Save the best draft for the target."""
     from specgen.models import SavedDraft, identify, save_draft
 
     identity = identify(search.target)

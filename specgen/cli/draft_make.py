@@ -195,7 +195,6 @@ def make(
 
 
 def _plan_text(plan: TimePlan, minutes: float, n_tokens: int) -> str:
-    """Return what the time is spent on, and what does not fit into it."""
     text_s, training_s, judging_s = (
         f"{seconds / 60.0:.1f}" for seconds in (plan.text_s, plan.training_s, plan.judging_s)
     )

@@ -43,7 +43,6 @@ app = typer.Typer(
 
 
 def _names(incomplete: str) -> list[str]:
-    """Return the models and pairs whose names begin so."""
     return model_names(incomplete) + pair_names(incomplete)
 
 

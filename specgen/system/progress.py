@@ -37,7 +37,6 @@ class ProgressLines:
             self._write()
 
     def finish(self) -> None:
-        """Write the last state, if the work took long enough for a line."""
         if self._written or self._clock() - self._last_s >= INTERVAL_S:
             self._write()
 
@@ -103,7 +102,6 @@ class ProgressView:
         self._bar.update(self._task, completed=done, total=total, description=text, visible=True)
 
     def note(self, message: str) -> None:
-        """Show a message, above the bar."""
         if self._bar is None:
             print(message, file=self._stream, flush=True)
         else:

@@ -150,7 +150,6 @@ def _connected() -> set[tuple[str, int]]:
 
 
 def _addresses(endpoint: str) -> set[tuple[str, int]]:
-    """Return the IPv4 addresses and the port of a worker."""
     host, port = parse_endpoint(endpoint)
     try:
         found = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)

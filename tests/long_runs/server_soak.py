@@ -61,7 +61,6 @@ _OK = 200
 _TOO_MANY = 429
 #: Statuses that are right for a request that was mutated.
 _REFUSALS = (400, 404, 405, 413, 422, _TOO_MANY)
-_SERVER_ERROR = 500
 #: Megabytes and descriptors that may come and go.
 _SLACK_MB = 64
 _SLACK_FILES = 8
