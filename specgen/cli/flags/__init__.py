@@ -163,16 +163,12 @@ class Template:
         parse=utf8_texts,
     )
 
-
-@group(Template)
-def template(**given: Any) -> Template:
-    """Return the use of the chat template. Raise `UsageError`."""
-    made = Template(**given)
-    if made.system is not None and made.chat is False:
-        raise UsageError("--system and --raw exclude each other: --raw uses no chat template")
-    return made
+    def __post_init__(self) -> None:
+        if self.system is not None and self.chat is False:
+            raise UsageError("--system and --raw exclude each other: --raw uses no chat template")
 
 
+template = group(Template)(Template)
 CHAT = group(Template)(lambda **given: Template(**given).chat).without("system")
 
 # --- answers
@@ -281,14 +277,6 @@ setup = group(
 JSON_REPORT = Option("--json", help="Print a JSON object.")
 
 
-@group(Output)
-def output(**given: Any) -> Output:
-    """Return how a command shows answers, and what it prints besides. Raise `UsageError`."""
-    made = Output(**given)
-    if made.quiet and made.verbose:
-        raise UsageError("--quiet and --verbose exclude each other", hint="use one of them")
-    return made
-
-
+output = group(Output)(Output)
 #: The output of commands that show no answers: --quiet and --verbose.
 loudness = output.without("show", "stats", "json", "newline")
