@@ -182,22 +182,19 @@ class LlamaVocabulary:
         """Return the tokens that llama.cpp finds by name, in the order in which it looks for them."""
         if self._named is None:  # llama.cpp has no list of them, so all tokens are checked
             found = [
-                self._special_token(token_id, attributes)
+                SpecialToken(
+                    token_id,
+                    self.token_text(token_id),
+                    bool(attributes & _CONTROL),
+                    bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP),
+                    bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP),
+                )
                 for token_id in range(self.n_tokens)
                 if (attributes := self.token_attributes(token_id)) & _NAMED
             ]
             found.sort(key=lambda special: -len(special.name.encode()))
             self._named = [special for special in found if special.name]
         return self._named
-
-    def _special_token(self, token_id: int, attributes: int) -> SpecialToken:
-        return SpecialToken(
-            token_id,
-            self.token_text(token_id),
-            bool(attributes & _CONTROL),
-            bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP),
-            bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP),
-        )
 
     def is_end(self, token_id: int) -> bool:
         is_end = self._is_end.get(token_id)

@@ -175,7 +175,6 @@ class WhilePaying:
         ]
         nodes.sort(key=probabilities.__getitem__, reverse=True)
         token_s, extra_s = self.token_s(self.origin), self.extra_s
-        n_room = len(extra_s) - 1
         n_taken, n_room = len(best_nodes(probabilities, token_s, extra_s)), len(extra_s) - 1
         best, best_s, gain_s = 0, 0.0, 0.0
         for n, node in enumerate(nodes[:n_most]):
@@ -183,7 +182,12 @@ class WhilePaying:
             n_rows = max(n_taken + n, tree.depths[node] + 1)
             if n_rows >= n_room:
                 break
-            gain_s += max(0.0, self.rule.value(n_rows, probabilities[node]) + self.next_s)
+            # A larger batch may cost less, but that is no gain of a token.
+            idle_s, look_s = (
+                max(0.0, self.rule.value(n_rows, chance) + self.next_s)
+                for chance in (0.0, probabilities[node])
+            )
+            gain_s += look_s - idle_s
             if gain_s - seconds(n + 1) > best_s:
                 best, best_s = n + 1, gain_s - seconds(n + 1)
         return nodes[:best]

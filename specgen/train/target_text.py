@@ -341,9 +341,9 @@ def kept_texts(
     translation, digest = _translation(target, draft), draft.vocabulary.digest()
     found: list[TrainingText] = []
     for number, answer in enumerate((*learning, *judging)):
-        if max((*answer.prompt_tokens, *answer.tokens), default=0) >= target.vocabulary.n_tokens:
+        if max((*answer.prompt, *answer.answer), default=0) >= target.vocabulary.n_tokens:
             continue  # the answer of another model with the same name and size
-        prompt, tokens = answer.prompt_tokens, answer.tokens
+        prompt, tokens = answer.prompt, answer.answer
         if translation is not None:
             draft_prompt = answer.draft_prompt if answer.draft_vocabulary == digest else None
             prompt, tokens = _translated(translation, prompt, tokens, draft_prompt)

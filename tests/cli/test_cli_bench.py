@@ -8,15 +8,12 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-import specgen.cli
 from specgen.llama import build
 from specgen.measure.bench.plan import entries_of
 from specgen.measure.bench.runs import Runs
@@ -24,21 +21,12 @@ from specgen.options import ContextOptions, SessionOptions
 from specgen.render.tables import bench_lines, print_bench_tables
 from specgen.session.memory import Memory, Threads
 from tests.helpers.bench import report_of, result
+from tests.helpers.cli import Result, Specgen, tiny_names
 from tests.tiny import TinyConfig, write_tiny_model
 
 #: Quick, and enough for a test of the command line.
 SHORT = ("-t", "1", "-fa", "off", "-n", "20", "-c", "256")
 N_COLUMNS = 15
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
-Specgen = Callable[..., Outcome]
 
 
 @pytest.fixture
@@ -54,27 +42,19 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def bench(capsys: pytest.CaptureFixture[str], tiny_models: Path, prompts: Path) -> Specgen:
+def bench(specgen: Specgen, tiny_models: Path, prompts: Path) -> Specgen:
     """Runs `specgen bench` for the tiny target; files may be given by their tiny names."""
 
-    def run(*arguments: str | Path, prompts: Path | None = prompts) -> Outcome:
-        named = [
-            str(path) if (path := tiny_models / f"{argument}.gguf").exists() else str(argument)
-            for argument in arguments
-        ]
-        own = [] if "-m" in named or "--pair" in named else ["-m", str(tiny_models / "target.gguf")]
-        files = [] if prompts is None else ["--prompts", str(prompts)]
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            specgen.cli.main(["bench", *own, *files, *SHORT, *named])
-        captured = capsys.readouterr()
-        assert isinstance(exit_.value.code, int)
-        return Outcome(exit_.value.code, captured.out, captured.err)
+    def run(*arguments: str | Path, prompts: Path | None = prompts) -> Result:
+        named = tiny_names(tiny_models, arguments)
+        own = [] if "-m" in named else ["-m", tiny_models / "target.gguf"]
+        files = [] if prompts is None else ["--prompts", prompts]
+        return specgen("bench", *own, *files, *SHORT, *named)
 
     return run
 
 
-def notes(outcome: Outcome) -> list[str]:
+def notes(outcome: Result) -> list[str]:
     """The lines on standard error, but for those about a busy machine."""
     lines = outcome.err.splitlines()
     return [
@@ -82,7 +62,7 @@ def notes(outcome: Outcome) -> list[str]:
     ]
 
 
-def rows(outcome: Outcome) -> list[list[str]]:
+def rows(outcome: Result) -> list[list[str]]:
     assert outcome.code == 0, outcome.err
     headings, *found = (line.split("\t") for line in outcome.out.splitlines())
     assert headings[:6] == ["target", "temperature", "contender", "category", "answers", "speedup"]
@@ -257,18 +237,6 @@ def test_prompts_may_be_given_as_texts(bench: Specgen) -> None:
     assert "a prompt is empty" in bench("a", " ", prompts=None).err
 
 
-def test_a_bad_prompt_is_named_by_its_line(bench: Specgen, prompts: Path) -> None:
-    prompts.write_text('{"prompt": "x"}\n{"text": "y"}\n', encoding="utf-8")
-    outcome = bench("--draft", "none")
-    assert outcome.code == 3
-    assert "line 2: no prompt in it" in outcome.err
-
-
-def test_a_draft_that_cannot_be_loaded_is_an_error(bench: Specgen, tmp_path: Path) -> None:
-    outcome = bench("--draft", tmp_path / "missing.gguf")
-    assert (outcome.code, outcome.out) == (4, "")
-
-
 def test_a_prompt_that_is_too_long_is_skipped(bench: Specgen, prompts: Path) -> None:
     with prompts.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"prompt": "too long " * 400}) + "\n")
@@ -276,6 +244,7 @@ def test_a_prompt_that_is_too_long_is_skipped(bench: Specgen, prompts: Path) -> 
     assert [row[4] for row in rows(outcome) if row[3] == "overall"] == ["3", "3"]
     _, left_out = notes(outcome)
     assert left_out.startswith("note: prompt 4 was left out: the prompt has ")
+    assert bench("--draft", "none", "--quiet").err == ""
 
 
 def test_an_error_after_results_costs_no_results(
@@ -319,12 +288,6 @@ def test_an_interruption_tells_what_there_is(
         ["plain", "overall", "2"],
         ["plain", "code", "1"],
     ]
-
-
-def test_quiet_says_nothing_on_standard_error(bench: Specgen, prompts: Path) -> None:
-    with prompts.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"prompt": "too long " * 400}) + "\n")
-    assert bench("--draft", "none", "--quiet").err == ""
 
 
 # --- parts

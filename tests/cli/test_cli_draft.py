@@ -17,7 +17,7 @@ from specgen.measure.search import Refused, Search, Tried, by_speedup, find_cand
 from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.models import SavedDraft, identify, save_draft, saved_draft, saved_drafts_file
 from specgen.render.tables import print_draft_table
-from tests.helpers.cli import Result, Specgen, complaint, on_terminal, rest_of
+from tests.helpers.cli import Result, Specgen, complaint, on_terminal, rest_of, tiny_names
 from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
@@ -30,12 +30,7 @@ def find(specgen: Specgen, tiny_models: Path) -> Specgen:
     """Runs `specgen draft find` for the tiny target; files may be given by their tiny names."""
 
     def run(*arguments: str | Path, target: str = "target") -> Result:
-        named = [
-            tiny_models / f"{argument}.gguf"
-            if isinstance(argument, str) and (tiny_models / f"{argument}.gguf").exists()
-            else argument
-            for argument in arguments
-        ]
+        named = tiny_names(tiny_models, arguments)
         return specgen("draft", "find", "-m", tiny_models / f"{target}.gguf", *SHORT, *named)
 
     return run
@@ -126,18 +121,6 @@ def test_what_is_accepted_is_what_a_run_accepts(
         finished = json.loads(run.out.splitlines()[-1])
         assert entry["acceptance_rate"] == pytest.approx(finished["acceptance_rate"])
         assert entry["mean_accepted_length"] == pytest.approx(finished["mean_accepted_length"])
-
-
-def test_the_models_of_a_folder_are_tried(find: Specgen, tiny_models: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    (folder / "deeper").mkdir(parents=True)
-    draft = (tiny_models / "draft.gguf").read_bytes()
-    (folder / "one.gguf").write_bytes(draft)
-    (folder / "notes.txt").write_bytes(draft)
-    (folder / "deeper" / "two.gguf").write_bytes(draft)
-    result = find(folder)
-    assert set(columns(result)) == {"one", "ngram", "none"}
-    assert result.err == ""
 
 
 def test_models_that_have_a_name_and_are_on_the_disk_are_tried(

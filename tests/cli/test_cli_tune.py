@@ -12,7 +12,7 @@ import pytest
 
 from specgen.measure.trial import try_draft
 from specgen.models import SavedDraft, identify, memory_file, save_draft
-from tests.helpers.cli import Result, Specgen
+from tests.helpers.cli import Result, Specgen, tiny_names
 
 #: Quick, and enough for a test of the command line.
 SHORT = ("-fa", "off", "-N", "2", "-n", "14", "--draft-max", "4")
@@ -25,12 +25,7 @@ def tune(specgen: Specgen, tiny_models: Path) -> Specgen:
     """Runs `specgen tune` for the tiny target; files may be given by their tiny names."""
 
     def run(*arguments: str | Path, threads: tuple[str, ...] = ("-t", "1")) -> Result:
-        named = [
-            tiny_models / f"{argument}.gguf"
-            if isinstance(argument, str) and (tiny_models / f"{argument}.gguf").exists()
-            else argument
-            for argument in arguments
-        ]
+        named = tiny_names(tiny_models, arguments)
         return specgen("tune", "-m", tiny_models / "target.gguf", *SHORT, *threads, *named)
 
     return run

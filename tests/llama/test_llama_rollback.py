@@ -373,7 +373,7 @@ def test_a_state_that_cannot_be_saved_or_restored_is_an_error(
     backend.checkpoint(0)
     with monkeypatch.context() as patch:
         patch.setattr(llama_cpp, "llama_state_seq_get_data_ext", lambda *_: 0)
-        with pytest.raises(BackendError, match=r"sequence 0 at position 40 could not be saved"):
+        with pytest.raises(BackendError, match=r"sequence 0 could not be saved"):
             decode(backend, [50])
     decode_together(backend, [50])
     backend.checkpoint(0)
@@ -381,7 +381,7 @@ def test_a_state_that_cannot_be_saved_or_restored_is_an_error(
     backend.remove(0, 42)
     with monkeypatch.context() as patch:
         patch.setattr(llama_cpp, "llama_state_seq_set_data_ext", lambda *_: 7)
-        with pytest.raises(RollbackError, match=r"position 41 could not be restored \(7 of"):
+        with pytest.raises(RollbackError, match=r"position 41 could not be restored"):
             decode(backend, [53])
 
 

@@ -18,7 +18,6 @@ from benchmarks.foresight import (
     foresee_drafter,
     groups_of,
     main,
-    run_lengths,
     share_reached,
     to_json,
 )
@@ -90,25 +89,6 @@ def test_no_way_is_quicker(task: tuple[int, list[float], list[DrafterForesight]]
         place += step.n_drafted + 1
     assert place == n_tokens
     assert seconds == pytest.approx(way.seconds)
-
-
-@given(st.lists(st.booleans()), st.integers(1, 5), st.integers(1, 5))
-def test_runs_are_found_with_few_looks(right: list[bool], n_max: int, n_drafts: int) -> None:
-    looks: list[int] = []
-
-    def look(place: int) -> tuple[int, int]:
-        """A draft model of drafts of `n_drafts` tokens, or to the end."""
-        looks.append(place)
-        n_right = 0
-        while place + n_right < len(right) and n_right < n_drafts and right[place + n_right]:
-            n_right += 1
-        return min(n_drafts, len(right) - place), n_right
-
-    found = run_lengths(len(right), n_max, look)
-    assert looks == sorted(set(looks))
-    for place, length in enumerate(found):
-        following = [*right[place:], False]
-        assert length == min(n_max, following.index(False))
 
 
 def model(seed: int | None = None, noise: float = 0.0) -> Drafter:

@@ -16,7 +16,6 @@ from specgen.measure.threads import BATCH_ROWS, choose_threads, measure_threads,
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, SessionOptions
 from specgen.session.calibration import is_pair_measured, measure_if_new
-from specgen.session.costs import is_measured
 from specgen.session.memory import Memory, Threads, with_threads
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
@@ -239,31 +238,6 @@ def test_what_a_busy_machine_costs_holds_for_a_few_runs_only(
         with Session(options, time.perf_counter, memory) as loaded:
             assert is_pair_measured(loaded, draft) == (share_of_others <= 0.25 or n < 3)
         memory.save()
-
-
-def test_on_a_machine_that_is_always_busy_every_fourth_run_measures(
-    tmp_path: Path, tiny_models: Path
-) -> None:
-    file, target = tmp_path / "learnt.json", tiny_models / "target.gguf"
-
-    def run(*, is_busy: bool = True) -> bool:
-        """Use the costs as a process does; return whether it measured them."""
-        memory = Memory(file)
-        table = memory.costs(target, ContextOptions(), 0, 1)
-        is_new = not is_measured(table)
-        if is_new:
-            for n_rows in range(1, 5):
-                table.start(n_rows, 0.5)
-            if is_busy:
-                memory.keep_briefly(target, ContextOptions(), 1)
-        memory.save()
-        return is_new
-
-    measured = [run() for _ in range(16)]
-    assert [n for n, is_new in enumerate(measured) if is_new] == [0, 4, 8, 12]
-    while not run(is_busy=False):
-        pass
-    assert not any(run() for _ in range(20))
 
 
 def test_threads_are_kept_by_model_and_machine(tmp_path: Path, tiny_models: Path) -> None:

@@ -67,14 +67,14 @@ def llama_logits(path: Path, tokens: list[int], n_ctx: int = N_CONTEXT) -> np.nd
 def own_logits(path: Path, *texts: list[int]) -> list[np.ndarray]:
     """The same by our transformer, with the texts in one row."""
     weights = read_weights(path)
-    parted = stack_layers(weights)
+    layers, others = stack_layers(weights)
     tokens = np.concatenate(texts)[None]
     numbers = np.concatenate([np.full(len(text), i + 1) for i, text in enumerate(texts)])[None]
     places = np.concatenate([np.arange(len(text)) for text in texts])[None]
     states = jax.jit(hidden_states, static_argnums=0)(
-        weights.hyperparameters, parted.layers, parted.others, tokens, numbers, places
+        weights.hyperparameters, layers, others, tokens, numbers, places
     )
-    logits = np.asarray(states @ output_matrix(parted.others).T)[0]
+    logits = np.asarray(states @ output_matrix(others).T)[0]
     return np.split(logits, np.cumsum([len(text) for text in texts])[:-1])
 
 
