@@ -27,13 +27,14 @@ from specgen.options import (
     SessionOptions,
     TreeShape,
 )
-from specgen.session.answer_loop import AnswerLoop, ChunkedPrefill
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine, generate
 from specgen.session.memory import Memory
 from specgen.session.prefix_cache import Slot
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
+from specgen.session.scheduler import ChunkedPrefill
 from specgen.session.session import Session
 from specgen.text.prefix import n_common
 from specgen.text.sequence import Sequence
