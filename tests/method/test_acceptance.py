@@ -13,7 +13,6 @@ from specgen.method.acceptance import (
     N_BINS,
     NGRAM_ORIGINS,
     AcceptanceRates,
-    GainPrior,
     start_of,
 )
 
@@ -123,50 +122,15 @@ def test_the_shift_of_a_text_is_bounded() -> None:
     assert 0.0 < math.log(kept / (1.0 - kept)) - math.log(moved / (1.0 - moved)) <= 2.5 + 1e-6
 
 
-# --- what texts gain ---------------------------------------------------------------------------
-
-
-def test_the_next_text_is_expected_to_gain_what_was_thought_and_then_what_texts_did() -> None:
-    gains = GainPrior(start=0.3)
-    assert gains.mean == 0.3
-    gains.add(-0.3, 1.0)
-    assert 0.0 < gains.mean < 0.3
-    for _ in range(300):
-        gains.add(-0.3, 1.0)
-    assert gains.mean == pytest.approx(-0.3, abs=0.05)
-
-
-def test_a_text_counts_once_and_by_how_much_was_seen_of_it() -> None:
-    acceptance = AcceptanceRates()
-    gains = acceptance.counts.gains
-    acceptance.expect(0.5)
-    assert gains.start == 0.5
-    acceptance.see(0.9)
-    acceptance.end_text()
-    assert gains.n == 0.0  # too little was seen
-    for n_looks in (10, 100):
-        before = gains.n
-        acceptance = acceptance.for_new_text()
-        for _ in range(n_looks):
-            acceptance.see(0.9)
-        acceptance.expect(0.7)
-        acceptance.end_text()
-        acceptance.end_text()
-        acceptance = acceptance.for_new_text()
-        assert gains.n - before == pytest.approx(n_looks / (n_looks + 20), abs=0.05)
-    assert gains.total / gains.n == pytest.approx(0.7)
-    assert gains.start == 0.5
-
-
-def test_what_may_be_lost_is_bounded_and_comes_back_slowly() -> None:
-    gains = GainPrior(start=0.2)
-    first = gains.allowance
+def test_trials_use_up_a_credit_that_comes_back_slowly() -> None:
+    counts = AcceptanceRates().counts
+    assert counts.trial_credit == 0.0
     for _ in range(10):
-        gains.account(-4.0, 1)
-    assert gains.allowance == pytest.approx(first - 40.0, abs=1.0)
+        counts.account(1, -4.0)
+    assert counts.trial_credit == pytest.approx(-40.0, abs=1.0)
     for _ in range(1000):
-        gains.account(0.0, 1)
-    assert gains.allowance == pytest.approx(first - 20.0, abs=2.0)
+        counts.account(1)
+    assert counts.trial_credit == pytest.approx(-20.0, abs=2.0)
     for _ in range(1000):
-        gains.account(2.0, 3)
-    assert gains.allowance < 100.0  # what was saved once is no credit for ever
+        counts.account(3, 2.0)
+    assert counts.trial_credit < 50.0  # what was saved once is no credit for ever

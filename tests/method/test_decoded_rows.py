@@ -14,7 +14,7 @@ from specgen.events import DraftedEvent, DraftNode, Event, NoticeEvent
 from specgen.method.backend import Batch
 from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter
-from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan, RoundResult, Whole
+from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan, RoundResult, UntilUnsure
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.system.arrays import Logits
 from specgen.text.text_state import TextState
@@ -82,7 +82,7 @@ class Models:
         return Text(state, language, LETTERS, self.sampler, 99, self.n_guess, self.open)
 
 
-class UpToTwo(Whole):
+class UpToTwo(UntilUnsure):
     """A draft of at most two tokens of a model: it has looked for a third one before it stops."""
 
     def wants_token(self, confidences: Sequence[float]) -> bool:
@@ -173,7 +173,7 @@ def test_what_was_committed_rides_in_the_next_batch() -> None:
 def test_a_text_that_went_on_as_the_model_drafted_beyond_what_was_verified() -> None:
     """It is read already, and so is what follows."""
 
-    class FirstTwo(Whole):
+    class FirstTwo(UntilUnsure):
         def cut(self, draft: Draft) -> Draft:
             return draft.first(2)
 

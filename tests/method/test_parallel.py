@@ -17,7 +17,7 @@ from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import draft_alone, propose_together
 from specgen.method.policy import Offer, RoundPlan, draft_up_to
-from specgen.method.verify import make_verifier
+from specgen.method.verify import VERIFIERS
 from specgen.options import DraftOptions, SamplerOptions, TreeShape, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.text_state import TextState
@@ -251,7 +251,7 @@ def test_the_text_is_that_of_plain_decoding(
         plain,
         drafter=made,
         drafting=DraftOptions(policy="fixed", max_tokens=n_draft, p_min=0.0),
-        verifier=make_verifier("match"),  # with it, a seed's text is the same also if it is drawn
+        verifier=VERIFIERS["match"],  # with it, a seed's text is the same also if it is drawn
     )
     expected, _ = plain.run()
     found, _ = drafted.run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import cast
 
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.drafters.cascade import Cascade
+from specgen.drafters.expansion import TreeBuilder
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.tree import TreeModelDrafter
 from specgen.events import DraftedEvent
@@ -21,7 +22,7 @@ from specgen.method.backend import Backend
 from specgen.method.cost_aware import CostAwarePolicy
 from specgen.method.cost_table import CostTable
 from specgen.method.distribution import Distribution
-from specgen.method.draft import NO_DRAFT, ROOT, Draft, TreeBuilder
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import Offer, RoundPlan, RoundResult, draft_up_to
 from specgen.method.stopping import WhilePaying, best_nodes
@@ -419,16 +420,8 @@ class Chains(CostAwarePolicy):
 class FirstChoices(WhilePaying):
     """Goes on along the likeliest tokens only."""
 
-    def frontier(
-        self,
-        tree: TreeBuilder,
-        probabilities: Sequence[float],
-        n_deepest: int,
-        n_most: int,
-        seconds: Callable[[int], float],
-    ) -> list[int]:
-        found = super().frontier(tree, probabilities, n_deepest, n_most, seconds)
-        return [node for node in found if tree.ranks[node] == 0]
+    def guess_probability(self, rank: int, confidence: float) -> float:
+        return super().guess_probability(rank, confidence) if rank == 0 else 0.0
 
     def cut(self, draft: Draft) -> Draft:
         chain = [node for node in range(len(draft)) if draft.ranks()[node] == 0]
