@@ -34,9 +34,9 @@ _AT_ONCE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
 #: trials may follow.
 _N_TRIED_TOKENS = 3
 _N_TRIALS = 2
-#: The prefill of a draft may take at most this share of the time that the answer took so far: one that ends soon
-#: loses no more. If it is not expected to pay, less may be lost.
-_MOST_AHEAD = 0.5
+#: The prefill of a draft may take at most this many times the time that the answer took so far: how long it gets is a
+#: guess. A trial may take less, since it is not expected to pay.
+_MOST_AHEAD = 2.0
 _MOST_AHEAD_OF_TRIAL = 0.1
 #: A round loses at most so many plain tokens: where it took longer, the machine stood still for a moment,
 #: which says nothing about the drafter.

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.drafters.cascade import Cascade
-from specgen.drafters.expansion import TreeBuilder
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.tree import TreeModelDrafter
 from specgen.events import DraftedEvent
@@ -28,7 +27,6 @@ from specgen.method.policy import Offer, RoundPlan, RoundResult, draft_up_to
 from specgen.method.stopping import WhilePaying, best_nodes
 from specgen.method.verify import (
     AutoVerifier,
-    MatchVerifier,
     ResidualVerifier,
     SpecTrVerifier,
     Verifier,
@@ -287,19 +285,6 @@ def test_drawn_trees_fit(
     assert p_value(counts, exact(options)) > LEVEL
 
 
-@pytest.mark.parametrize("shape", ["3,2", "2,1,1"])
-@pytest.mark.parametrize("verifier", [MatchVerifier, ResidualVerifier])
-def test_trees_of_the_likeliest_tokens_fit(verifier: Callable[[], Verifier], shape: str) -> None:
-    options = SAMPLERS["plain"]
-
-    def drafter(seed: int) -> Drafter:
-        state = TextState(SHORT_PROMPT)
-        return tree_drafter(DRAFTS["good"], LETTERS, shape, options, seed=seed, state=state)[0]
-
-    counts = draw(options, drafter, verifier(), FIXED)
-    assert p_value(counts, exact(options)) > LEVEL
-
-
 def counted(language: Language) -> tuple[Language, Counter[tuple[int, ...]]]:
     """A language, and how often it was asked what follows each text."""
     counts: Counter[tuple[int, ...]] = Counter()
@@ -538,32 +523,3 @@ def test_first_and_second_guesses_are_learnt_about_apart() -> None:
     assert policy.acceptance_of("model").chance(0.5) < 0.2
     assert policy.acceptance_of("model:2").chance(0.3) > 0.8
     assert policy.acceptance_of("model:3").chance(0.1) < 0.05
-
-
-def test_where_a_growing_tree_may_be_looked_beyond() -> None:
-    tree = TreeBuilder("model")
-    first = tree.add(ROOT, 3, 0.6)
-    end = tree.add(ROOT, 0, 0.3, is_end=True)
-    assert tree.open_nodes(9) == [first]
-    tree.look_beyond(first)
-    below = [tree.add(first, token, 0.4) for token in (4, 5)]
-    last = tree.add(ROOT, 6, 0.1)
-    assert tree.open_nodes(9) == [*below, last]
-    assert tree.open_nodes(1) == [last]
-    assert [tree.ranks[node] for node in (first, end, last, *below)] == [0, 1, 2, 0, 1]
-
-
-def test_children_come_in_the_order_in_which_they_were_drafted() -> None:
-    tree = Draft((1, 2, 3, 4, 5), (ROOT, 0, ROOT, 0, 3), ("model",) * 5, (0.5,) * 5, (None,) * 5)
-    assert [list(tree.children(node)) for node in range(ROOT, 5)] == [
-        [0, 2],
-        [1, 3],
-        [],
-        [],
-        [4],
-        [],
-    ]
-    # What was asked of one makes it no other draft.
-    other = replace(tree)
-    assert other == tree
-    assert hash(other) == hash(tree)
