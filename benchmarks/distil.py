@@ -24,9 +24,8 @@ from specgen.measure.bench.runs import NOW
 from specgen.measure.prompts import read_prompts
 from specgen.system.machine import look_at_machine
 from specgen.train.distillation import RATE, SOFTNESS, distil
-from specgen.train.draft_builder import own_prompts
-from specgen.train.target_text import TargetText
-from specgen.train.training_data import TrainingText, training_texts
+from specgen.train.draft_builder import OWN_PROMPTS
+from specgen.train.target_text import TargetText, TrainingText, training_texts
 from specgen.train.training_loop import Budget
 
 
@@ -46,7 +45,7 @@ def main() -> None:
     asked = parser.parse_args()
     target, draft = LlamaModel(asked.target), LlamaModel(asked.draft)
     with contextlib.closing(target), contextlib.closing(draft):
-        prompts = own_prompts() if asked.prompts is None else read_prompts(asked.prompts)
+        prompts = read_prompts(asked.prompts or OWN_PROMPTS)
         text = TargetText(asked.text, prompts)
         texts = training_texts(text, target, draft, NOW)
     texts = _first(texts, asked.tokens)

@@ -29,7 +29,7 @@ from pathlib import Path
 from scripts import cmake_args
 from specgen.errors import FetchError, SpecgenError
 from specgen.models.download import INDEX_VARIABLE, IndexFile, files_of, index_url, normalized
-from specgen.models.progress import LineProgress
+from specgen.models.progress import StreamProgress
 
 PACKAGE = "llama-cpp-python"
 PROGRAMS = ("llama-speculative-simple", "llama-lookup")
@@ -161,7 +161,7 @@ def download(version: str, work: Path) -> Path:
             f"{INDEX_VARIABLE} names another index",
         )
     say(f"downloading {file.name}")
-    download_file(file.url, archive, file.sha256, LineProgress(sys.stderr))
+    download_file(file.url, archive, file.sha256, StreamProgress(sys.stderr))
     return archive
 
 

@@ -34,7 +34,7 @@ from specgen.session.prompts import Prompt
 from specgen.session.prompts.template import Message
 from specgen.session.request import Request
 from specgen.session.session import Session
-from specgen.text.grammar.forms import schema_grammar
+from specgen.text.grammar.base import schema_grammar
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -209,18 +209,19 @@ class Model:
         return replace(sampling, **_given(options, "temperature", "seed"))
 
     def _generation(self, options: AnswerOptions) -> GenerationOptions:
-        given = _given(options, "max_tokens", "ignore_eos", "logprobs")
-        generation = replace(self._loaded.options.generation, **given)
-        if "stop" in options:
-            generation = replace(generation, stop=tuple(options["stop"]))
+        given = _given(options, "max_tokens", "ignore_eos", "logprobs", "stop")
         if "grammar" in options and "json_schema" in options:
             raise UsageError("grammar and json_schema exclude each other")
         if "grammar" in options:
-            generation = replace(generation, grammar=Grammar("gbnf", options["grammar"]))
+            given["grammar"] = Grammar("gbnf", options["grammar"])
         if "json_schema" in options:
             schema = options["json_schema"]
-            text = schema if isinstance(schema, str) else json.dumps(schema)
-            generation = replace(generation, grammar=schema_grammar(text))
+            given["grammar"] = schema_grammar(
+                schema if isinstance(schema, str) else json.dumps(schema)
+            )
+        if "stop" in given:
+            given["stop"] = tuple(given["stop"])
+        generation = replace(self._loaded.options.generation, **given)
         if generation.grammar is not None and generation.ignore_eos:
             raise UsageError(
                 "ignore_eos and a grammar exclude each other: text that follows a grammar has an end"

@@ -73,7 +73,6 @@ class TreeShape:
 
     @property
     def n_nodes(self) -> int:
-        """The nodes of a fixed shape."""
         if self.kind == "walks":
             return self.numbers[0] * self.numbers[1]
         n_level, n = 1, 0
@@ -84,7 +83,6 @@ class TreeShape:
 
     @property
     def n_levels(self) -> int:
-        """The depth of a fixed shape."""
         return self.numbers[1] if self.kind == "walks" else len(self.numbers)
 
     def __str__(self) -> str:
@@ -270,7 +268,6 @@ class DraftOptions:
 
     @property
     def ngrams_of(self) -> tuple[int, int]:
-        """The shortest and the longest run of tokens to look for."""
         shortest, longest = FIXED_NGRAMS if self.policy == "fixed" else NGRAMS
         if self.ngram_min is not None:
             shortest, longest = self.ngram_min, max(self.ngram_min, longest)
@@ -280,7 +277,6 @@ class DraftOptions:
 
     @property
     def adds_ngrams(self) -> bool:
-        """Whether n-grams draft beside a draft model."""
         return self.is_by_cost if self.ngrams is None else self.ngrams
 
     @property

@@ -5,30 +5,34 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import importlib.util
 import os
 import sys
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typer import Argument, Option
 
 from specgen.cli import flags
-from specgen.cli.batch_cluster import actor_job, ray_cluster, with_workers
 from specgen.cli.inputs import STDIO, read_bytes
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
-from specgen.options import SessionOptions
+from specgen.options import Contexts, DraftSource, KernelOptions, SessionOptions
 from specgen.system.json_lines import as_json
 
 if TYPE_CHECKING:
     from specgen.serve.batch.lines import Line
-    from specgen.serve.batch.on_ray import RayBatch
+    from specgen.serve.batch.on_ray import ActorJob, Cluster, RayBatch
     from specgen.serve.batch.results import Earlier, Write
     from specgen.serve.batch.runner import Batch
+    from specgen.session.files import DraftChoice
+    from specgen.session.session import Session
 
 #: The most lines that the last message names.
 _N_NAMED = 10
@@ -56,8 +60,7 @@ _N_NAMED = 10
             "--host-timeout",
             min=0.1,
             metavar="SECONDS",
-            help="Give up after so long without a started actor (--ray), or while waiting for lost workers "
-            "(--rpc).",
+            help="With --ray: give up after so long without a started actor.",
         ),
         ray=Option(
             "--ray",
@@ -173,16 +176,7 @@ def batch(
             if record["error"] is not None:
                 failed.add(record["custom_id"])
 
-        code = 0
-        if todo:
-            code = with_workers(
-                setup.machine.target.workers,
-                lambda: _answer(answering(write_one), todo, output),
-                n_missing=len(todo),
-                can_restart=source != STDIO and not is_stream,
-                patience_s=host_timeout,
-                note=output.note,
-            )
+        code = _answer(answering(write_one), todo, output) if todo else 0
     if failed and not code:
         raise BatchError(
             f"{counted(len(failed), 'line')} of {len(lines)} could not be answered"
@@ -290,3 +284,90 @@ def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str,
     if options.target_context.n_ctx is not None:
         found["ctx_size"] = options.target_context.n_ctx
     return found
+
+
+# --- a cluster
+
+
+def ray_cluster(
+    address: str | None,
+    machine: Contexts,
+    per_worker: tuple[float | None, float | None],
+    *,
+    patience_s: float,
+) -> Cluster | None:
+    """Return the cluster of these options; None without one. Raise `UsageError` if Ray is not installed, the
+    address is invalid, or other options exclude it."""
+    if address is None:
+        if per_worker != (None, None):
+            raise UsageError("--cpus-per-worker and --gpus-per-worker go with --ray")
+        return None
+    if machine.target.workers is not None:
+        raise UsageError("--ray and --rpc exclude each other")
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError(
+            "--ray needs ray, which is not installed", hint="pip install 'specgen-gguf[ray]'"
+        )
+    host, _, port = address.rpartition(":")
+    if address not in {"local", "auto"} and not (host and "/" not in host and port.isdigit()):
+        raise UsageError(
+            f"--ray {address}: not the address of a cluster",
+            hint="give HOST:PORT as `ray start --head` prints it, or auto, or local",
+        )
+    from specgen.serve.batch.on_ray import Cluster
+
+    return Cluster(address, *per_worker, patience_s)
+
+
+def open_on_node(
+    options: SessionOptions, drafts: Sequence[DraftChoice], kernels: KernelOptions
+) -> Session:
+    """Load the models in an actor. Files that are made, and what is learnt, stay on the node."""
+    from specgen.cli.model_loading import load, use_kernels
+    from specgen.models import cache_folder
+
+    quiet = Output(quiet=True)
+    use_kernels(kernels, quiet)
+    return load(replace(options, cache=cache_folder()), quiet, drafts)
+
+
+def actor_job(
+    options: SessionOptions,
+    drafts: Sequence[DraftChoice],
+    kernels: KernelOptions,
+    cpus_per_worker: float | None,
+    **how: Any,
+) -> ActorJob:
+    """Return what an actor does; `how` are the other fields of `ActorJob`. It has another working folder, so paths
+    are absolute, and as many threads as it has CPUs, unless it has all of its node's. A draft that nobody named
+    may be missing on a node."""
+    from specgen.serve.batch.on_ray import ActorJob, n_bytes_of
+
+    drafts = tuple(replace(each, draft=_absolute(each.draft)) for each in drafts)
+    lookup_files = tuple(path.absolute() for path in options.drafting.lookup_files)
+    options = replace(
+        options,
+        target=options.target.absolute(),
+        draft=_absolute(options.draft),
+        helpers=tuple(map(_absolute, options.helpers)),
+        drafting=replace(options.drafting, lookup_files=lookup_files),
+    )
+    if cpus_per_worker is not None:
+        n_threads = max(1, int(cpus_per_worker))
+        for name in ("target_context", "draft_context"):
+            context = getattr(options, name)
+            threads = context.n_threads or n_threads
+            options = replace(options, **{name: replace(context, n_threads=threads)})
+    found = {each.draft for each in drafts if each.why}
+    named = {options.target, options.draft, *options.helpers, *lookup_files} - found
+    named |= {each.draft for each in drafts} - found
+    sizes = {str(path): n_bytes_of(path) for path in named if isinstance(path, Path)}
+    return ActorJob(
+        partial(open_on_node, options, drafts, kernels),
+        files={path: n_bytes for path, n_bytes in sizes.items() if n_bytes is not None},
+        **how,
+    )
+
+
+def _absolute(source: DraftSource) -> DraftSource:
+    return source.absolute() if isinstance(source, Path) else source

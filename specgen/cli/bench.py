@@ -122,8 +122,6 @@ _FILES = flags.panel(
 
 @flags.takes_options(
     _MODELS,
-    flags.HUB,
-    flags.HUB_DRAFT,
     _CONTEST,
     _FILES,
     chat=flags.CHAT,
@@ -143,10 +141,6 @@ def bench(
     targets: list[str] | None = None,
     drafts: list[str] | None = None,
     pairs: list[str] | None = None,
-    hf_repo: list[str] | None = None,
-    hf_repo_draft: list[str] | None = None,
-    hf_file: str | None = None,
-    hf_token: str | None = None,
     policies: list[str] | None = None,
     trees: list[str] | None = None,
     temperatures: list[float] | None = None,
@@ -201,9 +195,7 @@ def bench(
     _check_folder(html_file, "--html")
     if json_file != STDIO:
         _check_folder(json_file, "--json")
-    targets = [*(targets or ()), *flags.hub_names(hf_repo, hf_file, hf_token)]
-    drafts = [*(drafts or ()), *flags.hub_names(hf_repo_draft)]
-    found = find_drafts(targets, pairs or [], drafts, quiet=output.quiet)
+    found = find_drafts(targets or [], pairs or [], drafts or [], quiet=output.quiet)
     temperatures = list(dict.fromkeys(temperatures or [0.0]))
     entries = entries_of(base, found, ways, temperatures, open_memory())
     load = LoadOfOthers()
@@ -220,7 +212,7 @@ def bench(
             ),
         )
     report = BenchReport(
-        about=about(base, entries, chat, _command(hf_token)),
+        about=about(base, entries, chat, _command(os.environ.get("HF_TOKEN"))),
         contenders=[entry.to_json_object() for entry in entries],
         prompts=asked,
         runs=runs,

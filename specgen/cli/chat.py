@@ -10,21 +10,25 @@ import sys
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import IO, TYPE_CHECKING
 
 from typer import Option
 
 from specgen.cli import flags
 from specgen.cli.inputs import decoded, read_bytes
 from specgen.cli.model_loading import Setup, opened
-from specgen.cli.output import Output, show_events
+from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
-from specgen.errors import OutputError, SpecgenError, UsageError, WorkerLostError
+from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
 
 if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import History
+    from prompt_toolkit.key_binding import KeyBindings
+
     from specgen.events import Event
-    from specgen.serve.chat.chat import Chat
-    from specgen.serve.chat.conversation import ChatLog, Conversation
+    from specgen.serve.chat import Chat, ChatLog, Conversation
     from specgen.train.learner import Learner
 
 
@@ -75,8 +79,7 @@ def chat(
     text = "".join(map(_file_text, files or ()))
     sources, options = setup.find(output)
     with contextlib.ExitStack() as stack:
-        from specgen.serve.chat.chat import Chat, check_template
-        from specgen.serve.chat.conversation import Change
+        from specgen.serve.chat import Change, Chat, check_template
         from specgen.session.calibration import calibrate
         from specgen.session.engine import Engine
         from specgen.train.learner import Learner
@@ -123,11 +126,9 @@ class _View:
 
     def answer(self, events: Generator[Event, None, None]) -> int:
         """Show an answer; return the exit code of the signal that ended it, or 0."""
-        from specgen.cli.chat_input import without_echo
-
         try:
             with without_echo(), Interrupt(ends_process=False) as self._stop:
-                finished = show_events(events, self._output.renderer(in_chat=True))
+                finished = self._output.show_answer(events, in_chat=True)
                 code = self._stop.exit_code
         finally:
             self._stop = None
@@ -142,9 +143,8 @@ def _say(text: str) -> None:
 
 def _talk(talk: Chat, view: _View, learner: Learner, output: Output) -> int:
     """Answer messages until there are no more; return the exit code."""
-    from specgen.cli.chat_input import is_person, piped_messages, typed_messages
     from specgen.models import data_folder
-    from specgen.serve.chat.chat import ALIASES, COMMANDS, parse_command
+    from specgen.serve.chat import ALIASES, COMMANDS, parse_command
 
     is_typed = is_person()
     if is_typed and not output.quiet:
@@ -189,7 +189,7 @@ def _do(name: str, argument: str, talk: Chat, view: _View) -> int:
     """Carry out a command; return the exit code of a signal, or 0. Raise `UsageError` if it is not
     possible, `PromptError`, and `OutputError` if the conversation cannot be saved."""
     from specgen.render.text import counted
-    from specgen.serve.chat.conversation import Change, read_conversation, save_conversation
+    from specgen.serve.chat import Change, read_conversation, save_conversation
 
     if name == "regen":
         if talk.says_the_same_again:
@@ -227,7 +227,7 @@ def _do(name: str, argument: str, talk: Chat, view: _View) -> int:
 
 
 def _help() -> str:
-    from specgen.serve.chat.chat import COMMANDS
+    from specgen.serve.chat import COMMANDS
 
     usages = {f"/{name} {takes}".strip(): does for name, (takes, does) in COMMANDS.items()}
     lines = [f"{usage:<{max(map(len, usages))}}  {does}" for usage, does in usages.items()]
@@ -248,7 +248,7 @@ def _show_thought(talk: Chat) -> None:
     if not thought:
         raise UsageError("the last answer of this run has no thinking block")
     console = make_console(sys.stderr, os.environ)
-    console.print(clean(thought, console.encoding), style="dim", soft_wrap=True)
+    console.print(clean(thought), style="dim", soft_wrap=True)
 
 
 def _show_figures(talk: Chat) -> None:
@@ -285,7 +285,7 @@ def _session_file(name: str) -> Path:
 
 @contextlib.contextmanager
 def _opened(path: Path | None, output: Output) -> Iterator[tuple[Conversation, ChatLog | None]]:
-    from specgen.serve.chat.conversation import ChatLog, Conversation
+    from specgen.serve.chat import ChatLog, Conversation
 
     if path is None:
         yield Conversation(), None
@@ -308,3 +308,164 @@ def _greeting(conversation: Conversation) -> str:
 def _file_text(path: Path) -> str:
     """Return a file's text in the form in which the first message includes it. Raise `PromptError`."""
     return f"{path}:\n\n{decoded(read_bytes(path), str(path)).rstrip()}\n\n"
+
+
+# --- messages, from a person at a terminal or from a pipe
+
+#: The sign in front of a person's messages.
+_PROMPT = "> "
+
+
+def piped_messages(stream: IO[bytes]) -> Iterator[str]:
+    """Yield the lines of a stream. A backslash at the end of a line continues the message on the next one;
+    empty lines are skipped. Raise `PromptError` for a line that is not UTF-8."""
+    message = ""
+    for number, raw in enumerate(stream, start=1):
+        data = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+        try:
+            line = data.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise PromptError(
+                f"standard input is not UTF-8: byte {data[error.start]:#04x} on line {number}",
+                hint="convert it first, for example with iconv -f LATIN1 -t UTF-8",
+            ) from None
+        if line.endswith("\\"):
+            message += line[:-1] + "\n"
+            continue
+        message += line
+        if message.strip():
+            yield message
+        message = ""
+    if message.strip():
+        yield message.removesuffix("\n")
+
+
+def typed_messages(history: Path, commands: list[str]) -> Iterator[str]:
+    """Yield messages that a person types, with an editor's keys and a history in the file `history`.
+
+    A backslash at the end of a line starts another line, and so does Alt-Enter; a paste stays one message.
+    Ctrl-C clears the line, Ctrl-D in an empty one ends. `commands` are completed.
+    """
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.output import create_output
+
+    # Answers may go into a pipe; the typed text must be visible all the same.
+    output = create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr)
+    session: PromptSession[str] = PromptSession(
+        _PROMPT,
+        history=_history(history),
+        completer=WordCompleter(commands, sentence=True),
+        complete_while_typing=False,
+        multiline=True,
+        prompt_continuation=lambda width, _number, _is_soft: " " * width,
+        key_bindings=_keys(),
+        output=output,
+    )
+    while True:
+        try:
+            with _ending_by_signals(session):
+                message = session.prompt()
+        except KeyboardInterrupt:
+            continue
+        except EOFError:
+            return
+        if message.strip():
+            yield message
+
+
+def _history(path: Path) -> History:
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    class Kept(FileHistory):
+        def store_string(self, string: str) -> None:
+            # A full disk, or bytes that are not UTF-8, must not keep the message from being sent.
+            with contextlib.suppress(OSError, UnicodeError):
+                super().store_string(string)
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        path.read_bytes()
+    except OSError:
+        return InMemoryHistory()
+    return Kept(str(path))
+
+
+class _EndedError(Exception):
+    """A signal ended the editor."""
+
+
+@contextlib.contextmanager
+def _ending_by_signals(editor: PromptSession[str]) -> Iterator[None]:
+    """Let a signal of `kill`, or of a closed terminal, end the program in order: the editor restores the
+    terminal. Raise `SystemExit` with the exit code of the signal."""
+    received = 0
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        nonlocal received
+        received = number
+        loop = editor.app.loop
+        if loop is None:  # before or after the editor runs
+            raise SystemExit(128 + number)
+        loop.call_soon_threadsafe(lambda: editor.app.exit(exception=_EndedError()))
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = [(number, signal.signal(number, end)) for number in numbers]
+    try:
+        yield
+    except _EndedError:
+        raise SystemExit(128 + received) from None
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def without_echo() -> Iterator[None]:
+    """Hide what is typed at a terminal while an answer is shown; it is read afterwards."""
+    if os.name == "nt" or sys.stdin is None or not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    changed = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(descriptor, termios.TCSANOW, changed)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
+
+def _keys() -> KeyBindings:
+    """Return the keys: Enter sends, unless a backslash is before it."""
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _send(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.text_before_cursor.endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+def is_person() -> bool:
+    """Return whether a person types the messages at a terminal, and one of the streams can show them."""
+    return (
+        sys.stdin is not None
+        and sys.stdin.isatty()
+        and (sys.stdout.isatty() or sys.stderr.isatty())
+        and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    )

@@ -45,7 +45,6 @@ COMMAND_CLASS = ConfigCommand
 
 
 def _text(value: Any) -> str:
-    """Return a value as TOML."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_text, value))}]"
     return json.dumps(

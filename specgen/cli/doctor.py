@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from typer import Option
 
 from specgen.cli import flags
 from specgen.cli.command import Command
-from specgen.cli.flags.machine import endpoints_of
+from specgen.cli.flags import endpoints_of
 from specgen.errors import ModelFileError, UsageError
 
 if TYPE_CHECKING:
@@ -51,18 +50,12 @@ class DoctorCommand(Command):
 COMMAND_CLASS = DoctorCommand
 
 
-#: A heading and its items: (label, text).
-DoctorSection: TypeAlias = tuple[str, list[tuple[str, str]]]
-
-
 @flags.takes_options(
-    model=flags.named(
-        Option(
-            "--model",
-            "-m",
-            metavar="FILE|NAME",
-            help="Also decode with this model: a GGUF file, or the name of a model on this disk.",
-        ),
+    model=Option(
+        "--model",
+        "-m",
+        metavar="FILE|NAME",
+        help="Also decode with this model: a GGUF file, or the name of a model on this disk.",
     ),
     rpc=Option(
         "--rpc",
@@ -79,8 +72,10 @@ def doctor(*, model: str | None = None, rpc: str | None = None, as_json: bool = 
 
     path = None if model is None else _model_file(model)
     endpoints = () if rpc is None else endpoints_of(rpc)
-    with _status(Console(stderr=True)) as status:
-        report = diagnose(path, endpoints, on_check=status)
+    console = Console(stderr=True)
+    with console.status("checking this machine") if console.is_terminal else nullcontext() as line:
+        show = line.update if line is not None else lambda _name: None
+        report = diagnose(path, endpoints, on_check=show)
     if DoctorCommand.mistake is not None:
         wrong = checked("defaults", DoctorCommand.say_mistake)
         report = replace(report, checks=(*report.checks, wrong))
@@ -101,56 +96,31 @@ def _model_file(name: str) -> Path:
     registry = load_registry()
 
     def find(name: str) -> Path:
-        if is_reference(name):
-            path = find_in_cache(parse_reference(name))
-        else:
-            path = locate(registry.model(name))
+        is_on_hub = is_reference(name)
+        path = find_in_cache(parse_reference(name)) if is_on_hub else locate(registry.model(name))
         if path is None:
-            raise ModelFileError(
-                f"{name} is not on this disk", hint=f"fetch it: specgen models pull {name}"
-            )
+            hint = f"fetch it: specgen models pull {name}"
+            raise ModelFileError(f"{name} is not on this disk", hint=hint)
         return path
 
     return find_model(name, registry, find)
 
 
-@contextmanager
-def _status(console: Console) -> Iterator[Callable[[str], None]]:
-    """Show a line about the present check on a terminal; it disappears at the end."""
-    if not console.is_terminal or console.is_dumb_terminal:
-        yield lambda _name: None
-        return
-    with console.status("checking this machine") as line:
-        yield line.update
-
-
 def _show(report: DoctorReport, console: Console) -> None:
-    """Print a report; lines are wrapped on a terminal only, so that the output of a pipe can be searched."""
+    """Print a report. No line is broken, so that the output of a pipe can be searched."""
     from rich.text import Text
 
-    width = console.width if console.is_terminal else 0
     sections = list(_sections(report))
-    label_width = max(len(label) for _, entries in sections for label, _ in entries)
+    width = max(len(label) for _, entries in sections for label, _ in entries)
     for heading, entries in sections:
         console.print(Text(heading, style="bold"))
         for label, text in entries:
-            for line in _lines(f"  {label:<{label_width}}  ", text, width):
-                console.print(Text(line), soft_wrap=True)
+            console.print(Text(f"  {label:<{width}}  {text}"), soft_wrap=True)
     console.print(Text("Checks", style="bold"))
     for check in report.checks:
         mark = ("ok", "green") if check.passed else ("FAILED", "bold red")
         entry = Text.assemble("  ", mark, f"  {check.name}: {check.message}")
         console.print(entry, soft_wrap=True)
-
-
-def _lines(label: str, text: str, width: int) -> list[str]:
-    """Return the text after its label, wrapped where there is room for that."""
-    if width < len(label) + 20:
-        return [label + text]
-    indent = " " * len(label)
-    return textwrap.wrap(
-        text, width, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False
-    )
 
 
 def llama_version_line(build: Build) -> str:
@@ -172,16 +142,6 @@ def kernels_line(status: KernelStatus, *, has_gpu: bool = False) -> str:
     return f"{on_gpu}{status.label}'s own{on_cpu}, not specgen's: {status.reason}{advice}"
 
 
-def packed_line(n_bytes: int, n_room: int, folder: Path) -> str:
-    """Return how much the packed weights of models take on the disk, and what has room."""
-    from specgen.models import human_bytes
-
-    room = f"those of a model of up to {human_bytes(n_room)} are kept"
-    if not n_room:
-        room = "no others are kept: the disk has too little room (a tenth of it stays free)"
-    return f"{human_bytes(n_bytes)}, {folder}; {room}"
-
-
 def folder_line(folder: Path) -> str:
     """Return the name of a folder that specgen makes and writes to; with a remark if it cannot."""
     from specgen.system.files import existing_parent
@@ -191,8 +151,9 @@ def folder_line(folder: Path) -> str:
     return str(folder) if is_usable else f"{folder}: cannot be written, so nothing is kept there"
 
 
-def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
-    from specgen.llama.packed_weights import kept_bytes, room_bytes
+def _sections(report: DoctorReport) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield headings and their items: a label and a text each."""
+    from specgen.llama.kernels.packed_weights import kept_bytes, room_bytes
     from specgen.models import human_bytes, packed_folder
 
     machine, build, folder = report.machine, report.build, packed_folder()
@@ -220,11 +181,15 @@ def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
     has_gpu = build is not None and build.gpu_offload
     software.append(("kernels", kernels_line(report.kernels, has_gpu=has_gpu)))
     yield ("Software", software)
+    n_room = room_bytes(folder)
+    room = f"those of a model of up to {human_bytes(n_room)} are kept"
+    if not n_room:
+        room = "no others are kept: the disk has too little room (a tenth of it stays free)"
     yield (
         "Files",
         [
             ("cache", folder_line(report.cache_folder)),
-            ("packed weights", packed_line(kept_bytes(folder), room_bytes(folder), folder)),
+            ("packed weights", f"{human_bytes(kept_bytes(folder))}, {folder}; {room}"),
             ("configuration", str(report.config_folder)),
             ("data", folder_line(report.data_folder)),
             *((name, str(path)) for name, path in report.models.items()),

@@ -35,10 +35,10 @@ for command in (find, make, data):
 
 @app.command(cls=Command)
 @flags.takes_options(
-    target=flags.target(
+    target=flags.target_option(
         help="The target whose answers were kept: a GGUF file, or a name.",
     ),
-    draft=flags.draft_model(
+    draft=flags.draft_model_option(
         help="The draft model that learns.",
         show_default="the one that `specgen run` takes for this target",
     ),
@@ -81,9 +81,7 @@ def learn(
 
 @app.command(cls=Command)
 @flags.takes_options(
-    target=flags.target(
-        required=False, help="The target whose answers are forgotten.", show_default="all"
-    ),
+    target=flags.target_option(help="The target whose answers are forgotten.", show_default="all"),
     output=flags.loudness.without("verbose"),
 )
 def forget(*, target: str | None = None, output: Output) -> int:

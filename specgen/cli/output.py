@@ -19,7 +19,6 @@ from specgen.sampler_options import option
 
 if TYPE_CHECKING:
     from specgen.events import Event, FinishedEvent
-    from specgen.render.streams import Renderer
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
     from specgen.system.progress import Progress
@@ -62,6 +61,10 @@ class Output:
         show_default=False,
     )
 
+    def __post_init__(self) -> None:
+        if self.quiet and self.verbose:
+            raise UsageError("--quiet and --verbose exclude each other", hint="use one of them")
+
     @property
     def has_summary(self) -> bool:
         return self.stats if self.stats is not None else not (self.json or self.quiet)
@@ -81,11 +84,16 @@ class Output:
         if answer.logprobs is not None and not self.json:
             raise UsageError("--logprobs needs --json: only events have log-probabilities")
 
-    def renderer(self, *, in_chat: bool = False) -> Renderer:
-        """Return a new renderer for one answer."""
-        from specgen.render.select import make_renderer
+    def show_answer(
+        self, events: Generator[Event, None, None], *, in_chat: bool = False
+    ) -> FinishedEvent | None:
+        """Show an answer, and its summary; return its last event."""
+        from specgen.events import FinishedEvent, PromptEvent
+        from specgen.render.live import LiveRenderer
+        from specgen.render.select import make_console, make_renderer
+        from specgen.render.summary import print_summary
 
-        return make_renderer(
+        renderer = make_renderer(
             stdout=sys.stdout,
             stderr=sys.stderr,
             environ=os.environ,
@@ -97,6 +105,24 @@ class Output:
             in_chat=in_chat,
             newline=self.newline,
         )
+        prompt = finished = None
+        with contextlib.closing(events), renderer:
+            for event in events:
+                renderer.handle(event)
+                if isinstance(event, PromptEvent):
+                    prompt = event
+                elif isinstance(event, FinishedEvent):
+                    finished = event
+        if finished is not None and prompt is not None and self.has_summary:
+            is_coloured = isinstance(renderer, LiveRenderer) and self.show != "none"
+            print_summary(
+                make_console(sys.stderr, os.environ),
+                finished,
+                draft=prompt.draft,
+                kernels=prompt.kernels,
+                show_legend=is_coloured and sys.stderr.isatty(),
+            )
+        return finished
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[tuple[Progress, Interrupt]]:
@@ -116,20 +142,7 @@ def show_answer(
     with Interrupt() as interrupt:
         gains = output.has_summary or output.json
         events = generate(session, prompt, interrupted=interrupt, estimate_gain=gains)
-        finished = show_events(events, output.renderer())
+        finished = output.show_answer(events)
     session.memory.save()
     is_cut = finished is not None and finished.finish_reason == "interrupted"
     return interrupt.exit_code if is_cut else 0, finished
-
-
-def show_events(events: Generator[Event, None, None], renderer: Renderer) -> FinishedEvent | None:
-    """Show an answer; return its last event."""
-    from specgen.events import FinishedEvent
-
-    finished = None
-    with contextlib.closing(events), renderer:
-        for event in events:
-            renderer.handle(event)
-            if isinstance(event, FinishedEvent):
-                finished = event
-    return finished

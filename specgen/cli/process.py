@@ -38,7 +38,6 @@ class Interrupt:
         self._previous: dict[int, object] = {}
 
     def __call__(self) -> bool:
-        """Return whether the answer is to end."""
         return self._received is not None
 
     @property

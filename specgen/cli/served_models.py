@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,13 +110,10 @@ class ModelLoader:
                 n_parallel //= 2
                 n_bytes = needed_bytes(options, drafts, n_parallel)
             self._check_memory(name, n_bytes)
-
-        def opened(turns: Turns, interrupted: Callable[[], bool]) -> OpenedModel:
-            output = self.output
-            if self.memory_bytes is not None:
-                output = _Named(**asdict(output), name=name)
-            return self._open(sources, options, (n_parallel, is_fixed), output, turns, interrupted)
-
+        output = self.output
+        if self.memory_bytes is not None:
+            output = _Named(**asdict(output), name=name)
+        opened = partial(self._open, sources, options, n_parallel, is_fixed, output)
         return ModelEntry(name, opened, n_bytes)
 
     def _embedder(self, name: str, wanted: ModelSetup, options: SessionOptions) -> ModelEntry:
@@ -146,7 +143,8 @@ class ModelLoader:
         self,
         sources: Sources,
         options: SessionOptions,
-        parallel: tuple[int, bool],
+        n_parallel: int,
+        is_fixed: bool,
         output: Output,
         turns: Turns,
         interrupted: Callable[[], bool],
@@ -156,20 +154,22 @@ class ModelLoader:
         from specgen.session.engine import Engine
         from specgen.train.learner import Learner
 
+        def stops() -> bool:
+            return self.stop() or interrupted()
+
         with contextlib.ExitStack() as stack:
             with _weights(options), turns:
                 loaded = stack.enter_context(
                     load(options, output, sources.drafts, memory=self._memory)
                 )
                 stack.callback(self._save, turns)
-                n_parallel, is_fixed = parallel
-                news = calibrate(loaded, lambda: self.stop() or interrupted())
+                news = calibrate(loaded, stops)
                 engine = Engine.largest(
                     loaded,
                     n_parallel,
                     None,
                     is_fixed=is_fixed,
-                    interrupted=lambda: self.stop() or interrupted(),
+                    interrupted=stops,
                     learn_alone=not self.learns_across,
                 )
             stack.callback(engine.close)
@@ -181,12 +181,11 @@ class ModelLoader:
             for notice in engine.take_notices():
                 output.note(notice)
             learner = stack.enter_context(Learner(loaded, engine, output.note))
-            return OpenedModel(
-                loaded,
-                engine,
-                stack.pop_all(),
-                lambda begins: learner.between_answers(begins=begins),
-            )
+
+            def between(begins: bool) -> None:
+                learner.between_answers(begins=begins)
+
+            return OpenedModel(loaded, engine, stack.pop_all(), between)
 
     def _check_memory(self, name: str, n_bytes: int) -> None:
         if self.memory_bytes is not None and n_bytes > self.memory_bytes:

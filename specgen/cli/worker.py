@@ -149,7 +149,6 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _answers(host: str, port: int) -> bool:
-    """Return whether the worker responds already."""
     from specgen.system.worker_probe import probe
 
     own = host if host != _EVERYWHERE else "127.0.0.1"

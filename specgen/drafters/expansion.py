@@ -303,7 +303,12 @@ class Worthwhile(Expansion):
             n_rows = max(n_taken + n, tree.depths[node] + 1)
             if n_rows >= len(stop.extra_s) - 1:
                 break
-            gain_s += max(0.0, stop.rule.value(n_rows, probabilities[node]) + stop.next_s)
+            # A larger batch may cost less, but that is no gain of a token.
+            idle_s, look_s = (
+                max(0.0, stop.rule.value(n_rows, chance) + stop.next_s)
+                for chance in (0.0, probabilities[node])
+            )
+            gain_s += look_s - idle_s
             if gain_s - self._seconds(n + 1) > best_s:
                 best, best_s = n + 1, gain_s - self._seconds(n + 1)
         return nodes[:best]

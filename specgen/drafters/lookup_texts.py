@@ -8,16 +8,22 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 
-from specgen.drafters.suffix_array import IntArray, SuffixArray
-from specgen.errors import UsageError
+from specgen.drafters.suffix_array import (
+    IntArray,
+    SuffixArray,
+    joined,
+    load_arrays,
+    save_arrays,
+    split,
+)
+from specgen.errors import OutputError, UsageError
 from specgen.method.backend import Vocabulary
-from specgen.system.files import replace_bytes
+from specgen.system.json_lines import locked
 
 #: Larger files in folders are left out: people hardly write such files.
 MAX_FILE_BYTES = 4 << 20
@@ -163,123 +169,60 @@ def _texts_of(record: dict[object, object]) -> Iterator[str]:
                 yield from (text for name in FIELDS if isinstance(text := item.get(name), str))
 
 
-#: The most bytes and texts that a store holds.
+#: The most bytes that a store holds; if it grows beyond that, its older half is removed.
 MAX_STORE_BYTES = 8 << 20
-MAX_TEXTS = 4096
-#: The ending of a text's file name, behind the digest of its contents.
-_ENDING = ".tokens"
-_ARRAY = "texts.npz"
+_BYTES_A_TOKEN = 4
 #: Texts that are not in the saved array get an array of their own, until they have more tokens than
 #: this, and more than this share of the saved tokens.
 MAX_NEW = 16384
 _NEW_PART = 0.25
-_BYTES_A_TOKEN = 4
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Entry:
-    """A file of the store; older files sort first."""
-
-    mtime_ns: int
-    name: str
-    n_bytes: int
+#: The longest wait for another process that adds a text, in seconds.
+_WAIT_S = 2.0
 
 
 class EarlierTexts:
-    """The token ids of earlier texts, in a folder of their own for each vocabulary.
+    """The token ids of earlier texts: a file for each vocabulary, the newest text last, and a saved array of most of
+    them. The files are replaced whole, and damaged ones are noticed. Nothing here raises an error: a store that cannot
+    be read is empty, and one that cannot be written stays as it is."""
 
-    Every text is a file, written whole and named by its digest. So several processes may add at
-    once, the same text takes room once, and a damaged file is noticed and left out. If there is too
-    much, the oldest texts are removed. Nothing here raises `OSError`: a store that cannot be read
-    is empty, and one that cannot be written stays as it is.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        fingerprint: str,
-        *,
-        max_bytes: int = MAX_STORE_BYTES,
-        max_texts: int = MAX_TEXTS,
-    ) -> None:
+    def __init__(self, folder: Path, fingerprint: str, *, max_bytes: int = MAX_STORE_BYTES) -> None:
         # A digest, since a fingerprint may not be a valid name of a folder.
         #: The folder of the texts.
         self.folder = folder / _digest(fingerprint.encode())
-        self._max_bytes = max_bytes
-        self._max_texts = max_texts
+        self._file, self._array = self.folder / "tokens.npz", self.folder / "texts.npz"
+        self._n_most = max_bytes // _BYTES_A_TOKEN
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Keep a text as the newest one; if it is larger than the store, only its end."""
-        n_most = self._max_bytes // _BYTES_A_TOKEN
-        kept = tokens[max(0, len(tokens) - n_most) :]
-        if not len(kept):
-            return
-        data = np.asarray(kept, "<i4").tobytes()
-        path = self.folder / f"{_digest(data)}{_ENDING}"
-        with contextlib.suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            replace_bytes(path, data)
-            entries = self._entries()
-            # File times are coarse: make the new text the newest.
-            newest = max((e.mtime_ns for e in entries if e.name != path.name), default=0)
-            mtime_ns = path.stat().st_mtime_ns
-            if mtime_ns <= newest:
-                os.utime(path, ns=(mtime_ns, newest + 1))
-                entries = self._entries()
-            self._bound(entries)
+        """Keep a text that is not there yet as the newest one; if it is larger than the store, only its end."""
+        new = np.array(tokens[-self._n_most :], np.int32)
+        busy = OutputError(f"{self._file}: another process does not stop writing to it")
+        with contextlib.suppress(OSError, OutputError), locked(self.folder / "lock", busy, _WAIT_S):
+            texts = self.texts()
+            if not len(new) or any(np.array_equal(text, new) for text in texts):
+                return
+            texts.append(new)
+            n_tokens = sum(map(len, texts))
+            if n_tokens > self._n_most:
+                while len(texts) > 1 and n_tokens > self._n_most // 2:
+                    n_tokens -= len(texts.pop(0))
+            save_arrays(self._file, tokens=joined(texts))
 
     def texts(self) -> list[IntArray]:
         """Return all texts, the newest last: token ids, int32[n] each."""
-        return self._read([entry for entry in self._entries() if entry.name.endswith(_ENDING)])
+        found = load_arrays(self._file, "tokens")
+        return split(found[0]) if found is not None else []
 
     def arrays(self) -> tuple[SuffixArray, ...]:
         """Return all texts in arrays that can be searched, the newest texts in the last one. Most texts are
         in a saved array, which is rebuilt only when many texts are not in it."""
-        entries = [entry for entry in self._entries() if entry.name.endswith(_ENDING)]
-        saved = SuffixArray.load(self.folder / _ARRAY)
+        tokens = joined(self.texts())
+        saved = SuffixArray.load(self._array)
         n_saved = len(saved) if saved is not None else 0
-        known = set(saved.made_of.split()) if saved is not None else set()
-        new = [entry for entry in entries if entry.name not in known]
-        n_new = sum(entry.n_bytes for entry in new) // _BYTES_A_TOKEN
-        if n_new > max(MAX_NEW, _NEW_PART * n_saved):
-            saved = SuffixArray.build(self._read(entries), " ".join(e.name for e in entries))
+        if saved is None or not np.array_equal(saved.tokens, tokens[:n_saved]):
+            saved, n_saved = None, 0
+        if len(tokens) - n_saved > max(MAX_NEW, _NEW_PART * n_saved):
+            saved, n_saved = SuffixArray.build(split(tokens)), len(tokens)
             with contextlib.suppress(OSError):
-                saved.save(self.folder / _ARRAY)
-            new = []
-        arrays = [saved] if saved is not None else []
-        if new:
-            arrays.append(SuffixArray.build(self._read(new)))
-        return tuple(array for array in arrays if len(array))
-
-    def _entries(self) -> list[_Entry]:
-        """Return all files but the saved array, the newest last. Files of a killed process are among them:
-        they are removed once they are old."""
-        entries: list[_Entry] = []
-        with contextlib.suppress(OSError), os.scandir(self.folder) as files:
-            for file in files:
-                if file.name == _ARRAY:
-                    continue
-                with contextlib.suppress(OSError):  # another process removed it
-                    stat = file.stat()
-                    entries.append(_Entry(stat.st_mtime_ns, file.name, stat.st_size))
-        return sorted(entries)
-
-    def _bound(self, entries: list[_Entry]) -> None:
-        n_bytes, n_texts = sum(entry.n_bytes for entry in entries), len(entries)
-        for entry in entries:
-            if n_bytes <= self._max_bytes and n_texts <= self._max_texts:
-                return
-            with contextlib.suppress(OSError):
-                (self.folder / entry.name).unlink()
-            n_bytes, n_texts = n_bytes - entry.n_bytes, n_texts - 1
-
-    def _read(self, entries: Sequence[_Entry]) -> list[IntArray]:
-        texts: list[IntArray] = []
-        for entry in entries:
-            try:
-                data = (self.folder / entry.name).read_bytes()
-            except OSError:
-                continue
-            if len(data) % _BYTES_A_TOKEN == 0 and entry.name == f"{_digest(data)}{_ENDING}":
-                texts.append(np.frombuffer(data, "<i4").astype(np.int32))
-        return texts
+                saved.save(self._array)
+        new = SuffixArray.build(split(tokens[n_saved:]))
+        return tuple(array for array in (saved, new) if array is not None and len(array))

@@ -7,7 +7,7 @@ import zipfile
 import zlib
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -107,10 +107,7 @@ class SuffixArray(Matches):
     def build(cls, texts: Sequence[Sequence[int] | IntArray], made_of: str = "") -> SuffixArray:
         """Build the array of these texts of token ids, without empty texts. Among equally frequent
         followers the last one wins, so put the best text last."""
-        separator = np.array([_SEPARATOR], np.int32)
-        parts = [part for text in texts if len(text) for part in (text, separator)]
-        joined = [np.asarray(part, np.int32) for part in parts]
-        tokens = np.concatenate(joined) if joined else np.empty(0, np.int32)
+        tokens = joined(texts)
         return cls(tokens, sorted_suffixes(tokens[::-1]).astype(np.int32), made_of)
 
     def __len__(self) -> int:
@@ -138,26 +135,20 @@ class SuffixArray(Matches):
 
     def save(self, path: Path) -> None:
         """Write the array to a file, replacing it whole. Raise `OSError`."""
-        made_of = np.frombuffer(self.made_of.encode(), np.uint8)
-        file = io.BytesIO()
-        np.savez(file, tokens=self._tokens, places=self._places, made_of=made_of)
-        replace_bytes(path, file.getvalue())
+        made_of = np.frombuffer(self.made_of.encode(), np.uint8).astype(np.int32)
+        save_arrays(path, tokens=self._tokens, places=self._places, made_of=made_of)
 
     @classmethod
     def load(cls, path: Path) -> SuffixArray | None:
         """Load a saved array; return None if the file is missing or damaged."""
-        try:
-            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-                tokens, places = file["tokens"], file["places"]
-                made_of = file["made_of"].tobytes().decode()
-        except _DAMAGE:
+        found = load_arrays(path, "tokens", "places", "made_of")
+        if found is None:
             return None
-        if tokens.dtype != np.int32 or places.dtype != np.int32 or tokens.ndim != 1:
-            return None
+        tokens, places, made_of = found
         n = len(tokens)
         if places.shape != tokens.shape or (n and not 0 <= places.min() <= places.max() < n):
             return None
-        return cls(tokens, places, made_of)
+        return cls(tokens, places, bytes(made_of.astype(np.uint8)).decode("utf-8", "replace"))
 
     def _key(self, n_tokens: int) -> Callable[[int], bytes]:
         data, n_bytes = self._backwards, 4 * n_tokens
@@ -172,6 +163,39 @@ class SuffixArray(Matches):
         # Every token has one behind it: the last is a separator, which no ending has.
         followers = [n - place for place in self._place_at[first:end:step].tolist()]
         return tuple(place for place in followers if tokens[place] != _SEPARATOR)
+
+
+def joined(texts: Iterable[Sequence[int] | IntArray]) -> IntArray:
+    """Return the tokens of texts, without empty ones, with a separator behind each: int32[n]."""
+    separator = np.array([_SEPARATOR], np.int32)
+    parts = [
+        np.asarray(part, np.int32) for text in texts if len(text) for part in (text, separator)
+    ]
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
+def split(tokens: IntArray) -> list[IntArray]:
+    """Return the texts that `joined` joined."""
+    ends = np.flatnonzero(tokens == _SEPARATOR)
+    return [text[:-1] for text in np.split(tokens, ends + 1)[:-1]]
+
+
+def save_arrays(path: Path, **arrays: IntArray) -> None:
+    """Write arrays to a file, replacing it whole. Raise `OSError`."""
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, **arrays)
+    replace_bytes(path, file.getvalue())
+
+
+def load_arrays(path: Path, *names: str) -> list[IntArray] | None:
+    """Read arrays, int32[n] each, from a file; None if it is missing or damaged."""
+    try:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            arrays = [file[name] for name in names]
+    except _DAMAGE:
+        return None
+    is_right = all(array.dtype == np.int32 and array.ndim == 1 for array in arrays)
+    return arrays if is_right else None
 
 
 def _n_common(first: bytes, second: bytes) -> int:

@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from specgen.errors import BackendError, RollbackError
 from specgen.llama.library import forget_log, last_error, llama_cpp
 
+#: The part of a state that llama.cpp can separate from attention cells.
+_PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+
 
 class Cache:
     """llama.cpp's memory of a context: the cells or states of each sequence.
@@ -65,40 +68,40 @@ class Cache:
                     f"{self.name}: the cache cannot drop sequence {sequence} from position {start} on"
                 )
 
-    def saved(self, sequence: int) -> NDArray[np.uint8]:
-        """Return the whole state of a sequence: uint8[n_bytes]. Raise `BackendError`."""
-        n_bytes = int(self.call(llama_cpp.llama_state_seq_get_size, self.context, sequence))
-        state = np.empty(n_bytes, np.uint8)
-        forget_log()
-        n = int(
-            self.call(
-                llama_cpp.llama_state_seq_get_data,
-                self.context,
-                _pointer(state),
-                n_bytes,
-                sequence,
-            )
+    def saved(
+        self, sequence: int, flags: int = 0, buffer: NDArray[np.uint8] | None = None
+    ) -> NDArray[np.uint8]:
+        """Return the state of a sequence, in `buffer` if it is large enough: uint8[n_bytes]. `flags` are llama.cpp's;
+        0 is the whole state. Raise `BackendError`."""
+        n_bytes = int(
+            self.call(llama_cpp.llama_state_seq_get_size_ext, self.context, sequence, flags)
         )
+        if buffer is None or len(buffer) < n_bytes:
+            buffer = np.empty(n_bytes, np.uint8)
+        forget_log()
+        get = llama_cpp.llama_state_seq_get_data_ext
+        n = int(self.call(get, self.context, _pointer(buffer), len(buffer), sequence, flags))
         if n == 0:
             raise BackendError(
                 f"{self.name}: the state of sequence {sequence} could not be saved: {last_error()}"
             )
-        return state[:n]
+        return buffer[:n]
+
+    def put(self, sequence: int, state: NDArray[np.uint8], flags: int = 0) -> bool:
+        """Give a sequence a state that `saved` returned; return whether llama.cpp took it. The sequence then has no
+        guard, since llama.cpp frees the cells of its sliding window, and restores them elsewhere."""
+        self.drop_guard(sequence)
+        forget_log()
+        write = llama_cpp.llama_state_seq_set_data_ext
+        n = self.call(write, self.context, _pointer(state), len(state), sequence, flags)
+        return int(n) == len(state)
 
     def restore(self, sequence: int, state: NDArray[np.uint8], n_tokens: int) -> bool:
-        """Let a sequence have a state that `saved` returned, of `n_tokens` tokens; return whether it could."""
-        self.drop_guard(sequence)
-        n = self.call(
-            llama_cpp.llama_state_seq_set_data,
-            self.context,
-            _pointer(state),
-            len(state),
-            sequence,
-        )
-        if int(n) != len(state) or self.length(sequence) != n_tokens:
-            return False
-        self.renew_guard(sequence)
-        return True
+        """Let a sequence have the whole state of `n_tokens` tokens; return whether it could."""
+        is_taken = self.put(sequence, state) and self.length(sequence) == n_tokens
+        if is_taken:
+            self.renew_guard(sequence)
+        return is_taken
 
     def drop_guard(self, sequence: int) -> None:
         if sequence in self._guards:
@@ -185,57 +188,21 @@ class SavedStates:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._buffers: dict[int, Any] = {}
-        self._sizes: dict[int, int] = {}
+        self._states: dict[int, NDArray[np.uint8]] = {}
 
     def save(self, sequence: int, position: int) -> None:
-        context, flags = self._cache.context, llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
-        call = self._cache.call
-        needed = int(call(llama_cpp.llama_state_seq_get_size_ext, context, sequence, flags))
-        buffer = self._buffers.get(sequence)
-        if buffer is None or len(buffer) < needed:
-            buffer = self._buffers[sequence] = (ctypes.c_uint8 * needed)()
-        forget_log()
-        written = int(
-            call(
-                llama_cpp.llama_state_seq_get_data_ext,
-                context,
-                buffer,
-                len(buffer),
-                sequence,
-                flags,
-            )
-        )
-        if written == 0 or written != needed:
-            raise BackendError(
-                f"{self._cache.name}: the state of sequence {sequence} at position {position} "
-                f"could not be saved ({written} of {needed} bytes): {last_error()}"
-            )
-        self._sizes[sequence] = written
+        before = self._states.get(sequence)
+        self._states[sequence] = self._cache.saved(sequence, _PARTIAL, before)
 
     def restore(self, sequence: int, position: int) -> None:
-        size = self._sizes[sequence]
-        # llama.cpp frees the cells of the sliding window, and restores them elsewhere.
-        self._cache.drop_guard(sequence)
-        forget_log()
-        read = int(
-            self._cache.call(
-                llama_cpp.llama_state_seq_set_data_ext,
-                self._cache.context,
-                self._buffers[sequence],
-                size,
-                sequence,
-                llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY,
-            )
-        )
-        if read != size:
+        if not self._cache.put(sequence, self._states[sequence], _PARTIAL):
             raise RollbackError(
                 f"{self._cache.name}: the state of sequence {sequence} at position {position} "
-                f"could not be restored ({read} of {size} bytes): {last_error()}"
+                f"could not be restored: {last_error()}"
             )
         self._cache.remove(sequence, position)  # the later attention cells of a hybrid model
         self._cache.renew_guard(sequence)
         self._cache.check_length(sequence, position)
 
     def forget(self, sequence: int) -> None:
-        self._sizes.pop(sequence, None)  # the buffer is kept for the next copy
+        pass  # its memory is kept for the next copy

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from specgen.errors import BackendError, ModelFileError, WorkerLostError
 from specgen.llama.cache import Cache, SavedStates, SharedStates, StateCopies
 from specgen.llama.context_opening import ContextSize, open_context
-from specgen.llama.frequent_rows import FrequentRows, can_limit
 from specgen.llama.kernels.attached import attached
+from specgen.llama.kernels.frequent_rows import FrequentRows, can_limit
 from specgen.llama.library import last_error, layer_input, llama_cpp, llama_cpp_ext, set_layer_input
 from specgen.llama.model import LlamaModel
 from specgen.llama.recurrent_rollback import Rewinder
@@ -175,7 +175,7 @@ class LlamaBackend:
 
     def compute_frequent_tokens(self) -> None:
         """Compute the logits of frequent tokens only from now on, where specgen's kernels can; the others are
-        -infinity. For a draft with a large vocabulary; see `specgen.llama.frequent_rows`."""
+        -infinity. For a draft with a large vocabulary; see `specgen.llama.kernels.frequent_rows`."""
         kernels = attached()
         if kernels is not None and kernels.computes_products and can_limit(self.vocabulary):
             self._frequent = FrequentRows(self.vocabulary, kernels)

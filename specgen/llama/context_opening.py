@@ -78,37 +78,30 @@ def open_context(
     # llama.cpp aborts if the number of snapshots, plus one, reaches the number of rows in a batch.
     n_snapshots = min(n_rollback, size.n_rows - 2, _most_snapshots(model))
     has_state = model.has_recurrent_state and not size.is_mtp
-    if has_state and n_snapshots > 0:
-        n_sequences = size.n_sequences + len(guarded)
-        needed = _needed_bytes(model, options, size, n_sequences * (1 + n_snapshots))
-        if needed <= _available_bytes(model, options):
-            handle = _make(model, options, size, n_sequences, n_snapshots, on_tensor, other)
-            if handle and llama_cpp.llama_n_rs_seq(handle) == n_snapshots:
-                guards = dict(zip(guarded, range(size.n_sequences, n_sequences), strict=True))
-                return OpenContext(handle, n_snapshots, guards)
-            if handle:  # an architecture without snapshots
-                model.call(llama_cpp.llama_free, handle)
-
-    first_guard = size.n_sequences * (2 if has_state else 1)
-    n_sequences = first_guard + len(guarded)
-    needed, available = (
-        _needed_bytes(model, options, size, n_sequences),
-        _available_bytes(model, options),
+    for n in (n_snapshots, 0) if has_state and n_snapshots > 0 else (0,):
+        first_guard = size.n_sequences * (2 if has_state and not n else 1)
+        n_sequences = first_guard + len(guarded)
+        needed = _needed_bytes(model, options, size, n_sequences * (1 + n))
+        available = _available_bytes(model, options)
+        if needed > available and n:
+            continue
+        if needed > available:
+            raise MemoryLimitError(
+                f"{model.name}: a context of {size.n_ctx} tokens needs about "
+                f"{needed / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB are free",
+                hint="use a smaller --ctx-size, or a smaller KV cache (--cache-type-k q8_0 "
+                "--cache-type-v q8_0)",
+            )
+        handle = _make(model, options, size, n_sequences, n, on_tensor, other)
+        if handle and n in (0, llama_cpp.llama_n_rs_seq(handle)):
+            guards = dict(zip(guarded, range(first_guard, n_sequences), strict=True))
+            return OpenContext(handle, n, guards)
+        if handle:  # an architecture without snapshots
+            model.call(llama_cpp.llama_free, handle)
+    raise MemoryLimitError(
+        f"{model.name}: llama.cpp cannot make a context of {size.n_ctx} tokens: {last_error()}",
+        hint="use a smaller --ctx-size",
     )
-    if needed > available:
-        raise MemoryLimitError(
-            f"{model.name}: a context of {size.n_ctx} tokens needs about "
-            f"{needed / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB are free",
-            hint="use a smaller --ctx-size, or a smaller KV cache (--cache-type-k q8_0 "
-            "--cache-type-v q8_0)",
-        )
-    handle = _make(model, options, size, n_sequences, 0, on_tensor, other)
-    if not handle:
-        raise MemoryLimitError(
-            f"{model.name}: llama.cpp cannot make a context of {size.n_ctx} tokens: {last_error()}",
-            hint="use a smaller --ctx-size",
-        )
-    return OpenContext(handle, 0, dict(zip(guarded, range(first_guard, n_sequences), strict=True)))
 
 
 def _most_snapshots(model: LlamaModel) -> int:
@@ -128,7 +121,6 @@ def _make(
     on_tensor: Any,
     other: Any,
 ) -> Any:
-    """Return a native context; None if llama.cpp cannot create it."""
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = size.n_ctx
     params.n_batch = size.n_rows

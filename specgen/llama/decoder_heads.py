@@ -132,7 +132,6 @@ class DecoderHeads:
         return self.advance(hidden[None] * np.float32(self.weights.scale), [token])
 
     def advance(self, states: Hidden, tokens: Sequence[int]) -> Hidden:
-        """Return the states after one more token each: float32[n, n_embd]."""
         started = self._clock()
         embeddings = self._embeddings[self._index[list(tokens)]]
         shape = (len(tokens), self.weights.n_embd)
@@ -146,7 +145,6 @@ class DecoderHeads:
         return states
 
     def logits(self, states: Hidden) -> Logits:
-        """Return the logits of the frequent tokens after each state: float32[n, n_frequent]."""
         started = self._clock()
         rows = self._times(self._output, states)
         self.compute_s += self._clock() - started
@@ -157,8 +155,6 @@ class DecoderHeads:
 
 
 def _quickest_matrix(weights: Weights) -> Matrix:
-    """Return a matrix in the buffer of specgen's kernels if they are attached and take it, else in
-    GGML's plain buffer."""
     if SPECGEN_BUFFER in buffer_types():
         with contextlib.suppress(BackendError):
             return Matrix(weights, SPECGEN_BUFFER)
@@ -239,7 +235,6 @@ def read_heads(path: Path) -> HeadWeights:
 
 
 def _check(weights: HeadWeights) -> None:
-    """Raise `ValueError` if shapes do not match, or values are not possible."""
     n_embd, n_frequent = weights.n_embd, len(weights.tokens)
     n_inner = weights.of_inner.shape[1]
     shapes = {

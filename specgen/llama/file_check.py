@@ -131,7 +131,6 @@ def check_metadata(path: Path) -> None:
 
 
 def _check_tokens(path: Path, metadata: GgufMetadata) -> None:
-    """Raise `ModelFileError` if a token occurs twice. (Empty tokens may: llama.cpp names them.)"""
     seen: dict[bytes, int] = {}
     for token, spelling in enumerate(metadata.texts("tokenizer.ggml.tokens")):
         if spelling and seen.setdefault(spelling, token) != token:
@@ -176,7 +175,6 @@ def _rotates(path: Path) -> bool:
 
 
 def _key(path: Path) -> str:
-    """Return a hash of a file's path, identity, size and time, and of specgen's version."""
     try:
         about = path.stat()
     except OSError as error:

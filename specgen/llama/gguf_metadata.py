@@ -78,7 +78,6 @@ class GgufMetadata:
         return [name(self.handle, index).decode("utf-8", "replace") for index in range(count)]
 
     def get(self, name: str, result: Any, key: str) -> Any:
-        """Return what a function of gguf.h says of a key's value; None if the key is missing."""
         find = ggml("gguf_find_key", ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p)
         index = find(self.handle, key.encode())
         if index < 0:
@@ -104,7 +103,6 @@ class GgufMetadata:
         return int(self.get("gguf_get_arr_n", ctypes.c_size_t, key))
 
     def array(self, key: str, of: type[ctypes.c_bool | ctypes.c_int32]) -> list[int]:
-        """Return the values of an array of numbers; none if the value is none."""
         n = self.length(key) or 0
         data = self.get("gguf_get_arr_data", ctypes.c_void_p, key) if n else None
         return list((of * n).from_address(data)) if data else []

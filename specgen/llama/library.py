@@ -323,15 +323,4 @@ def _end(message: str, hint: str, kind: type[SpecgenError] = BackendError) -> No
     os._exit(kind.exit_code)
 
 
-__all__ = [
-    "LogSink",
-    "forget_log",
-    "ggml",
-    "last_error",
-    "layer_input",
-    "llama_cpp",
-    "llama_cpp_ext",
-    "logging_to",
-    "native_folder",
-    "set_layer_input",
-]
+__all__ = ["llama_cpp", "llama_cpp_ext"]

@@ -289,7 +289,6 @@ class LlamaModel:
         return 4 * n_layer * a_layer
 
     def _number(self, key: str) -> int:
-        """Return a number of the architecture's metadata; 0 if it is missing."""
         value = self.metadata(f"{self.metadata('general.architecture')}.{key}") or ""
         return int(value) if value.isdecimal() else 0
 

@@ -63,6 +63,7 @@ TYPE_NUMBERS = {
 CPU_BUFFER = "CPU"
 SPECGEN_BUFFER = "specgen"
 
+_POINTER: Any = ctypes.c_void_p
 _F32, _F16, _I32 = TYPE_NUMBERS["f32"], TYPE_NUMBERS["f16"], 26
 _USAGE_WEIGHTS = 1
 _MAX_DIMENSIONS = 4
@@ -93,18 +94,12 @@ class Weights:
             raise ValueError(f"{self.data.size} bytes of weights, {expected} expected")
 
 
-def type_number(type_name: str) -> int:
-    """Return GGML's number of a type. Raise `ValueError` for a type that is not in `TYPE_NUMBERS`."""
-    try:
-        return TYPE_NUMBERS[type_name]
-    except KeyError:
-        raise ValueError(f"{type_name}: not one of {', '.join(TYPE_NUMBERS)}") from None
-
-
 def row_bytes(type_name: str, n_columns: int) -> int:
-    """Return the size of a row in bytes. Raise `ValueError` if its length is not a multiple of the type's
-    block."""
-    number = type_number(type_name)
+    """Return the size of a row in bytes. Raise `ValueError` if the type is not in `TYPE_NUMBERS`, or the length is
+    not a multiple of its block."""
+    if type_name not in TYPE_NUMBERS:
+        raise ValueError(f"{type_name}: not one of {', '.join(TYPE_NUMBERS)}")
+    number = TYPE_NUMBERS[type_name]
     block = int(ggml("ggml_blck_size", ctypes.c_int64, ctypes.c_int)(number))
     if n_columns % block:
         raise ValueError(f"{type_name}: rows of {n_columns} are no multiple of {block}")
@@ -120,30 +115,17 @@ def quantize(values: FloatArray, type_name: str) -> Weights:
     a type or a shape that is not possible.
     """
     values = np.ascontiguousarray(values, np.float32)
-    size = math.prod(values.shape[:-1]) * row_bytes(type_name, values.shape[-1])
-    data = np.zeros(size, np.uint8)
-    convert = ggml(
-        "ggml_quantize_chunk",
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        *3 * (ctypes.c_int64,),
-        ctypes.c_void_p,
-    )
-    importance = np.ones(values.shape[-1], np.float32)
-    number = type_number(type_name)
+    n_rows, n_columns = math.prod(values.shape[:-1]), values.shape[-1]
+    data = np.zeros(n_rows * row_bytes(type_name, n_columns), np.uint8)
+    numbers = 3 * (ctypes.c_int64,)
+    types = (ctypes.c_int, _POINTER, _POINTER, *numbers, _POINTER)
+    convert = ggml("ggml_quantize_chunk", ctypes.c_size_t, *types)
+    importance = np.ones(n_columns, np.float32)
+    number = TYPE_NUMBERS[type_name]
     needs_it = ggml("ggml_quantize_requires_imatrix", ctypes.c_bool, ctypes.c_int)(number)
-    n_written = convert(
-        number,
-        values.ctypes.data,
-        data.ctypes.data,
-        0,
-        math.prod(values.shape[:-1]),
-        values.shape[-1],
-        importance.ctypes.data if needs_it else None,
-    )
-    if n_written != size:
+    weights = importance.ctypes.data if needs_it else None
+    arrays = values.ctypes.data, data.ctypes.data
+    if convert(number, *arrays, 0, n_rows, n_columns, weights) != data.size:
         raise ValueError(f"{type_name}: GGML cannot quantise to this type")
     return Weights(type_name, values.shape, data)
 
@@ -155,14 +137,14 @@ class _TypeTraits(ctypes.Structure):
         ("blck_size_interleave", ctypes.c_int64),
         ("type_size", ctypes.c_size_t),
         ("is_quantized", ctypes.c_bool),
-        ("to_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
-        ("from_float_ref", ctypes.c_void_p),
+        ("to_float", ctypes.CFUNCTYPE(None, _POINTER, _POINTER, ctypes.c_int64)),
+        ("from_float_ref", _POINTER),
     )
 
 
 def dequantize(weights: Weights) -> FloatArray:
     """Return the values of weights as float32 in their shape."""
-    number = type_number(weights.type_name)
+    number = TYPE_NUMBERS[weights.type_name]
     if number == _F32:
         return weights.data.view(np.float32).reshape(weights.shape).copy()
     traits = ggml("ggml_get_type_traits", ctypes.POINTER(_TypeTraits), ctypes.c_int)(number)
@@ -196,10 +178,10 @@ class Matrix:
         self._resources = ExitStack()
         with ExitStack() as on_error:
             context = on_error.enter_context(no_data())
-            number = type_number(weights.type_name)
+            number = TYPE_NUMBERS[weights.type_name]
             self.tensor = new_tensor(context, number, weights.shape)
             buffer = _allocate(on_error, context, place)
-            set_usage = ggml("ggml_backend_buffer_set_usage", None, ctypes.c_void_p, ctypes.c_int)
+            set_usage = ggml("ggml_backend_buffer_set_usage", None, _POINTER, ctypes.c_int)
             set_usage(buffer, _USAGE_WEIGHTS)
             copy_tensor("ggml_backend_tensor_set", self.tensor, weights.data)
             self._resources = on_error.pop_all()
@@ -213,6 +195,17 @@ class Matrix:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+#: The tensor of an operator's result, and the input tensors with their data.
+_Graph: TypeAlias = tuple[Any, list[tuple[Any, NDArray[Any]]]]
+
+
+def _product(context: Any, matrix: Any, vectors: Any, experts: Any = None) -> Any:
+    """Return the tensor of a product; with the numbers of experts, one with the matrices of experts."""
+    if experts is None:
+        return ggml("ggml_mul_mat", _POINTER, *3 * (_POINTER,))(context, matrix, vectors)
+    return ggml("ggml_mul_mat_id", _POINTER, *4 * (_POINTER,))(context, matrix, vectors, experts)
 
 
 def multiply(matrix: Matrix, activations: FloatArray, *, n_threads: int = 1) -> FloatArray:
@@ -229,11 +222,10 @@ def multiply(matrix: Matrix, activations: FloatArray, *, n_threads: int = 1) -> 
         raise ValueError(f"{stack[0]} matrices for {activations.shape}; see multiply_experts")
     if not 2 <= activations.ndim <= _MAX_DIMENSIONS or activations.shape[-1] != n_columns:
         raise ValueError(f"{activations.shape} times a matrix of {matrix.weights.shape}")
-    product = ggml("ggml_mul_mat", ctypes.c_void_p, *3 * (ctypes.c_void_p,))
 
-    def build(context: Any) -> tuple[Any, list[tuple[Any, NDArray[Any]]]]:
+    def build(context: Any) -> _Graph:
         vectors = new_tensor(context, _F32, activations.shape)
-        return product(context, matrix.tensor, vectors), [(vectors, activations)]
+        return _product(context, matrix.tensor, vectors), [(vectors, activations)]
 
     return _compute(build, (*activations.shape[:-1], n_rows), n_threads)
 
@@ -251,12 +243,11 @@ def multiply_experts(
     experts = np.ascontiguousarray(experts, np.int32)
     _, n_rows, _ = matrix.weights.shape
     n_tokens, n_used = experts.shape
-    product = ggml("ggml_mul_mat_id", ctypes.c_void_p, *4 * (ctypes.c_void_p,))
 
-    def build(context: Any) -> tuple[Any, list[tuple[Any, NDArray[Any]]]]:
+    def build(context: Any) -> _Graph:
         vectors = new_tensor(context, _F32, activations.shape)
         numbers = new_tensor(context, _I32, experts.shape)
-        result = product(context, matrix.tensor, vectors, numbers)
+        result = _product(context, matrix.tensor, vectors, numbers)
         return result, [(vectors, activations), (numbers, experts)]
 
     return _compute(build, (n_tokens, n_used, n_rows), n_threads)
@@ -282,17 +273,16 @@ def attend(
     queries = np.ascontiguousarray(queries, np.float32)
     if mask is not None:
         mask = np.ascontiguousarray(mask, np.float16)
-    cache_types = [type_number(key_type), type_number(value_type)]
+    cache_types = [TYPE_NUMBERS[key_type], TYPE_NUMBERS[value_type]]
     cells = [
         quantize(part.reshape(-1, part.shape[-1]), type_name).data
         for part, type_name in ((keys, key_type), (values, value_type))
     ]
-    attention = ggml(
-        "ggml_flash_attn_ext", ctypes.c_void_p, *5 * (ctypes.c_void_p,), *3 * (ctypes.c_float,)
-    )
-    permute = ggml("ggml_permute", ctypes.c_void_p, *2 * (ctypes.c_void_p,), *4 * (ctypes.c_int,))
+    types = (*5 * (_POINTER,), *3 * (ctypes.c_float,))
+    attention = ggml("ggml_flash_attn_ext", _POINTER, *types)
+    permute = ggml("ggml_permute", _POINTER, *2 * (_POINTER,), *4 * (ctypes.c_int,))
 
-    def build(context: Any) -> tuple[Any, list[tuple[Any, NDArray[Any]]]]:
+    def build(context: Any) -> _Graph:
         inputs: list[tuple[Any, NDArray[Any]]] = [
             (new_tensor(context, _F32, queries.shape), queries),
             (new_tensor(context, cache_types[0], keys.shape), cells[0]),
@@ -322,27 +312,21 @@ def _takes(
 ) -> bool:
     """Ask GGML in the way of llama.cpp: with an empty buffer and an operator without data."""
     row_bytes(type_name, shape[-1])
-    tensor = new_tensor(context, type_number(type_name), shape)
-    n_tokens = 512
-    if len(shape) == 2:
-        vectors = new_tensor(context, _F32, (n_tokens, shape[-1]))
-        product = ggml("ggml_mul_mat", ctypes.c_void_p, *3 * (ctypes.c_void_p,))
-        operator = product(context, tensor, vectors)
-    else:
-        vectors = new_tensor(context, _F32, (n_tokens, n_experts_used, shape[-1]))
-        numbers = new_tensor(context, _I32, (n_tokens, n_experts_used))
-        product = ggml("ggml_mul_mat_id", ctypes.c_void_p, *4 * (ctypes.c_void_p,))
-        operator = product(context, tensor, vectors, numbers)
-    make = ggml("ggml_backend_buft_alloc_buffer", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    tensor = new_tensor(context, TYPE_NUMBERS[type_name], shape)
+    chosen = (512, n_experts_used) if len(shape) == 3 else (512,)
+    experts = new_tensor(context, _I32, chosen) if len(shape) == 3 else None
+    vectors = new_tensor(context, _F32, (*chosen, shape[-1]))
+    operator = _product(context, tensor, vectors, experts)
+    make = ggml("ggml_backend_buft_alloc_buffer", _POINTER, _POINTER, ctypes.c_size_t)
     buffer = make(place, 0)
     if not buffer:
         raise BackendError("GGML could not make a buffer")
     try:
-        ctypes.c_void_p.from_address(tensor + _BUFFER_OFFSET).value = buffer
-        supports = ggml("ggml_backend_dev_supports_op", ctypes.c_bool, *2 * (ctypes.c_void_p,))
+        _POINTER.from_address(tensor + _BUFFER_OFFSET).value = buffer
+        supports = ggml("ggml_backend_dev_supports_op", ctypes.c_bool, *2 * (_POINTER,))
         return bool(supports(_cpu_device(), operator))
     finally:
-        ggml("ggml_backend_buffer_free", None, ctypes.c_void_p)(buffer)
+        ggml("ggml_backend_buffer_free", None, _POINTER)(buffer)
 
 
 # --- graphs and buffers -----------------------------------------------------------------------------
@@ -351,28 +335,26 @@ def _takes(
 def _allocate(resources: ExitStack, context: Any, buffer_type: Any) -> Any:
     """Allocate a buffer for all tensors of a context; `resources` frees it."""
     forget_log()
-    allocate = ggml(
-        "ggml_backend_alloc_ctx_tensors_from_buft", ctypes.c_void_p, *2 * (ctypes.c_void_p,)
-    )
-    buffer = allocate(context, buffer_type)
+    name = "ggml_backend_alloc_ctx_tensors_from_buft"
+    buffer = ggml(name, _POINTER, *2 * (_POINTER,))(context, buffer_type)
     if not buffer:
         raise BackendError(f"GGML could not allocate tensors: {last_error()}")
-    resources.callback(ggml("ggml_backend_buffer_free", None, ctypes.c_void_p), buffer)
+    resources.callback(ggml("ggml_backend_buffer_free", None, _POINTER), buffer)
     return buffer
 
 
 def copy_tensor(name: str, tensor: Any, data: NDArray[Any]) -> None:
     """Copy a whole tensor from or to an array with the GGML function `name`. Raise `BackendError` if
     their sizes differ."""
-    copy = ggml(name, None, *2 * (ctypes.c_void_p,), *2 * (ctypes.c_size_t,))
-    size = ggml("ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)(tensor)
+    copy = ggml(name, None, *2 * (_POINTER,), *2 * (ctypes.c_size_t,))
+    size = ggml("ggml_nbytes", ctypes.c_size_t, _POINTER)(tensor)
     if size != data.nbytes:
         raise BackendError(f"a tensor of {size} bytes, an array of {data.nbytes}")
     copy(tensor, data.ctypes.data, 0, size)
 
 
 def _compute(
-    build: Callable[[Any], tuple[Any, list[tuple[Any, NDArray[Any]]]]],
+    build: Callable[[Any], _Graph],
     shape: tuple[int, ...],
     n_threads: int,
 ) -> NDArray[np.float32]:
@@ -383,26 +365,21 @@ def _compute(
     with ExitStack() as resources:
         context = resources.enter_context(no_data())
         result, inputs = build(context)
-        make_graph = ggml(
-            "ggml_new_graph_custom",
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_bool,
-        )
+        types = (_POINTER, ctypes.c_size_t, ctypes.c_bool)
+        make_graph = ggml("ggml_new_graph_custom", _POINTER, *types)
         graph = make_graph(context, N_TENSORS, False)
-        ggml("ggml_build_forward_expand", None, *2 * (ctypes.c_void_p,))(graph, result)
+        ggml("ggml_build_forward_expand", None, *2 * (_POINTER,))(graph, result)
         _allocate(resources, context, _find_buffer_type(CPU_BUFFER))
         for tensor, data in inputs:
             copy_tensor("ggml_backend_tensor_set", tensor, data)
-        start = ggml("ggml_backend_dev_init", *2 * (ctypes.c_void_p,), ctypes.c_char_p)
+        start = ggml("ggml_backend_dev_init", *2 * (_POINTER,), ctypes.c_char_p)
         backend = start(_cpu_device(), None)
         if not backend:
             raise BackendError("GGML could not start its CPU backend")
-        resources.callback(ggml("ggml_backend_free", None, ctypes.c_void_p), backend)
+        resources.callback(ggml("ggml_backend_free", None, _POINTER), backend)
         if set_threads := _procedure_of_cpu(b"ggml_backend_set_n_threads"):
-            ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)(set_threads)(backend, n_threads)
-        compute = ggml("ggml_backend_graph_compute", ctypes.c_int, *2 * (ctypes.c_void_p,))
+            ctypes.CFUNCTYPE(None, _POINTER, ctypes.c_int)(set_threads)(backend, n_threads)
+        compute = ggml("ggml_backend_graph_compute", ctypes.c_int, *2 * (_POINTER,))
         status = compute(backend, graph)
         if status:
             raise BackendError(f"GGML could not compute an operator (status {status})")
@@ -414,19 +391,18 @@ def _compute(
 def buffer_types() -> dict[str, Any]:
     """Return the CPU's buffer types by name: the plain one, then those for weights only, in the order in which llama.cpp
     tries them. They may change when a library is loaded, so the result is not cached."""
-    found: dict[str, Any] = {CPU_BUFFER: ggml("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()}
+    found: dict[str, Any] = {CPU_BUFFER: ggml("ggml_backend_cpu_buffer_type", _POINTER)()}
     address = _procedure_of_cpu(b"ggml_backend_dev_get_extra_bufts")
     if address:
-        pointers = ctypes.POINTER(ctypes.c_void_p)
-        listed = ctypes.CFUNCTYPE(pointers, ctypes.c_void_p)(address)(_cpu_device())
-        name_of = ggml("ggml_backend_buft_name", ctypes.c_char_p, ctypes.c_void_p)
+        pointers = ctypes.POINTER(_POINTER)
+        listed = ctypes.CFUNCTYPE(pointers, _POINTER)(address)(_cpu_device())
+        name_of = ggml("ggml_backend_buft_name", ctypes.c_char_p, _POINTER)
         for buffer_type in itertools.takewhile(bool, listed or ()):
             found[name_of(buffer_type).decode("utf-8", "replace")] = buffer_type
     return found
 
 
 def _find_buffer_type(name: str) -> Any:
-    """Return the CPU's buffer type of this name. Raise `BackendError` if there is none."""
     known = buffer_types()
     if name not in known:
         raise BackendError(f"GGML has no buffer type {name}; it has {', '.join(known)}")
@@ -436,16 +412,13 @@ def _find_buffer_type(name: str) -> Any:
 def _procedure_of_cpu(name: bytes) -> Any:
     """Return the address of a function of the CPU backend, which may be in a library of its own; None if it
     has none of that name."""
-    registry = ggml("ggml_backend_dev_backend_reg", ctypes.c_void_p, ctypes.c_void_p)(_cpu_device())
-    find = ggml(
-        "ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
-    )
-    return find(registry, name)
+    registry = ggml("ggml_backend_dev_backend_reg", _POINTER, _POINTER)(_cpu_device())
+    find = "ggml_backend_reg_get_proc_address"
+    return ggml(find, _POINTER, _POINTER, ctypes.c_char_p)(registry, name)
 
 
 def _cpu_device() -> Any:
-    """Return GGML's CPU device. Raise `BackendError` if there is none."""
-    device = ggml("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)(_CPU_DEVICE)
+    device = ggml("ggml_backend_dev_by_type", _POINTER, ctypes.c_int)(_CPU_DEVICE)
     if not device:
         raise BackendError("GGML has no CPU backend")
     return device

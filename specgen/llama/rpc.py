@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specgen.errors import BackendError, UsageError, WorkerLostError
+from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
 from specgen.llama.library import device_of, forget_log, ggml, last_error, llama_cpp, native_devices
 from specgen.options import Workers
-from specgen.system.llama_build import LIBRARY, REINSTALL, version_of
+from specgen.system.llama_build import LIBRARY, REINSTALL, stamp_of
 from specgen.system.processes import leave_running
-from specgen.system.worker_probe import lost_among
+from specgen.system.worker_probe import check_protocol, lost_among, probe
 
 _BUILD_HINT = (
     "in a checkout of specgen: make rpc; with pip: "
@@ -31,6 +31,8 @@ _BUILD_HINT = (
 )
 #: The tensor names of an output matrix, as a regular expression. Models without one use the embeddings.
 _OUTPUT_MATRIX = rb"^(output|token_embd)\.weight$"
+#: The longest that a worker may take to answer a probe, in seconds.
+_PROBE_S = 10.0
 _RESTART = "start the worker again (`specgen worker`), then repeat the command"
 _SLOW = "if the workers are only slow, --rpc-timeout gives them longer; if not, start them again"
 
@@ -52,7 +54,7 @@ def load_rpc() -> Any:
         raise BackendError(
             "this build of llama.cpp has no RPC backend, which workers need", hint=_BUILD_HINT
         )
-    version = version_of(path)
+    version = stamp_of(path).get("version")
     if version != llama_cpp.__version__.partition("+")[0]:
         raise BackendError(
             f"{path.name} was built for llama-cpp-python {version or 'of an unknown version'}, and "
@@ -66,7 +68,45 @@ def load_rpc() -> Any:
     return loaded
 
 
-def remote_devices(endpoints: Sequence[str], calls: RemoteCalls) -> list[int]:
+def check_workers(workers: Workers, file: Path) -> None:
+    """Probe workers before a model is loaded onto them, because these errors are clearer than GGML's. Raise
+    `WorkerLostError` if one does not answer, `BackendError` if one has another protocol,
+    `MemoryLimitError` if they offer too little memory."""
+    found = [probe(name, min(workers.timeout_s, _PROBE_S)) for name in workers.endpoints]
+    for worker in found:
+        check_protocol(worker)
+    n_bytes = file.stat().st_size
+    free_bytes = sum(device.free_bytes for worker in found for device in worker.devices)
+    if free_bytes < n_bytes and not workers.tensor_split:
+        raise MemoryLimitError(
+            f"{file}: the model has {n_bytes / 2**30:.1f} GiB, but the workers offer only "
+            f"{free_bytes / 2**30:.1f} GiB",
+            hint="name more workers, or let them offer more (`specgen worker --memory`)",
+        )
+
+
+def load_onto(workers: Workers, file: Path, params: Any) -> tuple[Any, RemoteCalls]:
+    """Load a model onto workers. Return its native handle, None if llama.cpp cannot load it, and what makes its
+    calls."""
+    remote = RemoteCalls(workers.endpoints, workers.timeout_s)
+
+    def go_on(_share: float, _data: object) -> bool:
+        remote.alive()
+        return True
+
+    progress = llama_cpp.llama_progress_callback(go_on)
+    params.progress_callback = progress
+    try:
+        kept = _spread(params, _remote_devices(workers.endpoints, remote), workers)
+        handle = remote(llama_cpp.llama_model_load_from_file, os.fsencode(file), params)
+    except BaseException:
+        remote.close()
+        raise
+    del kept, progress  # llama.cpp reads them while it loads
+    return handle, remote
+
+
+def _remote_devices(endpoints: Sequence[str], calls: RemoteCalls) -> list[int]:
     """Return the devices of workers, in the order of `endpoints`, as native pointers. They are not added to
     GGML's list of devices, so that no other model is placed on them. Raise `WorkerLostError` if a worker
     does not answer, `BackendError` if it has no device."""
@@ -84,7 +124,7 @@ def remote_devices(endpoints: Sequence[str], calls: RemoteCalls) -> list[int]:
     return devices
 
 
-def spread(params: Any, devices: Sequence[int], workers: Workers) -> list[Any]:
+def _spread(params: Any, devices: Sequence[int], workers: Workers) -> list[Any]:
     """Set the parameters that spread a model over the devices of workers. Return the objects that must be
     kept alive until the model is loaded. Raise `UsageError` if there are more shares than devices."""
     array = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
@@ -190,7 +230,6 @@ def _limit_memory(device: int, limit: int) -> Any:
 
 
 def _procedure(registry: Any, name: bytes, result: Any, *arguments: Any) -> Any:
-    """Return a function of the RPC backend by its name. Raise `BackendError` if there is none."""
     find = ggml(
         "ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
     )

@@ -126,7 +126,6 @@ class LlamaVocabulary:
         return whole[len(marker) :]
 
     def control_token(self, entry: str) -> int:
-        """Return the control token with this entry in the token table; -1 if there is none."""
         tokens = self.tokenize(entry, add_special=False, parse_special=True)
         if len(tokens) != 1 or self.token_text(tokens[0]) != entry:
             return -1
@@ -174,33 +173,28 @@ class LlamaVocabulary:
         return found.hexdigest()
 
     def token_attributes(self, token_id: int) -> int:
-        """Return llama.cpp's attribute bits: unknown, unused, normal, control, ..."""
         return int(llama_cpp.llama_vocab_get_attr(self.handle, token_id))
 
     def is_control(self, token_id: int) -> bool:
-        """Return whether a text has the token's name as plain text unless `parse_special`."""
         return bool(self.token_attributes(token_id) & _CONTROL)
 
     def named_tokens(self) -> Sequence[SpecialToken]:
         """Return the tokens that llama.cpp finds by name, in the order in which it looks for them."""
         if self._named is None:  # llama.cpp has no list of them, so all tokens are checked
             found = [
-                self._special_token(token_id, attributes)
+                SpecialToken(
+                    token_id,
+                    self.token_text(token_id),
+                    bool(attributes & _CONTROL),
+                    bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP),
+                    bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP),
+                )
                 for token_id in range(self.n_tokens)
                 if (attributes := self.token_attributes(token_id)) & _NAMED
             ]
             found.sort(key=lambda special: -len(special.name.encode()))
             self._named = [special for special in found if special.name]
         return self._named
-
-    def _special_token(self, token_id: int, attributes: int) -> SpecialToken:
-        return SpecialToken(
-            token_id,
-            self.token_text(token_id),
-            bool(attributes & _CONTROL),
-            bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP),
-            bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP),
-        )
 
     def is_end(self, token_id: int) -> bool:
         is_end = self._is_end.get(token_id)

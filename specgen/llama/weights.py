@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from specgen.errors import (
     MemoryLimitError,
@@ -20,12 +20,13 @@ from specgen.errors import (
     WorkerLostError,
 )
 from specgen.llama.kernels.attached import LLAMA_CPP, computing, kernel_problem, loading_with
+from specgen.llama.kernels.packed_weights import PackedWeights, packed_weights_of
 from specgen.llama.library import forget_log, last_error, llama_cpp
-from specgen.llama.packed_weights import PackedWeights, packed_weights_of
-from specgen.llama.rpc import RemoteCalls, remote_devices, spread
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.options import Workers
-from specgen.system.worker_probe import check_protocol, probe
+
+if TYPE_CHECKING:
+    from specgen.llama.rpc import RemoteCalls
 
 #: A version of a file (device, inode, size, time), the number of layers on a GPU, the kernels, whether
 #: only the vocabulary is loaded, whether MTP layers are, and the workers.
@@ -34,9 +35,6 @@ _Key: TypeAlias = tuple[int, int, int, int, int, str, bool, bool, Workers | None
 _loaded: dict[_Key, LoadedWeights] = {}
 #: The threads of `load_ahead`.
 _ahead: dict[_Key, threading.Thread] = {}
-
-#: The longest that a worker may take to answer a probe, in seconds.
-_PROBE_S = 10.0
 
 
 class LoadedWeights:
@@ -145,10 +143,14 @@ def lease_weights(
                 forget_log()
                 handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
     else:
-        _check_workers(workers, file, file.stat().st_size)
-        remote = RemoteCalls(workers.endpoints, workers.timeout_s)
+        from specgen.llama.rpc import check_workers, load_onto
+
+        held = {endpoint for each in _loaded if each[-1] for endpoint in each[-1].endpoints}
+        # A worker that serves this process already would not answer a second connection.
+        if held.isdisjoint(workers.endpoints):
+            check_workers(workers, file)
         with loading_with(problem):
-            handle = _load_onto(workers, remote, file, params)
+            handle, remote = load_onto(workers, file, params)
     if not handle:
         if remote is not None:
             remote.close()
@@ -218,44 +220,6 @@ def load_ahead(file: Path, n_gpu_layers: int) -> Callable[[], None]:
     thread = _ahead[key] = threading.Thread(target=load, name="load ahead", daemon=True)
     thread.start()
     return end
-
-
-def _check_workers(workers: Workers, file: Path, n_bytes: int) -> None:
-    """Probe workers before the model is loaded, because these errors are clearer than GGML's. Raise
-    `WorkerLostError` if one does not answer, `BackendError` if one has another protocol,
-    `MemoryLimitError` if they offer too little memory."""
-    held = {endpoint for key in _loaded if key[-1] for endpoint in key[-1].endpoints}
-    if not held.isdisjoint(workers.endpoints):
-        return  # such a worker serves this process already, and would not answer a second connection
-    found = [probe(name, min(workers.timeout_s, _PROBE_S)) for name in workers.endpoints]
-    for worker in found:
-        check_protocol(worker)
-    free_bytes = sum(device.free_bytes for worker in found for device in worker.devices)
-    if free_bytes < n_bytes and not workers.tensor_split:
-        raise MemoryLimitError(
-            f"{file}: the model has {n_bytes / 2**30:.1f} GiB, but the workers offer only "
-            f"{free_bytes / 2**30:.1f} GiB",
-            hint="name more workers, or let them offer more (`specgen worker --memory`)",
-        )
-
-
-def _load_onto(workers: Workers, remote: RemoteCalls, file: Path, params: Any) -> Any:
-    """Load a model onto workers. Return its native handle, or None if llama.cpp cannot load it."""
-
-    def go_on(_share: float, _data: object) -> bool:
-        remote.alive()
-        return True
-
-    progress = llama_cpp.llama_progress_callback(go_on)
-    params.progress_callback = progress
-    try:
-        kept = spread(params, remote_devices(workers.endpoints, remote), workers)
-        handle = remote(llama_cpp.llama_model_load_from_file, os.fsencode(file), params)
-    except BaseException:
-        remote.close()
-        raise
-    del kept, progress  # llama.cpp reads them while it loads
-    return handle
 
 
 @contextlib.contextmanager

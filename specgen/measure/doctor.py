@@ -24,6 +24,7 @@ from specgen import __version__, errors
 from specgen.errors import BackendError, ModelFileError, SpecgenError
 from specgen.llama.kernels.admission import KernelStatus
 from specgen.options import ContextOptions
+from specgen.system.json_lines import as_json
 from specgen.system.llama_build import REBUILD, REINSTALL, Build, Device
 from specgen.system.machine import Machine, look_at_machine
 from specgen.system.processes import ChildDiedError, ChildError, ChildTimeoutError, ask_child
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from specgen.system.arrays import Logits
 
 #: The command that starts a child; the name of a task and its arguments follow.
-CHILD_COMMAND = (sys.executable, "-m", "specgen.measure.doctor", "--child")
+CHILD_COMMAND: Sequence[str] = (sys.executable, "-m", "specgen.measure.doctor", "--child")
 #: The quantised types that are decoded: those whose kernels differ most between CPUs.
 TENSOR_TYPES: tuple[TensorType, ...] = ("q8_0", "q4_0")
 #: The longest wait for a child with a tiny model, and for one with the user's model.
@@ -47,8 +48,6 @@ TOLERANCE = 0.1
 
 #: The longest that a worker may take to answer, in seconds.
 _WORKER_TIMEOUT_S = 5.0
-#: The name of the check of specgen's kernels.
-_KERNELS = "specgen's kernels"
 
 _TEXT = (
     "The quick brown fox jumps over the lazy dog; 0123456789 (and so on).\n"
@@ -102,11 +101,10 @@ class DoctorReport:
 
     def to_json_object(self) -> dict[str, Any]:
         """Return the report as a JSON-ready dict."""
-        values = {**dataclasses.asdict(self), "healthy": self.healthy}
+        values: dict[str, Any] = {**as_json(self), "healthy": self.healthy}
         if self.build is not None:
-            values["build"]["features"] = self.build.features
-        ready: dict[str, Any] = json.loads(json.dumps(values, default=str))
-        return ready
+            values["build"]["features"] = as_json(self.build.features)
+        return values
 
 
 def diagnose(
@@ -124,99 +122,95 @@ def diagnose(
     from specgen.models import cache_folder, config_folder, data_folder
 
     checks = _Checks(child or CHILD_COMMAND, on_check)
-    build = checks.load()
-    if build is not None and not checks.decode(build, model):
-        model = None  # it cannot be decoded with, so there is nothing more to check
-    kernels = checks.kernels(build)
-    if model is not None and kernels.computes == "specgen":
-        checks.kernels_on(kernels, model)
-    models, problem = _models_on_disk()
-    checks.done += problem
-    if build is not None and endpoints:
-        checks.done += worker_checks(endpoints, time.perf_counter, on_check)
+    checks.run("loading llama.cpp", checks.load)
+    if checks.build is not None:
+        checks.decode(checks.build, model)
+    checks.run("the list of models", checks.find_models)
+    if checks.build is not None and endpoints:
+        checks.run("llama.cpp's RPC", _load_rpc)
+        for endpoint in endpoints:
+            checks.run(f"worker {endpoint}", partial(_ask_worker, endpoint))
     return DoctorReport(
         version=__version__,
         machine=look_at_machine(),
-        build=build,
-        kernels=kernels,
+        build=checks.build,
+        kernels=checks.kernels,
         cache_folder=cache_folder(),
         config_folder=config_folder(),
         data_folder=data_folder(),
-        models=models,
+        models=checks.models,
         checks=tuple(checks.done),
     )
 
 
 class _Checks:
-    """The checks of one report, in their order."""
+    """The checks of one report, in their order, and what they find."""
 
     def __init__(self, child: Sequence[str], on_check: Callable[[str], None]) -> None:
         self._child = child
         self._on_check = on_check
         self.done: list[Check] = []
+        self.build: Build | None = None
+        self.kernels = KernelStatus("llama.cpp", reason="llama.cpp could not be loaded")
+        self.models: dict[str, Path] = {}
 
-    def _add(self, name: str, do: Callable[[], str]) -> Check:
+    def run(self, name: str, do: Callable[[], str]) -> Check:
         self._on_check(name)
         self.done.append(checked(name, do))
         return self.done[-1]
 
-    def _in_child(self, name: str, task: str, *arguments: str) -> Check:
-        """Add a check that a child process carries out."""
-        command = [*self._child, task, *arguments]
-        timeout_s = TINY_TIMEOUT_S if task == "tiny" else MODEL_TIMEOUT_S
-        return self._add(name, lambda: str(run_child(command, timeout_s)["message"]))
+    def _ask(self, task: str, *arguments: str) -> str:
+        timeout_s = MODEL_TIMEOUT_S if task in ("model", "rows") else TINY_TIMEOUT_S
+        return str(run_child([*self._child, task, *arguments], timeout_s)["message"])
 
-    def load(self) -> Build | None:
-        """Load llama.cpp; a failure is a check."""
-        name = "loading llama.cpp"
-        self._on_check(name)
-        try:
-            return _build_of(run_child([*self._child, "build"], TINY_TIMEOUT_S))
-        except SpecgenError as error:
-            self.done.append(_failed(name, error))
-            return None
+    def load(self) -> str:
+        answer = run_child([*self._child, "build"], TINY_TIMEOUT_S)
+        devices = tuple(Device(**device) for device in answer["devices"])
+        self.build = Build(**{**answer, "devices": devices})
+        return f"llama-cpp-python {self.build.version}"
 
-    def decode(self, build: Build, model: Path | None) -> bool:
-        """Decode each tensor type on each kind of device, then the model. Return False if the model's file is at
-        fault."""
+    def decode(self, build: Build, model: Path | None) -> None:
+        """Decode each tensor type on each kind of device, then the model, and both with specgen's kernels."""
         places = {"CPU": "0"}
         if build.gpu_offload and any("gpu" in device.kind for device in build.devices):
             places["GPU"] = "-1"
         with tempfile.TemporaryDirectory(prefix="specgen-doctor-") as folder:
             for kind in TENSOR_TYPES:
-                for place, n_gpu_layers in places.items():
-                    self._in_child(f"{kind} on the {place}", "tiny", kind, n_gpu_layers, folder)
-        if model is None:
-            return True
-        found = self._in_child(model.name, "model", os.fspath(model), list(places.values())[-1])
-        self.done[-1] = replace(found, message=found.message.removeprefix(f"{model}: "))
-        return found.error != ModelFileError.__name__
+                for place, n_layers in places.items():
+                    task = partial(self._ask, "tiny", kind, n_layers, folder)
+                    self.run(f"{kind} on the {place}", task)
+        if model is not None:
+            n_layers = list(places.values())[-1]
+            own = self.run(model.name, partial(self._ask, "model", os.fspath(model), n_layers))
+            self.done[-1] = replace(own, message=own.message.removeprefix(f"{model}: "))
+            if own.error == ModelFileError.__name__:
+                model = None  # there is nothing more to check
+        self.run("specgen's kernels", self.test_kernels)
+        if model is not None and self.kernels.computes == "specgen" and self.kernels.path:
+            self.run(f"rows of {model.name}", partial(self._ask, "rows", os.fspath(model)))
+            task = partial(_try_kernels, self.kernels.path, model)
+            self.run(f"specgen's kernels on {model.name}", task)
 
-    def kernels(self, build: Build | None) -> KernelStatus:
-        """Test specgen's kernels again, unless the user chose llama.cpp's in the environment. There is no check if
-        they do not support this machine."""
+    def test_kernels(self) -> str:
+        """Test specgen's kernels again, unless the user chose llama.cpp's in the environment."""
         from specgen.llama.kernels import admission
         from specgen.models import cache_folder
 
         if admission.wanted_in(os.environ) == "llama.cpp":
-            reason = f"{admission.VARIABLE} asks for llama.cpp's"
-            return KernelStatus("llama.cpp", reason=reason, path=admission.library_path())
-        if build is None:
-            return KernelStatus("llama.cpp", reason="llama.cpp could not be loaded")
-        if admission.library_path() is not None:
-            self._on_check(_KERNELS)
-        status = admission.examine_kernels(cache_folder(), anew=True)
-        if status.computes == "specgen":
-            self.done.append(Check(_KERNELS, passed=True, message=status.tested))
-        elif status.is_broken:
-            self.done.append(_failed(_KERNELS, BackendError(status.reason or "", status.hint)))
-        return status
+            reason, path = f"{admission.VARIABLE} asks for llama.cpp's", admission.library_path()
+            self.kernels = KernelStatus("llama.cpp", reason=reason, path=path)
+        else:
+            self.kernels = admission.examine_kernels(cache_folder(), anew=True)
+        if self.kernels.is_broken:
+            raise BackendError(self.kernels.reason or "", self.kernels.hint)
+        return self.kernels.tested or f"not used: {self.kernels.reason}"
 
-    def kernels_on(self, kernels: KernelStatus, model: Path) -> None:
-        """Compare rows of a model, and try the kernels on it again."""
-        self._in_child(f"rows of {model.name}", "rows", os.fspath(model))
-        if (library := kernels.path) is not None:
-            self._add(f"{_KERNELS} on {model.name}", lambda: _try_kernels(library, model))
+    def find_models(self) -> str:
+        from specgen.models import load_registry, locate
+
+        places = {name: locate(model) for name, model in load_registry().models.items()}
+        self.models = {name: path for name, path in places.items() if path is not None}
+        return f"{len(self.models)} of {len(places)} are on this disk"
 
 
 def checked(name: str, do: Callable[[], str]) -> Check:
@@ -224,12 +218,7 @@ def checked(name: str, do: Callable[[], str]) -> Check:
     try:
         return Check(name, passed=True, message=do())
     except SpecgenError as error:
-        return _failed(name, error)
-
-
-def _failed(name: str, error: SpecgenError) -> Check:
-    kind = type(error).__name__
-    return Check(name, passed=False, message=error.message, hint=error.hint, error=kind)
+        return Check(name, False, error.message, error.hint, type(error).__name__)
 
 
 def _try_kernels(library: Path, model: Path) -> str:
@@ -247,44 +236,18 @@ def _try_kernels(library: Path, model: Path) -> str:
     return "load it and decode"
 
 
-def _models_on_disk() -> tuple[dict[str, Path], list[Check]]:
-    from specgen.models import load_registry, locate
-
-    try:
-        registry = load_registry()
-    except SpecgenError as error:
-        return {}, [_failed("the list of models", error)]
-    places = {name: locate(model) for name, model in registry.models.items()}
-    return {name: path for name, path in places.items() if path is not None}, []
-
-
-# --- workers --------------------------------------------------------------------------------
-
-
-def worker_checks(
-    endpoints: Sequence[str],
-    clock: Callable[[], float],
-    on_check: Callable[[str], None] = lambda _name: None,
-) -> list[Check]:
-    """Check the RPC backend of this build, and each worker; `clock` times round trips."""
+def _load_rpc() -> str:
     from specgen.llama.rpc import load_rpc
 
-    def load() -> str:
-        load_rpc()
-        return "can be loaded"
-
-    checks = [checked("llama.cpp's RPC", load)]
-    for endpoint in endpoints:
-        on_check(f"worker {endpoint}")
-        checks.append(checked(f"worker {endpoint}", partial(_ask_worker, endpoint, clock)))
-    return checks
+    load_rpc()
+    return "can be loaded"
 
 
-def _ask_worker(endpoint: str, clock: Callable[[], float]) -> str:
+def _ask_worker(endpoint: str) -> str:
     """Return a line about a worker: its protocol, devices and round trip."""
     from specgen.system.worker_probe import check_protocol, probe
 
-    found = probe(endpoint, _WORKER_TIMEOUT_S, clock)
+    found = probe(endpoint, _WORKER_TIMEOUT_S, time.perf_counter)
     check_protocol(found)
     devices = ", ".join(
         f"{device.free_bytes / 2**30:.1f} of {device.memory_bytes / 2**30:.1f} GiB free"
@@ -349,11 +312,6 @@ def _error_named(name: str | None, message: str, hint: str | None) -> SpecgenErr
     return error
 
 
-def _build_of(answer: Mapping[str, Any]) -> Build:
-    devices = tuple(Device(**device) for device in answer["devices"])
-    return Build(**{**answer, "devices": devices})
-
-
 # --- the checks, in the child ---------------------------------------------------------------
 
 
@@ -380,33 +338,30 @@ def _load() -> dict[str, Any]:
 
 
 def _decode_tiny(tensor_type: TensorType, n_gpu_layers: str, folder: str) -> dict[str, Any]:
-    """Decode with a tiny model whose matrices are large enough for every kernel.
-
-    The logits of a batch are compared with those of single tokens, and with those of a model with the
-    same weights in f32, which other kernels compute.
-    """
+    """Decode with a tiny model whose matrices are large enough for every kernel, and with one that has the same
+    weights in f32, which other kernels compute."""
     from specgen.measure.tiny_model import write_tiny_model
 
+    path, exact = (Path(folder) / f"{tensor_type}{name}.gguf" for name in ("", "-exact"))
+    write_tiny_model(path, tensor_type)
+    write_tiny_model(exact, "f32", rounded_to=tensor_type)
     # One thread: on a busy machine several threads wait for each other, which takes far longer.
     options = ContextOptions(n_gpu_layers=int(n_gpu_layers), n_threads=1)
-    path = write_tiny_model(Path(folder) / f"{tensor_type}.gguf", tensor_type)
-    together, one_by_one = _decode_both_ways(path, options)
-    exact = Path(folder) / f"{tensor_type}-exact.gguf"
-    path = write_tiny_model(exact, "f32", rounded_to=tensor_type)
-    reference, _ = _decode_both_ways(path, options)
-    return checked_agreement(
-        len(together),
-        {
-            "single tokens": deviation(together, one_by_one),
-            "the same weights in f32": deviation(together, reference),
-        },
-    )
+    return _decoded(path, options, exact)
 
 
 def _decode_model(model: str, n_gpu_layers: str) -> dict[str, Any]:
-    options = ContextOptions(n_gpu_layers=int(n_gpu_layers))
-    together, one_by_one = _decode_both_ways(Path(model), options)
-    return checked_agreement(len(together), {"single tokens": deviation(together, one_by_one)})
+    return _decoded(Path(model), ContextOptions(n_gpu_layers=int(n_gpu_layers)))
+
+
+def _decoded(path: Path, options: ContextOptions, exact: Path | None = None) -> dict[str, Any]:
+    """Compare the logits of a batch with those of single tokens, and with those of another file."""
+    together, one_by_one = _decode_both_ways(path, options)
+    deviations = {"single tokens": deviation(together, one_by_one)}
+    if exact is not None:
+        reference, _ = _decode_both_ways(exact, options)
+        deviations["the same weights in f32"] = deviation(together, reference)
+    return checked_agreement(len(together), deviations)
 
 
 def _compare_rows(model: str) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 from specgen.events import undrafted_text
 from specgen.llama import default_threads
@@ -45,8 +45,6 @@ LEAST_GAIN = 1.03
 _SIMPLEST = ("mtp", "ngram", "none")
 #: Two files of one size are the same if so many bytes of each end are equal.
 _PROBE_BYTES = 1 << 20
-#: Where a file comes from: the user named it or its folder, or specgen knows it.
-_Origin: TypeAlias = Literal["named", "folder", "known"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,58 +264,39 @@ def find_candidates(
     specgen has on this disk; they are never reported as refused. A model that occurs twice is tried once.
     A file that is larger than the target is tried only if the user named the file itself.
     """
+    of_folders = [path for folder in named for path in sorted(folder.glob("*.gguf"))]
+    in_folders = [path for path in of_folders if path.is_file() and _is_model(path)]
+    files = [path for path in named if not path.is_dir()]
     candidates: list[Path] = []
     refused: list[Refused] = []
-    target_identity = identify(target)
+    of_target = identify(target)
     seen: list[tuple[Path, FileIdentity]] = []
-    for path, origin in _files(named, known):
-        identity = identify(path)
-        if identity is not None:
-            if any(_is_same(path, identity, *other) for other in seen):
-                continue
+    # Named files come first, since the first of equal files is used.
+    for path in (*files, *in_folders, *known):
+        identity, reason = identify(path), ""
+        if identity is None:
+            reason = "there is no such file, or it cannot be read"
+        elif any(_is_same(path, identity, *other) for other in seen):
+            continue
+        else:
             seen.append((path, identity))
-        reason = _reason(path, identity, target, target_identity, is_named=origin == "named")
-        if reason is None:
+            if of_target is not None and _is_same(path, identity, target, of_target):
+                reason = "it is the target itself"
+            elif of_target is not None and identity.size_bytes > of_target.size_bytes:
+                size = human_bytes(identity.size_bytes)
+                reason = (
+                    f"it is larger than the target ({size}): named itself, it is tried all the same"
+                ) * (path not in files)
+        if not reason:
             candidates.append(path)
-        elif origin != "known":
+        elif path in files or path in in_folders:
             refused.append(Refused(path, reason))
     return candidates, refused
 
 
-def _files(named: Sequence[Path], known: Iterable[Path]) -> Iterator[tuple[Path, _Origin]]:
-    """Yield all files with their origins. Named files come first, since the first of equal files is
-    used."""
-    yield from ((path, "named") for path in named if not path.is_dir())
-    for folder in filter(Path.is_dir, named):
-        for path in sorted(folder.glob("*.gguf")):
-            if shard_number(path) in (None, 1) and not path.is_dir():
-                yield path, "folder"
-    yield from ((path, "known") for path in known)
-
-
-def _reason(
-    path: Path,
-    identity: FileIdentity | None,
-    target_path: Path,
-    target: FileIdentity | None,
-    *,
-    is_named: bool,
-) -> str | None:
-    """Return why a file should not be tried; None if it should."""
-    if identity is None:
-        return "there is no such file, or it cannot be read"
-    if shard_number(path) not in (None, 1):
-        return "it is a later part of a model: name the first"
-    if "mmproj" in path.name.lower():
-        return "it is a projector of images or sound (mmproj), no language model"
-    if target is None:
-        return None
-    if _is_same(path, identity, target_path, target):
-        return "it is the target itself"
-    if identity.size_bytes > target.size_bytes and not is_named:
-        size = human_bytes(identity.size_bytes)
-        return f"it is larger than the target ({size}): named itself, it is tried all the same"
-    return None
+def _is_model(path: Path) -> bool:
+    """Return whether a file's name is that of a language model: of its first part, and no projector of images."""
+    return shard_number(path) in (None, 1) and "mmproj" not in path.name.lower()
 
 
 def _is_same(path: Path, identity: FileIdentity, other: Path, of_other: FileIdentity) -> bool:

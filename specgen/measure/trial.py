@@ -14,7 +14,7 @@ import datetime
 import math
 import statistics
 from collections import abc, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -158,13 +158,13 @@ def measure_target(
     context, if no answer is longer than a token, or if the context has no room to time the batches; and
     `MemoryLimitError`.
     """
-    fitting, skipped = _fitting(session, prompts, chat)
-    n_ctx = max(session.context_size(len(prompt.tokens)) for _, prompt in fitting)
+    fitting, skipped = fitting_prompts(session, enumerate(prompts, 1), chat)
+    n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in fitting.values())
     sizes = timed_batch_sizes(session.n_rows_max)
     samples: defaultdict[int, list[float]] = defaultdict(list)
     answers: list[TargetAnswer] = []
     with session.contexts(n_ctx, drafts=False) as (target, _):
-        for text, prompt in fitting:
+        for number, prompt in fitting.items():
             progress(len(answers), len(fitting))
             target.remove(0)
             generation = DrafterFactory(session).sequence(prompt, n_ctx, (), 0, plain=True)
@@ -172,7 +172,7 @@ def measure_target(
             if interrupted():
                 return None
             n_prompt = generation.n_prompt
-            answers.append(TargetAnswer(text, tuple(generation.tokens[n_prompt:])))
+            answers.append(TargetAnswer(prompts[number - 1], tuple(generation.tokens[n_prompt:])))
             samples[1] += generation.tally.target_s_by_rows[1]
             # Batches are timed right after the single tokens, since a machine's speed changes.
             for size in _timed_sizes(sizes):
@@ -345,25 +345,28 @@ def answered_prompt(session: Session, baseline: Baseline, answer: TargetAnswer) 
     return session.prompts.of_text(answer.prompt, chat=baseline.chat, now=_NOW)
 
 
-def _fitting(
-    session: Session, texts: abc.Sequence[str], chat: bool | None
-) -> tuple[list[tuple[str, Prompt]], tuple[int, ...]]:
-    """Return the prompts that fit into the context, as they were given and as the models see them, and the
-    numbers of the others. Raise `PromptError` if none fits."""
-    fitting: list[tuple[str, Prompt]] = []
+def fitting_prompts(
+    session: Session,
+    texts: Iterable[tuple[int, str]],
+    chat: bool | None,
+    n_more: int = 1,
+) -> tuple[dict[int, Prompt], tuple[int, ...]]:
+    """Return the prompts that fit into the context with `n_more` tokens by their numbers, and the numbers of the
+    others. Raise `PromptError` if none fits."""
+    fitting: dict[int, Prompt] = {}
     skipped: list[int] = []
-    failure: PromptError | None = None
-    for number, text in enumerate(texts, 1):
+    failure = PromptError("there are no prompts")
+    for number, text in texts:
         prompt = session.prompts.of_text(text, chat=chat, now=_NOW)
         try:
-            session.context_size(len(prompt.tokens) + 1)
+            session.context_size(len(prompt.tokens) + n_more)
         except PromptError as error:
             failure = error
             skipped.append(number)
         else:
-            fitting.append((text, prompt))
+            fitting[number] = prompt
     if not fitting:
-        raise failure or PromptError("there are no prompts")
+        raise failure
     return fitting, tuple(skipped)
 
 

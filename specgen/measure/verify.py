@@ -507,16 +507,9 @@ def _find_place(
 
 
 @dataclass(frozen=True, slots=True)
-class UncheckedPrompt:
-    """A prompt, counted from 1, that was not used for a check, and the reason."""
-
-    prompt: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The settings, and the result of each prompt and place. `kernels` names what computes the target, and
+    """The settings, and the result of each prompt and place. `skipped` are the numbers, from 1, of prompts that do
+    not fit into the context. `kernels` names what computes the target, and
     `unequal_rows` why its rows depend on their batch although specgen's kernels compute."""
 
     target: str
@@ -528,7 +521,7 @@ class VerifyReport:
     check: Literal["both", "greedy", "sampled"]
     greedy: tuple[GreedyResult, ...]
     sampled: tuple[SampledResult, ...]
-    skipped: tuple[UncheckedPrompt, ...] = ()
+    skipped: tuple[int, ...] = ()
     is_interrupted: bool = False
     kernels: str = ""
     unequal_rows: str = ""

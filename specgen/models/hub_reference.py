@@ -52,7 +52,6 @@ class HubReference:
 
     @property
     def names_a_model(self) -> bool:
-        """Whether the model is named, and not only its repository."""
         return self.quant is not None or self.file is not None
 
 

@@ -162,7 +162,6 @@ class Registry:
         return _find(name, self.models, "model", others)
 
     def pair(self, name: str) -> Pair:
-        """Return the pair called `name`, or raise UnknownModelError."""
         if name in self.models:
             raise UnknownModelError(f'"{name}" is the name of a model, not a pair', _LIST_HINT)
         return _find(name, self.pairs, "pair")

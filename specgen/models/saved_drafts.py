@@ -90,7 +90,6 @@ def save_draft(target: FileIdentity, saved: SavedDraft, file: Path | None = None
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of the file, with its "drafts"."""
     try:
         document: object = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

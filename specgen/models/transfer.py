@@ -37,12 +37,13 @@ def download(
     report: Report = lambda _done_bytes, _total_bytes: None,
     size_bytes: int | None = None,
     headers: Mapping[str, str] | None = None,
-    digest: Callable[[Path], str] = file_sha256,
+    report_check: Callable[[int], None] = lambda _done_bytes: None,
 ) -> None:
     """Download `url` to `path`, and resume an earlier download.
 
     The client tries again, five times without a byte between them. Raise FetchError if the file cannot be
-    downloaded, or if its `digest` is not `sha256`; an OSError of the disk passes through.
+    downloaded, or if its digest is not `sha256`; an OSError of the disk passes through. `report_check` receives the bytes
+    whose digest is known.
     """
     from huggingface_hub.file_download import http_get
 
@@ -64,7 +65,7 @@ def download(
                 )
             except Exception as error:
                 raise network_error(error, url) from error
-        if sha256 is None or digest(path) == sha256:
+        if sha256 is None or file_sha256(path, report_check) == sha256:
             return
         path.unlink()
         if not here_bytes:

@@ -21,7 +21,7 @@ from specgen.options import Show
 from specgen.render.marks import LEGEND, Round, RoundReader, Run, coded, pens
 from specgen.render.rows import Cell, Flow, Row, append_cells, row_codes, wrap
 from specgen.render.streams import Renderer, output_errors, reading
-from specgen.render.text import can_encode, clean_line, counted
+from specgen.render.text import clean_line, counted
 from specgen.session.thoughts import ThoughtReader, is_thinking
 
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -118,7 +118,7 @@ class LiveRenderer(Renderer):
         self._pens = pens(console)
         self._rounds = RoundReader()
         self._region = Region(self._write)
-        self._flow = Flow(max(2, console.width), console.encoding)
+        self._flow = Flow(max(2, console.width))
         self._status = _Status()
         self._rejected: tuple[str, ...] = ()
         self._thought: _FoldedThought | None = None
@@ -134,8 +134,9 @@ class LiveRenderer(Renderer):
             self._notice(event)
         self._status.update(event)
         if isinstance(event, PromptEvent) and self._folds:
-            flow = Flow(self._flow.columns, self._console.encoding)
-            self._thought = _FoldedThought(flow, is_begun=is_thinking(event.text))
+            self._thought = _FoldedThought(
+                Flow(self._flow.columns), is_begun=is_thinking(event.text)
+            )
         completed = self._rounds.read(event)
         if completed is not None and isinstance(event, CommittedEvent):
             self._add(completed, event)
@@ -200,15 +201,14 @@ class LiveRenderer(Renderer):
         for text in self._rejected:
             if cells:
                 append_cells(cells, "  ", "plain", join=False)
-            append_cells(cells, clean_line(text, self._console.encoding), "rejected", join=False)
+            append_cells(cells, clean_line(text), "rejected", join=False)
         if not cells:
             return "", ""
         room = max(0, columns - last.width)
         first, *others = wrap(cells, max(1, columns - 1), first_columns=room)
         second = row_codes(others[0], self._pens) if others else ""
         if len(others) > 1:
-            more = "…" if can_encode("…", self._console.encoding) else "."
-            second += coded(more, self._pens["faint"])
+            second += coded("…", self._pens["faint"])
         return row_codes(first, self._pens), second
 
     def _status_codes(self, columns: int) -> str:
@@ -226,8 +226,9 @@ class LiveRenderer(Renderer):
         return coded(fitting, self._pens["faint"])
 
     def _write(self, codes: str) -> None:
+        encoding = self._console.encoding
         with output_errors():
-            self._console.file.write(codes)
+            self._console.file.write(codes.encode(encoding, "replace").decode(encoding))
             self._console.file.flush()
 
 

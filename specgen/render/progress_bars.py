@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from specgen.render.text import clean_line
-from specgen.system.progress import Progress, ProgressLines
+from specgen.system.progress import Progress, ProgressView
 from specgen.system.units import duration
 
 if TYPE_CHECKING:
@@ -27,8 +26,13 @@ def progress_bar(*, quiet: bool, clock: Callable[[], float] = time.monotonic) ->
     if quiet:
         yield lambda _what, _done, _total: None
         return
-    with _bar_or_lines(sys.stderr, clock, is_batch=False) as show:
-        yield lambda what, done, total: show(what, done, total, f"{what}: {done} of {total}")
+    with contextlib.closing(ProgressView(sys.stderr, clock)) as view:
+
+        def show(what: str, done: int, total: int) -> None:
+            what = clean_line(what)  # it may have the name of a file
+            view.update(what, done, total, f"{what}: {done} of {total}")
+
+        yield show
 
 
 @contextlib.contextmanager
@@ -39,7 +43,7 @@ def batch_progress(stream: TextIO, *, quiet: bool) -> Iterator[Callable[[Tally],
         yield lambda _tally: None
         return
     begin: list[tuple[float, int]] = []
-    with _bar_or_lines(stream, time.monotonic, is_batch=True) as show:
+    with contextlib.closing(ProgressView(stream, kind="batch")) as view:
 
         def report(tally: Tally) -> None:
             if not begin:
@@ -53,46 +57,9 @@ def batch_progress(stream: TextIO, *, quiet: bool) -> Iterator[Callable[[Tally],
                     left_s = seconds / n_done * (tally.n_lines - tally.n_done)
                     text += f", {duration(left_s)} left"
             done, total = tally.n_done, tally.n_lines
-            show(text, done, total, f"{done} of {total} lines, {text}")
+            view.update(text, done, total, f"{done} of {total} lines, {text}")
 
         yield report
-
-
-@contextlib.contextmanager
-def _bar_or_lines(
-    stream: TextIO, clock: Callable[[], float], *, is_batch: bool
-) -> Iterator[Callable[[str, int, int, str], None]]:
-    """Yield a function that shows a text and how much is done, or a line that says both. Each text has a bar of its
-    own, except in a batch."""
-    if not stream.isatty():
-        lines = ProgressLines(stream, clock)
-        try:
-            # File names may be part of a line.
-            yield lambda _text, _done, _total, line: lines.update(clean_line(line, stream.encoding))
-        finally:
-            lines.finish()
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    from specgen.render.select import make_console
-
-    text_column = TextColumn("{task.description}", markup=False)
-    columns: list[Any] = [BarColumn(), MofNCompleteColumn()]
-    columns = (
-        [*columns, text_column] if is_batch else [text_column, *columns, TimeRemainingColumn()]
-    )
-    with Bar(*columns, console=make_console(stream, os.environ), transient=True) as bar:
-        task, shown = bar.add_task("", visible=False), ""
-
-        def show(text: str, done: int, total: int, _line: str) -> None:
-            nonlocal shown
-            if text != shown and not is_batch:
-                bar.reset(task, total=total)
-            shown = text
-            bar.update(task, completed=done, total=total, description=text, visible=True)
-
-        yield show
 
 
 def batch_summary(tally: Tally, seconds: float, where: str) -> str:

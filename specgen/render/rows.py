@@ -148,10 +148,9 @@ class Flow:
     """Lays text out in rows and keeps those that may still change: the rows of the last line that
     `take_settled` has not handed out."""
 
-    def __init__(self, columns: int, encoding: str = "utf-8") -> None:
+    def __init__(self, columns: int) -> None:
         self.columns = columns
-        self._encoding = encoding
-        self._cleaner = Cleaner(encoding)
+        self._cleaner = Cleaner()
         self._settled: list[Row] = []
         #: The last line's rows, at least one, which may be empty; the last of them is the one that grows.
         self.rows: list[Row] = [EMPTY_ROW]
@@ -163,7 +162,7 @@ class Flow:
         cells = list(self.rows[-1].cells)
         for run in runs:
             if run.mark == "rejected":
-                self._append(cells, clean_line(run.text, self._encoding), run.mark)
+                self._append(cells, clean_line(run.text), run.mark)
                 continue
             first, *others = self._cleaner.feed(run.text).split("\n")
             self._append(cells, first, run.mark)

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from specgen.options import Show
 from specgen.render.live import LiveRenderer
-from specgen.render.streams import JsonlRenderer, Renderer, Tee, TextRenderer, print_notice
-from specgen.render.summary import SummaryRenderer
+from specgen.render.streams import JsonlRenderer, Renderer, TextRenderer, print_notice
 
 
 class TerminalConsole(Console):
@@ -55,33 +54,28 @@ def make_renderer(
     """Return the renderer of one generation.
 
     The answer goes to `stdout`, marked as `show` says, or with `json` the events as JSON Lines. Notices (with
-    `verbose` their details) and with `stats` the summary go to `stderr`; with `quiet` no notices. Of `environ`,
+    `verbose` their details) go to `stderr`, with `quiet` none; with `stats` a summary follows there. Of `environ`,
     TERM and NO_COLOR count. `in_chat` always ends an answer's last line, and puts a line in the place
     of a thinking block on a terminal.
     `newline` ends the last line in a pipe, and in a file that standard error shares; on a terminal it always
     ends, and where the summary follows in the same pipe or file.
     """
-    error_console, console = make_console(stderr, environ), make_console(stdout, environ)
+    console = make_console(stdout, environ)
     stdout.flush()  # so that earlier output comes first
     is_terminal = stdout.isatty()
-    notice = None if quiet else partial(print_notice, error_console, verbose=verbose)
+    notice = (
+        None if quiet else partial(print_notice, make_console(stderr, environ), verbose=verbose)
+    )
     ends_line = in_chat or (newline and _is_pipe(stdout))
     ends_line = ends_line or ((newline or stats) and _is_same_file(stdout, stderr))
     dumb = environ.get("TERM", "").lower() in ("dumb", "unknown") or console.legacy_windows
-    answer: Renderer
     if json:
-        answer = JsonlRenderer(stdout.buffer)
-    elif is_terminal and not dumb:
-        answer = LiveRenderer(console, show, notice, folds=in_chat)
-    elif is_terminal:
-        answer = TextRenderer(stdout.buffer, notice, encoding=console.encoding, is_terminal=True)
-    else:
-        answer = TextRenderer(stdout.buffer, notice, ends_line=ends_line, ends_empty=in_chat)
-    if not stats:
-        return answer
-    coloured = isinstance(answer, LiveRenderer) and show != "none"
-    show_legend = coloured and error_console.is_terminal
-    return Tee((answer, SummaryRenderer(error_console, show_legend=show_legend)))
+        return JsonlRenderer(stdout.buffer)
+    if is_terminal and not dumb:
+        return LiveRenderer(console, show, notice, folds=in_chat)
+    if is_terminal:
+        return TextRenderer(stdout.buffer, notice, encoding=console.encoding, is_terminal=True)
+    return TextRenderer(stdout.buffer, notice, ends_line=ends_line, ends_empty=in_chat)
 
 
 def _is_pipe(stream: TextIO) -> bool:

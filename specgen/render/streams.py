@@ -9,7 +9,7 @@ import math
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rich.console import Console, RenderableType
@@ -66,22 +66,6 @@ class Renderer(ABC):
             self.close()
 
 
-class Tee(Renderer):
-    """Hands every event to several renderers, in order."""
-
-    def __init__(self, renderers: Sequence[Renderer]) -> None:
-        self._renderers = tuple(renderers)
-
-    def handle(self, event: Event) -> None:
-        for renderer in self._renderers:
-            renderer.handle(event)
-
-    def _finish(self) -> None:
-        with contextlib.ExitStack() as stack:  # closes all of them, also after an error
-            for renderer in reversed(self._renderers):
-                stack.callback(renderer.close)
-
-
 class TextRenderer(Renderer):
     """Writes the answer's text to a binary stream with each round, and nothing else: for pipes and files in
     UTF-8, whatever the locale, with no line feed changed.
@@ -104,7 +88,7 @@ class TextRenderer(Renderer):
         self._stream, self._notice, self._encoding = stream, notice, encoding
         self._ends_line, self._is_terminal = ends_line or is_terminal, is_terminal
         self._in_line, self._ends_empty, self._said_s = False, ends_empty, 0.0
-        self._cleaner = Cleaner(encoding)
+        self._cleaner = Cleaner()
 
     def handle(self, event: Event) -> None:
         if isinstance(event, FinishedEvent):
@@ -206,10 +190,10 @@ def print_notice(
     if isinstance(event, ReadingEvent):
         say(console, Text(reading(event)))
         return
-    message = clean_line(event.message, console.encoding)
+    message = clean_line(event.message)
     say(console, Text.assemble(("note:", "bold"), " ", message))
     if verbose:
-        for line in clean(event.detail, console.encoding).splitlines():
+        for line in clean(event.detail).splitlines():
             say(console, Text(f"  {line}"))
 
 

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specgen.events import Event, FinishedEvent, PromptEvent, undrafted_text
+from specgen.events import FinishedEvent, undrafted_text
 from specgen.render.marks import FAINT, legend
-from specgen.render.streams import Renderer, say
-from specgen.render.text import can_encode, clean_line, counted
+from specgen.render.streams import say
+from specgen.render.text import clean_line, counted
 from specgen.session.costs import is_impossible
 from specgen.system.machine import busy_text, is_busy
 from specgen.system.units import seconds_text, three_digits
@@ -22,30 +22,6 @@ _BARS = "▁▂▃▄▅▆▇█"
 _LITTLE = 0.25
 #: Speed-ups that differ by at most this count as equal.
 _NOISE = 0.03
-
-
-class SummaryRenderer(Renderer):
-    """Prints the summary of a finished generation, on stderr.
-
-    `show_legend` explains the colours again, if colours were shown.
-    """
-
-    def __init__(self, console: Console, *, show_legend: bool = False) -> None:
-        self._console = console
-        self._show_legend = show_legend
-        self._prompt: PromptEvent | None = None
-
-    def handle(self, event: Event) -> None:
-        if isinstance(event, PromptEvent):
-            self._prompt = event
-        elif isinstance(event, FinishedEvent):
-            print_summary(
-                self._console,
-                event,
-                draft=self._prompt.draft if self._prompt else None,
-                kernels=self._prompt.kernels if self._prompt else None,
-                show_legend=self._show_legend,
-            )
 
 
 def print_summary(
@@ -58,7 +34,7 @@ def print_summary(
 ) -> None:
     """Print the summary: on a terminal in two columns; elsewhere a line for each item, so that it can be
     searched. `draft` and `kernels` are those of the prompt's event."""
-    items = list(summary_items(finished, draft=draft, kernels=kernels, encoding=console.encoding))
+    items = list(summary_items(finished, draft=draft, kernels=kernels))
     if show_legend and finished.n_drafted:
         items.append(("legend", legend()))
     if not console.is_terminal:
@@ -75,11 +51,7 @@ def print_summary(
 
 
 def summary_items(
-    finished: FinishedEvent,
-    *,
-    draft: str | None = None,
-    kernels: str | None = None,
-    encoding: str = "utf-8",
+    finished: FinishedEvent, *, draft: str | None = None, kernels: str | None = None
 ) -> Iterator[tuple[str, Text]]:
     """Return (label, text) for all known figures."""
     yield "answer", Text(", ".join(_answer(finished)))
@@ -93,11 +65,9 @@ def summary_items(
         share = "" if rate is None else f"acceptance rate {rate:.0%}, "
         n_drafted = counted(finished.n_drafted, "token")
         yield "drafts", Text(f"{share}{finished.n_accepted} of {n_drafted} accepted")
-        depths = _shares(finished.accepted_by_depth, finished.drafted_by_depth, encoding)
-        yield "by depth", Text(depths)
+        yield "by depth", Text(_shares(finished.accepted_by_depth, finished.drafted_by_depth))
         if len(finished.drafted_by_rank) > 1:  # second guesses for a position beside the first ones
-            ranks = _shares(finished.accepted_by_rank, finished.drafted_by_rank, encoding)
-            yield "by guess", Text(ranks)
+            yield "by guess", Text(_shares(finished.accepted_by_rank, finished.drafted_by_rank))
     elif finished.n_rounds and draft not in (None, "none"):
         yield "drafts", Text("nothing was drafted")
     n_undrafted = sum(each.n_rounds for each in finished.undrafted)
@@ -109,7 +79,7 @@ def summary_items(
         yield "kernels", Text(kernels)
     if finished.estimated_speedup is not None:
         yield "gain", _gain(finished, draft)
-    yield "end", Text(_end(finished, encoding))
+    yield "end", Text(_end(finished))
 
 
 def _answer(finished: FinishedEvent) -> Iterator[str]:
@@ -129,13 +99,13 @@ def _speed(finished: FinishedEvent) -> Iterator[str]:
         yield f"first token after {seconds_text(finished.time_to_first_token_s)} ({prompt})"
 
 
-def _shares(n_accepted: Sequence[int], n_drafted: Sequence[int], encoding: str) -> str:
+def _shares(n_accepted: Sequence[int], n_drafted: Sequence[int]) -> str:
     # Depths at which nothing was ever accepted may be missing at the end.
     counts = zip_longest(n_accepted, n_drafted, fillvalue=0)
     shares = [accepted / drafted if drafted else 0.0 for accepted, drafted in counts]
     numbers = " ".join(f"{share:.0%}" for share in shares)
     bars = "".join(_BARS[min(7, int(share * 8))] for share in shares)
-    return f"{bars}  {numbers}" if can_encode(bars, encoding) else numbers
+    return f"{bars}  {numbers}"
 
 
 def _time(finished: FinishedEvent) -> Iterator[str]:
@@ -188,7 +158,7 @@ def _between(low: float, high: float) -> str:
     return f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f}"
 
 
-def _end(finished: FinishedEvent, encoding: str) -> str:
+def _end(finished: FinishedEvent) -> str:
     if finished.finish_reason != "stop":
         ends = {"length": "reached --max-tokens", "context": "the context is full"}
         return ends.get(finished.finish_reason, "interrupted")
@@ -196,7 +166,7 @@ def _end(finished: FinishedEvent, encoding: str) -> str:
         return "end of the grammar"
     if finished.stopped_by is None:
         return "the model ended the text"
-    return f"stopped at {clean_line(finished.stopped_by, encoding)!r}"
+    return f"stopped at {clean_line(finished.stopped_by)!r}"
 
 
 def totals(

@@ -6,8 +6,6 @@ by visible signs.
 
 from __future__ import annotations
 
-import codecs
-
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -27,16 +25,13 @@ _SIGNS = _signs()
 
 
 class Cleaner:
-    """Replaces characters that a terminal would obey, or cannot show, in a stream of text.
+    """Replaces characters that a terminal would obey, or UTF-8 cannot express, in a stream of text.
 
     Line feeds and tabs pass; CR LF and the Unicode line and paragraph separators become line feeds. Control
-    characters become their signs (U+2400 and up) or U+FFFD; characters that `encoding` lacks become question
-    marks.
+    characters become their signs (U+2400 and up) or U+FFFD.
     """
 
-    def __init__(self, encoding: str = "utf-8") -> None:
-        name = codecs.lookup(encoding).name
-        self._encoding = None if name.startswith("utf-8") else name
+    def __init__(self) -> None:
         self._held = ""
 
     def feed(self, text: str) -> str:
@@ -45,42 +40,30 @@ class Cleaner:
         self._held = "\r" if text.endswith("\r") else ""
         if self._held:
             text = text[:-1]
-        return self._clean(text.replace("\r\n", "\n"))
+        return _translated(text.replace("\r\n", "\n"))
 
     def finish(self) -> str:
         """Return the text that was held back."""
         held, self._held = self._held, ""
-        return self._clean(held)
-
-    def _clean(self, text: str) -> str:
-        if not text.isprintable():  # str.translate is slow, and rarely needed
-            text = text.translate(_SIGNS)
-        if self._encoding is not None:
-            text = text.encode(self._encoding, "replace").decode(self._encoding)
-        return text
+        return _translated(held)
 
 
-def clean(text: str, encoding: str = "utf-8") -> str:
+def _translated(text: str) -> str:
+    return (
+        text if text.isprintable() else text.translate(_SIGNS)
+    )  # which is slow, and rarely needed
+
+
+def clean(text: str) -> str:
     """Return a whole text, cleaned."""
-    cleaner = Cleaner(encoding)
+    cleaner = Cleaner()
     return cleaner.feed(text) + cleaner.finish()
 
 
-def clean_line(text: str, encoding: str = "utf-8") -> str:
+def clean_line(text: str) -> str:
     """Return a text cleaned for where it must not break the line."""
     newline = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"
-    if not can_encode(newline, encoding):
-        newline = "\\n"
-    return clean(text, encoding).replace("\n", newline).replace("\t", "    ")
-
-
-def can_encode(text: str, encoding: str) -> bool:
-    """Return whether an encoding has all of these characters."""
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return False
-    return True
+    return clean(text).replace("\n", newline).replace("\t", "    ")
 
 
 def counted(number: int, noun: str) -> str:

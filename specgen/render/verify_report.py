@@ -27,12 +27,12 @@ def print_report(report: VerifyReport, console: Console) -> None:
     """Print the checks, their results, and the verdict."""
     if not console.is_terminal:
         console.width = _WIDTH
-    for indent, line in _lines(report, console.encoding):
+    for indent, line in _lines(report):
         text = Text(line) if isinstance(line, str) else line
         console.print(Padding(text, (0, 0, 0, indent), expand=False))
 
 
-def _lines(report: VerifyReport, encoding: str) -> Iterator[tuple[int, str | Text]]:
+def _lines(report: VerifyReport) -> Iterator[tuple[int, str | Text]]:
     """Yield the indents and the lines."""
     most = counted(report.draft_max, "token")
     drafts = f"at most {most} a draft, verifier {report.verifier}"
@@ -41,8 +41,8 @@ def _lines(report: VerifyReport, encoding: str) -> Iterator[tuple[int, str | Tex
         yield 0, f"computed by {report.kernels}"
     if report.unequal_rows:
         yield 0, f"rows of this model depend on their batch: {report.unequal_rows}"
-    for skipped in report.skipped:
-        yield 0, f"prompt {skipped.prompt} was skipped: {skipped.reason}"
+    for number in report.skipped:
+        yield 0, f"prompt {number} was skipped: the context has no room for it"
     if report.greedy:
         yield 0, Text("Greedy: the same text with and without drafts?", "bold")
     for way, n_at_once in dict.fromkeys((each.way, each.n_at_once) for each in report.greedy):
@@ -52,7 +52,7 @@ def _lines(report: VerifyReport, encoding: str) -> Iterator[tuple[int, str | Tex
         yield 4, _greedy(results)
         for result in results:
             if result.difference is not None:
-                yield 6, _difference(result, result.difference, encoding)
+                yield 6, _difference(result, result.difference)
     if report.sampled:
         heading = (
             f"Sampled at temperature {report.sampler.temperature:g}: the target's distribution?"
@@ -75,9 +75,9 @@ def _greedy(results: Sequence[GreedyResult]) -> str:
     return f"{counted(len(results), 'prompt')}, {n_tokens}: {counts}; {_drafts(results)}"
 
 
-def _difference(result: GreedyResult, difference: Difference, encoding: str) -> Text:
+def _difference(result: GreedyResult, difference: Difference) -> Text:
     plain, drafted = (
-        repr(clean_line(text.replace("Ġ", " ").replace("▁", " "), encoding)) if text else "the end"
+        repr(clean_line(text.replace("Ġ", " ").replace("▁", " "))) if text else "the end"
         for text in (difference.plain, difference.drafted)
     )
     why = f"{plain} plainly, {drafted} with drafts; {difference.gap:.3g} logits apart"

@@ -14,7 +14,6 @@ from specgen.method.acceptance import AcceptanceRates
 from specgen.method.backend import Backend, Batch, HiddenBackend
 from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import draft_up_to
-from specgen.session.costs import Agreement
 from specgen.text.hidden_trail import HiddenTrail
 from specgen.text.text_state import TextState
 
@@ -40,79 +39,49 @@ _N_ENOUGH = 24
 _N_TRANSLATED = 3
 
 
-class Walk:
-    """Lets a drafter propose a token at each position of a text, and counts in `acceptance`, by origin, how
-    often it is the target's token.
-
-    `state` is the text that the drafter follows; it starts empty. `is_translated` says that the drafter's
-    vocabulary is not the target's.
-    """
-
-    def __init__(
-        self,
-        drafter: Drafter,
-        state: TextState,
-        acceptance: MutableMapping[str, AcceptanceRates],
-        *,
-        is_translated: bool,
-    ) -> None:
-        self._drafter = drafter
-        self._state = state
-        self._acceptance = acceptance
-        self._plan = draft_up_to(_N_TRANSLATED if is_translated else 1, needs_confidence=True)
-        self._n_compared = self._n_agreed = 0
-
-    @property
-    def found(self) -> Agreement:
-        """The counts so far."""
-        return Agreement(self._n_compared, self._n_agreed)
-
-    def look(self, tokens: Sequence[int], position: int, expected: int) -> None:
-        """Compare the drafter's proposal after the first `position` tokens with `expected`, the target's token
-        there. Positions must ascend. Raise what the drafter raises."""
-        for token in tokens[len(self._state.tokens) : position]:
-            self._state.commit(token)
-        draft = draft_alone(self._drafter.propose(self._state.tokens, self._plan))
-        if not draft.looks:
-            return
-        top_probability = draft.looks[0]
-        origin = draft.origins[0] if len(draft) else self._drafter.name
-        acceptance = self._acceptance.setdefault(origin, AcceptanceRates(origin))
-        acceptance.see(top_probability)
-        if not len(draft):
-            return
-        agrees = draft.tokens[0] == expected
-        confidence = draft.probabilities[0]
-        if confidence is None or draft.distributions[0] is not None:
-            # The probability of a drawn token says how likely that token was to be drawn.
-            confidence = top_probability
-        acceptance.judge(confidence, accepted=agrees)
-        self._n_compared += 1
-        self._n_agreed += agrees
-
-
 def sample_agreement(
     target: Backend,
-    walk: Walk,
+    drafter: Drafter,
+    state: TextState,
     tokens: Sequence[int],
+    acceptance: MutableMapping[str, AcceptanceRates],
+    *,
+    is_translated: bool = False,
     interrupted: Callable[[], bool] = lambda: False,
-) -> Agreement:
-    """Measure the agreement over a text. The target's context must be empty, and is empty again afterwards;
-    the draft's context is not cleared. Raise `BackendError`, and `KeyboardInterrupt` if `interrupted`
-    returns True between decodes."""
-    before_s = target.decode_s
+) -> int:
+    """Let a drafter propose a token at each position of a text, count in `acceptance`, by origin, how often it is the
+    target's token, and return the number of positions. `state` is the text that the drafter follows; it starts empty.
+    `is_translated` says that the drafter's vocabulary is not the target's.
+
+    The target's context must be empty, and is empty again afterwards; the draft's context is not cleared. Raise
+    `BackendError`, what the drafter raises, and `KeyboardInterrupt` if `interrupted` returns True between decodes."""
+    plan = draft_up_to(_N_TRANSLATED if is_translated else 1, needs_confidence=True)
+    before_s, n_compared = target.decode_s, 0
     tokens = tokens[: target.n_ctx]
     try:
         for position, expected in greedy_tokens(target, tokens, min(N_BEFORE, len(tokens))):
-            walk.look(tokens, position, expected)
+            for token in tokens[len(state.tokens) : position]:
+                state.commit(token)
+            draft = draft_alone(drafter.propose(state.tokens, plan))
+            if draft.looks:
+                origin = draft.origins[0] if len(draft) else drafter.name
+                rates = acceptance.setdefault(origin, AcceptanceRates(origin))
+                rates.see(draft.looks[0])
+                if len(draft):
+                    confidence = draft.probabilities[0]
+                    if confidence is None or draft.distributions[0] is not None:
+                        # The probability of a drawn token says how likely that token was to be drawn.
+                        confidence = draft.looks[0]
+                    rates.judge(confidence, accepted=draft.tokens[0] == expected)
+                    n_compared += 1
             if interrupted():
                 raise KeyboardInterrupt
             # Only the target's time counts: the draft is smaller.
-            if walk.found.n_places >= _N_ENOUGH and target.decode_s - before_s > _BUDGET_S:
+            if n_compared >= _N_ENOUGH and target.decode_s - before_s > _BUDGET_S:
                 break
     finally:
         target.remove(0)
-    return walk.found
+    return n_compared
 
 
 def greedy_tokens(target: Backend, tokens: Sequence[int], start: int) -> Iterator[tuple[int, int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from specgen.drafters.kind import Key
 from specgen.method.backend import Backend, HiddenBackend
 from specgen.method.cost_table import CostTable
-from specgen.session.agreement import N_KNOWN, N_TOKENS, TEXT, Walk, read_states, sample_agreement
+from specgen.session.agreement import N_KNOWN, N_TOKENS, TEXT, read_states, sample_agreement
 from specgen.session.costs import (
     MIN_SIZES,
     Costs,
@@ -180,12 +180,19 @@ def _sample_agreement(
     # The most likely tokens are compared, whatever the user's samplers are.
     factory, state = DrafterFactory(session), TextState(())
     drafter = factory.chain_drafter(Prompt(TEXT, tuple(tokens[:1])), drafts, state)
-    is_translated = session.own_vocabulary is not None
-    walk = Walk(drafter, state, factory.acceptance(), is_translated=is_translated)
     if isinstance(drafts[0], StatesBackend) and isinstance(target, HiddenBackend):
         read_states(target, tokens[: target.n_ctx], drafts[0].trails[0])
     try:
-        return sample_agreement(target, walk, tokens, interrupted).n_places > 0
+        n_compared = sample_agreement(
+            target,
+            drafter,
+            state,
+            tokens,
+            factory.acceptance(),
+            is_translated=session.own_vocabulary is not None,
+            interrupted=interrupted,
+        )
+        return n_compared > 0
     finally:
         for each in drafts:
             each.remove(0)

@@ -61,18 +61,6 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
-    """The number of places where a drafter proposed a token, and where that was the target's token."""
-
-    n_places: int
-    n_agreed: int
-
-    @property
-    def rate(self) -> float | None:
-        return self.n_agreed / self.n_places if self.n_places else None
-
-
-@dataclass(frozen=True, slots=True)
 class Gain:
     """The best speed-up that is expected of a draft model, with `n_drafted` tokens in each round.
 

@@ -26,7 +26,7 @@ from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, KeptAnswers
-from specgen.session.prefix_cache import PrefixCache, Slot
+from specgen.session.prefix_cache import Answer, PrefixCache, Slot
 from specgen.session.prompt_cache import CachedContext, PromptCache, why_no_prompt_cache
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
@@ -253,7 +253,7 @@ class Engine:
     @property
     def n_busy(self) -> int:
         """The number of answers that are being generated, including those in prefill."""
-        return self.slots.n_busy
+        return len(self.slots.answers())
 
     @property
     def n_begun(self) -> int:
@@ -271,13 +271,13 @@ class Engine:
         begun = self.slots.decoding()
         if not begun:
             return None
-        table = self._session.costs.table(n_past=begun[0].n_prompt)
+        table = self._session.costs.table(n_past=begun[0].sequence.n_prompt)
         return table.seconds(len(begun)) if table else None
 
     @property
     def is_idle(self) -> bool:
         """Whether no answer is waiting or being generated."""
-        return not self._scheduler.has_waiting and not self.slots.n_busy
+        return not self._scheduler.has_waiting and not self.slots.answers()
 
     def step(self) -> list[Event]:
         """Start the next request if there is room for its answer, decode a piece of one prompt, and run one
@@ -291,38 +291,31 @@ class Engine:
                 return events + self._round(reading)
             return events + self._read_piece(reading) + self._round()
 
-    def _round(self, reading: Slot | None = None) -> list[Event]:
-        """Run a round of all answers that have begun, and return its events. A piece of the prompt of the
-        slot `reading` is read in the same batch."""
+    def _round(self, reading: Answer | None = None) -> list[Event]:
+        """Run a round of all answers that have begun, and return its events. A piece of the prompt of `reading` is
+        read in the same batch."""
         decoding = self.slots.decoding()
         busy = decoding if reading is None else [*decoding, reading]
-        requests: dict[int, Request] = {}
-        sequences: list[Sequence] = []
-        for slot in busy:
-            assert slot.request is not None
-            assert slot.sequence is not None
-            requests[slot.request.index] = slot.request
-            sequences.append(slot.sequence)
-            if slot.request.is_cancelled:
-                slot.sequence.finish("interrupted")
-        beside = None
-        if reading is not None:
-            sequences.pop()
-            beside = self._scheduler.beside(reading, self._loop)
+        for answer in busy:
+            if answer.request.is_cancelled:
+                answer.sequence.finish("interrupted")
+        beside = None if reading is None else self._scheduler.beside(reading, self._loop)
         try:
-            events = self._loop.round(sequences, beside)
+            events = self._loop.round([answer.sequence for answer in decoding], beside)
         except WorkerLostError:  # the answers have not failed: another process may make them
             raise
         except BaseException as error:  # also Ctrl-C in the middle of a round
-            for slot in busy:
-                if slot.sequence is not None and not slot.sequence.is_finished:
-                    self._fail(slot, error)
-                self._settle(slot)
+            for answer in busy:
+                if not answer.sequence.is_finished:
+                    self._fail(answer.request, answer.slot, error)
+                else:
+                    self._settle(answer)
             raise
+        requests = {answer.request.index: answer.request for answer in busy}
         for event in events:
             requests[event.sequence].events.append(event)
-        for slot in busy:
-            events += self._settle(slot)
+        for answer in busy:
+            events += self._settle(answer)
         return events
 
     def run(self) -> Iterator[Event]:
@@ -362,11 +355,10 @@ class Engine:
 
     def _cut_short(self, request: Request) -> Iterator[Event]:
         """Yield the summary of an answer that has started and cannot continue; the target decodes nothing."""
-        for slot in self.slots:
-            sequence = slot.sequence
-            if slot.request is request and sequence is not None and sequence.is_started:
-                sequence.finish("interrupted")
-                yield sequence.finished_event(self._loop.now_s, None, "")
+        for answer in self.slots.decoding():
+            if answer.request is request:
+                answer.sequence.finish("interrupted")
+                yield answer.sequence.finished_event(self._loop.now_s, None, "")
 
     # --- how answers begin and end -----------------------------------------------------------
 
@@ -375,43 +367,45 @@ class Engine:
         request = self._scheduler.next_waiting()
         if request is None:
             return []
-        return self._begin(request, self.slots.free_slot(request.prompt.tokens, self.target))
+        try:
+            return self._begin(request, self.slots.free_slot(request.prompt.tokens, self.target))
+        except WorkerLostError:
+            self._scheduler.put_back(request)
+            raise
 
-    def _read_piece(self, slot: Slot) -> list[Event]:
-        """Read a piece of a slot's prompt, and return the events."""
-        request, sequence = slot.request, slot.sequence
-        assert request is not None
-        assert sequence is not None
+    def _read_piece(self, answer: Answer) -> list[Event]:
+        """Read a piece of a prompt, and return the events."""
+        request, sequence = answer.request, answer.sequence
         events: list[Event] = []
-        with self._failing(slot):
+        with self._failing(request, answer.slot):
             if request.is_cancelled:
                 sequence.finish("interrupted")
             events = self._loop.read(sequence, self._scheduler.n_piece())
             request.events.extend(events)
-            events += self._settle(slot)
+            events += self._settle(answer)
         return events
 
     @contextlib.contextmanager
-    def _failing(self, slot: Slot) -> Iterator[None]:
-        """End the answer of a slot with what the block raises. Only an error of ours ends there."""
+    def _failing(self, request: Request, slot: Slot) -> Iterator[None]:
+        """End an answer with what the block raises. Only an error of ours ends there."""
         try:
             yield
         except WorkerLostError:  # the answer has not failed: another process may make it
             raise
         except BaseException as error:
-            self._fail(slot, error)
+            self._fail(request, slot, error)
             if not isinstance(error, SpecgenError):
                 raise
 
     def _begin(self, request: Request, slot: Slot) -> list[Event]:
-        slot.request, slot.used_last = request, request.index
+        slot.used_last = request.index
         request.load = LoadOfOthers()
         events: list[Event] = []
-        with self._failing(slot):
+        with self._failing(request, slot):
             # The state behind a prefix may be forgotten, and the first row of the draft reads it.
             n_again = 1 if self._reads_rows else 0
             slot.share_prefix(self.target, request.prompt.tokens, n_again=n_again)
-            slot.sequence = self._factory.sequence(
+            sequence = self._factory.sequence(
                 request.prompt,
                 self.n_ctx,
                 self.drafts,
@@ -421,7 +415,8 @@ class Engine:
                 slot=slot,
                 index=request.index,
             )
-            self._prepare(request, slot.sequence)
+            self._prepare(request, sequence)
+            slot.answer = Answer(slot, request, sequence)
             now_s, notices = self._loop.now_s, self.take_notices()
             events.append(self._prompt_event(request))
             events += (NoticeEvent(request.index, now_s, message) for message in notices)
@@ -448,13 +443,13 @@ class Engine:
             grammar=grammar.text if grammar is not None else None,
         )
 
-    def _settle(self, slot: Slot) -> list[Event]:
-        """Free a slot if its request is done, and return the events of the answer's end."""
-        request, sequence = slot.request, slot.sequence
-        if request is None or sequence is None or not sequence.is_finished:
+    def _settle(self, answer: Answer) -> list[Event]:
+        """Free the slot of an answer if it is done, and return the events of its end."""
+        request, sequence = answer.request, answer.sequence
+        if not sequence.is_finished:
             return []
         if sequence.failure is not None:
-            self._fail(slot, sequence.failure)
+            self._fail(request, answer.slot, sequence.failure)
             return []
         notices: list[Event] = []
         try:
@@ -472,7 +467,7 @@ class Engine:
         ]
         request.events.extend(events)
         (request.finished,) = [event for event in events if isinstance(event, FinishedEvent)]
-        slot.free()
+        answer.slot.free()
         return events
 
     def _keep(self, prompt: Prompt, tokens: abc.Sequence[int]) -> None:
@@ -492,11 +487,12 @@ class Engine:
             )
         )
 
-    def _fail(self, slot: Slot, error: BaseException) -> None:
+    def _fail(self, request: Request, slot: Slot, error: BaseException) -> None:
         """End an answer with an error, and clear its slot."""
         if not isinstance(error, SpecgenError):
             error = BackendError(f"the round was broken off: {type(error).__name__}")
-        slot.fail(error, (self.target, *self.drafts))
+        request.failure = error
+        slot.clear((self.target, *self.drafts))
 
 
 def generate(

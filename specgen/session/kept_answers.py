@@ -13,11 +13,11 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from specgen.errors import OutputError
 from specgen.system.files import replace_bytes, replace_text
@@ -38,19 +38,25 @@ _TAIL_BYTES = 1 << 18
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700
 
 
+#: Token ids, of a line of JSON too.
+_Tokens = tuple[Annotated[int, Field(strict=True)], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class KeptAnswer:
-    """An answer of the target, in its own tokens."""
+    """An answer of the target, in its own tokens; the answer includes the token that ended it."""
 
-    prompt_tokens: tuple[int, ...]
-    #: The answer, including the token that ended it.
-    tokens: tuple[int, ...]
+    prompt: _Tokens
+    answer: _Tokens
     #: The prompt in the template and the tokens of a draft with another vocabulary, and the digest of
     #: that vocabulary; None if the draft reads the target's tokens, or there was no draft.
-    draft_prompt: tuple[int, ...] | None = None
+    draft_prompt: _Tokens | None = None
     draft_vocabulary: str | None = None
     #: Its number, from 1 on; answers that were removed count too. 0 before it is written.
-    number: int = 0
+    number: Annotated[int, Field(strict=True)] = 0
+
+
+_ANSWER = TypeAdapter(KeptAnswer)
 
 
 class KeptAnswers:
@@ -66,7 +72,7 @@ class KeptAnswers:
     def add(self, answer: KeptAnswer) -> None:
         """Write an answer; it is on the disk when this returns. Raise `OutputError` if it cannot be
         written; it is then written with the next one. Very short answers are not kept."""
-        if len(answer.tokens) < _LEAST_TOKENS:
+        if len(answer.answer) < _LEAST_TOKENS:
             return
         self._unwritten.append(answer)
         make_folder(self.folder)
@@ -141,44 +147,20 @@ def _locked_for_writing(folder: Path) -> Iterator[None]:
 def _parsed(data: bytes) -> list[KeptAnswer]:
     found: list[KeptAnswer] = []
     for line in data.split(b"\n"):  # one by one, so that a damaged line costs no other
-        take_lines(line, lambda value: found.append(_from_json(value)))
+        take_lines(line, lambda value: found.append(_ANSWER.validate_python(value)))
     return found
-
-
-class _Line(BaseModel):
-    """An answer as a line of the file."""
-
-    model_config = ConfigDict(strict=True)
-
-    number: int
-    prompt: list[int]
-    answer: list[int]
-    draft_prompt: list[int] | None = None
-    draft_vocabulary: str | None = None
 
 
 def _to_json(answer: KeptAnswer, number: int) -> dict[str, Any]:
     draft_prompt = answer.draft_prompt
-    line = _Line(
+    kept = replace(
+        answer,
         number=number,
-        prompt=list(answer.prompt_tokens[-MAX_PROMPT_TOKENS:]),
-        answer=list(answer.tokens[:MAX_ANSWER_TOKENS]),
-        draft_prompt=None if draft_prompt is None else list(draft_prompt[-MAX_PROMPT_TOKENS:]),
-        draft_vocabulary=answer.draft_vocabulary,
+        prompt=answer.prompt[-MAX_PROMPT_TOKENS:],
+        answer=answer.answer[:MAX_ANSWER_TOKENS],
+        draft_prompt=None if draft_prompt is None else draft_prompt[-MAX_PROMPT_TOKENS:],
     )
-    return line.model_dump(exclude_none=True)
-
-
-def _from_json(value: Any) -> KeptAnswer:
-    """Raise `ValueError` if the value is no answer."""
-    line = _Line.model_validate(value)
-    return KeptAnswer(
-        tuple(line.prompt),
-        tuple(line.answer),
-        None if line.draft_prompt is None else tuple(line.draft_prompt),
-        line.draft_vocabulary,
-        line.number,
-    )
+    return {name: value for name, value in asdict(kept).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

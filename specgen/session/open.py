@@ -20,7 +20,7 @@ from specgen.llama.kernels.admission import (
     note_about,
 )
 from specgen.llama.kernels.attached import computing
-from specgen.llama.packed_weights import keep_packed_weights
+from specgen.llama.kernels.packed_weights import keep_packed_weights
 from specgen.models import (
     cache_folder,
     data_folder,

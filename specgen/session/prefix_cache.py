@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from specgen.drafters.kind import CacheSlot
-from specgen.errors import SpecgenError
 from specgen.method.backend import Backend
 from specgen.session.request import Request
 from specgen.text.prefix import n_common
@@ -17,58 +16,38 @@ from specgen.text.sequence import Sequence
 
 @dataclass(slots=True, eq=False)
 class Slot(CacheSlot):
-    """A slot of all caches, and the request that it serves."""
+    """A slot of all caches, and the answer that it serves; None while it is free."""
 
-    #: None while the slot is free.
-    request: Request | None = None
-    #: None while the slot is free, and until the request's prefix and drafter are ready.
-    sequence: Sequence | None = None
+    answer: Answer | None = None
     #: The index of the last request that was served there; -1 before any.
     used_last: int = -1
 
-    @property
-    def is_decoding(self) -> bool:
-        """Whether the answer has its first token."""
-        return self.sequence is not None and self.sequence.is_started
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether the prompt is being prefilled."""
-        return self.sequence is not None and not self.sequence.is_started
-
-    @property
-    def n_prompt(self) -> int:
-        """The number of tokens in the prompt; 0 while the slot is free."""
-        request = self.request
-        return len(request.prompt.tokens) if request is not None else 0
-
-    @property
-    def n_answer(self) -> int:
-        """The number of tokens in the answer so far."""
-        sequence = self.sequence
-        return sequence.n_answer if sequence is not None else 0
-
-    @property
-    def n_read(self) -> int:
-        """The number of prompt tokens that the cache held before; all once the prefill is done."""
-        sequence = self.sequence
-        if sequence is None:
-            return 0
-        return sequence.n_prompt if sequence.is_started else sequence.n_cached
-
     def free(self) -> None:
-        """Drop the request; its text stays in the caches."""
-        self.request = self.sequence = None
+        """Drop the answer; its text stays in the caches."""
+        self.answer = None
 
-    def fail(self, error: SpecgenError, backends: Iterable[Backend]) -> None:
-        """End the request with an error. Its slot is cleared: the contents are uncertain."""
-        assert self.request is not None
-        self.request.failure = error
+    def clear(self, backends: Iterable[Backend]) -> None:
+        """Drop the answer and its text, whose state is uncertain after an error."""
         for backend in backends:
             own = self.branches(backend)
             for sequence in range(own.first, own.first + own.n_branches):
                 backend.remove(sequence)
         self.free()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """An answer that is being generated: its request, its sequence, and their slot."""
+
+    slot: Slot
+    request: Request
+    sequence: Sequence
+
+    @property
+    def n_read(self) -> int:
+        """The number of prompt tokens that the cache held before; all once the prefill is done."""
+        sequence = self.sequence
+        return sequence.n_prompt if sequence.is_started else sequence.n_cached
 
 
 class PrefixCache:
@@ -83,18 +62,17 @@ class PrefixCache:
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.slots)
 
-    @property
-    def n_busy(self) -> int:
-        """The number of slots that have a request."""
-        return sum(slot.request is not None for slot in self.slots)
+    def answers(self) -> list[Answer]:
+        """Return the answers that are being generated."""
+        return [slot.answer for slot in self.slots if slot.answer is not None]
 
-    def decoding(self) -> list[Slot]:
-        """Return the slots whose answers have their first token."""
-        return [slot for slot in self.slots if slot.is_decoding]
+    def decoding(self) -> list[Answer]:
+        """Return the answers that have their first token."""
+        return [answer for answer in self.answers() if answer.sequence.is_started]
 
-    def reading(self) -> list[Slot]:
-        """Return the slots whose prompts are being prefilled."""
-        return [slot for slot in self.slots if slot.is_reading]
+    def reading(self) -> list[Answer]:
+        """Return the answers whose prompts are being prefilled."""
+        return [answer for answer in self.answers() if not answer.sequence.is_started]
 
     def free_slot(self, tokens: abc.Sequence[int], target: Backend) -> Slot:
         """Return the best free slot for a prompt: the one whose text is the longest prefix of the prompt,
@@ -107,4 +85,4 @@ class PrefixCache:
             goes_on = n if n == len(text) or not target.can_branch else 0
             return -goes_on, slot.used_last
 
-        return min((slot for slot in self.slots if slot.request is None), key=rank)
+        return min((slot for slot in self.slots if slot.answer is None), key=rank)

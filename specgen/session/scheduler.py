@@ -12,7 +12,7 @@ from specgen.errors import BackendError, SpecgenError
 from specgen.llama import LlamaBackend
 from specgen.method.cost_table import CostTable
 from specgen.session.answer_loop import AnswerLoop, ChunkedPrefill
-from specgen.session.prefix_cache import PrefixCache, Slot
+from specgen.session.prefix_cache import Answer, PrefixCache
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request, RequestSettings
 from specgen.text.prefix import n_common
@@ -62,8 +62,8 @@ class Scheduler:
         with self._lock:
             self._is_closed = True
             waiting, self._waiting = list(self._waiting), deque()
-        for request in (*waiting, *(slot.request for slot in self._slots)):
-            if request is not None and not request.is_done:
+        for request in (*waiting, *(answer.request for answer in self._slots.answers())):
+            if not request.is_done:
                 request.failure = error
         for slot in self._slots:
             slot.free()
@@ -71,29 +71,36 @@ class Scheduler:
     def next_waiting(self) -> Request | None:
         """Take the next request from the queue if a slot is free. A request waits for a prompt with the
         same prefix that is being prefilled: then it shares those cells."""
-        if self._slots.n_busy == len(self._slots):
+        if len(self._slots.answers()) == len(self._slots):
             return None
         reading = self._slots.reading() if self._target.can_branch else []
         with self._lock:
             for request in itertools.islice(self._waiting, _N_CONSIDERED):
-                if not any(self._would_share_more(request, slot) for slot in reading):
+                if not any(self._would_share_more(request, answer) for answer in reading):
                     self._waiting.remove(request)
                     return request
         return None
 
-    def next_reading(self) -> Slot | None:
-        """Return the slot whose prompt is read next. By turns it is the one with the fewest tokens left and
+    def put_back(self, request: Request) -> None:
+        """Let a request that could not begin wait again, before all others."""
+        with self._lock:
+            self._waiting.appendleft(request)
+
+    def next_reading(self) -> Answer | None:
+        """Return the answer whose prompt is read next. By turns it is the one with the fewest tokens left and
         the oldest one: a short prompt need not wait for a long one, and many short ones do not keep a long
         one waiting."""
         self._reads_oldest = not self._reads_oldest
 
-        def rank(slot: Slot) -> tuple[int, int]:
-            n_left = 0 if self._reads_oldest else slot.n_prompt - self._n_read(slot)
-            return n_left, slot.used_last
+        def rank(answer: Answer) -> tuple[int, int]:
+            n_left = 0
+            if not self._reads_oldest:
+                n_left = len(answer.request.prompt.tokens) - self._n_read(answer)
+            return n_left, answer.request.index
 
         return min(self._slots.reading(), key=rank, default=None)
 
-    def can_read_beside(self, reading: Slot) -> bool:
+    def can_read_beside(self, reading: Answer) -> bool:
         """Return whether a piece of a prompt can be read in the batch of a round: a row must have the same
         logits in any batch, and no rows of recurrent states or hidden states may be wanted."""
         decoding = self._slots.decoding()
@@ -101,13 +108,12 @@ class Scheduler:
             bool(decoding)
             and self._target.model.has_equal_rows
             and self._target.rollback == "cells"
-            and not (reading.request and reading.request.is_cancelled)
-            and not any(s.sequence and s.sequence.hidden is not None for s in (*decoding, reading))
+            and not reading.request.is_cancelled
+            and all(answer.sequence.hidden is None for answer in (*decoding, reading))
         )
 
-    def beside(self, reading: Slot, loop: AnswerLoop) -> ChunkedPrefill:
-        """Return how the prompt of a slot is read in the batch of a round."""
-        assert reading.sequence is not None
+    def beside(self, reading: Answer, loop: AnswerLoop) -> ChunkedPrefill:
+        """Return how a prompt is read in the batch of a round."""
         return ChunkedPrefill(loop, reading.sequence, self._n_rows_beside, self._share_of_own)
 
     def n_piece(self) -> int | None:
@@ -130,11 +136,10 @@ class Scheduler:
         table = self._costs()
         return min(1.0, table.seconds(n_own) / table.seconds(n_all)) if table else n_own / n_all
 
-    def _would_share_more(self, request: Request, slot: Slot) -> bool:
-        """Return whether a request can share more of the prompt that a slot is reading, once that is read."""
-        assert slot.request is not None
-        n_shared = n_common(request.prompt.tokens, slot.request.prompt.tokens)
-        return n_shared > self._n_read(slot) + _N_WORTH_WAITING
+    def _would_share_more(self, request: Request, reading: Answer) -> bool:
+        """Return whether a request can share more of a prompt that is being read, once that is read."""
+        n_shared = n_common(request.prompt.tokens, reading.request.prompt.tokens)
+        return n_shared > self._n_read(reading) + _N_WORTH_WAITING
 
-    def _n_read(self, slot: Slot) -> int:
-        return self._target.length(slot.branches(self._target).first)
+    def _n_read(self, answer: Answer) -> int:
+        return self._target.length(answer.sequence.slot.first)

@@ -19,7 +19,13 @@ from specgen.llama.file_check import check_file
 from specgen.llama.library import has_gpu
 from specgen.llama.weights import load_ahead
 from specgen.method.cost_table import CostTable
-from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    DraftSource,
+    SamplerOptions,
+    SessionOptions,
+)
 from specgen.session.kept_answers import Learnt, learnt_weights, read_learnt
 from specgen.session.memory import Memory, with_threads
 from specgen.session.prompts import Prompts
@@ -236,6 +242,11 @@ class Session:
             self.options = replace(self.options, drafting=drafting)
             self.settings = replace(self.settings, drafting=drafting)
             self.change_draft(self.draft_source)
+
+    def change_sampling(self, sampling: SamplerOptions) -> None:
+        """Draw answers in another way from now on. Raise `UsageError` as `RequestSettings.of` does."""
+        self.options = replace(self.options, sampler=sampling)
+        self.settings = self.settings.changed(self.target, sampling)
 
     def _load_lookups(self) -> None:
         """Load the texts in which n-grams are looked up, besides the answer's own text: files, and earlier

@@ -59,7 +59,6 @@ class KeptResults:
         self._n_kept = n_kept
 
     def read(self) -> dict[str, Any]:
-        """Return the results by key."""
         document: object = None
         if self._file is not None:
             with contextlib.suppress(OSError, ValueError, RecursionError):

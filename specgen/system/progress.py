@@ -1,11 +1,14 @@
-"""Show the progress of long work as lines, for files and pipes, where a bar would be unreadable."""
+"""Show how far long work is: on a terminal a bar, elsewhere a line now and then."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 #: A function that receives the name of the work, how much of it is done, and how much there is in all.
 Progress = Callable[[str, int, int], None]
@@ -34,7 +37,6 @@ class ProgressLines:
             self._write()
 
     def finish(self) -> None:
-        """Write the last state, if the work took long enough for a line."""
         if self._written or self._clock() - self._last_s >= INTERVAL_S:
             self._write()
 
@@ -45,3 +47,69 @@ class ProgressLines:
         with contextlib.suppress(OSError):
             self._stream.write(f"{self._state}\n")
             self._stream.flush()
+
+
+#: What a bar has: counts of one piece of work after the other, those of a batch with a text, or bytes.
+BarKind: TypeAlias = Literal["counts", "batch", "bytes"]
+
+
+def _bar(stream: TextIO, kind: BarKind) -> Bar | None:
+    """Return a bar; None if the stream cannot show one."""
+    if not stream.isatty():
+        return None
+    from rich import progress
+    from rich.console import Console
+
+    console = Console(file=stream, markup=False, emoji=False, highlight=False)
+    if console.is_dumb_terminal:
+        return None
+    text, bar = progress.TextColumn("{task.description}", markup=False), progress.BarColumn()
+    count, left = progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
+    columns: dict[BarKind, tuple[progress.ProgressColumn, ...]] = {
+        "counts": (text, bar, count, left),
+        "batch": (bar, count, text),
+        "bytes": (text, bar, progress.DownloadColumn(), progress.TransferSpeedColumn(), left),
+    }
+    return progress.Progress(*columns[kind], console=console, transient=True)
+
+
+class ProgressView:
+    """Shows how far some work is: on a terminal with a bar that disappears at the end, elsewhere with a line
+    now and then (`ProgressLines`)."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+        kind: BarKind = "counts",
+    ) -> None:
+        self._stream, self._kind, self._text = stream, kind, ""
+        self._lines = ProgressLines(stream, clock)
+        self._bar = _bar(stream, kind)
+        if self._bar is not None:
+            self._task = self._bar.add_task("", visible=False)
+            self._bar.start()
+
+    def update(self, text: str, done: int, total: int, line: str) -> None:
+        """Show a text and how much is done, or a line that says both. Each text has a bar of its own, except in a
+        batch."""
+        if self._bar is None:
+            self._lines.update(line)
+            return
+        if text != self._text and self._kind != "batch":
+            self._bar.reset(self._task, total=total, completed=done)
+        self._text = text
+        self._bar.update(self._task, completed=done, total=total, description=text, visible=True)
+
+    def note(self, message: str) -> None:
+        if self._bar is None:
+            print(message, file=self._stream, flush=True)
+        else:
+            self._bar.console.print(message, soft_wrap=True)
+
+    def close(self) -> None:
+        """Remove the bar, or write the last line if the work took long enough for one."""
+        if self._bar is None:
+            self._lines.finish()
+        else:
+            self._bar.stop()

@@ -17,7 +17,7 @@ from specgen.errors import MemoryLimitError, UsageError
 from specgen.system.files import new_beside
 from specgen.system.json_lines import write_errors
 from specgen.train.gguf_weights import GgufWeights, read_weights, write_weights
-from specgen.train.training_data import N_COLUMNS, Rows, TrainingText, pack_split
+from specgen.train.target_text import N_COLUMNS, Rows, TrainingText, pack_split
 from specgen.train.training_loop import Budget, Schedule, TrainingState, check_library, train
 
 if TYPE_CHECKING:

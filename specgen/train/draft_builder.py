@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from importlib import resources
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -28,11 +26,14 @@ from specgen.train.training_loop import Budget
 
 if TYPE_CHECKING:
     from specgen.method.cost_table import CostTable
+    from specgen.models.files import FileIdentity
     from specgen.session.session import Session
     from specgen.train.target_text import TargetText
 
 Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
 
+#: The prompts that come with specgen.
+OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 #: Tokens of the target's own text for making drafts; with twice as many, heads agree only a little more.
 N_TOKENS = 40_000
 #: The most tokens of an answer, and the number of answers that are generated at once.
@@ -85,40 +86,29 @@ def plan_time(
     return TimePlan(text_s, making_s - text_s, judging_s, n_tokens, n_judged)
 
 
-def own_prompts() -> list[str]:
-    """Return the prompts that come with specgen."""
-    text = resources.files("specgen.train").joinpath("prompts.jsonl").read_text("utf-8")
-    return [json.loads(line)["prompt"] for line in text.splitlines()]
-
-
+@dataclass(frozen=True)
 class DraftBuilder:
     """Builds drafts for a target, in a cache folder.
 
     `clock` gives seconds. `tell` gets a sentence about each result; `interrupted` returns whether to stop.
     """
 
-    def __init__(
-        self,
-        loaded: Session,
-        text: TextOptions,
-        cache: Path,
-        *,
-        clock: Callable[[], float],
-        progress: Progress,
-        tell: Callable[[str], None],
-        interrupted: Callable[[], bool],
-    ) -> None:
-        self._loaded = loaded
-        self._text_options = text
-        self._cache = cache
-        self._clock = clock
-        self._progress = progress
-        self._tell = tell
-        self._interrupted = interrupted
-        self._target = loaded.options.target
-        self._identity = identity_of(self._target)
-        #: The folder of the text.
-        self.folder = text_folder(cache, self._identity)
+    loaded: Session
+    text_options: TextOptions
+    cache: Path
+    clock: Callable[[], float]
+    progress: Progress
+    tell: Callable[[str], None]
+    interrupted: Callable[[], bool]
+
+    @cached_property
+    def _identity(self) -> FileIdentity:
+        return identity_of(self.loaded.options.target)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the text."""
+        return text_folder(self.cache, self._identity)
 
     def make(self, kinds: Sequence[Kind], small: Path | None, minutes: float) -> list[Path] | None:
         """Make drafts of these kinds in about `minutes` and return their files; None if interrupted.
@@ -130,18 +120,16 @@ class DraftBuilder:
         if "pruned" in kinds:
             from specgen.train.layer_skip import check_prunable
 
-            check_prunable(self._loaded.target)  # before minutes are spent on the text
-        started_s = self._clock()
+            check_prunable(self.loaded.target)  # before minutes are spent on the text
+        started_s = self.clock()
         n_have = self.write_text(until_s=started_s + _SHARE_OF_TEXT * 60.0 * minutes)
-        if n_have < self._text_options.n_tokens and not self._interrupted():
-            self._tell(
-                f"{n_have} tokens to learn from; more time or more --prompts would give more"
-            )
+        if n_have < self.text_options.n_tokens and not self.interrupted():
+            self.tell(f"{n_have} tokens to learn from; more time or more --prompts would give more")
         made: list[Path] = []
         for number, kind in enumerate(kinds):
-            if self._interrupted():
+            if self.interrupted():
                 return None
-            now_s = self._clock()
+            now_s = self.clock()
             until_s = now_s + (started_s + 60.0 * minutes - now_s) / (len(kinds) - number)
             if kind == "distilled":
                 assert small is not None, "a distilled draft is made from a model"
@@ -159,43 +147,43 @@ class DraftBuilder:
         Raises what `specgen.train.target_text.write_text` raises."""
         from specgen.train.target_text import bytes_of, write_text
 
-        options = self._text_options
-        size = human_bytes(bytes_of(options.n_tokens, self._loaded.target.n_embd))
-        self._tell(f"up to {options.n_tokens} tokens of text, {size}, in {self.folder}")
+        options = self.text_options
+        size = human_bytes(bytes_of(options.n_tokens, self.loaded.target.n_embd))
+        self.tell(f"up to {options.n_tokens} tokens of text, {size}, in {self.folder}")
         return write_text(
-            self._loaded,
+            self.loaded,
             options.prompts,
             self.folder,
-            self._budget(until_s, f"{self._target.name} writes"),
+            self._budget(until_s, f"{self.loaded.options.target.name} writes"),
             n_tokens=options.n_tokens,
             n_parallel=options.n_parallel,
             max_tokens=options.max_tokens,
         )
 
     def _budget(self, until_s: float, label: str) -> Budget:
-        progress = partial(self._progress, label)
-        return Budget(self._clock, until_s, self._interrupted, progress)
+        progress = partial(self.progress, label)
+        return Budget(self.clock, until_s, self.interrupted, progress)
 
     def _text(self) -> TargetText:
         from specgen.train.target_text import TargetText
 
-        return TargetText(self.folder, self._text_options.prompts)
+        return TargetText(self.folder, self.text_options.prompts)
 
     def _train_heads(self, until_s: float) -> Path | None:
         from specgen.llama.decoder_heads import write_heads
         from specgen.train.heads import train_heads
 
         budget = self._budget(until_s, "training heads")
-        trained = train_heads(self._text(), self._target, self._loaded.target, budget)
+        trained = train_heads(self._text(), self.loaded.options.target, self.loaded.target, budget)
         if trained is None:
             return None
-        heads = heads_file(self._cache, self._identity)
+        heads = heads_file(self.cache, self._identity)
         with write_errors(heads), new_beside(heads) as new:
             write_heads(new, trained.weights)
             new.replace(heads)
         first = ", ".join(f"{share:.2f}" for share in trained.after.top_1)
         among = ", ".join(f"{share:.2f}" for share in trained.after.top_4)
-        self._tell(
+        self.tell(
             f"on held-back answers the heads' first guess is right for {first} of the tokens one, two "
             f"and three ahead, one of their first four for {among} ({trained.n_samples} places learnt "
             f"from, {trained.n_steps} steps)"
@@ -205,16 +193,16 @@ class DraftBuilder:
     def _distil(self, draft: Path, until_s: float) -> Path | None:
         from specgen.llama import LlamaModel
         from specgen.train.distillation import distil
-        from specgen.train.training_data import training_texts
+        from specgen.train.target_text import training_texts
 
         with contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small:
             now = datetime.datetime.now().astimezone()
-            texts = training_texts(self._text(), self._loaded.target, small, now)
-        output = distilled_file(self._cache, self._identity, draft)
+            texts = training_texts(self._text(), self.loaded.target, small, now)
+        output = distilled_file(self.cache, self._identity, draft)
         fitted = distil(draft, texts, output, self._budget(until_s, f"fitting {draft.name}"))
         if fitted is None:
             return None
-        self._tell(
+        self.tell(
             f"{draft.name} agrees with the target on {fitted.agreement_after:.1%} of the tokens of "
             f"held-back answers, before it was fitted on {fitted.agreement_before:.1%} "
             f"({fitted.n_steps} steps)"
@@ -224,13 +212,13 @@ class DraftBuilder:
     def _prune(self, until_s: float) -> Path | None:
         from specgen.train.layer_skip import prune
 
-        output = pruned_file(self._cache, self._identity)
+        output = pruned_file(self.cache, self._identity)
         budget = self._budget(until_s, "judging sets of layers")
-        made = prune(self._loaded, self._text(), output, budget)
+        made = prune(self.loaded, self._text(), output, budget)
         if made is None:
             return None
         layers = ", ".join(map(str, made.left_out))
-        self._tell(
+        self.tell(
             f"{len(made.left_out)} of {made.n_layer} layers left out ({layers}): it agrees with the target "
             f"on {made.agreement:.1%} of the tokens of held-back answers, and the expected speed-up is "
             f"{made.speedup:.2f} ({made.n_judged} sets were judged)"

@@ -194,11 +194,9 @@ class ModelRows:
         self._output = self._embeddings if output is None else _stored(path, output)
 
     def embeddings(self, tokens: NDArray[Any]) -> FloatArray:
-        """Return the embeddings of tokens: float32[n, n_embd]."""
         return _rows(self._embeddings, tokens)
 
     def output(self, tokens: NDArray[Any]) -> FloatArray:
-        """Return the rows of the output matrix for tokens: float32[n, n_embd]."""
         return _rows(self._output, tokens)
 
 

@@ -137,7 +137,6 @@ def train_heads(
 
 
 def _samples(text: TargetText, *, held_back: bool) -> _Samples:
-    """Return the tokens with N_AHEAD tokens behind them, of the answers that are held back or of the others."""
     columns: list[list[NDArray[Any]]] = [[], [], [], [], []]
     ahead = range(1, 1 + N_AHEAD)
     for index, answer in enumerate(text.answers):
@@ -161,7 +160,6 @@ def _samples(text: TargetText, *, held_back: bool) -> _Samples:
 
 
 def _frequent(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
-    """Return the ids of the tokens to guess, increasing."""
     counts = Counter(
         token for answer in text.answers if not answer.is_held_back for token in answer.tokens
     )
@@ -333,7 +331,6 @@ def _step(
 
 
 def _weights(parameters: Parameters, trainer: _Trainer, model: LlamaModel) -> HeadWeights:
-    """Return the weights in a file's layout: a matrix has a row for each output."""
     p = parameters
     return HeadWeights(
         target=model.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import subprocess
@@ -41,9 +42,8 @@ class Learner:
     def __init__(self, loaded: Session, engine: Engine, tell: Callable[[str], None]) -> None:
         self._loaded, self._engine, self._tell = loaded, engine, tell
         self._child: subprocess.Popen[bytes] | None = None
-        #: The pipes of the process, and the file of its standard error.
-        self._files = contextlib.ExitStack()
-        self._errors: IO[bytes] | None = None
+        #: The file of the process's standard error.
+        self._errors: IO[bytes] = io.BytesIO()
         self._is_running = True
         #: The number of the kept answer from which on the next lesson may begin.
         self._not_before = 0
@@ -124,8 +124,7 @@ class Learner:
             child.wait(_END_S)
         except subprocess.TimeoutExpired:
             child.kill()
-            child.wait()
-        self._files.close()
+        self._last_words(child)
 
     @property
     def _n_new(self) -> int:
@@ -141,7 +140,7 @@ class Learner:
             "draft": self._draft,
         }
         line = json.dumps(asked | {"minutes": _MINUTES}, default=os.fspath)
-        self._errors = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it outlives this call
         self._child = subprocess.Popen(
             COMMAND,
             stdin=subprocess.PIPE,
@@ -150,17 +149,12 @@ class Learner:
             start_new_session=True,  # Ctrl-C ends the answer, not the lesson
             env=os.environ | {"NPROC": str(n_threads), "OMP_NUM_THREADS": str(n_threads)},
         )
-        for pipe in (self._child.stdout, self._child.stdin):
-            self._files.callback(_close, pipe)
         self._send(line.encode() + b"\n")
         self._is_running = True
 
     def _end_lesson(self, child: subprocess.Popen[bytes]) -> None:
         self._child = None
-        assert child.stdout is not None
-        result = child.stdout.read()
-        words = self._last_words()
-        self._files.close()
+        result, words = self._last_words(child)
         if child.returncode == UsageError.exit_code:  # for example, another process learns
             self._not_before = last_number(self._folder) + NEW_ANSWERS
             self._tell(f"{self._draft.name} has not learnt: {words}")
@@ -174,15 +168,10 @@ class Learner:
         else:
             self._news = text
 
-    def _last_words(self) -> str:
-        assert self._errors is not None
-        self._errors.seek(0)
-        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
-        return lines[-1] if lines else ""
-
-
-def _close(pipe: IO[bytes] | None) -> None:
-    """Close a pipe whose reader may be gone."""
-    with contextlib.suppress(OSError):
-        if pipe is not None:
-            pipe.close()
+    def _last_words(self, child: subprocess.Popen[bytes]) -> tuple[bytes, str]:
+        """Return what a process that has ended wrote, and its last complaint. Close its files."""
+        result, _ = child.communicate()
+        with self._errors as errors:
+            errors.seek(0)
+            lines = errors.read().decode("utf-8", "replace").strip().splitlines()
+        return result, lines[-1] if lines else ""

@@ -46,7 +46,7 @@ from specgen.system.files import NEW, new_beside
 from specgen.system.json_lines import locked, write_errors
 from specgen.train.distillation import check_memory, train_scales
 from specgen.train.gguf_weights import read_weights, write_weights
-from specgen.train.training_data import Rows, kept_texts, pack_split
+from specgen.train.target_text import Rows, kept_texts, pack_split
 from specgen.train.training_loop import Budget, Schedule, TrainingState, check_library
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from specgen.train.gguf_weights import (
     apply_changes,
     initial_changes,
 )
-from specgen.train.training_data import Rows
+from specgen.train.target_text import Rows
 
 #: Tensors by name. The tensors of layers are stacked and named without "blk.N.": the first axis is the layer.
 Parameters: TypeAlias = dict[str, Any]
@@ -42,21 +42,13 @@ _OPTIMIZER = optax.chain(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StackedParameters:
-    """The parameters of a transformer: those of its layers, stacked, and all others."""
-
-    layers: Parameters
-    others: Parameters
-
-
-def stack_layers(weights: GgufWeights) -> StackedParameters:
-    """Return a file's tensors in the form that `hidden_states` takes; layers' names are without "blk.N."."""
+def stack_layers(weights: GgufWeights) -> tuple[Parameters, Parameters]:
+    """Return the tensors of a file's layers, stacked and named without "blk.N.", and all others."""
     names = [name.removeprefix("blk.0.") for name in weights.tensors if name.startswith("blk.0.")]
     order = range(weights.hyperparameters.n_layer)  # a file may have them in another one
     layers = {name: np.stack([weights.tensors[f"blk.{i}.{name}"] for i in order]) for name in names}
     others = {name: each for name, each in weights.tensors.items() if not name.startswith("blk.")}
-    return StackedParameters(layers, others)
+    return layers, others
 
 
 def output_matrix(others: Parameters) -> jax.Array:
@@ -201,12 +193,12 @@ class Trainer:
     def __init__(self, weights: GgufWeights, *, softness: float = 0.0) -> None:
         self._softness = softness
         self._shape = weights.hyperparameters
-        stacked = stack_layers(weights)
-        self._frozen = jax.tree.map(jnp.asarray, (stacked.layers, stacked.others))
+        layers, others = stack_layers(weights)
+        self._frozen = jax.tree.map(jnp.asarray, (layers, others))
         names = [f"{name}.weight" for name in LAYER_MATRICES]
         order = range(self._shape.n_layer)
         start = initial_changes(
-            {name: stacked.layers[name] for name in names},
+            {name: layers[name] for name in names},
             {name: [weights.types[f"blk.{i}.{name}"] for i in order] for name in names},
         )
         if not start:
@@ -235,8 +227,6 @@ class Trainer:
         return Score(n_right / rows.n_labels, loss / rows.n_labels)
 
     def changes(self) -> Parameters:
-        """Return a copy of the changes of the factors, with the names and shapes of
-        `initial_changes`."""
         return {name: np.array(values) for name, values in self._changes.items()}
 
 
@@ -250,8 +240,6 @@ def _step(
     rate: float,
     softness: float,
 ) -> tuple[Parameters, Any]:
-    """Return the changes of the factors and Adam's moments after a step."""
-
     def mean_loss(changes: Parameters) -> jax.Array:
         loss, _, n_labels = _sums(shape, changes, frozen, rows, softness)
         mean: jax.Array = loss / n_labels

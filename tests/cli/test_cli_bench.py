@@ -8,39 +8,25 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-import specgen.cli
-from specgen.cli.bench import parse_policies
-from specgen.errors import UsageError
 from specgen.llama import build
-from specgen.measure.bench.plan import entries_of, named_apart
+from specgen.measure.bench.plan import entries_of
 from specgen.measure.bench.runs import Runs
 from specgen.options import ContextOptions, SessionOptions
 from specgen.render.tables import bench_lines, print_bench_tables
 from specgen.session.memory import Memory, Threads
 from tests.helpers.bench import report_of, result
+from tests.helpers.cli import Result, Specgen, tiny_names
 from tests.tiny import TinyConfig, write_tiny_model
 
 #: Quick, and enough for a test of the command line.
 SHORT = ("-t", "1", "-fa", "off", "-n", "20", "-c", "256")
 N_COLUMNS = 15
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
-Specgen = Callable[..., Outcome]
 
 
 @pytest.fixture
@@ -56,27 +42,19 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def bench(capsys: pytest.CaptureFixture[str], tiny_models: Path, prompts: Path) -> Specgen:
+def bench(specgen: Specgen, tiny_models: Path, prompts: Path) -> Specgen:
     """Runs `specgen bench` for the tiny target; files may be given by their tiny names."""
 
-    def run(*arguments: str | Path, prompts: Path | None = prompts) -> Outcome:
-        named = [
-            str(path) if (path := tiny_models / f"{argument}.gguf").exists() else str(argument)
-            for argument in arguments
-        ]
-        own = [] if "-m" in named or "--pair" in named else ["-m", str(tiny_models / "target.gguf")]
-        files = [] if prompts is None else ["--prompts", str(prompts)]
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            specgen.cli.main(["bench", *own, *files, *SHORT, *named])
-        captured = capsys.readouterr()
-        assert isinstance(exit_.value.code, int)
-        return Outcome(exit_.value.code, captured.out, captured.err)
+    def run(*arguments: str | Path, prompts: Path | None = prompts) -> Result:
+        named = tiny_names(tiny_models, arguments)
+        own = [] if "-m" in named else ["-m", tiny_models / "target.gguf"]
+        files = [] if prompts is None else ["--prompts", prompts]
+        return specgen("bench", *own, *files, *SHORT, *named)
 
     return run
 
 
-def notes(outcome: Outcome) -> list[str]:
+def notes(outcome: Result) -> list[str]:
     """The lines on standard error, but for those about a busy machine."""
     lines = outcome.err.splitlines()
     return [
@@ -84,7 +62,7 @@ def notes(outcome: Outcome) -> list[str]:
     ]
 
 
-def rows(outcome: Outcome) -> list[list[str]]:
+def rows(outcome: Result) -> list[list[str]]:
     assert outcome.code == 0, outcome.err
     headings, *found = (line.split("\t") for line in outcome.out.splitlines())
     assert headings[:6] == ["target", "temperature", "contender", "category", "answers", "speedup"]
@@ -175,14 +153,6 @@ def test_json_has_everything_raw(bench: Specgen, tmp_path: Path) -> None:
     assert {len(found) for found in texts.values()} == {1}
 
 
-def test_json_names_the_files_that_were_looked_up(bench: Specgen, tmp_path: Path) -> None:
-    text, file = tmp_path / "text.txt", tmp_path / "out.json"
-    text.write_text("the cat is in the house", encoding="utf-8")
-    bench("--draft", "ngram", "--lookup-file", text, "--json", file)
-    settings = json.loads(file.read_text(encoding="utf-8"))["settings"]
-    assert str(text) in json.dumps(settings)
-
-
 def test_a_draft_may_have_a_draft_of_its_own(bench: Specgen, tiny_models: Path) -> None:
     draft, bad = tiny_models / "draft.gguf", tiny_models / "bad.gguf"
     arguments = ("--draft", f"{draft}+{bad}", "--draft", f"{draft}+ngram", "--draft", draft)
@@ -267,18 +237,6 @@ def test_prompts_may_be_given_as_texts(bench: Specgen) -> None:
     assert "a prompt is empty" in bench("a", " ", prompts=None).err
 
 
-def test_a_bad_prompt_is_named_by_its_line(bench: Specgen, prompts: Path) -> None:
-    prompts.write_text('{"prompt": "x"}\n{"text": "y"}\n', encoding="utf-8")
-    outcome = bench("--draft", "none")
-    assert outcome.code == 3
-    assert "line 2: no prompt in it" in outcome.err
-
-
-def test_a_draft_that_cannot_be_loaded_is_an_error(bench: Specgen, tmp_path: Path) -> None:
-    outcome = bench("--draft", tmp_path / "missing.gguf")
-    assert (outcome.code, outcome.out) == (4, "")
-
-
 def test_a_prompt_that_is_too_long_is_skipped(bench: Specgen, prompts: Path) -> None:
     with prompts.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"prompt": "too long " * 400}) + "\n")
@@ -286,6 +244,7 @@ def test_a_prompt_that_is_too_long_is_skipped(bench: Specgen, prompts: Path) -> 
     assert [row[4] for row in rows(outcome) if row[3] == "overall"] == ["3", "3"]
     _, left_out = notes(outcome)
     assert left_out.startswith("note: prompt 4 was left out: the prompt has ")
+    assert bench("--draft", "none", "--quiet").err == ""
 
 
 def test_an_error_after_results_costs_no_results(
@@ -331,29 +290,7 @@ def test_an_interruption_tells_what_there_is(
     ]
 
 
-def test_quiet_says_nothing_on_standard_error(bench: Specgen, prompts: Path) -> None:
-    with prompts.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"prompt": "too long " * 400}) + "\n")
-    assert bench("--draft", "none", "--quiet").err == ""
-
-
 # --- parts
-
-
-def test_policies_by_name_once_each() -> None:
-    assert parse_policies(["fixed, cost", "fixed"]) == ("fixed", "cost")
-    assert len(parse_policies(None)) == 1
-    with pytest.raises(UsageError, match="--policy x"):
-        parse_policies(["cost,x"])
-
-
-def test_files_of_one_name_are_told_apart() -> None:
-    paths = [Path("/a/x.gguf"), Path("/b/x.gguf"), Path("/a/y.gguf")]
-    assert named_apart(paths) == {
-        str(paths[0]): paths[0],
-        str(paths[1]): paths[1],
-        "y.gguf": paths[2],
-    }
 
 
 @pytest.mark.parametrize("width", [80, 120])

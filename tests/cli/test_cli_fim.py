@@ -79,10 +79,7 @@ def between(prefix: str, suffix: str) -> str:
     ("place", "prefix"),
     [
         ("a.txt:1", "the cat is"),
-        ("a.txt:1:1", ""),
         ("a.txt:1:5", "the "),
-        ("a.txt:2", "the cat is\n  in the house"),
-        ("a.txt:2:3", "the cat is\n  "),
         ("a.txt:3", "the cat is\n  in the house\n"),
         ("a.txt:4:20", "the cat is\n  in the house\n\na dog is on the mat"),
         ("a.txt:5", TEXT),
@@ -157,28 +154,20 @@ def test_in_place(fim: Fim, newline: str, bom: str) -> None:
     text = bom + TEXT.replace("\n", newline)
     write("a.txt", text)
     Path("a.txt").chmod(0o640)
-    found = fim("a.txt:2:5", "--in-place")
+    if os.name != "nt":
+        Path("link.txt").symlink_to("a.txt")
+    seen = prompt_of(fim("a.txt:2:5", "--json"))  # the model sees one kind of line end
+    assert seen == between(TEXT[:15], TEXT[15:])
+    found = fim("a.txt:2:5" if os.name == "nt" else "link.txt:2:5", "--in-place")
     assert found.code == 0
     head = text.index("in the house") + 2
     middle = found.out.replace("\n", newline)
     assert Path("a.txt").read_bytes() == (text[:head] + middle + text[head:]).encode()
     if os.name != "nt":
         assert stat.S_IMODE(Path("a.txt").stat().st_mode) == 0o640
+        assert Path("link.txt").is_symlink()
+        Path("link.txt").unlink()
     assert sorted(path.name for path in Path().iterdir()) == ["a.txt"]
-
-
-def test_the_model_sees_one_kind_of_line_end(fim: Fim) -> None:
-    write("a.txt", TEXT.replace("\n", "\r\n"))
-    assert prompt_of(fim("a.txt:2", "--json")) == between(TEXT[:25], TEXT[25:])
-
-
-@pytest.mark.skipif(os.name == "nt", reason="links need a right there")
-def test_a_link_stays_one(fim: Fim) -> None:
-    write("a.txt")
-    Path("link.txt").symlink_to("a.txt")
-    assert fim("link.txt:1", "--in-place").code == 0
-    assert Path("link.txt").is_symlink()
-    assert len(Path("a.txt").read_text(encoding="utf-8")) > len(TEXT)
 
 
 def test_a_file_that_somebody_else_changed_is_left_alone(
@@ -230,22 +219,16 @@ def test_what_the_context_has_no_room_for(fim: Fim) -> None:
     ("arguments", "code", "words"),
     [
         (("a.txt",), 2, "'a.txt' is not a place in a file"),
-        (("a.txt:x",), 2, "is not a place"),
         (("a.txt:" + "9" * 20,), 2, "is not a place"),
-        (("a.txt:0",), 3, "a.txt has no line 0: it has 5"),
         (("a.txt:6",), 3, "a.txt has no line 6: it has 5"),
         (("a.txt:1:12",), 3, "line 1 has no column 12: it has 10 characters"),
-        (("a.txt:1:0",), 3, "no column 0"),
         (("missing.txt:1",), 3, "missing.txt: cannot be read"),
-        ((".:1",), 3, "cannot be read"),
         (("latin.txt:1",), 3, "latin.txt is not UTF-8: byte 0xe9 at offset 7 (line 2)"),
-        (("a.txt:1", "--context-file", "latin.txt"), 3, "latin.txt is not UTF-8"),
         (("a.txt:1", "--prefix-file", "a.txt"), 2, "exclude each other"),
         ((), 2, "no gap"),
         (("--prefix-file", "a.txt", "--in-place"), 2, "--in-place needs FILE:LINE"),
         (("--prefix-file", "-", "--suffix-file", "-"), 2, "cannot both be standard input"),
         (("--prefix-file", "empty.txt"), 3, "no text before or after the gap"),
-        (("empty.txt:1",), 3, "no text before or after the gap"),
         (("a.txt:1", "-n", "90", "-c", "100"), 2, "--max-tokens 90 leaves 10 of 100 tokens"),
         (("a.txt:1", "--logprobs", "2"), 2, "--logprobs needs --json"),
     ],

@@ -11,6 +11,7 @@ import pytest
 from specgen import cli
 from specgen.cli import command_line, flags
 from specgen.cli.command import EXAMPLES
+from specgen.cli.llama_cpp_options import translated
 from specgen.cli.output import Output
 from tests.helpers.cli import in_process
 
@@ -44,7 +45,8 @@ def test_the_help_ends_with_examples_that_are_commands(
         words = shlex.split(example.split("specgen ", 1)[1].rstrip(")"))
         path = next(path for path in COMMANDS if words[: len(path.split())] == path.split())
         context = COMMANDS[path].context_class(COMMANDS[path], info_name=path)
-        COMMANDS[path].make_parser(context).parse_args(args=words[len(path.split()) :])
+        given = translated(context, words[len(path.split()) :])
+        COMMANDS[path].make_parser(context).parse_args(args=given)
 
 
 @pytest.mark.parametrize("name", ["models", "draft"])

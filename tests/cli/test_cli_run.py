@@ -118,14 +118,6 @@ def test_chat_uses_the_models_template_unless_raw(cli: Cli) -> None:
     assert prompt(target="target") == "Hi"
 
 
-def test_control_tokens_in_a_raw_prompt_are_control_tokens(cli: Cli) -> None:
-    def n_tokens(prompt: str) -> int:
-        result = cli.run("--json", "--raw", prompt, target="chat", draft="none")
-        return int(json.loads(result.out.splitlines()[0])["n_prompt_tokens"])
-
-    assert n_tokens("<|im_end|>") == n_tokens("x")
-
-
 def test_json_lines_tell_the_whole_story(cli: Cli) -> None:
     result = cli.run(PROMPT, "--json", "--draft-max", "4")
     assert result.code == 0
@@ -229,26 +221,6 @@ def test_the_prompt_event_tells_the_samplers_the_verifier_and_the_grammar(cli: C
     assert first["sampler"]["logit_bias"] == []
 
 
-def test_events_of_a_constrained_answer_tell_what_was_forced(cli: Cli) -> None:
-    gbnf = 'root ::= "It is " [a-f]+ " and no more"'
-    events = events_of(cli.run(PROMPT, "--json", "--grammar", gbnf, "-n", "60", "--logprobs", "2"))
-    pieces = [p for event in events if event["event"] == "committed" for p in event["pieces"]]
-    kinds = [piece["kind"] for piece in pieces]
-    # After "It" comes a blank, or a token of a blank and more.
-    assert [(p["text"], p["kind"]) for p in pieces[:2]] == [("I", "forced"), ("t", "forced")]
-    assert events[-1]["n_forced"] == kinds.count("forced") > 0
-    for piece in pieces:
-        assert (piece["origin"] == "grammar") == (piece["kind"] == "forced")
-        assert (piece["logprob"] is None) == (piece["kind"] == "forced")
-        assert len(piece["top_logprobs"]) == (0 if piece["kind"] == "forced" else 2)
-
-
-def test_what_a_grammar_cannot_enforce_is_refused(cli: Cli) -> None:
-    loose = json.dumps({"type": "object", "properties": {"n": {"type": "string", "not": {}}}})
-    assert 'no grammar can enforce "not"' in complaint(cli.run(PROMPT, "-j", loose), 2)
-    assert cli.run(PROMPT, "-j", json.dumps(SCHEMA), "--no-stats").err == ""
-
-
 def test_wrong_grammars_exit_with_2(cli: Cli, tmp_path: Path) -> None:
     binary = tmp_path / "binary"
     binary.write_bytes(b"root ::= \xff")
@@ -260,6 +232,7 @@ def test_wrong_grammars_exit_with_2(cli: Cli, tmp_path: Path) -> None:
         (["--grammar-file", str(tmp_path)], "--grammar-file"),
         (["--grammar-file", str(binary)], "it is not UTF-8"),
         (["-jf", str(tmp_path / "none")], "cannot be read: No such file"),
+        (["-j", '{"type": "string", "not": {}}'], 'no grammar can enforce "not"'),
         (["--grammar", "root ::= [a]", "-j", "{}"], "exclude each other"),
         (["--grammar-file", "x", "-jf", "y"], "--grammar-file and --json-schema-file"),
         (["--grammar", "root ::= [a]", "--ignore-eos"], "--ignore-eos"),
@@ -288,20 +261,6 @@ def test_logprobs_are_in_the_events(cli: Cli) -> None:
     assert "--json" in complaint(cli.run(PROMPT, "--logprobs", "2"), 2)
     assert "--logprobs" in complaint(cli.run(PROMPT, "--json", "--logprobs", "-1"), 2)
     assert "--logprobs" in complaint(cli.run(PROMPT, "--json", "--logprobs", "x"), 2)
-
-
-def test_every_verifier_keeps_the_text_at_temperature_0(cli: Cli) -> None:
-    expected = cli.run(PROMPT, draft="none").out
-    for verifier in ("auto", "match", "residual", "block"):
-        for draft in ("draft", "ngram"):
-            assert cli.run(PROMPT, "--verifier", verifier, draft=draft).out == expected
-    hot = ("--temp", "1.2", "--seed", "4")
-    assert (
-        cli.run(PROMPT, *hot, "--verifier", "match").out
-        == cli.run(PROMPT, *hot, draft="none").out
-        != expected
-    )
-    assert "'match'" in complaint(cli.run(PROMPT, "--verifier", "best"), 2)
 
 
 @pytest.mark.parametrize(
@@ -387,17 +346,10 @@ def test_dry_breakers_are_read_with_their_escapes(cli: Cli) -> None:
 
 @pytest.mark.parametrize("value", ["nan", "-inf", "1e300"])
 @pytest.mark.parametrize(
-    "option",
-    [
-        *("--temp", "--top-p", "--min-p", "--typical", "--top-nsigma", "--repeat-penalty"),
-        *("--presence-penalty", "--frequency-penalty", "--dry-multiplier", "--dry-base"),
-        *("--xtc-probability", "--xtc-threshold", "--dynatemp-range", "--dynatemp-exp"),
-        *("--draft-p-min", "--draft-temp"),
-    ],
+    "option", ["--temp", "--top-p", "--repeat-penalty", "--presence-penalty", "--draft-p-min"]
 )
 def test_values_that_are_no_numbers_exit_with_2(cli: Cli, option: str, value: str) -> None:
-    if (option, value) != ("--draft-temp", "1e300"):  # as good as none: draws anything
-        assert option in complaint(cli.run(PROMPT, option, value), 2)
+    assert option in complaint(cli.run(PROMPT, option, value), 2)
 
 
 def test_files_standard_input_and_the_question_are_joined(cli: Cli, tmp_path: Path) -> None:
@@ -472,6 +424,7 @@ def test_standard_input_that_does_not_end_is_said_to_be_awaited(
         (["--cache-type-k", "q3"], "--cache-type-k"),
         (["--show", "some"], "--show"),
         (["--no-such-option"], "--no-such-option"),
+        (["--verifier", "best"], "'match'"),
         (["--ngram-min", "5", "--ngram-max", "2"], "--ngram-min 5"),
         (["--stop", ""], "--stop"),
         (["--quiet", "--verbose"], "--quiet"),
@@ -505,15 +458,12 @@ def test_bad_prompts_exit_with_3(cli: Cli, tmp_path: Path) -> None:
     "template",
     [
         "{{ 1 // 0 }}",
-        "{{ 10.0 ** 400 }}",
         "{{ range(10**12) | length }}",
         "{{ 'x' * 10**15 }}",
-        "{{ '{}'.format() }}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
         "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
         "{% for message in messages %}",
         "{{ raise_exception('one line\nand another') }}",
-        "{{ raise_exception('') }}",
         r"{{ '\ud800' }}",
     ],
 )
@@ -671,14 +621,6 @@ def test_file_names_that_are_not_utf_8_are_those_of_files_all_the_same(
     out, err = found.communicate(timeout=120)
     assert found.returncode == 0, err.decode()
     assert rb"caf\udce9.gguf" in out
-
-
-def test_in_a_pipe_there_are_no_escape_codes(tiny_models: Path) -> None:
-    process = start(command(tiny_models))
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0
-    assert out
-    assert b"\x1b" not in out + err
 
 
 @pytest.mark.parametrize("name", ["", "a" * 5000])

@@ -5,19 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specgen.llama import LlamaBackend
-from specgen.measure.threads import ThreadTimes
 from specgen.measure.trial import try_draft
 from specgen.models import SavedDraft, identify, memory_file, save_draft
-from specgen.options import ContextOptions
-from specgen.session.memory import Threads
-from tests.helpers.cli import Result, Specgen
+from tests.helpers.cli import Result, Specgen, tiny_names
 
 #: Quick, and enough for a test of the command line.
 SHORT = ("-fa", "off", "-N", "2", "-n", "14", "--draft-max", "4")
@@ -30,12 +25,7 @@ def tune(specgen: Specgen, tiny_models: Path) -> Specgen:
     """Runs `specgen tune` for the tiny target; files may be given by their tiny names."""
 
     def run(*arguments: str | Path, threads: tuple[str, ...] = ("-t", "1")) -> Result:
-        named = [
-            tiny_models / f"{argument}.gguf"
-            if isinstance(argument, str) and (tiny_models / f"{argument}.gguf").exists()
-            else argument
-            for argument in arguments
-        ]
+        named = tiny_names(tiny_models, arguments)
         return specgen("tune", "-m", tiny_models / "target.gguf", *SHORT, *threads, *named)
 
     return run
@@ -198,20 +188,6 @@ def test_ctrl_c_tells_what_there_is_and_keeps_nothing(
     assert not memory_file().exists()
 
 
-@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
-@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_before_there_is_anything_to_tell_nothing_is(
-    tune: Specgen, monkeypatch: pytest.MonkeyPatch, number: str, code: int
-) -> None:
-    def stop(*_: Any, **__: Any) -> Any:
-        os.kill(os.getpid(), getattr(signal, number))
-
-    monkeypatch.setattr("specgen.measure.search.measure_target", stop)
-    result = tune("--draft", "draft", "--json")
-    assert (result.code, result.out, result.err) == (code, "", INTERRUPTED)
-    assert not memory_file().exists()
-
-
 # --- what is kept
 
 
@@ -246,34 +222,3 @@ def test_nothing_is_kept_from_a_busy_machine(
         "other programs took 50 % of the machine's cores meanwhile: nothing "
     )
     assert "measured the costs of drafting" in run_with_costs(specgen, tiny_models, "-t", "1").out
-
-
-def test_run_takes_the_threads_that_were_chosen(
-    tune: Specgen, specgen: Specgen, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = iter([Threads(1, 2), Threads(2, 1)])
-
-    def measure(*_: Any) -> ThreadTimes:
-        return ThreadTimes(next(chosen), 1, {1: 0.1, 2: 0.2}, {1: 0.1, 2: 0.2})
-
-    contexts: dict[str, tuple[int | None, int | None]] = {}
-    open_ = LlamaBackend.__init__
-
-    def opened(self: LlamaBackend, model: Any, options: ContextOptions, **more: Any) -> None:
-        contexts[model.name] = (options.n_threads, options.n_threads_batch)
-        # A tiny model with many threads is slow on a machine that has other work to do.
-        open_(self, model, replace(options, n_threads=1, n_threads_batch=1), **more)
-
-    monkeypatch.setattr("specgen.measure.search.measure_threads", measure)
-    monkeypatch.setattr(LlamaBackend, "__init__", opened)
-    result = tune("--draft", "draft", threads=())
-    kept = notes(result)[-1]
-    assert "1 threads for a token of target.gguf and 2 for a batch" in kept
-    assert "2 threads for a token of draft.gguf and 1 for a batch" in kept
-    expected = {"target.gguf": (1, 2), "draft.gguf": (2, 1)}
-    assert contexts == expected
-    contexts.clear()
-    assert "measured the costs of drafting" not in run_with_costs(specgen, tiny_models).out
-    assert contexts == expected
-    run_with_costs(specgen, tiny_models, "-t", "1")
-    assert contexts["target.gguf"] == (1, None)

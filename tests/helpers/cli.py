@@ -45,6 +45,12 @@ def in_process(capsys: pytest.CaptureFixture[str]) -> Specgen:
     return run
 
 
+def tiny_names(folder: Path, arguments: Sequence[str | Path]) -> list[str | Path]:
+    """Arguments in which tiny models may be named without their folder."""
+    paths = [folder / f"{argument}.gguf" for argument in arguments]
+    return [p if p.exists() else a for p, a in zip(paths, arguments, strict=True)]
+
+
 @contextlib.contextmanager
 def on_terminal(arguments: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A command in a process of its own, whose standard error is a terminal; and what reads that."""

@@ -415,24 +415,23 @@ def python(
 
 @dataclass
 class RecordedProgress(DownloadProgress):
-    """A `Progress` that keeps what it is told."""
+    """A progress that keeps what it is told."""
 
     notes: list[str] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    n_open: int = 0
+    is_open: bool = False
 
-    def start(self, label: str, total_bytes: int, done_bytes: int = 0) -> None:
-        self.n_open += 1
-        self.labels.append(label)
-        self.positions.append(done_bytes)
-
-    def update(self, done_bytes: int) -> None:
-        assert self.n_open == 1
-        self.positions.append(done_bytes)
-
-    def finish(self) -> None:
-        self.n_open -= 1
+    def show(self, label: str, done_bytes: int, total_bytes: int) -> None:
+        assert done_bytes <= total_bytes
+        self.is_open = True
+        if label not in self.labels:
+            self.labels.append(label)
+        if not label.endswith(": checking"):
+            self.positions.append(done_bytes)
 
     def note(self, message: str) -> None:
         self.notes.append(message)
+
+    def close(self) -> None:
+        self.is_open = False

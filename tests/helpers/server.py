@@ -24,7 +24,7 @@ from specgen.options import (
 from specgen.serve.server.jobs import OpenedModel
 from specgen.serve.server.model_pool import ModelEntry, ModelPool
 from specgen.serve.server.options import ServerOptions, bound_socket, url_of
-from specgen.serve.server.run import DrainingServer, http_server
+from specgen.serve.server.run import DrainingServer
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.memory import Memory
@@ -47,6 +47,7 @@ class Running:
     engine: Engine
     http: httpx.Client
     server: DrainingServer
+    pool: ModelPool
     thread: threading.Thread
 
     @property
@@ -124,7 +125,7 @@ def running(
         pool = stack.enter_context(ModelPool([entry], options.limits))
         pool.load(name)
         server, thread, http = stack.enter_context(answering(pool, options))
-        yield Running(str(http.base_url).rstrip("/"), loaded, engine, http, server, thread)
+        yield Running(str(http.base_url).rstrip("/"), loaded, engine, http, server, pool, thread)
 
 
 @contextlib.contextmanager
@@ -133,7 +134,7 @@ def answering(
 ) -> Iterator[tuple[DrainingServer, threading.Thread, httpx.Client]]:
     """Answer requests with the models of a pool in a thread of this process, and give a client with the key."""
     keys = {"Authorization": f"Bearer {options.api_keys[0]}"} if options.api_keys else {}
-    server = http_server(pool, options)
+    server = DrainingServer(pool, options)
     with bound_socket(options.host, options.port, options.limits.client_s) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()

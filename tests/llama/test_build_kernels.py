@@ -88,48 +88,6 @@ def compiled(commands: Sequence[Sequence[str]]) -> dict[str, Sequence[str]]:
     return {Path(word).name: words for words in commands for word in words if word.endswith(".cpp")}
 
 
-def test_every_file_is_compiled_with_flags_of_its_own(source: Path, compiler: Compiler) -> None:
-    library = build(source, compiler.environment)
-    assert library == source / LIBRARY
-    assert library.is_file()
-    commands = compiler.commands()
-    files = compiled(commands)
-    assert sorted(files) == [
-        "amx_int8.cpp",
-        "attach.cpp",
-        "avx2.cpp",
-        "avx512_vnni.cpp",
-        "avx_vnni.cpp",
-    ]
-    for words in files.values():
-        assert {"-O3", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden"} <= set(words)
-        assert not any(word.startswith("-D") for word in words)
-    assert not any(word.startswith("-m") for word in files["attach.cpp"])
-    assert {"-mavx2", "-mfma", "-mf16c"} <= set(files["avx2.cpp"])
-    assert "-mavxvnni" not in files["avx2.cpp"]
-    assert "-mavxvnni" in files["avx_vnni.cpp"]
-    assert {"-march=skylake-avx512", "-mavx512vnni"} <= set(files["avx512_vnni.cpp"])
-    assert "-mamx-int8" not in files["avx512_vnni.cpp"]
-    assert {"-mavx512vnni", "-mamx-tile", "-mamx-int8"} <= set(files["amx_int8.cpp"])
-    assert "-shared" in commands[-1]
-    assert sum(word.endswith(".o") for word in commands[-1]) == 5
-    assert sorted(path.name for path in library.parent.iterdir()) == [
-        "libspecgen-kernels.json",
-        "libspecgen-kernels.so",
-    ]
-
-
-def test_arm_gets_its_own_files(
-    source: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sysconfig, "get_platform", lambda: build_kernels.ARM)
-    assert build(source, compiler.environment) is not None
-    files = compiled(compiler.commands())
-    assert sorted(files) == ["attach.cpp", "neon_dotprod.cpp"]
-    assert "-march=armv8.2-a+dotprod" in files["neon_dotprod.cpp"]
-    assert not any(word.startswith(("-m", "-D")) for word in files["attach.cpp"])
-
-
 def test_nothing_is_compiled_twice(
     source: Path, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

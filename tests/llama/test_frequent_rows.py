@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from specgen.events import FinishedEvent
-from specgen.llama import LlamaBackend, LlamaModel, frequent_rows
+from specgen.llama import LlamaBackend, LlamaModel
+from specgen.llama.kernels import frequent_rows
 from specgen.llama.kernels.attached import Kernels
 from specgen.method.backend import Batch
 from specgen.options import (

@@ -172,24 +172,6 @@ def test_a_crash_is_a_failed_test(tmp_path: Path) -> None:
     assert "SIGABRT" in result.message
 
 
-@pytest.mark.parametrize(
-    ("child", "message"),
-    [
-        (python("print('nonsense')"), "it gave no answer"),
-        (python('print(\'{"outcome": "passed"}\')'), "it gave no answer"),
-        (python("import sys; sys.exit('what a pity')"), "it ended with code 1: what a pity"),
-        (["no-such-program"], "no-such-program cannot be started"),
-    ],
-)
-def test_a_child_without_an_answer_has_failed(
-    tmp_path: Path, tested_by: TestedBy, child: Sequence[str], message: str
-) -> None:
-    tested_by(child)
-    result = run_self_test(tmp_path)
-    assert result.outcome == "failed"
-    assert message in result.message
-
-
 # --- remembering ----------------------------------------------------------------------------
 
 
@@ -347,12 +329,6 @@ def test_a_process_may_choose_again(tmp_path: Path) -> None:
     assert chosen == ["llama.cpp", "specgen avx2", "llama.cpp", "specgen avx2"]
 
 
-@linux
-def test_what_passed_and_then_refuses_is_not_used(tmp_path: Path) -> None:
-    refusing = stand_in(tmp_path, problem="something else is in the way")
-    assert in_process(CHOOSE, str(refusing), str(tmp_path), "auto") == ["llama.cpp"]
-
-
 # --- the command line -----------------------------------------------------------------------
 
 
@@ -475,9 +451,8 @@ def test_the_doctor_shows_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     status = KernelStatus("specgen", "avx2", path=Path("library"), tested="all is well")
     report = report_with(status, monkeypatch)
-    assert [(check.name, check.passed, check.message) for check in report.checks] == [
-        ("specgen's kernels", True, "all is well")
-    ]
+    (check,) = (check for check in report.checks if check.name == "specgen's kernels")
+    assert (check.passed, check.message) == (True, "all is well")
     assert kernels_line(report.kernels) == "specgen avx2"
     both = kernels_line(report.kernels, has_gpu=True)
     assert both == "llama.cpp on the GPU, specgen avx2 on the CPU"
@@ -496,16 +471,4 @@ def test_the_doctor_shows_why_kernels_are_not_used(monkeypatch: pytest.MonkeyPat
     broken = KernelStatus("llama.cpp", reason="their test failed: SIGILL", is_broken=True)
     report = report_with(broken, monkeypatch)
     assert not report.healthy
-    assert "SIGILL" in report.checks[0].message
-
-
-def test_the_doctor_does_without_kernels_where_the_user_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from specgen.measure import doctor
-
-    monkeypatch.setattr(doctor, "TENSOR_TYPES", ())
-    monkeypatch.setenv("SPECGEN_KERNELS", "llama.cpp")
-    report = doctor.diagnose()
-    assert report.checks == ()
-    assert "SPECGEN_KERNELS" in (report.kernels.reason or "")
+    assert [check.message for check in report.checks if not check.passed] == [broken.reason]

@@ -19,7 +19,6 @@ import pytest
 
 from specgen.errors import BackendError, RollbackError
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.cache import Cache
 from specgen.llama.library import llama_cpp
 from specgen.method.backend import Batch, Rollback
 from specgen.options import ContextOptions
@@ -254,25 +253,6 @@ def test_a_rollback_left_out_would_be_seen(expected: Expected, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen35"])
-def test_llama_cpp_itself_takes_a_snapshot_that_was_never_made(
-    models: dict[str, LlamaModel], opened: Opener, expected: Expected, name: str
-) -> None:
-    """Why the backend counts rows: going back before the last decode is granted, to what the
-    snapshot's place held before."""
-    backend = opened(name)
-    decode_together(backend, TEXT)
-    decode_together(backend, DRAFT)
-    assert len(DRAFT) < N_OUTPUTS
-    cache = Cache(name, backend.handle)
-    cache.remove(0, len(TEXT))
-    cache.check_length(0, len(TEXT))
-    batch = Batch()
-    batch.add(50, len(TEXT), (0,), wants_logits=True)
-    stale = backend.decode_rows(batch)[0]
-    assert np.abs(stale - expected(name, [*TEXT, 50])).max() > 0.05
-
-
-@pytest.mark.parametrize("name", ["lfm2", "qwen35"])
 def test_snapshots_of_a_cell_that_was_moved_are_not_used(
     opened: Opener, expected: Expected, name: str
 ) -> None:
@@ -393,7 +373,7 @@ def test_a_state_that_cannot_be_saved_or_restored_is_an_error(
     backend.checkpoint(0)
     with monkeypatch.context() as patch:
         patch.setattr(llama_cpp, "llama_state_seq_get_data_ext", lambda *_: 0)
-        with pytest.raises(BackendError, match=r"sequence 0 at position 40 could not be saved"):
+        with pytest.raises(BackendError, match=r"sequence 0 could not be saved"):
             decode(backend, [50])
     decode_together(backend, [50])
     backend.checkpoint(0)
@@ -401,7 +381,7 @@ def test_a_state_that_cannot_be_saved_or_restored_is_an_error(
     backend.remove(0, 42)
     with monkeypatch.context() as patch:
         patch.setattr(llama_cpp, "llama_state_seq_set_data_ext", lambda *_: 7)
-        with pytest.raises(RollbackError, match=r"position 41 could not be restored \(7 of"):
+        with pytest.raises(RollbackError, match=r"position 41 could not be restored"):
             decode(backend, [53])
 
 

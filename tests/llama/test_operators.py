@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.errors import BackendError
 from specgen.llama import operators
 from specgen.llama.kernels.attached import Kernels
 from specgen.llama.operators import (
@@ -16,9 +15,9 @@ from specgen.llama.operators import (
     Weights,
     attend,
     multiply,
-    multiply_experts,
     quantize,
 )
+from tests.llama.test_kernel_products import error, normal
 
 #: What rounding activations to 8 bits makes, as a root mean square; without that, numbers of 16 bits.
 ROUNDED, HALF = 0.015, 0.004
@@ -29,15 +28,6 @@ def _without_kernels(attached_kernels: Kernels | None) -> None:
     """GGML's own code computes."""
     if attached_kernels is not None:
         attached_kernels.enable(products=False, attention=False)
-
-
-def normal(*shape: int, seed: int = 0) -> FloatArray:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
-
-
-def error(computed: FloatArray, expected: FloatArray) -> float:
-    assert computed.shape == expected.shape
-    return float(np.sqrt(np.square(computed - expected).mean() / np.square(expected).mean()))
 
 
 # --- products -------------------------------------------------------------------------------
@@ -54,28 +44,6 @@ def test_a_product_of_every_type(type_name: str) -> None:
     with Matrix(weights) as matrix:
         computed = multiply(matrix, tokens, n_threads=2)
     assert error(computed, tokens @ operators.dequantize(weights).T) < ROUNDED
-
-
-def test_what_a_buffer_type_does_not_take_is_an_error() -> None:
-    weights = quantize(normal(3, 32), "f32")
-    for buffer_type in list(operators.buffer_types())[1:]:
-        if not operators.takes("f32", weights.shape, buffer_type):
-            with pytest.raises(BackendError, match="does not take f32"):
-                Matrix(weights, buffer_type)
-    with pytest.raises(BackendError, match="no buffer type nonsense"):
-        Matrix(weights, "nonsense")
-
-
-@pytest.mark.parametrize("n_given", [1, 2])
-def test_products_with_experts(n_given: int) -> None:
-    weights = quantize(normal(6, 16, 256), "q4_k")
-    tokens, n_used = normal(5, n_given, 256, seed=1), 2
-    experts = np.array([[0, 5], [5, 0], [1, 2], [3, 3], [4, 1]], np.int32)
-    with Matrix(weights, n_experts_used=n_used) as matrix:
-        computed = multiply_experts(matrix, tokens, experts)
-    chosen = operators.dequantize(weights)[experts]
-    each = np.broadcast_to(tokens, (5, n_used, 256))
-    assert error(computed, np.einsum("tuc,turc->tur", each, chosen)) < ROUNDED
 
 
 def test_shapes_that_do_not_fit_are_errors() -> None:
@@ -133,11 +101,3 @@ def test_attention_over_every_usual_cache(cache_type: str, tolerance: float) -> 
         queries, keys, values, mask, key_type=cache_type, value_type=cache_type, n_threads=2
     )
     assert error(computed, reference(queries, keys, values, mask)) < tolerance
-
-
-def test_attention_of_several_streams_and_sizes() -> None:
-    queries, keys, values = parts(n_streams=2, value_size=32)
-    for mask in (holes(1, 1, 5, 96), holes(2, 1, 5, 96)):
-        computed = attend(queries, keys, values, mask)
-        assert error(computed, reference(queries, keys, values, mask)) < HALF
-    assert error(attend(queries, keys, values, None), reference(queries, keys, values)) < HALF

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from specgen.llama import LlamaBackend, LlamaModel, packed_weights
-from specgen.llama.packed_weights import keep_packed_weights
+from specgen.llama import LlamaBackend, LlamaModel
+from specgen.llama.kernels import packed_weights
+from specgen.llama.kernels.packed_weights import keep_packed_weights
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits

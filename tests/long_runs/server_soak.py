@@ -21,7 +21,6 @@ import json
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,7 +31,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.helpers.messages import AGENT
+from tests.helpers.messages import AGENT, CHAT
 from tests.helpers.responses import AGENT_BODY
 from tests.long_runs.mutated_json import mutated
 
@@ -54,51 +53,6 @@ _SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-#: A request as agents send it.
-_AGENT: dict[str, Any] = {
-    "model": "any",
-    "messages": [
-        {"role": "developer", "content": [{"type": "text", "text": "You edit files."}]},
-        {"role": "user", "content": "Read a.py.", "name": "eva"},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {
-                    "id": "call_1",
-                    "type": "function",
-                    "function": {"name": "read", "arguments": '{"path": "a.py"}'},
-                }
-            ],
-        },
-        {"role": "tool", "tool_call_id": "call_1", "content": "print(1)"},
-    ],
-    "tools": [
-        {
-            "type": "function",
-            "function": {
-                "name": name,
-                "description": "Do it.",
-                "parameters": {
-                    "type": "object",
-                    "properties": {"path": {"type": "string", "pattern": "^[a-z.]{1,8}$"}},
-                    "required": ["path"],
-                },
-            },
-        }
-        for name in ("read", "write")
-    ],
-    "tool_choice": "required",
-    "parallel_tool_calls": False,
-    "logit_bias": {"5": -1},
-    "stop": ["END"],
-    "temperature": 0.7,
-    "seed": 1,
-    "max_completion_tokens": 3,
-    "speculative": {"draft": True, "max": 4},
-    "metadata": {"a": "b"},
-    "user": "eva",
-}
 #: How agents' requests are asked so that the same one has the same answer.
 _GREEDY = {"temperature": 0, "top_k": 1}
 #: How much more often the first model is asked than each other one.
@@ -107,7 +61,6 @@ _OK = 200
 _TOO_MANY = 429
 #: Statuses that are right for a request that was mutated.
 _REFUSALS = (400, 404, 405, 413, 422, _TOO_MANY)
-_SERVER_ERROR = 500
 #: Megabytes and descriptors that may come and go.
 _SLACK_MB = 64
 _SLACK_FILES = 8
@@ -144,10 +97,7 @@ class Soak:
         """Be a user until the time is over."""
         chance = random.Random(1000 * self._seed + number)
         acts: list[tuple[float, Callable[[httpx.Client, random.Random], str]]] = [
-            (10, self._ask),
-            (5, self._ask_in_a_stream),
-            (4, self._go_away),
-            (1, self._read_slowly),
+            (20, self._ask),
             (4, self._ask_as_agent),
             (3 if self._embeddings else 0, self._embed),
             (10, self._ask_wrongly),
@@ -215,20 +165,39 @@ class Soak:
         return {**body, "speculative": wish}
 
     def _ask(self, client: httpx.Client, chance: random.Random) -> str:
+        """Ask for a text, whole or in a stream, which may be cut in the middle."""
         path, body = self._request(chance)
-        response = client.post(path, json=self._with_wish(body, chance))
-        if response.status_code == _TOO_MANY and "retry-after" in response.headers:
-            return "too many"
-        if response.status_code != _OK:
-            self._find(f"{path} {json.dumps(body)}: {response.status_code} {response.text[:200]}")
-            return "refused"
-        for number, choice in enumerate(response.json()["choices"]):
-            text = choice["text"] if "text" in choice else choice["message"]["content"]
+        texts: collections.defaultdict[int, str] = collections.defaultdict(str)
+        streams = chance.random() < 0.5
+        n_lines = chance.choice([None, None, chance.randrange(8)]) if streams else None
+        asked = {**self._with_wish(body, chance), "stream": streams}
+        with client.stream("POST", path, json=asked) as response:
+            if response.status_code != _OK:
+                return self._refused(f"{path} {json.dumps(body)}", response)
+            for number, line in enumerate(response.iter_lines()):
+                if n_lines is not None and number >= n_lines:
+                    return "gone"
+                if line in ("", "data: [DONE]") or line.startswith(":"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    self._find(f"{path} {json.dumps(body)}: {chunk}")
+                    return "error"
+                for choice in chunk["choices"]:
+                    said = choice.get("delta") or choice.get("message") or {}
+                    part = choice["text"] if "text" in choice else said.get("content")
+                    texts[choice["index"]] += part or ""
+        for number, text in texts.items():
             self._compare(path, body, number, text)
         return "answered"
 
-    def _ask_in_a_stream(self, client: httpx.Client, chance: random.Random) -> str:
-        return self._stream(client, chance, None)
+    def _refused(self, what: str, response: httpx.Response) -> str:
+        """Note a refusal of a right request, unless there are too many of them."""
+        said = response.read().decode()
+        if response.status_code == _TOO_MANY and "retry-after" in response.headers:
+            return "too many"
+        self._find(f"{what}: {response.status_code} {said[:300]}")
+        return "refused"
 
     def _ask_as_agent(self, client: httpx.Client, chance: random.Random) -> str:
         """Ask as agents do, whole or in a stream, which may be cut in the middle."""
@@ -244,10 +213,9 @@ class Soak:
         text = ""
         with client.stream("POST", path, json=body) as response:
             if response.status_code != _OK:
-                said = response.read().decode()
-                if response.status_code != _TOO_MANY and "template" not in said:
-                    self._find(f"{path} {json.dumps(body)}: {response.status_code} {said[:300]}")
-                return "refused"
+                if "template" in response.read().decode():  # it takes no tools
+                    return "refused"
+                return self._refused(f"{path} {json.dumps(body)}", response)
             if not body["stream"]:
                 found = json.loads(response.read())
                 text = _without_ids(found["content" if turn == "messages" else "output"])
@@ -268,71 +236,19 @@ class Soak:
         body = {"model": chance.choice(self._embeddings), "input": texts}
         response = client.post("/v1/embeddings", json=body)
         if response.status_code != _OK:
-            if response.status_code == _TOO_MANY:
-                return "too many"
-            self._find(f"embeddings of {texts}: {response.status_code} {response.text[:200]}")
-            return "refused"
+            return self._refused(f"embeddings of {texts}", response)
         for text, each in zip(texts, response.json()["data"], strict=True):
             self._compare(
                 "embedding", {"model": body["model"], "text": text}, 0, str(each["embedding"])
             )
         return "answered"
 
-    def _go_away(self, client: httpx.Client, chance: random.Random) -> str:
-        return self._stream(client, chance, chance.randrange(8))
-
-    def _stream(self, client: httpx.Client, chance: random.Random, n_lines: int | None) -> str:
-        path, body = self._request(chance)
-        texts: collections.defaultdict[int, str] = collections.defaultdict(str)
-        wished = {**self._with_wish(body, chance), "stream": True}
-        with client.stream("POST", path, json=wished) as response:
-            if response.status_code != _OK:
-                response.read()
-                if response.status_code == _TOO_MANY:
-                    return "too many"
-                self._find(f"{path} {json.dumps(body)}: {response.status_code} {response.text}")
-                return "refused"
-            for number, line in enumerate(response.iter_lines()):
-                if n_lines is not None and number >= n_lines:
-                    return "gone"
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    self._find(f"{path} {json.dumps(body)}: {chunk}")
-                    return "error"
-                for choice in chunk["choices"]:
-                    part = choice["text"] if "text" in choice else choice["delta"].get("content")
-                    texts[choice["index"]] += part or ""
-        for number, text in texts.items():
-            self._compare(path, body, number, text)
-        return "answered"
-
-    def _read_slowly(self, _client: httpx.Client, chance: random.Random) -> str:
-        """Ask for much, with little room for it, and do not read for a while."""
-        host, port = self._url.removeprefix("http://").split(":")
-        body = json.dumps({"prompt": chance.choice(_PROMPTS), "max_tokens": 300, "stream": True})
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-            connection.connect((host, int(port)))
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
-                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-            )
-            data = (head + body).encode()
-            if chance.random() < 0.3:  # not even the request is sent to its end
-                connection.sendall(data[: chance.randrange(len(data))])
-            else:
-                connection.sendall(data)
-            time.sleep(chance.choice([1.0, 5.0, 10.0]))
-        return "let go"
-
     def _any_request(self, chance: random.Random) -> tuple[str, dict[str, Any]]:
         """A path, and a right body, of all that there are."""
         path, body = self._request(chance)
         kind = chance.random()
         if chance.random() < 0.4:
-            path, body = "/v1/chat/completions", _AGENT
+            path, body = "/v1/chat/completions", CHAT
         elif kind < 0.15:
             path, body = "/infill", {"input_prefix": "a", "input_suffix": "b", "max_tokens": 3}
         elif kind < 0.25:

@@ -14,19 +14,17 @@ from benchmarks.foresight import (
     DrafterForesight,
     Foreseen,
     Foresight,
-    ScheduledRound,
     best_schedule,
     foresee_drafter,
     groups_of,
     main,
-    run_lengths,
     share_reached,
     to_json,
 )
 from specgen.measure.bench.plan import entries_of
 from specgen.measure.trial import TargetAnswer, agreeing_path
-from specgen.method.drafter import Drafter, Drafting, draft_alone, ready
-from specgen.method.policy import RoundPlan, draft_up_to
+from specgen.method.drafter import Drafter, draft_alone
+from specgen.method.policy import draft_up_to
 from specgen.options import (
     DraftOptions,
     GenerationOptions,
@@ -93,39 +91,6 @@ def test_no_way_is_quicker(task: tuple[int, list[float], list[DrafterForesight]]
     assert seconds == pytest.approx(way.seconds)
 
 
-def test_jagged_costs_decide_how_much_is_drafted() -> None:
-    rows_s = {1: 1.0, 2: 1.1, 3: 1.2, 4: 5.0, 5: 5.0}
-    drafter = DrafterForesight((4,) * 6, 0.1, 0.1)
-    way = best_schedule(6, rows_s.__getitem__, [drafter])
-    assert way.steps == (ScheduledRound(0, 2), ScheduledRound(0, 2))
-    assert way.seconds == pytest.approx(2 * 1.4)
-
-
-def test_without_drafters_it_is_plain_decoding() -> None:
-    way = best_schedule(5, lambda n_rows: 2.0 * n_rows, [])
-    assert (way.seconds, way.steps) == (10.0, (ScheduledRound(None, 0),) * 5)
-    assert best_schedule(0, float, []).steps == ()
-
-
-@given(st.lists(st.booleans()), st.integers(1, 5), st.integers(1, 5))
-def test_runs_are_found_with_few_looks(right: list[bool], n_max: int, n_drafts: int) -> None:
-    looks: list[int] = []
-
-    def look(place: int) -> tuple[int, int]:
-        """A draft model of drafts of `n_drafts` tokens, or to the end."""
-        looks.append(place)
-        n_right = 0
-        while place + n_right < len(right) and n_right < n_drafts and right[place + n_right]:
-            n_right += 1
-        return min(n_drafts, len(right) - place), n_right
-
-    found = run_lengths(len(right), n_max, look)
-    assert looks == sorted(set(looks))
-    for place, length in enumerate(found):
-        following = [*right[place:], False]
-        assert length == min(n_max, following.index(False))
-
-
 def model(seed: int | None = None, noise: float = 0.0) -> Drafter:
     """A draft model, one that takes time."""
     language = LANGUAGE if seed is None else random_language(N_VOCAB, seed=seed)
@@ -173,43 +138,6 @@ def test_what_is_accepted_at_each_place_is_what_a_draft_from_there_has_right(nam
         n_right = len(agreeing_path(draft, tokens[1 + place :]))
         # Near the end, what counts is what could still be drafted.
         assert min(n_accepted, n_max) == n_right
-
-
-def test_times_are_medians_of_what_drafts_took() -> None:
-    class Slow:
-        """Each draft takes two seconds, and three for each of its tokens."""
-
-        def __init__(self, inner: Drafter, clock: list[float]) -> None:
-            self.inner, self.clock = inner, clock
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self.inner, name)
-
-        def propose(self, context: list[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-            draft = draft_alone(self.inner.propose(context, plan))
-            self.clock[0] += 2.0 + 3.0 * len(draft)
-            return ready(draft)
-
-    setup = Setup(
-        drafting=DraftOptions(policy="fixed", max_tokens=N_MAX, p_min=0.0),
-        options=GenerationOptions(max_tokens=40),
-    )
-    tokens, clock = plain_answer(setup), [0.0]
-    setup.drafter = Slow(drafters()["close"](), clock)  # type: ignore[assignment]
-    found = foresee_drafter(setup.generation(), TargetAnswer("", tokens), N_MAX, lambda: clock[0])
-    assert (found.first_s, found.next_s) == (5.0, 3.0)
-
-
-def test_a_foresight_tells_the_best_of_exactly_these_drafters() -> None:
-    told = (
-        Foreseen(1, ("a",), 9, 5, 4.0, 2.0),
-        Foreseen(1, ("a", "b"), 9, 3, 4.0, 1.0),
-        Foreseen(2, ("b",), 9, 9, 4.0, 4.0),
-    )
-    foresight = Foresight("target", {1: 0.1}, {}, told)
-    assert foresight.speedups(["a"]) == {1: 2.0}
-    assert foresight.speedups(["b", "a"]) == {1: 4.0}
-    assert foresight.speedups(["c"]) == {}
 
 
 def foresight_of(drafter: str, best: dict[int, float]) -> Foresight:

@@ -16,7 +16,7 @@ import pytest
 from scripts import build_peers, cmake_args
 from scripts.build_peers import BuildError
 from specgen.errors import FetchError
-from specgen.models.download import INDEX_VARIABLE, IndexFile
+from specgen.models.download import INDEX_VARIABLE
 from tests.helpers.common import posix
 from tests.helpers.fetch import Resource, WebServer, index_page, sha256, web_server
 
@@ -90,16 +90,6 @@ def make_cmake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0) -
 
 
 class TestSource:
-    def test_which_file(self) -> None:
-        def name(*names: str) -> str | None:
-            files = [IndexFile(name, "url", None) for name in names]
-            found = build_peers.find_source(files, VERSION)
-            return found.name if found else None
-
-        assert name(f"{NAME}-py3-none-any.whl", f"{NAME}.tar.gz") == f"{NAME}.tar.gz"
-        assert name(f"llama-cpp-python-{VERSION}.tar.gz") == f"llama-cpp-python-{VERSION}.tar.gz"
-        assert name(f"{NAME}4.tar.gz", f"{NAME}.zip") is None
-
     def test_it_is_fetched_and_unpacked_once(self, server: WebServer, tmp_path: Path) -> None:
         publish(server, archive_of(f"{NAME}/vendor/llama.cpp/CMakeLists.txt"))
         root = build_peers.fetch(VERSION, tmp_path)
@@ -109,18 +99,9 @@ class TestSource:
         assert build_peers.fetch(VERSION, tmp_path) == root
         assert len(server.starts(PAGE)) == 1
 
-    def test_an_index_without_a_sha256(self, server: WebServer, tmp_path: Path) -> None:
-        publish(server, archive_of(f"{NAME}/file"), None)
-        with pytest.raises(FetchError, match=f"no source distribution .* {VERSION} with a SHA-256"):
-            build_peers.fetch(VERSION, tmp_path)
-
     def test_another_file(self, server: WebServer, tmp_path: Path) -> None:
         publish(server, archive_of(f"{NAME}/file"), "0" * 64)
         with pytest.raises(FetchError, match="does not have the SHA-256"):
-            build_peers.fetch(VERSION, tmp_path)
-
-    def test_no_such_package(self, server: WebServer, tmp_path: Path) -> None:
-        with pytest.raises(FetchError, match="has no package llama-cpp-python"):
             build_peers.fetch(VERSION, tmp_path)
 
     @pytest.mark.parametrize(
@@ -136,18 +117,6 @@ class TestSource:
         with pytest.raises(BuildError, match=f"{NAME}.tar.gz cannot be unpacked"):
             build_peers.fetch(VERSION, tmp_path)
         assert not (tmp_path / NAME).exists()
-
-
-class TestSettings:
-    def test_ours_come_after_the_users(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cmake_args, "is_gcc", lambda _command: True)
-        settings = build_peers.cmake_settings({"CMAKE_ARGS": "-D GGML_CUDA=on"})
-        assert settings == [
-            "-DCMAKE_BUILD_TYPE=Release",
-            "-DGGML_CUDA=on",
-            "-DCMAKE_CXX_FLAGS=-fno-dse",
-            *build_peers.SETTINGS,
-        ]
 
 
 @posix

@@ -84,17 +84,6 @@ def test_the_answer_is_behind_the_prompt_whose_spaces_may_differ() -> None:
     assert answer_of("\n\nsomething else\n\n\n\n", "Hi", []) == ""
 
 
-def test_programs_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PEERS_VARIABLE, str(tmp_path))
-    with pytest.raises(PeerError) as caught:
-        find_program(SIMPLE)
-    assert caught.value.hint == "make peers, or set SPECGEN_PEERS"
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / SIMPLE).touch()
-    if sys.platform != "win32":
-        assert find_program(SIMPLE) == tmp_path / "bin" / SIMPLE
-
-
 @posix
 def test_a_program_answers(
     loaded: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

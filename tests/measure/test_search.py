@@ -13,7 +13,7 @@ import pytest
 from specgen.errors import PromptError
 from specgen.events import ReasonCount
 from specgen.measure.search import Refused, Search, Tried, advice, search_drafts
-from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer, is_tie, measure_target
+from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer, is_tie
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -191,15 +191,6 @@ def test_an_interruption_while_threads_are_compared_chooses_none(tiny_models: Pa
         found = search_drafts(opened, [], (), PROMPTS, tunes_threads=True, interrupted=Stop(3))
     assert found is None
     assert memory.threads(target, context) is None
-
-
-def test_an_interruption_while_batches_are_timed_ends_it(tiny_models: Path) -> None:
-    with loaded(tiny_models) as opened:
-        never = Stop(10**9)
-        assert measure_target(opened, PROMPTS[:1], interrupted=never) is not None
-        stop = Stop(never.n_asked - 1)
-        assert measure_target(opened, PROMPTS[:1], interrupted=stop) is None
-        assert stop.n_asked == never.n_asked
 
 
 # --- what is said

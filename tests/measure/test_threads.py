@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.measure.threads import BATCH_ROWS, choose_threads, measure_threads, thread_counts
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, SessionOptions
 from specgen.session.calibration import is_pair_measured, measure_if_new
-from specgen.session.costs import is_measured
 from specgen.session.memory import Memory, Threads, with_threads
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
@@ -44,24 +41,7 @@ def test_a_few_sensible_numbers_are_tried(cores: tuple[int, int, int], expected:
     assert thread_counts(*cores) == expected
 
 
-@given(st.integers(1, 256), st.integers(1, 2), st.integers(1, 512))
-def test_no_more_threads_are_tried_than_there_are_cores(
-    n_cores: int, n_each: int, n_usable: int
-) -> None:
-    counts = thread_counts(n_cores, n_each * n_cores, n_usable)
-    assert n_cores in counts
-    assert counts == sorted(set(counts))
-    assert counts[0] >= 1
-    assert counts[-1] == n_each * n_cores
-    assert len(counts) < 12
-
-
 # --- which is chosen
-
-
-def test_what_is_clearly_quicker_is_chosen() -> None:
-    assert choose_threads([{2: 1.0, 1: 0.9, 3: 0.8}] * 4, 2) == 3
-    assert choose_threads([{2: 1.0, 1: 1.5}] * 4, 2) == 2
 
 
 def test_noise_changes_nothing() -> None:
@@ -260,31 +240,6 @@ def test_what_a_busy_machine_costs_holds_for_a_few_runs_only(
         memory.save()
 
 
-def test_on_a_machine_that_is_always_busy_every_fourth_run_measures(
-    tmp_path: Path, tiny_models: Path
-) -> None:
-    file, target = tmp_path / "learnt.json", tiny_models / "target.gguf"
-
-    def run(*, is_busy: bool = True) -> bool:
-        """Use the costs as a process does; return whether it measured them."""
-        memory = Memory(file)
-        table = memory.costs(target, ContextOptions(), 0, 1)
-        is_new = not is_measured(table)
-        if is_new:
-            for n_rows in range(1, 5):
-                table.start(n_rows, 0.5)
-            if is_busy:
-                memory.keep_briefly(target, ContextOptions(), 1)
-        memory.save()
-        return is_new
-
-    measured = [run() for _ in range(16)]
-    assert [n for n, is_new in enumerate(measured) if is_new] == [0, 4, 8, 12]
-    while not run(is_busy=False):
-        pass
-    assert not any(run() for _ in range(20))
-
-
 def test_threads_are_kept_by_model_and_machine(tmp_path: Path, tiny_models: Path) -> None:
     file, target = tmp_path / "folder" / "learnt.json", tiny_models / "target.gguf"
     memory = Memory(file, {"cpu": "one"})
@@ -304,17 +259,8 @@ def test_threads_are_kept_by_model_and_machine(tmp_path: Path, tiny_models: Path
 @pytest.mark.parametrize(
     "entry",
     [
-        3,
-        None,
-        [],
-        {},
-        {"n_single": 2},
-        {"n_single": 2, "n_batch": 0},
-        {"n_single": 2, "n_batch": -1},
-        {"n_single": 2, "n_batch": 513},
-        {"n_single": 2, "n_batch": True},
-        {"n_single": 2.0, "n_batch": 2},
-        {"n_single": "2", "n_batch": 2},
+        *(3, None, [], {}, {"n_single": 2}, {"n_single": 2.0, "n_batch": 2}),
+        *({"n_single": 2, "n_batch": n} for n in (0, -1, 513, True, "2")),
     ],
 )
 def test_numbers_that_make_no_sense_are_not_taken(

@@ -83,17 +83,6 @@ def test_a_replay_drafts_and_accepts_what_the_two_together_would(
     assert found.n_tokens == tally.n_round_tokens
 
 
-def test_the_drafts_differ_in_what_is_accepted() -> None:
-    rates = {}
-    for name, make in drafters().items():
-        found = replayed(Setup(drafter=make()))
-        rates[name] = (
-            found.tally.n_accepted / found.tally.n_drafted if found.tally.n_drafted else 0.0
-        )
-    assert rates["itself"] == 1.0
-    assert rates["itself"] > rates["close"] > rates["far"]
-
-
 def test_an_answer_that_ends_by_itself_is_replayed_to_its_end() -> None:
     vocabulary = FakeVocabulary.letters(N_VOCAB, ends=[2])
     for seed in range(20):
@@ -215,11 +204,6 @@ def test_what_was_not_drafted_has_no_rate() -> None:
     assert figures.speedup == 1.0
     assert figures.acceptance_rate is None
     assert figures.draft_token_s is None
-
-
-def test_sizes_between_two_that_were_timed_are_in_proportion() -> None:
-    assert BASELINE.token_s == 10.0
-    assert BASELINE.costs.rows_s(4) == pytest.approx(16.0)
 
 
 def test_reasons_of_all_answers_are_added_up() -> None:

@@ -24,14 +24,12 @@ from specgen.measure.verify import (
     Difference,
     GreedyResult,
     SampledResult,
-    UncheckedPrompt,
     VerifyReport,
     Way,
     check_greedy,
     check_sampled,
     movement,
     to_json_object,
-    ways_to_draft,
 )
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import Branches, Draft, keep_path
@@ -295,13 +293,6 @@ def test_greedy_texts_show_bugs_in_what_runs_by_default(
     assert any(result.is_defect for result in results) == (bug is not None)
 
 
-def test_a_draft_is_forced_where_costs_decide() -> None:
-    default, forced = ways_to_draft(BY_COST)
-    assert (default, forced.name) == (Way("cost", BY_COST), "forced")
-    assert (forced.drafting.policy, forced.drafting.p_min) == ("fixed", 0.0)
-    assert ways_to_draft(FIXED) == [Way("fixed", FIXED)]
-
-
 # --- near-ties
 
 
@@ -427,10 +418,8 @@ def test_verdicts() -> None:
     wrong = replace(equal, difference=Difference(0, "a", "", float("inf"), 0.0))
     assert verdict(greedy=(wrong,)) == "defect"
     assert verdict(sampled=(replace(place, test=GTest(99.0, 1, 1e-9, 0)),)) == "defect"
-    found = to_json_object(
-        replace(report, greedy=(wrong,), skipped=(UncheckedPrompt(2, "too long"),))
-    )
-    assert found["skipped"] == [{"prompt": 2, "reason": "too long"}]
+    found = to_json_object(replace(report, greedy=(wrong,), skipped=(2,)))
+    assert found["skipped"] == [2]
     assert found["greedy"][0]["is_defect"] is True
     assert found["greedy"][0]["difference"]["gap"] is None
     assert found["sampled"][0]["test"]["n_cells"] == 2

@@ -6,7 +6,6 @@ import time
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -301,7 +300,7 @@ def oracle(rules: FakeGrammar, *, max_tokens: int = 60) -> list[int]:
 # --- the same text
 
 
-@pytest.mark.parametrize("n_draft", [1, 2, 5, 9])
+@pytest.mark.parametrize("n_draft", [1, 5])
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_greedy_text_is_the_constrained_plain_text(name: str, kind: str, n_draft: int) -> None:
@@ -314,7 +313,7 @@ def test_greedy_text_is_the_constrained_plain_text(name: str, kind: str, n_draft
     assert fast.summary.stopped_by == plain.summary.stopped_by
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_matching_keeps_a_seeds_constrained_text(name: str, kind: str, seed: int) -> None:
@@ -523,35 +522,6 @@ RNG = np.random.default_rng(3)
 
 
 # --- several at once
-
-
-@pytest.mark.parametrize("kinds", [("good", "tree"), ("tree", "perfect"), (None, "good")])
-@pytest.mark.parametrize("n_forced", [3, 18, 50])
-def test_a_constrained_text_and_a_free_one_share_their_rounds(
-    kinds: tuple[str | None, str | None], n_forced: int
-) -> None:
-    grammars = [rounds_of(n_forced), None, rounds_of(2)]
-    setups = []
-    for kind, rules in zip((*kinds, "ngram"), grammars, strict=True):
-        make = DRAFTERS[kind] if kind else None
-        setups.append(
-            Setup(
-                vocabulary=LETTERS,
-                grammar=rules.start if rules else None,
-                drafter=None if make is None else partial(make, own=SamplerOptions()),
-                n_batch=20,
-            )
-        )
-    plains = [replace(setup, drafter=None).run()[0].tokens for setup in setups]
-    loop = AnswerLoop(setups[0].backend(len(setups)), Clock())
-    generations = [setup.generation(index) for index, setup in enumerate(setups)]
-    for generation in generations:
-        loop.start(generation)
-    while not all(generation.is_finished for generation in generations):
-        loop.round(generations)
-    assert [generation.tokens for generation in generations] == plains
-    assert generations[0].tally.n_forced > 0
-    assert generations[1].tally.n_forced == 0
 
 
 # --- against repetition

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 
 from specgen.drafters.cascade import Cascade
-from specgen.drafters.ngram import SuffixDrafter
-from specgen.drafters.staged import Guesses
 from specgen.events import DraftedEvent, DraftNode, Event, NoticeEvent
 from specgen.method.backend import Batch
-from specgen.method.draft import Draft
-from specgen.method.drafter import Drafter
-from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan, RoundResult, UntilUnsure
+from specgen.method.policy import FixedPolicy, Offer, Reason, RoundPlan, UntilUnsure
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.system.arrays import Logits
 from specgen.text.text_state import TextState
@@ -27,7 +23,7 @@ from tests.helpers.fake_backend import (
 )
 from tests.helpers.fake_generations import GREEDY, N_VOCAB, PROMPT, Setup
 from tests.registry import DRAFTERS as CASES
-from tests.registry import ON_FAKES, Text, model
+from tests.registry import ON_FAKES, Text
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -170,41 +166,6 @@ def test_what_was_committed_rides_in_the_next_batch() -> None:
     assert made.target.n_decodes == 1 + 25 // 5
 
 
-def test_a_text_that_went_on_as_the_model_drafted_beyond_what_was_verified() -> None:
-    """It is read already, and so is what follows."""
-
-    class FirstTwo(UntilUnsure):
-        def cut(self, draft: Draft) -> Draft:
-            return draft.first(2)
-
-    class Short(FixedPolicy):
-        def plan(self, offer: Offer) -> RoundPlan:
-            return replace(super().plan(offer), stop=FirstTwo())
-
-    models = Models(noise=0.0)
-    made = setup(models, "model", n_draft=4, n_tokens=25)
-    made.policy = Short
-    generation, _ = made.run()
-    text = generation.tokens[len(PROMPT) :]
-    (draft,) = models.backends
-    # Four tokens are drafted, of which the last one is not read, and three come of each round.
-    assert generation.tally.n_rounds == 8
-    assert draft.batches[:7] == [[*PROMPT, text[0]], *([token] for token in text[1:7])]
-    assert draft.n_decoded_rows == len(set(draft.texts))
-
-
-def test_after_a_refusal_the_model_reads_the_target_s_token_alone() -> None:
-    models = Models(noise=3.0)
-    generation, _ = setup(models, "model", n_draft=3).run()
-    (draft,) = models.backends
-    firsts = [batch for batch in draft.batches[1:] if len(batch) > 1]
-    assert all(len(batch) == 2 for batch in firsts)
-    assert len(firsts) < generation.tally.n_rounds / 2
-    # All of the text but the last token, and of the drafts what came to nothing.
-    read = [text for text in draft.texts if list(text) == generation.tokens[: len(text)]]
-    assert len(read) == len(max(read, key=len))
-
-
 @pytest.mark.parametrize("name", STAGED)
 @pytest.mark.parametrize("sampler", [GREEDY, RANDOM], ids=["greedy", "random"])
 @pytest.mark.parametrize("n_guess", [1, 8])
@@ -225,33 +186,6 @@ def test_guesses_change_what_is_decoded_at_once_and_nothing_that_is_drafted(
     assert n_right > 0 or name != "staged by a model" or noise > 0.0
     # What was guessed wrongly was read for nothing, the rest would have been read anyway.
     assert guessed.n_decoded_rows >= backend.n_decoded_rows
-
-
-def test_guesses_that_are_not_taken_are_compared_with_what_is_drafted() -> None:
-    """So a policy learns that they would have been right, and takes them."""
-    results: list[RoundResult] = []
-
-    class Declining(FixedPolicy):
-        def plan(self, offer: Offer) -> RoundPlan:
-            return RoundPlan(Reason("acceptance"))
-
-        def observe(self, result: RoundResult) -> None:
-            results.append(result)
-
-    models = Models(noise=0.0)
-
-    def declined(state: TextState) -> Drafter:
-        policy = Declining(DraftOptions(policy="fixed"))
-        return model(models.text(state), Guesses(Cascade(SuffixDrafter(1, 8)), policy))
-
-    made = setup(models, "model", 6)
-    made.drafter = declined
-    made.run()
-    found = [(draft, result) for result in results for draft in result.proposed if len(draft)]
-    assert any(draft.tokens == result.committed for draft, result in found)
-    for draft, result in found:
-        assert len(draft) == len(result.committed) == 1
-        assert not len(result.draft)
 
 
 def drafts(events: Sequence[Event]) -> list[tuple[DraftNode, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import itertools
 import re
 import string
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -184,20 +182,6 @@ def test_allowed_and_forced_tokens_equal_brute_force(
     assert (state.allows(some) == expected[some]).all()
 
 
-def test_a_character_may_come_in_pieces(vocabulary: LlamaVocabulary) -> None:
-    grammar = GbnfGrammar(vocabulary, 'root ::= "é" | "è"')
-    pieces = {vocabulary.token_bytes(t): t for t in range(vocabulary.n_tokens)}
-    state = grammar.start
-    assert state.allows(np.array([pieces[b"\xc3"], pieces[b"\xc2"]])).tolist() == [True, False]
-    within = state.after(pieces[b"\xc3"])
-    assert within.forced() is None
-    assert [
-        piece for piece, token in pieces.items() if piece and within.allows(np.array([token]))[0]
-    ] in ([b"\xa8", b"\xa9"], [b"\xa9", b"\xa8"])
-    one = GbnfGrammar(vocabulary, 'root ::= "è"').start.after(pieces[b"\xc3"])
-    assert one.forced() == pieces[b"\xa8"]
-
-
 def test_the_text_ends_where_the_grammar_does(vocabulary: LlamaVocabulary) -> None:
     ends = np.array(vocabulary.end_tokens())
     a, b = token_of(vocabulary, b"a"), token_of(vocabulary, b"b")
@@ -229,13 +213,6 @@ def test_a_wrong_token_is_an_error_and_not_the_end_of_the_process(
         with pytest.raises(ValueError, match=f"no token {token_id}"):
             state.allows(np.array([0, token_id]))
     assert state.allows(np.array([], np.int64)).tolist() == []
-
-
-def test_control_tokens_are_no_text(vocabulary: LlamaVocabulary) -> None:
-    (control,) = vocabulary.tokenize("<|im_start|>", add_special=False, parse_special=True)
-    assert vocabulary.token_bytes(control) == b""
-    anything = GbnfGrammar(vocabulary, "root ::= .*").start
-    assert not anything.allows(np.array([control]))[0]  # llama.cpp takes it for its name
 
 
 def test_long_chains_of_optional_items_are_refused_or_end_the_text(
@@ -274,28 +251,6 @@ def test_branches_do_not_disturb_each_other(vocabulary: LlamaVocabulary) -> None
         if not vocabulary.is_end(path[-1]):
             assert (state.allows(every(vocabulary)) == reference.allowed(path)).all()
     assert (start.allows(every(vocabulary)) == reference.allowed([])).all()
-
-
-def test_memory_is_freed(vocabulary: LlamaVocabulary) -> None:
-    grammar = GbnfGrammar(vocabulary, JSON)
-    a = token_of(vocabulary, b"a")
-
-    def string() -> GrammarState:
-        return grammar.start.after(token_of(vocabulary, b"{")).after(token_of(vocabulary, b'"'))
-
-    def rss() -> int:
-        gc.collect()
-        return psutil.Process().memory_info().rss
-
-    state = string()
-    for _ in range(1000):
-        state = state.after(a)
-    before = rss()
-    for _ in range(10_000):  # a text that goes on: the past is forgotten
-        state = state.after(a)
-    for _ in range(1000):  # texts that end
-        string().after(a).forced()
-    assert rss() - before < 8 * 2**20
 
 
 def test_a_grammar_keeps_a_bounded_number_of_states(

@@ -17,13 +17,11 @@ from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import draft_alone, propose_together
 from specgen.method.policy import Offer, RoundPlan, draft_up_to
-from specgen.method.verify import VERIFIERS
 from specgen.options import DraftOptions, SamplerOptions, TreeShape, parse_tree
-from specgen.system.arrays import Logits
 from specgen.text.text_state import TextState
 from tests.helpers.exact_distributions import distribution
-from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
-from tests.helpers.fake_generations import GREEDY, N_VOCAB, Clock, Setup, draft_request
+from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
+from tests.helpers.fake_generations import GREEDY, N_VOCAB, Clock, draft_request
 
 LANGUAGE = random_language(N_VOCAB, seed=2)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -203,66 +201,7 @@ def test_all_nodes_of_a_depth_have_children_from_one_row() -> None:
     assert depths.count(1) == depths.count(2) == 6
 
 
-def test_drawn_walks_and_levels_carry_distributions_of_the_rows() -> None:
-    for shape in ("2,2", "3x4"):
-        drafter, backend = parallel(RANDOM, shape=shape)
-        draft = propose(drafter, [1, 2, 3], 12)
-        assert draft.is_drawn
-        assert backend.n_decodes == 1
-        for node, parent in enumerate(draft.parents):
-            depth, above = 0, parent
-            while above != ROOT:
-                depth, above = depth + 1, draft.parents[above]
-            source = draft.distributions[node]
-            row = distribution(LANGUAGE((1, 2, 3, *[MASK] * depth)), RANDOM)
-            assert source is not None
-            assert set(source.token_ids.tolist()) <= set(row.token_ids.tolist())
-
-
 # --- the loop
-
-
-def seeing_through_masks(text: tuple[int, ...]) -> Logits:
-    """A language that predicts behind a mask what follows the likeliest token in its place: that of a
-    parallel draft which was trained as well as can be."""
-    read: list[int] = []
-    for token in text:
-        read.append(int(LANGUAGE(tuple(read)).argmax()) if token == MASK else token)
-    return noisy(LANGUAGE, 0.3)(tuple(read))
-
-
-@pytest.mark.parametrize("sampler", [GREEDY, RANDOM], ids=["greedy", "random"])
-@pytest.mark.parametrize("recurrent", [False, True])
-@pytest.mark.parametrize("n_draft", [1, 2, 5])
-def test_the_text_is_that_of_plain_decoding(
-    sampler: SamplerOptions, recurrent: bool, n_draft: int
-) -> None:
-    backends: list[FakeBackend] = []
-
-    def made(state: TextState) -> ParallelDrafter:
-        drafter, backend = parallel(
-            sampler, language=seeing_through_masks, recurrent=recurrent, state=state
-        )
-        backends.append(backend)
-        return drafter
-
-    plain = Setup(language=LANGUAGE, sampler=sampler)
-    drafted = replace(
-        plain,
-        drafter=made,
-        drafting=DraftOptions(policy="fixed", max_tokens=n_draft, p_min=0.0),
-        verifier=VERIFIERS["match"],  # with it, a seed's text is the same also if it is drawn
-    )
-    expected, _ = plain.run()
-    found, _ = drafted.run()
-    assert found.tokens == expected.tokens
-    tally = found.tally
-    assert tally.n_accepted > 0
-    (backend,) = backends
-    text = tuple(found.tokens)
-    assert backend.text(0) == text[: backend.length(0)]
-    if not recurrent:
-        assert backend.n_decodes <= tally.n_rounds
 
 
 # --- the policy

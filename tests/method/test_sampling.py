@@ -1,4 +1,4 @@
-"""The samplers against slow, obvious versions of themselves, and what holds of any chain."""
+"""What holds of any chain of samplers, DRY, and grammars' masks; `tests/llama/test_llama_sampling.py` compares with llama.cpp."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from specgen.errors import BackendError
-from specgen.method.distribution import Distribution
+from specgen.method.distribution import Distribution, NoTokenAllowedError
 from specgen.sampler_options import (
     DEFAULT_SAMPLERS,
     SamplerOptions,
     parse_sampler_letters,
     parse_samplers,
 )
-from specgen.system.arrays import Logits, TokenArray, best
-from specgen.text.sampling import Sampler, top_probability
+from specgen.system.arrays import BoolArray, Logits, TokenArray, best
+from specgen.text.sampling import DryBreakers, Sampler, top_probability
+from specgen.text.sampling.dry import dry_penalties
 from specgen.text.sampling.rows import most_likely
 from tests.helpers.exact_distributions import distribution
+from tests.helpers.fake_backend import FakeVocabulary
 
 #: Few distinct values make ties likely.
 VALUES = st.sampled_from([-np.inf, -30.0, -1.0, 0.0, 0.5, 0.5000001, 2.0, 30.0]) | st.floats(
@@ -68,71 +70,12 @@ def chains(draw: st.DrawFn) -> SamplerOptions:
     )
 
 
-def slow_distribution(row: Logits, options: SamplerOptions) -> dict[int, float]:
-    """Sort everything, then apply each step of top-k, top-p, min-p as its paper says."""
-    if options.greedy:
-        return {int(row.argmax()): 1.0}
-    ranked = sorted(
-        ((float(logit), token) for token, logit in enumerate(row) if logit > -np.inf),
-        key=lambda pair: (-pair[0], pair[1]),
-    )
-    if 0 < options.top_k < len(row):
-        ranked = ranked[: options.top_k]
-    if options.top_p < 1:
-        mass = np.array([np.exp(logit - ranked[0][0]) for logit, _ in ranked])
-        reached = np.flatnonzero(mass.cumsum() >= options.top_p * mass.sum())
-        # Rounding may leave the whole sum a hair under p times itself.
-        ranked = ranked[: (reached[0] if len(reached) else len(ranked)) + 1]
-    if options.min_p > 0:
-        least = ranked[0][0] + np.log(options.min_p)
-        ranked = [pair for pair in ranked if pair[0] >= least] or ranked[:1]
-    weights = [np.exp((logit - ranked[0][0]) / options.temperature) for logit, _ in ranked]
-    total = sum(weights)
-    return {token: w / total for (_, token), w in zip(ranked, weights, strict=True) if w > 0}
-
-
-@given(
-    rows(),
-    st.sampled_from([0.0, 0.3, 1.0, 2.0]),
-    st.sampled_from([0, 1, 2, 5, 40, 1000]),
-    st.sampled_from([1.0, 0.99, 0.9, 0.5, 0.0]),
-    st.sampled_from([0.0, 0.05, 0.5, 1.0]),
-)
-def test_a_distribution_is_what_its_definition_says(
-    row: Logits, temperature: float, k: int, p: float, min_p: float
-) -> None:
-    options = SamplerOptions(temperature=temperature, top_k=k, top_p=p, min_p=min_p)
-    result = distribution(row, options)
-    expected = slow_distribution(row, options)
-    assert result.probs.sum() == pytest.approx(1.0)
-    assert (np.diff(result.token_ids) > 0).all()
-    assert (result.probs > 0).all()
-    found = dict(zip(result.token_ids.tolist(), result.probs.tolist(), strict=True))
-    if set(found) != set(expected):
-        # Allowed where the border of top-p falls between two equal sums.
-        assert 0.0 < p < 1.0
-        assert abs(len(found) - len(expected)) <= 1
-    else:
-        assert found == pytest.approx(expected, rel=1e-6, abs=1e-12)
-
-
 @given(rows(3000), st.integers(1, 300))
 def test_the_best_are_the_largest_and_the_lowest_ids_among_equals(row: Logits, k: int) -> None:
     ranked = sorted(range(len(row)), key=lambda token: (-row[token], token))[:k]
     expected = [token for token in ranked if row[token] > -np.inf]
     assert best(row, k).tolist() == expected
     assert most_likely(row, k) == expected
-
-
-def test_top_p_of_a_large_vocabulary_equals_the_sorted_definition() -> None:
-    rng = np.random.default_rng(3)
-    for scale in (0.5, 3.0, 10.0):  # from nearly flat to peaked: the candidates must grow
-        row = rng.normal(0.0, scale, 50_000).astype(np.float32)
-        for p in (0.1, 0.9, 0.999):
-            options = SamplerOptions(temperature=1.0, top_k=0, top_p=p, min_p=0.0)
-            expected = slow_distribution(row, options)
-            found = distribution(row, options).token_ids.tolist()
-            assert len(set(found) ^ set(expected)) <= 1
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -327,3 +270,179 @@ def test_the_names_of_the_samplers() -> None:
             parse_samplers(text)
     with pytest.raises(ValueError, match="no sampler has the letter 'i'; the letters are e "):
         parse_sampler_letters("ki")
+
+
+# --- DRY, and breakers in terms of tokens
+
+
+BASE, MULTIPLIER = 1.75, 0.8
+
+
+def penalties(
+    text: TokenArray, breakers: DryBreakers, allowed_length: int, last_n: int = -1
+) -> dict[int, float]:
+    token_ids, amounts = dry_penalties(
+        text,
+        breakers,
+        multiplier=MULTIPLIER,
+        base=BASE,
+        allowed_length=allowed_length,
+        last_n=last_n,
+    )
+    assert (np.diff(token_ids) > 0).all()
+    return dict(zip(token_ids.tolist(), amounts.tolist(), strict=True))
+
+
+def test_an_example() -> None:
+    # a b c c b c y a b c: after "a b c" came c, after "c" also b, after "b c" also y.
+    text = np.array([0, 1, 2, 2, 1, 2, 3, 0, 1, 2])
+    assert penalties(text, DryBreakers(), 1) == pytest.approx(
+        {2: MULTIPLIER * BASE**2, 1: MULTIPLIER, 3: MULTIPLIER * BASE}
+    )
+    assert penalties(text, DryBreakers(), 3) == pytest.approx({2: MULTIPLIER})
+    assert penalties(text, DryBreakers(), 1, last_n=6) == pytest.approx({3: MULTIPLIER * BASE})
+    # What comes before a breaker is not repeated.
+    stop = DryBreakers({0: frozenset([()])})
+    assert penalties(text, stop, 1)[2] == pytest.approx(MULTIPLIER * BASE)
+
+
+VOCABULARY = FakeVocabulary(
+    (b"a", b"b", b"c", b"\n", b" ", b":\n", b"ab", b"bc", b"abc", b"xab", b"ca", b"<end>"),
+    ends=frozenset([11]),
+)
+
+
+def tails(*breakers: str) -> dict[int, set[tuple[int, ...]]]:
+    return {
+        token: set(found) for token, found in DryBreakers.of(VOCABULARY, breakers).tails.items()
+    }
+
+
+def test_breakers_in_terms_of_tokens() -> None:
+    assert tails() == tails("") == {}
+    assert tails("\n") == {3: {()}, 5: {()}}
+    # "abc" as a whole; "a" and "ca" with the rest "bc", "ab" and "xab" with the rest "c".
+    assert tails("abc") == {8: {()}, 0: {(7,)}, 10: {(7,)}, 6: {(2,)}, 9: {(2,)}}
+    # Several ways at once: "ca" is whole for the one and begins the other.
+    assert tails("ca", "abc")[10] == {(), (7,)}
+    assert DryBreakers.of(VOCABULARY, ["\n"]).is_whole(5)
+    assert not DryBreakers.of(VOCABULARY, ["abc"]).is_whole(0)
+
+
+def test_a_long_breaker_is_cut_as_llama_cpp_does() -> None:
+    assert tails("a" * 50) == tails("a" * 40)
+    assert len(next(iter(tails("a" * 40)[0]))) == 20
+
+
+# --- a grammar's mask: the result is that of masking everything first, for few questions
+
+
+class Grammar:
+    """Allows a set of tokens and counts how many it was asked about."""
+
+    def __init__(self, allowed: BoolArray) -> None:
+        self.allowed = allowed
+        self.n_asked = 0
+
+    def allows(self, token_ids: TokenArray) -> BoolArray:
+        self.n_asked += len(token_ids)
+        answer: BoolArray = self.allowed[token_ids]
+        return answer
+
+
+def only(n_vocab: int, token_ids: TokenArray) -> Grammar:
+    allowed = np.zeros(n_vocab, np.bool_)
+    allowed[token_ids] = True
+    return Grammar(allowed)
+
+
+@settings(max_examples=400)
+@given(rows(300), HISTORIES, chains(), st.integers(0, 2**32 - 1), st.sampled_from([0.02, 0.3, 0.9]))
+# Two tokens whose probabilities are equal in float32 only.
+@example(
+    np.array([2.9829764e-10, 0.0], np.float32),
+    np.zeros(0, np.int64),
+    SamplerOptions(temperature=0.0, samplers=("typ_p",), typical_p=0.4),
+    0,
+    0.9,
+)
+def test_asking_late_is_the_same_as_masking_first(
+    row: Logits, history: TokenArray, options: SamplerOptions, seed: int, share: float
+) -> None:
+    grammar = Grammar(np.random.default_rng(seed).random(len(row)) < share)
+    masked = np.where(grammar.allowed, row, np.float32(-np.inf))
+    assume(masked.max() > -np.inf)
+    before = row.copy()
+    sampler = Sampler(options)
+    found = sampler.distribution(row, history, grammar.allows)
+    expected = sampler.distribution(masked, history)
+    assert (row == before).all()
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    assert found.probs == pytest.approx(expected.probs, rel=1e-5)
+
+
+N_VOCAB = 100_000
+LARGE = np.random.default_rng(1).normal(0.0, 3.0, N_VOCAB).astype(np.float32)
+RANKED = (-LARGE).argsort(kind="stable")
+GREEDY = SamplerOptions()
+TOP_K = SamplerOptions(temperature=0.8)
+MIN_P = SamplerOptions(temperature=0.8, top_k=0, top_p=1.0, min_p=0.1)
+TOP_P = SamplerOptions(temperature=0.8, top_k=0)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3, 10, 100, 5000, 99_999])
+def test_greedy_asks_about_few_more_than_come_before_the_best_allowed(rank: int) -> None:
+    grammar = only(N_VOCAB, RANKED[rank::7])
+    found = Sampler(GREEDY).distribution(LARGE, allows=grammar.allows)
+    assert found.token_ids.tolist() == [RANKED[rank]]
+    few = 1 if rank == 0 else 17 if rank < 16 else 1 + 16 + 128
+    assert grammar.n_asked <= (few if rank < 128 else N_VOCAB + few)
+
+
+def test_top_k_asks_about_k_tokens_where_all_are_allowed() -> None:
+    grammar = only(N_VOCAB, RANKED)
+    found = Sampler(TOP_K).distribution(LARGE, allows=grammar.allows)
+    assert found.probs.tolist() == Sampler(TOP_K).distribution(LARGE).probs.tolist()
+    assert grammar.n_asked == 40
+
+
+@pytest.mark.parametrize(
+    "options",
+    [TOP_P, MIN_P, SamplerOptions(temperature=0.8, top_n_sigma=1.0)],
+    ids=["no top-k", "min-p", "top-n-sigma first"],
+)
+def test_where_all_of_the_mask_matters_all_is_asked_once(options: SamplerOptions) -> None:
+    grammar = only(N_VOCAB, RANKED[::2])
+    Sampler(options).distribution(LARGE, allows=grammar.allows)
+    assert grammar.n_asked == N_VOCAB
+
+
+def test_tokens_that_cannot_be_anyway_are_not_asked_about() -> None:
+    row = LARGE.copy()
+    row[1000:] = -np.inf
+    for options in (GREEDY, TOP_K, MIN_P, TOP_P):
+        grammar = only(N_VOCAB, np.array([7]))
+        found = Sampler(options).distribution(row, allows=grammar.allows)
+        assert found.token_ids.tolist() == [7]
+        assert grammar.n_asked <= 2000
+
+
+@pytest.mark.parametrize("options", [GREEDY, TOP_K, MIN_P, TOP_P])
+def test_a_grammar_that_allows_nothing_is_an_error(options: SamplerOptions) -> None:
+    row = LARGE[:500].copy()
+    row[3] = -np.inf
+    for grammar in (only(500, np.zeros(0, np.int64)), only(500, np.array([3]))):
+        with pytest.raises(NoTokenAllowedError, match="the grammar allows no token here"):
+            Sampler(options).distribution(row, allows=grammar.allows)
+
+
+def test_a_grammar_that_fails_leaves_the_logits_as_they_were() -> None:
+    row = LARGE[:500].copy()
+
+    def allows(token_ids: TokenArray) -> BoolArray:
+        raise KeyError(len(token_ids))
+
+    options = SamplerOptions(1.0, logit_bias=((3, 5.0),), repeat_penalty=2.0, dry_multiplier=1.0)
+    with pytest.raises(KeyError):
+        Sampler(options).distribution(row, np.array([5, 6, 7, 5, 6, 7]), allows)
+    assert (row == LARGE[:500]).all()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import multiprocessing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters import lookup_texts as store_module
 from specgen.drafters.lookup_texts import EarlierTexts
-from specgen.drafters.suffix_array import SuffixArray
+from specgen.drafters.suffix_array import IntArray, SuffixArray, joined, split
 
 
 def texts(store: EarlierTexts) -> list[list[int]]:
@@ -20,34 +21,18 @@ def texts(store: EarlierTexts) -> list[list[int]]:
 
 def in_arrays(store: EarlierTexts) -> list[list[int]]:
     """All texts in the order of the arrays."""
-    found: list[list[int]] = []
-    for array in store.arrays():
-        text: list[int] = []
-        for token in array.tokens.tolist():
-            if token >= 0:
-                text.append(token)
-            else:
-                found.append(text)
-                text = []
-    return found
-
-
-def folder_of(root: Path) -> Path:
-    """The only vocabulary's folder."""
-    (folder,) = root.iterdir()
-    return folder
+    return [text.tolist() for array in store.arrays() for text in split(array.tokens)]
 
 
 @given(st.lists(st.lists(st.integers(0, 200_000), max_size=5), max_size=6))
-def test_texts_come_back_in_their_order(
+def test_texts_come_back_once_and_in_their_order(
     tmp_path_factory: pytest.TempPathFactory, added: list[list[int]]
 ) -> None:
     root = tmp_path_factory.mktemp("store")
     expected: list[list[int]] = []
     for text in added:
         EarlierTexts(root, "v").add(text)
-        # The same text again is newer, not more.
-        expected = [other for other in expected if other != text] + ([text] if text else [])
+        expected += [text] if text and text not in expected else []
         assert texts(EarlierTexts(root, "v")) == expected
     assert in_arrays(EarlierTexts(root, "v")) == expected
 
@@ -57,49 +42,28 @@ def test_vocabularies_do_not_mix(tmp_path: Path) -> None:
     EarlierTexts(tmp_path, "c").add([3])
     assert texts(EarlierTexts(tmp_path, "../a/b")) == [[1, 2]]
     assert texts(EarlierTexts(tmp_path, "c")) == [[3]]
-    assert texts(EarlierTexts(tmp_path, "d")) == []
     assert EarlierTexts(tmp_path, "d").arrays() == ()
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_the_oldest_texts_go(tmp_path: Path) -> None:
-    store = EarlierTexts(tmp_path, "v", max_bytes=4 * 10)
-    for first in range(5):
+    store = EarlierTexts(tmp_path, "v", max_bytes=4 * 12)
+    for first in range(6):
         store.add([first] * 3)
-    assert texts(store) == [[2] * 3, [3] * 3, [4] * 3]
-    store.add([2] * 3)
-    store.add([9] * 4)
-    assert texts(store) == [[4] * 3, [2] * 3, [9] * 4]
+    assert texts(store) == [[3] * 3, [4] * 3, [5] * 3]
     # Of a text that is too large the end is kept.
     store.add(list(range(100)))
-    assert texts(store) == [list(range(90, 100))]
-
-
-def test_damaged_and_foreign_files_are_left_out(tmp_path: Path) -> None:
-    store = EarlierTexts(tmp_path, "v")
-    for first in range(6):
-        store.add([first, first])
-    folder = folder_of(tmp_path)
-    paths = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    paths[1].write_bytes(paths[1].read_bytes()[:-3])
-    paths[2].write_bytes(b"")
-    paths[3].write_bytes(paths[0].read_bytes())
-    paths[4].unlink()
-    paths[4].mkdir()
-    (folder / "notes.tokens").write_bytes(b"1234")
-    (folder / "text.tokens.abc.new").write_bytes(b"1234")
-    assert texts(store) == [[0, 0], [5, 5]]
-    assert in_arrays(store) == [[0, 0], [5, 5]]
+    assert texts(store) == [list(range(88, 100))]
 
 
 def test_the_array_is_kept_and_new_texts_stand_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built: list[int] = []
+    sorted_: list[int] = []
     original = SuffixArray.build
 
-    def build(texts: list[list[int]], made_of: str = "") -> SuffixArray:
-        built.append(len(texts))
+    def build(texts: list[IntArray], made_of: str = "") -> SuffixArray:
+        sorted_.append(len(texts))
         return original(texts, made_of)
 
     monkeypatch.setattr(SuffixArray, "build", build)
@@ -107,50 +71,61 @@ def test_the_array_is_kept_and_new_texts_stand_behind_it(
     store = EarlierTexts(tmp_path, "v")
     for first in range(3):
         store.add([first] * 10)
-    assert in_arrays(store) == [[0] * 10, [1] * 10, [2] * 10]
-    assert in_arrays(store) == [[0] * 10, [1] * 10, [2] * 10]
-    assert built == [3]  # once
+
+    def check(*n_sorted: int) -> None:
+        sorted_.clear()
+        assert in_arrays(store) == texts(store)
+        assert sorted_ == list(n_sorted)
+
+    check(3, 0)
+    check(0)  # once
     store.add([3] * 10)
-    assert in_arrays(store) == [[0] * 10, [1] * 10, [2] * 10, [3] * 10]
-    assert built == [3, 1]  # the new one alone
+    check(1)  # the new one alone
     store.add([4] * 11)
-    assert [text[0] for text in in_arrays(store)] == [0, 1, 2, 3, 4]
-    assert built == [3, 1, 5]
-    # A damaged array is made again.
-    (folder_of(tmp_path) / "texts.npz").write_bytes(b"damaged")
-    assert [text[0] for text in in_arrays(store)] == [0, 1, 2, 3, 4]
-    assert built == [3, 1, 5, 5]
-    assert len(store.arrays()) == 1
+    check(5, 0)
+    # A damaged array, and one of other texts, is made again.
+    for damage in (b"damaged", None):
+        if damage is None:
+            original([[7] * 9]).save(store.folder / "texts.npz")
+        else:
+            (store.folder / "texts.npz").write_bytes(damage)
+        assert [text[0] for text in in_arrays(store)] == [0, 1, 2, 3, 4]
 
 
-def test_a_store_that_cannot_be_written_breaks_nothing(
+def test_a_store_that_is_damaged_or_cannot_be_written_breaks_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "file"
     place.write_text("no folder")
     store = EarlierTexts(place, "v")
     store.add([1, 2, 3])
-    assert texts(store) == []
     assert store.arrays() == ()
-
-    def full(path: Path, data: bytes) -> None:
-        raise OSError(28, "No space left on device")
 
     store = EarlierTexts(tmp_path / "store", "v")
     store.add([1])
-    monkeypatch.setattr(store_module, "replace_bytes", full)
-    monkeypatch.setattr("specgen.drafters.suffix_array.replace_bytes", full)
-    monkeypatch.setattr(store_module, "MAX_NEW", 0)
-    store.add([2])
-    assert texts(store) == [[1]]
-    assert in_arrays(store) == [[1]]
+    with monkeypatch.context() as patch:
+
+        def full(path: Path, data: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr("specgen.drafters.suffix_array.replace_bytes", full)
+        patch.setattr(store_module, "MAX_NEW", 0)
+        store.add([2])
+        assert texts(store) == in_arrays(store) == [[1]]
+    (file,) = store.folder.glob("*.npz")
+    data = bytearray(file.read_bytes())
+    at = data.index(joined([[1]]).tobytes())
+    data[at] ^= 8
+    file.write_bytes(data)
+    assert texts(store) == []
+    store.add([3])
+    assert texts(store) == [[3]]
 
 
 def add_many(root: Path, first: int, n: int) -> None:
-    store = EarlierTexts(root, "v", max_texts=25)
+    store = EarlierTexts(root, "v")
     for number in range(first, first + n):
         store.add([number] * 5)
-        store.texts()
         store.arrays()
 
 
@@ -165,11 +140,8 @@ def test_several_processes_add_at_once(tmp_path: Path) -> None:
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    store = EarlierTexts(tmp_path, "v", max_texts=25)
-    kept = texts(store)
-    # Two that add at once may each remove an old text for the other's new one.
-    assert 20 <= len(kept) <= 25
-    assert all(text == [text[0]] * 5 for text in kept)
-    by_process = [[text[0] for text in kept if text[0] // 100 == number] for number in range(3)]
-    assert all(numbers == sorted(numbers) for numbers in by_process)
-    assert not list(folder_of(tmp_path).glob("*.new"))
+    kept = np.array(texts(EarlierTexts(tmp_path, "v")))
+    assert len(kept) == 30
+    for number in range(3):
+        own = [first for first in kept[:, 0] if first // 100 == number]
+        assert own == list(range(100 * number, 100 * number + 10))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, abc
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -110,7 +111,7 @@ class Pair:
                 ignore_eos=self.options.ignore_eos,
                 n_ctx=self.n_ctx,
             )
-            watched.append(Watched(drafter, backend))
+            watched.append(Watched(drafter, backend, self.target))
             return watched[0]
 
         setup.drafter = make
@@ -133,8 +134,13 @@ class Pair:
 class Watched(WrappedDrafter):
     """A translated drafter, and what each of its proposals cost."""
 
-    def __init__(self, inner: TranslatedDrafter, backend: FakeBackend) -> None:
+    def __init__(
+        self, inner: TranslatedDrafter, backend: FakeBackend, target: FakeVocabulary
+    ) -> None:
         super().__init__(inner)
+        self.target = target
+        #: Whether the draft can say every text.
+        self.says_all = {*BYTES} <= {*backend.vocabulary.pieces}
         assert isinstance(inner.inner, ModelDrafter)
         self.translated, self.model, self.backend = inner, inner.inner, backend
         self.n_drafted = self.n_accepted = self.n_rounds = 0
@@ -151,6 +157,10 @@ class Watched(WrappedDrafter):
         if len(self.translated.drafted):
             self.n_proposals += 1
             self.n_slides += is_slid
+        if self.says_all and len(self.translated.drafted):  # it reads the text, byte for byte
+            pieces = list(map(self.backend.vocabulary.token_bytes, text.tokens))
+            assert b"".join(pieces) + text.held_back == joined(self.target, context)
+            assert text.ends == list(accumulate(map(len, pieces)))
         n_rows = self.backend.n_decoded_rows - n_before
         if not is_slid and len(self.translated.drafted):
             # What the cache held of the text, as it is told now, was not decoded again; but

@@ -236,12 +236,6 @@ def test_the_first_partner_that_is_on_the_disk_is_taken_in_the_files_order() -> 
     assert drafts(choose(pairs=pairs)) == ["ngram"]
 
 
-def test_the_partner_of_the_default_pair_comes_first() -> None:
-    pairs = (("big", "middle"), ("big", "small"))
-    assert drafts(choose("middle", "small", pairs=pairs)) == ["small", "ngram"]
-    assert drafts(choose("middle", pairs=pairs)) == ["middle", "ngram"]
-
-
 def test_n_grams_as_a_partner_are_always_there() -> None:
     pairs = (("big", "small"), ("big", "ngram"), ("big", "middle"))
     assert drafts(choose("small", "tiny", pairs=pairs)) == ["small", "tiny", "ngram"]
@@ -261,18 +255,6 @@ def test_the_general_draft_is_for_targets_at_least_four_times_as_large() -> None
     assert drafts(choose("tiny", target=FileIdentity("any.gguf", 3999))) == ["ngram"]
     assert drafts(choose("tiny", target=FileIdentity("any.gguf", 4000), general=None)) == ["ngram"]
     assert drafts(choose(target=FileIdentity("any.gguf", 4000))) == ["ngram"]
-
-
-def test_a_draft_that_is_there_in_two_roles_is_tried_once() -> None:
-    assert drafts(choose("tiny", pairs=(("big", "tiny"),))) == ["tiny", "ngram"]
-
-
-def test_nothing_is_looked_for_after_what_always_works() -> None:
-    def locate(model: CatalogueModel) -> Path | None:
-        pytest.fail(f"looked for {model.name}")
-
-    choose_drafts(TARGET, SavedDraft("ngram"), registry(("big", "small")), locate=locate)
-    choose_drafts(TARGET, None, registry(("big", "ngram")), locate=locate)
 
 
 # --- from what the user named

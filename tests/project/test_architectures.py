@@ -3,10 +3,6 @@ must do. `make architectures` runs the same checks on all that llama.cpp has, wh
 
 from __future__ import annotations
 
-import json
-import shutil
-import stat
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +10,6 @@ from typing import Any, get_args
 
 import pytest
 
-from scripts import build_architectures, build_kernels, build_rpc, models_page
 from specgen.errors import ModelFileError
 from specgen.llama.kernels.attached import Kernels
 from tests.architectures import run
@@ -168,82 +163,4 @@ def test_the_exceptions_are_about_checks_that_there_are() -> None:
 # --- the page
 
 
-def test_the_page_says_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = (
-        KnownException(("b-moe",), ("rows", "fuzz"), "a reason", operator="mul_mat"),
-        KnownException(("c",), ("load",), "an encoder"),
-    )
-    monkeypatch.setattr(models_page, "EXCEPTIONS", known)
-    results = [
-        Result("a", "f32", "specgen", "load", True, "", can_branch=True),
-        *(Result("a", "f32", "specgen", check, True, "") for check in run.CHECKS[1:]),
-        Result("b-moe", "f32", "specgen", "load", True, "", can_branch=False),
-        *(Result("b-moe", "f32", "specgen", check, True, "") for check in ("model", "tree")),
-        Result("b-moe", "f32", "specgen", "rows", False, "moved"),
-        Result("c", "f32", "specgen", "load", False, "no"),
-    ]
-    run.keep(tmp_path / "found.jsonl", "1.2.3", results)
-    page = "\n".join(models_page.parts(tmp_path / "found.jsonl"))
-    assert "Of 2 shapes that generate text, 2 have" in page
-    assert "Drafts are chains and trees: a." in page
-    assert "| b with experts | yes | no | rows: a reason (`mul_mat`) |" in page
-    assert "| an encoder | c |" in page
-
-
 # --- the models
-
-
-COMPILER = f"""#!{sys.executable}
-import os, sys
-if "--version" in sys.argv:
-    sys.exit(print("c++ 1"))
-generator = sys.argv[sys.argv.index("-o") + 1]
-with open(generator, "w") as file:
-    file.write({{program!r}})
-os.chmod(generator, 0o755)
-"""
-PROGRAM = f"""#!{sys.executable}
-import sys
-if sys.argv[1] == "list":
-    sys.exit(print("llama\\nclip\\ngptj"))
-if sys.argv[2] == "clip":
-    open(sys.argv[5], "w").close()
-    sys.exit("llama_model_load: error loading model: CLIP is no model\\nclip: none")
-if sys.argv[2] == "gptj":
-    sys.exit(9)
-for path in sys.argv[5:]:
-    open(path, "w").write(sys.argv[3])
-"""
-
-
-@pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    compiler = tmp_path / "compiler"
-    compiler.write_text(COMPILER.format(program=PROGRAM), encoding="utf-8")
-    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("CXX", str(compiler))
-    tests = tmp_path / "source" / build_architectures.LLAMA / "tests"
-    tests.mkdir(parents=True)
-    (tests / "test-llama-archs.cpp").touch()
-    return tmp_path / "source"
-
-
-def test_models_are_made_once(source: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "models"
-    build_architectures.build(folder, source)
-    found = json.loads((folder / "models.json").read_text(encoding="utf-8"))
-    assert found["models"] == {"llama": "", "clip": "CLIP is no model", "gptj": "it ended with 9"}
-    assert sorted(path.name for path in folder.iterdir()) == [
-        *("llama-f32.gguf", "llama-q4_k.gguf", "models.json", "other-seed", "vocabulary.gguf")
-    ]
-    assert (folder / "llama-f32.gguf").read_text(encoding="utf-8") == "1"
-    assert (folder / "other-seed" / "llama-f32.gguf").read_text(encoding="utf-8") == "2"
-    shutil.rmtree(source)
-    build_architectures.build(folder, source)
-    (folder / "llama-q4_k.gguf").unlink()
-    with pytest.raises(build_kernels.BuildError, match=r"test-llama-archs\.cpp is missing"):
-        build_architectures.build(folder, source)
-
-
-def test_the_generator_is_linked_to_the_installed_llama_cpp() -> None:
-    assert any(build_rpc.native_folder().glob("libllama.*"))

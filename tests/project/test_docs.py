@@ -6,14 +6,11 @@ import dataclasses
 import itertools
 import json
 import re
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import pytest
-import typer
 from jsonschema import Draft202012Validator
 from markdown_it import MarkdownIt
-from typer.main import get_command
 
 from scripts import make_docs
 from specgen import events
@@ -119,95 +116,11 @@ def test_generated_documents_are_up_to_date() -> None:
 
 # --- the command line
 
-Number = Annotated[int, typer.Option(help="It.", rich_help_panel="Both: and one")]
-
-
-def sections(app: typer.Typer) -> str:
-    return "\n\n".join(make_docs.command_sections(get_command(app), "tool"))
-
 
 def headings(markdown: str) -> list[str]:
     tokens = MarkdownIt("commonmark").parse(markdown)
     pairs = itertools.pairwise(tokens)
     return [inline.content for token, inline in pairs if token.type == "heading_open"]
-
-
-def test_an_option_is_a_row_with_what_it_takes_and_what_it_is_if_not_given() -> None:
-    app = typer.Typer()
-
-    @app.command()
-    def work(
-        files: Annotated[
-            list[Path] | None, typer.Argument(metavar="FILES", help="What to work on.")
-        ] = None,
-        kind: Annotated[
-            Literal["a", "b"], typer.Option("--kind", "-k", envvar="KIND", help="Of a_b_ <c>.")
-        ] = "a",
-        share: Annotated[float, typer.Option(min=0.0, max=1.0, help="`x|y` or *z*.")] = 0.5,
-        times: Annotated[list[int] | None, typer.Option("--times", metavar="N", min=1)] = None,
-        level: Annotated[int, typer.Option(max=9)] = 3,
-        text: Annotated[str | None, typer.Option(show_default=r"\n, of `tool`")] = None,
-        path: Annotated[Path, typer.Option(show_default=False)] = Path("x"),
-        loud: Annotated[bool | None, typer.Option("--loud/--quiet", help="More.")] = None,
-        secret: Annotated[bool, typer.Option("--secret", hidden=True)] = False,
-        panelled: Annotated[bool, typer.Option("--on", help="It.", rich_help_panel="P")] = False,
-    ) -> None:
-        """Work."""
-
-    page = sections(app)
-    assert [line for line in page.splitlines() if line.startswith("-")] == [
-        "- `FILES`: What to work on.",
-        "- `--kind`, `-k` `a|b` (`a`): Of a\\_b\\_ \\<c>. Variable: `KIND`.",
-        "- `--share` `NUMBER` (`0.5`): `x|y` or \\*z\\*.",
-        "- `--times` `N`",
-        "- `--level` `N` (`3`)",
-        "- `--text` `TEXT` (\\\\n, of `tool`)",
-        "- `--path` `PATH`",
-        "- `--loud` / `--quiet`: More.",
-        "- `--on`: It.",
-    ]
-    assert headings(page) == ["tool"]
-    assert "\ntool [OPTIONS] FILES...\n" in page
-
-
-def test_options_that_commands_share_are_printed_once() -> None:
-    app = typer.Typer(help="A tool.")
-    group = typer.Typer(help="More.")
-    app.add_typer(group, name="more")
-
-    @app.command()
-    def one(a: Number = 1, b: Number = 2, c: Number = 3) -> None:
-        """First.
-
-        In detail.
-        """
-
-    @group.command()
-    def two(a: Number = 1, b: Number = 5, c: Number = 3) -> None:
-        """Second."""
-
-    @group.command()
-    def three(name: Annotated[str, typer.Argument()], b: Number = 2) -> None:
-        """Third."""
-
-    @group.command(hidden=True)
-    def four() -> None: ...
-
-    page = sections(app)
-    below = ["tool one", "tool more", "tool more two", "tool more three"]
-    assert headings(page) == ["tool", *below, "Shared options", "Both"]
-    assert "Commands: [`tool more two`](#tool-more-two), [`tool more three`]" in page
-    assert [line for line in page.splitlines() if line.startswith(("- ", "Shared"))] == [
-        "Shared options: all.",
-        "- `--b` `N` (`5`): It.",
-        "Shared options: [Both](#both) without `--b`.",
-        "- `NAME` (required)",
-        "Shared options: of [Both](#both) `--b`.",
-        "- `--a` `N` (`1`): It.",
-        "- `--b` `N` (`2`): It.",
-        "- `--c` `N` (`3`): It.",
-    ]
-    assert "\ntool more three [OPTIONS] NAME\n" in page
 
 
 def test_every_option_of_every_command_is_in_the_page() -> None:
@@ -276,73 +189,6 @@ def test_wrong_values_are_invalid(
     event: events.Event, wrong: dict[str, Any], validator: Draft202012Validator
 ) -> None:
     assert not validator.is_valid(as_line(event) | wrong)
-
-
-def test_comments_describe_the_fields_below_them() -> None:
-    source = '''
-#: What it is.
-Kind: TypeAlias = Literal["a", "b"]
-
-
-class First:
-    """The first."""
-
-    event: ClassVar[str] = "first"
-    #: How many,
-    #: counted ``twice``.
-    count: int
-    #: Low and high.
-    low: float
-    high: float
-    kind: Kind
-
-
-class Second:
-    count: int
-    low: float
-    #: Its own.
-    high: float
-    firsts: tuple[First, ...]
-    odd: int
-'''
-    assert make_docs.named_comments(source) == {"Kind": "What it is."}
-    described = {
-        name: [(field.names, make_docs.flowing(field.description)) for field in fields]
-        for name, fields in make_docs.fields_of_classes(source).items()
-    }
-    assert described == {
-        "First": [
-            (("count",), "How many, counted `twice`."),
-            (("low", "high"), "Low and high."),
-            (("kind",), "What it is."),
-        ],
-        "Second": [
-            (("count",), "How many, counted `twice`."),
-            (("low",), "Low and high."),
-            (("high",), "Its own."),
-            (("firsts",), "The first."),
-            (("odd",), ""),
-        ],
-    }
-
-
-def test_paragraphs_and_lists_flow() -> None:
-    text = "One\nline.\n\n- first\n  item\n- second"
-    assert make_docs.flowing(text) == "One line.\n\n- first item\n- second"
-
-
-def test_a_stale_file_is_shown_as_a_difference(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(make_docs, "ROOT", tmp_path)
-    path = tmp_path / "page.md"
-    assert make_docs.is_stale(path, "new\n")
-    path.write_text("old\n")
-    assert make_docs.is_stale(path, "new\n")
-    difference = "".join(make_docs.difference(path, "new\n"))
-    assert "-old\n+new\n" in difference
-    path.write_text("new\n")
-    assert not make_docs.is_stale(path, "new\n")
 
 
 def test_every_error_has_its_exit_code_in_the_table() -> None:

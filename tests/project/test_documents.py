@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from scripts import make_docs
-from scripts.wrap_markdown import WIDTH, too_long, wrapped
+from scripts.wrap_markdown import too_long, wrapped
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -43,42 +43,6 @@ def test_a_document_shows_the_same_after_wrapping(path: Path) -> None:
 
 
 LONG = "word " * 40 + "end"
-
-
-@pytest.mark.parametrize(
-    "kept",
-    [
-        f"| {LONG} | b |\n| --- | --- |\n| {LONG} | c |\n",
-        f"```text\n{LONG}\n\n- {LONG}\n```\n",
-        f"    {LONG}\n    {LONG}\n",
-        f"# {LONG}\n",
-        f"<!-- {LONG}\n{LONG} -->\n",
-        f"[name]: https://example.org/{'x' * 200}\n",
-        "short lines\nstay as they are\n",
-    ],
-    ids=["table", "code", "indented code", "heading", "comment", "definition", "short"],
-)
-def test_what_is_no_long_paragraph_is_kept(kept: str) -> None:
-    assert wrapped(kept) == kept
-    assert not list(too_long(kept))
-
-
-@pytest.mark.parametrize("prefix", ["", "- ", "12. ", "> ", "  - "])
-def test_a_paragraph_and_an_item_are_wrapped_below_their_text(prefix: str) -> None:
-    first, *others = wrapped(f"{prefix}{LONG}\n").splitlines()
-    rest = prefix if ">" in prefix else " " * len(prefix)
-    assert first.startswith(f"{prefix}word")
-    assert others
-    assert all(line.startswith(f"{rest}word") or line == f"{rest}end" for line in others)
-    assert all(len(line) <= WIDTH for line in (first, *others))
-
-
-def test_code_and_links_are_not_broken() -> None:
-    code = "`specgen run -m FILE`"
-    link = f"[a page](https://example.org/{'x' * 100})"
-    lines = wrapped(f"{f'{code} ' * 20}{f'{link} ' * 3}\n").splitlines()
-    assert "".join(lines).count(code) == 20
-    assert sum(line.count(f"](https://example.org/{'x' * 100})") for line in lines) == 3
 
 
 def test_a_long_line_is_found_with_its_number() -> None:

@@ -7,10 +7,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-
-SEARCH = settings.get_profile("search")
 
 
 def examples() -> list[tuple[int, str]]:
@@ -36,9 +34,3 @@ def test_examples_do_not_depend_on_chance_or_on_what_was_imported(
     monkeypatch.setitem(sys.modules, "imported", module)
     assert examples() == first
     assert len(set(first)) > 50
-
-
-def test_the_search_takes_other_examples_each_time() -> None:
-    assert not SEARCH.derandomize
-    assert SEARCH.database is not None
-    assert SEARCH.deadline is None

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from scripts import build_wheel, cmake_args
+from scripts import build_wheel
 from specgen import __version__
 from specgen.system.llama_build import REQUIRED_VERSION
 from tests.helpers.common import ROOT
@@ -77,25 +77,10 @@ def test_gcc_gets_the_flag_beside_the_users_own(
 
 
 @posix
-def test_flags_in_the_environment_are_not_lost(tmp_path: Path) -> None:
-    gcc = compiler(tmp_path, "__GNUC__")
-    assert merged(CXX=gcc, CXXFLAGS="-g -O1") == ["-DCMAKE_CXX_FLAGS=-g -O1 -fno-dse"]
-    both = merged("-DCMAKE_CXX_FLAGS=-O3", CXX=gcc, CXXFLAGS="-g")
-    assert both == ["-DCMAKE_CXX_FLAGS=-O3 -fno-dse"]
-
-
-@posix
 def test_other_compilers_do_not_get_the_flag(tmp_path: Path) -> None:
     clang = compiler(tmp_path, "__GNUC__", "__clang__")
     assert merged(CXX=clang) == []
     assert merged("-DGGML_METAL=on", CXX=clang) == ["-DGGML_METAL=on"]
-
-
-@posix
-def test_a_compiler_named_to_cmake_counts(tmp_path: Path) -> None:
-    clang = compiler(tmp_path, "__GNUC__", "__clang__")
-    chosen = f"-DCMAKE_CXX_COMPILER={clang}"
-    assert merged(chosen, CXX="g++") == [chosen]
 
 
 @posix
@@ -104,11 +89,6 @@ def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
         merged(CXX=str(tmp_path / "nothing"))
     assert "no C++ compiler" in caught.value.stderr
     assert "hint: " in caught.value.stderr
-
-
-def test_what_cannot_be_run_is_no_gcc(tmp_path: Path) -> None:
-    assert not cmake_args.is_gcc([str(tmp_path / "nothing")])
-    assert not cmake_args.is_gcc([sys.executable])
 
 
 # --- the Makefile ---------------------------------------------------------------------------
@@ -150,23 +130,6 @@ def test_ci_runs_lint_format_types_docs_and_tests() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     assert script.splitlines()[-1] == "make check"
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
-
-
-@posix
-def test_every_target_is_listed() -> None:
-    help_target = subprocess.run(
-        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    for target in ("run", "test", "check", "docs", "clean", "help"):
-        assert re.search(rf"^  make {target} ", help_target.stdout, re.MULTILINE), target
-
-
-@posix
-def test_make_compiles_the_kernels_anew_when_they_change() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    rule = next(line for line in makefile.splitlines() if line.startswith("$(VENV)/.installed:"))
-    assert "$(KERNELS)" in rule
-    assert "specgen/llama/*.so" in dry_run("clean")
 
 
 def test_what_quick_leaves_out_is_there() -> None:

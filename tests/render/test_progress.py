@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen.models.progress import LineProgress, shown
+from specgen.models.progress import StreamProgress
 from specgen.render.progress_bars import progress_bar
 from specgen.system import progress
 from specgen.system.progress import ProgressLines
@@ -49,10 +49,6 @@ def test_a_line_comes_after_the_interval_where_something_changed_and_at_the_end(
     assert lines_of(*steps) == ["c", "e", "f"]
 
 
-def test_work_of_seconds_says_nothing() -> None:
-    assert lines_of((0, "a"), (5, "b"), (4, "c")) == []
-
-
 class Broken(io.StringIO):
     def write(self, text: str, /) -> int:
         raise OSError("no space left")
@@ -69,32 +65,20 @@ def test_a_stream_that_cannot_be_written_does_not_end_the_work() -> None:
 # --- downloads
 
 
-def test_a_line_comes_now_and_then_and_never_of_a_position_that_moved_back() -> None:
+def test_a_line_of_a_download_comes_now_and_then() -> None:
     stream, clock = io.StringIO(), Clock()
-    progress = LineProgress(stream, clock)
-    progress.update(5)
-    progress.start("tiny", 1000, 150)
-    for done_bytes in (160, 200, 430, 90, 350, 1000):
+    progress = StreamProgress(stream, clock)
+    for done_bytes in (150, 160, 200, 350, 1000):
+        progress.show("tiny", done_bytes, 1000)
         clock.now_s += 6.0
-        progress.update(done_bytes)
-    progress.finish()
-    progress.finish()
+    progress.close()
+    progress.close()
     progress.note("done")
     assert stream.getvalue().splitlines() == [
         "tiny: 20 % (200 B of 1.00 kB)",
         "tiny: 100 % (1.00 kB of 1.00 kB)",
         "done",
     ]
-
-
-def test_a_download_of_seconds_is_told_in_no_line() -> None:
-    stream, clock = io.StringIO(), Clock()
-    progress = LineProgress(stream, clock)
-    with shown(progress, "tiny", 1000):
-        for done_bytes in (500, 1000):
-            clock.now_s += 2.0
-            progress.update(done_bytes)
-    assert stream.getvalue() == ""
 
 
 # --- commands

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import importlib.util
 import io
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen.events import Event, FinishedEvent, PromptEvent, ReasonCount
+from specgen.events import Event
 from specgen.render.streams import JsonlRenderer
 from tests.helpers.events import Script
 
@@ -58,26 +57,6 @@ def test_it_shows_the_run_the_summary_and_the_legend(
         assert text in shown
     assert "line-through" in svg
     assert "url(" not in re.sub(r"url\(#", "", svg)  # nothing is loaded from elsewhere
-
-
-def test_rounds_without_a_draft_and_the_kernels_are_in_the_summary(
-    main: Callable[[list[str]], int], tmp_path: Path
-) -> None:
-    prompt, *others, finished = Script().prompt().plain("The").plain(" cat").finish().events
-    assert isinstance(prompt, PromptEvent)
-    assert isinstance(finished, FinishedEvent)
-    why = (ReasonCount("nothing found", "no earlier text continues from here", 2),)
-    events = [
-        dataclasses.replace(prompt, kernels="specgen avx2"),
-        *others,
-        dataclasses.replace(finished, n_rounds=2, undrafted=why),
-    ]
-    record, output = tmp_path / "run.jsonl", tmp_path / "run.svg"
-    record.write_bytes(recorded(events))
-    assert main([str(record), "--output", str(output)]) == 0
-    svg = html.unescape(output.read_text(encoding="utf-8")).replace("\xa0", " ")
-    assert "specgen avx2" in svg
-    assert "no earlier text continues" in svg
 
 
 def test_a_record_that_is_none_is_refused(

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from specgen.errors import OutputError
 from specgen.events import NoticeEvent, ReadingEvent
-from specgen.render.streams import Renderer, Tee, TextRenderer, print_notice
+from specgen.render.streams import Renderer, TextRenderer, print_notice
 from tests.helpers.events import Script
 from tests.render.test_render_text import TEXTS
 
@@ -109,26 +109,3 @@ def test_a_full_disk_is_reported_in_one_line() -> None:
     stream.close()
     with pytest.raises(ValueError, match="closed"):
         buffer.flush()
-
-
-class Closing(Renderer):
-    def __init__(self, log: list[str], name: str, error: Exception | None = None) -> None:
-        self._log, self._name, self._error = log, name, error
-
-    def handle(self, event: object) -> None:
-        self._log.append(f"{self._name} handles")
-
-    def _finish(self) -> None:
-        self._log.append(f"{self._name} closes")
-        if self._error is not None:
-            raise self._error
-
-
-def test_a_tee_hands_on_in_order_and_closes_everything() -> None:
-    log: list[str] = []
-    tee = Tee([Closing(log, "first", OutputError("no")), Closing(log, "second")])
-    tee.handle(Script().prompt().events[0])
-    with pytest.raises(OutputError):
-        tee.close()
-    tee.close()
-    assert log == ["first handles", "second handles", "first closes", "second closes"]

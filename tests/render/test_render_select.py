@@ -45,8 +45,7 @@ def run(
 def test_a_pipe_gets_the_answer_and_stderr_the_rest() -> None:
     answer, rest = run(terminal=False)
     assert answer == "The cat lay"
-    assert rest.startswith("note: hm\nanswer: 3 tokens")
-    assert "\x1b" not in rest
+    assert rest == "note: hm\n"
 
 
 def test_a_log_has_a_line_every_few_seconds_while_a_prompt_is_read() -> None:

@@ -153,11 +153,7 @@ def test_a_drafter_that_never_drafted() -> None:
 
 def test_depths_where_nothing_was_accepted_may_be_missing() -> None:
     event = finished(accepted_by_depth=(3,), drafted_by_depth=(4, 2))
-    shown, plain = (
-        dict(summary_items(event, encoding=encoding))["by depth"].plain
-        for encoding in ("utf-8", "ascii")
-    )
-    assert (shown, plain) == ("▇▁  75% 0%", "75% 0%")
+    assert items(event)["by depth"] == "▇▁  75% 0%"
 
 
 def test_a_file_gets_a_line_for_each_item() -> None:
@@ -174,7 +170,7 @@ def test_the_legend_is_for_those_who_saw_colours() -> None:
     assert "legend" not in printed(plain, show_legend=True)
 
 
-@pytest.mark.parametrize("columns", [30, 40, 80, 200])
+@pytest.mark.parametrize("columns", [30, 80])
 def test_on_a_terminal_it_fits_the_window(columns: int) -> None:
     terminal = Terminal(columns, 100)
     event = finished(estimated_speedup=0.8, estimate="from 3 decodes")

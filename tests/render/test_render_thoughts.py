@@ -44,13 +44,6 @@ def test_a_thought_is_seen_dim_while_it_comes() -> None:
     assert terminal.struck() == "rejected"  # of the legend
 
 
-def test_only_its_last_rows_are_seen_and_none_scroll_away() -> None:
-    terminal = Terminal(rows=10)
-    play(terminal, thinking(40).events)
-    assert terminal.rows[:4] == [f"line {number} it" for number in range(36, 40)]
-    assert len(terminal.rows) <= 6
-
-
 @pytest.mark.parametrize("show", ["accepted", "all", "none"])
 def test_a_line_takes_its_place(show: Show) -> None:
     terminal = Terminal(rows=12)

@@ -232,15 +232,6 @@ def test_the_log_has_the_seed_that_was_picked(ask: Ask, files: Path) -> None:
     assert '"draft": "draft.gguf"' in logged["token_details"]
 
 
-def test_a_schema_is_followed(ask: Ask, plugin: Any, files: Path) -> None:
-    assert set(json.loads(told(ask("Well?", *of_files(files), "--schema", json.dumps(YES))))) == {
-        "yes"
-    }
-    options: dict[str, Any] = {"target": str(files / "target.gguf"), "max_tokens": N}
-    response = llm.get_model("specgen").prompt("Well?", schema=YES, **options)
-    assert isinstance(json.loads(response.text())["yes"], bool)
-
-
 # --- conversations -------------------------------------------------------------------------------
 
 
@@ -258,6 +249,11 @@ def test_a_conversation_goes_on(plugin: Any, files: Path, expected: specgen.Mode
     details = second.usage().details
     assert details is not None
     assert details["n_cached"] > 20
+
+
+def test_a_schema_is_followed(ask: Ask, files: Path) -> None:
+    found = ask("Well?", *of_files(files), "--schema", json.dumps(YES))
+    assert set(json.loads(told(found))) == {"yes"}
 
 
 def test_a_model_without_a_template_continues_a_prompt(plugin: Any, files: Path) -> None:

@@ -258,7 +258,7 @@ def test_a_bug_in_the_engines_thread_ends_the_server(
         monkeypatch.setattr(Metrics, "count_events", fail)
         found = server.post("/v1/completions", prompt="x")
         assert found.status_code == 500
-        wait_until(lambda: isinstance(server.server.failure, ZeroDivisionError), "the failure")
+        wait_until(lambda: isinstance(server.pool.failure, ZeroDivisionError), "the failure")
         wait_until(lambda: not server.thread.is_alive(), "the end")
 
 
@@ -339,24 +339,6 @@ def test_a_kept_connection_has_the_time_for_a_head_again(server: Running) -> Non
             assert b" 200 " in data
         kept.sendall(b"GET /health HTTP/1.1\r\n")
         assert _is_closed(kept)
-
-
-def test_connections_without_requests_lock_nobody_out(model: Path) -> None:
-    limits = Limits(n_connections=8)
-    with (
-        running(session_of(model), ServerOptions(port=0, limits=limits)) as server,
-        contextlib.ExitStack() as stack,
-    ):
-        idle = [stack.enter_context(_connected(server)) for _ in range(30)]
-        for number, each in enumerate(idle[8:]):
-            if number % 2:
-                with contextlib.suppress(OSError):
-                    each.sendall(
-                        b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n"
-                    )
-        assert server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 200
-        assert len(server.server.server_state.connections) <= limits.n_connections + 1
-        assert _is_closed(idle[0])
 
 
 def test_a_request_is_refused_if_all_connections_are_being_answered(model: Path) -> None:

@@ -183,14 +183,6 @@ def test_thoughts_are_blocks_of_their_own(client: anthropic.Anthropic) -> None:
     assert streamed.thinking == thought.thinking
 
 
-def test_a_format_is_kept(client: anthropic.Anthropic) -> None:
-    form: Any = {"type": "json_schema", "schema": PARAMETERS}
-    answer = client.messages.create(
-        model="any", max_tokens=100, messages=TURNS, output_config={"format": form}
-    )
-    assert json.loads(text_of(answer))["unit"] in ("m", "ft")
-
-
 def test_more_tokens_than_fit_are_cut_to_what_fits(client: anthropic.Anthropic) -> None:
     turns: Any = [{"role": "user", "content": "x " * 480}]
     answer = client.messages.create(model="any", max_tokens=64_000, messages=turns, timeout=60)

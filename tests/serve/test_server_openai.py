@@ -186,18 +186,6 @@ def test_logprobs_are_the_same_with_drafts_and_without(client: openai.OpenAI) ->
     assert [each.token for each in streamed] == [each.token for each in drafted]
 
 
-def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
-    whole = client.completions.create(model="any", prompt=PROMPT, logprobs=2).choices[0]
-    assert whole.logprobs is not None
-    assert "".join(whole.logprobs.tokens or ()) == whole.text
-    offsets = []
-    for chunk in client.completions.create(model="any", prompt=PROMPT, logprobs=2, stream=True):
-        for choice in chunk.choices:
-            if choice.logprobs is not None:
-                offsets += choice.logprobs.text_offset or []
-    assert offsets == whole.logprobs.text_offset
-
-
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
@@ -219,36 +207,6 @@ def test_answers_in_a_form(client: openai.OpenAI) -> None:
         model="any", messages=MESSAGES, extra_body={"grammar": 'root ::= "yes" | "no"'}
     )
     assert answer.choices[0].message.content in ("yes", "no")
-
-
-def test_sampling_fields_are_honoured(client: openai.OpenAI) -> None:
-    def text(**fields: Any) -> str:
-        extra = {name: fields.pop(name) for name in ("min_p", "top_k") if name in fields}
-        answer = client.completions.create(
-            model="any", prompt=PROMPT, seed=1, extra_body=extra, **fields
-        )
-        found: str = answer.choices[0].text
-        return found
-
-    greedy = text(temperature=0)
-    hot = text(temperature=2.0, min_p=0.0, top_k=0)
-    assert hot != greedy
-    assert text(temperature=2.0, top_k=1) == greedy
-    assert text(temperature=2.0, top_p=1e-9) == greedy
-    assert text(temperature=2.0, min_p=1.0) == greedy
-    assert text(temperature=0, frequency_penalty=2.0) != greedy
-    assert text(temperature=0, presence_penalty=2.0) != greedy
-
-
-def test_a_bias_keeps_a_token_out(server: Running, client: openai.OpenAI) -> None:
-    (choice,) = client.completions.create(model="any", prompt=PROMPT, logprobs=0).choices
-    assert choice.logprobs is not None
-    first = server.post("/tokenize", content=(choice.logprobs.tokens or [""])[0]).json()["tokens"]
-    biased = client.completions.create(
-        model="any", prompt=PROMPT, logprobs=0, logit_bias={str(first[-1]): -100}
-    )
-    assert biased.choices[0].logprobs is not None
-    assert (biased.choices[0].logprobs.tokens or [""])[0] != (choice.logprobs.tokens or [""])[0]
 
 
 # --- errors
@@ -273,12 +231,6 @@ def test_what_is_wrong_is_named(client: openai.OpenAI, fields: dict[str, Any], p
     assert caught.value.param == param
     assert caught.value.type == "invalid_request_error"
     assert param in caught.value.message
-
-
-def test_half_a_surrogate_pair_is_refused(server: Running) -> None:
-    body = rb'{"messages": [{"role": "user", "content": "x"}], "\ud800": 1}'
-    found = server.http.post("/v1/chat/completions", content=body)
-    assert (found.status_code, found.json()["error"]["param"]) == (400, "\\ud800")
 
 
 MANY = {"type": "object", "properties": {f"v{n}": {"type": "string"} for n in range(501)}}
@@ -319,12 +271,6 @@ def test_paths_that_there_are_not(server: Running) -> None:
     assert "{" not in error["message"]
     wrong = server.http.get("/v1/chat/completions").json()["error"]
     assert wrong["message"] == "GET /v1/chat/completions: this path takes POST"
-
-
-def test_embeddings_are_refused_once(server: Running) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=2)
-    with client, pytest.raises(openai.BadRequestError, match="has no embeddings"):
-        client.embeddings.create(model="any", input="x")
 
 
 def test_variables_and_earlier_reasoning_reach_the_template(
@@ -381,19 +327,6 @@ def test_the_wish_for_drafts_is_honoured_and_echoed(server: Running) -> None:
             assert len(found["drafted_by_position"]) <= 1
 
 
-def test_timings_have_the_names_of_llama_cpp(server: Running) -> None:
-    body = server.post("/v1/completions", prompt=PROMPT, max_tokens=20).json()
-    timings, drafts = body["timings"], body["speculative"]
-    assert timings["prompt_n"] + timings["cache_n"] == body["usage"]["prompt_tokens"]
-    assert timings["predicted_n"] == body["usage"]["completion_tokens"]
-    assert timings["prompt_ms"] > 0
-    assert timings["predicted_ms"] > 0
-    assert timings["draft_n"] == drafts["n_drafted"] == sum(drafts["drafted_by_position"])
-    assert (
-        timings["draft_n_accepted"] == drafts["n_accepted"] == sum(drafts["accepted_by_position"])
-    )
-
-
 def test_pieces_tell_where_tokens_come_from(server: Running) -> None:
     kinds, text = set(), ""
     with server.http.stream(
@@ -411,18 +344,3 @@ def test_pieces_tell_where_tokens_come_from(server: Running) -> None:
     assert text == whole["choices"][0]["message"]["content"]
     assert kinds <= {"accepted", "corrected", "bonus", "plain", "forced"}
     assert kinds
-
-
-def test_a_repeated_beginning_is_decoded_once(server: Running, client: openai.OpenAI) -> None:
-    system = {"role": "system", "content": "one two three four five six seven eight nine ten"}
-    cached = []
-    for question in ("alpha", "beta", "gamma"):
-        answer = client.chat.completions.create(
-            model="any",
-            messages=[system, {"role": "user", "content": question}],  # type: ignore[list-item]
-        )
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens_details is not None
-        cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
-    assert cached[1] > 40
-    assert cached[2] > 40

@@ -264,18 +264,6 @@ def test_a_new_conversation_and_a_question_taken_back(page: Page) -> None:
     assert page.locator(".turn").count() == 0
 
 
-def test_without_drafts_the_answer_is_the_same(page: Page) -> None:
-    send(page)
-    drafted = answer(page)
-    page.get_by_role("button", name="New conversation").click()
-    page.get_by_label("Drafts").uncheck()
-    send(page)
-    assert answer(page) == drafted
-    kinds = turn(page).locator(".answer span").evaluate_all("all => all.map(e => e.className)")
-    assert set(kinds) == {"plain"}
-    expect(turn(page).locator(".figures")).not_to_contain_text("drafted")
-
-
 @pytest.mark.parametrize("way", ["Stop", "Escape", "New conversation"])
 def test_a_stopped_answer_is_cancelled(browser: Browser, endless: Running, way: str) -> None:
     stopped = 'answers_total{finish_reason="interrupted"}'
@@ -499,21 +487,6 @@ def test_markdown_is_shown_while_it_comes_and_at_the_end(markdown: Page) -> None
     ]
     markdown.get_by_role("checkbox", name="Colours").check()
     assert shown.text_content() == TEXT
-
-
-def test_blocks_that_are_whole_stay_as_an_answer_grows(markdown: Page) -> None:
-    """So a selection in them stays too."""
-    assert markdown.evaluate(
-        """async () => {
-            const { showMarkdown } = await import("/page/markdown.js");
-            const element = document.createElement("div");
-            showMarkdown(element, "first\\n\\nsec");
-            const [first, , second] = element.childNodes;
-            showMarkdown(element, "first\\n\\nsecond");
-            return [first.parentNode === element, second.parentNode === null,
-                    element.textContent];
-        }"""
-    ) == [True, True, "first\nsecond\n"]
 
 
 @pytest.mark.parametrize(

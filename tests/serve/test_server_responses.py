@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
@@ -11,8 +10,10 @@ import pydantic
 import pytest
 
 from tests.helpers.server import Running, running, session_of
-from tests.serve.test_server_tools import TEMPLATE
+from tests.serve.test_server_tools import TEMPLATE, client, server
 from tests.tiny import TinyConfig, write_tiny_model
+
+__all__ = ["client", "server"]
 
 TEXT = "the cat is in the"
 TOOL: Any = {
@@ -26,26 +27,6 @@ TOOL: Any = {
         "additionalProperties": False,
     },
 }
-CONFIG = TinyConfig(
-    logit_scale=6.0,
-    chat_template=TEMPLATE,
-    control_tokens=("<tool_call>", "</tool_call>"),
-    n_ctx_train=2048,
-    unprintable_scale=0.0,
-)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    target = write_tiny_model(tmp_path_factory.mktemp("responses") / "target.gguf", CONFIG)
-    with running(session_of(target, max_tokens=200), n_ctx=1024) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with server.client as client:
-        yield client
 
 
 def test_a_text_whole_and_streamed_is_the_one_of_a_chat(client: openai.OpenAI) -> None:
@@ -113,14 +94,6 @@ def test_what_was_ignored_is_in_the_response(server: Running) -> None:
     assert warning.startswith("verbosity: ")
     *_, last = server.post("/v1/chat/completions", **chat, stream=True).text.split("data: ")[:-1]
     assert json.loads(last)["warnings"] == [warning]
-
-
-def test_names_of_events_and_their_end(server: Running) -> None:
-    text = server.post("/v1/responses", input=TEXT, max_output_tokens=2, stream=True).text
-    blocks = [block.split("\n") for block in text.strip().split("\n\n")]
-    for name, data in blocks:
-        assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
-    assert blocks[-1][0] == "event: response.incomplete"
 
 
 def test_thoughts_are_apart(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -95,41 +95,6 @@ def test_required_calls_whole_and_streamed(client: openai.OpenAI, seed: int) -> 
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_several_answers_each_call_the_named_tool(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="any",
-        messages=MESSAGES,
-        tools=TOOLS,
-        tool_choice={"type": "function", "function": {"name": "length"}},
-        n=2,
-    )
-    calls = [call for choice in answer.choices for call in choice.message.tool_calls or []]
-    assert [name for name, _ in called(calls)] == ["length", "length"]
-    assert len({call.id for call in calls}) == 2
-
-
-def test_an_answer_without_a_call_is_text(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 20}
-    (choice,) = client.chat.completions.create(**asked).choices
-    assert choice.message.tool_calls is None
-    assert choice.message.content
-    chunks = client.chat.completions.create(**asked, stream=True)
-    streamed = "".join(each.choices[0].delta.content or "" for each in chunks)
-    assert streamed == choice.message.content
-
-
-def test_what_there_is_of_a_call_is_no_text(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 8}
-    asked["tool_choice"] = "required"
-    (choice,) = client.chat.completions.create(**asked).choices
-    assert choice.finish_reason == "length"
-    assert choice.message.tool_calls is None
-    assert not choice.message.content
-    chunks = list(client.chat.completions.create(**asked, stream=True))
-    assert not any(each.choices[0].delta.content for each in chunks)
-    assert chunks[-1].choices[0].finish_reason == "length"
-
-
 def test_the_template_is_told_of_tools_calls_and_answers(server: Running) -> None:
     call = {"id": "c", "type": "function"}
     call["function"] = {"name": "length", "arguments": '{"unit":"m"}'}  # type: ignore[assignment]

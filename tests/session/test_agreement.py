@@ -22,7 +22,6 @@ from specgen.session.agreement import (
     N_BEFORE,
     N_KNOWN,
     N_TOKENS,
-    Walk,
     greedy_tokens,
     sample_agreement,
 )
@@ -54,76 +53,30 @@ def target(n_outputs: int = 8, n_batch: int = 16, n_ctx: int = 64) -> FakeBacken
     return FakeBackend(VOCABULARY, LANGUAGE, n_ctx=n_ctx, n_batch=n_batch, n_outputs=n_outputs)
 
 
-def walk(language: Language, acceptance: dict[str, AcceptanceRates]) -> tuple[Walk, FakeBackend]:
-    backend = FakeBackend(VOCABULARY, language, n_ctx=64)
+def sampled_by(
+    language: Language, acceptance: dict[str, AcceptanceRates], asked: FakeBackend | None = None
+) -> int:
+    drafting = FakeBackend(VOCABULARY, language, n_ctx=64)
     state = TextState(())
-    drafter = ModelDrafter(backend, draft_request(state), n_shared_tokens=N_VOCAB)
-    return Walk(drafter, state, acceptance, is_translated=False), backend
-
-
-# --- what the target says
-
-
-@pytest.mark.parametrize("n_outputs", [1, 5, 64])
-@pytest.mark.parametrize("n_batch", [1, 7, 64])
-@pytest.mark.parametrize("start", [1, 2, 12, N_TOKENS])
-def test_what_the_target_says_is_what_it_says_token_by_token(
-    n_outputs: int, n_batch: int, start: int
-) -> None:
-    backend = target(n_outputs, n_batch)
-    found = list(greedy_tokens(backend, TOKENS, start))
-    assert [place for place, _ in found] == list(range(start, N_TOKENS + 1))
-    for place, said in found:
-        assert said == int(LANGUAGE(tuple(TOKENS[:place])).argmax())
-    # No token is decoded twice.
-    assert backend.decoded == TOKENS
-
-
-# --- a walk
+    drafter = ModelDrafter(drafting, draft_request(state), n_shared_tokens=N_VOCAB)
+    found = sample_agreement(asked or target(), drafter, state, TOKENS, acceptance)
+    assert drafting.decoded == TOKENS[: len(state.tokens)], "nothing is decoded twice"
+    return found
 
 
 def test_the_target_as_its_own_draft_always_agrees_and_another_rarely() -> None:
-    rates = {}
-    languages = {
-        "itself": LANGUAGE,
-        "close": noisy(LANGUAGE, 1.0),
-        "other": random_language(N_VOCAB, seed=8),
-    }
-    for name, language in languages.items():
+    rates = []
+    for language in (LANGUAGE, noisy(LANGUAGE, 1.0), random_language(N_VOCAB, seed=8)):
         acceptance: dict[str, AcceptanceRates] = {}
         backend = target()
-        walked, _ = walk(language, acceptance)
-        found = sample_agreement(backend, walked, TOKENS)
-        assert found.n_places == N_TOKENS - N_BEFORE + 1
-        assert found.rate is not None
-        rates[name] = found.rate
+        assert sampled_by(language, acceptance, backend) == N_TOKENS - N_BEFORE + 1
         assert list(acceptance) == ["model"]
-        assert acceptance["model"].n_judged == pytest.approx(found.n_places, rel=0.05)
-        assert acceptance["model"].n_judged > N_KNOWN
-        assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(
-            found.n_agreed, rel=0.05
-        )
+        model = acceptance["model"]
+        assert model.n_judged > N_KNOWN
+        rates.append(model.counts.n_accepted.sum() / model.n_judged)
         assert backend.length(0) == 0
-    assert rates["itself"] == 1.0
-    assert rates["itself"] > rates["close"] > rates["other"]
-    assert rates["other"] < 0.4
-
-
-def test_confidence_is_how_sure_the_draft_is() -> None:
-    acceptance: dict[str, AcceptanceRates] = {}
-    sure, _ = walk(lambda text: 100.0 * LANGUAGE(text), acceptance)
-    sample_agreement(target(), sure, TOKENS)
-    seen = acceptance["model"].counts.n_seen
-    assert seen[-1] > 0.9 * seen.sum()
-    unsure, _ = walk(lambda text: 0.01 * LANGUAGE(text), acceptance)
-    sample_agreement(target(), unsure, TOKENS)
-    assert acceptance["model"].counts.n_seen[0] > 0.4 * acceptance["model"].counts.n_seen.sum()
-
-
-def test_the_draft_decodes_nothing_twice() -> None:
-    walked, backend = walk(LANGUAGE, {})
-    sample_agreement(target(), walked, TOKENS)
-    assert backend.decoded == TOKENS
+    assert 1.0 == rates[0] > rates[1] > rates[2]
+    assert rates[2] < 0.4
 
 
 def test_a_slow_target_is_asked_for_less() -> None:
@@ -134,13 +87,8 @@ def test_a_slow_target_is_asked_for_less() -> None:
             return logits
 
     backend = Slow(VOCABULARY, LANGUAGE, n_ctx=64, n_outputs=4)
-    walked, _ = walk(LANGUAGE, {})
-    found = sample_agreement(backend, walked, TOKENS)
-    assert N_KNOWN < found.n_places < N_TOKENS - N_BEFORE
+    assert N_KNOWN < sampled_by(LANGUAGE, {}, backend) < N_TOKENS - N_BEFORE
     assert backend.length(0) == 0
-
-
-# --- whether it matters
 
 
 # --- in a session

@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from specgen.session.costs import (
     ACCEPTANCE,
     WORTH,
-    Agreement,
     Costs,
     expected_gain,
-    speedup,
 )
 
 COSTS = Costs({1: 0.03, 2: 0.04, 3: 0.05, 4: 0.06}, 0.002)
@@ -45,18 +43,6 @@ def test_where_batches_are_dear_no_draft_model_pays() -> None:
     assert (only_longest.n_drafted, round(only_longest.speedup, 2)) == (3, 0.65)
 
 
-def test_a_dear_draft_rules_out_itself_only() -> None:
-    expected = expected_gain(Costs(COSTS.batch_s, 0.02))
-    assert not expected.is_worth_it
-    assert not expected.rules_out_all
-
-
-def test_batches_that_cost_nothing_more_are_worth_the_longest_draft() -> None:
-    expected = expected_gain(Costs({1: 0.03, 9: 0.03}, 1e-9))
-    assert expected.n_drafted == 8
-    assert expected.speedup == pytest.approx(sum(ACCEPTANCE**n for n in range(9)))
-
-
 @given(
     st.lists(st.floats(0.001, 10.0), min_size=2, max_size=9),
     st.floats(0.0001, 10.0),
@@ -87,16 +73,3 @@ def test_a_batch_that_seemed_to_cost_less_than_a_token_is_not_believed() -> None
     expected = expected_gain(Costs({1: 0.3, 2: 0.1, 4: 0.05}, 1e-9))
     assert expected.speedup == pytest.approx(sum(ACCEPTANCE**depth for depth in range(4)))
     assert expected.batch_tokens == pytest.approx(1.0)
-
-
-def test_seconds_between_two_sizes_are_in_proportion() -> None:
-    assert Costs({1: 1.0, 2: 2.0, 6: 4.0}).rows_s(4) == pytest.approx(3.0)
-
-
-def test_a_speed_up_is_the_time_of_plain_decoding_over_that_of_rounds() -> None:
-    assert speedup(40, 55.0, 2.0) == pytest.approx(80 / 55)
-
-
-def test_agreement_without_a_place_has_no_rate() -> None:
-    assert Agreement(8, 6).rate == 0.75
-    assert Agreement(0, 0).rate is None

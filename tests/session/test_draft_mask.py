@@ -20,7 +20,6 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
     TreeShape,
-    parse_tree,
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
@@ -28,7 +27,6 @@ from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 from specgen.text.text_state import TextState
 from tests.helpers.common import EXACT
-from tests.helpers.tiny import write_respelled_model
 from tests.tiny import Architecture, TinyConfig, write_tiny_model
 
 MASK = 3
@@ -152,15 +150,6 @@ def test_the_helper_of_a_draft_predicts_one_token_at_a_time(tmp_path: Path) -> N
         assert opened.draft.helper.mask is None
 
 
-def test_a_draft_in_another_vocabulary_predicts_one_token_at_a_time(tmp_path: Path) -> None:
-    with models(tmp_path, metadata=IN_METADATA) as opened:
-        options = opened.options
-        respelled = write_respelled_model(tmp_path / "PARD.gguf", TinyConfig().draft(0.1))
-        opened.change_draft(respelled)
-        assert mask_of(opened) is None
-        assert options.drafting.mask == "auto"
-
-
 # --- what is drafted
 
 
@@ -208,17 +197,6 @@ def test_the_prompt_is_not_read_again_to_drop_the_masks(
             assert draft.n_decoded_rows - before <= (50 if token == 60 else 1) + 3 + 3
             assert draft.text(0)[: len(text)] == text
             text.append(token)
-
-
-def test_trees_of_a_parallel_draft_need_no_branches_in_its_cache(tmp_path: Path) -> None:
-    with models(tmp_path, mask="3") as opened:
-        _, plain = run(opened)
-    with models(tmp_path, mask="3", tree=parse_tree("3,2")) as opened:
-        drafted, finished = run(opened)
-        with opened.contexts(256) as (_, (draft,)):
-            assert draft.n_sequences == 1
-    assert finished.token_ids == plain.token_ids
-    assert any(node.parent != n - 1 for event in drafted for n, node in enumerate(event.nodes))
 
 
 def test_what_is_learnt_about_acceptance_is_kept_apart(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_answers_are_read_as_they_were_kept_and_numbered(tmp_path: Path) -> None
         kept = KeptAnswers(folder)
         kept.add(ANSWER)
         kept.add(replace(ANSWER, draft_prompt=None, draft_vocabulary=None))
-    without = KeptAnswer(ANSWER.prompt_tokens, ANSWER.tokens)
+    without = KeptAnswer(ANSWER.prompt, ANSWER.answer)
     assert read_answers(folder) == [
         replace(each, number=number) for number, each in enumerate([ANSWER, without] * 2, 1)
     ]
@@ -56,7 +56,7 @@ def test_the_end_of_a_long_prompt_is_kept_and_no_short_answer(tmp_path: Path) ->
     kept.add(KeptAnswer(tuple(range(5000)), tuple(range(20))))
     kept.add(KeptAnswer((1,), (2, 3)))
     (answer,) = read_answers(tmp_path)
-    assert answer.prompt_tokens == tuple(range(5000 - MAX_PROMPT_TOKENS, 5000))
+    assert answer.prompt == tuple(range(5000 - MAX_PROMPT_TOKENS, 5000))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX rights")
@@ -130,7 +130,7 @@ def test_two_processes_keep_all_answers_of_both(tmp_path: Path) -> None:
     assert [child.wait(60) for child in children] == [0, 0]
     answers = read_answers(tmp_path)
     assert [answer.number for answer in answers] == list(range(1, 121))
-    assert {answer.prompt_tokens for answer in answers} == {
+    assert {answer.prompt for answer in answers} == {
         (name, number) for name in range(2) for number in range(60)
     }
 
@@ -160,8 +160,8 @@ def test_a_session_keeps_its_answers_and_goes_on_if_it_cannot(
         *_, finished = generate(loaded, prompt)
     assert isinstance(finished, FinishedEvent)
     (answer,) = read_answers(tmp_path / "kept")
-    assert answer.prompt_tokens == prompt.tokens
-    assert answer.tokens == finished.token_ids
+    assert answer.prompt == prompt.tokens
+    assert answer.answer == finished.token_ids
     (tmp_path / "file").touch()
     with opened(tiny_models, tmp_path / "file" / "kept") as loaded:
         events = list(generate(loaded, prompt))

@@ -78,14 +78,6 @@ def test_what_was_learnt_is_there_again(file: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["memory.json"]
 
 
-def test_a_table_and_the_chances_are_the_same_objects_each_time(file: Path) -> None:
-    memory = opened(file)
-    assert memory.costs(TARGET, CONTEXT, 3, 2) is memory.costs(TARGET, CONTEXT, 400, 2)
-    assert memory.acceptance(TARGET, DRAFT, "a") is memory.acceptance(TARGET, DRAFT, "a")
-    assert memory.acceptance(TARGET, DRAFT, "a") is not memory.acceptance(TARGET, DRAFT, "b")
-    assert memory.acceptance(TARGET, "ngram", "a") is not memory.acceptance(TARGET, DRAFT, "a")
-
-
 @pytest.mark.parametrize(
     "changed",
     [
@@ -105,14 +97,6 @@ def test_what_changes_the_cost_of_a_decode_has_a_table_of_its_own(
     assert memory.costs(TARGET, changed, 0, 2).known == {}
     memory.save()
     assert opened(file).costs(TARGET, changed, 0, 2).known == {}
-
-
-def test_threads_that_are_named_are_those_that_are_taken_by_default(file: Path) -> None:
-    memory = opened(file)
-    by_default = dataclasses.replace(CONTEXT, n_threads=None)
-    learn(memory)
-    assert memory.costs(TARGET, by_default, 0, 2) is memory.costs(TARGET, CONTEXT, 0, 8)
-    assert memory.costs(TARGET, by_default, 0, 3).known == {}
 
 
 def test_another_machine_has_other_costs_and_the_same_chances(file: Path) -> None:
@@ -182,21 +166,6 @@ def test_a_fuller_context_that_only_saw_single_rows_learns_of_batches_later(
     assert known(memory) == pytest.approx({1: 1.0, 2: 1.5, 17: 3.0})
 
 
-def test_two_that_learn_different_things_keep_both(file: Path) -> None:
-    one, other = opened(file), opened(file)
-    learn(one, TARGET, 1.0)
-    judge(one, 10, "greedy")
-    learn(other, DRAFT, 2.0)
-    judge(other, 20, "match")
-    one.save()
-    other.save()
-    both = opened(file)
-    assert (known(both, TARGET)[1], known(both, DRAFT)[1]) == (1.0, 2.0)
-    for mode, n in (("greedy", 10), ("match", 20)):
-        acceptance = both.acceptance(TARGET, DRAFT, mode)["model"]
-        assert acceptance.n_judged == pytest.approx(n, abs=0.3)
-
-
 def test_of_two_that_learn_the_same_the_later_one_stays(file: Path) -> None:
     one, other = opened(file), opened(file)
     learn(one, seconds=1.0)
@@ -247,21 +216,6 @@ def test_many_that_save_at_once_leave_a_whole_file(file: Path) -> None:
         learn(memory, model, 2.0)
         memory.save()
     assert all(known(opened(file), model)[1] == 2.0 for model in models)
-
-
-def test_what_was_only_looked_at_is_not_written(file: Path) -> None:
-    memory = opened(file)
-    known(memory)
-    memory.acceptance(TARGET, DRAFT, "greedy")["model"] = AcceptanceRates("model")
-    memory.save()
-    assert not any(document(file).values())
-
-
-def test_without_a_file_nothing_is_kept(tmp_path: Path) -> None:
-    memory = Memory()
-    learn(memory)
-    memory.save()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_latest_are_kept_and_the_file_stays_small(file: Path) -> None:

@@ -16,8 +16,8 @@ from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import LlamaBackend
 from specgen.models import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
-from specgen.session.calibration import known_costs, measure_costs
-from specgen.session.costs import Costs, expected_gain, timed_batch_sizes
+from specgen.session.calibration import measure_costs
+from specgen.session.costs import Costs, expected_gain
 from specgen.session.files import DraftChoice
 from specgen.session.memory import Memory
 from specgen.session.open import open_session, use_first
@@ -229,21 +229,6 @@ def test_a_pair_is_measured_once(
     assert not measures(own)
 
 
-def test_two_drafts_for_a_target_have_its_batches_measured_once(
-    tiny_models: Path, choices: tuple[DraftChoice, ...], n_decodes: Callable[[], int]
-) -> None:
-    with Session(options(tiny_models), time.perf_counter) as loaded:
-        for choice, models in ((choices[0], 2), (choices[1], 1)):
-            path = Path(choice.draft)
-            loaded.change_draft(path)
-            costs = measure_costs(loaded, path)
-            assert costs is not None
-            # Of seven sizes of the draft's and four of the target's, three times each.
-            assert n_decodes() == (4 + 7 * 3) + (4 + 4 * 3) * (models - 1)
-            assert known_costs(loaded, path) == costs
-            assert n_decodes() == 0
-
-
 def test_a_longer_draft_has_its_batches_measured_too(
     tiny_models: Path, choices: tuple[DraftChoice, ...], n_decodes: Callable[[], int]
 ) -> None:
@@ -256,38 +241,6 @@ def test_a_longer_draft_has_its_batches_measured_too(
             assert costs is not None
             assert max(costs.batch_s) == n_max + 1
             assert n_decodes() > 0
-
-
-def test_a_memory_that_cannot_be_written_is_measured_again_without_a_word(
-    tiny_models: Path,
-    choices: tuple[DraftChoice, ...],
-    n_decodes: Callable[[], int],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    file = tmp_path / "file"
-    file.write_text("", encoding="utf-8")
-    monkeypatch.setenv("SPECGEN_CACHE", str(file))
-    for _ in range(2):
-        memory = Memory(memory_file())
-        with Session(options(tiny_models), time.perf_counter, memory) as loaded:
-            use_first(loaded, choices)
-        memory.save()
-        assert n_decodes() > 0
-    assert file.read_text(encoding="utf-8") == ""
-
-
-@pytest.mark.parametrize("n_max", [1, 2, 3, 16])
-def test_the_sizes_that_a_round_may_have_are_measured(tiny_models: Path, n_max: int) -> None:
-    draft = tiny_models / "other.gguf"  # another vocabulary
-    own = dataclasses.replace(options(tiny_models, max_tokens=n_max), draft=draft)
-    with Session(own, time.perf_counter) as loaded:
-        assert known_costs(loaded, draft) is None
-        found = measure_costs(loaded, draft)
-        assert found == known_costs(loaded, draft)
-    assert found is not None
-    assert set(found.batch_s) == set(timed_batch_sizes(n_max + 1))
-    assert all(seconds > 0.0 for seconds in (*found.batch_s.values(), found.draft_token_s))
 
 
 # --- the commands
@@ -381,12 +334,3 @@ def test_run_and_verify_take_a_partner_only_if_it_pays(
     assert (draft, "not drafting" in note) == ("draft.gguf", False)
     assert measured.asked == 2 * ["draft.gguf"]
     assert drafted_by("--quiet") == ("draft.gguf", [])
-
-
-def test_what_verify_measured_need_not_be_measured_again(target: Path, measured: Measured) -> None:
-    models = ("-m", str(target), "-t", "1", "-fa", "off", "-n", "8")
-    for _ in range(2):
-        with pytest.raises(SystemExit) as exit_:
-            specgen.cli.main(["verify", "--check", "greedy", "-N", "1", "--quiet", *models])
-        assert exit_.value.code == 0
-        assert measured.asked == ["draft.gguf"]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,46 +85,34 @@ def said(model: LlamaModel, tokens: Sequence[int]) -> str:
     )
 
 
-@pytest.mark.parametrize("text", ["Hi", "  Hi\n", "an <|im_start|> within"])
-def test_the_templates_own_turn_is_the_head(models: Path, text: str) -> None:
-    with opened(models, draft="none") as loaded:
-        prompt = loaded.prompts.of_text(text, now=NOW)
-        head = [prompt.tokens[place] for place in prompt.head]
-        assert said(loaded.target, head) == HEAD
-        assert prompt.text.startswith(HEAD)
-        rest = prompt.without_head()
-        assert said(loaded.target, rest.tokens) == prompt.text[len(HEAD) :]
-        assert not rest.head
-
-
-def test_a_beginning_of_text_is_not_of_the_head(models: Path) -> None:
-    with opened(models, "bos", "none") as loaded:
-        prompt = loaded.prompts.of_text("Hi", now=NOW)
-        assert prompt.head.start == 1
-        assert said(loaded.target, [prompt.tokens[place] for place in prompt.head]) == HEAD
-
-
-@pytest.mark.parametrize("text", ["You are", "im_start", "system", "tiny.", "<|im_end|>"])
-def test_a_prompt_that_stands_in_the_head_is_no_reason_to_leave_it_out(
-    models: Path, text: str
+@pytest.mark.parametrize(
+    ("target", "text", "options", "head"),
+    [
+        ("target", "Hi", {}, HEAD),
+        ("target", "  an <|im_start|> within\n", {}, HEAD),
+        ("bos", "Hi", {}, HEAD),  # the beginning of text is not of the head
+        # Where the prompt begins is not known for sure here: all is read.
+        ("target", "You are", {}, ""),
+        ("target", "<|im_end|>", {}, ""),
+        # These have no such turn.
+        ("bare", "Hi", {}, ""),
+        ("no turns", "Hi", {}, ""),
+        ("draft", "Hi", {}, ""),
+        # A system message that was asked for is read.
+        ("target", "Hi", {"system": "You are tiny."}, ""),
+        ("target", "Hi", {"chat": False}, ""),
+    ],
+)
+def test_the_templates_own_turn_is_the_head(
+    models: Path, target: str, text: str, options: dict[str, Any], head: str
 ) -> None:
-    """Where the prompt begins is not known for sure there: all is read."""
-    with opened(models, draft="none") as loaded:
-        assert not loaded.prompts.of_text(text, now=NOW).head
-
-
-@pytest.mark.parametrize("target", ["bare", "no turns", "draft"])
-def test_prompts_without_such_a_turn_are_read_whole(models: Path, target: str) -> None:
     with opened(models, target, "none") as loaded:
-        prompt = loaded.prompts.of_text("Hi", now=NOW)
-        assert not prompt.head
-        assert prompt.without_head().tokens == prompt.tokens
-
-
-def test_a_system_message_that_was_asked_for_is_read(models: Path) -> None:
-    with opened(models, draft="none") as loaded:
-        assert not loaded.prompts.of_text("Hi", system="You are tiny.", now=NOW).head
-        assert not loaded.prompts.of_text("Hi", chat=False).head
+        prompt = loaded.prompts.of_text(text, now=NOW, **options)
+        assert said(loaded.target, [prompt.tokens[place] for place in prompt.head]) == head
+        rest = prompt.without_head()
+        assert not rest.head
+        whole = said(loaded.target, prompt.tokens)
+        assert said(loaded.target, rest.tokens) == (whole.replace(head, "", 1) if head else whole)
 
 
 # --- a drafter that does not read it
@@ -184,8 +173,7 @@ def answered(loaded: Session, prompt: Prompt) -> tuple[tuple[int, ...], list[int
         return tuple(generation.answer), n_cached
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("tree", ["off", "2x2", "2,2"])
+@pytest.mark.parametrize(("tree", "temperature"), [("off", 1.0), ("2x2", 0.0)])
 def test_answers_are_the_same_and_the_head_is_not_read(
     models: Path, tree: str, temperature: float
 ) -> None:

@@ -16,9 +16,8 @@ from specgen.errors import (
     MemoryLimitError,
     ModelFileError,
     PromptError,
-    UsageError,
 )
-from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, PromptEvent
+from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama.library import llama_cpp
 from specgen.options import (
     ContextOptions,
@@ -30,7 +29,6 @@ from specgen.options import (
 )
 from specgen.session.engine import generate
 from specgen.session.session import Session
-from tests.helpers.common import NOW
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
@@ -140,15 +138,6 @@ def test_the_end_of_text_is_exact(models: Path, seed: int) -> None:
     assert endless.finish_reason == "length"
 
 
-def test_the_prompt_event_says_what_runs(models: Path) -> None:
-    first = run(options(models, draft="good"))[0]
-    assert isinstance(first, PromptEvent)
-    assert (first.target, first.draft) == ("target.gguf", "good.gguf")
-    assert first.text == PROMPT
-    assert first.n_ctx % 256 == 0
-    assert first.sampler["seed"] >= 0
-
-
 def test_a_seed_gives_the_same_text_again(models: Path) -> None:
     hot = SamplerOptions(temperature=1.5, seed=11)
     texts = [finished(run(options(models, draft="good", sampler=hot))).text for _ in range(2)]
@@ -195,17 +184,6 @@ def test_a_larger_context_than_trained_is_noted(models: Path) -> None:
     assert notices == [
         "short.gguf was trained with 60 tokens of context, but the context has 100: expect poor text"
     ]
-
-
-def test_an_abandoned_generation_frees_its_contexts(models: Path) -> None:
-    with Session(options(models, draft="good"), time.perf_counter) as loaded:
-        stream = generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))
-        for event in stream:
-            if isinstance(event, CommittedEvent):
-                break
-        stream.close()
-        again = finished(list(generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))))
-    assert again.token_ids == plain_answer(models).token_ids
 
 
 class Freed:
@@ -279,26 +257,6 @@ def test_an_answer_goes_on_when_its_draft_is_replaced(
         assert finished([*before, *stream]).token_ids == plain_answer(models).token_ids
         assert len(freed.models) == 1
     assert len(freed.models) == 2
-
-
-# --- the chat template
-
-
-def test_the_models_own_template_writes_the_prompt(models: Path) -> None:
-    with Session(options(models, target="chat"), time.perf_counter) as loaded:
-        prompt = loaded.prompts.of_text("Hi", system="Be brief.", now=NOW)
-        assert prompt.text == (
-            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-            "<|im_start|>assistant\n"
-        )
-        is_end = loaded.target.vocabulary.is_end
-        assert sum(map(is_end, prompt.tokens)) == 2
-    with Session(options(models), time.perf_counter) as loaded:
-        assert loaded.prompts.of_text("Hi", now=NOW).text == "Hi"
-        with pytest.raises(UsageError, match="--chat needs a chat template"):
-            loaded.prompts.of_text("Hi", chat=True)
-        with pytest.raises(UsageError, match="--system needs a chat template"):
-            loaded.prompts.of_text("Hi", system="Be brief.")
 
 
 # --- drafts that are loaded ahead

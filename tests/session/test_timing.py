@@ -92,23 +92,10 @@ def test_each_size_has_its_seconds_and_the_context_is_empty_again(
     assert sorted(timed_sizes(model)) == sorted(3 * list(sizes))
 
 
-def test_a_jagged_curve_is_found_as_it_is() -> None:
-    steps = {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0, 5: 2.0, 6: 2.0, 7: 2.0, 8: 2.0, 9: 4.0}
-    table = CostTable(measure_sizes(backend(lambda rows, _: steps[rows]), steps, 1e9))
-    assert [table.seconds(n) for n in steps] == list(steps.values())
-
-
 def test_the_prompt_of_a_measurement_is_not_timed() -> None:
     """The first decodes, in which a backend makes its plans, are its longest."""
     model = backend(lambda _, n: 100.0 if n <= 4 else 0.01)
     assert measure_sizes(model, (1, 2), 1.0) == pytest.approx({1: 0.01, 2: 0.01})
-
-
-def test_what_is_coarse_comes_first() -> None:
-    model = backend()
-    measure_sizes(model, timed_batch_sizes(17), 1e9)
-    one_pass = timed_sizes(model)[: len(timed_batch_sizes(17))]
-    assert one_pass == [1, 2, 4, 8, 3, 5, 6, 7, 10, 12, 15, 17]
 
 
 @pytest.mark.parametrize(
@@ -173,16 +160,6 @@ def test_as_many_rows_want_logits_as_may() -> None:
     assert model.wanted[-1] == [True, True]
 
 
-@pytest.mark.parametrize("recurrent", [False, True])
-def test_a_timed_batch_leaves_no_trace(recurrent: bool) -> None:
-    model = backend(recurrent=recurrent)
-    text = begin(model)
-    before = model.text(0)
-    for n_rows in (1, 4, 9):
-        assert time_batch(model, text, n_rows) == pytest.approx(0.01)
-        assert model.text(0) == before
-
-
 def test_the_rows_of_a_timed_batch_differ() -> None:
     """A mixture of experts takes as long as its rows differ."""
     model = backend()
@@ -190,15 +167,6 @@ def test_the_rows_of_a_timed_batch_differ() -> None:
     n_before = len(model.decoded)
     time_batch(model, text, 8)
     assert len(set(model.decoded[n_before:])) > 4
-
-
-def test_where_there_is_no_room_nothing_is_decoded() -> None:
-    model = backend(n_ctx=8)
-    text = begin(model)
-    n_decodes = model.n_decodes
-    assert time_batch(model, text, 5) is None
-    assert model.n_decodes == n_decodes
-    assert time_batch(model, text, 4) is not None
 
 
 # --- Ctrl-C

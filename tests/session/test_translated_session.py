@@ -105,26 +105,11 @@ def plain(models: Path, target: str, text: str, **changes: object) -> FinishedEv
 # --- what opens
 
 
-def test_a_draft_with_another_vocabulary_opens(models: Path) -> None:
-    prompt, finished = run(opened(models))
-    assert prompt.translated
-    assert prompt.draft == "draft.gguf"
-    assert finished.n_drafted > 0
-
-
 def test_the_other_vocabulary_may_be_refused(models: Path) -> None:
     with pytest.raises(PairError):
         opened(models, translate="off")
     with opened(models, draft="bpe draft", translate="off") as loaded:
         assert loaded.draft_name == "bpe draft.gguf"
-
-
-@pytest.mark.parametrize("translate", ["auto", "off"])
-def test_the_same_vocabulary_is_not_translated(models: Path, translate: TranslateMode) -> None:
-    prompt, finished = run(opened(models, draft="bpe draft", translate=translate))
-    assert not prompt.translated
-    assert finished.n_accepted > 0
-    assert finished.token_ids == plain(models, "target", TEXTS["English"]).token_ids
 
 
 # --- greedy text

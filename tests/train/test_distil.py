@@ -28,14 +28,12 @@ from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.operators import dequantize, quantize
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
-from specgen.train import distillation, gguf_weights
-from specgen.train.distillation import N_ROWS, Distilled, distil
+from specgen.train import gguf_weights
+from specgen.train.distillation import Distilled, distil
 from specgen.train.gguf_weights import read_weights, write_weights
-from specgen.train.target_text import TargetText
-from specgen.train.training_data import N_COLUMNS, TrainingText, pack, training_texts
-from specgen.train.training_loop import Budget
+from specgen.train.target_text import N_COLUMNS, TargetText, TrainingText, pack, training_texts
+from specgen.train.training_loop import Budget, Schedule, TrainingState, train
 from specgen.train.transformer import (
-    Score,
     Trainer,
     hidden_states,
     output_matrix,
@@ -69,14 +67,14 @@ def llama_logits(path: Path, tokens: list[int], n_ctx: int = N_CONTEXT) -> np.nd
 def own_logits(path: Path, *texts: list[int]) -> list[np.ndarray]:
     """The same by our transformer, with the texts in one row."""
     weights = read_weights(path)
-    parted = stack_layers(weights)
+    layers, others = stack_layers(weights)
     tokens = np.concatenate(texts)[None]
     numbers = np.concatenate([np.full(len(text), i + 1) for i, text in enumerate(texts)])[None]
     places = np.concatenate([np.arange(len(text)) for text in texts])[None]
     states = jax.jit(hidden_states, static_argnums=0)(
-        weights.hyperparameters, parted.layers, parted.others, tokens, numbers, places
+        weights.hyperparameters, layers, others, tokens, numbers, places
     )
-    logits = np.asarray(states @ output_matrix(parted.others).T)[0]
+    logits = np.asarray(states @ output_matrix(others).T)[0]
     return np.split(logits, np.cumsum([len(text) for text in texts])[:-1])
 
 
@@ -307,13 +305,12 @@ def fitted(
     texts: list[TrainingText],
     output: Path,
     *,
-    limit_s: float = math.inf,
     stop_after: int = 10**9,
 ) -> tuple[Distilled | None, list[tuple[int, int]]]:
     """Train a draft; interrupted after so many steps. Also what progress was told."""
     told: list[tuple[int, int]] = []
     budget = Budget(
-        Clock(), limit_s, lambda: len(told) >= stop_after, lambda *steps: told.append(steps)
+        Clock(), math.inf, lambda: len(told) >= stop_after, lambda *steps: told.append(steps)
     )
     return distil(draft, texts, output, budget, rate=0.01), told
 
@@ -344,68 +341,37 @@ def test_a_trained_draft_agrees_more_often(
     assert [path.name for path in output.parent.iterdir()] == [output.name]
 
 
-def test_the_weights_with_the_lowest_loss_are_written(
-    text: TargetText, target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("losses", "until_s", "stop_after", "best", "n_steps"),
+    [
+        ([3.0, 1.0, 2.0], math.inf, 99, 1, 12),  # the lowest loss counts, not the last
+        ([9.0, 9.0, 9.0, 9.0], math.inf, 99, None, 8),  # patience
+        ([1.0] * 9, 6.0, 99, 0, 3),  # the time is over: judged once more
+        ([1.0] * 9, math.inf, 5, 0, 5),  # interrupted
+    ],
+)
+def test_training_ends_with_the_parameters_of_the_lowest_loss(
+    losses: list[float], until_s: float, stop_after: int, best: int | None, n_steps: int
 ) -> None:
-    """Training that makes the loss on the held-back answers larger is not in the file."""
-    texts = texts_for(text, target, draft)
-    written: list[Any] = []
-    judged: list[Any] = []
-    judge, write = Trainer.judge, gguf_weights.write_weights
-
-    def judge_worse(trainer: Trainer, rows: Any) -> Score:
-        judged.append(trainer.changes())
-        loss = (3.0, 2.0, 1.0)[len(judged) - 1] if len(judged) <= 3 else 2.5
-        return replace(judge(trainer, rows), loss=loss)
-
-    def write_and_keep(source: Path, changes: Any, output: Path) -> None:
-        written.append(changes)
-        write(source, changes, output)
-
-    monkeypatch.setattr(Trainer, "judge", judge_worse)
-    monkeypatch.setattr(distillation, "write_weights", write_and_keep)
-    assert fitted(draft, texts, tmp_path / "d.gguf")[0] is not None
-    (changes,) = written
-    assert len(judged) > 4
-    assert all(np.array_equal(values, judged[2][name]) for name, values in changes.items())
-    assert any(np.any(values != judged[3][name]) for name, values in changes.items())
-
-
-def test_training_ends_when_its_time_does(
-    text: TargetText, target: Path, draft: Path, tmp_path: Path
-) -> None:
-    texts = texts_for(text, target, draft)
-    found, told = fitted(draft, texts, tmp_path / "d.gguf", limit_s=15.0)
-    assert found is not None
-    assert found.n_steps == len(told) < told[-1][1]
-    assert 10.0 <= found.seconds <= 17.0
-
-
-def test_an_interrupted_training_writes_nothing(
-    text: TargetText, target: Path, draft: Path, tmp_path: Path
-) -> None:
-    texts = texts_for(text, target, draft)
-    assert fitted(draft, texts, tmp_path / "d.gguf", stop_after=7)[0] is None
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("tensor_type", ["q4_0", "q4_1", "q8_0", "f16"])
-def test_a_file_says_what_training_has_found(
-    text: TargetText, target: Path, tmp_path: Path, tensor_type: Any
-) -> None:
-    """What is learnt is written as it is, in types of few bits, too."""
-    config = TinyConfig(logit_scale=6, chat_template=CHATML_TEMPLATE, tensor_type=tensor_type)
-    draft = write_tiny_model(tmp_path / "d.gguf", config.draft(noise=0.1))
-    rows = pack(texts_for(text, target, draft), N_COLUMNS)
-    trainer = Trainer(read_weights(draft))
-    before = trainer.judge(rows)
-    for _ in range(4):
-        trainer.step(rows.pick(np.arange(N_ROWS)), 0.01)
-    trained = trainer.judge(rows)
-    write_weights(draft, trainer.changes(), tmp_path / "new.gguf")
-    as_written = Trainer(read_weights(tmp_path / "new.gguf")).judge(rows)
-    assert abs(as_written.loss - trained.loss) < 0.02 * abs(before.loss - trained.loss)
-    assert before.loss - trained.loss > 0.01 * before.loss
+    schedule = Schedule(16, 4, 3, 0.01, n_rising=2, last_share=0.1, judged_every=4, patience=2)
+    state, rates, judged = TrainingState(8.0), list[float](), itertools.count()
+    budget = Budget(Clock(), until_s, lambda: len(rates) >= stop_after)
+    is_whole = train(
+        state,
+        schedule,
+        budget,
+        step=lambda rows, rate: rates.append(rate * len(rows)),
+        loss=lambda: losses[next(judged)],
+        parameters=lambda: {"judgement": np.array(len(rates))},
+    )
+    assert is_whole == (stop_after == 99)
+    assert state.n_steps == len(rates) == n_steps
+    assert rates[0] < rates[1]
+    if best is None:
+        assert state.best == {}
+    else:
+        assert state.best_loss == losses[best]
+        assert state.best["judgement"] == min(4 * (best + 1), n_steps)
 
 
 def test_a_draft_whose_types_have_no_scales_is_one_error(draft: Path) -> None:
@@ -413,23 +379,6 @@ def test_a_draft_whose_types_have_no_scales_is_one_error(draft: Path) -> None:
     types = dict.fromkeys(weights.types, "mxfp4")
     with pytest.raises(ModelFileError, match="no matrix has scales .* mxfp4"):
         Trainer(replace(weights, types=types))
-
-
-def test_soft_labels_teach_what_the_target_thought(
-    text: TargetText, target: Path, draft: Path
-) -> None:
-    """With soft labels alone, what is left of the loss is what the target itself is unsure of."""
-    texts = texts_for(text, target, draft)
-    rows = pack(texts, N_COLUMNS)
-    weights = read_weights(draft)
-    hard, soft = Trainer(weights), Trainer(weights, softness=1.0)
-    one = rows.pick(np.arange(N_ROWS))
-    for _ in range(60):
-        hard.step(one, 0.01)
-        soft.step(one, 0.01)
-    # The loss that is judged is that of the chosen tokens: hard labels make them surer than they are.
-    assert hard.judge(one).loss < soft.judge(one).loss
-    assert soft.judge(one).loss < Trainer(weights).judge(one).loss
 
 
 def test_errors_before_training(
@@ -446,6 +395,8 @@ def test_errors_before_training(
     with pytest.raises(OutputError, match="file"):
         fitted(draft, texts, tmp_path / "file" / "d.gguf")
     little = types.SimpleNamespace(available=1000)
+    assert fitted(draft, texts, tmp_path / "d.gguf", stop_after=2)[0] is None
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
     with monkeypatch.context() as patch:
         patch.setattr("psutil.virtual_memory", lambda: little)
         with pytest.raises(MemoryLimitError, match=r"training it needs about .* GiB are free"):

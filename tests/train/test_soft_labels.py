@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.translated import Translation
-from specgen.train.training_data import SoftLabels
+from specgen.train.target_text import SoftLabels
 from tests.helpers.fake_backend import FakeVocabulary
 from tests.helpers.vocabularies import target_texts, vocabularies, vocabulary
 
@@ -46,34 +47,44 @@ def translated(
     return rows
 
 
-def test_each_likely_token_is_the_drafts_token_that_it_begins_with() -> None:
-    # "ab" and "a" both begin with the draft's "a", which is token 2.
-    assert translated([A], [{A: 0.5, AB: 0.25, C: 0.125}], [2]) == [{2: 0.75, 0: 0.125}]
-
-
-def test_the_chosen_token_is_the_one_in_the_text() -> None:
-    # The text "abc" is one token of the draft's, which begins as the target's "ab" does.
-    top = [{AB: 0.5, A: 0.25}, {C: 1.0}]
-    assert translated([AB, C], top, [3]) == [{3: 0.5, 2: 0.25}]
-
-
-def test_within_a_chosen_token_its_text_is_known() -> None:
-    top = [{AB: 0.5, C: 0.5}, {C: 0.75, A: 0.25}]
-    assert translated([AB, C], top, [2, 1, 0]) == [{2: 0.5, 0: 0.5}, {1: 1.0}, {0: 0.75, 2: 0.25}]
-
-
-def test_ends_are_told_by_their_role() -> None:
-    top = [{A: 0.5, END: 0.25}, {END: 0.75, BEGIN: 0.25}]
-    assert translated([A, END], top, [2, 4]) == [{2: 0.5, 4: 0.25}, {4: 0.75}]
-
-
-def test_what_the_draft_cannot_say_has_no_probability() -> None:
-    assert translated([A], [{A: 0.5, STRAY: 0.5}], [2]) == [{2: 0.5}]
-
-
-def test_behind_bytes_that_the_draft_cannot_say_the_text_alone_is_known() -> None:
-    top = [{A: 1.0}, {STRAY: 1.0}, {B: 0.5, C: 0.5}]
-    assert translated([A, STRAY, B], top, [2, 1]) == [{2: 1.0}, {1: 1.0}]
+@pytest.mark.parametrize(
+    ("answer", "top", "own", "wanted"),
+    [
+        # A likely token is the draft's token that it begins with: "ab" and "a" with "a", token 2.
+        ([A], [{A: 0.5, AB: 0.25, C: 0.125}], [2], [{2: 0.75, 0: 0.125}]),
+        # The chosen token is the one in the text: "abc" begins as the target's "ab" does.
+        ([AB, C], [{AB: 0.5, A: 0.25}, {C: 1.0}], [3], [{3: 0.5, 2: 0.25}]),
+        # Within a chosen token the text is known.
+        (
+            [AB, C],
+            [{AB: 0.5, C: 0.5}, {C: 0.75, A: 0.25}],
+            [2, 1, 0],
+            [{2: 0.5, 0: 0.5}, {1: 1.0}, {0: 0.75, 2: 0.25}],
+        ),
+        # Ends are told by their role.
+        (
+            [A, END],
+            [{A: 0.5, END: 0.25}, {END: 0.75, BEGIN: 0.25}],
+            [2, 4],
+            [{2: 0.5, 4: 0.25}, {4: 0.75}],
+        ),
+        # What the draft cannot say has no probability, and behind it the text alone is known.
+        ([A], [{A: 0.5, STRAY: 0.5}], [2], [{2: 0.5}]),
+        (
+            [A, STRAY, B],
+            [{A: 1.0}, {STRAY: 1.0}, {B: 0.5, C: 0.5}],
+            [2, 1],
+            [{2: 1.0}, {1: 1.0}],
+        ),
+    ],
+)
+def test_likely_tokens_in_the_drafts_vocabulary(
+    answer: list[int],
+    top: list[dict[int, float]],
+    own: list[int],
+    wanted: list[dict[int, float]],
+) -> None:
+    assert translated(answer, top, own) == wanted
 
 
 @given(st.data(), vocabularies(), vocabularies())

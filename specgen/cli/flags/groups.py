@@ -71,7 +71,6 @@ class Group:
         return dataclasses.replace(self, parameters=kept)
 
     def but(self, **defaults: Any) -> Group:
-        """Return the group with other defaults."""
         changed = tuple(
             each.replace(default=defaults.get(each.name, each.default)) for each in self.parameters
         )
@@ -100,7 +99,6 @@ class Group:
         return given
 
     def spellings(self) -> list[str]:
-        """Return all spellings of all options, ``--on/--off`` as two."""
         declared = [parameter.annotation.__metadata__[0] for parameter in self.parameters]
         names = [name for each in declared for name in (each.default, *(each.param_decls or ()))]
         return [part for name in names if isinstance(name, str) for part in name.split("/")]
@@ -196,7 +194,6 @@ def _group(
 
 
 def _sign(function: Any, parameters: Sequence[inspect.Parameter]) -> None:
-    """Let typer see these parameters."""
     function.__signature__ = inspect.Signature(parameters)
     function.__annotations__ = {each.name: each.annotation for each in parameters}
 

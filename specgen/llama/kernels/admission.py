@@ -223,7 +223,6 @@ _Result = TypeVar("_Result", "SelfTest", "_Verdict")
 
 
 def _parsed(kind: type[_Result], value: Any) -> _Result | None:
-    """Return the result in a JSON value; None if it is damaged."""
     types = {field.name: field.type for field in dataclasses.fields(kind)}
     if not isinstance(value, dict):
         return None
@@ -232,7 +231,6 @@ def _parsed(kind: type[_Result], value: Any) -> _Result | None:
 
 
 def _circumstances(library: Path) -> dict[str, str]:
-    """Return what the results of all tests depend on."""
     built = build()
     return {
         "specgen": __version__,
@@ -372,7 +370,6 @@ class ModelTrials:
         return Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="specgen-trial-")))
 
     def _try(self, file: Path, folder: Path, *, is_skeleton: bool) -> _Verdict | None:
-        """Return whether the kernels can compute a file; None if that does not show."""
         on = self._run(file, folder, "on")
         if on.end != "died":
             return _Verdict() if on.end == "done" else None

@@ -125,7 +125,6 @@ class Skeleton:
 
 
 def _place(tensor: GgufTensor) -> tuple[int | None, str]:
-    """Return the number of a tensor's layer, if it is of one, and its name there."""
     found = _OF_A_LAYER.fullmatch(tensor.name)
     return (int(found[1]), found[2]) if found else (None, tensor.name)
 

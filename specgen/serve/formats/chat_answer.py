@@ -35,7 +35,6 @@ class _Answer:
 
     @property
     def ending(self) -> dict[str, Any]:
-        """Why the answer ended, and the stop string that ended it."""
         if self.finished is None or self.finished.finish_reason != "stop":
             return {"finish_reason": "length"}
         if self.parser.n_calls:
@@ -275,15 +274,12 @@ class InfillWriter:
         pass
 
     def begin(self, _n_prompt_tokens: int) -> list[dict[str, Any]]:
-        """Return the events before the answer: none."""
         return []
 
     def feed(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the events for a chunk of a completion, or for the body of an error."""
         return [dict(chunk) if "error" in chunk else self.whole(chunk)]
 
     def whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer from the body of a completion, or a part of it from a chunk."""
         (choice,) = body["choices"]
         reason = choice["finish_reason"]
         found = {

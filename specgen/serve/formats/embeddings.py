@@ -36,7 +36,6 @@ class EmbeddingRequest:
     warnings: tuple[str, ...] = ()
 
     def encoded(self, vector: Hidden) -> str:
-        """Return a vector as JSON."""
         if self.dimensions is not None:
             vector = unit(vector[: self.dimensions])
         if self.is_base64:

@@ -25,6 +25,7 @@ from specgen.serve.formats.fields import (
     Fields,
     Parts,
     Schema,
+    Tool,
     ToolChoice,
     parse,
     shown,
@@ -32,10 +33,9 @@ from specgen.serve.formats.fields import (
 )
 from specgen.serve.formats.request import (
     Conversation,
-    Functions,
     Request,
-    Tools,
     arguments_of,
+    read_tools,
     request_of,
 )
 from specgen.session.prompts.template import Message, Role
@@ -94,14 +94,6 @@ def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class _Tool(Fields):
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: Schema | None = None
-    format: dict[str, Any] | None = None
-
-
 class _Text(Body):
     format: AnswerFormat | None = None
 
@@ -113,7 +105,7 @@ class _Reasoning(Body):
 class _Body(AnswerBody):
     instructions: Parts = []
     input: Annotated[list[_Item], BeforeValidator(_as_items), Field(min_length=1)]
-    tools: list[_Tool] = []
+    tools: list[Tool] = []
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     text: _Text = _Text()
@@ -137,7 +129,17 @@ def read_response_request(
         if what != _ENCRYPTED
     ]
     messages = _messages(asked, warnings)
-    tools, custom = _tools(asked, warnings)
+    tools = [
+        tool.model_copy(update={"parameters": _FREE_TEXT}) if tool.type == "custom" else tool
+        for tool in asked.tools
+    ]
+    custom = {tool.name or "" for tool in tools if tool.type == "custom"}
+    warnings += [
+        f"tools[{number}].format: ignored, the input is a free text"
+        for number, tool in enumerate(tools)
+        if tool.type == "custom" and tool.format not in (None, {"type": "text"})
+    ]
+    is_parallel = asked.parallel_tool_calls
     writer = functools.partial(
         ResponseWriter,
         echo={
@@ -153,31 +155,14 @@ def read_response_request(
         sampling,
         generation,
         form=asked.text.format,
-        warnings=warnings,
         messages=messages,
-        tools=tools,
+        tools=read_tools(tools, asked.tool_choice, warnings, is_parallel=is_parallel),
+        warnings=warnings,
         variables=asked.variables(asked.reasoning.effort),
         splits_reasoning=True,
         writer=writer,
     )
     return (request,)
-
-
-def _tools(asked: _Body, warnings: list[str]) -> tuple[Tools | None, set[str]]:
-    """Return the tools that run at the client, and the names of those that take a free text."""
-    found, custom = Functions(), set()
-    for number, tool in enumerate(asked.tools):
-        where, parameters = f"tools[{number}]", tool.parameters
-        if tool.type not in ("function", "custom"):
-            warnings.append(f"{where}: ignored, since {shown(tool.type)} does not run here")
-            continue
-        if tool.type == "custom":
-            parameters = _FREE_TEXT
-            custom.add(tool.name or "")
-            if tool.format not in (None, {"type": "text"}):
-                warnings.append(f"{where}.format: ignored, the input is a free text")
-        found.add(where, tool.name, tool.description, parameters)
-    return found.chosen(asked.tool_choice, is_parallel=asked.parallel_tool_calls), custom
 
 
 # --- items ----------------------------------------------------------------------------------------
@@ -288,7 +273,6 @@ class ResponseWriter:
         self._text = ""
 
     def begin(self, n_prompt_tokens: int) -> list[dict[str, Any]]:
-        """Return the events before the answer."""
         response = self._response("in_progress")
         return [
             self._event("response.created", response=response),
@@ -296,7 +280,6 @@ class ResponseWriter:
         ]
 
     def feed(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the events for a chunk of a chat completion, or for an error."""
         if "error" in chunk:
             error = {"code": "server_error", "message": chunk["error"]["message"]}
             response = {**self._response("failed"), "error": error}
@@ -314,7 +297,6 @@ class ResponseWriter:
         return events
 
     def whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the whole response, from the body of a chat completion."""
         (choice,) = body["choices"]
         *_, last = self.feed({**body, "choices": [{**choice, "delta": choice["message"]}]})
         response: dict[str, Any] = last["response"]
@@ -377,7 +359,6 @@ class ResponseWriter:
         ]
 
     def _close(self, status: str) -> list[dict[str, Any]]:
-        """Return the events that end the open item, if there is one."""
         if self._kind is None:
             return []
         item = self._item(status)
@@ -391,8 +372,7 @@ class ResponseWriter:
         return events
 
     def _item(self, status: str) -> dict[str, Any]:
-        """Return the open item with its text so far."""
-        item = {"id": self._item_id(), "type": self._kind, "status": status}
+        item = {"id": self._part_place["item_id"], "type": self._kind, "status": status}
         if self._kind == "message":
             return {**item, "role": "assistant", "content": [self._part()]}
         hidden = {} if self._hides is None else {"encrypted_content": self._hides(self._text)}
@@ -404,11 +384,9 @@ class ResponseWriter:
         return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
 
     def _text_event(self, step: str, **fields: Any) -> dict[str, Any]:
-        """Return an event about the text of the open item."""
-        if self._kind == "reasoning":
-            return self._event(f"response.reasoning_text.{step}", **self._part_place, **fields)
-        kind = f"response.output_text.{step}"
-        return self._event(kind, **self._part_place, **fields, logprobs=[])
+        more: dict[str, Any] = {} if self._kind == "reasoning" else {"logprobs": []}
+        kind = f"response.{self._part()['type']}.{step}"
+        return self._event(kind, **self._part_place, **fields, **more)
 
     def _add_call(self, call: Mapping[str, Any]) -> list[dict[str, Any]]:
         events = self._close("completed")
@@ -443,11 +421,9 @@ class ResponseWriter:
 
     @property
     def _part_place(self) -> dict[str, Any]:
-        return {"item_id": self._item_id(), "output_index": self._place, "content_index": 0}
-
-    def _item_id(self) -> str:
         prefix = "rs" if self._kind == "reasoning" else "msg"
-        return f"{prefix}_{self._identity}_{self._place}"
+        identity = f"{prefix}_{self._identity}_{self._place}"
+        return {"item_id": identity, "output_index": self._place, "content_index": 0}
 
 
 def _free_text(arguments: str) -> str:

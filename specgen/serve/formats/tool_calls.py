@@ -123,7 +123,6 @@ def calls_grammar(
 
 
 def _whole(form: CallForm, is_parallel: bool) -> str:
-    """Return the rule for all calls of an answer, with the text around them."""
     if form.is_list:
         more = ' (", " call)*' if is_parallel else ""
         return f'{_literal(form.opening)} " "? "[" call{more} "]"'
@@ -139,7 +138,6 @@ def _literal(text: str) -> str:
 
 
 def _json(schema: Grammar) -> str:
-    """Return a JSON schema in Lark's form."""
     parsed = json.loads(schema.text)
     form = {**JSON_FORM, "lenient": parsed.get("x-guidance") == {"lenient": True}}
     return f"%json {json.dumps({**parsed, 'x-guidance': form})}"
@@ -252,7 +250,6 @@ class ToolCallParser:
         return deltas + _content(content)
 
     def _is_call_begun(self, begin: int) -> bool:
-        """Return whether the rest begins as a call: with the mark, or as an object that names a function."""
         if self._form.opening in self._rest[:begin]:
             return True
         named = _NAMED.match(self._rest, begin)
@@ -308,7 +305,6 @@ class ToolCallParser:
         return end, [call for call in calls if call is not None] if None not in calls else []
 
     def _call(self, value: Any) -> tuple[str, str] | None:
-        """Return the name and the arguments of a call; None if the value is no call."""
         if not isinstance(value, dict):
             return None
         name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
@@ -355,7 +351,6 @@ def _content(text: str) -> list[Delta]:
 
 
 def _refuse(constant: str) -> NoReturn:
-    """Refuse NaN and Infinity, which Python reads but JSON lacks."""
     raise ValueError(constant)
 
 
@@ -374,7 +369,6 @@ class AnswerParser:
 
     @property
     def n_calls(self) -> int:
-        """The number of reported calls."""
         return self._calls.n_calls if self._calls is not None else 0
 
     def feed(self, tokens: Sequence[str]) -> list[Delta]:

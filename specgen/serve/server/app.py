@@ -117,7 +117,6 @@ class Server:
         self._started = int(time.time())
 
     def app(self) -> ASGIApp:
-        """Return the ASGI application."""
         routes = [
             Route("/health", self._health),
             Route("/v1/health", self._health),
@@ -175,9 +174,7 @@ class Server:
             place = self._pool.find(body.get("model"))
             if place.entry.embeds != embeds:
                 raise _wrong_kind(place.entry.name, embeds=not embeds)
-            model = self._pool.lease_if_ready(place)
-            if model is None:
-                model = await while_connected(request.receive, self._pool.lease(place))
+            model = await while_connected(request.receive, self._pool.lease(place))
             try:
                 return await answer(model, request, body)
             finally:
@@ -336,10 +333,10 @@ class Server:
                     "id": slot.number,
                     "model": model.name,
                     "n_ctx": model.engine.n_ctx,
-                    "is_processing": slot.request is not None,
-                    "n_prompt_tokens": slot.n_prompt,
-                    "n_prompt_tokens_processed": slot.n_read,
-                    "n_decoded": slot.n_answer,
+                    "is_processing": (answer := slot.answer) is not None,
+                    "n_prompt_tokens": answer.sequence.n_prompt if answer else 0,
+                    "n_prompt_tokens_processed": answer.n_read if answer else 0,
+                    "n_decoded": answer.sequence.n_answer if answer else 0,
                 }
                 for model in self._pool.loaded
                 if isinstance(model, ServedModel) and asked in (None, model.name)
@@ -419,7 +416,6 @@ def _detokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
 
 
 def _piece(data: bytes) -> str | list[int]:
-    """Return a token's text, or its bytes if they alone are no text."""
     try:
         return data.decode()
     except UnicodeDecodeError:

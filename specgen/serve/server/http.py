@@ -78,7 +78,6 @@ class RequestError(Exception):
 
     @staticmethod
     def ending() -> RequestError:
-        """Return the error for requests that come while the server ends."""
         return RequestError(503, "the server ends", code="ending")
 
     @staticmethod
@@ -89,7 +88,6 @@ class RequestError(Exception):
         return RequestError(429, message, code="queue_full", headers=headers)
 
     def body(self) -> dict[str, Any]:
-        """Return the body of the response."""
         return {
             "error": {
                 "message": self.message,
@@ -100,7 +98,6 @@ class RequestError(Exception):
         }
 
     def response(self, path: str) -> JSONResponse:
-        """Return the response to a request for a path."""
         body = error_body(self.body()) if path.startswith("/v1/messages") else self.body()
         return JSONResponse(body, self.status, headers=self.headers)
 
@@ -174,7 +171,6 @@ async def while_connected(receive: Receive, work: Awaitable[_T]) -> _T:
 
 
 async def _until_gone(receive: Receive) -> None:
-    """Return when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -307,7 +303,6 @@ def _keys_in(headers: Headers) -> list[bytes]:
 
 
 def _site(origin: str) -> str | None:
-    """Return the name and the port in a header `Origin`; None if there is none."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -315,7 +310,6 @@ def _site(origin: str) -> str | None:
 
 
 def _host_name(host: str) -> str | None:
-    """Return the name in a header `Host`, without the port; None if it is none."""
     try:
         return urlsplit(f"//{host}").hostname
     except ValueError:

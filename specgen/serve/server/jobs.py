@@ -76,7 +76,6 @@ class Job:
 
     @property
     def n_open(self) -> int:
-        """The number of answers that are not done."""
         return len(self._open)
 
     def pass_on(self) -> list[JobEvent]:
@@ -96,7 +95,6 @@ class Job:
         return news
 
     def fail(self, error: SpecgenError) -> None:
-        """Tell the request that its answers failed."""
         self._send([(0, error), None])
 
     def _send(self, news: Sequence[JobEvent | None]) -> None:
@@ -202,7 +200,6 @@ class ServedModel:
                 self.engine.cancel(answer)
 
     def cancel_all(self) -> None:
-        """End all answers."""
         with self._changed:
             jobs = list(self._jobs)
         for job in jobs:
@@ -232,7 +229,6 @@ class ServedModel:
             job.fail(BackendError(_CLOSING if failure is None else _BROKEN))
 
     def _answer_jobs(self) -> None:
-        """Step the engine until the thread is to end."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._is_closing)
@@ -348,7 +344,6 @@ class ServedEmbedder:
         return encoded(vector)
 
     def cancel_all(self) -> None:
-        """Refuse the rest of all requests."""
         self._is_ending = True
 
     def close(self) -> None:

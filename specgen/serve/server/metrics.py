@@ -51,12 +51,18 @@ _HISTOGRAMS = {
     "time_to_first_token_seconds": "From a request to the first token of an answer.",
     "answer_seconds": "From a request to the end of an answer.",
 }
+#: Counters that are sums of a field of finished answers.
+_SUMS = {
+    "prompt_tokens": "n_prompt_tokens",
+    "prompt_tokens_cached": "n_cached_tokens",
+    "tokens_predicted": "n_tokens",
+    "draft_seconds": "draft_s",
+    "target_seconds": "target_s",
+    "prompt_seconds": "prompt_s",
+    "loop_seconds": "loop_s",
+}
 #: Their labels beside the model's name.
 _LABELS = {f"{_DRAFTS}_accepted_tokens_per_pos": "position", "answers": "finish_reason"}
-
-
-def _labels(name: str) -> list[str]:
-    return ["model", _LABELS[name]] if name in _LABELS else ["model"]
 
 
 class ServerMetrics:
@@ -65,32 +71,30 @@ class ServerMetrics:
     def __init__(self) -> None:
         # A series more for each counter, which nobody asks for.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._registry = CollectorRegistry()
+        self._registry = registry = CollectorRegistry()
         self._responses = Counter(
-            "specgen:responses", "Responses by their status.", ["status"], registry=self._registry
+            "specgen:responses", "Responses by their status.", ["status"], registry=registry
         )
-        common: dict[str, Any] = {"registry": self._registry}
-        kinds: tuple[tuple[dict[str, str], type[Any], dict[str, Any]], ...] = (
-            (_COUNTERS, Counter, {}),
-            (_GAUGES, Gauge, {}),
-            (_HISTOGRAMS, Histogram, {"buckets": _SECONDS}),
+        self._families: dict[str, Any] = {}
+        families: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
+            (Counter, _COUNTERS, {}),
+            (Gauge, _GAUGES, {}),
+            (Histogram, _HISTOGRAMS, {"buckets": _SECONDS}),
         )
-        self._families: dict[str, Any] = {
-            name: kind(f"specgen:{name}", text, _labels(name), **common, **more)
-            for texts, kind, more in kinds
-            for name, text in texts.items()
-        }
+        for kind, texts, more in families:
+            for name, text in texts.items():
+                labels = ["model", *([_LABELS[name]] if name in _LABELS else [])]
+                made = kind(f"specgen:{name}", text, labels, registry=registry, **more)
+                self._families[name] = made
 
     def of(self, name: str, *labels: object) -> Any:
         """Return a model's figure with its labels: the model, and another one where it has one."""
         return self._families[name].labels(*labels)
 
     def count_response(self, status: int) -> None:
-        """Count a response."""
         self._responses.labels(status).inc()
 
     def text(self) -> bytes:
-        """Return all figures in Prometheus's text format."""
         return generate_latest(self._registry)
 
 
@@ -121,7 +125,6 @@ class Metrics:
         self._set("requests_deferred", max(0, n_open - n_parallel))
 
     def count_events(self, events: Sequence[Event]) -> None:
-        """Count the events of a step of the engine."""
         n_nodes: dict[int, int] = {}
         for event in events:
             if isinstance(event, DraftedEvent):
@@ -136,17 +139,11 @@ class Metrics:
                     self._count(f"{_DRAFTS}_accepted_tokens_per_pos", 1, position)
             elif isinstance(event, FinishedEvent):
                 self._count("answers", 1, event.finish_reason)
-                self._count("prompt_tokens", event.n_prompt_tokens)
-                self._count("prompt_tokens_cached", event.n_cached_tokens)
                 self._count("prefix_cache_hits", event.n_cached_tokens > 0)
-                self._count("tokens_predicted", event.n_tokens)
-                self._count("draft_seconds", event.draft_s)
-                self._count("target_seconds", event.target_s)
-                self._count("prompt_seconds", event.prompt_s)
-                self._count("loop_seconds", event.loop_s)
+                for name, field in _SUMS.items():
+                    self._count(name, getattr(event, field))
 
     def count_text(self, n_tokens: int, seconds: float) -> None:
-        """Count a text that became an embedding."""
         self._count("prompt_tokens", n_tokens)
         self._count("prompt_seconds", seconds)
 

@@ -62,7 +62,6 @@ class Place:
 
     @property
     def status(self) -> ModelStatus:
-        """Whether the model is loaded."""
         if self.is_loading:
             return "loading"
         return "unloaded" if self.served is None else "loaded"
@@ -74,7 +73,6 @@ class Place:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a request still waits for the model."""
         return any(not each.done() for each in self.waiting)
 
 
@@ -131,7 +129,6 @@ class ModelPool:
 
     @property
     def loaded(self) -> list[Served]:
-        """The models that are loaded."""
         return [place.served for place in self.places.values() if place.served is not None]
 
     def find(self, name: object) -> Place:
@@ -172,21 +169,16 @@ class ModelPool:
         """Load a model before the server runs. Raise what `ModelEntry.open` raises."""
         return self._load(self.places[name])
 
-    def lease_if_ready(self, place: Place) -> Served | None:
-        """Return a model that stays loaded until `release`; None if the request has to wait. Raise `RequestError` if
-        the server ends."""
+    async def lease(self, place: Place) -> Served:
+        """Return a model that stays loaded until `release`, when it is loaded and has its turn. Raise
+        `RequestError`."""
         if self._is_ending.is_set():
             raise RequestError.ending()
         self._n_used += 1
         place.used = self._n_used
-        if place.served is None or self._lacks_room:
-            return None
-        place.n_leases += 1
-        return place.served
-
-    async def lease(self, place: Place) -> Served:
-        """Return a model that stays loaded until `release`, when it is loaded and has its turn. Raise
-        `RequestError`."""
+        if place.served is not None and not self._lacks_room:
+            place.n_leases += 1
+            return place.served
         # Without one that waits, no model would ever be loaded.
         n_most = max(1, self._limits.n_waiting)
         if sum(len(each.waiting) for each in self.places.values()) >= n_most:
@@ -219,7 +211,6 @@ class ModelPool:
         self._changed.set()
 
     def _give_up(self, place: Place, answer: asyncio.Future[Served]) -> None:
-        """Refuse a request that has waited too long."""
         if not answer.done():
             message = f"{place.entry.name} could not be loaded in {self._limits.request_s:g} s"
             if self._lacks_room:
@@ -293,7 +284,6 @@ class ModelPool:
         self._note(f"unloaded {place.entry.name}")
 
     def _load(self, place: Place) -> Served:
-        """Load a model, in the loader's thread or before the server runs."""
         name = place.entry.name
         place.is_loading, place.failure = True, None
         started = time.perf_counter()

@@ -59,8 +59,7 @@ class Limits:
     n_connections: int = option(
         1000,
         "--limit-connections",
-        "Open connections. Beyond that the one that has been silent for longest is closed, or the newest gets "
-        "status 503.",
+        "Open connections; further ones get status 503.",
         panel="Limits of a request",
         min=1,
         metavar="N",

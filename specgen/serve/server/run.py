@@ -6,9 +6,9 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from types import FrameType
-from typing import ClassVar, cast
+from typing import Any, ClassVar
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
@@ -21,78 +21,52 @@ from specgen.serve.server.options import ServerOptions
 _FLUSH_S = 5.0
 
 
-def serve(
-    pool: ModelPool,
-    options: ServerOptions,
-    bound: socket.socket,
-    *,
-    is_verbose: bool = False,
-    ready: Callable[[], None] = lambda: None,
-    note: Callable[[str], None] = lambda _text: None,
-) -> None:
-    """Answer requests on a socket until SIGTERM or Ctrl-C. Unfinished answers then have `drain_s` seconds to
-    end; a second signal ends them at once.
-
-    `ready` is called when requests are accepted. `note` gets a sentence when the server starts to end. Raise
-    the exception that ended the thread of an engine, if one did: a bug or a lost worker."""
+def serve(pool: ModelPool, options: ServerOptions, bound: socket.socket, **how: Any) -> None:
+    """Answer requests on a socket until SIGTERM or Ctrl-C; `how` are more arguments of `DrainingServer`. Raise the
+    exception that ended the thread of an engine, if one did: a bug or a lost worker."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("specgen.serve.server").setLevel(logging.INFO)
-    server = http_server(pool, options, is_verbose=is_verbose, ready=ready, note=note)
+    server = DrainingServer(pool, options, **how)
     server.run(sockets=[bound])
-    if server.failure is not None:
-        raise server.failure
-
-
-def http_server(
-    pool: ModelPool,
-    options: ServerOptions,
-    *,
-    is_verbose: bool = False,
-    ready: Callable[[], None] = lambda: None,
-    note: Callable[[str], None] = lambda _text: None,
-) -> DrainingServer:
-    """Return a server to `run`, which answers with the models of a pool."""
-    n_connections = _most_connections(options.limits.n_connections)
-    config = uvicorn.Config(
-        Server(pool, options).app(),
-        http=_LimitedProtocol.of(n_connections, options.limits.client_s),
-        ws="none",
-        backlog=_BACKLOG,
-        # One more may come, and closes another one, or gets status 503.
-        limit_concurrency=n_connections + 1,
-        log_config=None,
-        # specgen's own log has the errors; a client that does not read its answer is none.
-        log_level="info" if is_verbose else "critical",
-        access_log=is_verbose,
-        lifespan="off",
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=int(options.drain_s + _FLUSH_S),
-    )
-    return DrainingServer(config, pool, options.drain_s, ready, note)
+    if pool.failure is not None:
+        raise pool.failure
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that waits for its answers before it ends, but not longer than `drain_s` seconds."""
+    """A server that answers with the models of a pool. Told to end, it waits for its answers, but not longer than
+    `drain_s` seconds; a second signal ends them at once.
+
+    `ready` is called when requests are accepted. `note` gets a sentence when the server starts to end."""
 
     def __init__(
         self,
-        config: uvicorn.Config,
         pool: ModelPool,
-        drain_s: float,
-        ready: Callable[[], None],
-        note: Callable[[str], None],
+        options: ServerOptions,
+        *,
+        is_verbose: bool = False,
+        ready: Callable[[], None] = lambda: None,
+        note: Callable[[str], None] = lambda _text: None,
     ) -> None:
+        n_connections = _most_connections(options.limits.n_connections)
+        config = uvicorn.Config(
+            Server(pool, options).app(),
+            http=type("Protocol", (_TimedProtocol,), {"head_s": options.limits.client_s}),
+            ws="none",
+            backlog=_BACKLOG,
+            # One more may come, and gets status 503.
+            limit_concurrency=n_connections + 1,
+            log_config=None,
+            # specgen's own log has the errors; a client that does not read its answer is none.
+            log_level="info" if is_verbose else "critical",
+            access_log=is_verbose,
+            lifespan="off",
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=int(options.drain_s + _FLUSH_S),
+        )
         super().__init__(config)
-        self._pool = pool
-        self._drain_s = drain_s
-        self._ready = ready
-        self._note = note
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The exception that ended the thread of an engine, if one did."""
-        return self._pool.failure
+        self._pool, self._drain_s = pool, options.drain_s
+        self._ready, self._note = ready, note
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -100,7 +74,7 @@ class DrainingServer(uvicorn.Server):
             self._ready()
 
     async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self.failure is not None
+        return await super().on_tick(counter) or self._pool.failure is not None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Unlike uvicorn's own method, this does not raise the signal again at the end: being told to
@@ -117,7 +91,7 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
-        drain_s = 0.0 if self.failure is not None else self._drain_s
+        drain_s = 0.0 if self._pool.failure is not None else self._drain_s
         cut = loop.call_later(drain_s, self._pool.cancel_all)
         try:
             await super().shutdown(sockets)
@@ -128,7 +102,7 @@ class DrainingServer(uvicorn.Server):
 
 # --- connections ----------------------------------------------------------------------------------
 
-#: Connections that the system may accept before the idlest ones are closed.
+#: Connections that the system may accept before the server does.
 _BACKLOG = 128
 
 
@@ -143,39 +117,18 @@ def _most_connections(n_wanted: int) -> int:
     return n_wanted if n_most == resource.RLIM_INFINITY else min(n_wanted, max(1, n_most // 2))
 
 
-class _LimitedProtocol(H11Protocol):
-    """HTTP/1.1 on a connection that is closed if the head of a request does not come in time.
+class _TimedProtocol(H11Protocol):
+    """HTTP/1.1 on a connection that is closed if the head of a request does not come in time."""
 
-    While more connections are open than allowed, the one that has been silent for longest is closed, unless
-    a request of it is being answered. If all are being answered, the newest gets status 503, by uvicorn's
-    `limit_concurrency`.
-    """
-
-    #: The most connections, and the seconds for a head; 0 is no limit.
-    n_most: ClassVar[int] = 0
+    #: The seconds for a head; 0 is no limit.
     head_s: ClassVar[float] = 0.0
-    #: When the client last sent something.
-    heard_s = 0.0
     _head_timer: asyncio.TimerHandle | None = None
-
-    @staticmethod
-    def of(n_connections: int, head_time_s: float) -> type[_LimitedProtocol]:
-        """Return the protocol with these limits."""
-
-        class Protocol(_LimitedProtocol):
-            n_most, head_s = n_connections, head_time_s
-
-        return Protocol
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.heard_s = self.loop.time()
         self._watch_head()
-        if 0 < self.n_most < len(self.connections):
-            self._close_idlest()
 
     def data_received(self, data: bytes) -> None:
-        self.heard_s = self.loop.time()
         super().data_received(data)
         self._watch_head()
 
@@ -187,20 +140,10 @@ class _LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
         self._stop_watching()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether the client still has to send a request, or the rest of it."""
-        cycle = self._current()
-        return cycle is None or cycle.more_body
-
-    def _current(self) -> RequestResponseCycle | None:
-        """Return the request that is not answered yet."""
-        cycle: RequestResponseCycle | None = self.cycle
-        return None if cycle is None or cycle.response_complete else cycle
-
     def _watch_head(self) -> None:
         """Give the client its time for the head of the next request; sending pieces does not extend it."""
-        if self._current() is not None:
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and not cycle.response_complete:
             self._stop_watching()
         elif self._head_timer is None and self.head_s > 0:
             self._head_timer = self.loop.call_later(self.head_s, self.transport.close)
@@ -209,9 +152,3 @@ class _LimitedProtocol(H11Protocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
-
-    def _close_idlest(self) -> None:
-        others = cast(Collection[_LimitedProtocol], self.connections - {self})
-        idle = [each for each in others if each.is_idle and not each.transport.is_closing()]
-        if idle:
-            min(idle, key=lambda each: each.heard_s).transport.close()

@@ -13,11 +13,13 @@ holds an old state holds every state reached from it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from importlib import import_module
 from typing import Protocol
 
 import numpy as np
 
+from specgen.method import backend
+from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, TokenArray
 
 
@@ -45,15 +47,8 @@ class GrammarState(Protocol):
         ...
 
 
-class Vocabulary(Protocol):
-    """What grammars need of a vocabulary."""
-
-    @property
-    def n_tokens(self) -> int: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    def end_tokens(self) -> Sequence[int]: ...
+class Vocabulary(backend.Vocabulary, Protocol):
+    """A vocabulary that tokenizes text in the middle of other text."""
 
     def tokenize_inside(self, text: str, *, parse_special: bool) -> list[int]: ...
 
@@ -113,3 +108,22 @@ class _Ended:
 
 #: Where any grammar stands after an end-of-text token.
 ENDED: GrammarState = _Ended()
+
+
+# --- the forms: GBNF, JSON schemas, and Lark of llguidance ------------------------------------------
+
+#: A form's module is imported when the first answer follows such a grammar.
+_PACKAGE = "specgen.text.grammar"
+
+
+def grammar_start(grammar: Grammar, vocabulary: Vocabulary) -> GrammarState:
+    """Return the state of a grammar before a text. Raise `UsageError` if the grammar is invalid."""
+    name = "gbnf" if grammar.form == "gbnf" else "llguidance"
+    start: GrammarState = import_module(f"{_PACKAGE}.{name}_grammar").start(grammar, vocabulary)
+    return start
+
+
+def schema_grammar(schema: str) -> Grammar:
+    """Return the grammar of a JSON schema. Raise `UsageError` if it cannot be followed."""
+    found: Grammar = import_module(f"{_PACKAGE}.json_schema").schema_grammar(schema)
+    return found

@@ -7,8 +7,7 @@ nested groups. This reader expands rules as llama.cpp does and refuses those.
 
 from __future__ import annotations
 
-import string
-from collections.abc import Callable
+import re
 from dataclasses import dataclass
 from typing import NoReturn, TypeAlias
 
@@ -22,9 +21,13 @@ _MAX_ELEMENTS = 50_000
 _MAX_DEPTH = 1000
 
 _LAST_CHARACTER = 0x10FFFF
-_WORD = frozenset(string.ascii_letters + string.digits + "-")
+_NAME, _NUMBER = re.compile("[a-zA-Z0-9-]+"), re.compile("[0-9]+")
+#: Blanks and comments within a line, and over several.
+_SPACE, _LINES = re.compile("(?:[ \t]|#[^\r\n]*)*"), re.compile("(?:[ \t\r\n]|#[^\r\n]*)*")
+_CHARACTER = re.compile(r"\\?.", re.DOTALL)
 _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-"}
-_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+_HEX = {key: (n, re.compile(f"[0-9a-fA-F]{{{n}}}")) for key, n in (("x", 2), ("u", 4), ("U", 8))}
+_REPETITIONS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 #: The rule that a text has to follow.
 ROOT = "root"
 
@@ -91,9 +94,7 @@ class Gbnf:
 
 def read_gbnf(text: str) -> Gbnf:
     """Read a grammar. Raise `UsageError` if it is not valid."""
-    reader = _Reader(text)
-    reader.read()
-    return Gbnf([rule or [] for rule in reader.rules], reader.named)
+    return _Reader(text).read()
 
 
 @dataclass(slots=True)
@@ -122,87 +123,76 @@ class _Reader:
         self._n_elements = 0
         self._open: list[_Open] = []
 
-    def read(self) -> None:
+    def read(self) -> Gbnf:
         if "\0" in self.text:
             raise UsageError("the grammar contains a NUL character")
         if any("\ud800" <= character <= "\udfff" for character in self.text):
             raise UsageError("the grammar is not valid UTF-8")
-        self._skip_space(newlines=True)
-        if not self._peek():
+        self._take(_LINES)
+        if not self._next():
             raise UsageError(
                 "the grammar is empty", hint='give at least a rule root: root ::= "yes" | "no"'
             )
-        while self._peek():
+        while self._next():
             self._read_rule()
         for name, (rule, line) in self.named.items():
             if self.rules[rule] is None:
-                self.fail(f"there is no rule {name!r}", line)
+                self._fail(f"there is no rule {name!r}", line)
         if ROOT not in self.named:
             names = ", ".join(list(self.named)[:8])
             raise UsageError(f"the grammar has no rule {ROOT!r}", hint=f"it has {names}")
-
-    def fail(self, what: str, line: int | None = None) -> NoReturn:
-        raise UsageError(f"the grammar, line {line or self._line()}: {what}")
+        return Gbnf([rule or [] for rule in self.rules], self.named)
 
     # --- characters ---------------------------------------------------------------------
 
     def _line(self) -> int:
         return self.text.count("\n", 0, self.position) + 1
 
-    def _peek(self, ahead: int = 0) -> str:
-        index = self.position + ahead
-        return self.text[index] if index < len(self.text) else ""
+    def _fail(self, what: str, line: int | None = None) -> NoReturn:
+        raise UsageError(f"the grammar, line {line or self._line()}: {what}")
 
     def _expected(self, what: str) -> NoReturn:
         found = self.text[self.position : self.position + 16].split("\n")[0]
-        at_end = self.position >= len(self.text)
-        self.fail(f"expected {what}, found {'the end' if at_end else repr(found or 'line end')}")
+        self._fail(
+            f"expected {what}, found {repr(found or 'line end') if self._next() else 'the end'}"
+        )
 
-    def _skip_space(self, *, newlines: bool) -> None:
-        blank = " \t\r\n" if newlines else " \t"
-        while self._peek():
-            if self._peek() == "#":
-                while self._peek() and self._peek() not in "\r\n":
-                    self.position += 1
-            elif self._peek() in blank:
-                self.position += 1
-            else:
-                return
+    def _next(self) -> str:
+        return self.text[self.position : self.position + 1]
 
-    def _read_while(self, accept: Callable[[str], bool], what: str) -> str:
-        start = self.position
-        while self._peek() and accept(self._peek()):
-            self.position += 1
-        if start == self.position:
+    def _has(self, sign: str) -> bool:
+        """Read a sign if it comes next."""
+        is_next = self.text.startswith(sign, self.position)
+        self.position += len(sign) if is_next else 0
+        return is_next
+
+    def _take(self, pattern: re.Pattern[str], what: str = "") -> str:
+        """Read what fits a pattern, and raise `UsageError` if nothing does."""
+        found = pattern.match(self.text, self.position)
+        if found is None:
             self._expected(what)
-        return self.text[start : self.position]
+        self.position = found.end()
+        return found[0]
 
-    def _name(self) -> str:
-        return self._read_while(_WORD.__contains__, "the name of a rule")
+    def _skip_space(self) -> None:
+        self._take(_LINES if len(self._open) > 1 else _SPACE)
 
     def _integer(self) -> int:
-        digits = self._read_while(string.digits.__contains__, "a number")
+        digits = self._take(_NUMBER, "a number")
         if len(digits) > 18:
-            self.fail(f"the number {digits[:18]}... is too large")
+            self._fail(f"the number {digits[:18]}... is too large")
         return int(digits)
 
     def _character(self) -> int:
-        character = self._peek()
-        if not character:
-            self._expected("a closing quote or bracket")
-        self.position += 1
-        if character != "\\":
+        character = self._take(_CHARACTER, "a closing quote or bracket")
+        if not character.startswith("\\"):
             return ord(character)
-        escape = self._peek()
-        self.position += 1
-        if escape in _HEX_DIGITS:
-            digits = self.text[self.position : self.position + _HEX_DIGITS[escape]]
-            if len(digits) < _HEX_DIGITS[escape] or not set(digits) <= set(string.hexdigits):
-                self._expected(f"{_HEX_DIGITS[escape]} hexadecimal digits after \\{escape}")
-            self.position += len(digits)
-            return int(digits, 16)
+        escape = character[1:]
+        if escape in _HEX:
+            n_digits, pattern = _HEX[escape]
+            return int(self._take(pattern, f"{n_digits} hexadecimal digits after {character}"), 16)
         if escape not in _ESCAPES:  # also where there is none
-            self.fail(f"unknown escape \\{escape}")
+            self._fail(f"unknown escape {character}")
         return ord(_ESCAPES[escape])
 
     # --- rules --------------------------------------------------------------------------
@@ -211,7 +201,8 @@ class _Reader:
         self.rules.append(None)
         return len(self.rules) - 1
 
-    def _named_rule(self, name: str) -> int:
+    def _named_rule(self) -> int:
+        name = self._take(_NAME, "the name of a rule")
         if name not in self.named:
             self.named[name] = (self._new_rule(), self._line())
         return self.named[name][0]
@@ -219,41 +210,72 @@ class _Reader:
     def _count(self, n: int) -> None:
         self._n_elements += n
         if self._n_elements > _MAX_ELEMENTS:
-            self.fail(
+            self._fail(
                 f"more than {_MAX_ELEMENTS} characters and references, repetitions written out"
             )
 
     def _read_rule(self) -> None:
-        name = self._name()
-        self._skip_space(newlines=False)
-        if self.text[self.position : self.position + 3] != "::=":
+        start = self.position
+        rule = self._named_rule()
+        name = self.text[start : self.position]
+        self._take(_SPACE)
+        if not self._has("::="):
             self._expected(f"::= after {name!r}")
-        rule = self._named_rule(name)
-        self.position += 3
-        self._skip_space(newlines=True)
+        self._take(_LINES)
         self._open = [_Open(rule, [[]])]
         while self._read_item():
-            pass
+            self._skip_space()
         if len(self._open) > 1:
             self._expected("')'")
         self.rules[rule] = self._open[0].alternatives
-        if self._peek() and self._peek() not in "\r\n":
+        if self._next() not in ("", "\r", "\n"):
             self._expected("the end of the line")
-        self._skip_space(newlines=True)
+        self._take(_LINES)
 
     def _read_item(self) -> bool:
-        character = self._peek()
-        if not character:
-            return False
-        if character in _WORD:
-            self._add([Reference(self._named_rule(self._name()))])
-        elif character in self._READERS:
-            self._READERS[character](self)
-        elif not (character == ")" and len(self._open) > 1):
-            return False
+        """Read an item, or a sign between or behind items. Return False where the rule ends."""
+        sign = self._next()
+        if _NAME.match(sign):
+            self._add([Reference(self._named_rule())])
+        elif sign in ("<", "!"):
+            # llama.cpp's two halves disagree about a token whose first characters fit and which
+            # the rest of the rule names: one allows it, the other ends the process over it.
+            end = self.text.find(">", self.position) + 1
+            shown = self.text[self.position : min(end or len(self.text), self.position + 40)]
+            self._fail(f"names a token, {shown.splitlines()[0]}: only characters are supported")
+        elif self._has('"'):
+            elements: Sequence = []
+            while not self._has('"'):
+                code_point = self._character()
+                elements.append(Characters(((code_point, code_point),)))
+            self._add(elements)
+        elif self._has("["):
+            self._add(self._set())
+        elif self._has("."):
+            self._add([Characters((), negated=True)])
+        elif sign in _REPETITIONS or sign == "{":
+            self.position += 1
+            self._repeat(*(_REPETITIONS[sign] if sign in _REPETITIONS else self._bounds()))
         else:
-            self._close_group()
-        self._skip_space(newlines=len(self._open) > 1)
+            return self._read_structure()
+        return True
+
+    def _read_structure(self) -> bool:
+        """Read a sign that begins an alternative or a group, or ends a group, if one comes next."""
+        if self._has("|"):
+            self._open[-1].alternatives.append([])
+            self._open[-1].item_start = 0
+            self._take(_LINES)
+        elif self._has("("):
+            if len(self._open) > _MAX_DEPTH:
+                self._fail(f"groups nested more than {_MAX_DEPTH} deep")
+            self._open.append(_Open(self._new_rule(), [[]]))
+        elif len(self._open) > 1 and self._has(")"):
+            group = self._open.pop()
+            self.rules[group.rule] = group.alternatives
+            self._add([Reference(group.rule)])
+        else:
+            return False
         return True
 
     def _add(self, elements: Sequence) -> None:
@@ -262,87 +284,36 @@ class _Reader:
         self._count(len(elements))
         inner.sequence.extend(elements)
 
-    def _literal(self) -> None:
-        self.position += 1
-        elements: Sequence = []
-        while self._peek() != '"':
-            code_point = self._character()
-            elements.append(Characters(((code_point, code_point),)))
-        self.position += 1
-        self._add(elements)
-
-    def _set(self) -> None:
-        self.position += 1
-        negated = self._peek() == "^"
-        self.position += negated
+    def _set(self) -> Sequence:
+        negated = self._has("^")
         ranges = []
-        while self._peek() != "]":
+        while not self._has("]"):
             low = high = self._character()
-            if self._peek() == "-" and self._peek(1) != "]":
+            if self._next() == "-" and not self.text.startswith("-]", self.position):
                 self.position += 1
                 high = self._character()
                 if high < low:
-                    self.fail(f"there is nothing from {chr(low)!r} to {chr(high)!r}")
+                    self._fail(f"there is nothing from {chr(low)!r} to {chr(high)!r}")
             ranges.append((low, high))
-        self.position += 1
         # An empty set adds nothing to the rule, negated or not: llama.cpp's reading.
-        self._add([Characters(tuple(ranges), negated)] if ranges else [])
+        return [Characters(tuple(ranges), negated)] if ranges else []
 
-    def _any(self) -> None:
-        self.position += 1
-        self._add([Characters((), negated=True)])
-
-    def _token(self) -> NoReturn:
-        # llama.cpp's two halves disagree about a token whose first characters fit and which
-        # the rest of the rule names: one allows it, the other ends the process over it.
-        end = self.text.find(">", self.position) + 1
-        shown = self.text[self.position : min(end or len(self.text), self.position + 40)]
-        self.fail(f"names a token, {shown.splitlines()[0]}: only characters are supported")
-
-    def _alternative(self) -> None:
-        self.position += 1
-        inner = self._open[-1]
-        inner.alternatives.append([])
-        inner.item_start = 0
-        self._skip_space(newlines=True)
-
-    def _open_group(self) -> None:
-        if len(self._open) > _MAX_DEPTH:
-            self.fail(f"groups nested more than {_MAX_DEPTH} deep")
-        self.position += 1
-        self._open.append(_Open(self._new_rule(), [[]]))
-
-    def _close_group(self) -> None:
-        self.position += 1
-        group = self._open.pop()
-        self.rules[group.rule] = group.alternatives
-        self._add([Reference(group.rule)])
-
-    def _sign(self) -> None:
-        sign = self._peek()
-        self.position += 1
-        self._repeat(1 if sign == "+" else 0, 1 if sign == "?" else None)
-
-    def _braces(self) -> None:
-        nested = len(self._open) > 1
-        self.position += 1
-        self._skip_space(newlines=nested)
+    def _bounds(self) -> tuple[int, int | None]:
+        self._skip_space()
         least = self._integer()
-        self._skip_space(newlines=nested)
         most: int | None = least
-        if self._peek() == ",":
-            self.position += 1
-            self._skip_space(newlines=nested)
-            most = self._integer() if self._peek() in string.digits and self._peek() else None
-            self._skip_space(newlines=nested)
-        if self._peek() != "}":
+        self._skip_space()
+        if self._has(","):
+            self._skip_space()
+            most = self._integer() if _NUMBER.match(self._next()) else None
+            self._skip_space()
+        if not self._has("}"):
             self._expected("'}'")
-        self.position += 1
         if least > _MAX_REPETITIONS:
-            self.fail(f"{least} repetitions; llama.cpp takes {_MAX_REPETITIONS} at most")
+            self._fail(f"{least} repetitions; llama.cpp takes {_MAX_REPETITIONS} at most")
         if most is not None and most < least:  # llama.cpp would make 2^64 rules
-            self.fail(f"at least {least} and at most {most} repetitions")
-        self._repeat(least, None if most is not None and most > _MAX_REPETITIONS else most)
+            self._fail(f"at least {least} and at most {most} repetitions")
+        return least, None if most is not None and most > _MAX_REPETITIONS else most
 
     def _repeat(self, least: int, most: int | None) -> None:
         """Repeat an item: x{2,4} is x x (x (x)?)?, and x* is a rule of its own, y ::= x y |"""
@@ -350,7 +321,7 @@ class _Reader:
         sequence = inner.sequence
         item = sequence[inner.item_start :]
         if not item:
-            self.fail("nothing before a repetition")
+            self._fail("nothing before a repetition")
         n_optional = 1 if most is None else most - least
         self._count(max(0, least - 1) * len(item) + n_optional * (len(item) + 1))
         if least == 0:
@@ -365,17 +336,3 @@ class _Reader:
             last = rule
         if last is not None:
             sequence.append(Reference(last))
-
-    _READERS: dict[str, Callable[[_Reader], None]] = {  # noqa: RUF012
-        '"': _literal,
-        "[": _set,
-        "<": _token,
-        "!": _token,
-        ".": _any,
-        "(": _open_group,
-        "|": _alternative,
-        "*": _sign,
-        "+": _sign,
-        "?": _sign,
-        "{": _braces,
-    }

@@ -373,7 +373,6 @@ class GbnfGrammar:
 
 
 def _may_follow(rest: bytes, following: set[Characters]) -> bool:
-    """Return whether a character that begins with these bytes is in one of the sets."""
     return any(each.may_have(*_characters_with(rest)) for each in following)
 
 

@@ -81,7 +81,6 @@ def lenient_schema_grammar(schema: str) -> tuple[Grammar, tuple[str, ...]]:
 
 
 def _names_in(message: str) -> list[str]:
-    """Return the names of what llguidance ignores, from its message."""
     keywords, form = _UNKNOWN_KEYWORDS.search(message), _UNKNOWN_FORMAT.search(message)
     if keywords is not None:
         return re.findall('"([^"]*)"', keywords[1])
@@ -174,7 +173,6 @@ def _refuse_constant(name: str) -> None:
 
 
 def _plain(problem: str) -> str:
-    """Return llguidance's message in one line."""
     keywords, reference = _UNKNOWN_KEYWORDS.search(problem), _OUTER_REFERENCE.search(problem)
     if keywords is not None:
         return f"no grammar can enforce {keywords[1]}"
@@ -210,7 +208,6 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _names_all(part: dict[str, Any]) -> bool:
-    """Return whether a schema names all properties of an object, and does not mention others."""
     named, required = part.get("properties"), part.get("required", [])
     if not isinstance(named, dict) or part.keys() & _OPENING:
         return False
@@ -218,7 +215,6 @@ def _names_all(part: dict[str, Any]) -> bool:
 
 
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield a schema and those within it."""
     todo = [schema]
     while todo:
         part = todo.pop()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specgen.errors import BackendError, UsageError
+from specgen.errors import BackendError, SpecgenError, UsageError
 from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, TokenArray
 from specgen.text.grammar.base import ENDED, GrammarState, State, Vocabulary
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 #: amount of it.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _BITS_OF_A_WORD = 32
+_NO_FURTHER = "the grammar cannot be followed any further: "
 #: The prefix of the names of tokens that are no text.
 _SPECIAL = b"\xff"
 
@@ -49,11 +50,8 @@ class LlguidanceGrammar:
             raise UsageError(
                 "the model has no end-of-text token, so it cannot follow a grammar or a schema"
             )
-        try:
-            with _panics():
-                matcher = LLMatcher(_tokenizer(vocabulary), _compiled(grammar), log_level=0)
-        except _PanicError as error:
-            raise UsageError(f"the grammar cannot be followed: {error}") from error
+        with _panics(UsageError, "the grammar cannot be followed: "):
+            matcher = LLMatcher(_tokenizer(vocabulary), _compiled(grammar), log_level=0)
         if matcher.is_error():
             raise UsageError(f"the grammar cannot be followed: {_line(matcher.get_error())}")
         self.n_tokens = vocabulary.n_tokens
@@ -102,7 +100,7 @@ class _State(State):
             return ENDED
         if token_id not in self._children:
             matcher = self._matcher.deep_copy()
-            with _failures():
+            with _panics(BackendError, _NO_FURTHER):
                 is_taken = matcher.consume_token(token_id)
             if not is_taken:
                 raise _failure(matcher)
@@ -110,13 +108,12 @@ class _State(State):
         return self._children[token_id]
 
     def mask(self) -> BoolArray:
-        """Return the allowed tokens: bool[n_tokens]."""
         if self._known is None:
             n_tokens = self._grammar.n_tokens
             words = np.zeros(-(-n_tokens // _BITS_OF_A_WORD), np.uint32)
             # Two threads must not ask one matcher at the same time, but each may ask a copy.
             matcher = self._matcher.deep_copy()
-            with _failures():
+            with _panics(BackendError, _NO_FURTHER):
                 matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if matcher.is_error():
                 raise _failure(matcher)
@@ -131,9 +128,9 @@ def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:
     from llguidance import LLMatcher
 
     try:
-        with _panics():
+        with _panics(UsageError):
             return LLMatcher.validate_grammar_with_warnings(_compiled(grammar))
-    except (ValueError, _PanicError) as error:
+    except (ValueError, UsageError) as error:
         return True, [str(error)]
 
 
@@ -145,32 +142,19 @@ def _compiled(grammar: Grammar) -> str:
     return LLMatcher.grammar_from_lark(grammar.text)
 
 
-class _PanicError(Exception):
-    """A bug in llguidance, which it reports by an exception without a name of its own."""
-
-
 @contextlib.contextmanager
-def _panics() -> Iterator[None]:
+def _panics(kind: type[SpecgenError], message: str = "") -> Iterator[None]:
+    """Translate a bug in llguidance, which it reports by an exception without a name of its own."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise _PanicError(_line(str(error))) from error
-
-
-@contextlib.contextmanager
-def _failures() -> Iterator[None]:
-    """Translate errors while a text is generated. Raise `BackendError`."""
-    try:
-        with _panics():
-            yield
-    except _PanicError as error:
-        raise BackendError(f"the grammar cannot be followed any further: {error}") from error
+        raise kind(message + _line(str(error))) from error
 
 
 def _failure(matcher: LLMatcher) -> BackendError:
-    return BackendError(f"the grammar cannot be followed any further: {_line(matcher.get_error())}")
+    return BackendError(_NO_FURTHER + _line(matcher.get_error()))
 
 
 def _line(text: str) -> str:
@@ -185,7 +169,6 @@ _making = threading.Lock()
 
 
 def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
-    """Return llguidance's form of a vocabulary, made once."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     with _making:

@@ -252,7 +252,6 @@ def steps_for(options: SamplerOptions, breakers: DryBreakers) -> list[Step]:
 
 
 def _step(name: SamplerName, options: SamplerOptions, breakers: DryBreakers) -> Step | None:
-    """Return the step with this name; None if it is switched off."""
     o = options
     match name:
         case "penalties" if uses_penalties(o):

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
+from specgen.method.backend import Vocabulary
 from specgen.system.arrays import ProbArray, TokenArray
 from specgen.text.sampling.samplers import last
 
@@ -25,16 +25,6 @@ _MAX_TAIL = 20
 _LOG_MAX = 88.7228391
 #: Up to this many positions are quickly compared one by one.
 _FEW = 16
-
-
-class BreakerVocabulary(Protocol):
-    """The methods of `specgen.method.backend.Vocabulary` that `DryBreakers` needs."""
-
-    @property
-    def n_tokens(self) -> int: ...
-    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
-    def token_bytes(self, token_id: int) -> bytes: ...
-    def token_text(self, token_id: int) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +38,7 @@ class DryBreakers:
     tails: Mapping[int, frozenset[tuple[int, ...]]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, vocabulary: BreakerVocabulary, breakers: Sequence[str]) -> DryBreakers:
+    def of(cls, vocabulary: Vocabulary, breakers: Sequence[str]) -> DryBreakers:
         """Find the breakers of a vocabulary: tokens that contain a breaker; and tokens that end with the
         start of one, with the tokens of the rest of it. Empty breakers are skipped.
 
@@ -188,14 +178,14 @@ def _measured(
     return rest
 
 
-def _words(vocabulary: BreakerVocabulary, *, strip: bool) -> Iterator[bytes]:
+def _words(vocabulary: Vocabulary, *, strip: bool) -> Iterator[bytes]:
     """Return every token's text, also that of control tokens; `strip` removes a leading space."""
     for token_id in range(vocabulary.n_tokens):
         word = vocabulary.token_bytes(token_id) or _control_text(vocabulary, token_id)
         yield word[1:] if strip and word.startswith(b" ") else word
 
 
-def _control_text(vocabulary: BreakerVocabulary, token_id: int) -> bytes:
+def _control_text(vocabulary: Vocabulary, token_id: int) -> bytes:
     """Return the name of a control token; an empty text for a token that no text is tokenized to
     (padding)."""
     text = vocabulary.token_text(token_id)
@@ -204,13 +194,12 @@ def _control_text(vocabulary: BreakerVocabulary, token_id: int) -> bytes:
     return b""
 
 
-def _puts_space_first(vocabulary: BreakerVocabulary) -> bool:
-    """Return whether the tokenizer puts a space before a text."""
+def _puts_space_first(vocabulary: Vocabulary) -> bool:
     tokens = vocabulary.tokenize("a", add_special=False, parse_special=False)
     return b"".join(map(vocabulary.token_bytes, tokens)).startswith(b" ")
 
 
-def _tail(vocabulary: BreakerVocabulary, rest: bytes) -> tuple[int, ...]:
+def _tail(vocabulary: Vocabulary, rest: bytes) -> tuple[int, ...]:
     # A rest may begin within a character. llama.cpp too reads such bytes as U+FFFD.
     text = rest.decode("utf-8", "replace")
     return tuple(vocabulary.tokenize(text, add_special=False, parse_special=False)[:_MAX_TAIL])

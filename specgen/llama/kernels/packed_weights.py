@@ -33,7 +33,7 @@ LEAST_BYTES = 32 << 20
 MOST_SHARE = 0.1
 FREE_SHARE = 0.1
 
-_log = logging.getLogger("specgen.llama.packed_weights")
+_log = logging.getLogger("specgen.llama.kernels.packed_weights")
 _folder: Path | None = None
 
 
