@@ -73,7 +73,8 @@ class Sampler:
             self._temperature = last.temperature
             self._steps.pop()
         #: How many of the last tokens of the text the chain looks at; -1 is all of them.
-        self.n_history = n_history(options)
+        windows = [step.n_history for step in steps if isinstance(step, Edit)]
+        self.n_history = -1 if min(windows, default=0) < 0 else max(windows, default=0)
 
     @property
     def is_random(self) -> bool:
@@ -206,6 +207,8 @@ class Edit:
     affected: Callable[[TokenArray], tuple[TokenArray, ProbArray]]
     #: From the scores of these tokens and the amounts to the new scores.
     change: Callable[[Scores, ProbArray], Scores]
+    #: How many of the last tokens of the text it looks at; -1 is all of them.
+    n_history: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,16 +256,14 @@ def steps_for(options: SamplerOptions, breakers: DryBreakers) -> list[Step]:
 
 def _step(name: SamplerName, options: SamplerOptions, breakers: DryBreakers) -> Step | None:
     o = options
+    amounts = (o.repeat_penalty, o.frequency_penalty, o.presence_penalty)
     match name:
-        case "penalties" if uses_penalties(o):
-            changed = partial(
-                penalties,
-                repeat=o.repeat_penalty,
-                frequency=o.frequency_penalty,
-                presence=o.presence_penalty,
-            )
-            return Edit(partial(occurrences, last_n=o.repeat_last_n), changed)
-        case "dry" if uses_dry(o):
+        case "penalties" if o.repeat_last_n != 0 and amounts != (1.0, 0.0, 0.0):
+            repeat, frequency, presence = amounts
+            changed = partial(penalties, repeat=repeat, frequency=frequency, presence=presence)
+            window = o.repeat_last_n
+            return Edit(partial(occurrences, last_n=window), changed, window)
+        case "dry" if o.dry_multiplier != 0.0 and o.dry_base >= 1.0 and o.dry_last_n != 0:
             affected = partial(
                 dry_penalties,
                 breakers=breakers,
@@ -271,7 +272,7 @@ def _step(name: SamplerName, options: SamplerOptions, breakers: DryBreakers) -> 
                 allowed_length=o.dry_allowed_length,
                 last_n=o.dry_last_n,
             )
-            return Edit(affected, np.subtract)
+            return Edit(affected, np.subtract, o.dry_last_n)
         case "top_n_sigma" if o.top_n_sigma > 0.0:
             return Cut(partial(top_n_sigma, n=o.top_n_sigma), True)
         case "top_k" if o.top_k > 0:
@@ -300,33 +301,3 @@ def _bias(pairs: tuple[tuple[int, float], ...]) -> Edit:
     token_ids = np.array(sorted(biases), np.int64)
     amounts = np.array([biases[token_id] for token_id in sorted(biases)], np.float64)
     return Edit(lambda _: (token_ids, amounts), logit_bias)
-
-
-def n_history(options: SamplerOptions) -> int:
-    """Return how many of the last tokens of the text the steps need; -1 is all of them."""
-    windows = [0]
-    if uses_penalties(options):
-        windows.append(options.repeat_last_n)
-    if uses_dry(options):
-        windows.append(options.dry_last_n)
-    return -1 if min(windows) < 0 else max(windows)
-
-
-def uses_penalties(options: SamplerOptions) -> bool:
-    """Return whether the penalties are switched on."""
-    amounts = (options.repeat_penalty, options.frequency_penalty, options.presence_penalty)
-    return (
-        "penalties" in options.samplers
-        and options.repeat_last_n != 0
-        and amounts != (1.0, 0.0, 0.0)
-    )
-
-
-def uses_dry(options: SamplerOptions) -> bool:
-    """Return whether DRY is switched on."""
-    return (
-        "dry" in options.samplers
-        and options.dry_multiplier != 0.0
-        and options.dry_base >= 1.0
-        and options.dry_last_n != 0
-    )
