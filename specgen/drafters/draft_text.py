@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specgen.drafters.spelling import ControlTokens, Speller
+from specgen.drafters.spelling import Lexicon, counterpart
 from specgen.method.backend import Vocabulary
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.text.prefix import n_common
@@ -41,7 +41,7 @@ class DraftText:
     it, together with the last few tokens before, which may change.
 
     `prompt` is the draft's version of the target's first `n_prompt` tokens, for example in its own
-    chat template. `controls` maps the target's control tokens to the draft's.
+    chat template.
     """
 
     def __init__(
@@ -49,15 +49,11 @@ class DraftText:
         prompt: Sequence[int],
         n_prompt: int,
         target: Vocabulary,
-        draft: Vocabulary,
-        controls: ControlTokens,
-        speller: Speller,
+        draft: Lexicon,
     ) -> None:
         self._n_prompt = n_prompt
         self._target = target
-        self._draft = draft
-        self._controls = controls
-        self._speller = speller
+        self._lexicon, self._draft = draft, draft.vocabulary
         #: The text in the draft's tokens, without the bytes that are held back. Read only.
         self.tokens: list[int] = list(prompt)
         #: How many of `tokens`, from the first on, have not changed since the last call of `follow`.
@@ -153,9 +149,9 @@ class DraftText:
 
     def _add_control(self, token: int) -> None:
         n_before = len(self.tokens)
-        counterpart = self._controls.find(token)
-        if counterpart is not None:
-            self._add(counterpart, len(self._bytes))
+        own = counterpart(token, self._target, self._draft)
+        if own is not None:
+            self._add(own, len(self._bytes))
         self._borders.append(
             _Border(len(self._target_ends), len(self._bytes), n_before, len(self.tokens))
         )
@@ -185,21 +181,21 @@ class DraftText:
             start = self._begin(first)
         else:  # there may be many bytes that have no token
             start = max(self._start(first), self._n_told - _BEFORE)
-        joint = self._speller.spell(bytes(self._bytes[start:]))
-        common = {0, *joint.ends}
+        joint = self._lexicon.spell(bytes(self._bytes[start:]))
+        common = {0, *(end for _, end in joint)}
         for n_kept in range(n_tokens, max(first, n_tokens - _MAX_REPLACED) - 1, -1):
             place = max(0, self._start(n_kept) - start)
             if place in common:
                 offset = start
                 replaced = self.tokens[n_kept:n_unchanged]
                 self._cut(n_kept)
-                new = joint.after(place)
+                new = [(token, end) for token, end in joint if end > place]
                 break
         else:
             before = bytes(self._bytes[start : self._n_told])
             offset = self._n_told
-            new = self._speller.spell_after(before, bytes(self._bytes[self._n_told :]))
-        for token, end in zip(new.tokens, new.ends, strict=True):
+            new = self._lexicon.spell_after(before, bytes(self._bytes[self._n_told :]))
+        for token, end in new:
             self._add(token, offset + end)
         # The same tokens may stand for other bytes, if some bytes have no token.
-        self.n_unchanged += n_common(replaced, new.tokens)
+        self.n_unchanged += n_common(replaced, [token for token, _ in new])

@@ -5,14 +5,25 @@ from __future__ import annotations
 import codecs
 import re
 from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 
 from specgen.method.backend import Vocabulary
 from specgen.system.arrays import TokenArray
+
+#: Tokens, and the end of each in bytes from the start of the text. Bytes that the vocabulary cannot represent belong
+#: to no token.
+Spelled: TypeAlias = list[tuple[int, int]]
+#: A prefix for texts, if the tokenizer puts a space before every text. No tokenizer merges it with
+#: a letter or a space.
+_ANCHOR = "\n"
+#: Longer than any run of this byte in a vocabulary.
+_BEHIND_ALL = b"\xff" * 64
+#: Runs of bytes that are not UTF-8, in text decoded with "surrogateescape".
+_STRAY = re.compile("([\udc80-\udcff]+)")
 
 
 def n_unfinished(data: bytes) -> int:
@@ -23,58 +34,126 @@ def n_unfinished(data: bytes) -> int:
     return len(decoder.getstate()[0])
 
 
-class ControlTokens:
-    """Maps control tokens from one vocabulary to another: by name if the other has a token of the
-    same name, else by role. Tokens without a counterpart are left out; they never become text.
+def counterpart(token: int, source: Vocabulary, destination: Vocabulary) -> int | None:
+    """Return another vocabulary's token for a control token: by name if the other has a token of the
+    same name, else by role; None if there is none. In the middle of a text the only roles are those of ends: of a
+    turn, or of a text. (Each tokenizer decides how a text begins.)"""
+    is_end = source.is_end(token)
+    named = destination.tokenize(source.token_text(token), add_special=False, parse_special=True)
+    is_one_control = len(named) == 1 and not destination.token_bytes(named[0])
+    if is_one_control and destination.is_end(named[0]) == is_end:
+        return named[0]
+    if not is_end:
+        return None
+    own, theirs = source.special_tokens(), destination.special_tokens()
+    # An end of turn and an end of text replace each other where a vocabulary has only one.
+    roles = ("eos", "eot") if token == own["eos"] != own["eot"] else ("eot", "eos")
+    candidates = [theirs[role] for role in roles if theirs[role] >= 0]
+    return next(iter((*candidates, *destination.end_tokens())), None)
 
-    In the middle of a text the only roles are those of ends: of a turn, or of a text. (Each tokenizer
-    decides how a text begins.)
+
+class Lexicon:
+    """The tokens of a vocabulary by their bytes, and texts spelled with them, byte for byte.
+
+    Characters go through the vocabulary's own tokenizer. Bytes that are no character (an incomplete character at the
+    end of the text so far, or bytes that are not UTF-8) are spelled with the longest tokens that there are for them.
     """
 
-    def __init__(self, source: Vocabulary, destination: Vocabulary) -> None:
-        self._source = source
-        self._destination = destination
-        self._known: dict[int, int | None] = {}
-
-    def find(self, token: int) -> int | None:
-        """Return the other vocabulary's token for a control token of the first; None if there is none."""
-        if token not in self._known:
-            named = self._by_name(token)
-            self._known[token] = self._by_role(token) if named is None else named
-        return self._known[token]
-
-    def _by_name(self, token: int) -> int | None:
-        name = self._source.token_text(token)
-        found = self._destination.tokenize(name, add_special=False, parse_special=True)
-        if len(found) == 1 and not self._destination.token_bytes(found[0]):
-            is_end = self._destination.is_end(found[0])
-            return found[0] if is_end == self._source.is_end(token) else None
-        return None
-
-    def _by_role(self, token: int) -> int | None:
-        if not self._source.is_end(token):
-            return None
-        own, theirs = self._source.special_tokens(), self._destination.special_tokens()
-        # An end of turn and an end of text replace each other where a vocabulary has only one.
-        roles = ("eos", "eot") if token == own["eos"] != own["eot"] else ("eot", "eos")
-        candidates = [theirs[role] for role in roles if theirs[role] >= 0]
-        return next(iter((*candidates, *self._destination.end_tokens())), None)
-
-
-#: A prefix for texts, if the tokenizer puts a space before every text. No tokenizer merges it with
-#: a letter or a space.
-_ANCHOR = "\n"
-
-
-class ExactTokenizer:
-    """Tokenizes text byte for byte, without the token or space that a tokenizer adds at the start."""
-
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._anchor = "" if self._bytes(self._tokenize("a")) == b"a" else _ANCHOR
 
-    def tokenize(self, text: str) -> list[int] | None:
-        """Return the tokenizer's tokens; None if their bytes are not those of the text."""
+    @cached_property
+    def tokens(self) -> dict[bytes, int]:
+        """Every token that stands for text, by its bytes; of several, the one that the tokenizer uses. Reading a whole
+        vocabulary takes a tenth of a second or more."""
+        tokens: dict[bytes, int] = {}
+        for token_id in range(self.vocabulary.n_tokens):
+            data = self.vocabulary.token_bytes(token_id)
+            if data and (data not in tokens or self._chosen(data) == token_id):
+                tokens[data] = token_id
+        return tokens
+
+    def load(self) -> None:
+        """Read the vocabulary, which is else done when it is first needed."""
+        _ = self._sorted
+
+    def with_prefix(self, prefix: bytes) -> TokenArray:
+        """Return the tokens whose bytes start with `prefix`, or equal it: int64[m], sorted by bytes."""
+        keys, token_ids = self._sorted
+        start = bisect_left(keys, prefix)
+        return token_ids[start : bisect_left(keys, prefix + _BEHIND_ALL, start)]
+
+    def spell(self, data: bytes) -> Spelled:
+        """Return the canonical spelling of a text by itself."""
+        spelled: Spelled = []
+        offset = 0
+        for number, run in enumerate(_STRAY.split(data.decode("utf-8", "surrogateescape"))):
+            if not run:
+                continue
+            raw = run.encode("utf-8", "surrogateescape")
+            found = self._of_bytes(raw) if number % 2 else self._of_text(run)
+            spelled += ((token, offset + end) for token, end in found)
+            offset += len(raw)
+        return spelled
+
+    def spell_after(self, before: bytes, data: bytes) -> Spelled:
+        """Return the spelling of `data` where `before` precedes it; the ends count from the start of
+        `data`.
+
+        Tokenizers look at the text before, so both are spelled together. A token may reach over the border,
+        if `before` ends where the tokenizer would not end a token. The bytes of that token after the border
+        are then spelled by themselves.
+        """
+        border = len(before)
+        joint = self.spell(before + data)
+        spelled = [(token, end - border) for token, end in joint if end > border]
+        if border and spelled and all(end != border for _, end in joint):
+            spelled[:1] = self.spell(data[: spelled[0][1]])
+        return spelled
+
+    @cached_property
+    def _sorted(self) -> tuple[list[bytes], TokenArray]:
+        keys = sorted(self.tokens)
+        return keys, np.array([self.tokens[key] for key in keys], np.int64)
+
+    def _chosen(self, data: bytes) -> int | None:
+        """Return the single token that the tokenizer uses for these bytes; None if there is none. Several
+        tokens may stand for the same bytes: that of a byte and that of the character with this byte, for
+        example."""
+        try:
+            found = self._exact(data.decode())
+        except UnicodeDecodeError:
+            return None
+        return found[0] if found is not None and len(found) == 1 else None
+
+    def _of_text(self, text: str) -> Spelled:
+        tokens = self._exact(text)
+        if tokens is not None:
+            sizes = (len(self.vocabulary.token_bytes(token)) for token in tokens)
+            return list(zip(tokens, accumulate(sizes), strict=True))
+        if len(text) == 1:
+            return self._of_bytes(text.encode())
+        # A part of the text has no token: separate it from the rest.
+        first, second = text[: len(text) // 2], text[len(text) // 2 :]
+        n_first = len(first.encode())
+        behind = [(token, n_first + end) for token, end in self._of_text(second)]
+        return self._of_text(first) + behind
+
+    def _of_bytes(self, data: bytes) -> Spelled:
+        spelled: Spelled = []
+        start = 0
+        while start < len(data):
+            longest = (end for end in range(len(data), start, -1) if data[start:end] in self.tokens)
+            end = next(longest, None)
+            if end is not None:
+                spelled.append((self.tokens[data[start:end]], end))
+            start = end or start + 1
+        return spelled
+
+    def _exact(self, text: str) -> list[int] | None:
+        """Return the tokenizer's tokens, without the token or space that it adds at the start; None if their bytes are
+        not those of the text."""
         tokens = self._tokenize(self._anchor + text)
         data, found = text.encode(), self._bytes(tokens)
         if not found.endswith(data):
@@ -88,170 +167,7 @@ class ExactTokenizer:
         return tokens[first:] if n_added == 0 else None
 
     def _tokenize(self, text: str) -> list[int]:
-        return self._vocabulary.tokenize(text, add_special=False, parse_special=False)
+        return self.vocabulary.tokenize(text, add_special=False, parse_special=False)
 
     def _bytes(self, tokens: list[int]) -> bytes:
-        return b"".join(map(self._vocabulary.token_bytes, tokens))
-
-
-#: Longer than any run of this byte in a vocabulary.
-_BEHIND_ALL = b"\xff" * 64
-
-
-class Lexicon:
-    """The tokens of a vocabulary by their bytes; control tokens have none and are not in it.
-
-    Reading a whole vocabulary takes a tenth of a second or more, so it is read when first
-    needed.
-    """
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._tokenizer = ExactTokenizer(vocabulary)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def load(self) -> None:
-        """Read the vocabulary."""
-        _ = self._sorted
-
-    def find(self, data: bytes) -> int | None:
-        """Return the token that stands for exactly these bytes; if there are several, the one that the
-        tokenizer uses."""
-        return self.tokens.get(data)
-
-    def with_prefix(self, prefix: bytes) -> TokenArray:
-        """Return the tokens whose bytes start with `prefix`, or equal it: int64[m], sorted by bytes."""
-        keys, token_ids = self._sorted
-        start = bisect_left(keys, prefix)
-        return token_ids[start : bisect_left(keys, prefix + _BEHIND_ALL, start)]
-
-    @cached_property
-    def tokens(self) -> dict[bytes, int]:
-        """Every token that stands for text, by its bytes."""
-        vocabulary = self._vocabulary
-        tokens: dict[bytes, int] = {}
-        for token_id in range(vocabulary.n_tokens):
-            data = vocabulary.token_bytes(token_id)
-            if data and (data not in tokens or self._chosen(data) == token_id):
-                tokens[data] = token_id
-        return tokens
-
-    @cached_property
-    def _sorted(self) -> tuple[list[bytes], TokenArray]:
-        keys = sorted(self.tokens)
-        return keys, np.array([self.tokens[key] for key in keys], np.int64)
-
-    def _chosen(self, data: bytes) -> int | None:
-        """Return the single token that the tokenizer uses for these bytes; None if there is none. Several
-        tokens may stand for the same bytes: that of a byte and that of the character with this byte, for
-        example."""
-        try:
-            text = data.decode()
-        except UnicodeDecodeError:
-            return None
-        found = self._tokenizer.tokenize(text)
-        return found[0] if found is not None and len(found) == 1 else None
-
-
-#: Runs of bytes that are not UTF-8, in text decoded with "surrogateescape".
-_STRAY = re.compile("([\udc80-\udcff]+)")
-
-
-@dataclass(slots=True)
-class Spelling:
-    """Tokens, and the end of each in bytes from the start of the text.
-
-    Bytes that the vocabulary cannot represent belong to no token.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-
-    def add(self, token: int, end: int) -> None:
-        self.tokens.append(token)
-        self.ends.append(end)
-
-    def after(self, offset: int) -> Spelling:
-        """Return the tokens that end after `offset`."""
-        first = sum(end <= offset for end in self.ends)
-        return Spelling(self.tokens[first:], self.ends[first:])
-
-
-class Speller:
-    """Spells bytes with the tokens of a vocabulary, byte for byte.
-
-    Characters go through the vocabulary's own tokenizer. Bytes that are no character (an incomplete
-    character at the end of the text so far, or bytes that are not UTF-8) are spelled with the
-    longest tokens that there are for them.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, lexicon: Lexicon) -> None:
-        self._vocabulary = vocabulary
-        self._lexicon = lexicon
-        self._tokenizer = ExactTokenizer(vocabulary)
-
-    def spell(self, data: bytes) -> Spelling:
-        """Return the canonical spelling of a text by itself."""
-        spelling = Spelling()
-        offset = 0
-        for run, is_stray in _runs(data):
-            if is_stray:
-                self._add_bytes(spelling, run.encode("utf-8", "surrogateescape"), offset)
-            else:
-                self._add_text(spelling, run, offset)
-            offset += len(run.encode("utf-8", "surrogateescape"))
-        return spelling
-
-    def spell_after(self, before: bytes, data: bytes) -> Spelling:
-        """Return the spelling of `data` where `before` precedes it; the ends count from the start of
-        `data`.
-
-        Tokenizers look at the text before, so both are spelled together. A token may reach over the border,
-        if `before` ends where the tokenizer would not end a token. The bytes of that token after the border
-        are then spelled by themselves.
-        """
-        border = len(before)
-        joint = self.spell(before + data)
-        spelling = joint.after(border)
-        spelling.ends = [end - border for end in spelling.ends]
-        if border and border not in joint.ends and spelling.tokens:
-            over = self.spell(data[: spelling.ends[0]])
-            spelling.tokens[:1] = over.tokens
-            spelling.ends[:1] = over.ends
-        return spelling
-
-    def _add_text(self, spelling: Spelling, text: str, offset: int) -> None:
-        tokens = self._tokenizer.tokenize(text)
-        if tokens is not None:
-            for token in tokens:
-                offset += len(self._vocabulary.token_bytes(token))
-                spelling.add(token, offset)
-        elif len(text) == 1:
-            self._add_bytes(spelling, text.encode(), offset)
-        else:  # a part of the text has no token: separate it from the rest
-            half = len(text) // 2
-            self._add_text(spelling, text[:half], offset)
-            self._add_text(spelling, text[half:], offset + len(text[:half].encode()))
-
-    def _add_bytes(self, spelling: Spelling, data: bytes, offset: int) -> None:
-        start = 0
-        while start < len(data):
-            for end in range(len(data), start, -1):
-                token = self._lexicon.find(data[start:end])
-                if token is not None:
-                    spelling.add(token, offset + end)
-                    start = end
-                    break
-            else:
-                start += 1
-
-
-def _runs(data: bytes) -> Iterator[tuple[str, bool]]:
-    """Split a text into runs of whole characters and runs of bytes that are no character, the latter as
-    surrogates. Yield each run with a flag that is true for such bytes."""
-    text = data.decode("utf-8", "surrogateescape")
-    for number, run in enumerate(_STRAY.split(text)):
-        if run:
-            yield run, number % 2 == 1
+        return b"".join(map(self.vocabulary.token_bytes, tokens))

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import TypeAlias
 
 from specgen.drafters.cascade import WrappedDrafter
 from specgen.drafters.draft_text import DraftText
-from specgen.drafters.spelling import ControlTokens, Lexicon, Speller, n_unfinished
+from specgen.drafters.spelling import Lexicon, counterpart, n_unfinished
 from specgen.method.backend import Vocabulary
 from specgen.method.cost_table import Price
 from specgen.method.distribution import Distribution
@@ -44,17 +43,7 @@ class Translation:
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
         self.target = target
         self.draft = draft
-        self.draft_lexicon = Lexicon(draft)
-        self._to_target = ControlTokens(draft, target)
-        self._to_draft = ControlTokens(target, draft)
-
-    @cached_property
-    def _target_speller(self) -> Speller:
-        return Speller(self.target, Lexicon(self.target))
-
-    @cached_property
-    def _draft_speller(self) -> Speller:
-        return Speller(self.draft, self.draft_lexicon)
+        self._target_lexicon, self.draft_lexicon = Lexicon(target), Lexicon(draft)
 
     def text(self, prompt: Sequence[int], draft_prompt: Sequence[int] | None) -> DraftText:
         """Return a text for the draft to follow. `draft_prompt` replaces the target's `prompt`, in the
@@ -65,19 +54,17 @@ class Translation:
             own, theirs = self.target.special_tokens()["bos"], self.draft.special_tokens()["bos"]
             n_prompt = int(prompt[0] == own)
             draft_prompt = [theirs] if self.draft.add_bos and theirs >= 0 else []
-        return DraftText(
-            draft_prompt, n_prompt, self.target, self.draft, self._to_draft, self._draft_speller
-        )
+        return DraftText(draft_prompt, n_prompt, self.target, self.draft_lexicon)
 
     def first_token(self, token: int) -> int:
         """Return the draft's token that the text of one of the target's tokens starts with, or the
         counterpart of a control token; -1 if there is none."""
         data = self.target.token_bytes(token)
         if not data:
-            counterpart = self._to_draft.find(token)
-            return -1 if counterpart is None else counterpart
-        spelled = self._draft_speller.spell(data)
-        return spelled.tokens[0] if spelled.tokens else -1
+            own = counterpart(token, self.target, self.draft)
+            return -1 if own is None else own
+        spelled = self.draft_lexicon.spell(data)
+        return spelled[0][0] if spelled else -1
 
     def translate(self, draft: Draft, before: bytes, held_back: bytes) -> Draft:
         """Translate a chain to the target's tokens. `before` is the end of the text so far; `held_back` is
@@ -95,8 +82,9 @@ class Translation:
         for token, probability in zip(draft.tokens, draft.probabilities, strict=True):
             piece = self.draft.token_bytes(token)
             if not piece:
-                counterpart = self._to_target.find(token) if self.draft.is_end(token) else None
-                end = None if counterpart is None else (counterpart, probability)
+                is_end = self.draft.is_end(token)
+                own = counterpart(token, self.draft, self.target) if is_end else None
+                end = None if own is None else (own, probability)
                 break
             starts.append((len(data) - len(held_back), probability))
             data += piece
@@ -109,8 +97,7 @@ class Translation:
         if n_open <= len(data):
             data = data[: len(data) - n_open]
         n_spelled = 0
-        spelling = self._target_speller.spell_after(before, data)
-        for token, token_end in zip(spelling.tokens, spelling.ends, strict=True):
+        for token, token_end in self._target_lexicon.spell_after(before, data):
             if token_end - n_spelled != len(self.target.token_bytes(token)):
                 return  # bytes in between have no token
             yield token, _product(starts, n_spelled, token_end)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -298,18 +297,6 @@ def test_a_mended_line_is_answered_with_retry_errors(specgen: Batch, tmp_path: P
     assert "--allow-mixed" not in refused.err
     assert specgen("batch", source, out, "--retry-errors").code == 0
     assert text_of(records(out)["1"])
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
-def test_results_go_through_a_pipe_with_a_name(specgen: Batch, tmp_path: Path) -> None:
-    pipe, source = tmp_path / "pipe", write(tmp_path / "in.jsonl", *PROMPTS[:2])
-    os.mkfifo(pipe)
-    assert specgen("batch", source, pipe, "--retry-errors").code == 2
-    with ThreadPoolExecutor() as pool:
-        read = pool.submit(pipe.read_bytes)
-        assert specgen("batch", source, pipe).code == 0
-        found = [json.loads(line) for line in read.result().splitlines()]
-    assert sorted(each["custom_id"] for each in found) == ["1", "2"]
 
 
 def test_a_model_without_a_template(specgen: Batch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A body of Anthropic's Messages API with all that agents send."""
+"""Bodies of Anthropic's Messages API, and of a chat, with all that agents send."""
 
 from __future__ import annotations
 
@@ -63,4 +63,22 @@ AGENT: dict[str, Any] = {
     "output_config": {"effort": "high"},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     "metadata": {"user_id": "x"},
+}
+#: A body of a chat with what agents send in it.
+CHAT: dict[str, Any] = {
+    "messages": [
+        {"role": "developer", "content": [{"type": "text", "text": "You edit files."}]},
+        {"role": "user", "content": "Read a.py.", "name": "eva"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c", "function": {"name": "read", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "print(1)"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "read", "parameters": {}}}],
+    "tool_choice": "required",
+    "logit_bias": {"5": -1},
+    "stop": ["END"],
+    "speculative": {"draft": True, "max": 4},
 }

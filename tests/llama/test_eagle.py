@@ -1,4 +1,4 @@
-"""EAGLE-3 drafts: their files, what they compute, and what is drafted with them."""
+"""EAGLE-3, DFlash and DSpark drafts: their files, what they compute, and what is drafted with them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,27 @@ import pytest
 from specgen.drafters.kinds import find_kind
 from specgen.errors import ModelFileError, PairError
 from specgen.llama import LlamaBackend, LlamaModel
+from specgen.llama.dflash import DflashModel
 from specgen.llama.eagle import EagleContext, EagleModel
 from specgen.method.backend import Batch
 from specgen.options import (
     SessionOptions,
+    TreeShape,
 )
 from specgen.session.session import Session
 from tests.helpers.cli import Specgen
 from tests.helpers.common import EXACT
 from tests.helpers.eagle import (
     CONFIG,
+    DFLASHES,
     EAGLES,
+    answered,
+    drafts,
     loaded,
     write_files,
 )
 from tests.tiny import TinyConfig, write_tiny_model
-from tests.tiny.eagle import TinyEagle, write_tiny_eagle
+from tests.tiny.eagle import TinyDflash, TinyEagle, write_tiny_dflash, write_tiny_eagle
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +52,7 @@ def kind_name(path: Path) -> str | None:
 
 def test_a_file_is_known_by_its_architecture(folder: Path, tmp_path: Path) -> None:
     assert all(kind_name(folder / f"{name}.gguf") == "eagle3" for name in EAGLES)
+    assert all(kind_name(folder / f"{name}.gguf") == "dflash" for name in DFLASHES)
     assert kind_name(folder / "llama.gguf") == "model"
     named = write_tiny_model(tmp_path / "t.gguf", replace(CONFIG, name="eagle3"))
     assert kind_name(named) == "model"
@@ -71,13 +77,19 @@ def test_a_file_is_known_by_its_architecture(folder: Path, tmp_path: Path) -> No
             "it lacks embeddings and an output matrix, and its hidden states have 128 values",
         ),
         (replace(CONFIG, tokenizer="spm"), EAGLES["letters"], "tokenizers are of different kinds"),
+        (TinyConfig(architecture="qwen2"), TinyDflash(), "does not hand out the layers' inputs"),
+        (replace(CONFIG, n_embd=128), TinyDflash(), "it reads hidden states of 64 values"),
+        (CONFIG, TinyDflash(layers=(1, 4)), "it reads layers 1, 4, the target has 4"),
     ],
 )
 def test_a_draft_for_another_target_is_refused(
-    tmp_path: Path, target: TinyConfig, draft: TinyEagle, said: str
+    tmp_path: Path, target: TinyConfig, draft: TinyEagle | TinyDflash, said: str
 ) -> None:
     write_tiny_model(tmp_path / "t.gguf", target)
-    write_tiny_eagle(tmp_path / "d.gguf", CONFIG, draft)
+    if isinstance(draft, TinyDflash):
+        write_tiny_dflash(tmp_path / "d.gguf", CONFIG, draft)
+    else:
+        write_tiny_eagle(tmp_path / "d.gguf", CONFIG, draft)
     with pytest.raises(PairError, match=re.escape(said)) as refused, loaded(tmp_path, "t", "d"):
         pass
     assert refused.value.message.startswith("d.gguf cannot draft for t.gguf: ")
@@ -150,3 +162,34 @@ def test_rows_are_the_same_in_batches_of_every_shape(folder: Path) -> None:
         np.testing.assert_array_equal(states[key], states[1, 1])
     model.close()
     target.close()
+
+
+# --- blocks of tokens ------------------------------------------------------------------------------
+
+
+def test_blocks_of_one_token_are_refused(folder: Path, tmp_path: Path) -> None:
+    write_tiny_dflash(tmp_path / "d.gguf", CONFIG, TinyDflash(n_block=1))
+    target = LlamaModel(folder / "llama.gguf")
+    with pytest.raises(ModelFileError, match="blocks of 1 tokens"):
+        DflashModel(tmp_path / "d.gguf", target)
+    target.close()
+
+
+def test_it_drafts_chains_whatever_the_shape(folder: Path) -> None:
+    with loaded(folder, draft="dflash letters", tree=TreeShape("levels", (3, 2))) as opened:
+        (note,) = opened.notices(64)
+        _, finished = answered(opened)
+        opened.change_draft("none")
+        assert finished.token_ids == answered(opened)[1].token_ids
+    assert note.endswith("drafting chains of 2 tokens")
+    assert len(finished.drafted_by_depth) == 2
+    assert finished.n_accepted > 0
+
+
+@pytest.mark.parametrize("name", ["dflash letters", "spark"])
+def test_no_more_is_drafted_than_a_block_holds(folder: Path, name: str) -> None:
+    with loaded(folder, draft=name) as opened:
+        opened.change_drafting(replace(opened.options.drafting, max_tokens=16))
+        events, _ = answered(opened)
+    longest = max(len(draft) for _, draft in drafts(events))
+    assert longest == DFLASHES[name].n_block - (name == "dflash letters")

@@ -17,6 +17,7 @@ from specgen.llama.operators import (
     multiply,
     quantize,
 )
+from tests.llama.test_kernel_products import error, normal
 
 #: What rounding activations to 8 bits makes, as a root mean square; without that, numbers of 16 bits.
 ROUNDED, HALF = 0.015, 0.004
@@ -27,15 +28,6 @@ def _without_kernels(attached_kernels: Kernels | None) -> None:
     """GGML's own code computes."""
     if attached_kernels is not None:
         attached_kernels.enable(products=False, attention=False)
-
-
-def normal(*shape: int, seed: int = 0) -> FloatArray:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
-
-
-def error(computed: FloatArray, expected: FloatArray) -> float:
-    assert computed.shape == expected.shape
-    return float(np.sqrt(np.square(computed - expected).mean() / np.square(expected).mean()))
 
 
 # --- products -------------------------------------------------------------------------------

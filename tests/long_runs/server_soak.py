@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.helpers.messages import AGENT
+from tests.helpers.messages import AGENT, CHAT
 from tests.helpers.responses import AGENT_BODY
 from tests.long_runs.mutated_json import mutated
 
@@ -53,37 +53,6 @@ _SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-_PATH = {"type": "object", "properties": {"path": {"type": "string", "pattern": "^[a-z.]{1,8}$"}}}
-#: A request as agents send it.
-_AGENT: dict[str, Any] = {
-    "messages": [
-        {"role": "developer", "content": [{"type": "text", "text": "You edit files."}]},
-        {"role": "user", "content": "Read a.py.", "name": "eva"},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {"id": "c", "type": "function", "function": {"name": "read", "arguments": "{}"}}
-            ],
-        },
-        {"role": "tool", "tool_call_id": "c", "content": "print(1)"},
-    ],
-    "tools": [
-        {
-            "type": "function",
-            "function": {"name": name, "description": "Do it.", "parameters": _PATH},
-        }
-        for name in ("read", "write")
-    ],
-    "tool_choice": "required",
-    "parallel_tool_calls": False,
-    "logit_bias": {"5": -1},
-    "stop": ["END"],
-    "temperature": 0.7,
-    "seed": 1,
-    "max_completion_tokens": 3,
-    "speculative": {"draft": True, "max": 4},
-}
 #: How agents' requests are asked so that the same one has the same answer.
 _GREEDY = {"temperature": 0, "top_k": 1}
 #: How much more often the first model is asked than each other one.
@@ -92,7 +61,6 @@ _OK = 200
 _TOO_MANY = 429
 #: Statuses that are right for a request that was mutated.
 _REFUSALS = (400, 404, 405, 413, 422, _TOO_MANY)
-_SERVER_ERROR = 500
 #: Megabytes and descriptors that may come and go.
 _SLACK_MB = 64
 _SLACK_FILES = 8
@@ -280,7 +248,7 @@ class Soak:
         path, body = self._request(chance)
         kind = chance.random()
         if chance.random() < 0.4:
-            path, body = "/v1/chat/completions", _AGENT
+            path, body = "/v1/chat/completions", CHAT
         elif kind < 0.15:
             path, body = "/infill", {"input_prefix": "a", "input_suffix": "b", "max_tokens": 3}
         elif kind < 0.25:

@@ -206,29 +206,3 @@ def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
     # A drafted token takes what the decode took, shared by those that came of it.
     assert guesses.token_s(9.0) == pytest.approx(2.0 / (n_right + 1))
     assert guesses.token_s(0.1) == 0.1
-
-
-def test_a_guess_of_which_the_model_drafted_too_little_says_nothing_about_the_rest() -> None:
-    """The draft ended: nobody knows whether more of the guess was right."""
-    drafters = Cascade(model=Scripted("model", [[4, 5, 6]]))
-    guesses = Guesses(drafters, policy := Noting())
-    after(guesses, TEXT, [9], 5)
-    guesses.settle([9, 4])
-    assert policy.results[0].draft.tokens == (4,)
-    assert policy.results[0].path == (0,)
-
-
-def test_a_guesser_forgets_the_draft_and_keeps_what_became_text() -> None:
-    for text, expected in (
-        ([*TEXT, 9, 8, 7], []),
-        ([*TEXT, 9, 7], ["rewind 4"]),
-        ([*TEXT, 7], ["rewind 3"]),
-    ):
-        drafter = Scripted("model", [[4]] * 3)
-        guesses = Guesses(Cascade(model=drafter), Noting())
-        after(guesses, TEXT, [9], 5)
-        after(guesses, TEXT, [9, 8], 5)
-        assert "rewind" not in str(drafter.told)
-        del drafter.told[:]
-        after(guesses, text, [], 5)
-        assert drafter.told == [*expected, (text, 3)]

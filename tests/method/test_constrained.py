@@ -300,7 +300,7 @@ def oracle(rules: FakeGrammar, *, max_tokens: int = 60) -> list[int]:
 # --- the same text
 
 
-@pytest.mark.parametrize("n_draft", [1, 2, 5, 9])
+@pytest.mark.parametrize("n_draft", [1, 5])
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_greedy_text_is_the_constrained_plain_text(name: str, kind: str, n_draft: int) -> None:
@@ -313,7 +313,7 @@ def test_greedy_text_is_the_constrained_plain_text(name: str, kind: str, n_draft
     assert fast.summary.stopped_by == plain.summary.stopped_by
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_matching_keeps_a_seeds_constrained_text(name: str, kind: str, seed: int) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.method.distribution import NoTokenAllowedError
 from specgen.options import SamplerOptions
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Shaper, TextState
@@ -102,42 +100,6 @@ def test_going_back_takes_the_grammar_along() -> None:
     grammar = state.grammar()
     assert grammar is not None
     assert grammar.allows(np.arange(N_VOCAB)).nonzero()[0].tolist() == [1, 3]
-
-
-def test_the_grammar_does_not_see_the_prompt_and_refuses_without_a_trace() -> None:
-    state = TextState([5, 5, 5], GRAMMAR.start)
-    with pytest.raises(ValueError, match="does not allow token 1"):
-        state.commit(1)
-    assert state.tokens == [5, 5, 5]
-    assert state.history((), -1).tolist() == [5, 5, 5]
-    state.commit(0)
-
-
-def test_a_path_leaves_the_grammar_of_the_text_where_it_was() -> None:
-    state = TextState([1], GRAMMAR.start)
-    after = state.grammar([2, 4])
-    assert after is not None
-    assert after.forced() == 6
-    assert state.forced() is None
-    assert state.grammar([2, 4]) is after  # the work is done once
-    with pytest.raises(ValueError, match="does not allow"):
-        state.grammar([2, 5])
-
-
-@pytest.mark.parametrize("options", [SamplerOptions(), LOOKS_BACK])
-def test_what_is_forced_along_a_path_is_certain(options: SamplerOptions) -> None:
-    state = TextState([1], GRAMMAR.start)
-    shaper = Shaper(Sampler(options), state)
-    # The model's opinion would be another one: nothing else at all.
-    logits = np.full(N_VOCAB, -np.inf, np.float32)
-    logits[10] = 5.0
-    for path, token in (((2,), 4), ((2, 4), 6), ((0, 1, 2, 4, 6), 7)):
-        found = shaper.distribution(logits, path)
-        assert (found.token_ids.tolist(), found.probs.tolist()) == ([token], [1.0])
-    with pytest.raises(NoTokenAllowedError):
-        shaper.distribution(logits, (0,))  # 1 or 3, both impossible
-    with pytest.raises(NoTokenAllowedError):
-        shaper.distribution(np.zeros(N_VOCAB, np.float32), (5,))  # a dead end
 
 
 @given(prompt=TOKENS.filter(bool), path=TOKENS)

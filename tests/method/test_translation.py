@@ -93,23 +93,6 @@ def test_ends_go_by_role_and_only_after_whole_text() -> None:
     assert translate([a, 256, a]) == (a, eos)
 
 
-def test_no_half_character_is_proposed_unless_the_text_broke_off_in_one() -> None:
-    target = vocabulary([*BYTES, "中".encode(), b"ab"], ["</s>"])
-    strings = Translation(target, vocabulary(BYTES))
-    first, second, third = "中".encode()
-    a, b = b"ab"
-
-    def translate(tokens: Sequence[int], before: bytes) -> tuple[int, ...]:
-        return strings.translate(chain(tokens), before, b"").tokens
-
-    assert translate([a, first, second], b"") == (a,)
-    assert translate([a, first, second, third], b"") == (a, 256)
-    assert translate([second], bytes((first,))) == (second,)
-    assert translate([second, third, a], bytes((first,))) == (second, third, a)
-    assert translate([second, third, first], bytes((first,))) == (second, third)
-    assert translate([third, a, b], bytes((first, second))) == (third, 257)
-
-
 def test_text_is_spelled_as_it_goes_on_from_the_text_before() -> None:
     # Merges: "ab" is made first, so that "abc" is "ab" and "c"; but "bc" by itself is one.
     target = vocabulary([b"ab", b"bc", b"a", b"b", b"c"], merges=True)

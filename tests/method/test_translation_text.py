@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.spelling import ControlTokens, Lexicon, Speller, n_unfinished
+from specgen.drafters.spelling import Lexicon, counterpart, n_unfinished
 from specgen.drafters.translated import Translation
 from specgen.method.draft import Draft
 from tests.helpers.common import BYTES
@@ -22,8 +22,8 @@ from tests.helpers.vocabularies import (
 )
 
 
-def speller(vocabulary: FakeVocabulary) -> Speller:
-    return Speller(vocabulary, Lexicon(vocabulary))
+def spelled(vocabulary: FakeVocabulary, data: bytes) -> list[int]:
+    return [token for token, _ in Lexicon(vocabulary).spell(data)]
 
 
 # --- where text breaks off
@@ -43,10 +43,10 @@ def test_unfinished_bytes_are_those_that_a_decoder_waits_with(data: bytes) -> No
 def test_what_follows_a_text_is_spelled_exactly(
     vocabulary: FakeVocabulary, before: bytes, data: bytes
 ) -> None:
-    spelling = speller(vocabulary).spell_after(before, data)
-    assert joined(vocabulary, spelling.tokens) == data
-    sizes = [len(vocabulary.token_bytes(token)) for token in spelling.tokens]
-    assert spelling.ends == [sum(sizes[: n + 1]) for n in range(len(sizes))]
+    found = Lexicon(vocabulary).spell_after(before, data)
+    assert joined(vocabulary, [token for token, _ in found]) == data
+    sizes = [len(vocabulary.token_bytes(token)) for token, _ in found]
+    assert [end for _, end in found] == [sum(sizes[: n + 1]) for n in range(len(sizes))]
 
 
 def test_a_token_for_the_unknown_is_never_text() -> None:
@@ -58,7 +58,7 @@ def test_a_token_for_the_unknown_is_never_text() -> None:
             return [known.get(bytes((byte,)), 0) for byte in f" {text}".encode()]
 
     unknown = WithUnknown((b"<unk>", b" ", b"a", b"b"), controls=frozenset({0}))
-    assert speller(unknown).spell("a中b\nab".encode()).tokens == [2, 3, 2, 3]
+    assert spelled(unknown, "a中b\nab".encode()) == [2, 3, 2, 3]
 
 
 # --- the vocabulary turned around
@@ -69,8 +69,8 @@ def test_of_a_byte_and_a_character_the_tokenizers_choice_is_found(adds_space: bo
     # Byte tokens come first, as SentencePiece has them; the tokenizer takes the characters.
     made = vocabulary([*BYTES, b"a", b"b", b" "], adds_space=adds_space)
     lexicon = Lexicon(made)
-    assert [lexicon.find(piece) for piece in (b"a", b"b", b" ")] == [256, 257, 258]
-    assert lexicon.find(b"c") == ord("c")
+    assert [lexicon.tokens[piece] for piece in (b"a", b"b", b" ")] == [256, 257, 258]
+    assert lexicon.tokens[b"c"] == ord("c")
 
 
 # --- control tokens
@@ -82,15 +82,16 @@ def test_control_tokens_go_by_name_and_then_by_role() -> None:
     )
     bos, eos, eot, pad, start = range(1, 6)
     same = vocabulary([b"x", b"y"], ["<|im_start|>", "</s>", "<|eot|>"], eos="</s>", eot="<|eot|>")
-    found = ControlTokens(source, same)
-    assert [found.find(token) for token in (bos, eos, eot, pad, start)] == [None, 3, 4, None, 2]
+
+    def found(destination: FakeVocabulary) -> list[int | None]:
+        tokens = (bos, eos, eot, pad, start)
+        return [counterpart(token, source, destination) for token in tokens]
+
+    assert found(same) == [None, 3, 4, None, 2]
     other = vocabulary([b"x"], ["<|im_end|>", "<|eos|>"], eos="<|eos|>", eot="<|im_end|>")
-    found = ControlTokens(source, other)
-    assert [found.find(token) for token in (bos, eos, eot, pad, start)] == [None, 2, 1, None, None]
-    single = vocabulary([b"x"], ["<|eos|>"])
-    found = ControlTokens(source, single)
-    assert [found.find(token) for token in (eos, eot)] == [1, 1]
-    assert ControlTokens(source, vocabulary([b"x"])).find(eos) is None
+    assert found(other) == [None, 2, 1, None, None]
+    assert found(vocabulary([b"x"], ["<|eos|>"])) == [None, 1, 1, None, None]
+    assert found(vocabulary([b"x"])) == [None] * 5
 
 
 # --- the text as it grows (`test_translated_loop.py` has what it says, byte for byte)
@@ -146,7 +147,7 @@ def test_a_text_in_pieces_that_goes_back_is_spelled_as_the_whole(
             text.rewind(len(context))
     context += data.draw(st.lists(one, max_size=12))
     text.follow(context)
-    assert text.tokens == speller(draft).spell(joined(WHOLE, context[1:])).tokens
+    assert text.tokens == spelled(draft, joined(WHOLE, context[1:]))
 
 
 #: Whole characters, and an end.
@@ -164,7 +165,7 @@ def test_the_cost_of_a_step_does_not_grow_with_the_text(spells_all: bool) -> Non
         text, context = Translation(target, draft).text([0], []), [0]
         costs: list[int] = []
         draft.counts.clear()
-        for token in speller(target).spell(said * 60).tokens:
+        for token in spelled(target, said * 60):
             context.append(token)
             text.follow(context)
             costs.append(sum(draft.counts))

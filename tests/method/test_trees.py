@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -24,10 +24,9 @@ from specgen.method.distribution import Distribution
 from specgen.method.draft import NO_DRAFT, ROOT, Draft, TreeBuilder
 from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import Offer, RoundPlan, RoundResult, draft_up_to
-from specgen.method.stopping import WhilePaying, best_nodes
+from specgen.method.stopping import best_nodes
 from specgen.method.verify import (
     AutoVerifier,
-    MatchVerifier,
     ResidualVerifier,
     SpecTrVerifier,
     Verifier,
@@ -37,7 +36,14 @@ from specgen.session.answer_loop import AnswerLoop
 from specgen.text.text_state import TextState
 from tests.helpers.exact_distributions import Fate, all_fates
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
-from tests.helpers.fake_generations import PROMPT, Setup, Timed, tree_drafter, tree_request
+from tests.helpers.fake_generations import (
+    PROMPT,
+    Setup,
+    Timed,
+    model_drafter,
+    tree_drafter,
+    tree_request,
+)
 from tests.helpers.goodness_of_fit import LEVEL, p_value
 from tests.method.test_verifiers import DRAFTS, LETTERS, SAMPLERS, draw, exact
 from tests.method.test_verifiers import PROMPT as SHORT_PROMPT
@@ -286,19 +292,6 @@ def test_drawn_trees_fit(
     assert p_value(counts, exact(options)) > LEVEL
 
 
-@pytest.mark.parametrize("shape", ["3,2", "2,1,1"])
-@pytest.mark.parametrize("verifier", [MatchVerifier, ResidualVerifier])
-def test_trees_of_the_likeliest_tokens_fit(verifier: Callable[[], Verifier], shape: str) -> None:
-    options = SAMPLERS["plain"]
-
-    def drafter(seed: int) -> Drafter:
-        state = TextState(SHORT_PROMPT)
-        return tree_drafter(DRAFTS["good"], LETTERS, shape, options, seed=seed, state=state)[0]
-
-    counts = draw(options, drafter, verifier(), FIXED)
-    assert p_value(counts, exact(options)) > LEVEL
-
-
 def counted(language: Language) -> tuple[Language, Counter[tuple[int, ...]]]:
     """A language, and how often it was asked what follows each text."""
     counts: Counter[tuple[int, ...]] = Counter()
@@ -370,22 +363,17 @@ def test_trees_change_nothing_and_no_token_is_decoded_twice(
 
 def test_where_rows_are_cheap_trees_grow_and_more_is_accepted_than_of_a_chain() -> None:
     language = random_language(N_VOCAB, seed=5, scale=1.5)
-    found = {}
-    for shape in ("off", "auto"):
-        seen: list[DraftedEvent] = []
-        drafter, _ = tree_drafter(
-            noisy(language, 1.0), WORDS, "auto", n_ctx=512, costs=draft_costs()
-        )
-
-        def policy(options: DraftOptions, shape: str = shape) -> CostAwarePolicy:
-            return by_cost(options) if shape == "auto" else Chains(options, CostTable(CHEAP))
-
+    lengths: list[float] = []
+    for drafter in (
+        tree_drafter(noisy(language, 1.0), WORDS, "auto", n_ctx=512, costs=draft_costs())[0],
+        model_drafter(noisy(language, 1.0), WORDS, n_ctx=512)[0],
+    ):
         setup = Setup(
             language=language,
             vocabulary=FakeVocabulary.letters(N_VOCAB),
             drafter=drafter,
             drafting=BY_COST,
-            policy=policy,
+            policy=by_cost,
             options=GenerationOptions(max_tokens=300),
             n_ctx=400,
             n_branches=16,
@@ -393,50 +381,14 @@ def test_where_rows_are_cheap_trees_grow_and_more_is_accepted_than_of_a_chain() 
         target = Timed(setup.backend(), CostTable(CHEAP))
         loop = AnswerLoop(cast(Backend, target), lambda target=target: target.decode_s)  # type: ignore[misc]
         generation = setup.generation()
-        seen += [event for event in loop.run(generation) if isinstance(event, DraftedEvent)]
-        n_branching = sum(
-            len({node.parent for node in event.nodes}) < len(event.nodes) for event in seen
-        )
-        assert (n_branching > 0) == (shape == "auto")
-        found[shape] = generation.tally.mean_accepted_length
-    chain, tree = found["off"], found["auto"]
-    assert chain is not None
-    assert tree is not None
-    assert tree > 1.15 * chain
-
-
-class Chains(CostAwarePolicy):
-    """Sees the likeliest tokens only."""
-
-    def plan(self, offer: Offer) -> RoundPlan:
-        plan = super().plan(offer)
-        if not isinstance(plan.stop, WhilePaying):
-            return plan
-        values = {each.name: getattr(plan.stop, each.name) for each in fields(plan.stop)}
-        return replace(plan, stop=FirstChoices(**values))
-
-
-class FirstChoices(WhilePaying):
-    """Goes on along the likeliest tokens only."""
-
-    def frontier(
-        self,
-        tree: TreeBuilder,
-        probabilities: Sequence[float],
-        n_deepest: int,
-        n_most: int,
-        seconds: Callable[[int], float],
-    ) -> list[int]:
-        found = super().frontier(tree, probabilities, n_deepest, n_most, seconds)
-        return [node for node in found if tree.ranks[node] == 0]
-
-    def cut(self, draft: Draft) -> Draft:
-        chain = [node for node in range(len(draft)) if draft.ranks()[node] == 0]
-        nodes: list[int] = []
-        for node in chain:
-            if draft.parents[node] in (ROOT, *nodes):
-                nodes.append(node)
-        return super().cut(draft.only(nodes))
+        drafted = [event for event in loop.run(generation) if isinstance(event, DraftedEvent)]
+        branch = [
+            len({node.parent for node in event.nodes}) < len(event.nodes) for event in drafted
+        ]
+        assert any(branch) == (not lengths)
+        assert generation.tally.mean_accepted_length is not None
+        lengths.append(generation.tally.mean_accepted_length)
+    assert lengths[0] > 1.15 * lengths[1]
 
 
 def test_where_each_row_costs_a_token_nothing_branches() -> None:

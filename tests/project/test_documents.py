@@ -45,24 +45,6 @@ def test_a_document_shows_the_same_after_wrapping(path: Path) -> None:
 LONG = "word " * 40 + "end"
 
 
-@pytest.mark.parametrize(
-    "kept",
-    [
-        f"| {LONG} | b |\n| --- | --- |\n| {LONG} | c |\n",
-        f"```text\n{LONG}\n\n- {LONG}\n```\n",
-        f"    {LONG}\n    {LONG}\n",
-        f"# {LONG}\n",
-        f"<!-- {LONG}\n{LONG} -->\n",
-        f"[name]: https://example.org/{'x' * 200}\n",
-        "short lines\nstay as they are\n",
-    ],
-    ids=["table", "code", "indented code", "heading", "comment", "definition", "short"],
-)
-def test_what_is_no_long_paragraph_is_kept(kept: str) -> None:
-    assert wrapped(kept) == kept
-    assert not list(too_long(kept))
-
-
 def test_a_long_line_is_found_with_its_number() -> None:
     target = f"[page](https://example.org/{'x' * 120})"
     assert dict(too_long(f"short\n\n{LONG}\n{target}\n")) == {3: LONG}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +42,8 @@ class TestLines:
             {"custom_id": 7, "messages": turns},
             "  Why is the sky blue?\r",
         )
-        assert [line.custom_id for line in (first, second, third, fourth, fifth)] == [
-            "x",
-            "y",
-            "3",
-            "7",
-            "5",
-        ]
+        lines = (first, second, third, fourth, fifth)
+        assert [line.custom_id for line in lines] == ["x", "y", "3", "7", "5"]
         assert request_of(first).messages == (Message("user", "hi"),)
         assert request_of(first).generation.max_tokens == 3
         assert (request_of(second).kind, request_of(second).text) == ("completion", "a")
@@ -70,16 +64,13 @@ class TestLines:
         [
             (b"caf\xe9", "invalid_utf8", "0xe9"),
             ("{broken", "invalid_json", "double quotes at column 2"),
-            ("{" * 100_000, "invalid_json", "double quotes at column 2"),
             ('{"seed": ' + "1" * 5000 + "}", "invalid_json", "digits"),
             ({"prompt": 3}, "invalid_request", "prompt: 3 is not a text"),
-            ({"prompt": ""}, "invalid_request", "prompt: it is empty"),
             ({"custom_id": [1], "prompt": "x"}, "invalid_request", "custom_id"),
             ({"custom_id": "\ud800", "prompt": "x"}, "invalid_request", "custom_id"),
             ({"url": "/v1/embeddings", "body": {}}, "invalid_request", "url"),
             ({"body": {}}, "invalid_request", "url: it is missing; give one of /v1/"),
             ({"url": "/v1/completions", "method": "GET", "body": {}}, "invalid_request", "method"),
-            ({"url": "/v1/completions", "body": [1]}, "invalid_request", "body"),
             ({"url": "/v1/completions", "body": {}, "model": 1}, "invalid_request", "model"),
             ({"url": "/v1/completions", "body": {"prompt": "x", "n": 3}}, "invalid_request", "n"),
         ],
@@ -212,15 +203,6 @@ class TestResults:
         with pytest.raises(OutputError, match="No space left"):
             append(out, record("b"))
         assert out.read_bytes() == before
-
-    def test_places_that_cannot_be_written(self, tmp_path: Path) -> None:
-        with pytest.raises(OutputError, match="cannot be written"):
-            append(tmp_path / "missing" / "out.jsonl", record("a"))
-        with pytest.raises(OutputError, match="cannot be read"):
-            read_results(tmp_path)
-        if os.name != "nt":
-            with pytest.raises(OutputError, match="/dev/null: cannot be written"):
-                append(Path("/dev/null"), record("a"))
 
 
 def test_the_summary_tells_of_drafts_and_caches_where_there_were_any() -> None:

@@ -11,11 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.options import GenerationOptions, SamplerOptions
+from specgen.serve.formats.chat_request import read_chat
 from specgen.serve.formats.fields import BodyError
 from specgen.serve.formats.messages import MessageWriter, error_body, read_messages
 from specgen.serve.formats.request import Request, with_call_form
+from specgen.serve.formats.responses import read_response_request
 from specgen.session.prompts.template import Message, ToolCall
-from tests.helpers.messages import AGENT
+from tests.helpers.messages import AGENT, CHAT
+from tests.helpers.responses import AGENT_BODY
 from tests.long_runs.mutated_json import mutated
 
 HERMES_TEMPLATE = "{{ tools }} {{ enable_thinking }} <tool_call>"
@@ -210,15 +213,22 @@ def test_errors_have_the_types_of_the_api(kind: str, code: str | None, told: str
     assert MessageWriter("f", 0, "m").feed(error)[0]["error"]["type"] == told
 
 
-@given(st.integers(0, 10**9))
-def test_any_body_is_read_or_refused(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("read_body", "agent"),
+    [(read_messages, AGENT), (read_response_request, AGENT_BODY), (read_chat, CHAT)],
+)
+@given(seed=st.integers(0, 10**9))
+def test_any_body_is_read_or_refused(read_body: Any, agent: dict[str, Any], seed: int) -> None:
+    """No other exception leaves a reader: it would be a 500."""
     try:
-        body = json.loads(mutated(AGENT, random.Random(seed)))
+        body = json.loads(mutated(agent, random.Random(seed)))
     except (ValueError, RecursionError):
         return
     if not isinstance(body, dict):
         return
     try:
-        assert read(body).messages
-    except BodyError:
-        return
+        (asked,) = read_body(body, SamplerOptions(), GenerationOptions())
+        with_call_form(asked, HERMES_TEMPLATE).parser()
+        json.dumps(asked.writer("7", 17, "m").begin(7) if asked.writer else None)
+    except BodyError as error:
+        error.message.encode()

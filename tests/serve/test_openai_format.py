@@ -163,7 +163,7 @@ def test_forms_of_answers() -> None:
         ({"stop": 3}, "stop"),
         ({"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
         ({"n": 2}, "n"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [tool("a b")]}, "tools[0].function.name"),
         ({"tools": [tool("a"), tool("a")]}, "tools[1].function.name"),
         ({"tools": [tool("a", parameters=3)]}, "tools[0].function.parameters"),

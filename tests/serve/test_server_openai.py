@@ -186,18 +186,6 @@ def test_logprobs_are_the_same_with_drafts_and_without(client: openai.OpenAI) ->
     assert [each.token for each in streamed] == [each.token for each in drafted]
 
 
-def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
-    whole = client.completions.create(model="any", prompt=PROMPT, logprobs=2).choices[0]
-    assert whole.logprobs is not None
-    assert "".join(whole.logprobs.tokens or ()) == whole.text
-    offsets = []
-    for chunk in client.completions.create(model="any", prompt=PROMPT, logprobs=2, stream=True):
-        for choice in chunk.choices:
-            if choice.logprobs is not None:
-                offsets += choice.logprobs.text_offset or []
-    assert offsets == whole.logprobs.text_offset
-
-
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
@@ -356,18 +344,3 @@ def test_pieces_tell_where_tokens_come_from(server: Running) -> None:
     assert text == whole["choices"][0]["message"]["content"]
     assert kinds <= {"accepted", "corrected", "bonus", "plain", "forced"}
     assert kinds
-
-
-def test_a_repeated_beginning_is_decoded_once(server: Running, client: openai.OpenAI) -> None:
-    system = {"role": "system", "content": "one two three four five six seven eight nine ten"}
-    cached = []
-    for question in ("alpha", "beta", "gamma"):
-        answer = client.chat.completions.create(
-            model="any",
-            messages=[system, {"role": "user", "content": question}],  # type: ignore[list-item]
-        )
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens_details is not None
-        cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
-    assert cached[1] > 40
-    assert cached[2] > 40

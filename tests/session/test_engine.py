@@ -164,23 +164,6 @@ def test_with_trees_and_seeds_too(
             assert engine.answers(PROMPTS) == expected
 
 
-def test_each_answer_has_its_own_options(models: Path, costs: VirtualTime) -> None:
-    with opened(models, costs, sampler=SAMPLED) as loaded:
-        expected = alone(loaded)
-        with Engine(loaded, n_parallel=3, n_ctx=N_CTX) as engine:
-            own = loaded.options.generation
-            short = engine.insert(PROMPTS[0], generation=replace(own, max_tokens=5))
-            until = replace(own, stop=(expected[0][3:6],))
-            stopped = engine.insert(PROMPTS[0], generation=until)
-            other = engine.insert(PROMPTS[0], sampling=replace(SAMPLED, seed=8))
-            list(engine.run())
-    assert expected[0].startswith(short.text)
-    assert short.finished is not None
-    assert (short.finished.n_tokens, short.finished.finish_reason) == (5, "length")
-    assert stopped.text == expected[0].partition(expected[0][3:6])[0]
-    assert other.text != expected[0]
-
-
 @pytest.mark.parametrize("drafter", ["ngram", "draft"])
 def test_an_answer_may_do_without_drafts(models: Path, costs: VirtualTime, drafter: str) -> None:
     """And the next one drafts again, its draft's cache behind by what was said meanwhile."""
@@ -588,26 +571,6 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(models: Path, costs: Virtua
     assert alike.finished.n_cached_tokens >= len(first.prompt.tokens) - 40
 
 
-def test_a_prompt_that_is_being_read_can_be_cancelled(
-    models: Path, costs: VirtualTime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specgen.session.scheduler.N_READ_BESIDE", 8)
-    monkeypatch.setattr("specgen.llama.LlamaModel.has_equal_rows", True)
-    with opened(models, costs) as loaded, Engine(loaded, n_parallel=2, n_ctx=N_CTX) as engine:
-        first = engine.insert(PROMPTS[0])
-        engine.step()
-        second = engine.insert(PROMPTS[1])
-        engine.step()
-        engine.cancel(second)
-        engine.step()
-        assert second.finished is not None
-        assert second.finished.finish_reason == "interrupted"
-        assert second.text == ""
-        third = engine.insert(PROMPTS[1])
-        list(engine.run())
-        assert [first.text, third.text] == alone(loaded)[:2]
-
-
 # --- what is drafted for one answer
 
 
@@ -626,21 +589,6 @@ def test_an_answer_may_ask_for_shorter_drafts(models: Path, costs: VirtualTime) 
         assert max(drafted_lengths(short)) <= 2
         assert not drafted_lengths(none)
         assert free.text == short.text == none.text
-
-
-def test_an_answer_may_ask_for_another_verifier(models: Path, costs: VirtualTime) -> None:
-    sampler = replace(SAMPLED, seed=-1)
-    with opened(models, costs, sampler=sampler) as loaded:
-        with Engine(loaded, n_ctx=N_CTX) as engine:
-            asked = [engine.insert(PROMPTS[0], verifier=name) for name in ("match", "block")]
-            list(engine.run())
-        named = [
-            event.verifier
-            for answer in asked
-            for event in answer.events
-            if isinstance(event, PromptEvent)
-        ]
-    assert named == ["match", "block"]
 
 
 def test_fixed_shapes_have_no_length_of_their_own(models: Path, costs: VirtualTime) -> None:

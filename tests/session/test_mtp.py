@@ -86,11 +86,6 @@ def plain(models: Session, prompt: str = PROMPT) -> FinishedEvent:
 # --- files
 
 
-@with_every_architecture
-def test_layers_are_found(files: Path, architecture: MtpArchitecture) -> None:
-    assert why_no_mtp(files / f"{architecture}.gguf") == ""
-
-
 def test_what_has_no_layers_says_why(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "plain.gguf", TinyConfig())
     write_mtp_model(tmp_path / "removed.gguf", keep_layer=False)
@@ -294,34 +289,6 @@ def test_trials_replay_what_a_real_answer_drafts(
         figures = try_draft(models, baseline)
     assert figures is not None
     assert figures.acceptance_rate == pytest.approx(real.n_accepted / real.n_drafted, abs=0.1)
-
-
-# --- the trail of hidden states
-
-
-def test_a_trail_keeps_what_the_next_text_needs() -> None:
-    import numpy as np
-
-    def rows(*values: int) -> Any:
-        return np.array(values, np.float32)[:, None]
-
-    one, other = HiddenTrail(100), HiddenTrail(100)
-    one.take_rows(rows(0, 1, 2, 3), [5, 6, 7, 8], 4)
-    state = one.after(2)
-    assert state is not None
-    assert state.tolist() == [2.0]
-    assert one.after(4) is None
-    other.begin([5, 6, 7, 9], [one])
-    assert (other.n_read, other.first) == (3, 0)
-    other.take_rows(rows(9), [5, 6, 7, 9], 4)
-    assert one.n_read == other.n_read == 4
-    # The target read three tokens of which nothing is known.
-    other.take_rows(rows(7, 8), [5, 6, 7, 9, 1, 2, 3, 4, 5], 9)
-    assert (other.n_read, other.first) == (9, 7)
-    assert other.after(6) is None
-    few = HiddenTrail(2)
-    few.take_rows(rows(0, 1, 2, 3), [5, 6, 7, 8], 4)
-    assert (few.first, few.after(1)) == (2, None)
 
 
 # --- the command line

@@ -67,22 +67,6 @@ def finish(loop: AnswerLoop, generations: abc.Sequence[Sequence]) -> None:
 # --- what a batch costs each of them
 
 
-def test_alone_a_sequence_pays_for_the_batch() -> None:
-    table = CostTable(COSTS)
-    share = BatchShare(table)
-    for n in range(20):
-        assert share.seconds(n) == table.seconds(n)
-    assert share.of_batch(3, 5) == 1.0
-
-
-def test_beside_others_a_row_costs_what_it_adds() -> None:
-    table = CostTable(COSTS)
-    share = BatchShare(table, Others(3, 7))
-    # Without drafts each pays for a fourth of four rows.
-    assert share.seconds(1) == pytest.approx(1.5 / 4)
-    assert share.seconds(5) - share.seconds(1) == pytest.approx(table.seconds(12) - 2.0)
-
-
 @given(
     n_drafted=st.lists(st.integers(0, 8), min_size=1, max_size=6),
     own_s=st.floats(0.001, 1.0),
@@ -401,14 +385,6 @@ def test_a_dead_end_of_one_grammar_ends_that_text_alone(place: int, depth: int) 
             assert generation.failure is None
             assert generation.tokens == alone.tokens
             assert generation.finish_reason == "length"
-
-
-def test_a_text_by_itself_raises_what_ends_it() -> None:
-    dead = FakeGrammar({i: dict.fromkeys(range(N_VOCAB), i + 1) for i in range(3)})
-    setup = Setup(grammar=dead.start)
-    loop = AnswerLoop(setup.backend(), Clock())
-    with pytest.raises(NoTokenAllowedError):
-        list(loop.run(setup.generation()))
 
 
 def test_what_one_drafter_says_wrongly_costs_no_other_answer() -> None:

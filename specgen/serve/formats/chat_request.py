@@ -21,7 +21,7 @@ from specgen.serve.formats.fields import (
     Fields,
     Integer,
     Parts,
-    Schema,
+    Tool,
     ToolChoice,
     Word,
     parse,
@@ -30,10 +30,10 @@ from specgen.serve.formats.fields import (
 )
 from specgen.serve.formats.request import (
     Conversation,
-    Functions,
     Kind,
     Request,
     arguments_of,
+    read_tools,
     request_of,
 )
 from specgen.session.prompts.infill import ContextFile, Gap
@@ -72,17 +72,6 @@ class _Message(Fields):
     )
     tool_calls: list[_Call] = []
     tool_call_id: str | None = None
-
-
-class _Function(Fields):
-    name: str
-    description: str | None = None
-    parameters: Schema | None = None
-
-
-class _Tool(Fields):
-    type: Literal["function"]
-    function: _Function
 
 
 class _StreamOptions(Fields):
@@ -124,7 +113,7 @@ class _OpenAIBody(AnswerBody):
 
 class _ChatBody(_OpenAIBody):
     messages: Annotated[list[_Message], Field(min_length=1)]
-    tools: list[_Tool] = []
+    tools: list[Tool] = []
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
@@ -177,16 +166,18 @@ def read_chat(
 ) -> tuple[Request, ...]:
     """Read a body for the next turn of a conversation. Raise `BodyError`."""
     asked = parse(_ChatBody, body)
-    functions = Functions()
-    for number, tool in enumerate(asked.tools):
-        where, each = f"tools[{number}].function", tool.function
-        functions.add(where, each.name, each.description, each.parameters)
+    warnings: list[str] = []
+    tools = read_tools(
+        asked.tools, asked.tool_choice, warnings, is_parallel=asked.parallel_tool_calls
+    )
+    request = asked.request("chat", sampling, generation)
     request = replace(
-        asked.request("chat", sampling, generation),
+        request,
         messages=_messages(asked.messages),
-        tools=functions.chosen(asked.tool_choice, is_parallel=asked.parallel_tool_calls),
+        tools=tools,
         variables=asked.variables(asked.reasoning_effort),
         splits_reasoning=asked.reasoning_format != "none",
+        warnings=(*request.warnings, *warnings),
     )
     return (request,)
 

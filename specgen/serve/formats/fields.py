@@ -149,6 +149,19 @@ class AnswerFormat(_NamedSchema):
         return found
 
 
+class Tool(Fields):
+    """A tool, in the forms of all APIs."""
+
+    type: str = "function"
+    name: str | None = None
+    description: str | None = None
+    parameters: Schema | None = None
+    input_schema: Schema | None = None
+    #: Of a tool that takes a free text.
+    format: dict[str, Any] | None = None
+    function: Tool | None = None
+
+
 class Choice(Fields):
     """How tools may be called, in the forms of all APIs."""
 

@@ -17,13 +17,13 @@ from specgen.serve.formats.fields import (
     BodyError,
     Fields,
     Part,
-    Schema,
+    Tool,
     ToolChoice,
     parse,
     shown,
     text_of,
 )
-from specgen.serve.formats.request import Conversation, Functions, Request, request_of
+from specgen.serve.formats.request import Conversation, Request, read_tools, request_of
 from specgen.session.prompts.template import Message
 
 #: The start of a part that Claude Code puts first. It differs from request to request, so that no prefix of
@@ -61,13 +61,6 @@ class _Message(Fields):
     content: _Blocks
 
 
-class _Tool(Fields):
-    type: str = "custom"
-    name: str | None = None
-    description: str | None = None
-    input_schema: Schema | None = None
-
-
 class _Thinking(Body):
     type: str
 
@@ -80,7 +73,7 @@ class _OutputConfig(Body):
 class _Body(AnswerBody):
     system: _Blocks = []
     messages: Annotated[list[_Message], Field(min_length=1)]
-    tools: list[_Tool] = []
+    tools: list[Tool] = []
     tool_choice: ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig = _OutputConfig()
@@ -98,13 +91,7 @@ def read_messages(
 ) -> tuple[Request, ...]:
     """Read a body; `sampling` and `generation` give the defaults of its fields. Raise `BodyError`."""
     asked = parse(_Body, body)
-    warnings, functions = [], Functions()
-    for number, tool in enumerate(asked.tools):
-        where = f"tools[{number}]"
-        if tool.type == "custom":
-            functions.add(where, tool.name, tool.description, tool.input_schema, "input_schema")
-        else:
-            warnings.append(f"{where}: ignored, since {shown(tool.type)} does not run here")
+    warnings: list[str] = []
     choice, thinking, config = asked.tool_choice, asked.thinking, asked.output_config
     alone = choice is not None and choice.disable_parallel_tool_use
     # With other types, ``adaptive`` for example, the model decides.
@@ -115,9 +102,9 @@ def read_messages(
         sampling,
         generation,
         form=config.format or asked.output_format,
-        warnings=warnings,
         messages=_messages(asked),
-        tools=functions.chosen(choice, is_parallel=not alone),
+        tools=read_tools(asked.tools, choice, warnings, is_parallel=not alone),
+        warnings=warnings,
         variables=asked.variables(config.effort, thinks),
         splits_reasoning=True,
         writer=MessageWriter,

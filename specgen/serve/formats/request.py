@@ -16,8 +16,8 @@ from specgen.serve.formats.fields import (
     AnswerFormat,
     BodyError,
     Choice,
-    Schema,
     Speculative,
+    Tool,
     shown,
 )
 from specgen.serve.formats.tool_calls import (
@@ -221,61 +221,58 @@ def check_tokens(request: Request, n_tokens: int) -> None:
 # --- tools ----------------------------------------------------------------------------------------
 
 
-class Functions:
-    """The functions of a request, as they are read. Its methods raise `BodyError`."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, Function] = {}
-
-    def add(
-        self,
-        where: str,
-        name: str | None,
-        description: str | None,
-        parameters: Schema | None,
-        schema_field: str = "parameters",
-    ) -> None:
-        """Add the function that the field `where` describes."""
+def read_tools(
+    asked: Sequence[Tool], choice: Choice | None, warnings: list[str], *, is_parallel: bool
+) -> Tools | None:
+    """Return the functions that run at the client, and which of them a choice allows; None if the model may call
+    none. Raise `BodyError`."""
+    found: dict[str, Function] = {}
+    for number, tool in enumerate(asked):
+        where = f"tools[{number}]"
+        if tool.type not in ("function", "custom"):
+            warnings.append(f"{where}: ignored, since {shown(tool.type)} does not run here")
+            continue
+        if tool.function is not None:
+            where, tool = f"{where}.function", tool.function  # noqa: PLW2901
+        name, is_input = tool.name, tool.input_schema is not None
         if name is None or not _NAME.fullmatch(name):
             rule = "is not a name of 1 to 64 letters, digits, _ and -"
             raise BodyError(f"{where}.name", f"{shown(name)} {rule}")
-        if name in self._found:
+        if name in found:
             raise BodyError(f"{where}.name", f"{shown(name)} is given twice")
-        self._found[name] = Function(
-            name,
-            description or "",
-            {**_NO_PARAMETERS, **(parameters or {})},
-            f"{where}.{schema_field}",
-        )
+        schema = {**_NO_PARAMETERS, **(tool.parameters or tool.input_schema or {})}
+        field = f"{where}.{'input_schema' if is_input else 'parameters'}"
+        found[name] = Function(name, tool.description or "", schema, field)
+    return _chosen(found, choice, is_parallel)
 
-    def chosen(self, choice: Choice | None, *, is_parallel: bool) -> Tools | None:
-        """Return the tools that a choice allows; None if the model may call none."""
-        functions, kind = tuple(self._found.values()), "auto" if choice is None else choice.type
-        if kind == "none" or (not functions and kind == "auto"):
-            return None
-        if not functions:
-            raise BodyError("tool_choice", f"{shown(kind)} needs tools")
-        if choice is None or kind in ("auto", "required", "any"):
-            return Tools(functions, functions, kind != "auto", is_parallel)
-        if kind == "allowed_tools":
-            allowed = choice.allowed_tools or choice
-            named = [each for each in allowed.tools if each.type in ("function", "custom")]
-            if not allowed.tools:
-                raise BodyError("tool_choice", "it allows no tools")
-            if not named:
-                return None
-            names = dict.fromkeys(self._named(each).name for each in named)
-            some = tuple(map(self._found.__getitem__, names))
-            return Tools(functions, some, allowed.mode == "required", is_parallel)
-        if kind in ("function", "custom", "tool"):
-            return Tools(functions, (self._named(choice),), must_call=True, is_parallel=False)
+
+def _chosen(
+    found: Mapping[str, Function], choice: Choice | None, is_parallel: bool
+) -> Tools | None:
+    functions, kind = tuple(found.values()), "auto" if choice is None else choice.type
+    if kind == "none" or (not functions and kind == "auto"):
+        return None
+    if not functions:
+        raise BodyError("tool_choice", f"{shown(kind)} needs tools")
+    if choice is None or kind in ("auto", "required", "any"):
+        return Tools(functions, functions, kind != "auto", is_parallel)
+    if kind in ("function", "custom", "tool"):
+        return Tools(functions, (_named(found, choice),), must_call=True, is_parallel=False)
+    if kind != "allowed_tools":
         raise BodyError("tool_choice", f"{shown(kind)} is not a choice that specgen knows")
+    allowed = choice.allowed_tools or choice
+    if not allowed.tools:
+        raise BodyError("tool_choice", "it allows no tools")
+    named = [_named(found, each) for each in allowed.tools if each.type in ("function", "custom")]
+    some = tuple({each.name: each for each in named}.values())
+    return Tools(functions, some, allowed.mode == "required", is_parallel) if some else None
 
-    def _named(self, choice: Choice) -> Function:
-        name = choice.name if choice.function is None else choice.function.name
-        if name not in self._found:
-            raise BodyError("tool_choice", f"there is no function {shown(name)} among tools")
-        return self._found[name]
+
+def _named(found: Mapping[str, Function], choice: Choice) -> Function:
+    name = choice.name if choice.function is None else choice.function.name
+    if name is None or name not in found:
+        raise BodyError("tool_choice", f"there is no function {shown(name)} among tools")
+    return found[name]
 
 
 # --- messages -------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from specgen.serve.formats.fields import (
     Fields,
     Parts,
     Schema,
+    Tool,
     ToolChoice,
     parse,
     shown,
@@ -32,10 +33,9 @@ from specgen.serve.formats.fields import (
 )
 from specgen.serve.formats.request import (
     Conversation,
-    Functions,
     Request,
-    Tools,
     arguments_of,
+    read_tools,
     request_of,
 )
 from specgen.session.prompts.template import Message, Role
@@ -94,14 +94,6 @@ def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class _Tool(Fields):
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: Schema | None = None
-    format: dict[str, Any] | None = None
-
-
 class _Text(Body):
     format: AnswerFormat | None = None
 
@@ -113,7 +105,7 @@ class _Reasoning(Body):
 class _Body(AnswerBody):
     instructions: Parts = []
     input: Annotated[list[_Item], BeforeValidator(_as_items), Field(min_length=1)]
-    tools: list[_Tool] = []
+    tools: list[Tool] = []
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     text: _Text = _Text()
@@ -137,7 +129,17 @@ def read_response_request(
         if what != _ENCRYPTED
     ]
     messages = _messages(asked, warnings)
-    tools, custom = _tools(asked, warnings)
+    tools = [
+        tool.model_copy(update={"parameters": _FREE_TEXT}) if tool.type == "custom" else tool
+        for tool in asked.tools
+    ]
+    custom = {tool.name or "" for tool in tools if tool.type == "custom"}
+    warnings += [
+        f"tools[{number}].format: ignored, the input is a free text"
+        for number, tool in enumerate(tools)
+        if tool.type == "custom" and tool.format not in (None, {"type": "text"})
+    ]
+    is_parallel = asked.parallel_tool_calls
     writer = functools.partial(
         ResponseWriter,
         echo={
@@ -153,31 +155,14 @@ def read_response_request(
         sampling,
         generation,
         form=asked.text.format,
-        warnings=warnings,
         messages=messages,
-        tools=tools,
+        tools=read_tools(tools, asked.tool_choice, warnings, is_parallel=is_parallel),
+        warnings=warnings,
         variables=asked.variables(asked.reasoning.effort),
         splits_reasoning=True,
         writer=writer,
     )
     return (request,)
-
-
-def _tools(asked: _Body, warnings: list[str]) -> tuple[Tools | None, set[str]]:
-    """Return the tools that run at the client, and the names of those that take a free text."""
-    found, custom = Functions(), set()
-    for number, tool in enumerate(asked.tools):
-        where, parameters = f"tools[{number}]", tool.parameters
-        if tool.type not in ("function", "custom"):
-            warnings.append(f"{where}: ignored, since {shown(tool.type)} does not run here")
-            continue
-        if tool.type == "custom":
-            parameters = _FREE_TEXT
-            custom.add(tool.name or "")
-            if tool.format not in (None, {"type": "text"}):
-                warnings.append(f"{where}.format: ignored, the input is a free text")
-        found.add(where, tool.name, tool.description, parameters)
-    return found.chosen(asked.tool_choice, is_parallel=asked.parallel_tool_calls), custom
 
 
 # --- items ----------------------------------------------------------------------------------------

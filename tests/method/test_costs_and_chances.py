@@ -1,0 +1,379 @@
+"""What decodes cost, how often tokens are accepted, when to stop drafting, and what follows for an answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specgen.method.acceptance import (
+    N_BINS,
+    NGRAM_ORIGINS,
+    AcceptanceRates,
+    GainPrior,
+    start_of,
+)
+from specgen.method.cost_table import FREE, CostTable, Price
+from specgen.method.stopping import StoppingRule
+from specgen.text.tally import Tally
+
+# --- what is expected of a decode
+
+
+#: Five rows cost as much as eight, and nine twice as much.
+JAGGED = {1: 1.0, 2: 1.1, 4: 1.2, 5: 2.0, 8: 2.0, 9: 4.0}
+
+TIMES = st.floats(0.001, 100.0)
+TABLES = st.dictionaries(st.integers(1, 40), TIMES, min_size=1, max_size=8)
+
+
+@given(TABLES)
+def test_what_was_measured_is_expected(seconds: dict[int, float]) -> None:
+    table = CostTable(seconds)
+    assert table
+    assert table.known == seconds
+    assert list(table.known) == sorted(seconds)
+    for size, time in seconds.items():
+        assert table.seconds(size) == time
+        assert table.n_seen(size) == 0
+
+
+@given(TABLES, st.integers(1, 80))
+def test_what_lies_between_two_sizes_costs_what_lies_between_their_costs(
+    seconds: dict[int, float], n_rows: int
+) -> None:
+    found = CostTable(seconds).seconds(n_rows)
+    sizes = sorted(seconds)
+    if n_rows > sizes[-1]:
+        assert found == pytest.approx(seconds[sizes[-1]] * n_rows / sizes[-1])
+    else:
+        # Fewer rows than any that is known cost what the fewest known do.
+        assert found == pytest.approx(np.interp(n_rows, sizes, [seconds[n] for n in sizes]))
+
+
+def test_nothing_costs_nothing_and_nothing_known_is_no_guess() -> None:
+    table = CostTable()
+    assert not table
+    assert table.seconds(0) == table.seconds(-3) == 0.0
+    with pytest.raises(LookupError):
+        table.seconds(1)
+    assert Price(0.0, 0.0) == FREE
+
+
+@pytest.mark.parametrize("sense", [{0: 1.0}, {-1: 1.0}, {1: 0.0}, {1: -2.0}, {1: float("nan")}])
+def test_what_makes_no_sense_is_not_known(sense: dict[int, float]) -> None:
+    table = CostTable(sense)
+    for size, seconds in sense.items():
+        table.start(size, seconds)
+        table.observe(size, seconds)
+    assert not table
+    assert table.n_seen(1) == 0
+
+
+@given(TABLES, st.floats(0.5, 2.0), st.data())
+def test_a_machine_at_another_pace_is_found_out_from_one_size(
+    seconds: dict[int, float], pace: float, data: st.DataObject
+) -> None:
+    """All sizes share the pace of the machine, so that what is seen of one tells about others."""
+    n_rows = data.draw(st.sampled_from(sorted(seconds)))
+    table = CostTable(seconds)
+    for _ in range(200):
+        table.observe(n_rows, pace * seconds[n_rows])
+    assert table.seconds(n_rows) == pytest.approx(pace * seconds[n_rows], rel=0.01)
+    for size, time in seconds.items():
+        # Not all of it: some is put down to the size itself.
+        low, high = sorted((time, pace * time))
+        assert low * 0.999 <= table.seconds(size) <= high * 1.001
+        if abs(pace - 1.0) > 0.1:
+            assert table.seconds(size) != pytest.approx(time, rel=0.01)
+
+
+def test_every_size_is_learnt_whatever_was_expected() -> None:
+    truth = {n: JAGGED.get(n, 1.5) for n in range(1, 10)}
+    table = CostTable(dict.fromkeys(range(1, 10), 1.0))
+    rng = np.random.default_rng(1)
+    for n in rng.integers(1, 10, 3000):
+        table.observe(int(n), truth[int(n)] * float(np.exp(rng.normal(0.0, 0.05))))
+    for n, seconds in truth.items():
+        assert table.seconds(n) == pytest.approx(seconds, rel=0.12)
+        assert table.n_seen(n) > 0
+
+
+@given(TABLES, st.floats(1.0, 1e6))
+def test_one_decode_out_of_line_moves_what_is_expected_by_little(
+    seconds: dict[int, float], factor: float
+) -> None:
+    table = CostTable(seconds)
+    sizes = list(seconds)
+    for _ in range(4):
+        for size in sizes:
+            table.observe(size, table.seconds(size))
+    before = table.known
+    table.observe(sizes[0], factor * before[sizes[0]])
+    for size in sizes:
+        assert before[size] * 0.999 <= table.seconds(size) <= 1.11 * before[size]
+
+
+@given(TABLES, st.lists(st.tuples(st.integers(1, 40), TIMES), max_size=60))
+def test_expectations_stay_finite_and_above_zero(
+    seconds: dict[int, float], decodes: list[tuple[int, float]]
+) -> None:
+    table = CostTable(seconds)
+    for n_rows, time in decodes:
+        table.observe(n_rows, time)
+    for n_rows in range(1, 60):
+        assert 0.0 < table.seconds(n_rows) < float("inf")
+    assert set(table.known) == {*seconds, *(n for n, _ in decodes)}
+
+
+# --- how often tokens are accepted, learnt from what became of them
+
+
+CONFIDENCES = st.floats(0.0, 1.0)
+#: One confidence of each bin.
+OF_EACH_BIN = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93, 0.98, 1.0)
+
+
+def judged(acceptance: AcceptanceRates, truth: dict[float, float], n: int, seed: int = 0) -> None:
+    """Judge tokens of these confidences, each accepted with its chance."""
+    rng = np.random.default_rng(seed)
+    confidences = list(truth)
+    for index in rng.integers(0, len(confidences), n):
+        confidence = confidences[index]
+        acceptance.see(confidence)
+        acceptance.judge(confidence, accepted=bool(rng.random() < truth[confidence]))
+
+
+def test_before_anything_was_seen_a_surer_drafter_is_held_to_be_right_more_often() -> None:
+    for origin in ("model", *NGRAM_ORIGINS):
+        curve = np.array(AcceptanceRates(origin).curve())
+        assert np.all(np.diff(curve) > 0.0)
+        assert curve[0] == pytest.approx(start_of(origin, 0.05))
+        assert 0.0 < AcceptanceRates(origin).mean() < 1.0
+        assert AcceptanceRates(origin).n_judged == 0.0
+    # An unsure model may be right; a repetition that was never one is hardly so.
+    assert AcceptanceRates("model").chance(0.0) > AcceptanceRates("ngram").chance(0.0)
+
+
+@pytest.mark.parametrize("over", [0.0, 0.2, -0.2])
+def test_the_curve_becomes_what_was_accepted(over: float) -> None:
+    truth = {c: min(0.97, max(0.03, c + over)) for c in OF_EACH_BIN}
+    acceptance = AcceptanceRates()
+    judged(acceptance, truth, 12_000)
+    acceptance = acceptance.for_new_text()
+    for confidence, chance in truth.items():
+        assert acceptance.chance(confidence) == pytest.approx(chance, abs=0.07)
+
+
+def test_a_text_that_deviates_moves_all_chances_and_the_next_one_begins_without() -> None:
+    acceptance = AcceptanceRates()
+    judged(acceptance, dict.fromkeys(OF_EACH_BIN, 0.6), 6000)
+    acceptance = acceptance.for_new_text()
+    before = np.array(acceptance.curve())
+    for _ in range(40):
+        acceptance.judge(0.85, accepted=False)
+    during = np.array(acceptance.curve())
+    # Those of which this text said nothing too.
+    assert np.all(during < before - 0.1)
+    acceptance = acceptance.for_new_text()
+    after = np.array(acceptance.curve())
+    others = [index for index in range(N_BINS) if OF_EACH_BIN[index] != 0.85]
+    assert after[others] == pytest.approx(before[others], abs=1e-9)
+    assert after[OF_EACH_BIN.index(0.85)] < before[OF_EACH_BIN.index(0.85)]
+
+
+@given(st.lists(st.tuples(CONFIDENCES, st.booleans()), max_size=300))
+def test_a_chance_is_never_certain_and_what_was_counted_makes_sense(
+    tokens: list[tuple[float, bool]],
+) -> None:
+    acceptance = AcceptanceRates()
+    for confidence, accepted in tokens:
+        acceptance.see(confidence)
+        acceptance.judge(confidence, accepted=accepted)
+    curve = np.array(acceptance.curve())
+    assert np.all((curve > 0.0) & (curve < 1.0))
+    assert acceptance.frequencies().sum() == pytest.approx(1.0)
+    assert curve.min() - 1e-12 <= acceptance.mean() <= curve.max() + 1e-12
+    counts = acceptance.counts
+    assert np.all(counts.n_accepted <= counts.n_judged + 1e-9)
+    assert acceptance.n_judged <= len(tokens) + 1e-9
+
+
+@given(st.lists(st.tuples(CONFIDENCES, st.booleans()), max_size=50), CONFIDENCES)
+def test_an_accepted_token_never_lowers_a_chance_and_a_refused_one_never_raises_it(
+    tokens: list[tuple[float, bool]], confidence: float
+) -> None:
+    accepting, refusing = AcceptanceRates(), AcceptanceRates()
+    for acceptance, last in ((accepting, True), (refusing, False)):
+        for seen, accepted in tokens:
+            acceptance.judge(seen, accepted=accepted)
+        before = np.array(acceptance.curve())
+        acceptance.judge(confidence, accepted=last)
+        difference = acceptance.curve() - before
+        assert np.all(difference >= -2e-3) if last else np.all(difference <= 2e-3)
+
+
+def test_old_counts_fade_and_new_ones_outweigh_them() -> None:
+    acceptance = AcceptanceRates()
+    judged(acceptance, {0.55: 0.9}, 20_000)
+    # As many as are remembered, not as there were.
+    assert acceptance.n_judged < 2000
+    judged(acceptance, {0.55: 0.2}, 4000, seed=1)
+    acceptance = acceptance.for_new_text()
+    assert acceptance.chance(0.55) < 0.35
+
+
+# --- what texts gain ---------------------------------------------------------------------------
+
+
+def test_the_next_text_is_expected_to_gain_what_was_thought_and_then_what_texts_did() -> None:
+    gains = GainPrior(start=0.3)
+    assert gains.mean == 0.3
+    gains.add(-0.3, 1.0)
+    assert 0.0 < gains.mean < 0.3
+    for _ in range(300):
+        gains.add(-0.3, 1.0)
+    assert gains.mean == pytest.approx(-0.3, abs=0.05)
+
+
+def test_what_may_be_lost_is_bounded_and_comes_back_slowly() -> None:
+    gains = GainPrior(start=0.2)
+    first = gains.allowance
+    for _ in range(10):
+        gains.account(-4.0, 1)
+    assert gains.allowance == pytest.approx(first - 40.0, abs=1.0)
+    for _ in range(1000):
+        gains.account(0.0, 1)
+    assert gains.allowance == pytest.approx(first - 20.0, abs=2.0)
+    for _ in range(1000):
+        gains.account(2.0, 3)
+    assert gains.allowance < 100.0  # what was saved once is no credit for ever
+
+
+# --- when to stop: the rule against the search through everything that may happen
+
+
+def searched(
+    batch_s: list[float],
+    next_s: float,
+    token_s: float,
+    frequencies: list[float],
+    chances: list[float],
+    n: int,
+    chance: float,
+) -> float:
+    """The value of a look at the next token, by trying both answers to each question."""
+    if n >= len(batch_s) - 1:
+        return 0.0
+    value = -next_s
+    for frequency, own in zip(frequencies, chances, strict=True):
+        after = chance * own
+        further = searched(batch_s, next_s, token_s, frequencies, chances, n + 1, after)
+        taken = after * token_s - (batch_s[n + 1] - batch_s[n]) + max(0.0, further)
+        value += frequency * max(0.0, taken)
+    return value
+
+
+def rule(
+    batch_s: list[float],
+    next_s: float,
+    token_s: float,
+    frequencies: list[float],
+    chances: list[float],
+) -> StoppingRule:
+    return StoppingRule(
+        np.array(batch_s), next_s, token_s, np.array(frequencies), np.array(chances)
+    )
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[list[float], float, float, list[float], list[float]]:
+    """Costs of batches, of a look, and the worth of a token; how often bins come, and how often
+    their tokens are accepted."""
+    n_bins = draw(st.integers(1, 3))
+    weights = draw(st.lists(st.floats(0.05, 1.0), min_size=n_bins, max_size=n_bins))
+    chances = draw(st.lists(st.floats(0.05, 0.99), min_size=n_bins, max_size=n_bins))
+    batch_s = draw(st.lists(st.floats(0.5, 3.0), min_size=2, max_size=6))
+    next_s = draw(st.floats(0.0, 1.0))
+    token_s = draw(st.floats(0.2, 2.0))
+    total = sum(weights)
+    return batch_s, next_s, token_s, [weight / total for weight in weights], chances
+
+
+@settings(max_examples=150)
+@given(worlds(), st.floats(0.05, 1.0))
+def test_the_value_is_that_of_the_best_answers_to_all_questions(
+    world: tuple[list[float], float, float, list[float], list[float]], chance: float
+) -> None:
+    found = rule(*world)
+    n_max, token_s = found.n_max, world[2]
+    assert n_max == len(world[0]) - 1
+    for n in range(n_max + 1):
+        expected = searched(*world, n, chance)
+        # Values lie on a grid; what is near zero anyway is not decided by that. AcceptanceRates below
+        # the grid's first one are worth a little more than they should be.
+        assert found.value(n, chance) == pytest.approx(expected, abs=0.1 * token_s)
+
+
+def test_there_is_nothing_behind_the_longest_draft() -> None:
+    found = rule([1.0, 1.0, 1.0], 0.0, 1.0, [1.0], [1.0])
+    assert found.n_max == 2
+    assert found.value(2, 1.0) == 0.0
+    assert found.takes(2, 1.0) < 0.0
+    none = rule([1.0], 0.0, 1.0, [1.0], [1.0])
+    assert (none.n_max, none.value(0, 1.0)) == (0, 0.0)
+    assert none.takes(0, 1.0) < 0.0
+
+
+def test_a_dear_row_is_taken_for_the_cheap_ones_behind_it() -> None:
+    """A second row costs as much as a plain decode, three more nothing."""
+    step = [1.0, 2.0, 2.0, 2.0, 2.0]
+    likely, unlikely = rule(step, 0.0, 1.0, [1.0], [0.8]), rule(step, 0.0, 1.0, [1.0], [0.4])
+    assert likely.takes(0, 0.8) == pytest.approx(0.8 - 1.0 + 0.64 + 0.512 + 0.4096, abs=0.02)
+    assert likely.takes(0, 0.8) > 0.0
+    assert unlikely.takes(0, 0.4) < 0.0
+    # By itself it would not be.
+    assert rule(step[:2], 0.0, 1.0, [1.0], [0.8]).takes(0, 0.8) < 0.0
+
+
+# --- the figures of an answer
+
+
+def test_the_speed_up_of_the_whole_answer_includes_the_prompt() -> None:
+    # 10 s for the prompt, then 40 tokens in 4 s, which take 8 s without a draft.
+    tally = Tally(prompt_s=10.0, wall_s=14.0, start_s=10.0, n_start_tokens=1)
+    assert tally.tokens_per_s(41) == pytest.approx(10.0)
+    assert tally.whole_speedup(41, 0.2) == pytest.approx(18 / 14)
+    assert tally.whole_speedup(41, None) is None
+    assert tally.whole_speedup(1, 0.2) is None
+
+
+@pytest.mark.parametrize("pace", [0.5, 1.0, 3.0])
+def test_the_price_of_plain_decoding_follows_the_speed_of_the_machine(pace: float) -> None:
+    costs = CostTable({1: 0.1, 2: 0.14, 4: 0.2})
+    tally = Tally()
+    assert tally.priced_token_s(costs) is None
+    tally.add_decode(3, 4, pace * 0.2)
+    tally.add_decode(1, 4, pace * 0.2, n_sequences=2)
+    assert tally.priced_token_s(costs) == pytest.approx(pace * (3 * 0.1 + 0.07) / 4)
+    assert tally.priced_token_s(CostTable()) is None
+
+
+def test_the_uncertainty_follows_from_how_much_decodes_differ() -> None:
+    steady, rough = Tally(), Tally()
+    for number in range(30):
+        steady.add_decode(2, 4, 0.2)
+        rough.add_decode(2, 4, 0.2 if number % 2 else 0.24)
+    # As much as times of decodes that do not differ at all can say, and single outliers do not count.
+    least = steady.speedup_error(1)
+    assert 0.0 < least < 0.05
+    steady.add_decode(2, 4, 5.0)
+    assert steady.speedup_error(1) == least
+    # 0.2 or 0.24: 9 % from their mean, of which two standard errors are 18 %.
+    assert rough.speedup_error(1) == pytest.approx(0.18, abs=0.02)
+    assert rough.speedup_error(20) < rough.speedup_error(5) < rough.speedup_error(1)
+    # A few decodes do not tell how much they differ.
+    few = Tally()
+    few.add_decode(2, 4, 0.2)
+    assert few.speedup_error(1) > rough.speedup_error(1)
