@@ -136,7 +136,7 @@ def _specgen(
 
 
 def _fill(loaded: Session, gap: Gap, cut: str) -> dict[str, Any]:
-    prompt = infill_prompt(loaded.target, loaded.own_vocabulary, gap, N_CTX).prompt
+    prompt = infill_prompt(loaded.target, loaded.own_vocabulary, gap, N_CTX)[0]
     finished = answer(loaded, prompt)
     return {
         "gap": gap.name,

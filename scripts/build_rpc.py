@@ -25,7 +25,7 @@ from pathlib import Path
 
 from scripts import build_kernels, build_peers, ggml_source
 from specgen.errors import FetchError
-from specgen.system.llama_build import LIBRARY, STAMP, protocol_in, version_of
+from specgen.system.llama_build import LIBRARY, STAMP, protocol_in, stamp_of
 
 FOLDER = Path(__file__).resolve().parent.parent / "specgen" / "llama"
 #: Below the folder of GGML.
@@ -65,7 +65,7 @@ def build(folder: Path, source: Path | None = None, *, force: bool = False) -> P
     if own.is_file():
         return own
     library = folder / LIBRARY
-    if not force and library.is_file() and version_of(library) == version:
+    if not force and library.is_file() and stamp_of(library).get("version") == version:
         return library
     if not sys.platform.startswith("linux"):
         raise build_kernels.BuildError(

@@ -51,17 +51,7 @@ SamplerName: TypeAlias = Literal[
 DEFAULT_SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
 
 #: llama.cpp's letters for them.
-_LETTERS: dict[str, SamplerName] = {
-    "e": "penalties",
-    "d": "dry",
-    "s": "top_n_sigma",
-    "k": "top_k",
-    "y": "typ_p",
-    "p": "top_p",
-    "m": "min_p",
-    "x": "xtc",
-    "t": "temperature",
-}
+_LETTERS = dict(zip("edskypmxt", DEFAULT_SAMPLERS, strict=True))
 
 #: llama.cpp's other names for them.
 _ALIASES: dict[str, SamplerName] = {

@@ -14,7 +14,7 @@ from typer import Option
 
 from specgen.cli import flags
 from specgen.cli.command import Command
-from specgen.cli.flags.machine import endpoints_of
+from specgen.cli.flags import endpoints_of
 from specgen.errors import ModelFileError, UsageError
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from specgen.cli.flags.trials import TRIALS, Trials
 from specgen.cli.model_loading import opened
 from specgen.cli.output import Output
 from specgen.errors import ModelFileError, UsageError
-from specgen.options import Contexts, DraftOptions, GenerationOptions
-from specgen.session.files import find_target, name_of
+from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.session.files import DraftChoice, Sources, find_target, name_of
 from specgen.system.machine import notes_on_figures
 
 if TYPE_CHECKING:
@@ -111,18 +111,10 @@ def trial_options(
     target: Path, drafting: DraftOptions, answer: GenerationOptions, machine: Contexts
 ) -> SessionOptions:
     """Return the options with which drafts are tried."""
-    from specgen.models import cache_folder
-    from specgen.options import SessionOptions
+    from specgen.session.open import session_options
 
-    return SessionOptions(
-        target=target,
-        draft="none",
-        drafting=drafting,
-        generation=answer,
-        target_context=machine.target,
-        draft_context=machine.draft,
-        cache=cache_folder(),
-    )
+    sources = Sources(target, (DraftChoice("none"),))
+    return session_options(sources, SamplerOptions(), drafting, answer, machine)
 
 
 def known_candidates(named: Sequence[Path], target: Path) -> tuple[list[Path], list[Refused]]:

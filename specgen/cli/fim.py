@@ -192,19 +192,18 @@ def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
     from specgen.session.prompts.infill import infill_prompt
 
     own_draft, n_room = session.own_vocabulary, _room(session)
-    infill = infill_prompt(session.target, own_draft, gap, n_room)
+    prompt, left_out = infill_prompt(session.target, own_draft, gap, n_room)
     why = f"the context has room for {n_room} tokens of text (raise -c)"
-    n_all = len(infill.prompt.tokens)
+    n_all = len(prompt.tokens)
     if session.options.target_context.n_ctx is None and n_all > _LEAST_READ:
         with Interrupt() as stop:
             n_fast = tokens_read_in(session, _READING_S, stop)
         n_fast = max(_LEAST_READ, n_fast // _LEAST_READ * _LEAST_READ)
         if n_fast < n_all:
-            infill = infill_prompt(session.target, own_draft, gap, n_fast)
+            prompt, left_out = infill_prompt(session.target, own_draft, gap, n_fast)
             about = f"{n_fast} tokens in about {_READING_S:.0f} s"
             why = f"this machine reads {about} (-c {session.usual_n_ctx} reads more)"
-    left_out = f"{why}; not read: {', '.join(infill.left_out)}" if infill.left_out else ""
-    return infill.prompt, left_out
+    return prompt, f"{why}; not read: {', '.join(left_out)}" if left_out else ""
 
 
 def _room(session: Session) -> int:

@@ -186,7 +186,10 @@ class _HubNames:
                 raise UsageError("--hf-file needs one --hf-repo", "name it with -hf USER/REPO")
             self._repos = [parse_reference(f"{self._repos[0].repo}/{self._file}")]
         if self._repos and not option.multiple:
-            given = [*self._repos[1:], *(each for each in others if each in option.opts)]
+            given = [
+                *self._repos[1:],
+                *(each for each in others if each.partition("=")[0] in option.opts),
+            ]
             if given:
                 repo = str(self._repos[0]).removeprefix("hf:")
                 raise UsageError(f"-hf {repo} and {given[0]} exclude each other", "use one of them")

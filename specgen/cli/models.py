@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from specgen.cli.command import Command
-from specgen.cli.flags.models import model_names, pair_names
+from specgen.cli.flags import model_names, pair_names
 from specgen.cli.inputs import is_terminal
 from specgen.errors import ModelFileError, UnknownModelError, UsageError
 from specgen.models import (

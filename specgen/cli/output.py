@@ -61,6 +61,10 @@ class Output:
         show_default=False,
     )
 
+    def __post_init__(self) -> None:
+        if self.quiet and self.verbose:
+            raise UsageError("--quiet and --verbose exclude each other", hint="use one of them")
+
     @property
     def has_summary(self) -> bool:
         return self.stats if self.stats is not None else not (self.json or self.quiet)

@@ -15,10 +15,10 @@ import numpy as np
 
 from specgen.drafters.kind import DraftRequest
 from specgen.method.distribution import Distribution, NoTokenAllowedError
-from specgen.method.draft import ROOT, Draft, TreeBuilder
+from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.method.stopping import WhilePaying
+from specgen.method.stopping import WhilePaying, best_nodes
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 
@@ -30,6 +30,88 @@ _LEAST = 0.02
 WIDEST = 8
 #: Whether a token ends the text.
 IsEnd: TypeAlias = Callable[[int], bool]
+
+
+class TreeBuilder:
+    """The nodes that a drafter proposes, in the order in which it found them; parents come first.
+
+    To *look beyond* a node is to ask the drafter which tokens follow it. These become the node's
+    children, the likeliest or first drawn one first. The look beyond the root starts the tree.
+    """
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        #: The drafter's probability of each token, and the distribution that it was drawn from.
+        self.probabilities: list[float] = []
+        self.distributions: list[Distribution | None] = []
+        #: Children of the root have depth 0.
+        self.depths: list[int] = []
+        #: Each node's rank among its siblings.
+        self.ranks: list[int] = []
+        #: The nodes that were not looked beyond and may have children.
+        self._open: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(
+        self,
+        parent: int,
+        token: int,
+        probability: float,
+        *,
+        source: Distribution | None = None,
+        is_end: bool = False,
+    ) -> int:
+        """Add a child of a node, or of `ROOT`, after its other children; return the new node. With `is_end`
+        its token ends the text, and the node gets no children."""
+        node = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.probabilities.append(probability)
+        self.distributions.append(source)
+        self.depths.append(0 if parent == ROOT else self.depths[parent] + 1)
+        self.ranks.append(self.parents[:-1].count(parent))
+        if not is_end:
+            self._open.append(node)
+        return node
+
+    def look_beyond(self, node: int) -> None:
+        """Note that the drafter looks beyond a node."""
+        self._open.remove(node)
+
+    def child(self, node: int, token: int) -> int | None:
+        """Return the child of a node, or of `ROOT`, with this token; None if there is none."""
+        for other in range(node + 1, len(self.tokens)):
+            if self.parents[other] == node and self.tokens[other] == token:
+                return other
+        return None
+
+    def path(self, node: int) -> list[int]:
+        """Return the tokens from the root down to `node`; none for `ROOT`."""
+        tokens = []
+        while node != ROOT:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
+    def open_nodes(self, n_deepest: int) -> list[int]:
+        """Return the nodes of depths below `n_deepest` that may have children and were not expanded yet."""
+        return [node for node in self._open if self.depths[node] < n_deepest]
+
+    def draft(self, walks: Sequence[Sequence[int]] = ()) -> Draft:
+        """Return the whole tree as a draft; `walks` as in `Draft`."""
+        n = len(self.tokens)
+        return Draft(
+            tuple(self.tokens),
+            tuple(self.parents),
+            (self.origin,) * n,
+            tuple(self.probabilities),
+            tuple(self.distributions),
+            tuple(tuple(walk) for walk in walks),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +286,32 @@ class Worthwhile(Expansion):
                 self._probabilities.append(before * self._stop.guess_probability(rank, probability))
 
     def frontier(self, tree: TreeBuilder, n_most: int) -> list[int]:
-        return self._stop.frontier(
-            tree, self._probabilities, self._n_deepest, n_most, self._seconds
-        )
+        """Return as many of the likeliest nodes as are worth the model's batch together."""
+        stop, probabilities = self._stop, self._probabilities
+        if stop.rule is None:
+            return []
+        nodes = [
+            node
+            for node in tree.open_nodes(self._n_deepest - 1)
+            if tree.ranks[node] > 0 or tree.probabilities[node] >= stop.p_min
+        ]
+        nodes.sort(key=probabilities.__getitem__, reverse=True)
+        n_taken = len(best_nodes(probabilities, stop.token_s(stop.origin), stop.extra_s))
+        best, best_s, gain_s = 0, 0.0, 0.0
+        for n, node in enumerate(nodes[:n_most]):
+            # Tokens behind several nodes compete for the same rows.
+            n_rows = max(n_taken + n, tree.depths[node] + 1)
+            if n_rows >= len(stop.extra_s) - 1:
+                break
+            # A larger batch may cost less, but that is no gain of a token.
+            idle_s, look_s = (
+                max(0.0, stop.rule.value(n_rows, chance) + stop.next_s)
+                for chance in (0.0, probabilities[node])
+            )
+            gain_s += look_s - idle_s
+            if gain_s - self._seconds(n + 1) > best_s:
+                best, best_s = n + 1, gain_s - self._seconds(n + 1)
+        return nodes[:best]
 
     def cut(self, draft: Draft) -> Draft:
         kept = self._stop.cut(draft).first(self._n_max)  # the likeliest come first

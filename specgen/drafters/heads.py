@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from specgen.drafters.expansion import DraftedChain, IsEnd, grow, look
+from specgen.drafters.expansion import DraftedChain, IsEnd, TreeBuilder, grow, look
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Reads
 from specgen.errors import PairError
 from specgen.llama import default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
 from specgen.method.cost_table import CostTable, Price
-from specgen.method.draft import NO_DRAFT, ROOT, Draft, TreeBuilder
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Ask, Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.system.arrays import Hidden, Logits

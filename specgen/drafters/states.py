@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from specgen.drafters.expansion import WIDEST, DraftedChain, grow, look
+from specgen.drafters.expansion import WIDEST, DraftedChain, TreeBuilder, grow, look
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Reads, Room
 from specgen.drafters.pairing import check_pair
 from specgen.drafters.tree import NodeBranches
@@ -15,7 +15,7 @@ from specgen.errors import PairError
 from specgen.llama.gguf_metadata import architecture_of
 from specgen.method.backend import Batch
 from specgen.method.cost_table import Price
-from specgen.method.draft import NO_DRAFT, ROOT, TreeBuilder
+from specgen.method.draft import NO_DRAFT, ROOT
 from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.system.arrays import Hidden, Logits

@@ -21,7 +21,7 @@ from typing import Any
 from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
 from specgen.llama.library import device_of, forget_log, ggml, last_error, llama_cpp, native_devices
 from specgen.options import Workers
-from specgen.system.llama_build import LIBRARY, REINSTALL, version_of
+from specgen.system.llama_build import LIBRARY, REINSTALL, stamp_of
 from specgen.system.processes import leave_running
 from specgen.system.worker_probe import check_protocol, lost_among, probe
 
@@ -54,7 +54,7 @@ def load_rpc() -> Any:
         raise BackendError(
             "this build of llama.cpp has no RPC backend, which workers need", hint=_BUILD_HINT
         )
-    version = version_of(path)
+    version = stamp_of(path).get("version")
     if version != llama_cpp.__version__.partition("+")[0]:
         raise BackendError(
             f"{path.name} was built for llama-cpp-python {version or 'of an unknown version'}, and "

@@ -289,7 +289,6 @@ def replay(
         if drafters is not None:
             drafters.observe(result)
         tally.add_draft(draft, path)
-    policy.finish()
     return Replay(len(tokens) - 1, tally, start_s, baseline.token_s)
 
 

@@ -36,18 +36,10 @@ _TEXT_RATE = 0.12
 _MAX_DEVIATION = 2.5
 #: The frequencies of confidences in all texts count as this many looks in the present text.
 _N_HERE = 20.0
-#: A text of `_N_HALF` looks counts half in the gain of texts, one of fewer than `_N_ENOUGH` not at
-#: all; about 33 texts are remembered.
-_N_HALF = 20.0
-_N_ENOUGH = 6
-_FADING_TEXTS = 1.0 - 1.0 / 33.0
-#: The prior gain counts as this many texts.
-_N_START_GAIN = 2.0
-#: The most that may be lost on a drafter in all, in plain tokens' time: this much at first, plus a share
-#: of the generated tokens, plus what the drafter saved, up to a limit.
-_FIRST_ALLOWANCE = 32.0
-_ALLOWED_SHARE = 0.02
-_MOST_ALLOWANCE = 64.0
+#: What trials of a drafter may cost, in plain tokens' time: this share of the generated tokens, and at most so much
+#: at once.
+_TRIAL_SHARE = 0.02
+_MOST_CREDIT = 32.0
 #: Origins of tokens that need no model.
 NGRAM_ORIGINS = ("ngram", "lookup")
 #: Rates are kept at least this far from 0 and from 1.
@@ -74,52 +66,20 @@ def start_of(origin: str, confidence: float) -> float:
 
 
 @dataclass(slots=True)
-class GainPrior:
-    """The gain of a round with a drafter in earlier texts, in plain tokens' time: what to expect of the next
-    text before much was seen of it. `start` is what was expected in the first text."""
-
-    start: float | None = None
-    #: The number of texts, weighted by how much was seen of each, and the sum of their gains.
-    n: float = 0.0
-    total: float = 0.0
-    #: What may still be lost on the drafter before it saves anything. The drafter is not started if
-    #: reading the text takes longer than this. So a drafter that never pays costs next to nothing.
-    allowance: float = _FIRST_ALLOWANCE
-
-    @property
-    def mean(self) -> float:
-        return (_N_START_GAIN * (self.start or 0.0) + self.total) / (_N_START_GAIN + self.n)
-
-    def account(self, saved: float, n_tokens: int) -> None:
-        """Record a round that added `n_tokens` tokens, and what the drafter saved in it; negative if it
-        lost time."""
-        allowance = self.allowance + saved + _ALLOWED_SHARE * n_tokens
-        self.allowance = min(_MOST_ALLOWANCE, allowance)
-
-    def add(self, gain: float, weight: float) -> None:
-        """Count another text."""
-        self.n = self.n * _FADING_TEXTS + weight
-        self.total = self.total * _FADING_TEXTS + weight * gain
-
-
-@dataclass(slots=True)
 class AcceptanceCounts:
-    """The counts of a drafter, float64[N_BINS] each, by bin of confidence: judged tokens, accepted
-    ones among these, and confidences that were seen. Also the gains in texts."""
+    """The counts of a drafter in all texts, float64[N_BINS] each, by bin of confidence: judged tokens, accepted
+    ones among these, and confidences that were seen."""
 
     n_judged: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     n_accepted: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     n_seen: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
-    gains: GainPrior = field(default_factory=GainPrior)
-    #: The gains in texts that were generated beside others, where a plain token is cheaper: by the
-    #: number of texts at once, rounded up to a power of two.
-    gains_beside: dict[int, GainPrior] = field(default_factory=dict)
+    #: What trials of the drafter may still cost, in plain tokens' time.
+    trial_credit: float = 0.0
 
-    def gains_at(self, n_sequences: int) -> GainPrior:
-        """Return the gains in texts of which `n_sequences` were generated at once."""
-        if n_sequences <= 1:
-            return self.gains
-        return self.gains_beside.setdefault(1 << (n_sequences - 1).bit_length(), GainPrior())
+    def account(self, n_tokens: int, saved: float = 0.0) -> None:
+        """Note that the text has grown by `n_tokens`, and what a trial saved; negative if it lost time."""
+        credit = self.trial_credit + _TRIAL_SHARE * n_tokens + saved
+        self.trial_credit = min(_MOST_CREDIT, credit)
 
 
 class AcceptanceRates:
@@ -135,13 +95,7 @@ class AcceptanceRates:
         self.counts = counts if counts is not None else AcceptanceCounts()
         self._start = [start_of(origin, middle) for middle in _MIDDLES]
         self._deviation = 0.0
-        #: The number of confidences that were counted in this text, in all and by bin.
-        self.n_looks = 0
         self._seen_here = np.zeros(N_BINS)
-        #: What a round gains in this text, in plain tokens' time, if that is known; and the gains in
-        #: other texts, with as many texts at once.
-        self._gain: float | None = None
-        self._gains = self.counts.gains
         #: Counts the looks and judgements: each may change the probabilities, or how often each comes.
         self.version = 0
         #: The acceptance probabilities by bin, until the next judgement; None if they are not computed yet.
@@ -150,19 +104,6 @@ class AcceptanceRates:
     def for_new_text(self) -> AcceptanceRates:
         """Return the statistics for another text, which has its own deviation and shares the counts."""
         return AcceptanceRates(self._origin, self.counts)
-
-    def expect(self, gain: float, n_sequences: int = 1) -> None:
-        """Note what a round seems to gain in this text, in plain tokens' time, with `n_sequences`
-        texts at once."""
-        self._gain, self._gains = gain, self.counts.gains_at(n_sequences)
-        if self._gains.start is None:
-            self._gains.start = gain
-
-    def end_text(self) -> None:
-        """Count this text's gain once, if enough was seen of the text."""
-        if self._gain is not None and self.n_looks >= _N_ENOUGH:
-            self._gains.add(self._gain, self.n_looks / (self.n_looks + _N_HALF))
-        self._gain = None
 
     def chance(self, confidence: float) -> float:
         """Return the acceptance probability of a token with this confidence."""
@@ -203,7 +144,6 @@ class AcceptanceRates:
         self.counts.n_seen *= _FADING
         self.counts.n_seen[index] += 1.0
         self._seen_here[index] += 1.0
-        self.n_looks += 1
         self.version += 1
 
     def judge(self, confidence: float, *, accepted: bool) -> None:

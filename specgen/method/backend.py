@@ -99,62 +99,49 @@ class Vocabulary(Protocol):
         """Return whether the token ends a text or a turn."""
         ...
 
-    def end_tokens(self) -> Sequence[int]:
-        """Return all tokens that end a text or a turn."""
-        ...
+    def end_tokens(self) -> Sequence[int]: ...
 
 
 class Backend(Protocol):
-    """A model and its KV cache."""
+    """A model and its KV cache.
+
+    A row of logits has `n_vocab` values, and the cache `n_ctx` cells: the first position that cannot be
+    decoded. At most `n_batch` rows of a prompt are decoded at once; at most `n_outputs` rows of a batch may
+    want logits. The sequences are 0 to `n_sequences` - 1. They may share cells, which trees need, if
+    `can_branch`: a recurrent state belongs to one sequence only. `decode_s` are the seconds spent in decoding
+    so far, and in rollbacks where these take time; `n_decoded_rows` counts rows that a rollback decoded again,
+    too.
+    """
 
     @property
     def vocabulary(self) -> Vocabulary: ...
 
     @property
-    def n_vocab(self) -> int:
-        """Length of a row of logits."""
-        ...
+    def n_vocab(self) -> int: ...
 
     @property
-    def n_ctx(self) -> int:
-        """The number of cells in the cache, which is also the first position that cannot be decoded."""
-        ...
+    def n_ctx(self) -> int: ...
 
     @property
-    def n_batch(self) -> int:
-        """The most rows of a prompt to decode at once."""
-        ...
+    def n_batch(self) -> int: ...
 
     @property
-    def n_outputs(self) -> int:
-        """The most rows of a batch that may want logits."""
-        ...
+    def n_outputs(self) -> int: ...
 
     @property
-    def n_sequences(self) -> int:
-        """The number of sequences; their ids are 0 to n_sequences - 1."""
-        ...
+    def n_sequences(self) -> int: ...
 
     @property
-    def rollback(self) -> Rollback:
-        """How this backend drops the end of a sequence."""
-        ...
+    def rollback(self) -> Rollback: ...
 
     @property
-    def can_branch(self) -> bool:
-        """Whether sequences may share cells, which trees need. A recurrent state belongs to one
-        sequence only."""
-        ...
+    def can_branch(self) -> bool: ...
 
     @property
-    def decode_s(self) -> float:
-        """Seconds spent in decoding so far, and in rollbacks where these take time."""
-        ...
+    def decode_s(self) -> float: ...
 
     @property
-    def n_decoded_rows(self) -> int:
-        """Rows decoded so far, including rows that were decoded again because of a rollback."""
-        ...
+    def n_decoded_rows(self) -> int: ...
 
     def decode(self, batch: Batch) -> Logits:
         """Decode a batch and extend the cache by it.

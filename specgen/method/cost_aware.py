@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, replace
+from collections.abc import MutableMapping
+from dataclasses import replace
 
 import numpy as np
 
 from specgen.method.acceptance import (
     NGRAM_ORIGINS,
     AcceptanceRates,
-    GainPrior,
     judge_drafts,
     judge_draws,
 )
 from specgen.method.cost_table import ALONE, FREE, BatchShare, CostTable, Price
 from specgen.method.draft import NO_DRAFT, Draft
-from specgen.method.policy import Offer, Reason, RoundPlan, RoundResult, Whole
+from specgen.method.policy import Offer, Reason, RoundPlan, RoundResult, UntilUnsure
 from specgen.method.stopping import StoppingRule, WhilePaying
 from specgen.options import DraftOptions
 
@@ -31,25 +30,17 @@ _NGRAM_MARGIN = 1.5
 _MODEL_MARGIN = 1.1
 #: The numbers of tokens that a parallel draft may predict in one decode.
 _AT_ONCE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
-#: A trial of a model that is not expected to pay drafts so many tokens.
+#: A trial of a model that is not expected to pay drafts so many tokens, and reads the text first only if so many
+#: trials may follow.
 _N_TRIED_TOKENS = 3
+_N_TRIALS = 2
+#: The prefill of a draft may take at most this many times the time that the answer took so far: how long it gets is a
+#: guess. A trial may take less, since it is not expected to pay.
+_MOST_AHEAD = 2.0
+_MOST_AHEAD_OF_TRIAL = 0.1
 #: A round loses at most so many plain tokens: where it took longer, the machine stood still for a moment,
 #: which says nothing about the drafter.
 _MOST_LOST_TOKENS = 8.0
-#: The prefill of a draft may take at most this share of the time that the answer took so far; and this share
-#: for a proven drafter, which gained this much of a plain token in a round, in at least so many texts.
-_MOST_AHEAD = 0.35
-_MOST_AHEAD_IF_PROVEN = 2.0
-_PROVEN_GAIN = 0.3
-_N_PROVEN = 2.0
-#: The looks at a text that say as much of it as earlier texts do, and what a text may be better than is known,
-#: in plain tokens' time a round.
-_N_SURE = 10.0
-_HOPE = 0.12
-#: The rounds that it takes to see that a model does not pay in a text, and the rounds that have to make up
-#: for such a try.
-_N_TRIED = 4.0
-_N_NEAR = 6.0
 #: A stopping rule is computed again when a price has changed by this share of a token's worth, or after this
 #: many looks and judged tokens.
 _NEWS = 0.05
@@ -93,7 +84,6 @@ class Gate:
 
     A drafter that lost more than `_SHARE` of the answer's time and `_TOKENS` plain tokens waits for
     `_N_ROUNDS` rounds, and for twice as many each time. What it saved covers losses up to `_MOST_SAVED` tokens.
-    Trials of a drafter that is not expected to pay take `_SHARE` of the time, too.
     """
 
     _SHARE = 0.01
@@ -102,7 +92,6 @@ class Gate:
     _N_ROUNDS = 16
 
     def __init__(self) -> None:
-        self._tried_s = 0.0
         self._saved_s: dict[str, float] = {}
         self._aside: dict[str, int] = {}
         self._n_aside: dict[str, int] = {}
@@ -114,33 +103,14 @@ class Gate:
         """Return whether a drafter waits since it lost too much."""
         return origin in self._aside
 
-    def allows_trial(self, cost_s: float, elapsed_s: float) -> bool:
-        """Return whether a trial that may cost `cost_s` seconds is allowed now."""
-        return self._tried_s + cost_s <= self._SHARE * elapsed_s
-
-    def add(
-        self, origin: str, saved_s: float, plain_s: float, elapsed_s: float, *, is_trial: bool
-    ) -> None:
+    def add(self, origin: str, saved_s: float, plain_s: float, elapsed_s: float) -> None:
         """Add what a drafter saved in a round, negative if it lost time. A plain decode takes `plain_s`."""
-        if is_trial:
-            self._tried_s += max(0.0, -saved_s)
-            return
         saved_s = min(saved_s + self._saved_s.get(origin, 0.0), self._MOST_SAVED * plain_s)
         if saved_s < -self._TOKENS * plain_s - self._SHARE * elapsed_s:
             self._aside[origin] = self._n_aside.get(origin, self._N_ROUNDS)
             self._n_aside[origin] = 2 * self._aside[origin]
             saved_s = 0.0
         self._saved_s[origin] = saved_s
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """How a model's draft starts: its stopping rule, what it is expected to save, in seconds, and, for a
-    parallel draft, how many tokens its decode predicts."""
-
-    rule: StoppingRule
-    value_s: float
-    n_at_once: int | None = None
 
 
 class CostAwarePolicy:
@@ -186,8 +156,6 @@ class CostAwarePolicy:
         self._pace = Pace()
         self._gate = Gate()
         self._n_stale = 0
-        #: The drafters that were considered in this text, by origin.
-        self._considered: dict[str, GainPrior] = {}
 
     def plan(self, offer: Offer) -> RoundPlan:
         self._costs = BatchShare(self._table, offer.others)
@@ -208,29 +176,31 @@ class CostAwarePolicy:
         if drafter is None:
             reason = Reason("found") if len(found) else self._why_nothing_found(offer.found)
             return RoundPlan(reason, found=found, stop=stop)
-        price, start = offer.price, self._start(drafter, offer.price)
-        value_s, reason = self._worth_of_model(drafter, price, start.value_s, offer.n_left)
-        if len(found) and stop.worth_of(found) >= value_s:
+        price = offer.price
+        rule, value_s, n_at_once = self._start(drafter, price)
+        value_s -= price.prefill_s / self._pace.n_rounds(offer.n_left)
+        why_not = self._why_not(drafter, price, value_s)
+        if len(found) and (why_not is not None or stop.worth_of(found) >= value_s):
             return RoundPlan(Reason("found"), found=found, stop=stop, drafter=drafter)
-        if value_s > 0.0:
-            return RoundPlan(
-                reason,
-                n_max,
-                stop=replace(stop, rule=start.rule, next_s=price.next_s),
+        plan = RoundPlan(why_not or Reason("model"), stop=stop, drafter=drafter)
+        if why_not is None:
+            return replace(
+                plan,
+                n_max=n_max,
+                stop=replace(stop, rule=rule, next_s=price.next_s),
                 extends=not self._gate.is_put_aside(NGRAM_ORIGINS[0]),
-                n_at_once=start.n_at_once,
+                n_at_once=n_at_once,
+                prefill_s=price.prefill_s,
+            )
+        if why_not.name != "put aside" and self._may_try(drafter, price):
+            return RoundPlan(
+                Reason("trial"),
+                min(n_max, _N_TRIED_TOKENS),
+                stop=UntilUnsure(needs_confidence=True),
                 drafter=drafter,
                 prefill_s=price.prefill_s,
             )
-        if not self._may_try(price):
-            return RoundPlan(reason, stop=stop, drafter=drafter)
-        return RoundPlan(
-            Reason("trial"),
-            min(n_max, _N_TRIED_TOKENS),
-            stop=Whole(needs_confidence=True),
-            drafter=drafter,
-            prefill_s=price.prefill_s,
-        )
+        return plan
 
     def observe(self, result: RoundResult) -> None:
         self._table.observe(result.n_rows, result.target_s)
@@ -257,16 +227,13 @@ class CostAwarePolicy:
         saved_s = n_committed * plain_s - round_s
         origin = plan.origin if len(draft) or plan.n_max else None
         self._pace.add(round_s, n_committed, plain_s)
-        if origin is not None:
-            is_trial = plan.reason.name == "trial"
-            self._gate.add(origin, saved_s, plain_s, self._pace.elapsed_s, is_trial=is_trial)
-        for considered, gains in self._considered.items():
-            own_s = saved_s - plan.prefill_s if origin == considered else 0.0
-            gains.account(own_s / plain_s, n_committed)
-
-    def finish(self) -> None:
-        for acceptance in self._acceptance.values():
-            acceptance.end_text()
+        is_trial = plan.reason.name == "trial"
+        if origin is not None and not is_trial:
+            self._gate.add(origin, saved_s, plain_s, self._pace.elapsed_s)
+        if plan.drafter is not None:
+            tried_s = saved_s - plan.prefill_s if is_trial else 0.0
+            counts = self.acceptance_of(plan.drafter).counts
+            counts.account(n_committed, tried_s / plain_s)
 
     def _why_nothing_found(self, found: Draft) -> Reason:
         if not len(found):
@@ -277,44 +244,31 @@ class CostAwarePolicy:
 
     # --- the model --------------------------------------------------------------------------
 
-    def _worth_of_model(
-        self, origin: str, price: Price, value_s: float, n_left: int
-    ) -> tuple[float, Reason]:
-        """Return the expected gain of starting a model, in seconds a round, and the reason. It is above 0
-        only if the model should start. A round with it seems to gain `value_s`."""
-        plain_s, acceptance = self._costs.seconds(1), self.acceptance_of(origin)
+    def _why_not(self, origin: str, price: Price, value_s: float) -> Reason | None:
+        """Return why not to start a model that is expected to gain `value_s` a round; None if it should start."""
         if price == FREE:  # its draft is judged once it is known
-            return 1e-9, Reason("model")
+            return None
         if self._gate.is_put_aside(origin):
-            return 0.0, Reason("put aside")
-        gains = acceptance.counts.gains_at(self._costs.n_sequences)
-        self._considered[origin] = gains
-        acceptance.expect(value_s / plain_s, self._costs.n_sequences)
+            return Reason("put aside")
         if value_s <= 0.0 and self._ideal_s(price) <= 0.0:
-            row = self._extra_s(1) / plain_s
-            guess = (price.seconds(2) - price.first_s) / plain_s
+            plain_s = self._costs.seconds(1)
+            guess, row = (price.seconds(2) - price.first_s) / plain_s, self._extra_s(1) / plain_s
             text = f"a guess costs {guess:.2f} of a token of the target, and checking it {row:.2f}"
-            return value_s, Reason("row cost", text)
-        if price.prefill_s > _prefill_limit_s(gains, plain_s, self._pace.elapsed_s):
-            return 0.0, _needs_prefill(price)
-        value_s = _gain_of_starting(
-            value_s,
-            price.prefill_s,
-            gains,
-            acceptance.n_looks,
-            plain_s=plain_s,
-            n_rounds=self._pace.n_rounds(n_left),
-        )
-        if value_s > 0.0:
-            return value_s, Reason("model")
-        return value_s, _needs_prefill(price) if price.prefill_s else self._too_rarely(origin)
+            return Reason("row cost", text)
+        is_too_soon = price.prefill_s > _MOST_AHEAD * self._pace.elapsed_s
+        if is_too_soon or (price.prefill_s and value_s <= 0.0):
+            return Reason("prefill", f"the draft must first read the text, {price.prefill_s:.1f} s")
+        return self._too_rarely(origin) if value_s <= 0.0 else None
 
-    def _may_try(self, price: Price) -> bool:
-        """Return whether to try a model that is not expected to pay, to learn whether that is still so.
-        It is not tried if it could not pay even if it were always right."""
+    def _may_try(self, origin: str, price: Price) -> bool:
+        """Return whether to try a model that is not expected to pay, to learn whether that is still so."""
         n = min(_N_TRIED_TOKENS, self.n_max)
-        cost_s = price.prefill_s + price.seconds(n) + self._extra_s(n)
-        return self._gate.allows_trial(cost_s, self._pace.elapsed_s) and self._ideal_s(price) > 0.0
+        cost_s = price.seconds(n) + self._extra_s(n)
+        if price.prefill_s:
+            cost_s = price.prefill_s + _N_TRIALS * cost_s
+        credit_s = self.acceptance_of(origin).counts.trial_credit * self._costs.seconds(1)
+        most_s = min(credit_s, _MOST_AHEAD_OF_TRIAL * self._pace.elapsed_s)
+        return cost_s <= most_s and self._ideal_s(price) > 0.0
 
     def _too_rarely(self, origin: str) -> Reason:
         rate, row = self.acceptance_of(origin).mean(), self._extra_s(1) / self._costs.seconds(1)
@@ -331,11 +285,12 @@ class CostAwarePolicy:
             k * plain_s - self._extra_s(k) - price.seconds(k) for k in range(1, self.n_max + 1)
         )
 
-    def _start(self, origin: str, price: Price) -> _Start:
-        """Return how a model's draft should start."""
+    def _start(self, origin: str, price: Price) -> tuple[StoppingRule, float, int | None]:
+        """Return a model's stopping rule, the seconds that a round with it is expected to save and, for a parallel
+        draft, how many tokens its decode should predict."""
         rule = self._rule(origin, price, self.n_max)
         if not price.at_once_s:
-            return _Start(rule, rule.value(0, 1.0) + price.next_s - price.first_s)
+            return rule, rule.value(0, 1.0) + price.next_s - price.first_s, None
         # How sure the draft is is known only once all its tokens are predicted. So the rule is solved for
         # each number of tokens, with free looks, and the decode is subtracted.
         n_most = min(self.n_max, len(price.at_once_s))
@@ -346,7 +301,7 @@ class CostAwarePolicy:
         }
         best = max(values_s, key=values_s.__getitem__)
         # Trees have more tokens than levels, so that their rule has no such limit.
-        return _Start(rule, values_s[best], best)
+        return rule, values_s[best], best
 
     # --- costs and acceptance -------------------------------------------------------------------
 
@@ -356,7 +311,7 @@ class CostAwarePolicy:
         seconds = self._costs.seconds
         return WhilePaying(
             origin=offer.drafter or NGRAM_ORIGINS[0],
-            curves=_Curves(self.acceptance_of),
+            curve=lambda origin: self.acceptance_of(origin).curve(),
             ngram_token_s=self._token_s(_NGRAM_MARGIN),
             model_token_s=self._token_s(_MODEL_MARGIN),
             extra_s=[seconds(n + 1) - seconds(1) for n in range(self.n_max + 1)],
@@ -396,55 +351,3 @@ class CostAwarePolicy:
             rule = StoppingRule(batch_s, price.next_s, token_s, acceptance.frequencies(), curve)
             self._rules[key] = rule
         return rule
-
-
-class _Curves(dict[str, tuple[float, ...]]):
-    """The acceptance probabilities by bin of confidence, for each origin that is asked for in a
-    round."""
-
-    def __init__(self, acceptance: Callable[[str], AcceptanceRates]) -> None:
-        super().__init__()
-        self._of = acceptance
-
-    def __missing__(self, origin: str) -> tuple[float, ...]:
-        curve = self[origin] = self._of(origin).curve()
-        return curve
-
-
-def _needs_prefill(price: Price) -> Reason:
-    text = f"the draft must first read the text, {price.prefill_s:.1f} s"
-    return Reason("prefill", text)
-
-
-def _prefill_limit_s(gains: GainPrior, plain_s: float, elapsed_s: float) -> float:
-    """Return the most seconds that a draft's prefill may take now: what may be lost on the drafter, and a
-    share of the answer's time so far, so that an answer that ends soon loses no more."""
-    is_proven = gains.n >= _N_PROVEN and gains.mean > _PROVEN_GAIN
-    most_ahead = _MOST_AHEAD_IF_PROVEN if is_proven else _MOST_AHEAD
-    return max(0.0, min(gains.allowance * plain_s, most_ahead * elapsed_s))
-
-
-def _gain_of_starting(
-    value_s: float,
-    prefill_s: float,
-    gains: GainPrior,
-    n_looks: int,
-    *,
-    plain_s: float,
-    n_rounds: float,
-) -> float:
-    """Return the expected gain of starting a draft model in a text, in seconds a round; above 0 it should
-    start.
-
-    After `n_looks` of the model in this text, a round with it seems to gain `value_s`. A few looks are an
-    unsure estimate, so it is averaged with the gain in earlier texts. What is unsure counts in favour:
-    a model that does not pay shows this soon, and stops again. The gain has to make up for the prefill and for
-    a try that fails. A plain decode takes `plain_s`; about `n_rounds` are left.
-    """
-    unknown = _N_SURE / (_N_SURE + n_looks)
-    value_s = unknown * gains.mean * plain_s + (1.0 - unknown) * value_s
-    gain_s = max(0.0, value_s + _HOPE * unknown * plain_s)
-    try_s = _N_TRIED * max(0.0, -value_s)
-    if gain_s * n_rounds <= prefill_s + try_s or gain_s * min(n_rounds, _N_NEAR) <= try_s:
-        return min(value_s, 0.0)
-    return max(value_s - prefill_s / n_rounds, 1e-9)

@@ -99,8 +99,7 @@ class CostTable:
             return 0.0
         if not self._sizes:
             raise LookupError("no decode was measured")
-        known = self._seconds.get(n_rows)
-        return self._pace * (self._between(n_rows) if known is None else known)
+        return self._pace * self._at_usual_pace(n_rows)
 
     def share_s(self, n_rows: int) -> float:
         """Return the expected seconds of `n_rows` rows of one sequence, if as many sequences as in the last
@@ -119,18 +118,17 @@ class CostTable:
         self.n_sharing = n_sharing
         if n_rows <= 0 or not seconds > 0.0:
             return
-        n_seen = self._n_observed.get(n_rows, 0)
+        n_seen = self.n_seen(n_rows)
         self._n_observed[n_rows] = n_seen + 1
         if not self._sizes:
             self._learn(n_rows, seconds)
             return
         deviation = seconds / self.seconds(n_rows)
         deviation = min(_MAX_DEVIATION, max(1.0 / _MAX_DEVIATION, deviation))
-        is_known = n_rows in self._seconds
+        is_known = self.knows(n_rows)
         # The other sizes say what to expect of a new one only roughly.
         own = _OWN_SHARE if is_known and n_seen >= _N_NEW else 0.5
-        before = self._seconds[n_rows] if is_known else self._between(n_rows)
-        self._learn(n_rows, before * deviation**own)
+        self._learn(n_rows, self._at_usual_pace(n_rows) * deviation**own)
         if is_known:
             self._pace *= deviation**_PACE_SHARE
 
@@ -139,21 +137,20 @@ class CostTable:
             bisect.insort(self._sizes, n_rows)
         self._seconds[n_rows] = seconds
 
-    def _between(self, n_rows: int) -> float:
-        """Interpolate the seconds of a size that is not known, before the correction for the machine's
-        present speed."""
-        sizes = self._sizes
+    def _at_usual_pace(self, n_rows: int) -> float:
+        """Return the seconds of a size, before the correction for the machine's present speed."""
+        sizes, known = self._sizes, self._seconds
+        if n_rows in known:
+            return known[n_rows]
         index = bisect.bisect_left(sizes, n_rows)
         if index == len(sizes):
-            largest = sizes[-1]
-            return self._seconds[largest] * n_rows / largest
-        above = self._seconds[sizes[index]]
+            return known[sizes[-1]] * n_rows / sizes[-1]
         if index == 0:
             # Fewer rows than any known size: not more seconds than the smallest one takes.
-            return above
-        below_size, above_size = sizes[index - 1], sizes[index]
-        share = (n_rows - below_size) / (above_size - below_size)
-        return self._seconds[below_size] * (1.0 - share) + above * share
+            return known[sizes[0]]
+        below, above = sizes[index - 1], sizes[index]
+        share = (n_rows - below) / (above - below)
+        return known[below] * (1.0 - share) + known[above] * share
 
 
 class BatchShare:

@@ -88,12 +88,15 @@ class Distribution:
         None if nothing is left; with a scale of 1 this means that the two are equal. (Leviathan
         et al., arXiv:2211.17192, Algorithm 1; Chen et al., arXiv:2302.01318, Algorithm 2.)
         """
-        remaining = self._excess(other, scale)
-        kept = remaining > 0.0
+        return self.reweighted(self._excess(other, scale))
+
+    def reweighted(self, weights: ProbArray) -> Distribution | None:
+        """Return normalize(max(0, weights)) over the same tokens; None if no weight is above 0."""
+        kept = weights > 0.0
         if not kept.any():
             return None
-        remaining = remaining[kept]
-        return Distribution(self.token_ids[kept], remaining / remaining.sum())
+        weights = weights[kept]
+        return Distribution(self.token_ids[kept], weights / weights.sum())
 
     def excess(self, other: Distribution, scale: float = 1.0) -> float:
         return float(np.maximum(self._excess(other, scale), 0.0).sum())

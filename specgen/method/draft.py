@@ -7,7 +7,7 @@ the tree; a chain is a tree with one branch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from specgen.method.backend import Backend, Batch
@@ -140,16 +140,17 @@ class Draft:
             return self.children(node)
         return [walk[depth] for walk in walks if len(walk) > depth]
 
-    def sibling_indices(self) -> list[int]:
-        """Return each node's rank among its siblings, from 0 on."""
-        return [0] * len(self) if self.is_chain else _numbered(self.parents)
-
     def ranks(self) -> list[int]:
         """Return each node's rank, from 0 on, among its siblings from the same drafter: the number of
         guesses that its drafter preferred to it."""
         if self.is_chain:
             return [0] * len(self)
-        return _numbered(zip(self.parents, self.origins, strict=True))
+        n_before: Counter[tuple[int, str]] = Counter()
+        ranks = []
+        for place in zip(self.parents, self.origins, strict=True):
+            ranks.append(n_before[place])
+            n_before[place] += 1
+        return ranks
 
     def depths(self) -> list[int]:
         """Return each node's depth; children of the root have depth 0."""
@@ -161,7 +162,7 @@ class Draft:
         return depths
 
     def path(self, node: int) -> list[int]:
-        """Return the nodes from the root down to `node`, both ends included."""
+        """Return the nodes from the root down to `node`, both ends included; none for `ROOT`."""
         if self.is_chain:
             return list(range(node + 1))
         nodes = []
@@ -171,18 +172,13 @@ class Draft:
         return nodes[::-1]
 
     def text(self, node: int) -> tuple[int, ...]:
-        """Return the tokens from the root down to `node`, both ends included; none for `ROOT`."""
-        if self.is_chain:
-            return self.tokens[: node + 1]
+        """Return the tokens of the path to `node`."""
         return tuple(self.tokens[i] for i in self.path(node))
 
     def leaves(self) -> list[int]:
         """Return the nodes without children, in order."""
-        n = len(self.tokens)
-        if self.is_chain:
-            return [n - 1] if n else []
         inner = set(self.parents)
-        return [node for node in range(n) if node not in inner]
+        return [node for node in range(len(self)) if node not in inner]
 
     def followed_by(self, other: Draft) -> Draft:
         """Return this chain with another draft appended to its last node. Raise `ValueError` if one of them
@@ -207,28 +203,24 @@ class Draft:
         and for one that was not."""
         if self.is_drawn or other.is_drawn:
             raise ValueError("drafts that were drawn at random cannot be merged")
-        tokens, parents = list(self.tokens), list(self.parents)
-        origins, probabilities = list(self.origins), list(self.probabilities)
-        found = {place: node for node, place in enumerate(zip(parents, tokens, strict=True))}
-        index = {ROOT: ROOT}
+        found = {
+            place: node for node, place in enumerate(zip(self.parents, self.tokens, strict=True))
+        }
+        index, added = {ROOT: ROOT}, list[int]()
         for node, (parent, token) in enumerate(zip(other.parents, other.tokens, strict=True)):
             place = (index[parent], token)
             if place not in found:
-                found[place] = len(tokens)
-                parents.append(index[parent])
-                tokens.append(token)
-                origins.append(other.origins[node])
-                probabilities.append(other.probabilities[node])
+                found[place] = len(self) + len(added)
+                added.append(node)
             index[node] = found[place]
-        n = len(tokens)
-        if n == len(self):
+        if not added:
             return self
         return Draft(
-            tuple(tokens),
-            tuple(parents),
-            tuple(origins),
-            tuple(probabilities),
-            (None,) * n,
+            (*self.tokens, *(other.tokens[node] for node in added)),
+            (*self.parents, *(index[other.parents[node]] for node in added)),
+            (*self.origins, *(other.origins[node] for node in added)),
+            (*self.probabilities, *(other.probabilities[node] for node in added)),
+            (None,) * (len(self) + len(added)),
             looks=self.looks,
         )
 
@@ -256,104 +248,8 @@ class Draft:
         )
 
 
-def _numbered(groups: Iterable[Hashable]) -> list[int]:
-    """Return, for each item, the number of earlier items of the same group."""
-    n_before: Counter[Hashable] = Counter()
-    numbers = []
-    for group in groups:
-        numbers.append(n_before[group])
-        n_before[group] += 1
-    return numbers
-
-
 #: No draft: the target decodes one token.
 NO_DRAFT = Draft((), (), (), (), ())
-
-
-class TreeBuilder:
-    """The nodes that a drafter proposes, in the order in which it found them; parents come first.
-
-    To *look beyond* a node is to ask the drafter which tokens follow it. These become the node's
-    children, the likeliest or first drawn one first. The look beyond the root starts the tree.
-    """
-
-    def __init__(self, origin: str) -> None:
-        self.origin = origin
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        #: The drafter's probability of each token, and the distribution that it was drawn from.
-        self.probabilities: list[float] = []
-        self.distributions: list[Distribution | None] = []
-        #: Children of the root have depth 0.
-        self.depths: list[int] = []
-        #: Each node's rank among its siblings.
-        self.ranks: list[int] = []
-        #: The number of children of a node, or of `ROOT`; and the nodes that were not looked beyond
-        #: and may have children.
-        self._n_children: dict[int, int] = {}
-        self._open: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def add(
-        self,
-        parent: int,
-        token: int,
-        probability: float,
-        *,
-        source: Distribution | None = None,
-        is_end: bool = False,
-    ) -> int:
-        """Add a child of a node, or of `ROOT`, after its other children; return the new node. With `is_end`
-        its token ends the text, and the node gets no children."""
-        node = len(self.tokens)
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.probabilities.append(probability)
-        self.distributions.append(source)
-        self.depths.append(0 if parent == ROOT else self.depths[parent] + 1)
-        rank = self._n_children.get(parent, 0)
-        self._n_children[parent] = rank + 1
-        self.ranks.append(rank)
-        if not is_end:
-            self._open.append(node)
-        return node
-
-    def look_beyond(self, node: int) -> None:
-        """Note that the drafter looks beyond a node."""
-        self._open.remove(node)
-
-    def child(self, node: int, token: int) -> int | None:
-        """Return the child of a node, or of `ROOT`, with this token; None if there is none."""
-        for other in range(node + 1, len(self.tokens)):
-            if self.parents[other] == node and self.tokens[other] == token:
-                return other
-        return None
-
-    def path(self, node: int) -> list[int]:
-        """Return the tokens from the root down to `node`; none for `ROOT`."""
-        tokens = []
-        while node != ROOT:
-            tokens.append(self.tokens[node])
-            node = self.parents[node]
-        return tokens[::-1]
-
-    def open_nodes(self, n_deepest: int) -> list[int]:
-        """Return the nodes of depths below `n_deepest` that may have children and were not expanded yet."""
-        return [node for node in self._open if self.depths[node] < n_deepest]
-
-    def draft(self, walks: Sequence[Sequence[int]] = ()) -> Draft:
-        """Return the whole tree as a draft; `walks` as in `Draft`."""
-        n = len(self.tokens)
-        return Draft(
-            tuple(self.tokens),
-            tuple(self.parents),
-            (self.origin,) * n,
-            tuple(self.probabilities),
-            tuple(self.distributions),
-            tuple(tuple(walk) for walk in walks),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,23 +283,18 @@ def pack(
     branches = slot.of_leaves(len(leaves))
     for branch in branches[1:]:
         backend.copy(slot.first, branch)
-
-    for offset, token in enumerate(pending[:-1]):
-        batch.add(token, n_past + offset, branches, False)
-    root_position = n_past + len(pending) - 1
-    batch.add(pending[-1], root_position, branches, True)
-
-    if len(branches) == 1:  # a chain, or no draft: the common case, kept short
-        for node, token in enumerate(draft.tokens):
-            batch.add(token, root_position + 1 + node, branches, True)
-        return
-    passing: list[list[int]] = [[] for _ in draft.tokens]
-    for branch, leaf in zip(branches, leaves, strict=True):
-        for node in draft.path(leaf):
-            passing[node].append(branch)
-    for node, depth in enumerate(draft.depths()):
-        position = root_position + 1 + depth
-        batch.add(draft.tokens[node], position, tuple(passing[node]), True)
+    last = len(pending) - 1
+    for offset, token in enumerate(pending):
+        batch.add(token, n_past + offset, branches, offset == last)
+    passing = [branches] * len(draft)
+    if len(branches) > 1:
+        paths = [set(draft.path(leaf)) for leaf in leaves]
+        passing = [
+            tuple(branch for branch, path in zip(branches, paths, strict=True) if node in path)
+            for node in range(len(draft))
+        ]
+    for token, depth, through in zip(draft.tokens, draft.depths(), passing, strict=True):
+        batch.add(token, n_past + len(pending) + depth, through, True)
 
 
 def keep_path(backend: Backend, slot: Branches, draft: Draft, path: Sequence[int]) -> None:
@@ -414,22 +305,15 @@ def keep_path(backend: Backend, slot: Branches, draft: Draft, path: Sequence[int
     """
     if len(path) == len(draft):
         return  # a chain, kept whole
-    leaves = draft.leaves()
-    branches = slot.of_leaves(len(leaves))
-    length = backend.length(slot.first)
-    if len(branches) == 1:
-        backend.remove(slot.first, length - len(draft) + len(path))
-        return
-    # The slot's first sequence is the branch that ends at the first leaf. The length of the cache
-    # before the tree thus follows from the depth of that leaf.
-    n_before = length - len(draft.path(leaves[0]))
-    last = path[-1] if path else ROOT
-    for branch, leaf in zip(branches, leaves, strict=True):
-        if last in draft.path(leaf):
-            if branch != slot.first:
-                backend.remove(slot.first, n_before)
-                backend.copy(branch, slot.first, n_before, n_before + len(path))
-            break
+    paths = [draft.path(leaf) for leaf in draft.leaves()]
+    branches = slot.of_leaves(len(paths))
+    # The slot's first sequence is the branch that ends at the first leaf.
+    n_before = backend.length(slot.first) - len(paths[0])
+    if path:
+        kept = next(b for b, nodes in zip(branches, paths, strict=True) if path[-1] in nodes)
+        if kept != slot.first:
+            backend.remove(slot.first, n_before)
+            backend.copy(kept, slot.first, n_before, n_before + len(path))
     backend.remove(slot.first, n_before + len(path))
     for branch in branches[1:]:
         backend.remove(branch)

@@ -72,20 +72,6 @@ def ready(draft: Draft) -> Drafting:
     return draft
 
 
-def draft_alone(drafting: Drafting) -> Draft:
-    """Make a draft, decoding each batch that it asks for on its own."""
-    try:
-        ask = next(drafting)
-        while True:
-            before_s = ask.backend.decode_s
-            logits = ask.backend.decode(ask.batch)
-            ask.costs.observe(len(ask.batch), ask.backend.decode_s - before_s)
-            ask = drafting.send(logits)
-    except StopIteration as ended:
-        draft: Draft = ended.value
-        return draft
-
-
 @dataclass
 class Proposal:
     """The drafting of one sequence, and its result."""
@@ -131,47 +117,49 @@ def propose_together(
     return proposals
 
 
+def draft_alone(drafting: Drafting) -> Draft:
+    """Make a draft, decoding each batch that it asks for on its own."""
+    proposal = propose_together([drafting], lambda: 0.0)[0]
+    if proposal.error is not None:
+        raise proposal.error
+    return proposal.draft
+
+
 def refuse_nonsense(proposal: Proposal, n_max: int, n_vocab: int) -> None:
     """Turn a proposal that is not a draft of at most `n_max` tokens below `n_vocab` into an error. In the
     target's batch it would be an error of all sequences. (`Draft` itself checks the parents of nodes.)"""
     draft: object = proposal.draft
+    problem = None
     if not isinstance(draft, Draft):
         problem = f"{type(draft).__name__}: no draft"
     elif len(draft) > n_max:
         problem = f"{len(draft)} tokens, {n_max} at most were asked for"
     else:
-        wrong = [token for token in draft.tokens if not _is_token(token, n_vocab)]
-        if not wrong:
-            return
-        problem = f"there is no token {wrong[0]!r}"
-    proposal.draft, proposal.error = (
-        NO_DRAFT,
-        BackendError(f"the drafter proposed nonsense: {problem}"),
-    )
-
-
-def _is_token(token: object, n_vocab: int) -> bool:
-    return isinstance(token, (int, np.integer)) and bool(0 <= token < n_vocab)
+        tokens: Sequence[object] = draft.tokens
+        for token in tokens:
+            if not (isinstance(token, (int, np.integer)) and 0 <= token < n_vocab):
+                problem = f"there is no token {token!r}"
+    if problem is not None:
+        proposal.draft = NO_DRAFT
+        proposal.error = BackendError(f"the drafter proposed nonsense: {problem}")
 
 
 def _first_batch(waiting: Sequence[Proposal]) -> list[tuple[Proposal, Ask]]:
     """Return the proposals that wait for a decode in the same cache as the first one, as many as fit into
     one batch."""
     found: list[tuple[Proposal, Ask]] = []
-    backend: Backend | None = None
     n_rows = n_wanted = 0
     for proposal in waiting:
         ask = proposal.ask
         assert ask is not None
-        backend = backend or ask.backend
-        n_rows += len(ask.batch)
-        n_wanted += sum(ask.batch.wants_logits)
-        is_full = n_wanted > backend.n_outputs or n_rows > max(backend.n_batch, backend.n_outputs)
-        if found and (ask.backend is not backend or is_full):
-            n_rows -= len(ask.batch)
-            n_wanted -= sum(ask.batch.wants_logits)
-            continue
-        found.append((proposal, ask))
+        backend = found[0][1].backend if found else ask.backend
+        n_more, n_more_wanted = len(ask.batch), sum(ask.batch.wants_logits)
+        fits = n_wanted + n_more_wanted <= backend.n_outputs and n_rows + n_more <= max(
+            backend.n_batch, backend.n_outputs
+        )
+        if not found or (ask.backend is backend and fits):
+            found.append((proposal, ask))
+            n_rows, n_wanted = n_rows + n_more, n_wanted + n_more_wanted
     return found
 
 
@@ -179,32 +167,26 @@ def _decode_together(
     asked: Sequence[tuple[Proposal, Ask]], n_sharing: int, clock: Callable[[], float]
 ) -> None:
     """Decode the rows that several drafts need in one batch, and resume each draft with its logits."""
-    backend, costs = asked[0][1].backend, asked[0][1].costs
-    batch = asked[0][1].batch
-    if len(asked) > 1:
-        batch = Batch()
-        for _, ask in asked:
-            batch.extend(ask.batch)
+    backend, costs, batch = asked[0][1].backend, asked[0][1].costs, Batch()
+    for _, ask in asked:
+        batch.extend(ask.batch)
     started, before_s = clock(), backend.decode_s
-    error: Exception | None = None
-    logits: Logits | None = None
+    result: Logits | Exception
     try:
-        logits = backend.decode(batch)
+        result = backend.decode(batch)
         costs.observe(len(batch), backend.decode_s - before_s, n_sharing)
-    except Exception as raised:  # noqa: BLE001 - it is raised again in each drafter
-        error = raised
+    except Exception as error:  # noqa: BLE001 - it is raised again in each drafter
+        result = error
     model_s, seconds = backend.decode_s - before_s, clock() - started
     first_row = 0
     for proposal, ask in asked:
         share = len(ask.batch) / len(batch)
         proposal.model_s += share * model_s
         proposal.seconds += share * seconds
-        if logits is None:
-            _resume(proposal, error, clock)
-            continue
-        n_rows = sum(ask.batch.wants_logits)
-        _resume(proposal, logits[first_row : first_row + n_rows], clock)
-        first_row += n_rows
+        end_row = first_row + sum(ask.batch.wants_logits)
+        sent = result if isinstance(result, Exception) else result[first_row:end_row]
+        _resume(proposal, sent, clock)
+        first_row = end_row
 
 
 def _resume(

@@ -73,19 +73,29 @@ class Stop(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """Drafts go on up to their longest length, and are verified whole."""
+class UntilUnsure:
+    """A draft goes on while its model gives a token at least `p_min` (llama.cpp's rule), and the product of
+    all its tokens' probabilities is at least `bound`. Drafts of fewer than `n_min` tokens are not verified."""
 
+    p_min: float = 0.0
+    n_min: int = 0
+    bound: float = 0.0
     needs_confidence: bool = False
 
     def wants_token(self, confidences: Sequence[float]) -> bool:
-        return True
+        return confidences[-1] >= self.p_min and math.prod(confidences) >= self.bound
 
     def wants_decode(self, confidences: Sequence[float]) -> bool:
         return True
 
     def cut(self, draft: Draft) -> Draft:
-        return draft
+        if draft.is_drawn:  # a drawn token is not dropped because of what it is
+            return draft
+        if draft.is_chain and self.bound > 0.0:
+            known = [1.0 if each is None else each for each in draft.probabilities]
+            products = (math.prod(known[: n + 1]) for n in range(len(draft)))
+            draft = draft.first(sum(product >= self.bound for product in products))
+        return draft if len(draft) >= self.n_min else NO_DRAFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +110,7 @@ class RoundPlan:
     reason: Reason
     n_max: int = 0
     found: Draft = NO_DRAFT
-    stop: Stop = field(default_factory=Whole)
+    stop: Stop = field(default_factory=UntilUnsure)
     extends: bool = False
     #: The first tokens of the drafter that decodes are no choice: it drafts so many whatever `stop` says.
     n_given: int = 0
@@ -124,19 +134,15 @@ class RoundPlan:
 
     def wants_token(self, confidences: Sequence[float]) -> bool:
         """Return whether to draft the token at the last look; see `Stop`."""
-        n_chosen = len(confidences) - self.n_given
-        if n_chosen <= 0:
-            return True
-        return len(confidences) <= self.n_max and self.stop.wants_token(confidences[self.n_given :])
+        chosen = confidences[self.n_given :]
+        return not chosen or (len(confidences) <= self.n_max and self.stop.wants_token(chosen))
 
     def wants_decode(self, confidences: Sequence[float]) -> bool:
         """Return whether to look for another token after these; see `Stop`."""
-        n_chosen = len(confidences) - self.n_given
-        if n_chosen < 0:
+        if len(confidences) < self.n_given:
             return True
-        if len(confidences) >= self.n_max:
-            return False
-        return n_chosen == 0 or self.stop.wants_decode(confidences[self.n_given :])
+        chosen = confidences[self.n_given :]
+        return len(confidences) < self.n_max and (not chosen or self.stop.wants_decode(chosen))
 
     def after(self, n_given: int) -> RoundPlan:
         """Return the plan for a drafter that first drafts `n_given` tokens of the text again."""
@@ -147,7 +153,7 @@ class RoundPlan:
 
 def draft_up_to(n_max: int, *, needs_confidence: bool = False) -> RoundPlan:
     """Return a plan for a single drafter that drafts `n_max` tokens, however sure it is."""
-    return RoundPlan(Reason("fixed"), n_max, stop=Whole(needs_confidence))
+    return RoundPlan(Reason("fixed"), n_max, stop=UntilUnsure(needs_confidence=needs_confidence))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,42 +191,6 @@ class Policy(Protocol):
         """Learn from a round."""
         ...
 
-    def finish(self) -> None:
-        """End the text, and update the statistics for other texts. May be called twice."""
-        ...
-
-
-# --- policies that know no costs --------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class UntilUnsure:
-    """A draft goes on while its model gives a token at least `p_min` (llama.cpp's rule), and the product of
-    all its tokens' probabilities is at least `bound`. Drafts of fewer than `n_min` tokens are not verified."""
-
-    p_min: float
-    n_min: int = 0
-    bound: float = 0.0
-
-    @property
-    def needs_confidence(self) -> bool:
-        return self.p_min > 0.0 or self.bound > 0.0
-
-    def wants_token(self, confidences: Sequence[float]) -> bool:
-        return confidences[-1] >= self.p_min and math.prod(confidences) >= self.bound
-
-    def wants_decode(self, confidences: Sequence[float]) -> bool:
-        return True
-
-    def cut(self, draft: Draft) -> Draft:
-        if draft.is_drawn:  # a drawn token is not dropped because of what it is
-            return draft
-        if draft.is_chain and self.bound > 0.0:
-            known = [1.0 if each is None else each for each in draft.probabilities]
-            products = (math.prod(known[: n + 1]) for n in range(len(draft)))
-            draft = draft.first(sum(product >= self.bound for product in products))
-        return draft if len(draft) >= self.n_min else NO_DRAFT
-
 
 class FixedPolicy:
     """A fixed draft length, with a stop where the draft becomes unsure (llama.cpp's rule).
@@ -230,15 +200,14 @@ class FixedPolicy:
 
     def __init__(self, options: DraftOptions) -> None:
         self.n_max = options.n_max
-        self._stop = UntilUnsure(options.stops_below, options.min_tokens)
+        p_min = options.stops_below
+        self._stop = UntilUnsure(p_min, options.min_tokens, needs_confidence=p_min > 0.0)
 
     def plan(self, offer: Offer) -> RoundPlan:
         n_max = min(self.n_max, offer.n_most)
         if n_max < 1:
             return RoundPlan(Reason("no room"))
-        found = self._stop.cut(
-            offer.found.first(n_max) if len(offer.found) > n_max else offer.found
-        )
+        found = self._stop.cut(offer.found.first(n_max))
         if len(found):
             return RoundPlan(Reason("fixed"), found=found, stop=self._stop)
         if offer.drafter is None:
@@ -246,9 +215,6 @@ class FixedPolicy:
         return RoundPlan(Reason("fixed"), n_max, stop=self._stop, drafter=offer.drafter)
 
     def observe(self, result: RoundResult) -> None:
-        pass
-
-    def finish(self) -> None:
         pass
 
 
@@ -267,7 +233,7 @@ class ThresholdPolicy(FixedPolicy):
 
     def __init__(self, options: DraftOptions) -> None:
         super().__init__(options)
-        self._stop = replace(self._stop, bound=self._START)
+        self._stop = replace(self._stop, bound=self._START, needs_confidence=True)
 
     @property
     def bound(self) -> float:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from specgen.method.acceptance import BIN_EDGES, NGRAM_ORIGINS, origin_of_rank
-from specgen.method.draft import ROOT, Draft, TreeBuilder
+from specgen.method.draft import ROOT, Draft
 from specgen.system.arrays import ProbArray
 
 #: Values are computed for these probabilities that the draft so far is accepted whole, and interpolated
@@ -89,14 +89,14 @@ class StoppingRule:
 class WhilePaying:
     """Drafts as long as another token is expected to save time.
 
-    `curves` has, for each origin, the probability that its tokens are accepted, by bin of the drafter's
+    `curve` returns, for an origin, the probability that its tokens are accepted, by bin of the drafter's
     confidence. An expected token counts `ngram_token_s` or `model_token_s` seconds, and `extra_s[n]` are
     the seconds that n drafted tokens add to the target's batch. A look of the drafter `origin` takes
     `next_s` seconds; without a `rule` it drafts nothing.
     """
 
     origin: str
-    curves: Mapping[str, Sequence[float]]
+    curve: Callable[[str], Sequence[float]]
     ngram_token_s: float
     model_token_s: float
     extra_s: Sequence[float]
@@ -119,7 +119,7 @@ class WhilePaying:
     def chance(self, origin: str, confidence: float | None) -> float:
         """Return the probability that a token is accepted if all before it are."""
         confidence = 1.0 if confidence is None else confidence
-        return self.curves[origin][bisect.bisect_left(BIN_EDGES, confidence)]
+        return self.curve(origin)[bisect.bisect_left(BIN_EDGES, confidence)]
 
     def guess_probability(self, rank: int, confidence: float) -> float:
         """Return the probability of the drafter's guess number `rank`, from 0, for one position of a tree."""
@@ -152,46 +152,6 @@ class WhilePaying:
         behind = best_nodes(chances[n_drawn:], token_s, extra_s)
         return draft.only([*range(n_drawn), *(n_drawn + node for node in behind)])
 
-    def frontier(
-        self,
-        tree: TreeBuilder,
-        probabilities: Sequence[float],
-        n_deepest: int,
-        n_most: int,
-        seconds: Callable[[int], float],
-    ) -> list[int]:
-        """Return the nodes that the model should look beyond next in one batch, at most `n_most`; none ends
-        the tree.
-
-        `probabilities` are those of the paths down to the tree's nodes. Children have depths below `n_deepest`.
-        `seconds(n)` is the model's time for a batch of n nodes.
-        """
-        if self.rule is None:
-            return []
-        nodes = [
-            node
-            for node in tree.open_nodes(n_deepest - 1)
-            if tree.ranks[node] > 0 or tree.probabilities[node] >= self.p_min
-        ]
-        nodes.sort(key=probabilities.__getitem__, reverse=True)
-        token_s, extra_s = self.token_s(self.origin), self.extra_s
-        n_taken, n_room = len(best_nodes(probabilities, token_s, extra_s)), len(extra_s) - 1
-        best, best_s, gain_s = 0, 0.0, 0.0
-        for n, node in enumerate(nodes[:n_most]):
-            # Tokens behind several nodes compete for the same rows.
-            n_rows = max(n_taken + n, tree.depths[node] + 1)
-            if n_rows >= n_room:
-                break
-            # A larger batch may cost less, but that is no gain of a token.
-            idle_s, look_s = (
-                max(0.0, self.rule.value(n_rows, chance) + self.next_s)
-                for chance in (0.0, probabilities[node])
-            )
-            gain_s += look_s - idle_s
-            if gain_s - seconds(n + 1) > best_s:
-                best, best_s = n + 1, gain_s - seconds(n + 1)
-        return nodes[:best]
-
     def path_probabilities(self, draft: Draft) -> list[float]:
         """Return, for each node of a draft, the probability that it and its ancestors are accepted."""
         probabilities: list[float] = []
@@ -204,7 +164,7 @@ class WhilePaying:
 
     def _path_probability(self, confidences: Sequence[float]) -> float:
         """Return the probability that tokens with these confidences are accepted."""
-        chance, curve = 1.0, self.curves[self.origin]
+        chance, curve = 1.0, self.curve(self.origin)
         for confidence in confidences:
             chance *= curve[bisect.bisect_left(BIN_EDGES, confidence)]
         return chance

@@ -7,7 +7,8 @@ samplers and grammar, and *draft* is the distribution that a drafted token was d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -49,121 +50,107 @@ class Verifier(Protocol):
     def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict: ...
 
 
-#: Judges the nodes that are tried after one place, in their order: the accepted one, if any, and what the next
-#: token is drawn from otherwise. It is given the target's distribution there.
-Judge: TypeAlias = Callable[
-    [Draft, Sequence[int], Distribution, np.random.Generator], tuple[int | None, Distribution]
-]
-
-
-def _descend(draft: Draft, target: Target, rng: np.random.Generator, judge: Judge) -> Verdict:
-    """Go down the tree as long as a node is accepted. In independent walks, those that hold the accepted node
+class _Descending(ABC):
+    """Goes down the tree as long as a node is accepted. In independent walks, those that hold the accepted node
     stay in."""
-    node, walks = ROOT, draft.walks
-    path: list[int] = []
-    while True:
-        depth = len(path)
-        accepted, after = judge(draft, draft.tries(node, walks, depth), target(node), rng)
-        if accepted is None:
-            return Verdict(tuple(path), after.draw(rng))
-        node, walks = accepted, tuple(walk for walk in walks if accepted in walk[depth : depth + 1])
-        path.append(node)
+
+    wants_draws = True
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        node, walks = ROOT, draft.walks
+        path: list[int] = []
+        while True:
+            depth = len(path)
+            tries = draft.tries(node, walks, depth)
+            accepted, after = self._judge(draft, tries, target(node), rng)
+            if accepted is None:
+                return Verdict(tuple(path), after.draw(rng))
+            walks = tuple(walk for walk in walks if accepted in walk[depth : depth + 1])
+            node = accepted
+            path.append(node)
+
+    @abstractmethod
+    def _judge(
+        self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
+    ) -> tuple[int | None, Distribution]:
+        """Return which of the nodes tried after one place is accepted, if any, and what the next token is drawn
+        from otherwise. `target` is the target's distribution there."""
 
 
-def _match(
-    draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
-) -> tuple[int | None, Distribution]:
-    token = target.draw(rng)
-    accepted = next((child for child in tries if draft.tokens[child] == token), None)
-    return accepted, Distribution.certain(token)
-
-
-def _residual(
-    draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
-) -> tuple[int | None, Distribution]:
-    for child in tries:
-        drawn_from = draft.drawn_from(child)
-        token = draft.tokens[child]
-        if rng.random() * drawn_from.probability(token) < target.probability(token):
-            return child, target
-        # The residual is empty only if the two are equal up to rounding. A rejection then has no
-        # chance but for rounding, and the target itself is the right choice.
-        target = target.minus(drawn_from) or target
-    return None, target
-
-
-def _k_sequential(
-    draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
-) -> tuple[int | None, Distribution]:
-    if not tries:
-        return None, target
-    drawn_from = draft.drawn_from(tries[0])
-    drafted = drawn_from.probabilities(target.token_ids)
-    rho = _least_rho(target.probs, drafted, len(tries))
-    for child in tries:
-        token = draft.tokens[child]
-        if rng.random() < target.probability(token) / (rho * drawn_from.probability(token)):
-            return child, target
-    # None only if everything was taken, up to rounding.
-    return None, _missing(target, drafted, rho, len(tries)) or target
-
-
-class MatchVerifier:
+class MatchVerifier(_Descending):
     """Draw the target's token; go on while it is one of the drafted children.
 
     The target draws each token from its own distribution with one random number a token, as in
-    plain decoding. So the same seed gives the same text with and without a draft. Any draft may
-    be judged so, however its tokens were chosen. A set of drafted children is accepted with the
-    sum of its target probabilities, which is the best possible for a draft that was not drawn at
-    random.
+    plain decoding. So the same seed gives the same text with and without a draft, however the draft's
+    tokens were chosen. A set of drafted children is accepted with the sum of its target probabilities,
+    which is the best possible for a draft that was not drawn at random.
     """
 
     wants_draws = False
 
-    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
-        return _descend(draft, target, rng, _match)
+    def _judge(
+        self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
+    ) -> tuple[int | None, Distribution]:
+        token = target.draw(rng)
+        accepted = next((child for child in tries if draft.tokens[child] == token), None)
+        return accepted, Distribution.certain(token)
 
 
-class ResidualVerifier:
+class ResidualVerifier(_Descending):
     """Accept a drawn token x with probability min(1, target(x) / draft(x)); after a rejection
     go on with the residual, normalize(max(0, target - draft)).
 
     Speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1; Chen et al.,
     arXiv:2302.01318, Algorithm 2), for trees by recursion over siblings (Miao et al.,
-    arXiv:2305.09781, Algorithm 2): each rejected sibling replaces the target by the residual, and
-    the next sibling is tested against that. Siblings that were drawn without replacement are tested
-    with the distribution that each was drawn from, that is, without the earlier ones (Jeon et al.,
-    arXiv:2402.14160, Algorithm 1). In independent walks a token is tested as often as it was drawn.
-    A node without a distribution was certain: its draft distribution has all its mass on the token.
+    arXiv:2305.09781, Algorithm 2): the next sibling is tested against the residual. Siblings drawn
+    without replacement are tested with the distribution that each was drawn from, without the earlier
+    ones (Jeon et al., arXiv:2402.14160, Algorithm 1). In independent walks a token is tested as often as
+    it was drawn. A node without a distribution was certain.
     """
 
-    wants_draws = True
+    def _judge(
+        self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
+    ) -> tuple[int | None, Distribution]:
+        for child in tries:
+            drawn_from = draft.drawn_from(child)
+            token = draft.tokens[child]
+            if rng.random() * drawn_from.probability(token) < target.probability(token):
+                return child, target
+            # The residual is empty only if the two are equal up to rounding. A rejection then has no
+            # chance but for rounding, and the target itself is the right choice.
+            target = target.minus(drawn_from) or target
+        return None, target
 
-    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
-        return _descend(draft, target, rng, _residual)
 
-
-class SpecTrVerifier:
+class SpecTrVerifier(ResidualVerifier):
     """Choose among the next tokens of k independent drafts: k-sequential selection (Sun et al.,
     arXiv:2310.15141, Algorithm 2).
 
     The drafts are tried one after the other. A token x is taken with probability min(1, target(x) / (rho
-    draft(x))), for a rho in [1, k] that is the same for all of them. After k rejections a token is drawn
-    from the missing rest, normalize(target - min(draft, target / rho) (1 - (1 - beta)^k) / beta), where
-    beta(rho) = sum of min(draft, target / rho) is the probability that a single draft is taken. rho is the
-    least one for which no token is taken too often, 1 - (1 - beta)^k <= rho beta. Recursive rejection
-    accepts the first draft as often as possible and leaves little to the others. This selection divides the
-    probability among them, and comes within a factor of 1 - 1/e of the best possible one.
+    draft(x))), with the same rho in [1, k] for all. After k rejections a token is drawn from
+    normalize(target - min(draft, target / rho) (1 - (1 - beta)^k) / beta), where beta(rho) = sum of
+    min(draft, target / rho) is the probability that a single draft is taken. rho is the least one for
+    which no token is taken too often, 1 - (1 - beta)^k <= rho beta. This comes within a factor of 1 - 1/e
+    of the best possible selection.
 
-    Drafts that continue from the taken token stay in, so there are fewer at each step; with one left, k = 1,
-    this is residual sampling. Drafts without walks (chains, siblings drawn without replacement, certain
-    tokens) are judged so too.
+    Drafts that continue from the taken token stay in; with one left, k = 1, this is residual sampling, and
+    so drafts without walks are judged.
     """
 
-    wants_draws = True
-
-    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
-        return _descend(draft, target, rng, _k_sequential if draft.walks else _residual)
+    def _judge(
+        self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
+    ) -> tuple[int | None, Distribution]:
+        if not draft.walks or not tries:
+            return super()._judge(draft, tries, target, rng)
+        drawn_from = draft.drawn_from(tries[0])
+        drafted = drawn_from.probabilities(target.token_ids)
+        rho = _least_rho(target.probs, drafted, len(tries))
+        for child in tries:
+            token = draft.tokens[child]
+            if rng.random() < target.probability(token) / (rho * drawn_from.probability(token)):
+                return child, target
+        # None only if everything was taken, up to rounding.
+        return None, _missing(target, drafted, rho, len(tries)) or target
 
 
 def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
@@ -191,50 +178,37 @@ def _missing(target: Distribution, draft: ProbArray, rho: float, k: int) -> Dist
     beta = float(taken.sum())
     if beta <= 0.0:
         return target
-    left = target.probs - taken * ((1.0 - (1.0 - beta) ** k) / beta)
-    kept = left > 0.0
-    if not kept.any():
-        return None
-    left = left[kept]
-    return Distribution(target.token_ids[kept], left / left.sum())
+    return target.reweighted(target.probs - taken * ((1.0 - (1.0 - beta) ** k) / beta))
 
 
-class BlockVerifier:
+class BlockVerifier(ResidualVerifier):
     """Judge a drawn chain as a block. On average this never accepts fewer tokens than judging them one
     by one (Sun et al., arXiv:2403.10444, Algorithm 2).
 
-    Judged one by one, a token that is less likely under the target than under the draft may end
-    the block, although the tokens after it would make up for it. Here the ratio of the probabilities
-    of whole prefixes decides: with r(0) = 1 and r(i) = min(1, r(i-1) target(x_i) / draft(x_i)),
-    the prefix of length i is accepted with probability h(i) = s(i) / (s(i) + 1 - r(i)), where
-    s(i) = sum over x of max(0, r(i) target(x) - draft(x)) after that prefix; the whole chain
+    The ratio of the probabilities of whole prefixes decides: with r(0) = 1 and r(i) = min(1, r(i-1)
+    target(x_i) / draft(x_i)), the prefix of length i is accepted with probability h(i) = s(i) / (s(i) + 1 -
+    r(i)), where s(i) = sum over x of max(0, r(i) target(x) - draft(x)) after that prefix; the whole chain
     with h = r. The longest accepted prefix is kept, and the token after it drawn from
-    normalize(max(0, r target - draft)).
+    normalize(max(0, r target - draft)). It holds for chains whose length depends on the drafted tokens, as
+    long as the decision to stop was made before the next draw.
 
-    It holds for chains whose length depends on the drafted tokens, as long as the decision to
-    stop was made before the next draw.
-
-    In a tree, each run of only children, after the text or after an accepted sibling, is such a chain. It
-    is judged as a block; if it is accepted whole, the nodes after it are judged as a new block. Siblings
-    are judged by recursive rejection. This is exact if the number of siblings at a position was fixed
-    before any token after it was drawn. If a sibling were added because of the tokens after another one,
-    the way in which that one is judged would depend on what was drawn.
+    In a tree, each run of only children is judged as a block; if it is accepted whole, the nodes after it
+    are a new block. Siblings are judged by recursive rejection. This is exact if the number of siblings at a
+    position was fixed before any token after it was drawn.
     """
-
-    wants_draws = True
 
     def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
         if draft.walks:
-            return _descend(draft, target, rng, _residual)
+            return super().verify(draft, target, rng)
         node, path = ROOT, list[int]()
         while True:
             run = _only_children(draft, node)
             n_kept, after = _judged_run(draft, run, target, node, rng)
             path += run[:n_kept]
-            if n_kept < len(run):
-                return Verdict(tuple(path), after.draw(rng))
-            children = draft.children(run[-1] if run else node)
-            accepted, after = _residual(draft, children, after, rng)
+            accepted = None
+            if n_kept == len(run):
+                children = draft.children(run[-1] if run else node)
+                accepted, after = self._judge(draft, children, after, rng)
             if accepted is None:
                 return Verdict(tuple(path), after.draw(rng))
             node = accepted
@@ -243,8 +217,6 @@ class BlockVerifier:
 
 def _only_children(draft: Draft, node: int) -> list[int]:
     """Return the nodes below `node` (or `ROOT`) up to the first that has siblings."""
-    if draft.is_chain:
-        return list(range(node + 1, len(draft)))
     run: list[int] = []
     children = draft.children(node)
     while len(children) == 1:
@@ -299,13 +271,10 @@ class AutoVerifier:
         return verifier.verify(draft, target, rng)
 
 
-def make_verifier(name: VerifierName) -> Verifier:
-    """Make the verifier with this name."""
-    kinds: dict[VerifierName, Callable[[], Verifier]] = {
-        "auto": AutoVerifier,
-        "match": MatchVerifier,
-        "residual": ResidualVerifier,
-        "block": BlockVerifier,
-        "spectr": SpecTrVerifier,
-    }
-    return kinds[name]()
+VERIFIERS: Mapping[VerifierName, Verifier] = {
+    "auto": AutoVerifier(),
+    "match": MatchVerifier(),
+    "residual": ResidualVerifier(),
+    "block": BlockVerifier(),
+    "spectr": SpecTrVerifier(),
+}

@@ -115,7 +115,6 @@ class AnswerLoop(Loop):
         decoding: with `estimate_gain` by its own decodes, which may take a few more, otherwise by the
         `costs` of the target's batches. A short answer is not: the decodes would take a part of its time,
         and their noise would decide."""
-        sequence.policy.finish()
         # Decodes next to one another, and costs that were measured before, count as one time.
         token_s, how, n_times = None, "", 1
         is_compared = sequence.tally.n_drafted and sequence.n_answer >= _SHORTEST_COMPARED

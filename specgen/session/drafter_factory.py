@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import abc
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from specgen.method.cost_table import CostTable
 from specgen.method.draft import Branches
 from specgen.method.drafter import Drafter
 from specgen.method.policy import FixedPolicy, Policy, ThresholdPolicy
-from specgen.method.verify import make_verifier
+from specgen.method.verify import VERIFIERS
 from specgen.options import (
     AUTO_TREE,
     DRAFT_TEMPERATURE,
@@ -37,9 +36,6 @@ from specgen.text.hidden_trail import TargetStates
 from specgen.text.sampling import Sampler
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import Shaper, TextState
-
-#: Makes a shaper of a chain of samplers and a text.
-MakeShaper: TypeAlias = Callable[[Sampler, TextState], Shaper]
 
 #: Samplers that change the logits of particular tokens, whatever the other logits are.
 _BY_TOKEN: tuple[SamplerName, ...] = ("penalties", "dry")
@@ -64,7 +60,6 @@ class DrafterFactory:
         seed: int,
         *,
         plain: bool = False,
-        make_shaper: MakeShaper = Shaper,
         settings: RequestSettings | None = None,
         slot: Slot | None = None,
         index: int = 0,
@@ -81,7 +76,7 @@ class DrafterFactory:
         hidden: TargetStates | None = None
         draft = None if plain else session.draft
         if draft is not None and (caches or draft.timed is None):
-            request = self._request(draft, prompt, state, settings, draft_seed, make_shaper)
+            request = self._request(draft, prompt, state, settings, draft_seed)
             request = replace(request, caches=caches, slot=slot)
             drafter = draft.drafter(request)
             hidden = getattr(drafter, "states", None)
@@ -92,8 +87,8 @@ class DrafterFactory:
             n_ctx=n_ctx,
             drafters=cascade,
             policy=self._policy(len(prompt.tokens), settings),
-            verifier=make_verifier(settings.verifier),
-            shaper=make_shaper(settings.sampler, state),
+            verifier=VERIFIERS[settings.verifier],
+            shaper=Shaper(settings.sampler, state),
             state=state,
             rng=np.random.default_rng(target_seed),
             slot=Branches(slot.number * session.n_branches_max, session.n_branches_max),
@@ -110,7 +105,7 @@ class DrafterFactory:
         draft = self.session.draft
         assert draft is not None, "there is no draft"
         settings = self.session.settings.most_likely()
-        request = self._request(draft, prompt, state, settings, np.random.SeedSequence(0), Shaper)
+        request = self._request(draft, prompt, state, settings, np.random.SeedSequence(0))
         shaper = Shaper(Sampler(SamplerOptions()), state)
         return draft.drafter(replace(request, caches=caches, shaper=shaper, branches=False))
 
@@ -157,7 +152,6 @@ class DrafterFactory:
         state: TextState,
         settings: RequestSettings,
         seed: np.random.SeedSequence,
-        make_shaper: MakeShaper,
     ) -> DraftRequest:
         drafting, n_past = settings.drafting, len(prompt.tokens)
 
@@ -167,7 +161,7 @@ class DrafterFactory:
         draws = (
             draft.can_draw
             and settings.sampler.is_random
-            and make_verifier(settings.verifier).wants_draws
+            and VERIFIERS[settings.verifier].wants_draws
         )
         can_branch = drafting.grows_trees and draft.why_chains is None
         branches = can_branch and (drafting.tree.is_fixed or not draws)
@@ -177,7 +171,7 @@ class DrafterFactory:
             shaped = draft_sampling(settings.in_use, drafting, draws=draws)
         return DraftRequest(
             state,
-            make_shaper(Sampler(shaped, settings.breakers), state),
+            Shaper(Sampler(shaped, settings.breakers), state),
             np.random.default_rng(seed),
             prompt=prompt.tokens,
             costs=costs_of(draft.timed) if draft.timed is not None else CostTable(),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -22,7 +22,6 @@ from specgen.method.acceptance import (
     N_BINS,
     AcceptanceCounts,
     AcceptanceRates,
-    GainPrior,
 )
 from specgen.method.cost_table import CostTable
 from specgen.options import ContextOptions
@@ -265,9 +264,6 @@ _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Bins = Annotated[
     list[Annotated[_Number, Field(ge=0.0)]], Field(min_length=N_BINS, max_length=N_BINS)
 ]
-#: The fields of a `GainPrior`.
-_N_GAINS = len(fields(GainPrior))
-_Gains = Annotated[list[_Number], Field(min_length=_N_GAINS, max_length=_N_GAINS)]
 _SECONDS = TypeAdapter(
     dict[Annotated[int, Field(ge=1, le=10**6)], Annotated[_Number, Field(gt=0.0)]]
 )
@@ -282,33 +278,20 @@ class _Counts(BaseModel):
     judged: _Bins
     accepted: _Bins
     seen: _Bins
-    gains: _Gains | None = None
-    gains_beside: dict[str, _Gains] = {}
+    trial_credit: _Number = 0.0
 
     @classmethod
     def of(cls, counts: AcceptanceCounts) -> _Counts:
-        known = {n: gains for n, gains in counts.gains_beside.items() if gains.start is not None}
         return cls(
             judged=counts.n_judged.round(3).tolist(),
             accepted=counts.n_accepted.round(3).tolist(),
             seen=counts.n_seen.round(3).tolist(),
-            gains=_rounded(counts.gains) if counts.gains.start is not None else None,
-            gains_beside={str(n): _rounded(gains) for n, gains in known.items()},
+            trial_credit=round(counts.trial_credit, 4),
         )
 
     def to_counts(self) -> AcceptanceCounts:
         judged, accepted, seen = map(np.array, (self.judged, self.accepted, self.seen))
-        return AcceptanceCounts(
-            judged,
-            np.minimum(accepted, judged),
-            seen,
-            GainPrior(*self.gains or ()),
-            {int(n): GainPrior(*each) for n, each in self.gains_beside.items() if n.isdecimal()},
-        )
-
-
-def _rounded(gains: GainPrior) -> list[float]:
-    return [round(number, 4) for number in astuple(gains)]
+        return AcceptanceCounts(judged, np.minimum(accepted, judged), seen, self.trial_credit)
 
 
 def _valid(adapter: TypeAdapter[_Value], entry: object) -> _Value | None:

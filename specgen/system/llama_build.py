@@ -95,18 +95,6 @@ LIBRARY = "libspecgen-rpc.so"
 STAMP = "libspecgen-rpc.json"
 
 
-def version_of(library: Path) -> str | None:
-    """Return the version of llama-cpp-python that the library was built for; None if unknown."""
-    version = _stamp_of(library).get("version")
-    return version if isinstance(version, str) else None
-
-
-def protocol_of(library: Path) -> str | None:
-    """Return the version of the RPC protocol that is noted beside the library; None if none is."""
-    found = _stamp_of(library).get("protocol")
-    return found if isinstance(found, str) else None
-
-
 def protocol_in(header: Path) -> str | None:
     """Return the version of the RPC protocol that `ggml-rpc.h` defines; None if there is no such file."""
     try:
@@ -117,7 +105,9 @@ def protocol_in(header: Path) -> str | None:
     return ".".join(numbers) if len(numbers) == 3 else None
 
 
-def _stamp_of(library: Path) -> dict[str, Any]:
+def stamp_of(library: Path) -> dict[str, Any]:
+    """Return what is noted beside the library: for which "version" of llama-cpp-python and with which "protocol" it was
+    built. Empty if nothing is."""
     try:
         stamp = json.loads(library.with_name(STAMP).read_text(encoding="utf-8"))
     except (OSError, ValueError):

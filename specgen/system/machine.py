@@ -95,15 +95,11 @@ def core_time() -> CoreTime | None:
     import psutil
 
     with contextlib.suppress(OSError):
-        own = os.times()
-        return of_counts(psutil.cpu_times()._asdict(), own.user + own.system)
+        own, counts_s = os.times(), psutil.cpu_times()._asdict()
+        total_s = sum(seconds for name, seconds in counts_s.items() if name not in _COUNTED_TWICE)
+        idle_s = sum(counts_s.get(name, 0.0) for name in _IDLE)
+        return CoreTime(total_s, total_s - idle_s, own.user + own.system)
     return None
-
-
-def of_counts(counts_s: Mapping[str, float], own_s: float) -> CoreTime:
-    """Return a `CoreTime` from psutil's counts by name, which differ between systems."""
-    total_s = sum(seconds for name, seconds in counts_s.items() if name not in _COUNTED_TWICE)
-    return CoreTime(total_s, total_s - sum(counts_s.get(name, 0.0) for name in _IDLE), own_s)
 
 
 def share_of_others(before: CoreTime | None, after: CoreTime | None) -> float | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from specgen.errors import BackendError, UsageError, WorkerLostError
-from specgen.system.llama_build import LIBRARY, protocol_in, protocol_of
+from specgen.system.llama_build import LIBRARY, protocol_in, stamp_of
 
 #: The commands, and the size in bytes of the capabilities that HELLO carries: what the transports of
 #: one end can do.
@@ -183,4 +183,5 @@ def own_protocol() -> str | None:
         header = Path(found.origin).parent.parent / "include" / "ggml-rpc.h"
         if protocol := protocol_in(header):
             return protocol
-    return protocol_of(Path(__file__).parents[1] / "llama" / LIBRARY)
+    stamp = stamp_of(Path(__file__).parents[1] / "llama" / LIBRARY)
+    return stamp.get("protocol")

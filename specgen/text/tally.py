@@ -39,7 +39,7 @@ class Tally:
     undrafted: dict[str, ReasonCount] = field(default_factory=dict)
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
-    #: The same by a node's rank among its siblings; all nodes of a chain have rank 0.
+    #: The same by a node's rank among its drafter's guesses for that place; all nodes of a chain have rank 0.
     drafted_by_rank: list[int] = field(default_factory=list)
     accepted_by_rank: list[int] = field(default_factory=list)
     prompt_s: float = 0.0
@@ -97,9 +97,9 @@ class Tally:
         self.n_accepted += len(accepted)
         _count(self.drafted_by_depth, draft.depths())
         _count(self.accepted_by_depth, range(len(accepted)))
-        indices = draft.sibling_indices()
-        _count(self.drafted_by_rank, indices)
-        _count(self.accepted_by_rank, [indices[node] for node in accepted])
+        ranks = draft.ranks()
+        _count(self.drafted_by_rank, ranks)
+        _count(self.accepted_by_rank, [ranks[node] for node in accepted])
 
     @property
     def loop_s(self) -> float:

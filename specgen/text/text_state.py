@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,14 +15,6 @@ from specgen.text.sampling import Sampler, top_probability
 
 #: Tokens to make room for behind the text; there is more if a text outgrows it.
 _ROOM = 512
-
-
-@dataclass(frozen=True, slots=True)
-class TextMark:
-    """A position in a text."""
-
-    n_tokens: int
-    grammar: GrammarState | None
 
 
 class TextState:
@@ -50,15 +41,6 @@ class TextState:
         self._reserve(1)
         self._history[len(self.tokens)] = token
         self.tokens.append(token)
-
-    def mark(self) -> TextMark:
-        """Return a mark of this position in the text, for `rewind`."""
-        return TextMark(len(self.tokens), self._grammar)
-
-    def rewind(self, mark: TextMark) -> None:
-        """Take back the tokens that were committed since the mark."""
-        del self.tokens[mark.n_tokens :]
-        self._grammar = mark.grammar
 
     def history(self, path: Sequence[int], n_last: int) -> TokenArray:
         """Return the last `n_last` tokens (-1: all) of the text followed by `path`, oldest first: int64[m].

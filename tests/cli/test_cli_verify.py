@@ -199,20 +199,6 @@ def test_ctrl_c_shows_what_was_found_so_far(tiny_models: Path, tmp_path: Path) -
     assert report["sampled"] == []
 
 
-@pytest.mark.skipif(os.name == "nt", reason="needs POSIX terminals")
-@pytest.mark.parametrize("quiet", [False, True])
-def test_progress_shows_on_a_terminals_standard_error_only(tiny_models: Path, quiet: bool) -> None:
-    command = [*arguments(tiny_models), *(["--quiet"] if quiet else [])]
-    with on_terminal(command) as (process, terminal):
-        shown = rest_of(terminal)
-        out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert (shown == b"") == quiet
-    assert (b"sampled, " in shown) != quiet
-    assert b"\x1b" not in out
-    assert out.startswith(b"target.gguf with drafts from")
-
-
 # --- what it refuses
 
 

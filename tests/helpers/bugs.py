@@ -68,7 +68,7 @@ class _Picky:
     def __init__(self, inner: Policy) -> None:
         self._inner = inner
         self.n_max = inner.n_max
-        self.observe, self.finish = inner.observe, inner.finish
+        self.observe = inner.observe
 
     def plan(self, offer: Offer) -> RoundPlan:
         plan = self._inner.plan(offer)

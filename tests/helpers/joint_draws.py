@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import numpy as np
 
@@ -158,13 +159,24 @@ class _Scout:
         return self.inner.verify(draft, target, rng)
 
 
+class _Mark:
+    """A place in a text, to which tests go back; the product never does."""
+
+    def __init__(self, state: TextState) -> None:
+        self.n_tokens, self._grammar = len(state.tokens), state.grammar()
+
+    def restore(self, state: TextState) -> None:
+        del state.tokens[self.n_tokens :]
+        state._grammar = self._grammar  # noqa: SLF001
+
+
 class _UpTo:
     """A policy that limits drafts to a length, which is set for each draw."""
 
     def __init__(self, inner: Policy) -> None:
         self._inner = inner
         self.limit = 1
-        self.observe, self.finish = inner.observe, inner.finish
+        self.observe = inner.observe
 
     @property
     def n_max(self) -> int:
@@ -202,7 +214,7 @@ def draw_jointly(
     best, best_chance = None, 0.0
     loop.start(answering)
     while not answering.is_finished:
-        place = answering.state.mark()
+        place = _Mark(answering.state)
         scout.chance = -1.0
         loop.round([answering])
         if scout.chance > best_chance:
@@ -220,7 +232,7 @@ def draw_jointly(
     tally = Tally()
     for _ in range(n_draws):
         policy.limit = 1 + policy.limit % max(1, min(depth, n_longest))
-        drawing.state.rewind(best)
+        best.restore(drawing.state)
         target.remove(0, best.n_tokens - 1)
         if drawing.drafters is not None:
             drawing.drafters.rewind(best.n_tokens)
@@ -232,7 +244,7 @@ def draw_jointly(
         tally.n_drafted += once.tally.n_drafted
         tally.n_accepted += once.tally.n_accepted
         drawn[tuple(found[:depth])] += 1
-    drawing.state.rewind(best)
+    best.restore(drawing.state)
     exact = exact_cells(sequence, target, depth)
     return JointDraws(tuple(fits_of(drawn, exact, depth)), tally.n_drafted, tally.n_accepted)
 
@@ -284,13 +296,8 @@ def draw_with_models(
         def clock() -> float:
             return loaded.clock() + sum(each.saved_s for each in (target, *drafts))
 
-        sequence = DrafterFactory(loaded).sequence(
-            prompt,
-            n_ctx,
-            drafts,
-            seed,
-            make_shaper=RememberingShaper,
-        )
+        with patch("specgen.session.drafter_factory.Shaper", RememberingShaper):
+            sequence = DrafterFactory(loaded).sequence(prompt, n_ctx, drafts, seed)
         return draw_jointly(sequence, target, depth, n_draws, clock=clock)
 
 

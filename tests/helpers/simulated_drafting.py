@@ -130,7 +130,6 @@ def run(
         found.seconds += draft_s + target_s
         found.n_rounds += 1
         found.lengths.append(len(draft))
-    policy.finish()
     return found
 
 

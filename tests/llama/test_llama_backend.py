@@ -69,33 +69,6 @@ def decode(backend: LlamaBackend, tokens: Sequence[int], sequence: int = 0) -> L
     return row
 
 
-def test_a_trees_logits_equal_those_of_its_paths(model: LlamaModel) -> None:
-    backend = context(model)
-    decode(backend, TEXT[:-1])
-    batch = Batch()
-    pack(batch, backend, Branches(0, 8), TEXT[-1:], TREE)
-    assert len(batch) == 1 + len(TREE)
-    logits = backend.decode(batch).copy()
-    assert logits.shape == (7, model.vocabulary.n_tokens)
-    alone = context(model, n_sequences=1)
-    for node in range(ROOT, len(TREE)):
-        alone.remove(0)
-        path = [TREE.tokens[i] for i in TREE.path(node)]
-        expected = decode(alone, TEXT + path)
-        assert logits[node + 1] == pytest.approx(expected, abs=2e-4)
-        assert int(logits[node + 1].argmax()) == int(expected.argmax())
-    # The tokens matter: a row that saw its sibling's branch would differ by far more.
-    other = decode_path(alone, [*TEXT, 41, 42, 44])
-    assert np.abs(logits[5] - other).max() > 0.05
-    backend.close()
-    alone.close()
-
-
-def decode_path(backend: LlamaBackend, tokens: Sequence[int]) -> Logits:
-    backend.remove(0)
-    return decode(backend, tokens)
-
-
 @pytest.mark.parametrize("path", [(), (0,), (1,), (0, 2), (0, 3), (0, 2, 4), (1, 5)])
 @pytest.mark.parametrize("first", [0, 3])
 def test_keeping_a_path_leaves_the_cache_as_if_it_alone_had_been_decoded(

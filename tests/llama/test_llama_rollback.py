@@ -252,28 +252,6 @@ def test_a_rollback_left_out_would_be_seen(expected: Expected, name: str) -> Non
     assert np.abs(one_behind - kept).max() > 0.05
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen35"])
-def test_snapshots_of_a_cell_that_was_moved_are_not_used(
-    opened: Opener, expected: Expected, name: str
-) -> None:
-    """llama.cpp decodes these rows in two parts: sequence 0, then 1 and 2, whose cells it
-    puts side by side, and sequence 0's, which lies between them, elsewhere."""
-    backend = opened(name, n_sequences=3)
-    for sequence in (1, 0, 2):
-        decode_together(backend, [sequence, *TEXT[:9]], sequence)
-    batch = Batch()
-    for sequence, n in ((0, 4), (1, 2), (2, 2)):
-        backend.checkpoint(sequence)
-        for offset in range(n):
-            batch.add(DRAFT[offset], 10 + offset, (sequence,), wants_logits=True)
-    backend.decode(batch)
-    for sequence in range(3):
-        backend.remove(sequence, 11)
-    for sequence in range(3):
-        text = [sequence, *TEXT[:9], DRAFT[0], 50]
-        assert_same(name, decode(backend, [50], sequence), expected(name, text))
-
-
 def test_a_long_run_of_rounds_repeats_few_rows(opened: Opener) -> None:
     """Of states that are copied, not each round's: what is decoded again stays a few rows."""
     backend = opened("mamba")

@@ -97,19 +97,6 @@ def test_if_plain_decoding_fails_there_is_nothing_to_compare_with() -> None:
     assert [each.prompt for each in runs.results] == [1, 1]
 
 
-def test_an_interruption_leaves_what_there_is() -> None:
-    for n_answers in range(8):
-        log: Log = []
-        only = lineup(log, "a")
-
-        def is_over(log: Log = log, n_answers: int = n_answers) -> bool:
-            return len(log) >= 2 + n_answers
-
-        runs = measured(only, interrupted=is_over)
-        # The answer during which it came may be cut short.
-        assert len(runs.results) == max(0, min(n_answers, 6 + 1) - 1)
-
-
 def test_an_answer_that_was_cut_short_does_not_count() -> None:
     log: Log = []
     only = lineup(log, "a")
@@ -120,14 +107,3 @@ def test_an_answer_that_was_cut_short_does_not_count() -> None:
     assert isinstance(only.others[0], FakeContender)
     only.others[0].answers = cut
     assert [each.contender for each in measured(only).results] == ["plain"]
-
-
-def test_progress_goes_from_nothing_to_everything() -> None:
-    told: list[tuple[int, int]] = []
-    log: Log = []
-    both = (lineup(log, "a", "b"), lineup(log, "c"))
-    measured(*both, n_rounds=2, progress=lambda done, total: told.append((done, total)))
-    assert {total for _, total in told} == {30}
-    done = [done for done, _ in told]
-    assert (done[0], done[-1]) == (0, 30)
-    assert done == sorted(done)

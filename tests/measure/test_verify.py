@@ -30,7 +30,6 @@ from specgen.measure.verify import (
     check_sampled,
     movement,
     to_json_object,
-    ways_to_draft,
 )
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import Branches, Draft, keep_path
@@ -292,13 +291,6 @@ def test_greedy_texts_show_bugs_in_what_runs_by_default(
         results = greedy(loaded)
     assert {result.way for result in results} == {"cost"}
     assert any(result.is_defect for result in results) == (bug is not None)
-
-
-def test_a_draft_is_forced_where_costs_decide() -> None:
-    default, forced = ways_to_draft(BY_COST)
-    assert (default, forced.name) == (Way("cost", BY_COST), "forced")
-    assert (forced.drafting.policy, forced.drafting.p_min) == ("fixed", 0.0)
-    assert ways_to_draft(FIXED) == [Way("fixed", FIXED)]
 
 
 # --- near-ties

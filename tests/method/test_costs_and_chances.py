@@ -11,7 +11,6 @@ from specgen.method.acceptance import (
     N_BINS,
     NGRAM_ORIGINS,
     AcceptanceRates,
-    GainPrior,
     start_of,
 )
 from specgen.method.cost_table import FREE, CostTable, Price
@@ -227,28 +226,18 @@ def test_old_counts_fade_and_new_ones_outweigh_them() -> None:
 # --- what texts gain ---------------------------------------------------------------------------
 
 
-def test_the_next_text_is_expected_to_gain_what_was_thought_and_then_what_texts_did() -> None:
-    gains = GainPrior(start=0.3)
-    assert gains.mean == 0.3
-    gains.add(-0.3, 1.0)
-    assert 0.0 < gains.mean < 0.3
-    for _ in range(300):
-        gains.add(-0.3, 1.0)
-    assert gains.mean == pytest.approx(-0.3, abs=0.05)
-
-
-def test_what_may_be_lost_is_bounded_and_comes_back_slowly() -> None:
-    gains = GainPrior(start=0.2)
-    first = gains.allowance
+def test_trials_use_up_a_credit_that_comes_back_slowly() -> None:
+    counts = AcceptanceRates().counts
+    assert counts.trial_credit == 0.0
     for _ in range(10):
-        gains.account(-4.0, 1)
-    assert gains.allowance == pytest.approx(first - 40.0, abs=1.0)
+        counts.account(1, -4.0)
+    assert counts.trial_credit == pytest.approx(-40.0, abs=1.0)
     for _ in range(1000):
-        gains.account(0.0, 1)
-    assert gains.allowance == pytest.approx(first - 20.0, abs=2.0)
+        counts.account(1)
+    assert counts.trial_credit == pytest.approx(-20.0, abs=2.0)
     for _ in range(1000):
-        gains.account(2.0, 3)
-    assert gains.allowance < 100.0  # what was saved once is no credit for ever
+        counts.account(3, 2.0)
+    assert counts.trial_credit < 50.0  # what was saved once is no credit for ever
 
 
 # --- when to stop: the rule against the search through everything that may happen

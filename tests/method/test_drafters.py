@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.chain import ModelDrafter
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import draft_alone, propose_together
 from specgen.method.policy import FixedPolicy, Offer, draft_up_to
 from specgen.options import DraftOptions, SamplerOptions
@@ -203,16 +203,6 @@ def test_a_window_that_is_rewound_agrees_with_the_text(steps: list[tuple[int, in
 
 
 # --- policies
-
-
-def test_short_drafts_are_dropped_unless_they_were_drawn_at_random() -> None:
-    fixed_stop = policy(4, min_tokens=3).plan(Offer(100, 4, drafter="model")).stop
-    assert fixed_stop.cut(Draft.chain([1, 2], "ngram")) is NO_DRAFT
-    long = Draft.chain([1, 2, 3], "ngram")
-    assert fixed_stop.cut(long) is long
-    source = distribution(LANGUAGE((1,)), SamplerOptions(temperature=1.0))
-    drawn = Draft.chain([1], "model", distributions=[source])
-    assert fixed_stop.cut(drawn) is drawn
 
 
 # --- trees

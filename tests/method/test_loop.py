@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import cast
 
@@ -278,23 +277,6 @@ def test_an_interruption_releases_text_that_was_held_back(after: int) -> None:
     fast, events = Setup(options=options).run(lambda: next(calls) >= after)
     shown = "".join(event.text for event in events if isinstance(event, CommittedEvent))
     assert shown == fast.text.text == text[: fast.n_answer]
-
-
-def test_a_biased_end_token_is_never_chosen() -> None:
-    vocabulary = FakeVocabulary.letters(N_VOCAB, ends=[0, 3, 4])
-    never = tuple((token, -math.inf) for token in (0, 3, 4))
-    for sampler in (
-        SamplerOptions(logit_bias=never),
-        SamplerOptions(temperature=1.0, top_k=0, min_p=0, top_p=1, logit_bias=never),
-    ):
-        fast, _ = Setup(
-            vocabulary=vocabulary,
-            options=GenerationOptions(max_tokens=50),
-            sampler=sampler,
-            drafter=model_drafter(LANGUAGE, vocabulary, sampler)[0],
-        ).run()
-        assert fast.finish_reason == "length"
-        assert not {0, 3, 4} & set(fast.answer)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.method.acceptance import AcceptanceRates, GainPrior
-from specgen.method.cost_aware import CostAwarePolicy, Gate, Pace
+from specgen.method.acceptance import AcceptanceRates
+from specgen.method.cost_aware import CostAwarePolicy, Gate
 from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import draft_alone
@@ -165,15 +165,6 @@ def test_a_tree_behind_drawn_tokens_is_cut_to_what_is_worth_its_rows() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_trimmed_draft_is_the_beginning_of_it(name: str) -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        draft = chain(*rng.random(int(rng.integers(0, 17))).tolist())
-        kept = cut(POLICIES[name](), draft)
-        assert kept == draft.first(len(kept))
-
-
-@pytest.mark.parametrize("name", POLICIES)
 def test_a_tree_is_verified_whole(name: str) -> None:
     policy = POLICIES[name]()
     assert cut(policy, tree()) == tree()
@@ -316,12 +307,6 @@ def test_the_bound_is_on_the_draft_as_a_whole() -> None:
 
 def test_an_n_gram_whose_probability_nobody_knows_is_not_cut() -> None:
     assert len(cut(threshold(), chain(*[None] * 16, origin="ngram"))) == 16
-
-
-def test_short_drafts_are_dropped_where_the_bound_leaves_too_little() -> None:
-    policy = threshold(min_tokens=3)
-    assert cut(policy, chain(0.9, 0.9, 0.01)) is NO_DRAFT
-    assert len(cut(policy, chain(0.9, 0.9, 0.9))) == 3
 
 
 @pytest.mark.parametrize("over", [0.0, 0.15, -0.15])
@@ -504,13 +489,6 @@ def test_a_draft_that_pays_in_no_text_costs_next_to_nothing_in_the_long_run(
     assert np.mean(texts.ratios[8:]) > 0.97
 
 
-def test_what_costs_more_than_it_could_ever_gain_is_not_begun() -> None:
-    confidences, rights = text(400, lambda _: 1.0, sureness=0.0)
-    for curve, draft_s in (("flat", 1.5), ("in proportion", 0.1), ("gentle", 0.95)):
-        world = World(CURVES[curve], draft_s, confidences, rights)
-        assert run(world, cost_aware(world.table())).n_looks == 0, curve
-
-
 def test_what_the_model_has_to_read_first_is_weighed_against_the_rest_of_the_answer() -> None:
     confidences, rights = text(60, lambda _: 0.8, sureness=0.0)
     world = World(CURVES["flat"], 0.1, confidences, rights)
@@ -644,16 +622,6 @@ def test_a_text_that_changes_is_followed() -> None:
     assert found.seconds < 1.12 * apart
 
 
-def test_a_text_that_suits_no_draft_says_nothing_about_the_next() -> None:
-    table = CostTable(World(CURVES["flat"], 0.1, *text(1, lambda c: c)).table())
-    acceptance: dict[str, AcceptanceRates] = {}
-    good = World(CURVES["flat"], 0.1, *text(600, lambda _: 0.85, sureness=0.0, seed=1))
-    bad = World(CURVES["flat"], 0.1, *text(300, lambda _: 0.1, sureness=0.0, seed=2))
-    before = run(good, CostAwarePolicy(DraftOptions(), table, acceptance)).seconds
-    run(bad, CostAwarePolicy(DraftOptions(), table, acceptance))
-    assert run(good, CostAwarePolicy(DraftOptions(), table, acceptance)).seconds < 1.1 * before
-
-
 # --- costs: what is learnt
 
 
@@ -693,18 +661,6 @@ def test_what_was_not_worth_verifying_is_compared_with_the_text(
     policy.observe(RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, tokens, (whole,)))
     assert acceptance["model"].n_judged == pytest.approx(n_judged, abs=0.1)
     assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(n_right, abs=0.1)
-
-
-def test_of_a_drawn_draft_it_counts_how_sure_the_model_was_before_the_draw() -> None:
-    acceptance: dict[str, AcceptanceRates] = {}
-    policy = cost_aware(acceptance=acceptance)
-    plan = planned(policy)
-    # The tokens that were drawn are unlikely ones.
-    draft = plan.stop.cut(replace(drawn(0.05, 0.15), looks=(0.93, 0.55)))
-    policy.observe(result(draft, 1, plan=plan))
-    counts = acceptance["model"].counts
-    assert np.flatnonzero(counts.n_judged).tolist() == [5, 9]
-    assert np.flatnonzero(counts.n_accepted).tolist() == [9]
 
 
 def test_of_a_drawn_draft_behind_n_grams_it_counts_the_same() -> None:
@@ -825,26 +781,6 @@ def test_a_drafter_that_loses_time_is_put_aside() -> None:
     assert names[first : first + 15] == ["put aside"] * 15
 
 
-@pytest.mark.parametrize(
-    ("gains", "reason"),
-    [
-        (GainPrior(), "prefill"),
-        (GainPrior(0.5, 10.0, 5.0), "model"),
-        (GainPrior(0.5, 10.0, 5.0, allowance=2.0), "prefill"),
-    ],
-)
-def test_a_proven_drafter_may_read_more_until_too_much_was_lost(
-    gains: GainPrior, reason: str
-) -> None:
-    rates = AcceptanceRates()
-    rates.counts.gains = gains
-    policy = cost_aware(acceptance={"model": rates})
-    for _ in range(10):
-        policy.observe(result(NO_DRAFT, 0))
-    plan = planned(policy, n_left=400, price=Price(0.1, 0.1, 8.0))
-    assert plan.reason.name == reason
-
-
 # --- the gate -----------------------------------------------------------------------------------
 
 
@@ -854,7 +790,7 @@ def test_a_drafter_that_lost_too_much_waits_and_longer_each_time() -> None:
     for _ in range(3):
         while not gate.is_put_aside("model"):
             gate.begin_round()
-            gate.add("model", -1.0, 1.0, 10.0, is_trial=False)
+            gate.add("model", -1.0, 1.0, 10.0)
         n = 0
         while gate.is_put_aside("model"):
             gate.begin_round()
@@ -862,37 +798,3 @@ def test_a_drafter_that_lost_too_much_waits_and_longer_each_time() -> None:
         waits.append(n)
     assert waits == [16, 32, 64]
     assert not gate.is_put_aside("ngram")
-
-
-@pytest.mark.parametrize(("n_saved", "n_lost"), [(0, 5), (4, 9), (50, 13)])
-def test_what_was_saved_covers_a_part_of_what_is_lost(n_saved: int, n_lost: int) -> None:
-    gate = Gate()
-    for _ in range(n_saved):
-        gate.add("model", 1.0, 1.0, 10.0, is_trial=False)
-    n = 0
-    while not gate.is_put_aside("model"):
-        gate.add("model", -1.0, 1.0, 10.0, is_trial=False)
-        n += 1
-    assert n == n_lost
-
-
-def test_trials_take_a_hundredth_of_the_time() -> None:
-    gate = Gate()
-    assert not gate.allows_trial(0.5, 10.0)
-    assert gate.allows_trial(1.0, 100.0)
-    gate.add("model", -0.9, 1.0, 100.0, is_trial=True)
-    assert not gate.allows_trial(0.5, 100.0)
-    assert not gate.is_put_aside("model")
-
-
-@given(st.lists(st.tuples(st.floats(0.1, 10.0), st.integers(1, 17)), min_size=1, max_size=80))
-def test_the_recent_time_lies_between_the_rounds_and_plain_decoding(
-    done: list[tuple[float, int]],
-) -> None:
-    pace = Pace()
-    for round_s, n_tokens in done:
-        pace.add(round_s, n_tokens, 1.0)
-    times = [1.0, *(round_s / n_tokens for round_s, n_tokens in done)]
-    assert pace.token_s is not None
-    assert min(times) * 0.999 <= pace.token_s <= max(times) * 1.001
-    assert 1.0 <= pace.tokens_a_round <= max(n_tokens for _, n_tokens in done)

@@ -13,22 +13,9 @@ from specgen.drafters.lookup_texts import MAX_CORPUS_BYTES, MAX_FILE_BYTES, load
 from specgen.drafters.suffix_array import SuffixArray
 from specgen.errors import UsageError
 from tests.helpers.fake_backend import FakeVocabulary
+from tests.helpers.vocabularies import CountingVocabulary
 
 VOCABULARY = FakeVocabulary(tuple(bytes([i]) for i in range(256)))
-
-
-class CountingVocabulary(FakeVocabulary):
-    """Counts the texts that it tokenizes."""
-
-    n_texts = 0
-
-    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        assert not add_special
-        assert not parse_special
-        CountingVocabulary.n_texts += 1
-        return FakeVocabulary.tokenize(
-            self, text, add_special=add_special, parse_special=parse_special
-        )
 
 
 def texts(array: SuffixArray) -> list[str]:
@@ -152,12 +139,11 @@ def test_the_array_is_kept_until_a_file_changes(tmp_path: Path) -> None:
     folder, cache = tmp_path / "folder", tmp_path / "cache" / "lookup"
     folder.mkdir()
     (folder / "a.txt").write_text("first")
-    vocabulary = CountingVocabulary(VOCABULARY.pieces)
-    CountingVocabulary.n_texts = 0
+    vocabulary = CountingVocabulary.of(VOCABULARY)
 
     def loaded(fingerprint: str = "bytes") -> tuple[list[str], int]:
         array = load_corpus([folder], vocabulary, fingerprint, cache)
-        return texts(array), CountingVocabulary.n_texts
+        return texts(array), len(vocabulary.counts)
 
     assert loaded() == (["first"], 1)
     assert loaded() == (["first"], 1)

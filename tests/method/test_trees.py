@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -21,7 +20,7 @@ from specgen.method.backend import Backend
 from specgen.method.cost_aware import CostAwarePolicy
 from specgen.method.cost_table import CostTable
 from specgen.method.distribution import Distribution
-from specgen.method.draft import NO_DRAFT, ROOT, Draft, TreeBuilder
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import Offer, RoundPlan, RoundResult, draft_up_to
 from specgen.method.stopping import best_nodes
@@ -497,32 +496,3 @@ def test_first_and_second_guesses_are_learnt_about_apart() -> None:
     assert policy.acceptance_of("model").chance(0.5) < 0.2
     assert policy.acceptance_of("model:2").chance(0.3) > 0.8
     assert policy.acceptance_of("model:3").chance(0.1) < 0.05
-
-
-def test_where_a_growing_tree_may_be_looked_beyond() -> None:
-    tree = TreeBuilder("model")
-    first = tree.add(ROOT, 3, 0.6)
-    end = tree.add(ROOT, 0, 0.3, is_end=True)
-    assert tree.open_nodes(9) == [first]
-    tree.look_beyond(first)
-    below = [tree.add(first, token, 0.4) for token in (4, 5)]
-    last = tree.add(ROOT, 6, 0.1)
-    assert tree.open_nodes(9) == [*below, last]
-    assert tree.open_nodes(1) == [last]
-    assert [tree.ranks[node] for node in (first, end, last, *below)] == [0, 1, 2, 0, 1]
-
-
-def test_children_come_in_the_order_in_which_they_were_drafted() -> None:
-    tree = Draft((1, 2, 3, 4, 5), (ROOT, 0, ROOT, 0, 3), ("model",) * 5, (0.5,) * 5, (None,) * 5)
-    assert [list(tree.children(node)) for node in range(ROOT, 5)] == [
-        [0, 2],
-        [1, 3],
-        [],
-        [],
-        [4],
-        [],
-    ]
-    # What was asked of one makes it no other draft.
-    other = replace(tree)
-    assert other == tree
-    assert hash(other) == hash(tree)

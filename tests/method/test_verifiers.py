@@ -24,7 +24,6 @@ from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import Policy, RoundPlan
 from specgen.method.verify import (
-    MatchVerifier,
     ResidualVerifier,
     Target,
     Verdict,
@@ -148,16 +147,6 @@ def test_deterministic_drafts_fit(verifier: VerifierName, sampler: str) -> None:
 
     assert p_value(draw(options, tree, judge()), exact(options)) > LEVEL
     counts = draw(options, lambda seed: SuffixDrafter(1, 3), judge())
-    assert p_value(counts, exact(options)) > LEVEL
-
-
-def test_matching_of_a_drawn_chain_fits() -> None:
-    options = SAMPLERS["chain"]
-    counts = draw(
-        options,
-        lambda seed: model_drafter(DRAFTS["bad"], LETTERS, options, seed=seed)[0],
-        MatchVerifier(),
-    )
     assert p_value(counts, exact(options)) > LEVEL
 
 

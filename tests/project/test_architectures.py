@@ -3,8 +3,6 @@ must do. `make architectures` runs the same checks on all that llama.cpp has, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -68,52 +66,6 @@ def test_every_check_runs_in_the_child() -> None:
 
 
 # --- a crash ends one check
-
-
-@dataclass
-class Child:
-    """In place of child processes: each says some lines, and dies of something or not."""
-
-    lives: list[tuple[list[dict[str, Any]], str]]
-
-    def __call__(
-        self, name: str, folder: Path, cache: Path, todo: list[tuple[str, str, str]]
-    ) -> Iterator[dict[str, Any] | str]:
-        self.todo = list(todo)
-        lines, error = self.lives.pop(0)
-        yield from lines
-        if error:
-            yield error
-
-
-def line(kind: str, check: str, *, ok: bool | None = None) -> dict[str, Any]:
-    outcome = {} if ok is None else {"ok": ok, "detail": ""}
-    return {"type": kind, "by": "specgen", "check": check, **outcome}
-
-
-def test_after_a_crash_the_other_checks_are_made(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    first = [line("f32", "load"), line("f32", "load", ok=True), line("f32", "n-gram")]
-    child = Child([(first, "ended with -11: "), ([line("f32", "model", ok=True)], "")])
-    monkeypatch.setattr(run, "lines_of_child", child)
-    found = [(r.check, r.ok, r.detail) for r in run.results_of("m", tmp_path, tmp_path)]
-    assert found == [
-        ("load", True, ""),
-        ("n-gram", False, "ended with -11: "),
-        ("model", True, ""),
-    ]
-    assert child.todo[0] == ("f32", "specgen", "model")
-
-
-def test_what_cannot_be_loaded_is_not_checked_further(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    child = Child([([line("f32", "load")], "ended with -6: GGML_ASSERT"), ([], "")])
-    monkeypatch.setattr(run, "lines_of_child", child)
-    (result,) = run.results_of("m", tmp_path, tmp_path)
-    assert not result.ok
-    assert child.todo[0] == ("f32", "llama.cpp", "load")
 
 
 def test_a_dead_child_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from specgen.session.prompts.infill import (
     ContextFile,
     Gap,
     InfillTokens,
+    around_gap,
     infill_prompt,
-    kept_lengths,
 )
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import INFILL_TOKENS, TokenizerKind
@@ -55,7 +55,7 @@ def qwen(folder: Path) -> Iterator[LlamaModel]:
 
 
 def written(model: LlamaModel, gap: Gap, n_room: int = 1000) -> str:
-    return infill_prompt(model, None, gap, n_room).prompt.text
+    return infill_prompt(model, None, gap, n_room)[0].text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,14 +70,14 @@ def test_the_parts_have_the_marks_of_each_family(folder: Path, family: str) -> N
         # SentencePiece puts a space before the prefix, and CodeLlama wants none before the suffix.
         begin, space = ("<s>", " ") if kind == "spm" else ("", "")
         found = infill_prompt(model, None, GAP, 1000)
-        assert found.prompt.text == f"{begin}{pre}{space}the cat is {suf} on the mat{mid}"
-        assert not found.left_out
+        assert found[0].text == f"{begin}{pre}{space}the cat is {suf} on the mat{mid}"
+        assert not found[1]
         for mark in (pre, suf, mid):
             token = model.vocabulary.control_token(mark)
-            assert found.prompt.tokens.count(token) == 1
+            assert found[0].tokens.count(token) == 1
         # Every mark ends a middle.
         ends = set(map(model.vocabulary.control_token, FAMILIES[family]))
-        assert found.prompt.ends == ends
+        assert found[0].ends == ends
     finally:
         model.close()
 
@@ -119,7 +119,7 @@ def test_starcoder2_has_the_names_of_files_in_their_place(folder: Path) -> None:
         # llama.cpp does not know that a file ends there.
         end = model.vocabulary.control_token("<file_sep>")
         assert not model.vocabulary.is_end(end)
-        assert end in infill_prompt(model, None, GAP, 1000).prompt.ends
+        assert end in infill_prompt(model, None, GAP, 1000)[0].ends
     finally:
         model.close()
 
@@ -145,7 +145,7 @@ def test_files_of_a_repository_come_before(qwen: LlamaModel) -> None:
 
 def test_names_of_control_tokens_in_a_text_are_text(qwen: LlamaModel) -> None:
     gap = Gap("a <|fim_suffix|> b", "<|fim_middle|>")
-    found = infill_prompt(qwen, None, gap, 1000).prompt.tokens
+    found = infill_prompt(qwen, None, gap, 1000)[0].tokens
     tokens = InfillTokens.of(qwen.vocabulary)
     assert tokens is not None
     for token in (tokens.prefix, tokens.suffix, tokens.middle):
@@ -156,27 +156,29 @@ def test_names_of_control_tokens_in_a_text_are_text(qwen: LlamaModel) -> None:
 def test_there_are_no_more_tokens_than_there_is_room_for(qwen: LlamaModel, n_room: int) -> None:
     whole = Gap("the cat is in the house " * 9, " on the mat" * 9, "a.txt", MORE, "zoo")
     found = infill_prompt(qwen, None, whole, n_room)
-    assert len(found.prompt.tokens) <= n_room
+    assert len(found[0].tokens) <= n_room
     short = infill_prompt(qwen, None, Gap(whole.prefix, whole.suffix), n_room)
-    assert len(short.prompt.tokens) <= n_room
-    assert bool(short.left_out) == (n_room < 200)
-    before, _, behind = short.prompt.text.partition("<|fim_suffix|>")
+    assert len(short[0].tokens) <= n_room
+    assert bool(short[1]) == (n_room < 200)
+    before, _, behind = short[0].text.partition("<|fim_suffix|>")
     assert whole.prefix.endswith(before.removeprefix("<|fim_prefix|>"))
     assert whole.suffix.startswith(behind.removesuffix("<|fim_middle|>"))
 
 
 def test_the_first_files_are_left_out_first(qwen: LlamaModel) -> None:
     gap = Gap(GAP.prefix, GAP.suffix, "a.txt", MORE, "zoo")
-    n_all = len(infill_prompt(qwen, None, gap, 1000).prompt.tokens)
+    n_all = len(infill_prompt(qwen, None, gap, 1000)[0].tokens)
     found = infill_prompt(qwen, None, gap, n_all - 1)
-    assert found.left_out == ("b.txt",)
-    assert "a house" in found.prompt.text
-    assert "a dog" not in found.prompt.text
+    assert found[1] == ["b.txt"]
+    assert "a house" in found[0].text
+    assert "a dog" not in found[0].text
 
 
 @given(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))
 def test_the_room_is_used(n_prefix: int, n_suffix: int, n_room: int) -> None:
-    one, other = kept_lengths(n_prefix, n_suffix, n_room)
+    prefix, suffix, left_out = around_gap([1] * n_prefix, [2] * n_suffix, n_room)
+    one, other = len(prefix), len(suffix)
+    assert bool(left_out) == (n_prefix + n_suffix > n_room)
     assert 0 <= one <= n_prefix
     assert 0 <= other <= n_suffix
     assert one + other == min(n_room, n_prefix + n_suffix)
@@ -191,13 +193,13 @@ def test_a_draft_with_another_vocabulary_sees_the_gap_in_its_own_way(
     plain = model_of(folder, "draft", TinyConfig(tokenizer="spm", add_bos=True))
     coder = model_of(folder, "coder", TinyConfig(tokenizer="spm", control_tokens=INFILL_TOKENS))
     try:
-        found = infill_prompt(qwen, plain, GAP, 1000).prompt.draft_tokens
+        found = infill_prompt(qwen, plain, GAP, 1000)[0].draft_tokens
         assert found is not None
         text = b"".join(map(plain.vocabulary.token_bytes, found)).decode()
         # SentencePiece puts a space before the prefix.
         assert text == " on the mat the cat is "
         assert found[0] == plain.vocabulary.special_tokens()["bos"]
-        found = infill_prompt(qwen, coder, GAP, 1000).prompt.draft_tokens
+        found = infill_prompt(qwen, coder, GAP, 1000)[0].draft_tokens
         assert found is not None
         shown = "".join(map(coder.vocabulary.control_text, found))
         assert shown.count("<|fim_middle|>") == 1
@@ -216,6 +218,6 @@ def test_what_stands_around_a_gap_drafts(qwen: LlamaModel, where: str) -> None:
     )
     tokenize = qwen.vocabulary.tokenize_inside
     begun, rest = tokenize("return the cat"), tokenize(" in the house")
-    tokens = [*infill_prompt(qwen, None, gap, 1000).prompt.tokens, *begun]
+    tokens = [*infill_prompt(qwen, None, gap, 1000)[0].tokens, *begun]
     draft = draft_alone(SuffixDrafter(2, 32).propose(tokens, draft_up_to(len(rest))))
     assert list(draft.tokens) == rest

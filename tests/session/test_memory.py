@@ -66,39 +66,16 @@ def test_what_was_learnt_is_there_again(file: Path) -> None:
     memory.costs(TARGET, CONTEXT, 0, 2).observe(3, 2.0)
     expected = known(memory)
     judge(memory, 20)
+    memory.acceptance(TARGET, DRAFT, "greedy")["model"].counts.trial_credit = 2.5
     memory.save()
     again = opened(file)
     assert known(again) == pytest.approx(expected, rel=1e-5)
     counts = again.acceptance(TARGET, DRAFT, "greedy")["model"].counts
+    assert counts.trial_credit == 2.5
     before = memory.acceptance(TARGET, DRAFT, "greedy")["model"].counts
     for name in ("n_judged", "n_accepted", "n_seen"):
         assert getattr(counts, name) == pytest.approx(getattr(before, name), abs=0.002)
     assert [path.name for path in file.parent.iterdir()] == ["memory.json"]
-
-
-def test_what_texts_were_worth_is_there_again(file: Path) -> None:
-    memory = opened(file)
-    judge(memory, 20)
-    model = memory.acceptance(TARGET, DRAFT, "greedy")["model"]
-    model.expect(0.25)
-    model.end_text()
-    memory.save()
-    beside = memory.acceptance(TARGET, DRAFT, "greedy")["model"].for_new_text()
-    for _ in range(20):
-        beside.see(0.5)
-    beside.expect(-0.5, 3)
-    beside.end_text()
-    memory.save()
-    counts = opened(file).acceptance(TARGET, DRAFT, "greedy")["model"].counts
-    gains = counts.gains
-    assert gains.start == 0.25
-    assert gains.n == pytest.approx(0.5)
-    assert gains.total == pytest.approx(0.125)
-    # Beside other texts a draft is worth something else.
-    assert counts.gains_at(1) is gains
-    assert counts.gains_at(4) is counts.gains_at(3)
-    assert counts.gains_at(3).total == pytest.approx(-0.25)
-    assert counts.gains_at(2).start is None
 
 
 @pytest.mark.parametrize(
@@ -347,9 +324,8 @@ FULL = {name: [1.0] * N_BINS for name in ("judged", "accepted", "seen")}
         {},
         {**FULL, "judged": None},
         {**FULL, "judged": [1.0] * (N_BINS - 1)},
-        {**FULL, "gains": [1.0]},
-        {**FULL, "gains": ["a", 1, 2, 3]},
-        {**FULL, "gains_beside": {"4": [float("inf"), 1, 1, 1]}},
+        {**FULL, "trial_credit": "a"},
+        {**FULL, "trial_credit": float("inf")},
         {**FULL, "accepted": ["1"] * N_BINS},
         {**FULL, "seen": [None] * N_BINS},
         {**FULL, "seen": [-1.0] * N_BINS},

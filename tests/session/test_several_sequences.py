@@ -170,12 +170,10 @@ def test_texts_that_are_written_at_once_learn_apart_and_count_together() -> None
     for _ in range(12):
         judged(one, right=True)
     sure = one.acceptance_of("model").chance(0.85)
-    n_looks = one.acceptance_of("model").n_looks
     other = CostAwarePolicy(DraftOptions(), table, known)
     for _ in range(12):
         judged(other, right=False)
     # A text begins beside it, which the draft does not suit: what this one learnt of itself stays.
-    assert one.acceptance_of("model").n_looks == n_looks == 12
     assert other.acceptance_of("model").chance(0.85) < sure - 0.2
     assert one.acceptance_of("model").chance(0.85) > other.acceptance_of("model").chance(0.85) + 0.2
     assert known["model"].n_judged == pytest.approx(24, abs=0.5)

@@ -6,6 +6,7 @@ The options of answers, samplers, drafts and machines are declared in `specgen.o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,20 +14,26 @@ from typing import Any
 
 from typer import Option
 
-from specgen.cli.flags.groups import group, panel, takes_options, utf8
-from specgen.cli.flags.machine import kernels, machine
-from specgen.cli.flags.models import (
-    draft_model_option,
-    draft_names,
-    model_names,
-    models,
-    pair_names,
-    target_option,
-)
+from specgen.cli.flags.groups import group as group
+from specgen.cli.flags.groups import panel as panel
+from specgen.cli.flags.groups import takes_options as takes_options
+from specgen.cli.flags.groups import utf8 as utf8
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 from specgen.errors import UsageError
-from specgen.options import DraftOptions, GenerationOptions, Grammar, TreeShape, parse_tree
+from specgen.options import (
+    ContextOptions,
+    Contexts,
+    DraftOptions,
+    GenerationOptions,
+    Grammar,
+    KernelOptions,
+    ModelChoice,
+    TreeShape,
+    Workers,
+    parse_tree,
+    staged,
+)
 from specgen.sampler_options import (
     DEFAULT_SAMPLERS,
     LARGEST_FACTOR,
@@ -37,32 +44,175 @@ from specgen.sampler_options import (
 )
 from specgen.sampler_options import utf8 as utf8_texts
 
-__all__ = [
-    "CHAT",
-    "JSON_REPORT",
-    "Template",
-    "answer",
-    "constraint",
-    "draft_model_option",
-    "draft_names",
-    "drafting",
-    "group",
-    "kernels",
-    "loudness",
-    "machine",
-    "model_names",
-    "models",
-    "output",
-    "pair_names",
-    "panel",
-    "sampling",
-    "setup",
-    "takes_options",
-    "target_option",
-    "template",
-    "tree_shape",
-    "utf8",
-]
+# --- models: files, names of the registry, and repositories of the hub
+
+
+def model_names(incomplete: str) -> list[str]:
+    """Return the models whose names begin so."""
+    from specgen.models.registry import load_registry
+
+    return [name for name in load_registry().models if name.startswith(incomplete)]
+
+
+def pair_names(incomplete: str) -> list[str]:
+    """Return the pairs whose names begin so."""
+    from specgen.models.registry import load_registry
+
+    return [name for name in load_registry().pairs if name.startswith(incomplete)]
+
+
+def draft_names(incomplete: str) -> list[str]:
+    """Return what drafts and begins so."""
+    kinds = [name for name in ("mtp", "ngram", "heads", "none") if name.startswith(incomplete)]
+    return kinds + model_names(incomplete)
+
+
+def target_option(**settings: Any) -> Any:
+    """Return the option that names a target. (`specgen.cli.llama_cpp_options` makes -m of -hf, and -md of -hfd.)"""
+    usual: dict[str, Any] = {
+        "help": "The target: a GGUF file, a name from `specgen models list`, or hf:USER/REPO:QUANT on the "
+        "Hugging Face hub, for which -hf USER/REPO:QUANT is the same.",
+        "autocompletion": model_names,
+    }
+    return Option("--target", "--model", "-m", metavar="FILE|NAME", **(usual | settings))
+
+
+def draft_model_option(**settings: Any) -> Any:
+    """Return the option that names a small model."""
+    return Option("--draft", "--model-draft", "-md", metavar="FILE|NAME", **settings)
+
+
+_MODELS = panel(
+    "Models",
+    target=target_option(
+        help="The target: a GGUF file, a name from `specgen models list`, or hf:USER/REPO:QUANT on the "
+        "Hugging Face hub, for which -hf USER/REPO:QUANT is the same. Without QUANT it is Q4_K_M, else Q8_0, "
+        "else the repository's first model; --hf-file names one of its files. HF_TOKEN (or --hf-token) opens "
+        "gated and private repositories.",
+        show_default="the default pair's",
+    ),
+    draft=Option(
+        "--draft",
+        "--model-draft",
+        "-md",
+        metavar="FILE|NAME|mtp|ngram|none",
+        autocompletion=draft_names,
+        help="What drafts: a file or a name as for the target (-hfd on the hub), `mtp` (the target's own layers), "
+        "`ngram` (repetitions of the text so far), `heads` (made by `specgen draft make`), or `none`. A second "
+        "--draft drafts for the first.",
+        show_default="the pair's; with -m alone what `specgen draft find` saved, MTP layers, a known partner on "
+        "this disk, or ngram",
+    ),
+    pair=Option(
+        "--pair",
+        metavar="NAME",
+        autocompletion=pair_names,
+        help="A target and its draft, by a name from `specgen models list`.",
+        show_default="the default pair, if no target is given",
+    ),
+)
+
+
+@group(ModelChoice, _MODELS)
+def models(
+    *, target: str | None = None, draft: list[str] | None = None, pair: str | None = None
+) -> ModelChoice:
+    """Return the models as the user named them. Raise `UsageError`."""
+    return staged(target, draft or (), pair)
+
+
+# --- the machine: contexts, threads, kernels, GPU layers, workers
+
+#: llama.cpp's own limit.
+_MOST_WORKERS = 16
+
+kernels = group(KernelOptions)(KernelOptions)
+_MACHINE = panel(
+    "Machine",
+    n_gpu_layers_draft=Option(
+        "--gpu-layers-draft",
+        "-ngld",
+        min=-1,
+        help="Layers of the draft on the GPU; -1 is all.",
+    ),
+    rpc=Option(
+        "--rpc",
+        metavar="HOST:PORT,...",
+        help="Spread the target's layers over these machines, which run `specgen worker`.",
+    ),
+    tensor_split=Option(
+        "--tensor-split",
+        "-ts",
+        metavar="N,N,...",
+        help="With --rpc: each device's share of the target, as 3,1.",
+        show_default="by their free memory",
+    ),
+    output_here=Option(
+        "--output-here",
+        help="With --rpc: keep the output matrix here, so that hidden states travel in place of logits, which "
+        "are 20 to 100 times as large.",
+    ),
+    rpc_timeout=Option(
+        "--rpc-timeout",
+        metavar="SECONDS",
+        min=0.1,
+        help="With --rpc: give up when a worker is silent for longer.",
+    ),
+)
+
+
+@group(ContextOptions, {"kernels": kernels}, _MACHINE)
+def machine(
+    *,
+    kernels: KernelOptions,
+    n_gpu_layers_draft: int = ContextOptions().n_gpu_layers,
+    rpc: str | None = None,
+    tensor_split: str | None = None,
+    output_here: bool = False,
+    rpc_timeout: float = Workers(()).timeout_s,
+    **others: Any,
+) -> Contexts:
+    """Return the options of both contexts, and the kernels. The draft is always on this machine."""
+    workers = None
+    if rpc is not None:
+        workers = Workers(endpoints_of(rpc), _shares(tensor_split), output_here, rpc_timeout)
+    elif tensor_split is not None or output_here:
+        option = "--output-here" if output_here else "--tensor-split"
+        raise UsageError(f"{option} needs --rpc: it is about workers on other machines")
+    target = ContextOptions(workers=workers, **others)
+    draft = replace(target, n_gpu_layers=n_gpu_layers_draft, workers=None)
+    return Contexts(target, draft, kernels)
+
+
+def endpoints_of(rpc: str) -> tuple[str, ...]:
+    """Return the addresses in --rpc. Raise `UsageError`."""
+    from specgen.system.worker_probe import parse_endpoint
+
+    endpoints = tuple(endpoint.strip() for endpoint in rpc.split(","))
+    for endpoint in endpoints:
+        parse_endpoint(endpoint)
+    if len(set(endpoints)) < len(endpoints):
+        raise UsageError(f"--rpc {rpc} names a worker twice")
+    if len(endpoints) > _MOST_WORKERS:
+        raise UsageError(f"--rpc names {len(endpoints)} workers; {_MOST_WORKERS} at most")
+    return endpoints
+
+
+def _shares(text: str | None) -> tuple[float, ...]:
+    """Parse shares with commas between. Raise `UsageError`."""
+    if text is None:
+        return ()
+    try:
+        shares = tuple(float(share) for share in text.split(","))
+    except ValueError:
+        shares = ()
+    is_sound = all(math.isfinite(share) and share >= 0.0 for share in shares)
+    if not is_sound or sum(shares) <= 0.0:
+        raise UsageError(
+            f"--tensor-split {text}: give a number of 0 or more for each device, for example 3,1"
+        )
+    return shares
+
 
 # --- drafts
 
@@ -163,16 +313,12 @@ class Template:
         parse=utf8_texts,
     )
 
-
-@group(Template)
-def template(**given: Any) -> Template:
-    """Return the use of the chat template. Raise `UsageError`."""
-    made = Template(**given)
-    if made.system is not None and made.chat is False:
-        raise UsageError("--system and --raw exclude each other: --raw uses no chat template")
-    return made
+    def __post_init__(self) -> None:
+        if self.system is not None and self.chat is False:
+            raise UsageError("--system and --raw exclude each other: --raw uses no chat template")
 
 
+template = group(Template)(Template)
 CHAT = group(Template)(lambda **given: Template(**given).chat).without("system")
 
 # --- answers
@@ -281,14 +427,6 @@ setup = group(
 JSON_REPORT = Option("--json", help="Print a JSON object.")
 
 
-@group(Output)
-def output(**given: Any) -> Output:
-    """Return how a command shows answers, and what it prints besides. Raise `UsageError`."""
-    made = Output(**given)
-    if made.quiet and made.verbose:
-        raise UsageError("--quiet and --verbose exclude each other", hint="use one of them")
-    return made
-
-
+output = group(Output)(Output)
 #: The output of commands that show no answers: --quiet and --verbose.
 loudness = output.without("show", "stats", "json", "newline")

@@ -192,7 +192,6 @@ class SpecgenDraft(LlamaDraftModel):
 
     def _end_text(self) -> None:
         if self._sequence is not None:
-            self._sequence.policy.finish()
             self.session.keep_text(self._sequence.tokens)
         self._sequence, self._draft = None, NO_DRAFT
 

@@ -95,7 +95,7 @@ def prompt_of(request: Request, loaded: Session, n_ctx: int) -> Prompt:
         # The far ends of a long text matter little: the text is cut to leave room for an answer.
         n_answer = request.generation.max_tokens
         n_room = max(n_ctx // 4, n_ctx - (n_answer if n_answer >= 0 else n_ctx // 4))
-        return infill_prompt(loaded.target, loaded.own_vocabulary, request.gap, n_room).prompt
+        return infill_prompt(loaded.target, loaded.own_vocabulary, request.gap, n_room)[0]
     now = datetime.datetime.now().astimezone()
     return request.prompt(replace(loaded.prompts, n_ctx=n_ctx), now)
 

@@ -63,14 +63,6 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
-class InfillPrompt:
-    """The prompt for a gap, and messages about the texts that did not fit into it."""
-
-    prompt: Prompt
-    left_out: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class InfillTokens:
     """The special tokens of a vocabulary for texts with a gap; -1 for one that it lacks."""
 
@@ -125,8 +117,8 @@ def check_infill(model: LlamaModel) -> InfillTokens:
 
 def infill_prompt(
     model: LlamaModel, own_draft: LlamaModel | None, gap: Gap, n_room: int
-) -> InfillPrompt:
-    """Return the prompt for a gap, of at most `n_room` tokens.
+) -> tuple[Prompt, list[str]]:
+    """Return the prompt for a gap, of at most `n_room` tokens, and descriptions of what did not fit into it.
 
     Names of control tokens in the texts are plain text. If the texts are too long, the first ones of the
     other files are left out, then the far ends of prefix and suffix. A draft model with another
@@ -140,9 +132,7 @@ def infill_prompt(
         own = InfillTokens.of(own_draft.vocabulary) or InfillTokens()
         draft_tokens = tuple(_Writer(own_draft.vocabulary, own, n_room).write(gap)[0])
     text = "".join(map(model.vocabulary.control_text, written))
-    return InfillPrompt(
-        Prompt(text, tuple(written), draft_tokens, ends=tokens.ends), tuple(left_out)
-    )
+    return Prompt(text, tuple(written), draft_tokens, ends=tokens.ends), left_out
 
 
 class _Writer:
@@ -166,7 +156,7 @@ class _Writer:
         n_left = self._n_room - n_headings
         if n_left <= n_headings:
             return None
-        prefix, suffix, left_out = _around(
+        prefix, suffix, left_out = around_gap(
             self._inside(gap.prefix), self._inside(gap.suffix), n_left
         )
         n_left -= len(prefix) + len(suffix)
@@ -186,7 +176,7 @@ class _Writer:
 
     def _alone(self, gap: Gap) -> tuple[list[int], list[str]]:
         prefix = self._vocabulary.tokenize(gap.prefix, add_special=False, parse_special=False)
-        prefix, suffix, left_out = _around(prefix, self._inside(gap.suffix), self._n_room)
+        prefix, suffix, left_out = around_gap(prefix, self._inside(gap.suffix), self._n_room)
         names = [file.name for file in gap.context]
         return self._parts([], prefix, suffix), [*left_out, *names]
 
@@ -218,21 +208,17 @@ class _Writer:
         return [self._tokens.separator, *name, *text]
 
 
-def _around(
+def around_gap(
     prefix: list[int], suffix: list[int], n_room: int
 ) -> tuple[list[int], list[int], list[str]]:
-    """Return as much of prefix and suffix, next to the gap, as there is room for, and what is left out."""
-    n_prefix, n_suffix = kept_lengths(len(prefix), len(suffix), n_room)
+    """Return as much of prefix and suffix, next to the gap, as there is room for, and what is left out. Room that
+    one of them does not need goes to the other."""
+    most = max(n_room - len(prefix), n_room - int(_PREFIX_SHARE * n_room))
+    n_suffix = min(len(suffix), most)
+    n_prefix = min(len(prefix), n_room - n_suffix)
     left_out = []
     if n_prefix < len(prefix):
         left_out.append(f"the first {len(prefix) - n_prefix} tokens before the gap")
     if n_suffix < len(suffix):
         left_out.append(f"the last {len(suffix) - n_suffix} tokens behind the gap")
     return prefix[len(prefix) - n_prefix :], suffix[:n_suffix], left_out
-
-
-def kept_lengths(n_prefix: int, n_suffix: int, n_room: int) -> tuple[int, int]:
-    """Return how many tokens of prefix and suffix to keep. Room that one of them does not need goes to
-    the other."""
-    n_suffix_kept = min(n_suffix, max(n_room - n_prefix, n_room - int(_PREFIX_SHARE * n_room)))
-    return min(n_prefix, n_room - n_suffix_kept), n_suffix_kept
