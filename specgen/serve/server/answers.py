@@ -101,13 +101,11 @@ def prompt_of(request: Request, loaded: Session, n_ctx: int) -> Prompt:
 
 
 def _check_length(n_tokens: int, n_ctx: int, n_most: int) -> None:
-    what = ""
-    if n_tokens > n_ctx:
-        what = f"but the context has {n_ctx}"
-    elif n_tokens > n_most > 0:
-        what = f"at most {n_most} are allowed"
-    if what:
-        message = f"the prompt has {n_tokens} tokens; {what}"
+    if n_tokens > n_ctx or n_tokens > n_most > 0:
+        limit = f"but the context has {n_ctx}"
+        if n_tokens <= n_ctx:
+            limit = f"at most {n_most} are allowed"
+        message = f"the prompt has {n_tokens} tokens; {limit}"
         raise RequestError(400, message, code="context_length_exceeded")
 
 
