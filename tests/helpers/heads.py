@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from specgen.llama.decoder_heads import write_heads
@@ -23,6 +23,11 @@ def prompts(n: int = 80) -> list[str]:
     """Strings of letters, each another one."""
     rng = random.Random(0)
     return ["".join(rng.choices("abcdefgh ", k=24)) + str(number) for number in range(n)]
+
+
+def counting() -> Callable[[], float]:
+    """A clock that goes on by a second each time it is read."""
+    return iter(range(10**9)).__next__
 
 
 def opened(target: Path) -> Session:

@@ -46,7 +46,7 @@ from specgen.train.target_text import N_COLUMNS, kept_texts
 from specgen.train.training_loop import Budget
 from tests.helpers.cli import Specgen
 from tests.helpers.common import ROOT
-from tests.helpers.heads import prompts
+from tests.helpers.heads import counting, prompts
 from tests.helpers.tiny import write_respelled_model, write_with_other_scales
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
@@ -133,11 +133,6 @@ def test_a_draft_with_another_vocabulary_reads_its_own_prompt_and_tokens(models:
 
 
 # --- lessons
-
-
-def counting() -> Callable[[], float]:
-    """A clock that goes on by a second each time it is read."""
-    return iter(range(10**9)).__next__
 
 
 def lesson(
