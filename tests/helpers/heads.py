@@ -43,10 +43,10 @@ def opened(target: Path) -> Session:
     return Session(options, time.perf_counter)
 
 
-def written(loaded: Session, folder: Path, texts: Sequence[str], n_tokens: int = N_TOKENS) -> int:
+def written(session: Session, folder: Path, texts: Sequence[str], n_tokens: int = N_TOKENS) -> int:
     """Let a target write into a folder."""
     return write_text(
-        loaded,
+        session,
         texts,
         folder,
         Budget(time.monotonic),
@@ -56,12 +56,12 @@ def written(loaded: Session, folder: Path, texts: Sequence[str], n_tokens: int =
     )
 
 
-def trained(loaded: Session, folder: Path, seconds: float = 60.0) -> TrainedHeads | None:
+def trained(session: Session, folder: Path, seconds: float = 60.0) -> TrainedHeads | None:
     """Heads by the text in a folder."""
-    model = loaded.target
+    model = session.target
     return train_heads(
         TargetText(folder),
-        loaded.options.target,
+        session.options.target,
         model,
         Budget(time.monotonic, time.monotonic() + seconds),
     )

@@ -117,14 +117,14 @@ def opened(
     return session
 
 
-def alone(loaded: Session) -> list[str]:
+def alone(session: Session) -> list[str]:
     """The answers, each in contexts of its own, plainly."""
-    with Session(replace(loaded.options, draft="none"), loaded.clock, Memory()) as plain:
+    with Session(replace(session.options, draft="none"), session.clock, Memory()) as plain:
         return [text_of(plain, prompt) for prompt in PROMPTS]
 
 
-def text_of(loaded: Session, prompt: str) -> str:
-    *_, last = generate(loaded, loaded.prompts.of_text(prompt), estimate_gain=False)
+def text_of(session: Session, prompt: str) -> str:
+    *_, last = generate(session, session.prompts.of_text(prompt), estimate_gain=False)
     assert isinstance(last, FinishedEvent)
     return last.text
 

@@ -258,10 +258,10 @@ def test_a_lesson_needs_answers_and_is_alone(models: Path, folder: Path) -> None
 # --- beside answers
 
 
-def in_use(loaded: Session) -> Path | None:
+def in_use(session: Session) -> Path | None:
     """The weights that the draft learnt and drafts from."""
-    assert loaded.draft is not None
-    return loaded.draft.learnt
+    assert session.draft is not None
+    return session.draft.learnt
 
 
 def test_a_draft_is_loaded_again_between_answers_only(models: Path, tmp_path: Path) -> None:
