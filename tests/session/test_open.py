@@ -76,9 +76,9 @@ def options(models: Path, **drafting: int) -> SessionOptions:
 
 
 @pytest.fixture
-def loaded(tiny_models: Path) -> Iterator[Session]:
-    with Session(options(tiny_models), time.perf_counter) as loaded:
-        yield loaded
+def session(tiny_models: Path) -> Iterator[Session]:
+    with Session(options(tiny_models), time.perf_counter) as session:
+        yield session
 
 
 @pytest.fixture
