@@ -50,7 +50,7 @@ LOOKUP_STDERR = """\
 
 
 @pytest.fixture
-def loaded(tmp_path: Path) -> Iterator[Session]:
+def session(tmp_path: Path) -> Iterator[Session]:
     path = write_tiny_model(tmp_path / "tiny.gguf", TinyConfig(logit_scale=6.0))
     options = SessionOptions(
         target=path,
