@@ -33,7 +33,7 @@ _AT_ONCE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
 #: A trial of a model that is not expected to pay drafts so many tokens, and reads the text first only if so many
 #: trials may follow.
 _N_TRIED_TOKENS = 3
-_N_TRIALS = 2
+_N_TRIALS = 3
 #: The prefill of a draft may take at most this many times the time that the answer took so far: how long it gets is a
 #: guess. A trial may take less, since it is not expected to pay.
 _MOST_AHEAD = 2.0
@@ -228,7 +228,7 @@ class CostAwarePolicy:
         origin = plan.origin if len(draft) or plan.n_max else None
         self._pace.add(round_s, n_committed, plain_s)
         is_trial = plan.reason.name == "trial"
-        if origin is not None and not is_trial:
+        if origin is not None:
             self._gate.add(origin, saved_s, plain_s, self._pace.elapsed_s)
         if plan.drafter is not None:
             tried_s = saved_s - plan.prefill_s if is_trial else 0.0
