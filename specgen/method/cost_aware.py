@@ -38,6 +38,8 @@ _N_TRIALS = 3
 #: guess. A trial may take less, since it is not expected to pay.
 _MOST_AHEAD = 2.0
 _MOST_AHEAD_OF_TRIAL = 0.1
+#: What a draft is expected to save in the rest of the answer must be this many times its prefill.
+_PREFILL_MARGIN = 1.5
 #: A round loses at most so many plain tokens: where it took longer, the machine stood still for a moment,
 #: which says nothing about the drafter.
 _MOST_LOST_TOKENS = 8.0
@@ -178,7 +180,7 @@ class CostAwarePolicy:
             return RoundPlan(reason, found=found, stop=stop)
         price = offer.price
         rule, value_s, n_at_once = self._start(drafter, price)
-        value_s -= price.prefill_s / self._pace.n_rounds(offer.n_left)
+        value_s -= _PREFILL_MARGIN * price.prefill_s / self._pace.n_rounds(offer.n_left)
         why_not = self._why_not(drafter, price, value_s)
         if len(found) and (why_not is not None or stop.worth_of(found) >= value_s):
             return RoundPlan(Reason("found"), found=found, stop=stop, drafter=drafter)
