@@ -117,15 +117,15 @@ def opened(
     return Session(SessionOptions(target, draft, generation=generation), time.perf_counter, memory)
 
 
-def begin(loaded: Session, prompt: str) -> Prompt:
+def begin(session: Session, prompt: str) -> Prompt:
     """The prompt in the model's chat template; as it is for a model without one."""
-    return loaded.prompts.of_text(prompt, now=NOW)
+    return session.prompts.of_text(prompt, now=NOW)
 
 
-def answer(loaded: Session, prompt: str | Prompt, *, estimate_gain: bool = False) -> FinishedEvent:
+def answer(session: Session, prompt: str | Prompt, *, estimate_gain: bool = False) -> FinishedEvent:
     """Generate an answer to a prompt."""
-    begun = begin(loaded, prompt) if isinstance(prompt, str) else prompt
-    *_, last = generate(loaded, begun, estimate_gain=estimate_gain)
+    begun = begin(session, prompt) if isinstance(prompt, str) else prompt
+    *_, last = generate(session, begun, estimate_gain=estimate_gain)
     assert isinstance(last, FinishedEvent)
     return last
 

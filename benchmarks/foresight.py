@@ -253,7 +253,7 @@ def foresight_options(options: SessionOptions, n_max: int) -> SessionOptions:
 
 
 def foresee(
-    loaded: Session,
+    session: Session,
     target: str,
     drafts: Mapping[str, DraftSource],
     groups: abc.Sequence[tuple[str, ...]],
@@ -270,7 +270,7 @@ def foresee(
     `MemoryLimitError`, `BackendError`.
     """
     baseline = measure_target(
-        loaded,
+        session,
         [prompt.text for prompt in prompts],
         chat=chat,
         interrupted=interrupted,
@@ -284,18 +284,18 @@ def foresee(
     by_draft: dict[str, list[DrafterForesight]] = {}
     for name, source in drafts.items():
         found: list[DrafterForesight] = []
-        loaded.change_draft(source)
-        with loaded.contexts(baseline.n_ctx) as (_, opened):
+        session.change_draft(source)
+        with session.contexts(baseline.n_ctx) as (_, opened):
             for answer in baseline.answers:
                 progress(f"foresight: {name}", len(found), len(baseline.answers))
                 if interrupted():
                     return None
                 for draft in opened:
                     draft.remove(0)
-                prompt = loaded.prompts.of_text(answer.prompt, chat=chat, now=NOW)
-                generation = DrafterFactory(loaded).sequence(prompt, baseline.n_ctx, opened, 0)
+                prompt = session.prompts.of_text(answer.prompt, chat=chat, now=NOW)
+                generation = DrafterFactory(session).sequence(prompt, baseline.n_ctx, opened, 0)
                 found.append(
-                    foresee_drafter(generation, answer, loaded.n_rows_max - 1, loaded.clock)
+                    foresee_drafter(generation, answer, session.n_rows_max - 1, session.clock)
                 )
         by_draft[name] = found
     return _of_all(target, baseline, numbers, by_draft, groups)

@@ -135,9 +135,9 @@ def _specgen(
         yield name, partial(_fill, loaded)
 
 
-def _fill(loaded: Session, gap: Gap, cut: str) -> dict[str, Any]:
-    prompt = infill_prompt(loaded.target, loaded.own_vocabulary, gap, N_CTX)[0]
-    finished = answer(loaded, prompt)
+def _fill(session: Session, gap: Gap, cut: str) -> dict[str, Any]:
+    prompt = infill_prompt(session.target, session.own_vocabulary, gap, N_CTX)[0]
+    finished = answer(session, prompt)
     return {
         "gap": gap.name,
         "n_prompt_tokens": finished.n_prompt_tokens,

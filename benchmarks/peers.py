@@ -129,13 +129,13 @@ class PeerContender:
     """One of llama.cpp's programs in one setting. The models give prompts and options; they do not decode."""
 
     def __init__(
-        self, name: str, setting: PeerSetting, draft: Path | None, loaded: Session
+        self, name: str, setting: PeerSetting, draft: Path | None, session: Session
     ) -> None:
         self.name = name
         self._setting = setting
         self._program = find_program(setting.program)
         self._draft = draft
-        self._loaded = loaded
+        self._loaded = session
 
     def warm_up(self, prompt: str) -> None:
         """Do nothing: every run loads the models and warms them up before its clock starts."""
@@ -219,9 +219,9 @@ def answer_of(stdout: str, prompt: str, ends: Sequence[str]) -> str:
     return text
 
 
-def peers_of(loaded: Session, drafts: Mapping[str, Path]) -> list[PeerContender]:
+def peers_of(session: Session, drafts: Mapping[str, Path]) -> list[PeerContender]:
     """Contenders for all settings, one for each draft if a setting needs one."""
-    has_mtp = not why_no_mtp(loaded.options.target)
+    has_mtp = not why_no_mtp(session.options.target)
     found = []
     for setting in SETTINGS:
         if setting.needs_mtp and not has_mtp:
@@ -229,7 +229,9 @@ def peers_of(loaded: Session, drafts: Mapping[str, Path]) -> list[PeerContender]
         with_drafts = drafts.items() if setting.needs_draft else [("", None)]
         for name, draft in with_drafts:
             suffix = f" ({name})" if name and len(drafts) > 1 else ""
-            found.append(PeerContender(f"llama.cpp {setting.name}{suffix}", setting, draft, loaded))
+            found.append(
+                PeerContender(f"llama.cpp {setting.name}{suffix}", setting, draft, session)
+            )
     return found
 
 

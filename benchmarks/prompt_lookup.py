@@ -78,10 +78,10 @@ def main() -> None:
 class LookupContender:
     """llama-cpp-python's `LlamaPromptLookupDecoding`. The models give prompts and options only."""
 
-    def __init__(self, name: str, n_drafted_max: int, loaded: Session) -> None:
+    def __init__(self, name: str, n_drafted_max: int, session: Session) -> None:
         self.name = name
         self._n_drafted_max = n_drafted_max
-        self._loaded = loaded
+        self._loaded = session
 
     def warm_up(self, prompt: str) -> None:
         """Do nothing: every run loads the model and warms it up before its clock starts."""

@@ -264,9 +264,9 @@ def _decodes(target: LlamaBackend, network: Network) -> list[dict[str, Any]]:
     return found
 
 
-def _answer(loaded: Session, prompt: str) -> dict[str, Any]:
-    finished = answer(loaded, prompt)
-    known = loaded.costs.table().known
+def _answer(session: Session, prompt: str) -> dict[str, Any]:
+    finished = answer(session, prompt)
+    known = session.costs.table().known
     return {
         "n_tokens": finished.n_tokens,
         "n_rounds": finished.n_rounds,
@@ -278,7 +278,7 @@ def _answer(loaded: Session, prompt: str) -> dict[str, Any]:
         "draft_s": round(finished.draft_s, 3),
         "target_s": round(finished.target_s - finished.prompt_s, 3),
         "own_s": round(finished.loop_s, 3),
-        "costs_s": {n_rows: round(loaded.costs.table().seconds(n_rows), 4) for n_rows in known},
+        "costs_s": {n_rows: round(session.costs.table().seconds(n_rows), 4) for n_rows in known},
         "text": finished.text,
     }
 

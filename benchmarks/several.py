@@ -60,15 +60,15 @@ def main() -> None:
     write_json(asked.json, about)
 
 
-def _answers(loaded: Session, prompts: list[str], n: int, n_ctx: int) -> dict[str, Any]:
+def _answers(session: Session, prompts: list[str], n: int, n_ctx: int) -> dict[str, Any]:
     """Make all answers, n at once; figures, and the texts."""
-    calibrate(loaded)
-    with Engine(loaded, n_parallel=n, n_ctx=n_ctx) as engine:
-        started = loaded.clock()
+    calibrate(session)
+    with Engine(session, n_parallel=n, n_ctx=n_ctx) as engine:
+        started = session.clock()
         asked = [engine.insert(prompt) for prompt in prompts]
         for _ in engine.run():
             pass
-        seconds = loaded.clock() - started
+        seconds = session.clock() - started
     done = [answer.finished for answer in asked if answer.finished is not None]
     prompt_s = sum(finished.prompt_s for finished in done)
     n_tokens = sum(finished.n_tokens for finished in done)

@@ -127,8 +127,8 @@ class Model:
     of all.
     """
 
-    def __init__(self, loaded: Session, engine: Engine) -> None:
-        self._loaded = loaded
+    def __init__(self, session: Session, engine: Engine) -> None:
+        self._loaded = session
         self._engine = engine
 
     def __enter__(self) -> Model:

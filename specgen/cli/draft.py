@@ -86,6 +86,7 @@ def learn(
 )
 def forget(*, target: str | None = None, output: Output) -> int:
     """Delete the answers that --learn and --lookup-store kept, and the weights learnt from them."""
+    from specgen.drafters.lookup_texts import count_texts
     from specgen.session.kept_answers import read_answers
 
     learning, texts = data_folder() / "learning", cache_folder() / "texts"
@@ -98,7 +99,7 @@ def forget(*, target: str | None = None, output: Output) -> int:
         folders, stores = [learning_folder(data_folder(), identity_of(path))], [_store(path)]
     n_answers = sum(len(read_answers(folder)) for folder in folders)
     n_learnt = sum(len(list(folder.glob("*.gguf"))) for folder in folders)
-    n_texts = sum(len(list(store.glob("*.tokens"))) for store in stores)
+    n_texts = sum(map(count_texts, stores))
     n_bytes = sum(size_of(path) for folder in (*folders, *stores) for path in folder.glob("*"))
     try:
         for folder in (*folders, *stores):

@@ -242,11 +242,11 @@ def _delete_others(made: Sequence[Path], saved: DraftSource, output: Output) -> 
 
 
 def _builder(
-    loaded: Session, text: TextOptions, progress: Progress, stop: Interrupt, output: Output
+    session: Session, text: TextOptions, progress: Progress, stop: Interrupt, output: Output
 ) -> DraftBuilder:
 
     return DraftBuilder(
-        loaded,
+        session,
         text,
         cache_folder(),
         clock=time.monotonic,

@@ -177,7 +177,7 @@ def verify(
 
 
 def _greedy(
-    loaded: Session,
+    session: Session,
     prompts: dict[int, Prompt],
     ways: list[Way],
     progress: Progress,
@@ -188,15 +188,15 @@ def _greedy(
 
     numbers = list(prompts)
     progress("greedy, plain decoding", 0, 1)
-    texts = plain_texts(loaded, list(prompts.values()), stop)
+    texts = plain_texts(session, list(prompts.values()), stop)
     plain = dict(zip(numbers, texts, strict=False))  # fewer if interrupted
     checks = [(way, 1, numbers) for way in ways]
-    if not loaded.why_one_sequence:
+    if not session.why_one_sequence:
         checks.append((ways[-1], N_AT_ONCE, evenly_chosen(numbers, _N_AT_ONCE_PROMPTS)))
     results: list[GreedyResult] = []
     for way, n_at_once, some in checks:
         found = check_greedy(
-            loaded,
+            session,
             [prompts[number] for number in some],
             [plain[number] for number in some if number in plain],
             way=way,
@@ -209,7 +209,7 @@ def _greedy(
 
 
 def _sampled(
-    loaded: Session,
+    session: Session,
     prompts: dict[int, Prompt],
     ways: list[Way],
     n_draws: int,
@@ -220,10 +220,10 @@ def _sampled(
     """Draw at one place for each way to draft, in the answer to one of the prompts."""
     from specgen.measure.verify import check_sampled
 
-    numbers, seed = list(prompts), max(0, loaded.options.sampler.seed)
+    numbers, seed = list(prompts), max(0, session.options.sampler.seed)
     found = [
         check_sampled(
-            loaded,
+            session,
             list(prompts.values()),
             n_draws,
             level,

@@ -33,6 +33,7 @@ MAX_CORPUS_BYTES = 16 << 20
 #: The fields of a record that may hold text, in the order in which they are taken.
 FIELDS = ("prompt", "turns", "content", "text", "answer")
 _RECORD_ENDINGS = (".jsonl", ".ndjson")
+_TOKENS = "tokens.npz"
 #: The version of the arrays in the cache: to be raised if the same files give another array.
 _VERSION = 1
 #: A file, and whether the user named it itself, and not its folder: it has to be text then.
@@ -180,6 +181,16 @@ _NEW_PART = 0.25
 _WAIT_S = 2.0
 
 
+def count_texts(store: Path) -> int:
+    """Return the number of texts in the folder of an `EarlierTexts`."""
+    return len(_texts_in(store))
+
+
+def _texts_in(store: Path) -> list[IntArray]:
+    found = load_arrays(store / _TOKENS, "tokens")
+    return split(found[0]) if found is not None else []
+
+
 class EarlierTexts:
     """The token ids of earlier texts: a file for each vocabulary, the newest text last, and a saved array of most of
     them. The files are replaced whole, and damaged ones are noticed. Nothing here raises an error: a store that cannot
@@ -189,7 +200,7 @@ class EarlierTexts:
         # A digest, since a fingerprint may not be a valid name of a folder.
         #: The folder of the texts.
         self.folder = folder / _digest(fingerprint.encode())
-        self._file, self._array = self.folder / "tokens.npz", self.folder / "texts.npz"
+        self._file, self._array = self.folder / _TOKENS, self.folder / "texts.npz"
         self._n_most = max_bytes // _BYTES_A_TOKEN
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -209,8 +220,7 @@ class EarlierTexts:
 
     def texts(self) -> list[IntArray]:
         """Return all texts, the newest last: token ids, int32[n] each."""
-        found = load_arrays(self._file, "tokens")
-        return split(found[0]) if found is not None else []
+        return _texts_in(self.folder)
 
     def arrays(self) -> tuple[SuffixArray, ...]:
         """Return all texts in arrays that can be searched, the newest texts in the last one. Most texts are

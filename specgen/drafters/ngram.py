@@ -228,18 +228,12 @@ class SuffixDrafter:
 
     def _likeliest(self, followers: Mapping[int, tuple[int, int]], length: int) -> _Guess:
         """Choose among tokens, each with its number of occurrences and the place of the last one."""
-        n_all = n_latest = n_most = 0
-        latest = most = -1
-        last_place = most_place = -1
-        for token, (count, place) in followers.items():
-            n_all += count
-            if place > last_place:
-                latest, n_latest, last_place = token, count, place
-            if count > n_most or (count == n_most and place > most_place):
-                most, n_most, most_place = token, count, place
-        if n_most < _CLEARLY_OFTENER * n_latest:
-            most, n_most = latest, n_latest
-        return _Guess(most, confidence(min(length, self._max_match), n_most, n_all))
+        token = max(followers, key=lambda each: followers[each][1])
+        most = max(followers, key=followers.__getitem__)
+        if followers[most][0] >= _CLEARLY_OFTENER * followers[token][0]:
+            token = most
+        n_all = sum(count for count, _ in followers.values())
+        return _Guess(token, confidence(min(length, self._max_match), followers[token][0], n_all))
 
 
 def _draft(nodes: Sequence[_Node]) -> Draft:

@@ -29,17 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specgen.errors import BackendError, ModelFileError
-from specgen.llama.operators import (
-    CPU_BUFFER,
-    SPECGEN_BUFFER,
-    FloatArray,
-    Matrix,
-    Weights,
-    buffer_types,
-    dequantize,
-    multiply,
-    quantize,
-)
+from specgen.llama import operators
+from specgen.llama.operators import FloatArray, Matrix, Weights
 from specgen.system.arrays import Hidden, Logits
 
 ARCHITECTURE = "specgen-heads"
@@ -135,7 +126,7 @@ class DecoderHeads:
         started = self._clock()
         embeddings = self._embeddings[self._index[list(tokens)]]
         shape = (len(tokens), self.weights.n_embd)
-        embedded = dequantize(Weights(VOCABULARY_TYPE, shape, embeddings.reshape(-1)))
+        embedded = operators.dequantize(Weights(VOCABULARY_TYPE, shape, embeddings.reshape(-1)))
         parts = self._times(self._of_state, states) + self._times(self._of_token, embedded)
         parts += self.weights.bias
         inner = parts[:, shape[1] :]
@@ -151,14 +142,14 @@ class DecoderHeads:
         return rows
 
     def _times(self, matrix: Matrix, rows: FloatArray) -> FloatArray:
-        return multiply(matrix, rows, n_threads=self._n_threads)
+        return operators.multiply(matrix, rows, n_threads=self._n_threads)
 
 
 def _quickest_matrix(weights: Weights) -> Matrix:
-    if SPECGEN_BUFFER in buffer_types():
+    if operators.SPECGEN_BUFFER in operators.buffer_types():
         with contextlib.suppress(BackendError):
-            return Matrix(weights, SPECGEN_BUFFER)
-    return Matrix(weights, CPU_BUFFER)
+            return Matrix(weights, operators.SPECGEN_BUFFER)
+    return Matrix(weights, operators.CPU_BUFFER)
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -260,4 +251,4 @@ def _check(weights: HeadWeights) -> None:
 def matrix(values: FloatArray, name: str) -> Weights:
     """Quantise float32[n_rows, n_columns] to the matrix of this name in `HeadWeights`. n_columns must
     be a multiple of 32."""
-    return quantize(values, _MATRICES[name])
+    return operators.quantize(values, _MATRICES[name])

@@ -143,15 +143,8 @@ class GgufMetadata:
             return
         address: int = self.get("gguf_get_arr_data", ctypes.c_void_p, key)
         values = b"".join(ctypes.string_at(address + index * size, size) for index in kept)
-        write = ggml(
-            "gguf_set_arr_data",
-            None,
-            ctypes.c_void_p,
-            ctypes.c_char_p,
-            ctypes.c_int,
-            ctypes.c_char_p,
-            ctypes.c_size_t,
-        )
+        types = (ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p)
+        write = ggml("gguf_set_arr_data", None, ctypes.c_void_p, *types, ctypes.c_size_t)
         write(self.handle, key.encode(), kind, values, len(kept))
 
     def tensors(self) -> Iterator[GgufTensor]:

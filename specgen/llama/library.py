@@ -126,14 +126,8 @@ def no_data() -> Iterator[Any]:
 
 def new_tensor(context: Any, type_: int, shape: Sequence[int]) -> Any:
     """Return a tensor without data. The last dimension of `shape` is GGML's first."""
-    make = ggml(
-        "ggml_new_tensor",
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.POINTER(ctypes.c_int64),
-    )
+    types = (ctypes.c_void_p, *2 * (ctypes.c_int,), ctypes.POINTER(ctypes.c_int64))
+    make = ggml("ggml_new_tensor", ctypes.c_void_p, *types)
     dimensions = (ctypes.c_int64 * len(shape))(*reversed(shape))
     return make(context, type_, len(shape), dimensions)
 

@@ -386,22 +386,18 @@ def row_exception(path: Path, architecture: str) -> str:
     """Return why rows of a model depend on their batch, with the operator; empty if they do not."""
     if architecture in _ARCHITECTURES:
         return _ARCHITECTURES[architecture]
-    tiled = sorted(_TILED_TYPES[kind] for kind in _multiplied_types(path) & set(_TILED_TYPES))
+    with ExitStack() as resources:
+        try:
+            parts = [GgufMetadata(resources, part) for part in parts_of(path)]
+        except BackendError:  # opening the file will report what is wrong
+            return ""
+        tensors = [tensor for part in parts for tensor in part.tensors()]
+        # Rows of the embeddings are only copied.
+        types = {tensor.type for tensor in tensors if "token_embd" not in tensor.name}
+    tiled = sorted(_TILED_TYPES[kind] for kind in types & _TILED_TYPES.keys())
     if not tiled:
         return ""
     return (
         f"llama.cpp adds up products of {' and '.join(tiled)} weights in another order for 8 and more "
         "rows (MUL_MAT)"
     )
-
-
-def _multiplied_types(path: Path) -> set[int]:
-    """Return the types of the matrices of a model's products; none if a file cannot be read. (Rows of the
-    embeddings are only copied.)"""
-    with ExitStack() as resources:
-        try:
-            parts = [GgufMetadata(resources, part) for part in parts_of(path)]
-        except BackendError:
-            return set()
-        tensors = [tensor for part in parts for tensor in part.tensors()]
-        return {tensor.type for tensor in tensors if "token_embd" not in tensor.name}

@@ -257,7 +257,7 @@ def attend(
     queries: FloatArray,
     keys: FloatArray,
     values: FloatArray,
-    mask: HalfArray | None,
+    mask: HalfArray,
     *,
     key_type: str = "f16",
     value_type: str = "f16",
@@ -268,11 +268,10 @@ def attend(
     Queries are float32[n_streams, n_rows, n_heads, key_size]. Keys and values are
     float32[n_streams, n_cells, n_kv_heads, key_size or value_size]; this function converts them to
     `key_type` and `value_type`. The memory layout is that of llama.cpp's cache. The mask,
-    float16[n_streams or 1, n_mask_heads, n_rows, n_cells], is added to the scores; None hides nothing.
+    float16[n_streams or 1, n_mask_heads, n_rows, n_cells], is added to the scores.
     """
     queries = np.ascontiguousarray(queries, np.float32)
-    if mask is not None:
-        mask = np.ascontiguousarray(mask, np.float16)
+    mask = np.ascontiguousarray(mask, np.float16)
     cache_types = [TYPE_NUMBERS[key_type], TYPE_NUMBERS[value_type]]
     cells = [
         quantize(part.reshape(-1, part.shape[-1]), type_name).data
@@ -290,10 +289,8 @@ def attend(
         ]
         # The operator wants the rows of each head together; a permuted view does that without a copy.
         by_head = [permute(context, tensor, 0, 2, 1, 3) for tensor, _ in inputs]
-        masking = None
-        if mask is not None:
-            masking = new_tensor(context, _F16, mask.shape)
-            inputs.append((masking, mask))
+        masking = new_tensor(context, _F16, mask.shape)
+        inputs.append((masking, mask))
         result = attention(context, *by_head, masking, queries.shape[-1] ** -0.5, 0.0, 0.0)
         return result, inputs
 

@@ -177,16 +177,8 @@ def serve_devices(
 ) -> None:
     """Compute for clients, one after the other, until the process ends. Return only if llama.cpp gives up.
     `cache` is a folder for tensors, so that clients need not send them again."""
-    start = _procedure(
-        load_rpc(),
-        b"ggml_backend_rpc_start_server",
-        None,
-        ctypes.c_char_p,
-        ctypes.c_char_p,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-    )
+    types = (*2 * (ctypes.c_char_p,), *2 * (ctypes.c_size_t,), ctypes.c_void_p)
+    start = _procedure(load_rpc(), b"ggml_backend_rpc_start_server", None, *types)
     array = (ctypes.c_void_p * len(devices))(*(device.handle for device in devices))
     folder = None if cache is None else os.fsencode(cache)
     start(endpoint.encode(), folder, n_threads, len(devices), array)

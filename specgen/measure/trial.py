@@ -34,7 +34,6 @@ from specgen.session.calibration import measure_if_new
 from specgen.session.costs import Costs, speedup, time_batch, timed_batch_sizes
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
-from specgen.text.hidden_trail import HiddenTrail, LastHidden
 from specgen.text.sequence import Sequence
 from specgen.text.tally import Tally
 
@@ -221,9 +220,9 @@ def try_draft(
                 draft.remove(0)
             generation = DrafterFactory(session).sequence(prompt, baseline.n_ctx, drafts, 0)
             tokens, states = (*prompt.tokens, *answer.tokens), None
-            if isinstance(generation.hidden, HiddenTrail):
+            if generation.hidden is not None and generation.hidden.all_rows:
                 read_states(target, tokens, generation.hidden)
-            elif isinstance(generation.hidden, LastHidden):
+            elif generation.hidden is not None:
                 states = _states_of_answer(target, tokens, len(prompt.tokens))
             replays.append(replay(generation, answer, baseline, session.clock, states))
     return summarise(replays)
@@ -273,13 +272,9 @@ def replay(
         last = done + len(path)
         for token in tokens[done : last + 1]:
             generation.commit(token)
-        if (
-            isinstance(hidden, LastHidden)
-            and states is not None
-            and done > 0
-            and last < len(states)
-        ):
-            hidden.take(states[last], generation.n_prompt + last)
+        if hidden is not None and states is not None and done > 0 and last < len(states):
+            n_read = generation.n_prompt + last
+            hidden.take_rows(states[last : last + 1], generation.tokens, n_read)
         n_rows = 1 + len(draft)
         committed = tuple(tokens[done : last + 1])
         result = RoundResult(

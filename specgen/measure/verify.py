@@ -123,16 +123,18 @@ class GreedyResult:
 
 
 def plain_texts(
-    loaded: Session, prompts: Sequence[Prompt], interrupted: Callable[[], bool] = lambda: False
+    session: Session, prompts: Sequence[Prompt], interrupted: Callable[[], bool] = lambda: False
 ) -> list[list[int]]:
     """Return the tokens of plain decoding's answers, each made alone; those that end a text too."""
-    n = loaded.options.generation.max_tokens
+    n = session.options.generation.max_tokens
     asked = [(prompt, n) for prompt in prompts]
-    return [tokens_of(each.events) for each in _answers(loaded, asked, 1, interrupted, draft=False)]
+    return [
+        tokens_of(each.events) for each in _answers(session, asked, 1, interrupted, draft=False)
+    ]
 
 
 def check_greedy(
-    loaded: Session,
+    session: Session,
     prompts: Sequence[Prompt],
     plain: Sequence[Sequence[int]] | None = None,
     *,
@@ -147,18 +149,18 @@ def check_greedy(
     once some are shorter, so that others begin in their cells, and prompts are repeated if there are fewer. The
     iterator ends early if `interrupted` returns True. Raise the first failure of an answer or its drafter.
     """
-    way = way or Way(loaded.options.drafting.policy_in_use, loaded.options.drafting)
-    loaded.change_drafting(way.drafting)
-    calibrate(loaded, interrupted)
-    plain = plain_texts(loaded, prompts, interrupted) if plain is None else plain
-    n_most = loaded.options.generation.max_tokens
+    way = way or Way(session.options.drafting.policy_in_use, session.options.drafting)
+    session.change_drafting(way.drafting)
+    calibrate(session, interrupted)
+    plain = plain_texts(session, prompts, interrupted) if plain is None else plain
+    n_most = session.options.generation.max_tokens
     numbers = [n % len(prompts) for n in range(max(len(prompts), n_at_once))] if prompts else []
     lengths = [
         max(min(1, n_most), n_most * (1 + n % n_at_once) // n_at_once) for n in range(len(numbers))
     ]
     asked = [(prompts[n], length) for n, length in zip(numbers, lengths, strict=True)]
     progress(0, len(asked))
-    for n_done, request in enumerate(_answers(loaded, asked, n_at_once, interrupted)):
+    for n_done, request in enumerate(_answers(session, asked, n_at_once, interrupted)):
         if interrupted() or request.finished is None:
             return
         number = numbers[n_done]
@@ -168,14 +170,14 @@ def check_greedy(
         found = tokens_of(request.events)
         difference = None
         if found != expected:
-            difference = _difference(loaded, request.prompt.tokens, expected, found, n_at_once)
+            difference = _difference(session, request.prompt.tokens, expected, found, n_at_once)
         counts = request.finished.n_drafted, request.finished.n_accepted
         yield GreedyResult(number + 1, way.name, n_at_once, len(expected), *counts, difference)
         progress(n_done + 1, len(asked))
 
 
 def _answers(
-    loaded: Session,
+    session: Session,
     asked: Sequence[tuple[Prompt, int]],
     n_at_once: int,
     interrupted: Callable[[], bool],
@@ -186,8 +188,8 @@ def _answers(
     if not asked or interrupted():
         return
     n_prompt = max(len(prompt.tokens) for prompt, _ in asked)
-    with _engine(loaded, loaded.context_size(n_prompt), n_at_once, interrupted) as engine:
-        options = loaded.options.generation
+    with _engine(session, session.context_size(n_prompt), n_at_once, interrupted) as engine:
+        options = session.options.generation
         waiting = [
             engine.insert(prompt, generation=replace(options, max_tokens=n), draft=draft)
             for prompt, n in asked
@@ -201,14 +203,14 @@ def _answers(
 
 
 def _engine(
-    loaded: Session,
+    session: Session,
     n_ctx: int,
     n_parallel: int,
     interrupted: Callable[[], bool],
     prepare: Callable[[Request, TextSequence], None] = lambda _request, _sequence: None,
 ) -> Engine:
     engine = Engine(
-        loaded, n_parallel=n_parallel, n_ctx=n_ctx, interrupted=interrupted, prepare=prepare
+        session, n_parallel=n_parallel, n_ctx=n_ctx, interrupted=interrupted, prepare=prepare
     )
     engine.take_notices()
     return engine
@@ -235,7 +237,7 @@ def tokens_of(events: Iterable[Event]) -> list[int]:
 
 
 def _difference(
-    loaded: Session,
+    session: Session,
     prompt: Sequence[int],
     expected: Sequence[int],
     found: Sequence[int],
@@ -245,21 +247,21 @@ def _difference(
     n_both = min(len(expected), len(found))
     at = next((index for index, pair in pairs if pair[0] != pair[1]), n_both)
     plain, drafted = (
-        loaded.target.vocabulary.token_text(tokens[at]) if at < len(tokens) else ""
+        session.target.vocabulary.token_text(tokens[at]) if at < len(tokens) else ""
         for tokens in (expected, found)
     )
     if at == n_both:  # one text continues where the other ends: no choice of a token explains that
         return Difference(at, plain, drafted, math.inf, 0.0)
     ours, theirs = expected[at], found[at]
-    state = TextState(prompt, loaded.settings.grammar)
+    state = TextState(prompt, session.settings.grammar)
     for token in expected[:at]:
         state.commit(token)
-    settings = loaded.settings
+    settings = session.settings
     shaper = Shaper(settings.sampler, state)
-    alone = last_row(loaded, prompt, expected[:at])
+    alone = last_row(session, prompt, expected[:at])
     moved, same_in = 0.0, None
-    for n_rows, n_outputs in _batches(loaded, n_at_once):
-        row = last_row(loaded, prompt, expected[:at], n_rows, n_outputs)
+    for n_rows, n_outputs in _batches(session, n_at_once):
+        row = last_row(session, prompt, expected[:at], n_rows, n_outputs)
         moved = max(moved, movement(row, alone))
         if same_in is None and shaper.distribution(row).mode == theirs:
             same_in = n_rows
@@ -268,16 +270,16 @@ def _difference(
     p_ours, p_theirs = likely.probability(ours), likely.probability(theirs)
     gap = math.log(p_ours / p_theirs) if p_ours and p_theirs else math.inf
     allowed = (SLACK * moved + ALWAYS_ALLOWED) * float(np.std(alone))
-    is_exact = loaded.target.has_equal_rows and moved == 0.0
+    is_exact = session.target.has_equal_rows and moved == 0.0
     return Difference(at, plain, drafted, gap, allowed, is_exact, same_in)
 
 
-def _batches(loaded: Session, n_at_once: int) -> list[tuple[int, int | None]]:
+def _batches(session: Session, n_at_once: int) -> list[tuple[int, int | None]]:
     """Return the batches that drafting decodes, as rows and wanted logits (None: all). Texts of recurrent models and
     of grammars are also decoded in batches of which few logits are wanted, which other kernels compute."""
-    largest = min(loaded.n_rows_max * n_at_once, _MAX_ROWS)
+    largest = min(session.n_rows_max * n_at_once, _MAX_ROWS)
     found: list[tuple[int, int | None]] = [(n_rows, None) for n_rows in range(2, largest + 1)]
-    if loaded.target.has_recurrent_state or loaded.options.generation.grammar is not None:
+    if session.target.has_recurrent_state or session.options.generation.grammar is not None:
         found.append((max(2, largest), 1))
     return found
 
@@ -290,7 +292,7 @@ def movement(one: Logits, other: Logits) -> float:
 
 
 def last_row(
-    loaded: Session,
+    session: Session,
     prompt: Sequence[int],
     answer: Sequence[int],
     n_rows: int = 1,
@@ -298,20 +300,20 @@ def last_row(
 ) -> Logits:
     """Return the logits behind a text, float32[n_vocab], decoded without drafts, the answer in batches of `n_rows`
     of which `n_outputs` want logits (None: all)."""
-    *_, last = plain_rows(loaded, prompt, answer, n_rows, n_outputs)
+    *_, last = plain_rows(session, prompt, answer, n_rows, n_outputs)
     return last
 
 
 def plain_rows(
-    loaded: Session,
+    session: Session,
     prompt: Sequence[int],
     answer: Sequence[int],
     n_rows: int = 1,
     n_outputs: int | None = None,
 ) -> Iterator[Logits]:
     """Yield the rows behind the prompt, and behind the tokens of the answer that want logits."""
-    n_ctx = loaded.context_size(len(prompt) + len(answer))
-    with loaded.contexts(n_ctx, drafts=False, n_slots=-(-n_rows // loaded.n_rows_max)) as (
+    n_ctx = session.context_size(len(prompt) + len(answer))
+    with session.contexts(n_ctx, drafts=False, n_slots=-(-n_rows // session.n_rows_max)) as (
         target,
         _,
     ):
@@ -377,7 +379,7 @@ class _Place:
 
 
 def check_sampled(
-    loaded: Session,
+    session: Session,
     prompts: Sequence[Prompt],
     n_draws: int,
     level: float,
@@ -390,10 +392,10 @@ def check_sampled(
     """Draw the next token again and again at one place in an answer to one of the prompts, and compare with the
     target's exact distribution. It is the place where a wrong judgement of drafts would be most visible. None if
     nothing was drafted in the answers, or if interrupted. From now on drafts are made as `way` says."""
-    way = way or Way(loaded.options.drafting.policy_in_use, loaded.options.drafting)
-    loaded.change_drafting(way.drafting)
-    calibrate(loaded, interrupted)
-    found = [_find_place(loaded, each, seed, interrupted) for each in prompts]
+    way = way or Way(session.options.drafting.policy_in_use, session.options.drafting)
+    session.change_drafting(way.drafting)
+    calibrate(session, interrupted)
+    found = [_find_place(session, each, seed, interrupted) for each in prompts]
     places = [(place, n) for n, place in enumerate(found) if place is not None]
     if not places or interrupted():
         return None
@@ -403,15 +405,15 @@ def check_sampled(
 
     def force_first(_request: Request, sequence: TextSequence) -> None:
         # The first token of an answer is chosen without a draft: the one that was said before.
-        sequence.shaper = _FirstForced(loaded.settings.sampler, sequence.state, first)
+        sequence.shaper = _FirstForced(session.settings.sampler, sequence.state, first)
 
-    n_ctx = loaded.context_size(len(prompt.tokens) + N_SEARCHED, N_SEARCHED)
+    n_ctx = session.context_size(len(prompt.tokens) + N_SEARCHED, N_SEARCHED)
     drawn: Counter[int] = Counter()
     n_drafted = n_accepted = 0
-    n_at_once = 1 if loaded.why_one_sequence else N_AT_ONCE
-    with _engine(loaded, n_ctx, n_at_once, interrupted, force_first) as engine:
+    n_at_once = 1 if session.why_one_sequence else N_AT_ONCE
+    with _engine(session, n_ctx, n_at_once, interrupted, force_first) as engine:
         # Costs decide as in an answer that goes on.
-        generation = replace(loaded.options.generation, max_tokens=N_SEARCHED, stop=())
+        generation = replace(session.options.generation, max_tokens=N_SEARCHED, stop=())
         for n_done in range(0, n_draws, _N_QUEUED):
             requests = [
                 engine.insert(begun, generation=generation)
@@ -463,13 +465,13 @@ class _FirstForced(Shaper):
 
 
 def _find_place(
-    loaded: Session, prompt: Prompt, seed: int, interrupted: Callable[[], bool]
+    session: Session, prompt: Prompt, seed: int, interrupted: Callable[[], bool]
 ) -> _Place | None:
     """Return the place in an answer where a wrong judgement of the draft would be most visible; None if nothing was
     drafted."""
-    n_ctx = loaded.context_size(len(prompt.tokens) + N_SEARCHED)
-    with _engine(loaded, n_ctx, 1, interrupted) as engine:
-        options = replace(loaded.options.generation, max_tokens=N_SEARCHED, stop=())
+    n_ctx = session.context_size(len(prompt.tokens) + N_SEARCHED)
+    with _engine(session, n_ctx, 1, interrupted) as engine:
+        options = replace(session.options.generation, max_tokens=N_SEARCHED, stop=())
         request = engine.insert(prompt, generation=options)
         request.seed = seed
         list(engine.run())
@@ -481,15 +483,15 @@ def _find_place(
             drafted[len(answer)] = event.nodes[0].token_id
         answer += tokens_of([event])
     if (
-        loaded.settings.grammar is not None
+        session.settings.grammar is not None
     ):  # it begins with the answer, so only one token can come before
         drafted = {n: token for n, token in drafted.items() if n == 1}
     if not drafted or interrupted():
         return None
-    state = TextState(prompt.tokens, loaded.settings.grammar)
-    shaper = Shaper(loaded.settings.sampler, state)
+    state = TextState(prompt.tokens, session.settings.grammar)
+    shaper = Shaper(session.settings.sampler, state)
     best: _Place | None = None
-    rows = plain_rows(loaded, prompt.tokens, answer[: max(drafted)])
+    rows = plain_rows(session, prompt.tokens, answer[: max(drafted)])
     for n_answer, row in enumerate(rows):
         if n_answer:
             state.commit(answer[n_answer - 1])

@@ -10,14 +10,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
 from specgen.method.distribution import Distribution
 from specgen.method.draft import ROOT, Draft
-from specgen.options import VerifierName
 from specgen.system.arrays import ProbArray
+
+if TYPE_CHECKING:
+    from specgen.options import VerifierName
 
 #: Steps of the bisection for SpecTr's rho: as many as a float's precision allows.
 _N_HALVINGS = 50

@@ -14,7 +14,7 @@ from specgen.method.acceptance import AcceptanceRates
 from specgen.method.backend import Backend, Batch, HiddenBackend
 from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import draft_up_to
-from specgen.text.hidden_trail import HiddenTrail
+from specgen.text.hidden_trail import TargetStates
 from specgen.text.text_state import TextState
 
 #: Prose and code as a model may write them. Tokens that are easy and hard to predict have about the
@@ -100,8 +100,8 @@ def greedy_tokens(target: Backend, tokens: Sequence[int], start: int) -> Iterato
         done = end
 
 
-def read_states(target: HiddenBackend, tokens: Sequence[int], trail: HiddenTrail) -> None:
-    """Add the target's states after each token of a text to the trail of its MTP layers. The target's
+def read_states(target: HiddenBackend, tokens: Sequence[int], trail: TargetStates) -> None:
+    """Add the target's states after each token of a text to the trail of a draft that reads them all. The target's
     context must be empty, and is empty again afterwards."""
     try:
         for start in range(0, len(tokens), target.n_batch):

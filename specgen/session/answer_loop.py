@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 
-from specgen.errors import BackendError
 from specgen.events import Event, FinishedEvent, ReadingEvent
 from specgen.method.backend import Batch
 from specgen.method.cost_table import CostTable
@@ -149,35 +147,3 @@ class AnswerLoop(Loop):
             samples.append(self.target.decode_s - before)
             self.target.remove(first, length)
         return float(np.median(samples))
-
-
-@dataclass(slots=True)
-class ChunkedPrefill:
-    """A prompt of which a piece is read in the batch of a round of other sequences."""
-
-    loop: AnswerLoop
-    sequence: Sequence
-    #: The most tokens to read beside so many rows of the round.
-    n_rows: Callable[[int], int]
-    #: The share of the batch's time that the round's own rows take, from their number and that of all.
-    share: Callable[[int, int], float]
-    _is_last: bool = False
-
-    def add_to(self, batch: Batch) -> list[Event]:
-        events = self.loop.begin_reading(self.sequence, self.loop.clock())
-        n_most = min(self.n_rows(len(batch)), self.loop.target.n_batch - len(batch))
-        if n_most > 0 and not self.sequence.is_finished:
-            self._is_last = self.loop.add_piece(batch, self.sequence, n_most)
-        return events
-
-    def after(
-        self, n_own: int, batch: Batch, logits: Logits, target_s: float
-    ) -> tuple[float, list[Event]]:
-        read_s = target_s * (1.0 - self.share(n_own, len(batch)))
-        last = logits[-1:] if self._is_last else None
-        started = self.loop.clock() - read_s
-        try:
-            return read_s, self.loop.after_chunk(self.sequence, last, read_s, started)
-        except BackendError as error:  # the grammar allows no token, or a logit is not a number
-            self.sequence.failure = error
-            return read_s, []

@@ -7,15 +7,20 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from specgen.errors import BackendError, SpecgenError
+from specgen.events import Event
 from specgen.llama import LlamaBackend
+from specgen.method.backend import Batch
 from specgen.method.cost_table import CostTable
-from specgen.session.answer_loop import AnswerLoop, ChunkedPrefill
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.prefix_cache import Answer, PrefixCache
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request, RequestSettings
+from specgen.system.arrays import Logits
 from specgen.text.prefix import n_common
+from specgen.text.sequence import Sequence
 
 #: Waiting requests among which one is sought that need not wait for another prompt.
 _N_CONSIDERED = 16
@@ -114,27 +119,13 @@ class Scheduler:
 
     def beside(self, reading: Answer, loop: AnswerLoop) -> ChunkedPrefill:
         """Return how a prompt is read in the batch of a round."""
-        return ChunkedPrefill(loop, reading.sequence, self._n_rows_beside, self._share_of_own)
+        return ChunkedPrefill(loop, reading.sequence, self._target.n_batch, self._costs())
 
     def n_piece(self) -> int | None:
         """Return the most tokens of a prompt that are read between two rounds; None for as many as a batch has.
         Unless a row has the same logits in any batch, the pieces must be those of an answer alone."""
         may_be_short = self._slots.decoding() and self._target.model.has_equal_rows
         return N_READ_BESIDE if may_be_short else None
-
-    def _n_rows_beside(self, n_own: int) -> int:
-        """Return how many tokens of a prompt are read beside a round's own rows: as many as take no longer
-        than these, so that running answers keep half of their pace."""
-        table = self._costs()
-        if not table:
-            return N_READ_BESIDE
-        n_most, limit_s = self._target.n_batch, 2 * table.seconds(n_own)
-        return bisect.bisect(range(1, n_most), limit_s, key=lambda n: table.seconds(n_own + n))
-
-    def _share_of_own(self, n_own: int, n_all: int) -> float:
-        """Return the share of a batch's time that a round's own rows take."""
-        table = self._costs()
-        return min(1.0, table.seconds(n_own) / table.seconds(n_all)) if table else n_own / n_all
 
     def _would_share_more(self, request: Request, reading: Answer) -> bool:
         """Return whether a request can share more of a prompt that is being read, once that is read."""
@@ -143,3 +134,42 @@ class Scheduler:
 
     def _n_read(self, answer: Answer) -> int:
         return self._target.length(answer.sequence.slot.first)
+
+
+@dataclass(slots=True)
+class ChunkedPrefill:
+    """A prompt of which a piece is read in the batch of a round of other sequences, by the `costs` of batches."""
+
+    loop: AnswerLoop
+    sequence: Sequence
+    n_batch: int
+    costs: CostTable
+    _is_last: bool = False
+
+    def add_to(self, batch: Batch) -> list[Event]:
+        """Add as many tokens as take no longer than the round's own rows, so that running answers keep half of their
+        pace."""
+        n_own, costs = len(batch), self.costs
+        events = self.loop.begin_reading(self.sequence, self.loop.clock())
+        n_most = N_READ_BESIDE
+        if costs:
+            sizes, limit_s = range(1, self.n_batch), 2 * costs.seconds(n_own)
+            n_most = bisect.bisect(sizes, limit_s, key=lambda n: costs.seconds(n_own + n))
+        n_most = min(n_most, self.n_batch - n_own)
+        if n_most > 0 and not self.sequence.is_finished:
+            self._is_last = self.loop.add_piece(batch, self.sequence, n_most)
+        return events
+
+    def after(
+        self, n_own: int, batch: Batch, logits: Logits, target_s: float
+    ) -> tuple[float, list[Event]]:
+        costs, n_all = self.costs, len(batch)
+        own = min(1.0, costs.seconds(n_own) / costs.seconds(n_all)) if costs else n_own / n_all
+        read_s = target_s * (1.0 - own)
+        last = logits[-1:] if self._is_last else None
+        started = self.loop.clock() - read_s
+        try:
+            return read_s, self.loop.after_chunk(self.sequence, last, read_s, started)
+        except BackendError as error:  # the grammar allows no token, or a logit is not a number
+            self.sequence.failure = error
+            return read_s, []

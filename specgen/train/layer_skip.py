@@ -73,16 +73,16 @@ class Pruned:
     n_judged: int
 
 
-def prune(loaded: Session, text: TargetText, output: Path, budget: Budget) -> Pruned | None:
+def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> Pruned | None:
     """Search for the layers to leave out, and write the draft to `output`; None if interrupted. Raise `UsageError` if
     there is no text to judge by or no time, `MemoryLimitError`, `OutputError` and `BackendError`."""
-    model, target = loaded.target, loaded.options.target
+    model, target = session.target, session.options.target
     texts = [
         judged_texts(text.answers, n, held_back=held_back)
         for n, held_back in ((_N_JUDGED, False), (_N_HELD_BACK, True))
     ]
-    table = target_costs(loaded).known
-    batch_s = {n: seconds for n, seconds in table.items() if n <= loaded.n_rows_max}
+    table = target_costs(session).known
+    batch_s = {n: seconds for n, seconds in table.items() if n <= session.n_rows_max}
     if len(batch_s) < 2:
         raise UsageError("a round has no room for a draft", hint="take a larger --draft-max")
     layer_share = share_of_a_layer(target, model.n_layer)
@@ -91,8 +91,8 @@ def prune(loaded: Session, text: TargetText, output: Path, budget: Budget) -> Pr
         token_s = batch_s[1] * (1.0 - n_left_out * layer_share)
         return expected_gain(Costs(batch_s, token_s), agreement).speedup
 
-    context = loaded.costs.context_options()
-    with Judge(model, context, texts[0], loaded.clock) as judge:
+    context = session.costs.context_options()
+    with Judge(model, context, texts[0], session.clock) as judge:
         found = search(judge.agreement, speedup, model.n_layer, budget)
     if budget.interrupted():
         return None
@@ -100,7 +100,7 @@ def prune(loaded: Session, text: TargetText, output: Path, budget: Budget) -> Pr
         raise UsageError("there was no time to judge a set of layers", hint="give more --minutes")
     left_out = max(found, key=found.__getitem__)
     write_pruned(target, left_out, output)
-    with Judge(model, context, texts[1], loaded.clock) as judge:
+    with Judge(model, context, texts[1], session.clock) as judge:
         agreement = judge.agreement(left_out)
     gain = speedup(len(left_out), agreement)
     return Pruned(tuple(sorted(left_out)), model.n_layer, agreement, gain, len(found))

@@ -39,8 +39,8 @@ class Learner:
     `tell` gets a sentence for each change.
     """
 
-    def __init__(self, loaded: Session, engine: Engine, tell: Callable[[str], None]) -> None:
-        self._loaded, self._engine, self._tell = loaded, engine, tell
+    def __init__(self, session: Session, engine: Engine, tell: Callable[[str], None]) -> None:
+        self._loaded, self._engine, self._tell = session, engine, tell
         self._child: subprocess.Popen[bytes] | None = None
         #: The file of the process's standard error.
         self._errors: IO[bytes] = io.BytesIO()
@@ -49,7 +49,7 @@ class Learner:
         self._not_before = 0
         #: The sentence about a lesson's result, until the draft is reloaded.
         self._news: str | None = None
-        folder, own = loaded.options.learning, loaded.draft
+        folder, own = session.options.learning, session.draft
         draft = own.learns if own is not None else None
         self._is_on = folder is not None and draft is not None
         if folder is None or draft is None:

@@ -30,18 +30,8 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 
 from specgen.errors import ModelFileError, SpecgenError, UsageError
 from specgen.llama import LlamaModel
-from specgen.session.kept_answers import (
-    ANSWERS,
-    KeptAnswer,
-    Learnt,
-    last_number,
-    learnt_weights,
-    make_folder,
-    read_answers,
-    read_learnt,
-    read_state,
-    write_learnt,
-)
+from specgen.session import kept_answers
+from specgen.session.kept_answers import KeptAnswer, Learnt
 from specgen.system.files import NEW, new_beside
 from specgen.system.json_lines import locked, write_errors
 from specgen.train.distillation import check_memory, train_scales
@@ -123,14 +113,14 @@ def learn(
     """
     check_library()
     started_s = budget.clock()
-    answers = read_answers(folder)
+    answers = kept_answers.read_answers(folder)
     learning, judging = split(answers)
     if len(answers) < LEAST_ANSWERS:
         raise UsageError(
             f"{len(answers)} answers are kept for {target.name}: too few to learn from",
             hint=f"use --learn until there are {LEAST_ANSWERS} or more",
         )
-    make_folder(folder)
+    kept_answers.make_folder(folder)
     held = UsageError(f"another process learns for {target.name} already", "wait for its end")
     with locked(folder / "learning.lock", held):
         _clear(folder)
@@ -141,7 +131,7 @@ def learn(
             rows, judged = pack_split(kept_texts(model, small, learning, judging))
         if not rows.n_labels or not judged.n_labels:
             raise UsageError(f"no answer that is kept for {target.name} can be read as its text")
-        former = learnt_weights(folder, draft)
+        former = kept_answers.learnt_weights(folder, draft)
         start = _better_start(draft, former, judged)
         trainer = start.trainer
         state = TrainingState(start.score.loss, trainer.changes())
@@ -157,9 +147,9 @@ def learn(
         )
         if not train_scales(trainer, rows, judged, state, schedule, budget):
             return None
-        if answers[-1].number > last_number(folder):
+        if answers[-1].number > kept_answers.last_number(folder):
             raise UsageError("the answers were deleted while the draft learnt from them")
-        known = replace(read_learnt(folder, draft), last_number=answers[-1].number)
+        known = replace(kept_answers.read_learnt(folder, draft), last_number=answers[-1].number)
         with write_errors(folder), new_beside(folder / "weights.gguf") as written:
             write_weights(start.file, state.best, written)
             new = type(trainer)(read_weights(written)).judge(judged)
@@ -176,7 +166,7 @@ def learn(
                     new.agreement,
                 )
                 written.replace(folder / known.weights)
-            write_learnt(folder, draft, known)
+            kept_answers.write_learnt(folder, draft, known)
         if outcome != "kept" and former is not None:
             with contextlib.suppress(OSError):  # a later lesson deletes it
                 former.unlink()
@@ -236,11 +226,11 @@ def _outcome(start: _Start, new: Score) -> Outcome:
 
 def _clear(folder: Path) -> None:
     """Delete weights and unfinished files that no state names: a killed process leaves them."""
-    states = [read_state(path) for path in folder.glob("*.json")]
+    states = [kept_answers.read_state(path) for path in folder.glob("*.json")]
     named = {state.weights for state in states}
     for path in (*folder.glob(f"*{NEW}"), *folder.glob("*.gguf")):
         # Files of answers are left alone: they may be written at any time.
-        if path.name not in named and not path.name.startswith(ANSWERS):
+        if path.name not in named and not path.name.startswith(kept_answers.ANSWERS):
             with contextlib.suppress(OSError):
                 path.unlink()
 

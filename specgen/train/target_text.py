@@ -109,7 +109,7 @@ def bytes_of(n_tokens: int, n_embd: int) -> int:
 
 
 def write_text(
-    loaded: Session,
+    session: Session,
     prompts: Sequence[str],
     folder: Path,
     budget: Budget,
@@ -127,15 +127,15 @@ def write_text(
     not fit the target's context, `PairError` if the target has a recurrent state, and `ModelFileError` if the
     folder's files are damaged.
     """
-    if loaded.target.has_recurrent_state:
+    if session.target.has_recurrent_state:
         raise PairError(
-            f"{loaded.target.name} has a recurrent state: its hidden states cannot be read"
+            f"{session.target.name} has a recurrent state: its hidden states cannot be read"
         )
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     busy = OutputError(f"{folder}: another process is writing there", "wait until it is done")
     with locked(folder / "lock", busy), contextlib.ExitStack() as resources:
-        writer = _Writer(folder, loaded, resources)
+        writer = _Writer(folder, session, resources)
         asked = frozenset(prompts)
         answered = {answer.prompt for answer in writer.answers if answer.prompt in asked}
         left = [
@@ -147,21 +147,21 @@ def write_text(
         budget.progress(n_have, n_tokens)
         if n_have >= n_tokens or not left:
             return n_have
-        n_ctx = _context_size(loaded, [text for text, _ in left], max_tokens)
+        n_ctx = _context_size(session, [text for text, _ in left], max_tokens)
         with Engine(
-            loaded, n_parallel=n_parallel, n_ctx=n_ctx, interrupted=budget.is_over
+            session, n_parallel=n_parallel, n_ctx=n_ctx, interrupted=budget.is_over
         ) as engine:
             waiting: dict[Request, tuple[str, bool]] = {}
             while (left or waiting) and not budget.is_over() and n_have < n_tokens:
                 while left and len(waiting) < n_parallel:
                     text, is_judged = left.pop(0)
-                    prompt = loaded.prompts.of_text(text)
+                    prompt = session.prompts.of_text(text)
                     if len(prompt.tokens) + max_tokens <= n_ctx:
                         waiting[engine.insert(prompt)] = text, is_judged
                 engine.step()
                 for done in [answer for answer in waiting if answer.is_done]:
                     text, is_judged = waiting.pop(done)
-                    answer = _whole_answer(loaded, done, text, is_judged)
+                    answer = _whole_answer(session, done, text, is_judged)
                     if answer is not None:
                         writer.add(answer)
                         n_have += len(answer.tokens)
@@ -173,8 +173,8 @@ class _Writer:
     """Writes answers to a folder, with the target's hidden states and likeliest tokens. `resources` close
     what it opens."""
 
-    def __init__(self, folder: Path, loaded: Session, resources: contextlib.ExitStack) -> None:
-        self._folder, self._loaded, self._resources = folder, loaded, resources
+    def __init__(self, folder: Path, session: Session, resources: contextlib.ExitStack) -> None:
+        self._folder, self._loaded, self._resources = folder, session, resources
         self.answers = TargetText(folder).answers
         self._number = max((int(path.stem) for path in folder.glob(_FILES)), default=-1)
         self._backend: LlamaBackend | None = None
@@ -251,12 +251,12 @@ def _likeliest(logits: Logits) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
     return tokens, probabilities
 
 
-def _context_size(loaded: Session, texts: Sequence[str], max_tokens: int) -> int:
+def _context_size(session: Session, texts: Sequence[str], max_tokens: int) -> int:
     """Return a context size, in tokens, in which nine of ten prompts fit with their answers."""
-    lengths = sorted(len(loaded.prompts.of_text(text).tokens) for text in texts)
+    lengths = sorted(len(session.prompts.of_text(text).tokens) for text in texts)
     n_prompt = lengths[int(0.9 * (len(lengths) - 1))]
     n_ctx = _rounded(n_prompt + max_tokens, 256)
-    n_train = loaded.target.n_ctx_train
+    n_train = session.target.n_ctx_train
     if n_train and n_ctx > n_train:
         raise UsageError(f"{max_tokens} tokens an answer: the target has room for {n_train}")
     return n_ctx
@@ -267,7 +267,7 @@ def _rounded(n_tokens: int, step: int) -> int:
 
 
 def _whole_answer(
-    loaded: Session, request: Request, text: str, is_judged: bool
+    session: Session, request: Request, text: str, is_judged: bool
 ) -> TargetAnswer | None:
     """Return the answer of a request that is done; None if it is empty or did not end by itself."""
     finished = request.finished
@@ -275,7 +275,7 @@ def _whole_answer(
         return None
     tokens = finished.token_ids
     if finished.finish_reason == "stop":
-        vocabulary, end = loaded.target.vocabulary, finished.stopped_by
+        vocabulary, end = session.target.vocabulary, finished.stopped_by
         ends = [token for token in vocabulary.end_tokens() if vocabulary.token_text(token) == end]
         tokens = (*tokens, *ends[:1])
     elif finished.finish_reason != "length":

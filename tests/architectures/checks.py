@@ -100,9 +100,9 @@ def load(subject: Subject) -> str:
     return ""
 
 
-def _greedy(loaded: Session, subject: Subject) -> str:
+def _greedy(session: Session, subject: Subject) -> str:
     """Greedy text is plain decoding's."""
-    (result,) = check_greedy(loaded, [loaded.prompts.of_text(PROMPT, chat=False)])
+    (result,) = check_greedy(session, [session.prompts.of_text(PROMPT, chat=False)])
     _require(result.n_drafted > 0, "nothing was drafted")
     return _compared(result, subject)
 
@@ -195,8 +195,8 @@ def parallel(subject: Subject) -> str:
     return f"{n_ties} near-ties" if n_ties else ""
 
 
-def _tokens(loaded: Session, prompt: str) -> tuple[int, ...]:
-    *_, last = generate(loaded, loaded.prompts.of_text(prompt, chat=False), estimate_gain=False)
+def _tokens(session: Session, prompt: str) -> tuple[int, ...]:
+    *_, last = generate(session, session.prompts.of_text(prompt, chat=False), estimate_gain=False)
     assert isinstance(last, FinishedEvent)
     return tuple(last.token_ids)
 

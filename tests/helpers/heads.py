@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from specgen.llama.decoder_heads import write_heads
@@ -25,6 +25,11 @@ def prompts(n: int = 80) -> list[str]:
     return ["".join(rng.choices("abcdefgh ", k=24)) + str(number) for number in range(n)]
 
 
+def counting() -> Callable[[], float]:
+    """A clock that goes on by a second each time it is read."""
+    return iter(range(10**9)).__next__
+
+
 def opened(target: Path) -> Session:
     """A target without a draft."""
     context = ContextOptions(n_threads=1, n_gpu_layers=0)  # quicker for tiny models
@@ -38,10 +43,10 @@ def opened(target: Path) -> Session:
     return Session(options, time.perf_counter)
 
 
-def written(loaded: Session, folder: Path, texts: Sequence[str], n_tokens: int = N_TOKENS) -> int:
+def written(session: Session, folder: Path, texts: Sequence[str], n_tokens: int = N_TOKENS) -> int:
     """Let a target write into a folder."""
     return write_text(
-        loaded,
+        session,
         texts,
         folder,
         Budget(time.monotonic),
@@ -51,12 +56,12 @@ def written(loaded: Session, folder: Path, texts: Sequence[str], n_tokens: int =
     )
 
 
-def trained(loaded: Session, folder: Path, seconds: float = 60.0) -> TrainedHeads | None:
+def trained(session: Session, folder: Path, seconds: float = 60.0) -> TrainedHeads | None:
     """Heads by the text in a folder."""
-    model = loaded.target
+    model = session.target
     return train_heads(
         TargetText(folder),
-        loaded.options.target,
+        session.options.target,
         model,
         Budget(time.monotonic, time.monotonic() + seconds),
     )

@@ -278,26 +278,26 @@ def exact_cells(sequence: TextSequence, target: Backend, depth: int) -> dict[Cel
 
 
 def draw_with_models(
-    loaded: Session, prompt: Prompt, depth: int, n_draws: int, seed: int
+    session: Session, prompt: Prompt, depth: int, n_draws: int, seed: int
 ) -> JointDraws | None:
     """Draw with loaded models; not for drafts from the target's states, which read its context."""
-    assert loaded.draft is None or loaded.draft.reads in ("text", "last states")
-    calibrate(loaded)
-    n_ctx = loaded.context_size(len(prompt.tokens) + N_SEARCHED + depth)
-    with loaded.contexts(n_ctx) as (cache, draft_caches):
+    assert session.draft is None or session.draft.reads in ("text", "last states")
+    calibrate(session)
+    n_ctx = session.context_size(len(prompt.tokens) + N_SEARCHED + depth)
+    with session.contexts(n_ctx) as (cache, draft_caches):
         n_past = len(prompt.tokens)
-        reads_states = loaded.draft is not None and loaded.draft.reads == "last states"
+        reads_states = session.draft is not None and session.draft.reads == "last states"
         memo = MemoWithStates if reads_states else MemoBackend
-        target = memo(cache, loaded.costs.table(None, n_past))
+        target = memo(cache, session.costs.table(None, n_past))
         drafts = [
-            MemoBackend(each, loaded.costs.table(each.model.path, n_past)) for each in draft_caches
+            MemoBackend(each, session.costs.table(each.model.path, n_past)) for each in draft_caches
         ]
 
         def clock() -> float:
-            return loaded.clock() + sum(each.saved_s for each in (target, *drafts))
+            return session.clock() + sum(each.saved_s for each in (target, *drafts))
 
         with patch("specgen.session.drafter_factory.Shaper", RememberingShaper):
-            sequence = DrafterFactory(loaded).sequence(prompt, n_ctx, drafts, seed)
+            sequence = DrafterFactory(session).sequence(prompt, n_ctx, drafts, seed)
         return draw_jointly(sequence, target, depth, n_draws, clock=clock)
 
 

@@ -35,22 +35,22 @@ class _Watch(Shaper):
         return super().distribution(logits, path)
 
 
-def moved_rows(loaded: Session, prompts: Sequence[Prompt], n_at_once: int) -> list[float]:
+def moved_rows(session: Session, prompts: Sequence[Prompt], n_at_once: int) -> list[float]:
     """The movements of all rows that greedy answers were chosen from, `n_at_once` made at once."""
-    texts = plain_texts(loaded, prompts)
+    texts = plain_texts(session, prompts)
     rows = [
-        list(plain_rows(loaded, prompt.tokens, text[:-1]))
+        list(plain_rows(session, prompt.tokens, text[:-1]))
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     watches: list[_Watch] = []
 
     def watch(request: Request, sequence: TextSequence) -> None:
         n = request.index
-        watches.append(_Watch(loaded.settings.sampler, sequence.state, texts[n], rows[n]))
+        watches.append(_Watch(session.settings.sampler, sequence.state, texts[n], rows[n]))
         sequence.shaper = watches[-1]
 
-    n_ctx = loaded.context_size(max(len(prompt.tokens) for prompt in prompts))
-    with Engine(loaded, n_parallel=n_at_once, n_ctx=n_ctx, prepare=watch) as engine:
+    n_ctx = session.context_size(max(len(prompt.tokens) for prompt in prompts))
+    with Engine(session, n_parallel=n_at_once, n_ctx=n_ctx, prepare=watch) as engine:
         for prompt in prompts:
             engine.insert(prompt)
         list(engine.run())

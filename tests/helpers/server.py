@@ -105,7 +105,7 @@ def session_of(
 
 @contextlib.contextmanager
 def running(
-    loaded: Session,
+    session: Session,
     options: ServerOptions | None = None,
     *,
     n_parallel: int = 4,
@@ -116,16 +116,16 @@ def running(
     """Run a server in a thread of this process; it closes the session at the end."""
     options = options or ServerOptions(port=0)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(loaded)
-        calibrate(loaded)
-        engine = Engine(loaded, n_parallel=n_parallel, n_ctx=n_ctx, learn_alone=learn_alone)
-        opened = OpenedModel(loaded, engine, between_answers=between_answers)
-        name = options.alias or loaded.target.name.removesuffix(".gguf")
+        stack.enter_context(session)
+        calibrate(session)
+        engine = Engine(session, n_parallel=n_parallel, n_ctx=n_ctx, learn_alone=learn_alone)
+        opened = OpenedModel(session, engine, between_answers=between_answers)
+        name = options.alias or session.target.name.removesuffix(".gguf")
         entry = ModelEntry(name, lambda _turns, _interrupted: opened)
         pool = stack.enter_context(ModelPool([entry], options.limits))
         pool.load(name)
         server, thread, http = stack.enter_context(answering(pool, options))
-        yield Running(str(http.base_url).rstrip("/"), loaded, engine, http, server, pool, thread)
+        yield Running(str(http.base_url).rstrip("/"), session, engine, http, server, pool, thread)
 
 
 @contextlib.contextmanager

@@ -86,11 +86,11 @@ def test_the_answer_is_behind_the_prompt_whose_spaces_may_differ() -> None:
 
 @posix
 def test_a_program_answers(
-    loaded: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PEERS_VARIABLE, str(tmp_path))
     monkeypatch.setenv("LLAMA_ARG_THREADS", "1")
-    n_prompt = len(loaded.prompts.of_text("Hi there").tokens)
+    n_prompt = len(session.prompts.of_text("Hi there").tokens)
     program = (
         f"#!{sys.executable}\nimport os, sys\n"
         "assert not [key for key in os.environ if 'LLAMA_ARG' in key]\n"
@@ -102,7 +102,7 @@ def test_a_program_answers(
     for name in (SIMPLE, LOOKUP):
         (tmp_path / name).write_text(program, encoding="utf-8")
         (tmp_path / name).chmod(0o755)
-    peers = peers_of(loaded, {})
+    peers = peers_of(session, {})
     assert [peer.name for peer in peers] == ["llama.cpp ngram-simple 4/8", "llama.cpp lookup 8"]
     assert peers[0].answer("Hi there").text == "Yes."
     with pytest.raises(PeerError, match="not to be compared"):
@@ -130,10 +130,10 @@ def test_drafted_and_accepted_tokens_are_counted() -> None:
     assert (drafter.n_drafted, drafter.n_accepted) == (9, 5)
 
 
-def test_lookup_says_what_the_target_says(loaded: Session) -> None:
-    prompt = loaded.prompts.of_text("the sum is the sum is the sum", chat=False)
-    *_, finished = generate(loaded, prompt)
-    path = str(loaded.options.target)
+def test_lookup_says_what_the_target_says(session: Session) -> None:
+    prompt = session.prompts.of_text("the sum is the sum is the sum", chat=False)
+    *_, finished = generate(session, prompt)
+    path = str(session.options.target)
     result = run_lookup(LookupJob(path, prompt.tokens, 24, 1, flash_attention=False))
     assert result.text == finished.text  # type: ignore[union-attr]
     assert result.token_ids is not None

@@ -108,23 +108,23 @@ def opened(
     return Session(options, clock)
 
 
-def greedy(loaded: Session, *, n_at_once: int = 1, way: Way | None = None) -> list[GreedyResult]:
-    prompts = [loaded.prompts.of_text(prompt, chat=False) for prompt in PROMPTS]
-    return list(check_greedy(loaded, prompts, n_at_once=n_at_once, way=way))
+def greedy(session: Session, *, n_at_once: int = 1, way: Way | None = None) -> list[GreedyResult]:
+    prompts = [session.prompts.of_text(prompt, chat=False) for prompt in PROMPTS]
+    return list(check_greedy(session, prompts, n_at_once=n_at_once, way=way))
 
 
 def sampled(
-    loaded: Session, n_draws: int = 500, seed: int = 1, way: Way | None = None
+    session: Session, n_draws: int = 500, seed: int = 1, way: Way | None = None
 ) -> SampledResult:
-    prompts = [loaded.prompts.of_text(PROMPT, chat=False)]
-    result = check_sampled(loaded, prompts, n_draws, LEVEL, seed=seed, way=way)
+    prompts = [session.prompts.of_text(PROMPT, chat=False)]
+    result = check_sampled(session, prompts, n_draws, LEVEL, seed=seed, way=way)
     assert result is not None
     return result
 
 
-def drawn_jointly(loaded: Session, seed: int = 1) -> JointDraws:
-    prompt = loaded.prompts.of_text(PROMPT, chat=False)
-    drawn = draw_with_models(loaded, prompt, 3, 4000, seed)
+def drawn_jointly(session: Session, seed: int = 1) -> JointDraws:
+    prompt = session.prompts.of_text(PROMPT, chat=False)
+    drawn = draw_with_models(session, prompt, 3, 4000, seed)
     assert drawn is not None
     return drawn
 

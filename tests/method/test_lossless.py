@@ -278,16 +278,16 @@ def test_greedy_text_is_that_of_plain_decoding(
         assert result.n_accepted > 0
 
 
-def check_draws(loaded: Session) -> int:
+def check_draws(session: Session) -> int:
     """The next tokens after the prompt are distributed as the target's; how many drafted ones were accepted."""
-    prompt = loaded.prompts.of_text(PROMPT, chat=False)
-    if loaded.draft is not None and loaded.draft.reads in ("all states", "cache"):
-        result = check_sampled(loaded, [prompt], N_DRAWS_OF_ONE, LEVEL, seed=5)
+    prompt = session.prompts.of_text(PROMPT, chat=False)
+    if session.draft is not None and session.draft.reads in ("all states", "cache"):
+        result = check_sampled(session, [prompt], N_DRAWS_OF_ONE, LEVEL, seed=5)
         assert result is not None
         assert not result.is_defect, result
         assert result.n_drafted > 0
         return result.n_accepted
-    drawn = draw_with_models(loaded, prompt, DEPTH, N_DRAWS, seed=5)
+    drawn = draw_with_models(session, prompt, DEPTH, N_DRAWS, seed=5)
     assert drawn is not None
     assert all(fit.test.p_value > LEVEL for fit in drawn.fits), [fit.test for fit in drawn.fits]
     assert drawn.n_drafted > N_DRAWS / 2
@@ -296,9 +296,9 @@ def check_draws(loaded: Session) -> int:
     return drawn.n_accepted
 
 
-def said(loaded: Session) -> FinishedEvent:
+def said(session: Session) -> FinishedEvent:
     """What a session says after the prompt."""
-    *_, last = generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))
+    *_, last = generate(session, session.prompts.of_text(PROMPT, chat=False))
     assert isinstance(last, FinishedEvent)
     return last
 

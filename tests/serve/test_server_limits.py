@@ -262,11 +262,11 @@ def test_a_bug_in_the_engines_thread_ends_the_server(
         wait_until(lambda: not server.thread.is_alive(), "the end")
 
 
-def _events(model: ServedModel, loaded: Session) -> list[Any]:
+def _events(model: ServedModel, session: Session) -> list[Any]:
     """Submit an answer and return all its events."""
 
     async def ask() -> list[Any]:
-        prompt = loaded.prompts.of_text("x", chat=False)
+        prompt = session.prompts.of_text("x", chat=False)
         job = model.submit([lambda engine: engine.insert(prompt)], asyncio.get_running_loop())
         return [event async for _, event in job.events()]
 
@@ -274,8 +274,8 @@ def _events(model: ServedModel, loaded: Session) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _served(loaded: Session, between_answers: Callable[[bool], None]) -> Iterator[ServedModel]:
-    opened = OpenedModel(loaded, Engine(loaded, n_ctx=N_CTX), between_answers=between_answers)
+def _served(session: Session, between_answers: Callable[[bool], None]) -> Iterator[ServedModel]:
+    opened = OpenedModel(session, Engine(session, n_ctx=N_CTX), between_answers=between_answers)
     served = ServedModel("x", opened, Metrics(ServerMetrics(), "x"), 4, Turns())
     with contextlib.closing(served):
         yield served

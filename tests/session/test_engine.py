@@ -27,13 +27,14 @@ from specgen.options import (
     SessionOptions,
     TreeShape,
 )
-from specgen.session.answer_loop import AnswerLoop, ChunkedPrefill
+from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine, generate
 from specgen.session.memory import Memory
 from specgen.session.prefix_cache import Slot
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
+from specgen.session.scheduler import ChunkedPrefill
 from specgen.session.session import Session
 from specgen.text.prefix import n_common
 from specgen.text.sequence import Sequence
@@ -116,14 +117,14 @@ def opened(
     return session
 
 
-def alone(loaded: Session) -> list[str]:
+def alone(session: Session) -> list[str]:
     """The answers, each in contexts of its own, plainly."""
-    with Session(replace(loaded.options, draft="none"), loaded.clock, Memory()) as plain:
+    with Session(replace(session.options, draft="none"), session.clock, Memory()) as plain:
         return [text_of(plain, prompt) for prompt in PROMPTS]
 
 
-def text_of(loaded: Session, prompt: str) -> str:
-    *_, last = generate(loaded, loaded.prompts.of_text(prompt), estimate_gain=False)
+def text_of(session: Session, prompt: str) -> str:
+    *_, last = generate(session, session.prompts.of_text(prompt), estimate_gain=False)
     assert isinstance(last, FinishedEvent)
     return last.text
 

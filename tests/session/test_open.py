@@ -76,9 +76,9 @@ def options(models: Path, **drafting: int) -> SessionOptions:
 
 
 @pytest.fixture
-def loaded(tiny_models: Path) -> Iterator[Session]:
-    with Session(options(tiny_models), time.perf_counter) as loaded:
-        yield loaded
+def session(tiny_models: Path) -> Iterator[Session]:
+    with Session(options(tiny_models), time.perf_counter) as session:
+        yield session
 
 
 @pytest.fixture
@@ -91,22 +91,22 @@ def choices(tiny_models: Path) -> tuple[DraftChoice, ...]:
 
 
 def test_a_model_that_pays_is_taken_with_its_reason(
-    loaded: Session, choices: tuple[DraftChoice, ...], measured: Measured
+    session: Session, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
-    assert use_first(loaded, choices) == "drafting with the partner"
-    assert loaded.draft_name == "draft.gguf"
+    assert use_first(session, choices) == "drafting with the partner"
+    assert session.draft_name == "draft.gguf"
     assert measured.asked == ["draft.gguf"]
 
 
 def test_a_model_that_is_too_slow_gives_way_to_the_next(
-    loaded: Session,
+    session: Session,
     choices: tuple[DraftChoice, ...],
     measured: Measured,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measured.costs = {"draft.gguf": SLOW_DRAFT}
-    note = use_first(loaded, choices)
-    assert loaded.draft_name == "bad.gguf"
+    note = use_first(session, choices)
+    assert session.draft_name == "bad.gguf"
     assert note == (
         "not drafting with draft.gguf: a guess costs 1.00 tokens of the target and a batch of 2 costs 1.0 "
         f"tokens here, so it would be about x{expected_gain(SLOW_DRAFT).speedup:.2f}; "
@@ -122,37 +122,37 @@ def test_a_model_that_is_too_slow_gives_way_to_the_next(
         change_draft(self, source)
 
     monkeypatch.setattr(Session, "change_draft", noted)
-    assert use_first(loaded, choices) == note
+    assert use_first(session, choices) == note
     assert tried == [choices[1].draft]
     assert measured.asked == ["draft.gguf", "bad.gguf"]
 
 
 def test_where_batches_are_too_dear_no_other_model_is_tried(
-    loaded: Session, choices: tuple[DraftChoice, ...], measured: Measured
+    session: Session, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
     measured.costs = {"draft.gguf": DEAR}
-    assert use_first(loaded, choices) == (
+    assert use_first(session, choices) == (
         "not drafting with draft.gguf: a batch of 2 costs 2.0 tokens here, too much for any draft model "
         "to save time; drafting with n-grams; search"
     )
-    assert loaded.draft_name == "ngram"
+    assert session.draft_name == "ngram"
     assert measured.asked == ["draft.gguf"]
 
 
 def test_what_was_measured_for_the_target_is_not_checked(
-    loaded: Session, choices: tuple[DraftChoice, ...], measured: Measured
+    session: Session, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
     measured.costs = {"draft.gguf": DEAR}
     saved = dataclasses.replace(choices[0], is_measured=True)
-    assert use_first(loaded, (saved, *choices[1:])) == saved.why
-    assert loaded.draft_source == saved.draft
+    assert use_first(session, (saved, *choices[1:])) == saved.why
+    assert session.draft_source == saved.draft
     assert measured.asked == []
 
 
 def test_n_grams_and_drafts_of_no_token_are_not_checked(
-    loaded: Session, tiny_models: Path, choices: tuple[DraftChoice, ...], measured: Measured
+    session: Session, tiny_models: Path, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
-    assert use_first(loaded, choices[2:]) == "drafting with n-grams; search"
+    assert use_first(session, choices[2:]) == "drafting with n-grams; search"
     with Session(options(tiny_models, max_tokens=0), time.perf_counter) as idle:
         use_first(idle, choices)
         assert idle.draft_source == choices[0].draft
@@ -161,16 +161,16 @@ def test_n_grams_and_drafts_of_no_token_are_not_checked(
 
 @pytest.mark.parametrize("error", [MemoryLimitError("no room"), BackendError("broken")])
 def test_a_draft_whose_context_cannot_be_had_gives_way_to_the_next(
-    loaded: Session,
+    session: Session,
     choices: tuple[DraftChoice, ...],
     measured: Measured,
     error: Exception,
 ) -> None:
     measured.costs = {"draft.gguf": error}
-    assert use_first(loaded, choices) == f"{error}; drafting with the general one; find a better"
-    assert loaded.draft_name == "bad.gguf"
-    assert use_first(loaded, choices[:1]) == f"{error}; not drafting"
-    assert loaded.draft_name == "none"
+    assert use_first(session, choices) == f"{error}; drafting with the general one; find a better"
+    assert session.draft_name == "bad.gguf"
+    assert use_first(session, choices[:1]) == f"{error}; not drafting"
+    assert session.draft_name == "none"
 
 
 # --- the real measurement, and what is kept of it

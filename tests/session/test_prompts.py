@@ -155,14 +155,14 @@ def test_it_costs_what_has_to_be_read() -> None:
     assert drafter.price(50).prefill_s < plain.price(50).prefill_s
 
 
-def answered(loaded: Session, prompt: Prompt) -> tuple[tuple[int, ...], list[int]]:
+def answered(session: Session, prompt: Prompt) -> tuple[tuple[int, ...], list[int]]:
     """An answer's tokens, and how many tokens the draft models' caches hold at its end."""
     with (
-        loaded,
-        loaded.contexts(256) as (target, drafts),
+        session,
+        session.contexts(256) as (target, drafts),
     ):
         loop = AnswerLoop(target, time.perf_counter)
-        generation = DrafterFactory(loaded).sequence(prompt, 256, drafts, seed=1)
+        generation = DrafterFactory(session).sequence(prompt, 256, drafts, seed=1)
         loop.start(generation)
         while not generation.is_finished:
             loop.round([generation])

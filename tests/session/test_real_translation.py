@@ -61,9 +61,9 @@ def opened(
     return Session(options, time.perf_counter)
 
 
-def stray_prompt(loaded: Session) -> Prompt:
+def stray_prompt(session: Session) -> Prompt:
     """Bytes that are no UTF-8, as a model may well say them: in tokens of single bytes."""
-    vocabulary = loaded.target.vocabulary
+    vocabulary = session.target.vocabulary
     by_bytes = {vocabulary.token_bytes(token): token for token in range(vocabulary.n_tokens)}
     pieces = [bytes((byte,)) for byte in STRAY]
     tokens = [by_bytes[piece] for piece in pieces if piece in by_bytes]

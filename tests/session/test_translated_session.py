@@ -84,9 +84,9 @@ def opened(
     return Session(options, time.perf_counter)
 
 
-def run(loaded: Session, text: str = TEXTS["English"]) -> tuple[PromptEvent, FinishedEvent]:
-    with loaded:
-        return outcome(list(generate(loaded, loaded.prompts.of_text(text, chat=False))))
+def run(session: Session, text: str = TEXTS["English"]) -> tuple[PromptEvent, FinishedEvent]:
+    with session:
+        return outcome(list(generate(session, session.prompts.of_text(text, chat=False))))
 
 
 def outcome(events: list[Event]) -> tuple[PromptEvent, FinishedEvent]:
@@ -147,9 +147,9 @@ def test_other_drafts_are_exact(models: Path, draft: str, changes: dict[str, Any
 # --- what the draft is told
 
 
-def draft_text(loaded: Session, tokens: tuple[int, ...]) -> str:
-    assert loaded.own_vocabulary is not None
-    vocabulary = loaded.own_vocabulary.vocabulary
+def draft_text(session: Session, tokens: tuple[int, ...]) -> str:
+    assert session.own_vocabulary is not None
+    vocabulary = session.own_vocabulary.vocabulary
     said = (
         vocabulary.token_bytes(token) or vocabulary.control_text(token).encode() for token in tokens
     )
@@ -189,10 +189,10 @@ def test_text_that_is_continued_is_translated(models: Path) -> None:
 
 @pytest.mark.parametrize("draft", ["chat draft", "draft"])
 def test_answers_in_a_conversation_are_exact(models: Path, draft: str) -> None:
-    def answer(loaded: Session) -> FinishedEvent:
-        with loaded:
-            prompt = loaded.prompts.of_text("the cat is", system="in", now=NOW)
-            return outcome(list(generate(loaded, prompt)))[1]
+    def answer(session: Session) -> FinishedEvent:
+        with session:
+            prompt = session.prompts.of_text("the cat is", system="in", now=NOW)
+            return outcome(list(generate(session, prompt)))[1]
 
     fast = answer(opened(models, "chat", draft))
     assert fast.token_ids == answer(opened(models, "chat", "none")).token_ids

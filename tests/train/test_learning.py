@@ -46,7 +46,7 @@ from specgen.train.target_text import N_COLUMNS, kept_texts
 from specgen.train.training_loop import Budget
 from tests.helpers.cli import Specgen
 from tests.helpers.common import ROOT
-from tests.helpers.heads import prompts
+from tests.helpers.heads import counting, prompts
 from tests.helpers.tiny import write_respelled_model, write_with_other_scales
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
@@ -133,11 +133,6 @@ def test_a_draft_with_another_vocabulary_reads_its_own_prompt_and_tokens(models:
 
 
 # --- lessons
-
-
-def counting() -> Callable[[], float]:
-    """A clock that goes on by a second each time it is read."""
-    return iter(range(10**9)).__next__
 
 
 def lesson(
@@ -263,10 +258,10 @@ def test_a_lesson_needs_answers_and_is_alone(models: Path, folder: Path) -> None
 # --- beside answers
 
 
-def in_use(loaded: Session) -> Path | None:
+def in_use(session: Session) -> Path | None:
     """The weights that the draft learnt and drafts from."""
-    assert loaded.draft is not None
-    return loaded.draft.learnt
+    assert session.draft is not None
+    return session.draft.learnt
 
 
 def test_a_draft_is_loaded_again_between_answers_only(models: Path, tmp_path: Path) -> None:

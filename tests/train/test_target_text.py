@@ -39,9 +39,9 @@ def n_tokens_of(text: TargetText) -> int:
     return sum(len(answer.tokens) for answer in text.answers)
 
 
-def rows_of(loaded: Session, tokens: list[int], n_before: int) -> tuple[np.ndarray, np.ndarray]:
+def rows_of(session: Session, tokens: list[int], n_before: int) -> tuple[np.ndarray, np.ndarray]:
     """Logits and hidden states of a text's last rows, decoded in one batch."""
-    with loaded.contexts(512, drafts=False) as (backend, _):
+    with session.contexts(512, drafts=False) as (backend, _):
         before = tokens[:n_before]
         backend.decode(Batch(before, list(range(n_before)), [(0,)] * n_before, [False] * n_before))
         logits, hidden = [], []

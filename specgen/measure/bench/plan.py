@@ -242,15 +242,15 @@ def measure(
 
 
 def _plain_s(
-    loaded: Session, prompts: Sequence[BenchPrompt], interrupted: Callable[[], bool]
+    session: Session, prompts: Sequence[BenchPrompt], interrupted: Callable[[], bool]
 ) -> float:
     """Return about how many seconds plain decoding of all answers takes, by measured costs."""
     from specgen.session.calibration import target_costs
 
-    costs = target_costs(loaded, interrupted)
+    costs = target_costs(session, interrupted)
     n_rows = max(costs.known)
     n_read = sum(len(prompt.text) for prompt in prompts) / _CHARACTERS
-    n_said = len(prompts) * loaded.options.generation.max_tokens
+    n_said = len(prompts) * session.options.generation.max_tokens
     return n_read * costs.seconds(n_rows) / n_rows + n_said * costs.seconds(1)
 
 

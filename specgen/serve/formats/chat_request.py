@@ -40,13 +40,6 @@ from specgen.session.prompts.infill import ContextFile, Gap
 from specgen.session.prompts.template import Message, Role, ToolCall
 
 _MOST_LOGPROBS = 100
-_ROLES: dict[str, Role] = {
-    "assistant": "assistant",
-    "developer": "system",
-    "system": "system",
-    "tool": "tool",
-    "user": "user",
-}
 
 
 def _as_text(value: Any) -> Any:
@@ -199,7 +192,8 @@ def _messages(turns: list[_Message]) -> tuple[Message, ...]:
         )
         thought = turn.reasoning_content
         reasoning = None if thought is None else text_of(f"{where}.reasoning_content", thought)
-        found.add(Message(_ROLES[turn.role], text, calls, reasoning=reasoning))
+        role: Role = "system" if turn.role == "developer" else turn.role
+        found.add(Message(role, text, calls, reasoning=reasoning))
     return tuple(found.messages)
 
 

@@ -351,11 +351,10 @@ _WRONG = {
 
 def parse(model: type[_Model], body: Mapping[str, Any]) -> _Model:
     """Return a body as a model. Raise `BodyError` for the first value that is wrong."""
-    try:
-        json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # JSON's escapes can make half a surrogate pair
-        name = next((name for name, each in body.items() if _is_broken(name, each)), "body")
-        raise BodyError(name, "it has half a surrogate pair, which is no text") from None
+    for name, value in body.items():
+        text = json.dumps({name: value}, ensure_ascii=False)
+        if sendable(text) != text:  # JSON's escapes can make it
+            raise BodyError(name, "it has half a surrogate pair, which is no text")
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -371,8 +370,3 @@ def _field(place: Sequence[str | int]) -> str:
         f"[{each}]" if isinstance(each, int) else f".{each}" for each in place if each != "[key]"
     )
     return text.removeprefix(".") or "body"
-
-
-def _is_broken(name: str, value: Any) -> bool:
-    text = json.dumps({name: value}, ensure_ascii=False)
-    return sendable(text) != text

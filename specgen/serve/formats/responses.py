@@ -11,7 +11,7 @@ import binascii
 import functools
 import json
 from collections.abc import Callable, Collection, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -40,12 +40,6 @@ from specgen.serve.formats.request import (
 )
 from specgen.session.prompts.template import Message, Role
 
-_ROLES: dict[str, Role] = {
-    "user": "user",
-    "assistant": "assistant",
-    "system": "system",
-    "developer": "system",
-}
 #: Items that stand for a text which this server does not have.
 _ELSEWHERE = ("item_reference", "compaction", "compaction_summary", "context_compaction")
 #: Fields of which the same holds.
@@ -77,7 +71,7 @@ _ECHO: Mapping[str, Any] = {
 
 class _Item(Fields):
     type: str = "message"
-    role: str | None = None
+    role: Literal["assistant", "developer", "system", "user"] | None = None
     content: Parts = []
     #: Of thoughts.
     summary: Parts = []
@@ -185,10 +179,9 @@ def _messages(asked: _Body, warnings: list[str]) -> tuple[Message, ...]:
 def _add_item(found: Conversation, where: str, item: _Item, warnings: list[str]) -> None:
     match item.type:
         case "message":
-            if item.role not in _ROLES:
-                known = ", ".join(sorted(_ROLES))
-                raise BodyError(f"{where}.role", f"{shown(item.role)} is none of {known}")
-            role = _ROLES[item.role]
+            if item.role is None:
+                raise BodyError(f"{where}.role", "it is missing")
+            role: Role = "system" if item.role == "developer" else item.role
             if role != "assistant":
                 _drop_lone_thoughts(found)
             found.join_text(role, text_of(f"{where}.content", item.content))

@@ -45,11 +45,11 @@ _READ: Mapping[
 
 
 def read_requests(
-    endpoint: Endpoint, body: Mapping[str, Any], loaded: Session, limits: Limits
+    endpoint: Endpoint, body: Mapping[str, Any], session: Session, limits: Limits
 ) -> tuple[Request, ...]:
     """Read a body, with a request for each of its prompts. The options of the command line give the defaults
     of its fields, and the target's chat template the form of tool calls. Raise `BodyError`."""
-    options, template = loaded.options, template_of(loaded.target, has_tools=True)
+    options, template = session.options, template_of(session.target, has_tools=True)
     found = _READ[endpoint](body, options.sampler, options.generation)
     n_answers = found[0].n * len(found)
     if n_answers > limits.n_answers > 0:
@@ -58,18 +58,18 @@ def read_requests(
 
 
 def answer_requests(
-    requests: Sequence[Request], loaded: Session, n_ctx: int, limits: Limits
+    requests: Sequence[Request], session: Session, n_ctx: int, limits: Limits
 ) -> list[Insert]:
     """Return what to submit to an engine with contexts of `n_ctx` tokens: all answers to the first prompt,
     then those to the next. Raise `UsageError`, `PromptError`, and `RequestError` for a prompt that does not
     fit."""
     asks: list[Insert] = []
     for request in requests:
-        check_tokens(request, loaded.target.vocabulary.n_tokens)
+        check_tokens(request, session.target.vocabulary.n_tokens)
         generation = request.generation
         if limits.answer_tokens > 0 and not 0 <= generation.max_tokens <= limits.answer_tokens:
             generation = replace(generation, max_tokens=limits.answer_tokens)
-        prompt = prompt_of(replace(request, generation=generation), loaded, n_ctx)
+        prompt = prompt_of(replace(request, generation=generation), session, n_ctx)
         _check_length(len(prompt.tokens), n_ctx, limits.prompt_tokens)
         wish, sampling = request.speculative, request.sampling
         for number in range(request.n):
@@ -89,25 +89,23 @@ def answer_requests(
     return asks
 
 
-def prompt_of(request: Request, loaded: Session, n_ctx: int) -> Prompt:
+def prompt_of(request: Request, session: Session, n_ctx: int) -> Prompt:
     """Return the prompt of a request. Raise `UsageError`, `PromptError`."""
     if request.gap is not None:
         # The far ends of a long text matter little: the text is cut to leave room for an answer.
         n_answer = request.generation.max_tokens
         n_room = max(n_ctx // 4, n_ctx - (n_answer if n_answer >= 0 else n_ctx // 4))
-        return infill_prompt(loaded.target, loaded.own_vocabulary, request.gap, n_room)[0]
+        return infill_prompt(session.target, session.own_vocabulary, request.gap, n_room)[0]
     now = datetime.datetime.now().astimezone()
-    return request.prompt(replace(loaded.prompts, n_ctx=n_ctx), now)
+    return request.prompt(replace(session.prompts, n_ctx=n_ctx), now)
 
 
 def _check_length(n_tokens: int, n_ctx: int, n_most: int) -> None:
-    what = ""
-    if n_tokens > n_ctx:
-        what = f"but the context has {n_ctx}"
-    elif n_tokens > n_most > 0:
-        what = f"at most {n_most} are allowed"
-    if what:
-        message = f"the prompt has {n_tokens} tokens; {what}"
+    if n_tokens > n_ctx or n_tokens > n_most > 0:
+        limit = f"but the context has {n_ctx}"
+        if n_tokens <= n_ctx:
+            limit = f"at most {n_most} are allowed"
+        message = f"the prompt has {n_tokens} tokens; {limit}"
         raise RequestError(400, message, code="context_length_exceeded")
 
 

@@ -18,26 +18,10 @@ from specgen.errors import BackendError
 from specgen.method.distribution import Distribution
 from specgen.options import SamplerName, SamplerOptions
 from specgen.system.arrays import Logits, ProbArray, Scores, TokenArray
+from specgen.text.sampling import samplers
 from specgen.text.sampling.dry import DryBreakers, dry_penalties
 from specgen.text.sampling.rows import check_finite
-from specgen.text.sampling.samplers import (
-    Allows,
-    Candidates,
-    allowed,
-    allowed_top_k,
-    dynamic_temperature,
-    logit_bias,
-    min_p,
-    occurrences,
-    penalties,
-    softmax,
-    temperature,
-    top_k,
-    top_n_sigma,
-    top_p,
-    typical,
-    xtc,
-)
+from specgen.text.sampling.samplers import Allows, Candidates
 
 #: The history for samplers that look at no text.
 NO_HISTORY: TokenArray = np.zeros(0, np.int64)
@@ -73,7 +57,8 @@ class Sampler:
             self._temperature = last.temperature
             self._steps.pop()
         #: How many of the last tokens of the text the chain looks at; -1 is all of them.
-        self.n_history = n_history(options)
+        windows = [step.n_history for step in steps if isinstance(step, Edit)]
+        self.n_history = -1 if min(windows, default=0) < 0 else max(windows, default=0)
 
     @property
     def is_random(self) -> bool:
@@ -123,7 +108,7 @@ class Sampler:
         check_finite(top)
         if self._takes_best:
             if allows is not None and not allows(np.array([token_id]))[0]:
-                token_id = int(allowed_top_k(logits, allows, 1).ids()[0])
+                token_id = int(samplers.allowed_top_k(logits, allows, 1).ids()[0])
             return Distribution.certain(token_id)
         candidates = Candidates.whole(logits)
         n_done = 0
@@ -137,33 +122,33 @@ class Sampler:
         """Return the candidates after the mask and the first steps, and the number of these steps."""
         for n_done, step in enumerate(self._steps):
             if isinstance(step, Cut) and step.n_best:
-                return allowed_top_k(candidates.scores, allows, step.n_best), n_done + 1
+                return samplers.allowed_top_k(candidates.scores, allows, step.n_best), n_done + 1
             if not isinstance(step, (Edit, Scale)):
-                return allowed(candidates.scores, allows), n_done
+                return samplers.allowed(candidates.scores, allows), n_done
             # Edits and scales treat each token by itself, so the mask may come after them.
             candidates = _applied(step, candidates, history)
-        return allowed(candidates.scores, allows), len(self._steps)
+        return samplers.allowed(candidates.scores, allows), len(self._steps)
 
     def _run(self, candidates: Candidates, n_done: int, history: TokenArray) -> Distribution:
         for n, step in enumerate(self._steps[n_done:], n_done + 1):
             if not isinstance(step, Fork):
                 candidates = _applied(step, candidates, history)
                 continue
-            removed = xtc(candidates, step.threshold)
+            removed = samplers.xtc(candidates, step.threshold)
             if removed is not candidates:
                 return Distribution.mixture(
                     step.probability,
                     self._run(removed, n, history),
                     self._run(candidates, n, history),
                 )
-        return softmax(candidates, self._temperature)
+        return samplers.softmax(candidates, self._temperature)
 
 
 def _applied(step: Edit | Scale | Cut, candidates: Candidates, history: TokenArray) -> Candidates:
     if isinstance(step, Cut):
         return step.apply(candidates)
     if isinstance(step, Scale):
-        return temperature(candidates, step.temperature)
+        return samplers.temperature(candidates, step.temperature)
     return _edited(candidates, step, history)
 
 
@@ -206,6 +191,8 @@ class Edit:
     affected: Callable[[TokenArray], tuple[TokenArray, ProbArray]]
     #: From the scores of these tokens and the amounts to the new scores.
     change: Callable[[Scores, ProbArray], Scores]
+    #: How many of the last tokens of the text it looks at; -1 is all of them.
+    n_history: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,16 +240,16 @@ def steps_for(options: SamplerOptions, breakers: DryBreakers) -> list[Step]:
 
 def _step(name: SamplerName, options: SamplerOptions, breakers: DryBreakers) -> Step | None:
     o = options
+    amounts = (o.repeat_penalty, o.frequency_penalty, o.presence_penalty)
     match name:
-        case "penalties" if uses_penalties(o):
+        case "penalties" if o.repeat_last_n != 0 and amounts != (1.0, 0.0, 0.0):
+            repeat, frequency, presence = amounts
             changed = partial(
-                penalties,
-                repeat=o.repeat_penalty,
-                frequency=o.frequency_penalty,
-                presence=o.presence_penalty,
+                samplers.penalties, repeat=repeat, frequency=frequency, presence=presence
             )
-            return Edit(partial(occurrences, last_n=o.repeat_last_n), changed)
-        case "dry" if uses_dry(o):
+            window = o.repeat_last_n
+            return Edit(partial(samplers.occurrences, last_n=window), changed, window)
+        case "dry" if o.dry_multiplier != 0.0 and o.dry_base >= 1.0 and o.dry_last_n != 0:
             affected = partial(
                 dry_penalties,
                 breakers=breakers,
@@ -271,23 +258,23 @@ def _step(name: SamplerName, options: SamplerOptions, breakers: DryBreakers) -> 
                 allowed_length=o.dry_allowed_length,
                 last_n=o.dry_last_n,
             )
-            return Edit(affected, np.subtract)
+            return Edit(affected, np.subtract, o.dry_last_n)
         case "top_n_sigma" if o.top_n_sigma > 0.0:
-            return Cut(partial(top_n_sigma, n=o.top_n_sigma), True)
+            return Cut(partial(samplers.top_n_sigma, n=o.top_n_sigma), True)
         case "top_k" if o.top_k > 0:
-            return Cut(partial(top_k, k=o.top_k), True, o.top_k)
+            return Cut(partial(samplers.top_k, k=o.top_k), True, o.top_k)
         case "typ_p" if o.typical_p < 1.0:
-            return Cut(partial(typical, p=o.typical_p))
+            return Cut(partial(samplers.typical, p=o.typical_p))
         case "top_p" if o.top_p < 1.0:
-            return Cut(partial(top_p, p=o.top_p), True)
+            return Cut(partial(samplers.top_p, p=o.top_p), True)
         case "min_p" if o.min_p > 0.0:
-            return Cut(partial(min_p, p=o.min_p), True)
+            return Cut(partial(samplers.min_p, p=o.min_p), True)
         case "xtc" if o.xtc_probability > 0.0 and o.xtc_threshold <= 0.5:
             return Fork(o.xtc_probability, o.xtc_threshold)
         case "temperature" if o.dynatemp_range > 0.0:
             t = max(o.temperature, 0.0)
             spread, exponent = o.dynatemp_range, o.dynatemp_exponent
-            return Cut(partial(dynamic_temperature, t=t, spread=spread, exponent=exponent))
+            return Cut(partial(samplers.dynamic_temperature, t=t, spread=spread, exponent=exponent))
         case "temperature" if o.temperature != 1.0:
             return Scale(o.temperature)
     return None
@@ -299,34 +286,4 @@ def _bias(pairs: tuple[tuple[int, float], ...]) -> Edit:
         biases[token_id] = biases.get(token_id, 0.0) + bias
     token_ids = np.array(sorted(biases), np.int64)
     amounts = np.array([biases[token_id] for token_id in sorted(biases)], np.float64)
-    return Edit(lambda _: (token_ids, amounts), logit_bias)
-
-
-def n_history(options: SamplerOptions) -> int:
-    """Return how many of the last tokens of the text the steps need; -1 is all of them."""
-    windows = [0]
-    if uses_penalties(options):
-        windows.append(options.repeat_last_n)
-    if uses_dry(options):
-        windows.append(options.dry_last_n)
-    return -1 if min(windows) < 0 else max(windows)
-
-
-def uses_penalties(options: SamplerOptions) -> bool:
-    """Return whether the penalties are switched on."""
-    amounts = (options.repeat_penalty, options.frequency_penalty, options.presence_penalty)
-    return (
-        "penalties" in options.samplers
-        and options.repeat_last_n != 0
-        and amounts != (1.0, 0.0, 0.0)
-    )
-
-
-def uses_dry(options: SamplerOptions) -> bool:
-    """Return whether DRY is switched on."""
-    return (
-        "dry" in options.samplers
-        and options.dry_multiplier != 0.0
-        and options.dry_base >= 1.0
-        and options.dry_last_n != 0
-    )
+    return Edit(lambda _: (token_ids, amounts), samplers.logit_bias)
