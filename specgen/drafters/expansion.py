@@ -188,7 +188,7 @@ class DraftedChain:
         another row is worth its cost. Whether a token is drafted depends on the row, and not on which it is."""
         plan, path, request = self._plan, [*self._before, *self.tokens], self._request
         top = None
-        if plan.needs_confidence:
+        if plan.stop.needs_confidence:
             top = request.shaper.top_probability(row, path)
         self._looks.append(1.0 if top is None else top)
         if not plan.wants_token(self._looks):

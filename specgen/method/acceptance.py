@@ -38,7 +38,7 @@ _MAX_DEVIATION = 2.5
 _N_HERE = 20.0
 #: What trials of a drafter may cost, in plain tokens' time: this share of the generated tokens, and at most so much
 #: at once.
-_TRIAL_SHARE = 0.02
+_TRIAL_SHARE = 0.015
 _MOST_CREDIT = 32.0
 #: Origins of tokens that need no model.
 NGRAM_ORIGINS = ("ngram", "lookup")

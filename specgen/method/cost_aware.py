@@ -33,11 +33,13 @@ _AT_ONCE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
 #: A trial of a model that is not expected to pay drafts so many tokens, and reads the text first only if so many
 #: trials may follow.
 _N_TRIED_TOKENS = 3
-_N_TRIALS = 2
+_N_TRIALS = 3
 #: The prefill of a draft may take at most this many times the time that the answer took so far: how long it gets is a
 #: guess. A trial may take less, since it is not expected to pay.
 _MOST_AHEAD = 2.0
 _MOST_AHEAD_OF_TRIAL = 0.1
+#: What a draft is expected to save in the rest of the answer must be this many times its prefill.
+_PREFILL_MARGIN = 1.5
 #: A round loses at most so many plain tokens: where it took longer, the machine stood still for a moment,
 #: which says nothing about the drafter.
 _MOST_LOST_TOKENS = 8.0
@@ -178,7 +180,7 @@ class CostAwarePolicy:
             return RoundPlan(reason, found=found, stop=stop)
         price = offer.price
         rule, value_s, n_at_once = self._start(drafter, price)
-        value_s -= price.prefill_s / self._pace.n_rounds(offer.n_left)
+        value_s -= _PREFILL_MARGIN * price.prefill_s / self._pace.n_rounds(offer.n_left)
         why_not = self._why_not(drafter, price, value_s)
         if len(found) and (why_not is not None or stop.worth_of(found) >= value_s):
             return RoundPlan(Reason("found"), found=found, stop=stop, drafter=drafter)
@@ -228,7 +230,7 @@ class CostAwarePolicy:
         origin = plan.origin if len(draft) or plan.n_max else None
         self._pace.add(round_s, n_committed, plain_s)
         is_trial = plan.reason.name == "trial"
-        if origin is not None and not is_trial:
+        if origin is not None:
             self._gate.add(origin, saved_s, plain_s, self._pace.elapsed_s)
         if plan.drafter is not None:
             tried_s = saved_s - plan.prefill_s if is_trial else 0.0

@@ -193,7 +193,7 @@ def _resume(
     proposal: Proposal, sent: Logits | Exception | None, clock: Callable[[], float]
 ) -> None:
     """Resume a drafting with its logits or an error, up to its next decode or its end."""
-    started = clock()
+    started, proposal.ask = clock(), None
     try:
         if isinstance(sent, Exception):
             proposal.ask = proposal.drafting.throw(sent)
@@ -202,7 +202,7 @@ def _resume(
         else:
             proposal.ask = proposal.drafting.send(sent)
     except StopIteration as ended:
-        proposal.ask, proposal.draft = None, ended.value
+        proposal.draft = ended.value
     except Exception as error:  # noqa: BLE001 - also a bug in a drafter
-        proposal.ask, proposal.error = None, error
+        proposal.error = error
     proposal.seconds += clock() - started

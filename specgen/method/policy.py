@@ -128,10 +128,6 @@ class RoundPlan:
             return self.drafter
         return self.found.origins[0] if len(self.found) else None
 
-    @property
-    def needs_confidence(self) -> bool:
-        return self.stop.needs_confidence
-
     def wants_token(self, confidences: Sequence[float]) -> bool:
         """Return whether to draft the token at the last look; see `Stop`."""
         chosen = confidences[self.n_given :]

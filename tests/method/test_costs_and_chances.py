@@ -234,7 +234,7 @@ def test_trials_use_up_a_credit_that_comes_back_slowly() -> None:
     assert counts.trial_credit == pytest.approx(-40.0, abs=1.0)
     for _ in range(1000):
         counts.account(1)
-    assert counts.trial_credit == pytest.approx(-20.0, abs=2.0)
+    assert counts.trial_credit == pytest.approx(-25.0, abs=2.0)
     for _ in range(1000):
         counts.account(3, 2.0)
     assert counts.trial_credit < 50.0  # what was saved once is no credit for ever

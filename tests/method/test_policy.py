@@ -230,8 +230,8 @@ def test_the_lengths_where_the_user_names_none_are_those_of_the_policy() -> None
 
 def test_fixed_drafts_look_at_nothing_but_the_bound() -> None:
     policy = fixed(4, p_min=0.5)
-    assert planned(policy).needs_confidence
-    assert not planned(fixed(4)).needs_confidence
+    assert planned(policy).stop.needs_confidence
+    assert not planned(fixed(4)).stop.needs_confidence
     for _ in range(20):
         plan = planned(policy, n_left=1, price=Price(1e9, 1e9, 1e9))
         assert plan.n_max == 4
