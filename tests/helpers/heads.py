@@ -14,7 +14,6 @@ from specgen.train.heads import TrainedHeads, train_heads
 from specgen.train.target_text import TargetText, write_text
 from specgen.train.training_loop import Budget
 
-N_EMBD = 64
 #: Tokens of the text that the heads are made from, and of an answer.
 N_TOKENS, N_ANSWER = 3600, 60
 

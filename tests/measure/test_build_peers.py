@@ -133,19 +133,6 @@ class TestBuilding:
         assert "compiling" in stderr
         assert f"of llama-cpp-python {VERSION}, which takes some minutes" in stderr
 
-    def test_built_once(self, cmake: Path, tmp_path: Path) -> None:
-        folder, source = tmp_path / "peers", source_folder(tmp_path / "source")
-
-        def n_builds() -> int:
-            build_peers.build(folder, source)
-            return len(cmake.read_text(encoding="utf-8").splitlines()) // 2
-
-        assert (n_builds(), n_builds()) == (1, 1)
-        (folder / "bin" / "llama-lookup").unlink()
-        assert n_builds() == 2
-        (folder / "peers.json").write_text("[]", encoding="utf-8")
-        assert n_builds() == 3
-
     def test_programs_that_do_not_run(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -19,7 +19,6 @@ from specgen.measure.goodness_of_fit import (
     MIN_EXPECTED,
     chi_square_tail,
     g_test,
-    split_level,
 )
 from specgen.system.arrays import ProbArray
 from tests.helpers.goodness_of_fit import detectable_deviation, fits_of
@@ -150,12 +149,3 @@ def test_the_promised_power_is_reached_by_the_worst_deviation() -> None:
     )
     noise = 5 * math.sqrt(power * (1 - power) / n_simulations)
     assert abs(n_found / n_simulations - power) <= noise
-
-
-def test_one_cell_detects_nothing() -> None:
-    assert detectable_deviation(1000, 1e-3, 0.9, 1) == 1.0
-
-
-@given(st.floats(1e-9, 0.5), st.integers(1, 1000))
-def test_the_split_levels_keep_the_whole(level: float, n_tests: int) -> None:
-    assert n_tests * split_level(level, n_tests) == pytest.approx(level)

@@ -151,14 +151,6 @@ def test_it_can_be_interrupted_at_any_time(tiny_models: Path) -> None:
     assert len(n_tried) > 2
 
 
-def test_an_interruption_while_threads_are_compared_chooses_none(tiny_models: Path) -> None:
-    target, memory, context = tiny_models / "target.gguf", Memory(), ContextOptions()
-    with loaded(tiny_models, context, memory) as opened:
-        found = search_drafts(opened, [], (), PROMPTS, tunes_threads=True, interrupted=Stop(3))
-    assert found is None
-    assert memory.threads(target, context) is None
-
-
 # --- what is said
 
 DRAFT = Path("/m/small draft.gguf")

@@ -73,20 +73,6 @@ def test_default_pair_and_all_references_resolve(builtin: Registry) -> None:
         assert len(models) == (1 if pair.draft == NGRAM else 2)
 
 
-def test_every_model_has_both_sources_and_parts_that_add_up(builtin: Registry) -> None:
-    assert set(builtin.models) == {
-        "qwen2.5-coder-1.5b",
-        "qwen2.5-coder-0.5b",
-        "smollm2-135m",
-        "gemma-3-270m",
-    }
-    for model in builtin.models.values():
-        assert model.hub is not None
-        assert model.pypi is not None
-        packages = {model.pypi.package_of(index) for index in range(model.pypi.parts)}
-        assert len(packages) == model.pypi.parts
-
-
 def test_unknown_name_suggests_what_is_close(builtin: Registry) -> None:
     with pytest.raises(UnknownModelError) as caught:
         builtin.model("qwen2.5-code-1.5b")

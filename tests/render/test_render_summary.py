@@ -145,12 +145,6 @@ def test_a_loss_is_called_one_and_there_is_advice() -> None:
     assert "`--draft ngram`" not in items(event, draft="ngram")["gain"]
 
 
-def test_a_drafter_that_never_drafted() -> None:
-    event = Script().plain("a").finished()
-    assert items(event, draft="ngram")["drafts"] == "nothing was drafted"
-    assert "drafts" not in items(event, draft="none")
-
-
 def test_a_file_gets_a_line_for_each_item() -> None:
     event = finished(estimated_speedup=0.8, estimate="in a long sentence, " * 9)
     lines = printed(event).splitlines()

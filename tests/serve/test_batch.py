@@ -83,16 +83,6 @@ class TestLines:
         assert word in bad.request.message
         assert "\n" not in bad.request.message
 
-    def test_digests_tell_what_is_asked(self) -> None:
-        one, other, more, less = lines_of(
-            {"custom_id": "1", "prompt": "x", "seed": 3},
-            {"seed": 3, "custom_id": "2", "prompt": "x"},
-            {"prompt": "x", "seed": 4},
-            {"prompt": "x"},
-        )
-        assert one.digest == other.digest
-        assert len({one.digest, more.digest, less.digest}) == 3
-
 
 SETTINGS = {"target": "a.gguf", "temperature": 0.5}
 

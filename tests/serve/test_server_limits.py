@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,10 @@ import httpx
 import openai
 import pytest
 
-from specgen.errors import BackendError
 from specgen.llama import LlamaVocabulary
-from specgen.serve.server.jobs import OpenedModel, ServedModel, Turns
-from specgen.serve.server.metrics import Metrics, ServerMetrics
+from specgen.serve.server.metrics import Metrics
 from specgen.serve.server.options import Limits, ServerOptions
-from specgen.session.engine import Engine
-from specgen.session.session import Session
-from tests.helpers.server import N_CTX, PATIENCE_S, Running, running, session_of, wait_until
+from tests.helpers.server import Running, running, session_of, wait_until
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import CHATML_TEMPLATE
 
@@ -260,57 +255,6 @@ def test_a_bug_in_the_engines_thread_ends_the_server(
         assert found.status_code == 500
         wait_until(lambda: isinstance(server.pool.failure, ZeroDivisionError), "the failure")
         wait_until(lambda: not server.thread.is_alive(), "the end")
-
-
-def _events(model: ServedModel, session: Session) -> list[Any]:
-    """Submit an answer and return all its events."""
-
-    async def ask() -> list[Any]:
-        prompt = session.prompts.of_text("x", chat=False)
-        job = model.submit([lambda engine: engine.insert(prompt)], asyncio.get_running_loop())
-        return [event async for _, event in job.events()]
-
-    return asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
-
-
-@contextlib.contextmanager
-def _served(session: Session, between_answers: Callable[[bool], None]) -> Iterator[ServedModel]:
-    opened = OpenedModel(session, Engine(session, n_ctx=N_CTX), between_answers=between_answers)
-    served = ServedModel("x", opened, Metrics(ServerMetrics(), "x"), 4, Turns())
-    with contextlib.closing(served):
-        yield served
-
-
-def test_an_engine_that_has_failed_takes_no_answers(model: Path) -> None:
-    def fail(_begins: bool) -> None:
-        raise ZeroDivisionError("a bug")
-
-    with session_of(model) as loaded, _served(loaded, fail) as served:
-        (error,) = _events(served, loaded)
-        assert isinstance(error, BackendError)
-        assert isinstance(served.failure, ZeroDivisionError)
-        for _ in range(2):
-            with pytest.raises(BackendError, match="the engine has failed"):
-                _events(served, loaded)
-        assert served.n_open == 0
-
-
-def test_an_engine_that_is_closed_ends_its_answers(model: Path) -> None:
-    closing: list[threading.Thread] = []
-
-    def close(_begins: bool) -> None:  # while the answer begins
-        if not closing:
-            closing.append(threading.Thread(target=served.close))
-            closing[0].start()
-            time.sleep(0.1)
-
-    with session_of(model) as loaded, _served(loaded, close) as served:
-        *_, error = _events(served, loaded)
-        assert "the engine is closed" in error.message
-        closing[0].join()
-        assert served.n_open == 0
-        with pytest.raises(BackendError, match="the engine is closed"):
-            _events(served, loaded)
 
 
 # --- connections and preparations

@@ -100,13 +100,6 @@ def test_a_completion(server: Running, client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == answer.choices[0].text
 
 
-def test_tokens_as_a_prompt(server: Running, client: openai.OpenAI) -> None:
-    tokens = server.post("/tokenize", content=PROMPT, add_special=True).json()["tokens"]
-    by_tokens = client.completions.create(model="any", prompt=tokens)
-    by_text = client.completions.create(model="any", prompt=PROMPT)
-    assert by_tokens.choices[0].text == by_text.choices[0].text
-
-
 def test_several_prompts_and_several_answers(client: openai.OpenAI) -> None:
     prompts = [PROMPT, "a dog"]
     answer = client.completions.create(model="any", prompt=prompts, n=2, temperature=1.0, seed=3)
@@ -143,14 +136,6 @@ def test_a_text_with_a_suffix(server: Running, client: openai.OpenAI) -> None:
     assert answer.usage is not None
     assert without.usage is not None
     assert answer.usage.prompt_tokens > without.usage.prompt_tokens
-
-
-def test_a_stop(client: openai.OpenAI) -> None:
-    whole = client.completions.create(model="any", prompt=PROMPT).choices[0].text
-    word = whole.split()[2]
-    answer = client.completions.create(model="any", prompt=PROMPT, stop=[f" {word}"])
-    assert answer.choices[0].text == whole[: whole.index(f" {word}")]
-    assert answer.choices[0].finish_reason == "stop"
 
 
 def test_logprobs_are_the_same_with_drafts_and_without(client: openai.OpenAI) -> None:

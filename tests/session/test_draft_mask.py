@@ -140,16 +140,6 @@ def test_a_parallel_draft_takes_no_draft_of_its_own(tmp_path: Path) -> None:
         assert mask_of(opened) is None
 
 
-def test_the_helper_of_a_draft_predicts_one_token_at_a_time(tmp_path: Path) -> None:
-    config = TinyConfig(name="PARD")
-    helper = write_tiny_model(tmp_path / "helper.gguf", config, metadata=IN_METADATA)
-    with models(tmp_path, "tiny", helpers=(helper,)) as opened:
-        assert mask_of(opened) is None
-        assert isinstance(opened.draft, DraftModel)
-        assert opened.draft.helper is not None
-        assert opened.draft.helper.mask is None
-
-
 # --- what is drafted
 
 

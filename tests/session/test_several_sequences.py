@@ -16,14 +16,13 @@ from specgen.drafters.chain import ModelDrafter
 from specgen.drafters.kind import CacheSlot
 from specgen.errors import BackendError
 from specgen.events import NoticeEvent
-from specgen.method.acceptance import AcceptanceRates
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_aware import CostAwarePolicy
 from specgen.method.cost_table import BatchShare, CostTable, Others
 from specgen.method.distribution import NoTokenAllowedError
 from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter, Drafting, ready
-from specgen.method.policy import Offer, RoundPlan, RoundResult
+from specgen.method.policy import RoundPlan
 from specgen.options import DraftOptions, GenerationOptions
 from specgen.session.answer_loop import AnswerLoop
 from specgen.system.arrays import Logits
@@ -134,29 +133,6 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
 
 
 # --- what each of them learns
-
-
-def test_texts_that_are_written_at_once_learn_apart_and_count_together() -> None:
-    known: dict[str, AcceptanceRates] = {}
-    table = CostTable(dict.fromkeys(range(1, 18), 1.0))
-    draft = Draft.chain([1], "model", [0.85], looks=[0.85])
-
-    def judged(policy: CostAwarePolicy, *, right: bool) -> None:
-        plan = policy.plan(Offer(100, 16, drafter="model"))
-        told, path = ((1, 2), (0,)) if right else ((3,), ())
-        policy.observe(RoundResult(plan, draft, path, 0.0, 1.0, 2, told, (draft,)))
-
-    one = CostAwarePolicy(DraftOptions(), table, known)
-    for _ in range(12):
-        judged(one, right=True)
-    sure = one.acceptance_of("model").chance(0.85)
-    other = CostAwarePolicy(DraftOptions(), table, known)
-    for _ in range(12):
-        judged(other, right=False)
-    # A text begins beside it, which the draft does not suit: what this one learnt of itself stays.
-    assert other.acceptance_of("model").chance(0.85) < sure - 0.2
-    assert one.acceptance_of("model").chance(0.85) > other.acceptance_of("model").chance(0.85) + 0.2
-    assert known["model"].n_judged == pytest.approx(24, abs=0.5)
 
 
 # --- what each of them has in a cache
