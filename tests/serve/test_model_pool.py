@@ -54,6 +54,8 @@ class Served:
     def busy(self, model: str) -> Iterator[None]:
         """An answer of a model is under way meanwhile, and decodes nothing."""
         self.ask(model)
+        # An answer that is told counts as open for a moment more.
+        wait_until(lambda: self.pool.n_open == 0, "the end of the first answer")
         body = {"model": model, "prompt": "x", "stream": True}
         served = self.pool.places[model].served
         assert isinstance(served, ServedModel)
