@@ -25,7 +25,7 @@ from specgen.text.prefix import n_common
 if TYPE_CHECKING:
     from specgen.drafters.suffix_array import SuffixArray
     from specgen.llama import LlamaBackend, LlamaModel
-    from specgen.method.acceptance import AcceptanceRates
+    from specgen.method.acceptance_rates import AcceptanceRates
     from specgen.method.drafter import Drafter
     from specgen.text.text_state import TextState
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from specgen.drafters.cascade import Cascade
 from specgen.drafters.kind import DraftRequest, Key, LoadedDraft
-from specgen.method.acceptance import AcceptanceRates
+from specgen.method.acceptance_rates import AcceptanceRates
 from specgen.method.backend import Backend
 from specgen.method.cost_aware import CostAwarePolicy
 from specgen.method.cost_table import CostTable

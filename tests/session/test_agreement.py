@@ -10,7 +10,7 @@ import pytest
 
 from specgen.drafters.chain import ModelDrafter
 from specgen.events import FinishedEvent, NoticeEvent
-from specgen.method.acceptance import AcceptanceRates
+from specgen.method.acceptance_rates import AcceptanceRates
 from specgen.method.backend import Batch
 from specgen.options import (
     ContextOptions,

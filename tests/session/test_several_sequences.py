@@ -17,7 +17,7 @@ from specgen.drafters.kind import CacheSlot
 from specgen.drafters.tree import TreeModelDrafter
 from specgen.errors import BackendError
 from specgen.events import NoticeEvent
-from specgen.method.acceptance import AcceptanceRates
+from specgen.method.acceptance_rates import AcceptanceRates
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_aware import CostAwarePolicy
 from specgen.method.cost_table import BatchShare, CostTable, Others
