@@ -58,7 +58,8 @@ def test_every_drafter_is_registered() -> None:
 def test_every_verifier_is_registered() -> None:
     assert set(VERIFIERS) == set(get_args(VerifierName))
     made = {type(case.make()) for case in VERIFIERS.values()}
-    assert classes_with("verify", verify) == made
+    found = classes_with("verify", verify)
+    assert {each for each in found if not inspect.isabstract(each)} == made
     for name, case in VERIFIERS.items():
         assert type(verify.VERIFIERS[name]) is type(case.make())
 
