@@ -79,7 +79,7 @@ class DrafterFactory:
             request = self._request(draft, prompt, state, settings, draft_seed)
             request = replace(request, caches=caches, slot=slot)
             drafter = draft.drafter(request)
-            hidden = getattr(drafter, "states", None)
+            hidden = drafter.states
             cascade = self._cascade(draft, drafter, request, settings)
         return Sequence(
             vocabulary=session.target.vocabulary.showing(settings.generation.shown_controls),

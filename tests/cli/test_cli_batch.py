@@ -258,15 +258,6 @@ def test_lines_that_nothing_can_hold_end_only_themselves(
     assert found["7"]["error"]["code"] == "bug"
 
 
-def test_the_first_lines_that_failed_are_named(specgen: Batch, tmp_path: Path) -> None:
-    bad = [{"custom_id": f"c{n}", "promt": "x"} for n in range(1, 13)]
-    source, out = write(tmp_path / "in.jsonl", *bad), tmp_path / "out.jsonl"
-    done = specgen("batch", source, out)
-    assert "answered: line 1 (c1), 2 (c2), " in done.err
-    assert ", 10 (c10) and 2 more; " in done.err
-    assert "11 (c11)" not in done.err
-
-
 def test_numbers_as_ids_do_not_collide_and_equal_requests_have_ids_of_their_own(
     specgen: Batch, tmp_path: Path
 ) -> None:

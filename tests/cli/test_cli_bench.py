@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import os
@@ -14,9 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.llama import build
 from specgen.measure.bench.plan import entries_of
-from specgen.measure.bench.runs import Runs
 from specgen.options import ContextOptions, SessionOptions
 from specgen.render.tables import bench_lines, print_bench_tables
 from specgen.session.memory import Memory, Threads
@@ -68,17 +65,6 @@ def rows(outcome: Result) -> list[list[str]]:
     assert headings[:6] == ["target", "temperature", "contender", "category", "answers", "speedup"]
     assert {len(row) for row in found} == {len(headings)}
     return found
-
-
-def test_layers_for_a_gpu_without_one_are_named(
-    bench: Specgen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for has_gpu, named in ((False, ["-ngl"]), (True, [])):
-        built = dataclasses.replace(build(), gpu_offload=has_gpu)
-        monkeypatch.setattr("specgen.session.open.build", lambda built=built: built)
-        outcome = bench("--draft", "ngram", "-ngl", "9", "-N", "1")
-        notes = [line for line in outcome.err.splitlines() if "no effect" in line]
-        assert [note.split()[1] for note in notes] == named
 
 
 # --- what is measured
@@ -315,12 +301,6 @@ def test_the_tables_tell_each_lineup_at_every_width(width: int) -> None:
     assert text.count("[b]code[/b]") == 2
     assert "2.50" in text
     assert {line.count("\t") for line in bench_lines(report)} == {N_COLUMNS - 1}
-
-
-def test_without_results_there_is_nothing_to_tell() -> None:
-    report = report_of([], runs=Runs(), is_interrupted=True)
-    assert list(bench_lines(report)) == []
-    print_bench_tables(report, Console(file=io.StringIO()))
 
 
 def test_models_have_as_many_threads_as_were_found_to_be_best(tmp_path: Path) -> None:

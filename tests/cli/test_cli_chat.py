@@ -118,12 +118,6 @@ def test_a_seed_gives_other_answers_to_the_same_question_and_the_same_the_next_t
     assert "the new answer is the same" in chat(lines=lines).err
 
 
-def test_a_backslash_joins_lines(chat: Chat) -> None:
-    result = chat("--json", lines="the cat\\\nis on\\\nthe mat\nlast \\")
-    assert "user\nthe cat\nis on\nthe mat<|im_end|>" in prompts(result)[0]
-    assert "user\nlast <|im_end|>" in prompts(result)[1]
-
-
 def test_commands_in_a_pipe_speak_on_stderr(chat: Chat, tmp_path: Path) -> None:
     file = tmp_path / "kept.jsonl"
     lines = "the cat|/system be brief|/draft off|is on|/regen|/stats"

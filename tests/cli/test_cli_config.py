@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from specgen.system.files import read_toml
 from tests.helpers.cli import Result, complaint, in_process
 
 Specgen = Callable[..., Result]
@@ -60,15 +59,6 @@ def test_the_output_of_config_can_stand_in_the_file(specgen: Specgen, file: Path
     file.write_text(shown)
     assert in_force(specgen("config")) == in_force(specgen("config"))
     assert "samplers" in in_force(specgen("config"))
-
-
-def test_config_prints_values_only_where_there_are_some(specgen: Specgen, file: Path) -> None:
-    lines = specgen("config").out.splitlines()[1:]
-    unset = [line for line in lines if " is not set" in line]
-    assert "# threads is not set: what `specgen tune` found best, or physical cores" in unset
-    values = [line.removeprefix("# ") for line in lines if line not in unset]
-    file.write_text("\n".join(values))
-    assert len(read_toml(file)) == len(values)
 
 
 def test_doctor_reports_a_mistake_in_the_file(

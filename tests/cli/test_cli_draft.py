@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.measure.search import Refused, Search, Tried, by_speedup, find_candidates
+from specgen.measure.search import Refused, Search, Tried, find_candidates
 from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.models import SavedDraft, identify, save_draft, saved_draft, saved_drafts_file
 from specgen.render.tables import print_draft_table
@@ -92,19 +92,6 @@ def test_json_has_every_figure_the_refused_files_and_the_target(
     draft = by_name["draft"]
     assert draft["speedup"] == pytest.approx(draft["tokens_per_s"] / plain["tokens_per_s"])
     assert draft["worst_speedup"] <= draft["speedup"]
-
-
-def test_a_file_by_another_name_is_the_same_file(tiny_models: Path, tmp_path: Path) -> None:
-    own = tiny_models / "draft.gguf"
-    link, copy, changed = (tmp_path / f"{name}.gguf" for name in ("link", "copy", "changed"))
-    link.symlink_to(own)
-    copy.write_bytes(own.read_bytes())
-    changed.write_bytes(own.read_bytes()[:-1] + b"\xff")
-    candidates, refused = find_candidates(
-        [own, link, copy, changed], [link], tiny_models / "bad.gguf"
-    )
-    assert (candidates, refused) == ([own, changed], [])
-    assert find_candidates([copy], [], own)[1] == [Refused(copy, "it is the target itself")]
 
 
 def test_what_is_accepted_is_what_a_run_accepts(
@@ -381,18 +368,6 @@ def test_wrong_options_are_one_error(
 
 def figures(speedup: float) -> DraftFigures:
     return DraftFigures(speedup, speedup - 0.2, 10 * speedup, 0.625, 2.5, 0.00412, 0.0816)
-
-
-def test_of_equals_what_needs_no_model_comes_first_and_not_drafting_before_a_model() -> None:
-    tried = [
-        Tried(Path("equal.gguf"), figures(1.004)),
-        Tried("none", figures(1.0)),
-        Tried("ngram", figures(0.996)),
-        Tried(Path("best.gguf"), figures(1.2)),
-        Tried(Path("worst.gguf"), figures(0.7)),
-    ]
-    order = [Path("best.gguf"), "ngram", "none", Path("equal.gguf"), Path("worst.gguf")]
-    assert [one.draft for one in by_speedup(tried)] == order
 
 
 def search(**changes: Any) -> Search:

@@ -3,83 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
-import typer
-from typer import Option
 from typer.testing import CliRunner
 
 import specgen.cli
-from specgen.cli import flags
-from specgen.cli.flags import sampling, takes_options
 from specgen.cli.llama_cpp_options import translated
-from specgen.cli.model_loading import Setup
 from specgen.errors import UsageError
-from specgen.options import GenerationOptions, SamplerOptions
-
-
-def given_to(command: Any, *arguments: str) -> None:
-    """Run a command with the arguments."""
-    app = typer.Typer()
-    app.command()(command)
-    result = CliRunner().invoke(app, arguments)
-    assert result.exception is None, result.output
-
-
-def test_a_group_without_some_options_keeps_their_defaults() -> None:
-    rest = sampling.without("temperature", "no such option")
-
-    @takes_options(sampler=rest)
-    def command(*, sampler: SamplerOptions) -> int:
-        return sampler.top_k
-
-    names = command.__annotations__.keys()
-    assert names >= {"sampler_top_k", "sampler_seed", "sampler_min_p"}
-    assert "sampler_temperature" not in names
-    assert command(sampler_top_k=7) == 7
-    assert rest(top_k=7) == SamplerOptions(top_k=7)
-
-
-def test_two_options_of_one_spelling_are_an_error_when_a_command_is_defined() -> None:
-    with pytest.raises(TypeError, match="command has two options named --top-k, -k"):
-
-        @takes_options(sampler=sampling, other=Option("-k", "--top-k", "-k"))
-        def command(*, sampler: SamplerOptions, other: int = 3) -> int:
-            return sampler.top_k + other
-
-
-def test_types_and_defaults_are_those_of_functions_and_fields() -> None:
-    seen: list[tuple[GenerationOptions, int]] = []
-
-    @takes_options(answer=flags.answer.but(max_tokens=5), n=Option("-N"))
-    def command(*, answer: GenerationOptions, n: int = 4) -> int:
-        seen.append((answer, n))
-        return 0
-
-    given_to(command)
-    given_to(command, "--stop", "a", "--stop", "b", "-n", "7", "-N", "8")
-    assert seen == [
-        (GenerationOptions(max_tokens=5), 4),
-        (GenerationOptions(max_tokens=7, stop=("a", "b")), 8),
-    ]
-
-
-def test_a_group_may_have_groups() -> None:
-    seen: list[Setup] = []
-
-    @takes_options(setup=flags.setup.without("answer_logprobs").but(answer_max_tokens=5))
-    def command(*, setup: Setup) -> int:
-        seen.append(setup)
-        return 0
-
-    given_to(command, "-m", "a.gguf", "--top-k", "3", "--learn")
-    (setup,) = seen
-    assert setup.models.target == "a.gguf"
-    assert setup.answer == GenerationOptions(max_tokens=5)
-    assert setup.sampling == SamplerOptions(top_k=3)
-    assert setup.learn
-
 
 DRAFTING = [
     "run",

@@ -49,13 +49,6 @@ def test_the_help_ends_with_examples_that_are_commands(
         COMMANDS[path].make_parser(context).parse_args(args=given)
 
 
-@pytest.mark.parametrize("name", ["models", "draft"])
-def test_the_help_of_groups_shows_no_type_of_flags(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "<bool>" not in in_process(capsys)(name, "-h").out
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

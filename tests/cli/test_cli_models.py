@@ -110,12 +110,6 @@ def test_show_prints_what_is_known_of_a_model(tiny: CatalogueModel) -> None:
     assert values["pairs"] == "tiny-pair"
 
 
-def test_show_names_the_page_of_a_model_on_the_hub() -> None:
-    shown = run("show", "hf:me/repo:Q4_K_M").exception
-    assert isinstance(shown, UnknownModelError)
-    assert str(shown.hint).endswith("/me/repo")
-
-
 def test_show_prints_what_is_known_of_a_pair() -> None:
     lines = run("show", "qwen2.5-coder").stdout.splitlines()
     assert "target       qwen2.5-coder-1.5b" in lines

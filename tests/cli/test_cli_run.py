@@ -99,11 +99,6 @@ def test_quiet_and_no_stats_keep_stderr_empty(cli: Cli) -> None:
     assert len(log) <= 30  # a summary of ten lines among them
 
 
-def test_without_a_draft_n_grams_draft(cli: Cli) -> None:
-    result = cli("-m", cli.model("target"), "-t", "1", "-n", "40", "--json", "ab ab ab ab ab")
-    assert json.loads(result.out.splitlines()[0])["draft"] == "ngram"
-
-
 def test_chat_uses_the_models_template_unless_raw(cli: Cli) -> None:
     def prompt(*arguments: str, target: str = "chat") -> str:
         result = cli.run("--json", "Hi", *arguments, target=target, draft="none")
@@ -344,14 +339,6 @@ def test_dry_breakers_are_read_with_their_escapes(cli: Cli) -> None:
     )
 
 
-@pytest.mark.parametrize("value", ["nan", "-inf", "1e300"])
-@pytest.mark.parametrize(
-    "option", ["--temp", "--top-p", "--repeat-penalty", "--presence-penalty", "--draft-p-min"]
-)
-def test_values_that_are_no_numbers_exit_with_2(cli: Cli, option: str, value: str) -> None:
-    assert option in complaint(cli.run(PROMPT, option, value), 2)
-
-
 def test_files_standard_input_and_the_question_are_joined(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("first\n")
     (tmp_path / "b").write_text("\n")
@@ -413,6 +400,8 @@ def test_standard_input_that_does_not_end_is_said_to_be_awaited(
         (["--max-tokens", "-2"], "-n"),
         (["--temp", "nan"], "--temp"),
         (["--temp", "-1"], "--temp"),
+        (["--repeat-penalty", "-inf"], "--repeat-penalty"),
+        (["--presence-penalty", "1e300"], "--presence-penalty"),
         (["--top-p", "1.5"], "--top-p"),
         (["--min-p", "nan"], "--min-p"),
         (["--top-k", "-3"], "--top-k"),

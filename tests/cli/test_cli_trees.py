@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from specgen.events import Piece
-from specgen.render.marks import Round
 from tests.helpers.cli import Cli, Specgen, complaint, events_of
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -68,23 +66,6 @@ def test_it_is_told_which_guesses_were_right(cli: Cli) -> None:
     assert sum(finished["accepted_by_rank"]) == finished["n_accepted"]
     assert "by guess: " in cli.run("--tree", "3,1", "--stats", PROMPT).err
     assert "by guess: " not in cli.run("--tree", "off", "--stats", PROMPT).err
-
-
-def test_refused_branches_are_shown_beside_the_text() -> None:
-    """One that nothing drafted replaced is struck out in its place; others stand in brackets."""
-    accepted, corrected = Piece(1, " a", "accepted", "model"), Piece(2, " b", "corrected", "target")
-    pieces = (accepted, corrected)
-    chain = Round(pieces, ((1, " c"),))
-    assert list(chain.runs(shows_all=True)) == [
-        (" a", "accepted"), (" c", "rejected"), (" b", "corrected"),
-    ]  # fmt: skip
-    tree = Round(pieces, ((0, " the\n"), (0, " an"), (1, " c")))
-    assert list(tree.runs(shows_all=True)) == [
-        ("[ the\\n| an]", "aside"), (" a", "accepted"), (" c", "rejected"), (" b", "corrected"),
-    ]  # fmt: skip
-    beside = Round(pieces, ((0, " an"),))
-    assert next(beside.runs(shows_all=True)) == ("[ an]", "aside")
-    assert [run.mark for run in tree.runs(shows_all=False)] == ["accepted", "corrected"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specgen.measure.trial import try_draft
-from specgen.models import SavedDraft, identify, memory_file, save_draft
+from specgen.models import memory_file
 from tests.helpers.cli import Result, Specgen, tiny_names
 
 #: Quick, and enough for a test of the command line.
@@ -76,11 +76,6 @@ def test_json_has_the_figures(tune: Specgen, tiny_models: Path) -> None:
     assert len(found["advice"]) == 3
 
 
-def test_without_a_draft_model_the_rest_is_tuned(tune: Specgen) -> None:
-    for arguments in (("--draft", "none"), ("--draft", "ngram"), ()):
-        assert tried(document(tune(*arguments, "--json"))) == {"none", "ngram"}
-
-
 def test_the_prompts_of_a_file_are_taken(tune: Specgen, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     records = [{"prompt": PROMPT}, {"prompt": "too long " * 400}, {"turns": ["Once upon", "x"]}]
@@ -92,19 +87,6 @@ def test_the_prompts_of_a_file_are_taken(tune: Specgen, tmp_path: Path) -> None:
     quiet = tune("--draft", "none", "--prompts", file, "-N", "9", "-c", "256", "--quiet")
     assert (quiet.code, quiet.err) == (0, "")
     assert quiet.out.startswith("draft\tspeedup\t")
-
-
-def test_a_draft_that_was_not_named_and_cannot_draft_is_a_note(
-    tune: Specgen, tiny_models: Path
-) -> None:
-    target = identify(tiny_models / "target.gguf")
-    assert target is not None
-    save_draft(target, SavedDraft(tiny_models / "bert.gguf"))
-    result = tune("--json")
-    assert tried(document(result)) == {"none", "ngram"}
-    assert any("bert.gguf" in note for note in notes(result))
-    save_draft(target, SavedDraft(tiny_models / "draft.gguf"))
-    assert tried(document(tune("--json"))) == {"none", "ngram", "draft"}
 
 
 # --- what goes wrong

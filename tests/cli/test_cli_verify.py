@@ -125,15 +125,6 @@ def test_the_default_policy_is_checked_beside_forced_drafts(verify: Verify) -> N
         assert {each["way"] for each in report["greedy"]} == {own[1] if len(own) == 2 else "fixed"}
 
 
-def test_prompts_are_taken_evenly_from_the_whole_file(verify: Verify, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    lines = [json.dumps({"prompt": f"the {word} is"}) for word in ("cat", "dog", "sun", "sea")]
-    file.write_text("\n".join(lines), encoding="utf-8")
-    more = ("--policy", "fixed", "--check", "greedy")
-    report = json.loads(verify("--json", "--prompts", str(file), *more).out)
-    assert [result["prompt"] for result in report["greedy"]] == [1, 3, 1, 3, 1]
-
-
 # --- how it ends
 
 
@@ -241,11 +232,6 @@ def test_prompts_longer_than_the_context_are_skipped(verify: Verify, tmp_path: P
     assert "--ctx-size" in error
 
 
-def test_pairs_and_models_that_cannot_be(verify: Verify) -> None:
-    assert "cannot draft for" in complaint(verify("--translate", "off", draft="other"), 5)
-    assert "no such file" in complaint(verify(target="missing"), 4)
-
-
 # --- the report
 
 
@@ -293,10 +279,6 @@ def test_the_report_is_whole_at_every_width(width: int) -> None:
     assert "…" not in text
 
 
-def test_a_report_in_a_file_has_the_same_width_everywhere() -> None:
-    assert shown(_report(), 40, terminal=False) == shown(_report(), 200, terminal=False)
-
-
 def test_defects_are_called_by_their_name() -> None:
     report = _report()
     difference = report.greedy[1].difference
@@ -310,8 +292,3 @@ def test_defects_are_called_by_their_name() -> None:
     text = shown(replace(report, sampled=(wrong,)), 200)
     assert "p = 1e-09" in text
     assert "3 draws of tokens that the target gives probability 0: defect" in text
-
-
-def test_an_interrupted_report_says_so() -> None:
-    text = shown(replace(_report(), is_interrupted=True), 80)
-    assert text.splitlines()[-1] == "Interrupted: no defect in what was checked."

@@ -12,34 +12,22 @@ from hypothesis import strategies as st
 
 from benchmarks.foresight import (
     DrafterForesight,
-    Foreseen,
-    Foresight,
     best_schedule,
-    foresee_drafter,
     groups_of,
     main,
-    share_reached,
-    to_json,
 )
 from specgen.measure.bench.plan import entries_of
-from specgen.measure.trial import TargetAnswer, agreeing_path
-from specgen.method.drafter import Drafter, draft_alone
-from specgen.method.policy import draft_up_to
+from specgen.method.drafter import Drafter
 from specgen.options import (
     DraftOptions,
-    GenerationOptions,
     SessionOptions,
 )
-from tests.helpers.bench import report_of, result
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
     N_VOCAB,
-    Clock,
     NoDrafter,
-    Setup,
     model_drafter,
     ngram_drafter,
-    plain_answer,
 )
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
@@ -109,64 +97,6 @@ def drafters() -> dict[str, Callable[[], Drafter]]:
         "ngram": ngram_drafter,
         "nothing": NoDrafter,
     }
-
-
-@pytest.mark.parametrize("name", ["itself", "close", "far", "ngram", "nothing"])
-def test_what_is_accepted_at_each_place_is_what_a_draft_from_there_has_right(name: str) -> None:
-    setup = Setup(
-        drafting=DraftOptions(policy="fixed", max_tokens=N_MAX, p_min=0.0),
-        options=GenerationOptions(max_tokens=40),
-    )
-    tokens = plain_answer(setup)
-    setup.drafter = drafters()[name]()
-    generation = setup.generation()
-    found = foresee_drafter(generation, TargetAnswer("", tokens), N_MAX, Clock())
-    assert len(found.accepted) == len(tokens) - 1
-    assert found.first_s >= 0.0
-    assert found.next_s >= 0.0
-    for place, n_accepted in enumerate(found.accepted[:-1]):
-        setup.drafter = drafters()[name]()
-        fresh = setup.generation()
-        for token in tokens[: 1 + place]:
-            fresh.commit(token)
-        n_max = min(N_MAX, fresh.n_draftable)
-        drafters_here = fresh.drafters
-        assert drafters_here is not None
-        found_here = drafters_here.look_up(fresh.tokens, n_max)
-        draft = draft_alone(drafters_here.propose(fresh.tokens, draft_up_to(n_max)))
-        draft = draft if len(draft) else found_here
-        n_right = len(agreeing_path(draft, tokens[1 + place :]))
-        # Near the end, what counts is what could still be drafted.
-        assert min(n_accepted, n_max) == n_right
-
-
-def foresight_of(drafter: str, best: dict[int, float]) -> Foresight:
-    """The best speed-ups by prompt."""
-    return Foresight(
-        "target.gguf",
-        {1: 0.01, 2: 0.015, 4: 0.02},
-        {drafter: (0.002, 0.001)},
-        tuple(
-            Foreseen(prompt, (drafter,), 10, 4, speedup, 1.0) for prompt, speedup in best.items()
-        ),
-    )
-
-
-def test_the_share_reached_of_foresight_is_over_the_prompts_that_it_knows() -> None:
-    results = [
-        each
-        for prompt, speed in ((1, 1.0), (2, 2.0), (3, 9.0))
-        for each in (result("plain", prompt, 1.0), result("a", prompt, speed))
-    ]
-    report, found = report_of(results), foresight_of("a", {1: 2.0, 2: 2.0, 7: 1.0})
-    plain, own = report.figures
-    assert share_reached(report, found, own) == pytest.approx((0.5 * 1.0) ** 0.5)
-    assert share_reached(report, found, plain) is None
-    assert share_reached(report, foresight_of("b", {1: 2.0}), own) is None
-    document = to_json(report, found)
-    assert next(each["foresight_reached"] for each in document["figures"]) is None
-    (foresight,) = document["foresight"]
-    assert foresight["best"][0]["speedup"] == 2.0
 
 
 def test_the_script_reaches_no_more_than_the_best_and_no_less_than_plain_decoding(

@@ -15,7 +15,6 @@ import pytest
 
 from scripts import build_peers, cmake_args
 from scripts.build_peers import BuildError
-from specgen.errors import FetchError
 from specgen.models.download import INDEX_VARIABLE
 from tests.helpers.common import posix
 from tests.helpers.fetch import Resource, WebServer, index_page, sha256, web_server
@@ -98,11 +97,6 @@ class TestSource:
         assert [path.name for path in tmp_path.iterdir()] == [NAME]
         assert build_peers.fetch(VERSION, tmp_path) == root
         assert len(server.starts(PAGE)) == 1
-
-    def test_another_file(self, server: WebServer, tmp_path: Path) -> None:
-        publish(server, archive_of(f"{NAME}/file"), "0" * 64)
-        with pytest.raises(FetchError, match="does not have the SHA-256"):
-            build_peers.fetch(VERSION, tmp_path)
 
     @pytest.mark.parametrize(
         "content",

@@ -212,20 +212,6 @@ def test_logits_too_far_apart_are_an_error(found: float) -> None:
 # --- what is shown --------------------------------------------------------------------------
 
 
-def test_features_are_read_from_what_llama_cpp_says_of_itself() -> None:
-    def features(system_info: str) -> dict[str, tuple[str, ...]]:
-        return Build("", "", system_info, gpu_offload=False, devices=()).features
-
-    assert features("CPU : AVX = 1 | AVX2 = 1 | AMX_INT8 = 1 | SSE3 = 0") == {
-        "CPU": ("AVX", "AVX2", "AMX_INT8")
-    }
-    assert features("CUDA : ARCHS = 800,900 | USE_GRAPHS = 1 | CPU : NEON = 1 | ") == {
-        "CUDA": ("ARCHS=800,900", "USE_GRAPHS"),
-        "CPU": ("NEON",),
-    }
-    assert features("") == {}
-
-
 def test_a_folder_that_cannot_be_written_is_remarked_on(tmp_path: Path) -> None:
     assert folder_line(tmp_path / "not" / "made") == str(tmp_path / "not" / "made")
     (tmp_path / "file").touch()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from specgen.errors import PromptError
 from specgen.events import ReasonCount
 from specgen.measure.search import Refused, Search, Tried, advice, search_drafts
 from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer, is_tie
@@ -87,39 +86,6 @@ def test_all_drafts_are_tried_and_what_cannot_draft_is_refused(
     assert speedups == sorted(speedups, reverse=True)
     # The user named the number of threads.
     assert found.threads == {}
-
-
-def test_prompts_without_room_are_left_out_and_none_at_all_is_an_error(tiny_models: Path) -> None:
-    context = ContextOptions(n_ctx=256, n_threads=1, flash_attention="off")
-    too_long = "too long " * 400
-    with loaded(tiny_models, context) as opened:
-        found = search_drafts(opened, [], (), (PROMPTS[0], too_long))
-        assert found is not None
-        assert found.baseline.skipped == (2,)
-        with pytest.raises(PromptError, match="256"):
-            search_drafts(opened, [], (), [too_long])
-
-
-def test_progress_names_what_is_going_on(tiny_models: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    draft = tiny_models / "draft.gguf"
-    with loaded(tiny_models, ContextOptions(flash_attention="off")) as opened:
-        search_drafts(
-            opened,
-            [draft],
-            (),
-            PROMPTS,
-            tunes_threads=True,
-            progress=lambda *what: told.append(what),
-        )
-    assert list(dict.fromkeys(what for what, _, _ in told)) == [
-        "threads for target.gguf",
-        "target.gguf",
-        "n-grams",
-        "threads for draft.gguf",
-        "draft.gguf",
-    ]
-    assert all(0 <= done < total for _, done, total in told)
 
 
 # --- what is kept

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.measure.threads import BATCH_ROWS, choose_threads, measure_threads, thread_counts
+from specgen.measure.threads import choose_threads, measure_threads, thread_counts
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, SessionOptions
 from specgen.session.calibration import is_pair_measured, measure_if_new
-from specgen.session.memory import Memory, Threads, with_threads
+from specgen.session.memory import Memory, Threads
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.system.machine import CoreTime
@@ -93,28 +93,11 @@ def test_rows_and_batches_get_their_own_number() -> None:
     assert set(found.single_s) == {1, 2, 3, 4}
 
 
-def test_all_are_timed_in_turns_and_later_only_the_quickest() -> None:
-    backend = fake(lambda threads, _: {1: 2.0, 2: 1.0, 3: 0.9}[threads])
-    measure_threads(backend, [1, 2, 3], 2, 1e9)
-    turns = [threads for threads, rows in backend.timed if rows == BATCH_ROWS]
-    assert turns == [2, 3, 1, 2, 3, 1] + [2, 3] * 7
-
-
 def test_time_is_limited_and_then_nothing_is_changed() -> None:
     backend = fake(lambda threads, _: 1.0 / threads)
     found = measure_threads(backend, [1, 2, 8], 2, 1.0)
     assert found.chosen == Threads(2, 2)
     assert len(backend.timed) < 20
-
-
-def test_of_a_slow_model_only_the_best_numbers_are_compared_to_the_end() -> None:
-    # A batch is quickest with 4 threads, a row with 3.
-    seconds = {1: (0.9, 0.9), 2: (0.85, 0.85), 3: (0.7, 0.8), 4: (0.8, 0.7), 8: (1.0, 1.0)}
-    backend = fake(lambda threads, rows: seconds[threads][rows > 1])
-    found = measure_threads(backend, [1, 2, 3, 4, 8], 8, 10.0)
-    assert found.chosen == Threads(3, 4)
-    turns = [threads for threads, rows in backend.timed if rows == BATCH_ROWS]
-    assert turns == [8, 4, 3, 2, 1] + [8, 4, 3] * 3
 
 
 def test_an_interruption_leaves_the_usual_number() -> None:
@@ -165,17 +148,6 @@ def test_the_number_of_threads_changes_in_an_open_context(model: LlamaModel) -> 
 
 
 # --- who goes by it
-
-
-def test_what_the_user_says_wins() -> None:
-    found = Threads(3, 5)
-    assert with_threads(ContextOptions(), None) == ContextOptions()
-    assert with_threads(ContextOptions(), found) == ContextOptions(n_threads=3, n_threads_batch=5)
-    both = ContextOptions(n_threads=2, n_threads_batch=4)
-    assert with_threads(both, found) == both
-    assert with_threads(ContextOptions(n_threads=2), found) == ContextOptions(n_threads=2)
-    batch = with_threads(ContextOptions(n_threads_batch=4), found)
-    assert (batch.n_threads, batch.n_threads_batch) == (3, 4)
 
 
 def test_a_session_takes_what_was_kept_for_each_model(tiny_models: Path) -> None:
@@ -240,22 +212,6 @@ def test_what_a_busy_machine_costs_holds_for_a_few_runs_only(
         memory.save()
 
 
-def test_threads_are_kept_by_model_and_machine(tmp_path: Path, tiny_models: Path) -> None:
-    file, target = tmp_path / "folder" / "learnt.json", tiny_models / "target.gguf"
-    memory = Memory(file, {"cpu": "one"})
-    memory.keep_threads(target, ContextOptions(), Threads(3, 4))
-    memory.save()
-    again = Memory(file, {"cpu": "one"})
-    assert again.threads(target, ContextOptions()) == Threads(3, 4)
-    assert again.threads(tiny_models / "bad.gguf", ContextOptions()) is None
-    assert Memory(file, {"cpu": "two"}).threads(target, ContextOptions()) is None
-    # What another process keeps meanwhile stays.
-    other = Memory(file, {"cpu": "two"})
-    other.keep_threads(target, ContextOptions(), Threads(5, 6))
-    other.save()
-    assert Memory(file, {"cpu": "one"}).threads(target, ContextOptions()) == Threads(3, 4)
-
-
 @pytest.mark.parametrize(
     "entry",
     [
@@ -275,26 +231,3 @@ def test_numbers_that_make_no_sense_are_not_taken(
     document["threads"][key] = entry
     file.write_text(json.dumps(document), encoding="utf-8")
     assert Memory(file).threads(target, ContextOptions()) is None
-
-
-def test_costs_that_are_to_be_measured_anew_are_gone_from_the_file_too(
-    tmp_path: Path, tiny_models: Path
-) -> None:
-    file, target = tmp_path / "learnt.json", tiny_models / "target.gguf"
-    memory = Memory(file)
-    for n_past in (0, 5000):
-        memory.costs(target, ContextOptions(), n_past, 2).start(1, 0.5)
-    memory.costs(target, ContextOptions(), 0, 3).start(1, 0.75)
-    memory.save()
-    again = Memory(file)
-    assert again.costs(target, ContextOptions(), 5000, 2).known == {1: 0.5}
-    again.forget_costs(target, ContextOptions(), 2)
-    for n_past in (0, 5000):
-        assert not again.costs(target, ContextOptions(), n_past, 2)
-    again.costs(target, ContextOptions(), 0, 2).start(1, 0.25)
-    again.save()
-    kept = Memory(file)
-    assert kept.costs(target, ContextOptions(), 0, 2).known == {1: 0.25}
-    # The nearest depth of which anything is known.
-    assert kept.costs(target, ContextOptions(), 5000, 2).known == {1: 0.25}
-    assert kept.costs(target, ContextOptions(), 0, 3).known == {1: 0.75}

@@ -111,13 +111,6 @@ def test_what_a_round_costs_is_the_batch_and_the_drafting() -> None:
     assert itself.speedup == pytest.approx(100 / 38)
 
 
-def test_without_a_drafter_nothing_is_gained_or_lost() -> None:
-    found = replayed(Setup())
-    assert found.tally.n_drafted == 0
-    assert found.tally.draft_s == found.start_s == 0.0
-    assert found.speedup == pytest.approx(1.0)
-
-
 def test_a_drafter_that_drafts_nothing_costs_its_time() -> None:
     found = replayed(Setup(drafter=NoDrafter(), options=GenerationOptions(max_tokens=11)))
     # Each round is planned, that of the last token too.
@@ -192,18 +185,6 @@ def test_the_figures_of_all_answers_are_ratios_of_sums() -> None:
     assert figures.mean_accepted_length == pytest.approx(2.0)
     assert figures.draft_token_s == pytest.approx(10 / 60)
     assert figures.start_s == 5.0
-
-
-def test_answers_of_one_token_say_nothing() -> None:
-    told = a_replay(30, 10, 5.0, 25.0)
-    assert summarise([told, a_replay(0, 0, 0.0, 0.0)]) == summarise([told])
-
-
-def test_what_was_not_drafted_has_no_rate() -> None:
-    figures = summarise([a_replay(10, 10, 0.0, 20.0)])
-    assert figures.speedup == 1.0
-    assert figures.acceptance_rate is None
-    assert figures.draft_token_s is None
 
 
 def test_reasons_of_all_answers_are_added_up() -> None:

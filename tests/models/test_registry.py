@@ -9,17 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specgen.errors import UnknownModelError, UsageError
 from specgen.models import (
     NGRAM,
-    CatalogueModel,
     FileIdentity,
-    Pair,
     Registry,
-    human_bytes,
     load_registry,
 )
 from tests.helpers.common import ROOT
@@ -92,13 +87,6 @@ def test_every_model_has_both_sources_and_parts_that_add_up(builtin: Registry) -
         assert len(packages) == model.pypi.parts
 
 
-def test_find_takes_models_and_pairs(builtin: Registry) -> None:
-    assert isinstance(builtin.find("smollm2-135m"), CatalogueModel)
-    assert isinstance(builtin.find("smollm2"), Pair)
-    pairs = builtin.pairs_with(builtin.model("smollm2-135m"))
-    assert pairs == (builtin.pair("qwen2.5-coder-smollm2"), builtin.pair("smollm2"))
-
-
 def test_unknown_name_suggests_what_is_close(builtin: Registry) -> None:
     with pytest.raises(UnknownModelError) as caught:
         builtin.model("qwen2.5-code-1.5b")
@@ -138,15 +126,6 @@ def test_model_is_recognised_by_file_name_and_size(user_file: Path) -> None:
     assert registry.recognise(FileIdentity("other.gguf", 1000)) is mine  # as the hub calls it
     assert registry.recognise(FileIdentity("mine.gguf", 1001)) is None
     assert registry.recognise(FileIdentity("my.gguf", 1000)) is None
-
-
-def test_pairs_for_a_target_are_the_default_one_and_then_in_the_files_order(
-    builtin: Registry,
-) -> None:
-    pairs = builtin.pairs_for(builtin.model("qwen2.5-coder-1.5b"))
-    names = ["qwen2.5-coder-smollm2", "qwen2.5-coder-ngram", "qwen2.5-coder"]
-    assert [pair.name for pair in pairs] == names
-    assert builtin.pairs_for(builtin.model("qwen2.5-coder-0.5b")) == ()
 
 
 def changed(text: str, key: str, value: str) -> str:
@@ -210,11 +189,3 @@ def test_installed_package_reads_the_file_beside_it(tmp_path: Path) -> None:
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "smollm2"
-
-
-@given(st.integers(min_value=1, max_value=10**17))
-def test_size_shown_is_within_half_a_percent(n_bytes: int) -> None:
-    amount, unit = human_bytes(n_bytes).split()
-    shown = float(amount) * 1000 ** ["B", "kB", "MB", "GB", "TB", "PB"].index(unit)
-    assert abs(shown - n_bytes) <= 0.005 * n_bytes
-    assert len(amount.replace(".", "")) <= 3

@@ -13,7 +13,6 @@ from scripts.make_picture import read_events
 from specgen.events import EVENT_TYPES, Event, to_json_object
 from specgen.render.streams import JsonlRenderer, json_line
 from tests.helpers.events import Script
-from tests.render.test_render_plain import Recorder
 from tests.render.test_render_text import TEXTS
 
 
@@ -51,14 +50,6 @@ def test_numbers_that_json_lacks_become_null(number: float) -> None:
     )
     expected = number if abs(number) < float("inf") else None
     assert value == {"a": expected, "b": [expected, {"c": [expected]}]}
-
-
-def test_each_round_is_flushed_when_it_is_complete() -> None:
-    stream = Recorder()
-    renderer = JsonlRenderer(stream)
-    for event in Script().prompt().round(["a"], 1, "b").events:
-        renderer.handle(event)
-    assert stream.flushed.count(b"\n") == 4
 
 
 def test_a_line_that_holds_no_event_is_named() -> None:

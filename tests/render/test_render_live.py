@@ -78,15 +78,6 @@ def test_branches_of_a_tree_are_told_apart(show: Show, row: str, struck: str | N
         assert terminal.struck() == f"{struck}rejected"
 
 
-def test_without_marks_there_is_only_the_text() -> None:
-    terminal = Terminal()
-    script = Script().prompt().plain("The").round([" cat", " sat"], 1, " lay")
-    play(terminal, script.events, "none")
-    assert terminal.visible == ["The cat lay"]
-    assert terminal.struck() == ""
-    assert "\x1b[1" not in terminal.written
-
-
 def test_each_kind_of_token_has_a_colour_and_attributes_of_its_own() -> None:
     terminal = Terminal()
     script = (
@@ -105,17 +96,6 @@ def test_each_kind_of_token_has_a_colour_and_attributes_of_its_own() -> None:
     assert terminal.look("no") == terminal.look("rejected")
     assert terminal.look("fixed") == terminal.look("corrected")
     assert terminal.look("more") == terminal.look("bonus")
-
-
-def test_without_colours_the_attributes_stay() -> None:
-    terminal = Terminal()
-    terminal.console.no_color = True
-    script = Script().round([" yes", " no"], 1, " fixed").round([" sure"], 1, " more")
-    play(terminal, script.events, "all")
-    assert terminal.look("yes") == ("default", "underscore")
-    assert terminal.look("no") == ("default", "strikethrough")
-    assert terminal.look("fixed") == ("default", "bold")
-    assert terminal.look("more") == ("default", "bold", "underscore")
 
 
 def test_a_long_prompt_shows_how_far_it_is_read() -> None:
@@ -150,28 +130,6 @@ def test_the_status_line_says_what_fits(columns: int, status: str) -> None:
     script = Script().prompt().plain("a").round(["b", "c", "d"], 1, "e")
     play(terminal, script.events)
     assert terminal.visible[-1] == status
-
-
-def test_the_status_line_stays_in_place_when_rejected_text_needs_a_second_row() -> None:
-    terminal = Terminal(12)
-    script = Script().prompt().plain("0123456789").round([" draft"], 0, ".")
-    renderer = play(terminal, script.events)
-    assert terminal.visible == ["0123456789.", " draft", "2 tokens"]
-    renderer.handle(script.plain("!").events[-1])
-    assert terminal.visible == ["0123456789.!", "", "3 tokens"]
-
-
-def test_rejected_text_that_needs_more_rows_is_cut() -> None:
-    terminal = Terminal(10)
-    script = Script().prompt().plain("0123456").round([" abcde fghij klmno"], 0, ".")
-    play(terminal, script.events)
-    assert terminal.visible == ["0123456.", "abcde fg…", "2 tokens"]
-
-
-def test_rejected_text_shows_line_feeds_as_signs() -> None:
-    terminal = Terminal()
-    play(terminal, Script().plain("a").round(["\n\n", "b\x1b[2J"], 0, ".").events)
-    assert terminal.visible[0] == "a.↵↵b␛[2J"
 
 
 @pytest.mark.parametrize("show", ["accepted", "all", "none"])

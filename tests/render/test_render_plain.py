@@ -56,21 +56,6 @@ def test_a_pipe_gets_each_round_at_once() -> None:
     assert stream.flushed == b"one two three"
 
 
-def test_notices_go_elsewhere() -> None:
-    where, errors = notes()
-    stream = io.BytesIO()
-    play(TextRenderer(stream, where), Script().plain("a").notice("look").plain("b").finish())
-    assert stream.getvalue() == b"ab"
-    assert errors.getvalue() == "note: look\n"
-
-
-@pytest.mark.parametrize(("text", "shown"), [("a", "a\n"), ("a\n", "a\n"), ("", "")])
-def test_a_simple_terminal_gets_its_last_line_ended(text: str, shown: str) -> None:
-    stream = io.BytesIO()
-    play(TextRenderer(stream, is_terminal=True), Script().plain(text).finish())
-    assert stream.getvalue().decode() == shown
-
-
 def test_a_simple_terminal_gets_no_control_characters() -> None:
     stream = io.BytesIO()
     script = Script().plain("a\x1b[2J").plain("\r").plain("\nb\tc\x07 漢").finish()

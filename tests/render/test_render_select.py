@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from specgen.options import Show
 from specgen.render.select import make_console, make_renderer
 from tests.helpers.events import Script
 
@@ -75,14 +74,6 @@ def test_a_terminal_gets_the_live_view() -> None:
     assert answer.endswith("\x1b[?25h")
     assert "\x1b[4;32mcat\x1b[0m" in answer
     assert "\x1b[9;31m sat\x1b[0m" in answer
-
-
-@pytest.mark.parametrize("show", ["accepted", "all", "none"])
-def test_show_is_handed_on(show: Show) -> None:
-    answer, _ = run(terminal=True, show=show)
-    final = answer.rpartition("\x1b[J")[2]
-    assert ("\x1b[9;31m sat" in final) == (show == "all")
-    assert ("\x1b[4;32mcat" in final) == (show != "none")
 
 
 def test_no_color_leaves_the_attributes() -> None:

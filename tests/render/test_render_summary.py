@@ -151,11 +151,6 @@ def test_a_drafter_that_never_drafted() -> None:
     assert "drafts" not in items(event, draft="none")
 
 
-def test_depths_where_nothing_was_accepted_may_be_missing() -> None:
-    event = finished(accepted_by_depth=(3,), drafted_by_depth=(4, 2))
-    assert items(event)["by depth"] == "▇▁  75% 0%"
-
-
 def test_a_file_gets_a_line_for_each_item() -> None:
     event = finished(estimated_speedup=0.8, estimate="in a long sentence, " * 9)
     lines = printed(event).splitlines()

@@ -110,17 +110,6 @@ def test_rows_end_where_the_terminal_ends_them(text: str, rows: list[str]) -> No
     assert rows_of(text, 10) == rows
 
 
-def test_the_terminal_joins_full_rows() -> None:
-    def joined(text: str) -> list[bool]:
-        return [row.joined for row in wrap(cells_of(text), 10)]
-
-    assert joined("0123456789abcdefghijkl") == [True, True, False]
-    assert joined("0123 5678 next") == [True, False]
-    assert joined("0123456789 next") == [True, False]
-    assert joined("漢字漢字漢字漢") == [True, False]
-    assert joined("👍👍👍👍👍👍") == [False, False]
-
-
 @given(TEXTS, st.integers(2, 40))
 def test_wrapping_loses_nothing_and_fits(text: str, columns: int) -> None:
     cells = cells_of(clean(text).replace("\n", "").replace("\t", " "))
@@ -166,28 +155,8 @@ def test_tabs_go_to_the_next_stop() -> None:
     assert [text_of(row) for row in flow.finish()] == ["a       bc      d", "        e"]
 
 
-def test_rows_of_one_line_are_settled_together() -> None:
-    flow = Flow(10)
-    flow.feed([Run("first\n" + "0123456789" * 3, "plain")])
-    assert [text_of(row) for row in flow.take_settled(1, 4)] == ["first"]
-    flow.feed([Run("0123456789\n", "plain")])
-    assert len(flow.take_settled(1, 4)) == 4
-    flow.feed([Run("0123456789" * 6, "plain")])
-    assert len(flow.rows) == 6
-    assert len(flow.take_settled(1, 4)) == 5
-
-
 def test_rejected_text_neither_breaks_a_line_nor_joins_a_character() -> None:
     flow = Flow(40)
     flow.feed([Run("e", "plain"), Run("\u0301\n\tx", "rejected"), Run("\u0301", "corrected")])
     (row,) = flow.finish()
     assert text_of(row) == "e \u0301↵    x \u0301"
-
-
-@pytest.mark.parametrize(
-    ("text", "rows"), [("", []), ("a", ["a"]), ("a\n", ["a"]), ("\n", [""]), ("a\n\n", ["a", ""])]
-)
-def test_a_line_feed_at_the_end_does_not_begin_a_row(text: str, rows: list[str]) -> None:
-    flow = Flow(10)
-    flow.feed([Run(text, "plain")])
-    assert [text_of(row) for row in flow.finish()] == rows

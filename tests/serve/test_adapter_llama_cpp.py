@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 from llama_cpp import Llama
 
-from specgen.drafters.cascade import Cascade
 from specgen.errors import BackendError, PairError, UsageError
-from specgen.method.policy import FixedPolicy
 from specgen.models import memory_file
 from specgen.options import DraftOptions, TreeShape
 from specgen.serve.adapters.llama_cpp import SpecgenDraft
@@ -196,26 +194,6 @@ def test_a_llama_without_room_for_logits_is_told_before_it_fails(models: Path) -
 # --- the rounds, with another program that decodes
 
 
-class FakeTarget:
-    """A program whose text is known: it accepts of a draft what agrees with that text."""
-
-    def __init__(self, rounds: SpecgenDraft, tokens: Sequence[int]) -> None:
-        self._rounds = rounds
-        self._tokens = list(tokens)
-        self.drafts: list[list[int]] = []
-
-    def generate(self, n_prompt: int, n_tokens: int) -> None:
-        n = n_prompt + 1
-        while n < n_tokens:
-            draft = draft_after(self._rounds, self._tokens[:n])
-            self.drafts.append(draft)
-            for token in draft:
-                if token != self._tokens[n]:
-                    break
-                n += 1
-            n += 1
-
-
 @pytest.fixture
 def texts(models: Path) -> list[list[int]]:
     """Two texts of the target, which begin alike."""
@@ -242,44 +220,6 @@ def opened_rounds(
     return SpecgenDraft(
         models / "target.gguf", draft, n_ctx=N_CTX, drafting=drafting, note=told.append
     )
-
-
-def test_what_was_accepted_is_counted(models: Path, texts: list[list[int]]) -> None:
-    tokens = texts[0]
-    with opened_rounds(models, models / "good.gguf") as rounds:
-        target = FakeTarget(rounds, tokens)
-        target.generate(10, 60)
-        judged = target.drafts[:-1]  # of the last one nothing was heard
-        assert rounds.tally.n_rounds == len(judged)
-        assert rounds.tally.n_drafted == sum(map(len, judged))
-        assert rounds.tally.n_accepted == rounds.tally.n_round_tokens - len(judged) > 10
-
-
-def test_policy_and_drafter_learn_from_each_round(
-    models: Path, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt, tokens = texts[0][:11], texts[0]
-    with opened_rounds(models, models / "good.gguf") as rounds:
-        draft = draft_after(rounds, prompt)
-        assert len(draft) == 4
-        reports: list[Any] = []
-
-        def note(_self: object, report: Any) -> None:
-            reports.append(report)
-
-        monkeypatch.setattr(FixedPolicy, "observe", note)
-        monkeypatch.setattr(Cascade, "observe", note)
-        own = (draft[2] + 1) % 300
-        draft_after(rounds, [*prompt, *draft[:2], own])
-    assert len(reports) == 2
-    for report in reports:
-        assert report.draft.tokens == tuple(draft)
-        assert report.path == (0, 1)
-        assert report.committed == (*draft[:2], own)
-        assert report.n_rows == 5
-        assert report.target_s > 0.0
-        assert report.draft_s > 0.0
-    assert tokens[:11] == prompt
 
 
 @pytest.mark.parametrize("n_more", [2, 3, 8])

@@ -6,17 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from specgen.errors import OutputError, PromptError, UsageError
+from specgen.errors import OutputError, UsageError
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.render.progress_bars import batch_summary
-from specgen.serve.batch.lines import Line, LineError, read_lines
+from specgen.serve.batch.lines import Line, LineError
 from specgen.serve.batch.results import OWN, appending, check_same, read_results
-from specgen.serve.batch.runner import Tally, order_by_prefix
+from specgen.serve.batch.runner import Tally
 from specgen.serve.formats.request import Request
 from specgen.session.prompts.template import Message
 from specgen.system.json_lines import to_line
@@ -95,29 +92,6 @@ class TestLines:
         )
         assert one.digest == other.digest
         assert len({one.digest, more.digest, less.digest}) == 3
-
-    def test_two_lines_with_one_id(self) -> None:
-        with pytest.raises(PromptError, match="'2' is on lines 1 and 2"):
-            lines_of({"custom_id": "2", "prompt": "a"}, {"custom_id": 2, "prompt": "b"})
-
-    @pytest.mark.parametrize("data", [b"", b"\n \n", b"\xef\xbb\xbf"])
-    def test_no_line(self, data: bytes) -> None:
-        with pytest.raises(PromptError, match="in has no line"):
-            read_lines(data, "in", *DEFAULTS)
-
-
-class TestOrder:
-    def test_what_all_have_in_common_moves_nothing(self) -> None:
-        prompts = [[*range(100), last] for last in (5, 2, 9, 1)]
-        assert order(prompts) == [0, 1, 2, 3]
-
-    @given(st.lists(st.lists(st.integers(0, 3), max_size=60), max_size=12))
-    def test_every_prompt_is_there_once(self, prompts: list[list[int]]) -> None:
-        assert sorted(order(prompts)) == list(range(len(prompts)))
-
-
-def order(prompts: list[list[int]]) -> list[int]:
-    return order_by_prefix([np.array(prompt, np.int32) for prompt in prompts])
 
 
 SETTINGS = {"target": "a.gguf", "temperature": 0.5}

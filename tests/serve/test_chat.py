@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.errors import OutputError, PromptError, UsageError
+from specgen.errors import OutputError, PromptError
 from specgen.options import DraftOptions, GenerationOptions, SessionOptions
 from specgen.serve.chat import (
     Change,
@@ -18,11 +18,9 @@ from specgen.serve.chat import (
     ChatLog,
     Conversation,
     Turn,
-    parse_command,
     read_conversation,
 )
 from specgen.session.engine import Engine
-from specgen.session.prompts.template import Message
 from specgen.session.session import Session
 from specgen.session.thoughts import ThoughtReader, is_thinking, thought_of
 from specgen.system.json_lines import to_line
@@ -41,79 +39,6 @@ def conversation(*changes: Change) -> Conversation:
 def said(*texts: str) -> list[Change]:
     """Questions and answers by turns."""
     return [Change("question" if n % 2 == 0 else "answer", text) for n, text in enumerate(texts)]
-
-
-class TestConversation:
-    def test_messages_end_with_the_question(self) -> None:
-        made = conversation(Change("system", "be brief"), *said("a", "b", "c"))
-        assert made.is_open
-        assert made.messages() == [
-            Message("system", "be brief"),
-            Message("user", "a"),
-            Message("assistant", "b"),
-            Message("user", "c"),
-        ]
-
-    def test_taking_back(self) -> None:
-        made = conversation(Change("system", "s"), *said("a", "b", "c", "d"))
-        made.apply(Change("undo"))
-        made.apply(Change("answer", "other"))  # takes the place of an earlier one
-        assert made.turns == (Turn("a", "other"),)
-        made.apply(Change("reset"))
-        assert list(made.turns) == []
-        assert made.system == "s"
-        with pytest.raises(ValueError, match="no turn"):
-            made.apply(Change("undo"))
-        with pytest.raises(ValueError, match="no question"):
-            made.apply(Change("answer", "x"))
-
-    @pytest.mark.parametrize(
-        ("n_most", "n_goal", "n_left_out"), [(99, 99, 0), (8, 6, 2), (4, 1, 4)]
-    )
-    def test_whole_turns_go_from_the_front(self, n_most: int, n_goal: int, n_left_out: int) -> None:
-        made = conversation(Change("system", "s"), *said(*"abcdefghi"))
-
-        def n_tokens(n: int) -> int:
-            return len(made.messages(n))
-
-        assert made.make_room(n_tokens, n_most, n_goal) == n_left_out
-        messages = made.messages()
-        assert messages[0] == Message("system", "s")
-        assert messages[-1] == Message("user", "i")
-        assert len(messages) <= max(n_goal, 2)
-        assert made.make_room(n_tokens, n_most, n_goal) == 0
-        assert len(made.turns) == 5
-
-    def test_the_fewest_changes_say_the_same(self) -> None:
-        made = conversation(Change("system", "s"), Change("files", "F"), *said("a", "b", "c"))
-        assert conversation(*made.changes()) == made
-        other = conversation(*said("x", "y"), Change("load", changes=made.changes()))
-        assert other == made
-
-
-class TestCommands:
-    @pytest.mark.parametrize(
-        ("line", "command"),
-        [
-            ("/help", ("help", "")),
-            ("/system be brief ", ("system", "be brief")),
-            ("/system", ("system", "")),
-            ("/draft off", ("draft", "off")),
-            ("/save a b.jsonl", ("save", "a b.jsonl")),
-            ("/exit", ("quit", "")),
-            ("hello", None),
-            (" /help", None),
-            ("/etc/passwd is a file", None),
-            ("", None),
-        ],
-    )
-    def test_lines(self, line: str, command: tuple[str, str] | None) -> None:
-        assert parse_command(line) == command
-
-    @pytest.mark.parametrize("line", ["/foo", "/draft maybe", "/draft", "/save", "/undo twice"])
-    def test_what_is_none(self, line: str) -> None:
-        with pytest.raises(UsageError):
-            parse_command(line)
 
 
 @pytest.fixture

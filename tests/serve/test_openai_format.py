@@ -84,23 +84,6 @@ def test_lengths_and_ends() -> None:
     assert chat(ignore_eos=True).generation.ignore_eos
 
 
-@pytest.mark.parametrize(
-    ("kind", "body", "n"),
-    [
-        ("chat", {}, None),
-        ("chat", {"logprobs": False}, None),
-        ("chat", {"logprobs": True}, 0),
-        ("chat", {"logprobs": True, "top_logprobs": 3}, 3),
-        ("completion", {"logprobs": 2}, 2),
-        ("completion", {"logprobs": 0}, 0),
-        ("chat", {"top_logprobs": 3}, None),
-    ],
-)
-def test_logprobs(kind: Kind, body: dict[str, Any], n: int | None) -> None:
-    what = {"messages": [{"role": "user", "content": "x"}]} if kind == "chat" else {"prompt": "x"}
-    assert read(kind, **what, **body).generation.logprobs == n
-
-
 def test_messages() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     turns = [
@@ -124,22 +107,6 @@ def test_prompts() -> None:
     turned = read("prompt", prompt="hi", system="be brief")
     assert turned.kind == "chat"
     assert turned.messages == (Message("system", "be brief"), Message("user", "hi"))
-
-
-def test_forms_of_answers() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    by_schema = chat(json_schema=schema).generation.grammar
-    assert by_schema is not None
-    assert "integer" in by_schema.text
-    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    assert chat(response_format=named).generation.grammar == by_schema
-    flat = {"type": "json_schema", "schema": schema}
-    assert chat(response_format=flat).generation.grammar == by_schema
-    anything = chat(response_format={"type": "json_object"}).generation.grammar
-    assert anything is not None
-    assert anything != by_schema
-    assert chat(response_format={"type": "text"}).generation.grammar is None
-    assert chat(grammar='root ::= "a"').generation.grammar == Grammar("gbnf", 'root ::= "a"')
 
 
 @pytest.mark.parametrize(
@@ -202,20 +169,6 @@ def test_what_cannot_be_honoured_is_refused(body: dict[str, Any], field: str) ->
     error.value.message.encode()
 
 
-@pytest.mark.parametrize(
-    ("body", "told"),
-    [
-        ({"top_k": "abc"}, 'top_k: "abc" is not a whole number'),
-        ({"temperature": -1}, "temperature: -1 is less than 0"),
-        ({"reasoning_effort": 1}, "reasoning_effort: 1 is not a text"),
-    ],
-)
-def test_what_is_wrong_is_said_in_plain_words(body: dict[str, Any], told: str) -> None:
-    with pytest.raises(BodyError) as error:
-        chat(**body)
-    assert error.value.message == told
-
-
 def test_what_the_server_lacks_is_ignored_with_a_warning() -> None:
     lacking = {
         "store": True,
@@ -246,12 +199,6 @@ def test_tokens_that_the_model_lacks_are_refused_by_the_name_of_the_field() -> N
         with pytest.raises(BodyError, match="there is no token 99") as error:
             check_tokens(request, 99)
         assert error.value.field == field
-
-
-@pytest.mark.parametrize("prompt", [None, "", 3, [], ["a", "b"], [1, "a"], {"a": 1}], ids=str)
-def test_prompts_that_are_none(prompt: Any) -> None:
-    with pytest.raises(BodyError, match="prompt"):
-        read("completion", prompt=prompt)
 
 
 FINISHED = FinishedEvent(

@@ -141,12 +141,6 @@ def test_flat_tools() -> None:
     assert not some.is_parallel
 
 
-def test_effort_goes_to_the_template() -> None:
-    assert read(reasoning={"effort": "none"}).variables == {"enable_thinking": False}
-    assert warned(reasoning={"effort": "none"}) == []
-    assert warned(reasoning={"effort": "high", "summary": "auto"}) == ["reasoning_effort"]
-
-
 def test_what_is_ignored_is_mentioned() -> None:
     asks: dict[str, Any] = {
         "client_metadata": {"a": 1},

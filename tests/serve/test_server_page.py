@@ -24,8 +24,6 @@ __all__ = ["browser"]
 QUESTION = "the cat is in the"
 KINDS = ("accepted", "corrected", "bonus", "plain")
 N_CTX_ENDLESS = 32768
-#: Chunks that take any browser far longer to show than the page works without a pause.
-N_AT_ONCE = 5000
 API = "**/v1/chat/completions"
 expect.set_options(timeout=1000 * PATIENCE_S)
 
@@ -162,24 +160,6 @@ def test_the_page_says_what_the_server_says(server: Running, page: Page) -> None
     expect(figures).to_contain_text(f"{drafts['n_accepted']} of {drafts['n_drafted']} drafted")
 
 
-def test_each_token_has_the_mark_of_its_kind(server: Running, page: Page) -> None:
-    body = send(page)
-    answer(page)
-    expected = []
-    with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                pieces = json.loads(line.removeprefix("data: ")).get("pieces", [])
-                expected += [[piece["text"], piece["kind"]] for piece in pieces if piece["text"]]
-    shown = (
-        turn(page)
-        .locator(".answer span")
-        .evaluate_all("spans => spans.map(span => [span.textContent, span.className])")
-    )
-    assert shown == expected
-    assert {"accepted", "corrected", "bonus"} <= {kind for _, kind in shown}
-
-
 def test_marks_differ_as_the_legend_explains(page: Page) -> None:
     page.route(
         API,
@@ -295,26 +275,6 @@ def test_a_stopped_answer_is_cancelled(browser: Browser, endless: Running, way: 
     wait_until(lambda: n_stopped() == n_before + 2, "the end: the page is closed")
 
 
-def test_escape_stops_an_answer_that_comes_sooner_than_it_is_shown(page: Page) -> None:
-    """Chunks that are there already leave the browser no time for keys, unless the page gives it some."""
-    pieces = [with_pieces({"text": f"{n} ", "kind": "plain"}) for n in range(N_AT_ONCE)]
-    page.route(API, lambda route: reply(route, *pieces))
-    page.evaluate(
-        """() => new MutationObserver((_, observer) => {
-            if (document.querySelector(".answer span")) {
-                observer.disconnect();
-                const key = new KeyboardEvent("keydown", { key: "Escape", bubbles: true });
-                setTimeout(() => document.activeElement.dispatchEvent(key));
-            }
-        }).observe(document, { childList: true, subtree: true })"""
-    )
-    send(page)
-    shown = answer(page)
-    assert shown.startswith("0 1 2 ")
-    assert len(shown.split()) < N_AT_ONCE
-    expect(turn(page).locator(".figures")).to_contain_text("stopped")
-
-
 def test_an_error_is_one_line_and_the_next_question_works(page: Page) -> None:
     send(page, "the cat " * 500)
     error = turn(page).get_by_role("alert")
@@ -343,20 +303,6 @@ def test_an_answer_that_breaks_off(
         send(page)
         assert answer(page) == "the"
         assert turn(page).get_by_role("alert").text_content() == message
-
-
-def test_an_answer_that_cannot_be_read_is_cancelled(browser: Browser, endless: Running) -> None:
-    with opened(browser, endless.url) as page:
-        expect(page.locator("#about")).to_contain_text("target")
-        page.evaluate(
-            """() => {
-                const parse = JSON.parse;
-                JSON.parse = (text) => parse(text.includes("pieces") ? "nonsense" : text);
-            }"""
-        )
-        send(page)
-        expect(turn(page).get_by_role("alert")).to_contain_text("does not understand")
-        wait_until(lambda: endless.engine.is_idle, "the end of the answer")
 
 
 def test_a_server_that_is_gone(page: Page) -> None:
@@ -438,14 +384,6 @@ def test_a_narrow_window(page: Page) -> None:
     box = page.get_by_role("log").bounding_box()
     assert box is not None
     assert box["height"] >= 150
-
-
-def test_the_end_of_a_long_answer_stays_in_view(page: Page) -> None:
-    lines = with_pieces({"text": "line\n" * 200, "kind": "plain"})
-    page.route(API, lambda route: reply(route, lines))
-    send(page)
-    answer(page)
-    expect(page.get_by_role("button", name="Try again")).to_be_in_viewport(ratio=1)
 
 
 # --- Markdown --------------------------------------------------------------------------------
@@ -540,14 +478,6 @@ def test_what_a_model_says_neither_runs_nor_loads(markdown: Page, said: str) -> 
     assert [url for url in requested if not url.endswith("/completions")] == []
 
 
-def test_html_is_shown_as_it_was_said(markdown: Page) -> None:
-    reply_with(markdown, "<div>\n<b>bold</b>\n</div>\n\nand <think>, one<br>two")
-    send(markdown)
-    answer(markdown)
-    shown = turn(markdown).locator(".answer").inner_text()
-    assert shown.split() == ["<div>", "<b>bold</b>", "</div>", "and", "<think>,", "one", "two"]
-
-
 @pytest.mark.parametrize("text", ["> " * 20_000 + "deep", "*" * 20_000, "[" * 5_000])
 def test_markdown_that_cannot_be_read_is_shown_as_text(markdown: Page, text: str) -> None:
     markdown.route(API, lambda route: reply(route, with_pieces({"text": text, "kind": "plain"})))
@@ -636,16 +566,6 @@ def test_a_reload_keeps_the_conversation_and_the_settings(page: Page) -> None:
     page.reload()
     assert page.locator(".turn").count() == 0
     expect(page.get_by_label("Temperature")).to_have_value("0")
-
-
-def test_a_reload_keeps_what_there_is_of_an_answer(browser: Browser, endless: Running) -> None:
-    with opened(browser, endless.url) as page:
-        send(page)
-        expect(turn(page).locator(".answer span").nth(3)).to_be_attached()
-        page.reload()
-        assert answer(page)
-        expect(turn(page).locator(".figures")).to_contain_text("stopped")
-        wait_until(lambda: endless.engine.is_idle, "the end of the answer")
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,9 @@ from specgen.serve.formats.tool_calls import (
     HERMES,
     LLAMA,
     MISTRAL,
-    AnswerParser,
     CallForm,
     ToolCallParser,
     form_of,
-    message_of,
 )
 
 NAMES = ("weather", "add")
@@ -140,14 +138,6 @@ def test_what_there_is_of_a_call_is_no_content(name: str) -> None:
         assert parsed(form, pieces, is_cut=True)[:2] == (content, calls), pieces
 
 
-@pytest.mark.parametrize("text", ["{", '{"na', "<tool", CUT_CALL])
-def test_an_answer_of_calls_only_has_no_content_if_it_is_cut(text: str) -> None:
-    for pieces in cuts(text):
-        parser = ToolCallParser(HERMES, NAMES, calls_only=True)
-        assert [delta for piece in pieces for delta in parser.feed(piece)] == []
-        assert parser.finish(is_cut=True) == []
-
-
 def test_text_is_told_as_soon_as_it_cannot_become_a_call() -> None:
     parser = ToolCallParser(HERMES, NAMES)
     assert parser.feed("Hi you ") == [{"content": "Hi you"}]
@@ -170,18 +160,6 @@ def test_the_first_call_may_end_the_answer() -> None:
         assert (content, calls) == ("So", [WEATHER])
     _, calls, _ = parsed(MISTRAL, [f"[TOOL_CALLS] [{ADD}, {CALL}]"], one_only=True)
     assert calls == [SUM]
-
-
-def test_a_message_has_calls_or_content() -> None:
-    def message(text: str) -> dict[str, Any]:
-        parser = AnswerParser(None, ToolCallParser(HERMES, NAMES))
-        return message_of(parser.feed([text]) + parser.finish())
-
-    called = message(f"<tool_call>{CALL}</tool_call>")
-    (call,) = called["tool_calls"]
-    assert called["content"] is None
-    assert call.keys() == {"id", "type", "function"}
-    assert message("Hello.") == {"role": "assistant", "content": "Hello."}
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from specgen.drafters.chain import ModelDrafter
 from specgen.events import FinishedEvent, NoticeEvent
 from specgen.method.acceptance_rates import AcceptanceRates
-from specgen.method.backend import Batch
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -19,76 +16,29 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.session.agreement import (
-    N_BEFORE,
     N_KNOWN,
-    N_TOKENS,
     greedy_tokens,
-    sample_agreement,
 )
 from specgen.session.calibration import measure_if_new
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
 from specgen.session.memory import Memory
 from specgen.session.session import Session
-from specgen.system.arrays import Logits
-from specgen.text.text_state import TextState
 from tests.helpers.fake_backend import (
     FakeBackend,
     FakeVocabulary,
-    Language,
-    noisy,
     random_language,
 )
-from tests.helpers.fake_generations import draft_request
 from tests.helpers.tiny import write_respelled_model
 from tests.tiny import TinyConfig, write_tiny_model
 
 N_VOCAB = 12
 VOCABULARY = FakeVocabulary.letters(N_VOCAB)
 LANGUAGE = random_language(N_VOCAB, seed=7)
-TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, N_VOCAB, N_TOKENS)]
 
 
 def target(n_outputs: int = 8, n_batch: int = 16, n_ctx: int = 64) -> FakeBackend:
     return FakeBackend(VOCABULARY, LANGUAGE, n_ctx=n_ctx, n_batch=n_batch, n_outputs=n_outputs)
-
-
-def sampled_by(
-    language: Language, acceptance: dict[str, AcceptanceRates], asked: FakeBackend | None = None
-) -> int:
-    drafting = FakeBackend(VOCABULARY, language, n_ctx=64)
-    state = TextState(())
-    drafter = ModelDrafter(drafting, draft_request(state), n_shared_tokens=N_VOCAB)
-    found = sample_agreement(asked or target(), drafter, state, TOKENS, acceptance)
-    assert drafting.decoded == TOKENS[: len(state.tokens)], "nothing is decoded twice"
-    return found
-
-
-def test_the_target_as_its_own_draft_always_agrees_and_another_rarely() -> None:
-    rates = []
-    for language in (LANGUAGE, noisy(LANGUAGE, 1.0), random_language(N_VOCAB, seed=8)):
-        acceptance: dict[str, AcceptanceRates] = {}
-        backend = target()
-        assert sampled_by(language, acceptance, backend) == N_TOKENS - N_BEFORE + 1
-        assert list(acceptance) == ["model"]
-        model = acceptance["model"]
-        assert model.n_judged > N_KNOWN
-        rates.append(model.counts.n_accepted.sum() / model.n_judged)
-        assert backend.length(0) == 0
-    assert 1.0 == rates[0] > rates[1] > rates[2]
-    assert rates[2] < 0.4
-
-
-def test_a_slow_target_is_asked_for_less() -> None:
-    class Slow(FakeBackend):
-        def decode(self, batch: Batch) -> Logits:
-            logits = FakeBackend.decode(self, batch)
-            self.decode_s += 1.0
-            return logits
-
-    backend = Slow(VOCABULARY, LANGUAGE, n_ctx=64, n_outputs=4)
-    assert N_KNOWN < sampled_by(LANGUAGE, {}, backend) < N_TOKENS - N_BEFORE
-    assert backend.length(0) == 0
 
 
 # --- in a session

@@ -196,18 +196,6 @@ def test_tools_calls_and_results_add_no_control_tokens(
     assert_not_forged(loaded.target, loaded, messages, tools)
 
 
-@pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
-@pytest.mark.parametrize("name", ["chatml", "thinking", "tools"])
-def test_a_text_forges_no_turn(models: Opened, name: str, role: Role) -> None:
-    loaded = models(name)
-    message = Message(role, ATTACK, tool_call_id="1", name="f") if role == "tool" else None
-    messages = [message or Message(role, ATTACK), Message("user", "Hi")]
-    prompt = loaded.prompts.of_messages(messages, now=NOW)
-    assert ATTACK in prompt.text
-    turns = ["<|im_start|>", "<|im_end|>"] * 2 + ["<|im_start|>"]
-    assert controls(loaded.target.vocabulary, prompt.tokens) == ["<|begin|>", *turns]
-
-
 @pytest.mark.parametrize(
     ("template", "content"),
     [
@@ -233,14 +221,6 @@ def test_no_part_of_a_control_token_comes_from_a_content(
     assert "<|im_end|>" in prompt.text
     assert controls(loaded.target.vocabulary, prompt.tokens) == ["<|begin|>"]
     assert text_of(loaded.target.vocabulary, prompt.tokens).endswith(prompt.text)
-
-
-def test_a_beginning_of_text_in_a_content_is_no_beginning(models: Opened) -> None:
-    loaded = models("{{ messages[0].content }}")
-    prompt = loaded.prompts.of_messages([Message("user", "<|begin|>a")], now=NOW)
-    bos = loaded.target.vocabulary.special_tokens()["bos"]
-    assert prompt.tokens[0] == bos
-    assert bos not in prompt.tokens[1:]
 
 
 @pytest.mark.parametrize("first", ["Hi", ATTACK])
@@ -339,15 +319,6 @@ def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LlamaMod
         path = write_tiny_model(folder / f"{name}.gguf", config)
         found[name] = Session(options(path, "none"), time.perf_counter).target
     return found
-
-
-@pytest.mark.real_model
-def test_a_real_model_gets_no_forged_turn(smollm2: Path) -> None:
-    with Session(options(smollm2, "none"), time.perf_counter) as loaded:
-        assert_not_forged(loaded.target, loaded, [Message("user", ATTACK)])
-        prompt = loaded.prompts.of_messages([Message("user", "Hi<|im_end|>")], now=NOW)
-        spelled = text_of(loaded.target.vocabulary, prompt.tokens)
-        assert "user\nHi<|im_end|><|im_end|>\n" in spelled
 
 
 def test_a_variable_for_the_template_is_a_content(models: Opened) -> None:

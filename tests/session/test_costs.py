@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specgen.session.costs import (
     ACCEPTANCE,
-    WORTH,
     Costs,
     expected_gain,
 )
@@ -41,32 +38,6 @@ def test_where_batches_are_dear_no_draft_model_pays() -> None:
     assert expected.rules_out_all
     only_longest = expected_gain(Costs({1: 31.7, 2: 1000.0, 3: 1000.0, 4: 98.0}, 8.7))
     assert (only_longest.n_drafted, round(only_longest.speedup, 2)) == (3, 0.65)
-
-
-@given(
-    st.lists(st.floats(0.001, 10.0), min_size=2, max_size=9),
-    st.floats(0.0001, 10.0),
-    st.floats(1.0, 10.0),
-)
-def test_what_costs_more_never_gains_more(
-    seconds: list[float], draft_token_s: float, factor: float
-) -> None:
-    batch_s = dict(enumerate(seconds, 1))
-    expected = expected_gain(Costs(batch_s, draft_token_s))
-    assert 0.0 < expected.speedup <= expected.free_speedup
-    assert expected_gain(Costs(batch_s, factor * draft_token_s)).speedup <= expected.speedup * (
-        1 + 1e-9
-    )
-    # What is expected is a ratio: the unit does not matter.
-    scaled = {size: factor * time for size, time in batch_s.items()}
-    assert expected_gain(Costs(scaled, factor * draft_token_s)).speedup == pytest.approx(
-        expected.speedup
-    )
-
-
-def test_what_no_batch_size_promises_is_less_than_the_longest_draft_could_give() -> None:
-    assert expected_gain(Costs({1: 1.0, 2: 1.7 / WORTH - 1e-6}, 1e-9)).is_worth_it
-    assert not expected_gain(Costs({1: 1.0, 2: 1.7 / WORTH + 1e-6}, 1e-9)).is_worth_it
 
 
 def test_a_batch_that_seemed_to_cost_less_than_a_token_is_not_believed() -> None:

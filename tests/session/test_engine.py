@@ -250,18 +250,6 @@ def test_a_conversation_decodes_what_is_new(models: Path, costs: VirtualTime, ki
                 prompt = Prompt("", tokens)
 
 
-def test_what_another_answer_has_read_is_not_read_again(models: Path, costs: VirtualTime) -> None:
-    with opened(models, costs) as loaded:
-        expected = [text_of(loaded, LONG + more) for more in ("x", "y", "z")]
-        with Engine(loaded, n_parallel=3, n_ctx=N_CTX) as engine:
-            asked = [engine.insert(LONG + more) for more in ("x", "y", "z")]
-            list(engine.run())
-            assert [answer.text for answer in asked] == expected
-    cached = [a.finished.n_cached_tokens for a in asked if a.finished is not None]
-    assert cached[0] == 0
-    assert min(cached[1:]) >= len(LONG) - 2
-
-
 def test_a_slot_whose_text_goes_on_is_taken(models: Path, costs: VirtualTime) -> None:
     with (
         opened(models, costs) as loaded,

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.ngram import SuffixDrafter
-from specgen.errors import UsageError
 from specgen.llama import LlamaModel
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
@@ -122,25 +121,6 @@ def test_starcoder2_has_the_names_of_files_in_their_place(folder: Path) -> None:
         assert end in infill_prompt(model, None, GAP, 1000)[0].ends
     finally:
         model.close()
-
-
-def test_a_model_that_knows_no_gaps_is_refused(folder: Path) -> None:
-    model = model_of(folder, "plain", TinyConfig())
-    try:
-        with pytest.raises(UsageError, match=r"plain\.gguf has no tokens for fill-in-the-middle"):
-            written(model, GAP)
-    finally:
-        model.close()
-
-
-def test_files_of_a_repository_come_before(qwen: LlamaModel) -> None:
-    gap = Gap(GAP.prefix, GAP.suffix, "a.txt", MORE, "zoo")
-    own = "<|fim_prefix|>the cat is <|fim_suffix|> on the mat<|fim_middle|>"
-    assert written(qwen, gap) == (
-        "<|repo_name|>zoo\n<|file_sep|>b.txt\na dog<|file_sep|>c.txt\na house"
-        f"<|file_sep|>a.txt\n{own}"
-    )
-    assert written(qwen, GAP) == own
 
 
 def test_names_of_control_tokens_in_a_text_are_text(qwen: LlamaModel) -> None:

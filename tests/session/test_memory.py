@@ -166,17 +166,6 @@ def test_a_fuller_context_that_only_saw_single_rows_learns_of_batches_later(
     assert known(memory) == pytest.approx({1: 1.0, 2: 1.5, 17: 3.0})
 
 
-def test_of_two_that_learn_the_same_the_later_one_stays(file: Path) -> None:
-    one, other = opened(file), opened(file)
-    learn(one, seconds=1.0)
-    learn(other, seconds=2.0)
-    one.save()
-    other.save()
-    assert known(opened(file))[1] == 2.0
-    one.save()
-    assert known(opened(file))[1] == 1.0
-
-
 def test_another_process_keeps_what_this_one_wrote(file: Path) -> None:
     learner = opened(file)
     learn(learner)
@@ -349,14 +338,3 @@ def test_what_others_wrote_into_the_file_stays_out_of_the_way(file: Path) -> Non
     again.save()
     assert "some key" in document(file)["costs"]
     assert known(opened(file), DRAFT) == {1: 1.0, 2: 1.5}
-
-
-def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    for file in (tmp_path / "file" / "memory.json", tmp_path):
-        memory = opened(file)
-        learn(memory)
-        memory.save()
-        assert known(memory) == {1: 1.0, 2: 1.5}
-        assert known(opened(file)) == {}
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -18,7 +18,6 @@ from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend
 from specgen.llama.mtp import MtpContext
 from specgen.llama.mtp_layers import mtp_of, why_no_mtp
-from specgen.measure.trial import measure_target, try_draft
 from specgen.method.backend import Batch
 from specgen.method.draft import Draft
 from specgen.options import (
@@ -97,12 +96,6 @@ def test_what_has_no_layers_says_why(tmp_path: Path) -> None:
     assert why_no_mtp(tmp_path / "text.gguf") == "it is not a GGUF file"
     with pytest.raises(PairError, match=r"removed.gguf: its MTP layers were removed"):
         Session(SessionOptions(target=tmp_path / "removed.gguf", draft="mtp"), time.perf_counter)
-
-
-def test_nothing_drafts_for_mtp_layers(files: Path) -> None:
-    options = SessionOptions(target=files / "glm4moe.gguf", draft="mtp", helpers=("ngram",))
-    with pytest.raises(UsageError, match="--draft mtp takes no draft of its own"):
-        Session(options, time.perf_counter)
 
 
 # --- files of layers alone
@@ -274,21 +267,6 @@ def test_a_grammar_holds(files: Path, architecture: MtpArchitecture) -> None:
         assert fast.n_forced > 0
         assert fast.n_drafted > 0
         assert fast.token_ids == plain(models).token_ids
-
-
-@with_one_and_several_layers
-def test_trials_replay_what_a_real_answer_drafts(
-    files: Path, architecture: MtpArchitecture
-) -> None:
-    with loaded(files / f"{architecture}.gguf") as models:
-        real = answer(models)
-        models.change_draft("none")
-        baseline = measure_target(models, [PROMPT])
-        assert baseline is not None
-        models.change_draft("mtp")
-        figures = try_draft(models, baseline)
-    assert figures is not None
-    assert figures.acceptance_rate == pytest.approx(real.n_accepted / real.n_drafted, abs=0.1)
 
 
 # --- the command line

@@ -16,7 +16,6 @@ from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import LlamaBackend
 from specgen.models import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
-from specgen.session.calibration import measure_costs
 from specgen.session.costs import Costs, expected_gain
 from specgen.session.files import DraftChoice
 from specgen.session.memory import Memory
@@ -139,26 +138,6 @@ def test_where_batches_are_too_dear_no_other_model_is_tried(
     assert measured.asked == ["draft.gguf"]
 
 
-def test_what_was_measured_for_the_target_is_not_checked(
-    session: Session, choices: tuple[DraftChoice, ...], measured: Measured
-) -> None:
-    measured.costs = {"draft.gguf": DEAR}
-    saved = dataclasses.replace(choices[0], is_measured=True)
-    assert use_first(session, (saved, *choices[1:])) == saved.why
-    assert session.draft_source == saved.draft
-    assert measured.asked == []
-
-
-def test_n_grams_and_drafts_of_no_token_are_not_checked(
-    session: Session, tiny_models: Path, choices: tuple[DraftChoice, ...], measured: Measured
-) -> None:
-    assert use_first(session, choices[2:]) == "drafting with n-grams; search"
-    with Session(options(tiny_models, max_tokens=0), time.perf_counter) as idle:
-        use_first(idle, choices)
-        assert idle.draft_source == choices[0].draft
-    assert measured.asked == []
-
-
 @pytest.mark.parametrize("error", [MemoryLimitError("no room"), BackendError("broken")])
 def test_a_draft_whose_context_cannot_be_had_gives_way_to_the_next(
     session: Session,
@@ -227,20 +206,6 @@ def test_a_pair_is_measured_once(
     memory_file().write_text("{", encoding="utf-8")
     assert measures(own)
     assert not measures(own)
-
-
-def test_a_longer_draft_has_its_batches_measured_too(
-    tiny_models: Path, choices: tuple[DraftChoice, ...], n_decodes: Callable[[], int]
-) -> None:
-    """What three rows cost says little of seventeen."""
-    memory, path = Memory(), Path(choices[0].draft)
-    for n_max in (2, 16):
-        with Session(options(tiny_models, max_tokens=n_max), time.perf_counter, memory) as loaded:
-            loaded.change_draft(path)
-            costs = measure_costs(loaded, path)
-            assert costs is not None
-            assert max(costs.batch_s) == n_max + 1
-            assert n_decodes() > 0
 
 
 # --- the commands

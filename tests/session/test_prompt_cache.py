@@ -12,7 +12,6 @@ import pytest
 
 from specgen.errors import OutputError, UsageError
 from specgen.events import FinishedEvent, NoticeEvent
-from specgen.llama import LlamaBackend
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -148,15 +147,6 @@ def test_what_does_not_fit_is_made_anew(folder: Path, tmp_path: Path, change: st
     assert answered(target, file, context=context)[0].n_cached_tokens > 0
 
 
-def test_a_text_that_does_not_fit_the_context_is_read_again(folder: Path, tmp_path: Path) -> None:
-    target, file = folder / "attention.gguf", tmp_path / "kept"
-    answered(target, file)
-    small = replace(CONTEXT, n_ctx=64)
-    finished, notices = answered(target, file, "the cat", context=small)
-    assert finished.n_cached_tokens == 0
-    assert not notices
-
-
 @pytest.mark.parametrize("content", [b"a text\n", b'{"format": "another"}\n', b"\xff\xfe"])
 def test_a_file_of_another_kind_is_refused_and_stays(
     folder: Path, tmp_path: Path, content: bytes
@@ -224,28 +214,3 @@ def test_an_engine_whose_file_cannot_be_written_is_closed_all_the_same(
             engine.close()
         assert waiting.failure is not None
         assert engine.target.handle is None
-
-
-def test_an_engine_that_refuses_its_file_frees_its_contexts(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alive: set[LlamaBackend] = set()
-    start, close = LlamaBackend.__init__, LlamaBackend.close
-
-    def starts(backend: LlamaBackend, *arguments: Any, **settings: Any) -> None:
-        start(backend, *arguments, **settings)
-        alive.add(backend)
-
-    def closes(backend: LlamaBackend) -> None:
-        close(backend)
-        alive.discard(backend)
-
-    monkeypatch.setattr(LlamaBackend, "__init__", starts)
-    monkeypatch.setattr(LlamaBackend, "close", closes)
-    (tmp_path / "mine").write_bytes(b"a text\n")
-    with Session(
-        options_of(folder / "attention.gguf", tmp_path / "mine"), time.perf_counter
-    ) as models:
-        with pytest.raises(UsageError):
-            Engine(models)
-        assert not alive

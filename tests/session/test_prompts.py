@@ -11,12 +11,9 @@ from typing import Any
 
 import pytest
 
-from specgen.drafters.model import PromptHeadSkipper
 from specgen.events import Event, FinishedEvent
 from specgen.llama import LlamaModel
-from specgen.method.cost_table import CostTable
-from specgen.method.drafter import draft_alone
-from specgen.method.policy import FixedPolicy, draft_up_to
+from specgen.method.policy import FixedPolicy
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -31,8 +28,6 @@ from specgen.session.engine import generate
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 from tests.helpers.common import NOW
-from tests.helpers.fake_backend import FakeVocabulary, random_language
-from tests.helpers.fake_generations import N_VOCAB, model_drafter
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 #: ChatML with a system message of the template's own, where there is none.
@@ -116,43 +111,6 @@ def test_the_templates_own_turn_is_the_head(
 
 
 # --- a drafter that does not read it
-
-
-@pytest.mark.parametrize("head", [range(3), range(1, 5), range(2, 2)])
-def test_it_drafts_what_would_follow_the_rest(head: range) -> None:
-    language = random_language(N_VOCAB, seed=3)
-    letters = FakeVocabulary.letters(N_VOCAB)
-    inner, backend = model_drafter(language, letters)
-    plain, _ = model_drafter(language, letters)
-    drafter = PromptHeadSkipper(inner, head)
-    plan = draft_up_to(3)
-
-    def check(text: list[int]) -> None:
-        rest = [token for place, token in enumerate(text) if place not in head]
-        found = draft_alone(drafter.propose(text, plan))
-        assert len(found) == 3
-        assert found == draft_alone(plain.propose(rest, plan))
-        assert backend.text(0)[: len(rest)] == tuple(rest)
-
-    text = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
-    for n in (7, 9, 10, 14):
-        check(text[:n])
-    for n in (9, head.stop + 1, head.stop, head.start):
-        drafter.rewind(n)
-        plain.rewind(n - sum(place < n for place in head))
-        text = [*text[:n], *text[n : head.stop], 7, n % N_VOCAB, 2]
-        check(text)
-    assert drafter.name == "model"
-
-
-def test_it_costs_what_has_to_be_read() -> None:
-    costs = CostTable({n: float(n) for n in range(1, 65)})
-    letters = FakeVocabulary.letters(N_VOCAB)
-    inner, _ = model_drafter(random_language(N_VOCAB), letters, costs=costs)
-    plain, _ = model_drafter(random_language(N_VOCAB), letters, costs=costs)
-    drafter = PromptHeadSkipper(inner, range(1, 21))
-    assert drafter.price(50) == plain.price(30)
-    assert drafter.price(50).prefill_s < plain.price(50).prefill_s
 
 
 def answered(session: Session, prompt: Prompt) -> tuple[tuple[int, ...], list[int]]:

@@ -138,16 +138,6 @@ def test_the_end_of_text_is_exact(models: Path, seed: int) -> None:
     assert endless.finish_reason == "length"
 
 
-def test_a_seed_gives_the_same_text_again(models: Path) -> None:
-    hot = SamplerOptions(temperature=1.5, seed=11)
-    texts = [finished(run(options(models, draft="good", sampler=hot))).text for _ in range(2)]
-    assert texts[0] == texts[1]
-    other = finished(run(options(models, draft="good", sampler=replace(hot, seed=12)))).text
-    assert other != texts[0]
-    random = [run(options(models, sampler=replace(hot, seed=-1)))[0] for _ in range(2)]
-    assert random[0] != random[1]
-
-
 def test_prompts_that_do_not_fit_are_refused_with_numbers(models: Path) -> None:
     n_prompt = plain_answer(models).n_prompt_tokens
     with pytest.raises(PromptError, match=f"{n_prompt} tokens, but the context has {n_prompt - 1}"):

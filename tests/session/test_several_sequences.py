@@ -8,13 +8,12 @@ from typing import cast
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.cascade import Cascade
 from specgen.drafters.chain import ModelDrafter
 from specgen.drafters.kind import CacheSlot
-from specgen.drafters.tree import TreeModelDrafter
 from specgen.errors import BackendError
 from specgen.events import NoticeEvent
 from specgen.method.acceptance_rates import AcceptanceRates
@@ -25,7 +24,7 @@ from specgen.method.distribution import NoTokenAllowedError
 from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import Offer, RoundPlan, RoundResult
-from specgen.options import DraftOptions, GenerationOptions, parse_tree
+from specgen.options import DraftOptions, GenerationOptions
 from specgen.session.answer_loop import AnswerLoop
 from specgen.system.arrays import Logits
 from specgen.text.sequence import Sequence
@@ -41,15 +40,12 @@ from tests.helpers.fake_generations import (
     Timed,
     draft_request,
     model_drafter,
-    tree_request,
 )
 from tests.helpers.fake_grammar import FakeGrammar
 from tests.registry import ON_FAKES, Text
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
-SHAPE = parse_tree("2,2,1")
-COSTS = {1: 1.0, 2: 1.2, 4: 1.5, 8: 2.0, 16: 3.0}
 
 
 def started(loop: AnswerLoop, setups: abc.Sequence[Setup]) -> list[Sequence]:
@@ -137,22 +133,6 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
     assert no_gains == [None] * n_sequences
 
 
-def test_the_more_sequences_the_less_is_worth_drafting() -> None:
-    """What a row adds to a full batch is worth more tokens of it."""
-    table = CostTable({1: 1.0, 2: 1.05, 4: 1.1, 8: 1.4, 16: 2.8, 32: 5.6})
-    draft = Draft.chain(range(12), "ngram", [0.85] * 12)
-    lengths = []
-    for n_sequences in (1, 2, 4, 8, 16):
-        policy = CostAwarePolicy(DraftOptions(), table)
-        others = Others(n_sequences - 1, n_sequences - 1)
-        plan = policy.plan(Offer(100, 16, draft, others=others))
-        lengths.append(len(plan.found))
-        assert plan.reason.name == ("found" if lengths[-1] else "acceptance")
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] > 4
-    assert lengths[-1] == 0
-
-
 # --- what each of them learns
 
 
@@ -180,48 +160,6 @@ def test_texts_that_are_written_at_once_learn_apart_and_count_together() -> None
 
 
 # --- what each of them has in a cache
-
-
-def tree_drafters(backend: FakeBackend, n: int) -> list[TreeModelDrafter]:
-    requests = [tree_request(SHAPE, slot=CacheSlot(number, n)) for number in range(n)]
-    return [TreeModelDrafter(backend, each, n_shared_tokens=N_VOCAB) for each in requests]
-
-
-@settings(max_examples=25)
-@given(
-    seed=st.integers(0, 1000),
-    n_sequences=st.integers(2, 4),
-    lengths=st.lists(st.integers(1, 40), min_size=4, max_size=4),
-)
-def test_trees_of_several_texts_grow_in_one_cache(
-    seed: int, n_sequences: int, lengths: list[int]
-) -> None:
-    language = random_language(N_VOCAB, seed=seed)
-    prompts = [(3, 1, 4), (1, 5, 9, 2), (6,), (5, 3, 5)][:n_sequences]
-    cache = FakeBackend(
-        LETTERS, noisy(language, 0.7, seed=seed), n_ctx=600, n_sequences=6 * n_sequences
-    )
-    drafters = tree_drafters(cache, n_sequences)
-    setups = [
-        Setup(
-            language=language,
-            prompt=prompt,
-            drafter=drafter,
-            drafting=DraftOptions(policy="fixed", tree=SHAPE, p_min=0.0),
-            options=GenerationOptions(max_tokens=length),
-            n_batch=100,
-        )
-        for prompt, drafter, length in zip(prompts, drafters, lengths, strict=False)
-    ]
-    loop = AnswerLoop(setups[0].backend(n_sequences), Clock())
-    generations = started(loop, setups)
-    finish(loop, generations)
-    for generation, setup in zip(generations, setups, strict=True):
-        assert generation.drafters is not None, "it did not fail"
-        alone = Setup(language=language, prompt=setup.prompt, options=setup.options).run()[0]
-        assert generation.tokens == alone.tokens
-    if min(lengths[:n_sequences]) > 20:
-        assert all(generation.tally.n_accepted > 0 for generation in generations)
 
 
 # --- what is decoded in common
@@ -269,29 +207,6 @@ def test_drafts_of_several_texts_are_decoded_side_by_side(n_sequences: int, n_ou
         alone = Setup(prompt=setup.prompt).run()[0]
         assert generation.tokens == alone.tokens
         assert generation.tally.n_accepted > 0
-
-
-@pytest.mark.parametrize("n_outputs", [1, 4])
-def test_who_shares_a_drafts_batch_pays_a_part_of_it(n_outputs: int) -> None:
-    """Four rows at once cost 1.5 here: each of four texts pays 0.375 for a drafted token, and
-    all of 1.0 where only one row fits a batch."""
-    table = CostTable(COSTS)
-    cache = Counted(LETTERS, LANGUAGE, n_ctx=600, n_sequences=4)
-    cache.n_rows, cache.n_outputs = [], n_outputs
-    drafters = chain_drafters(cache, 4, table)
-    assert drafters[0].price(3).next_s == 1.0
-    setups = [Setup(drafter=drafter, n_batch=100) for drafter in drafters]
-    loop = AnswerLoop(setups[0].backend(4), Clock())
-    generations = started(loop, setups)
-    loop.round(generations)
-    n_sharing = min(4, n_outputs)
-    price = drafters[0].price(len(generations[0].tokens))
-    assert price.next_s == pytest.approx(table.seconds(n_sharing) / n_sharing)
-    # One by itself pays for all of it again.
-    for generation in generations[1:]:
-        generation.finish("length")
-    loop.round(generations)
-    assert drafters[0].price(9).next_s == pytest.approx(table.seconds(1))
 
 
 def test_a_draft_cache_that_fails_ends_the_drafting_of_those_who_asked() -> None:

@@ -92,12 +92,6 @@ def test_each_size_has_its_seconds_and_the_context_is_empty_again(
     assert sorted(timed_sizes(model)) == sorted(3 * list(sizes))
 
 
-def test_the_prompt_of_a_measurement_is_not_timed() -> None:
-    """The first decodes, in which a backend makes its plans, are its longest."""
-    model = backend(lambda _, n: 100.0 if n <= 4 else 0.01)
-    assert measure_sizes(model, (1, 2), 1.0) == pytest.approx({1: 0.01, 2: 0.01})
-
-
 @pytest.mark.parametrize(
     ("budget_s", "expected"),
     [
@@ -158,15 +152,6 @@ def test_as_many_rows_want_logits_as_may() -> None:
     assert model.wanted[-1] == [False, False, True, True, True]
     time_batch(model, text, 2)
     assert model.wanted[-1] == [True, True]
-
-
-def test_the_rows_of_a_timed_batch_differ() -> None:
-    """A mixture of experts takes as long as its rows differ."""
-    model = backend()
-    text = begin(model)
-    n_before = len(model.decoded)
-    time_batch(model, text, 8)
-    assert len(set(model.decoded[n_before:])) > 4
 
 
 # --- Ctrl-C

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specgen.errors import ModelFileError, UsageError
+from specgen.errors import ModelFileError
 from specgen.llama import LlamaModel
 from specgen.options import ContextOptions
 from specgen.session.engine import generate
@@ -22,10 +22,8 @@ from specgen.train.layer_skip import (
     Layers,
     Pruned,
     check_prunable,
-    judged_texts,
     prune,
     search,
-    share_of_a_layer,
     write_pruned,
 )
 from specgen.train.target_text import TargetText
@@ -147,22 +145,6 @@ def test_layers_that_differ_by_metadata_are_refused(
                 check_prunable(model)
 
 
-def test_a_draft_without_a_layer_costs_less(target: Path) -> None:
-    assert 0.0 < share_of_a_layer(target, N_LAYER) < 1.0 / N_LAYER
-
-
-def test_judged_is_what_the_target_said(folder: Path) -> None:
-    answers = TargetText(folder).answers
-    texts = judged_texts(answers, 100, held_back=False)
-    assert sum(len(tokens) for _, tokens in texts) == 100
-    held_back = judged_texts(answers, 10**6, held_back=True)
-    assert [prompt for prompt, _ in held_back] == [
-        answer.prompt_tokens for answer in answers if answer.is_held_back
-    ]
-    with pytest.raises(UsageError, match="no text to judge by"):
-        judged_texts(answers[:5], 100, held_back=True)
-
-
 # --- the search ------------------------------------------------------------------------------
 
 
@@ -191,7 +173,3 @@ def test_the_search_finds_what_is_best() -> None:
     best = max(gain(len(layers), harm(layers)) for layers in every)
     assert max(known.values()) == pytest.approx(best, rel=0.005)
     assert len(known) < 200
-
-
-def test_nothing_is_judged_where_there_is_no_time() -> None:
-    assert search(harm, gain, 12, Budget(time.monotonic, interrupted=lambda: True)) == {}

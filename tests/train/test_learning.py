@@ -10,12 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -39,7 +37,6 @@ from specgen.session.kept_answers import (
 )
 from specgen.session.session import Session
 from specgen.train import learner as learner_module
-from specgen.train import online_learning
 from specgen.train.learner import NEW_ANSWERS, Learner
 from specgen.train.online_learning import Lesson, learn
 from specgen.train.target_text import N_COLUMNS, kept_texts
@@ -385,40 +382,6 @@ def test_a_lesson_waits_while_an_answer_is_in_the_making(
         until(lambda: said.exists() and said.read_bytes() == b"-+-+")
 
 
-def test_a_lessons_clock_stands_still_in_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s, is_read = 10.0, threading.Event()
-
-    def clock() -> float:
-        found = now_s
-        is_read.set()
-        return found
-
-    reader, writer = os.pipe()
-    with (
-        os.fdopen(writer, "wb", buffering=0) as pipe,
-        os.fdopen(reader, "rb", buffering=0) as stdin,
-    ):
-        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stdin))
-        ended: list[int] = []
-        monkeypatch.setattr(os, "_exit", ended.append)
-        pauses = online_learning.Pauses()
-        pauses.listen()
-        monkeypatch.setattr(online_learning, "time", SimpleNamespace(monotonic=clock))
-        assert not pauses.wait()
-        is_read.clear()
-        pipe.write(online_learning.PAUSE)
-        until(lambda: pauses.is_paused)
-        waiting = threading.Thread(target=pauses.wait)
-        waiting.start()
-        assert is_read.wait(60.0)
-        now_s = 15.0
-        pipe.write(online_learning.GO)
-        waiting.join()
-        assert pauses.clock() == 10.0
-        pipe.close()
-        until(lambda: bool(ended))
-
-
 def test_a_lesson_that_fails_ends_learning_and_nothing_else(
     models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,32 +413,6 @@ def test_what_is_learnt_or_forgotten_elsewhere_counts_too(
         "draft.gguf drafts with what it learnt elsewhere from now on",
         "draft.gguf drafts as it came again: what it learnt was deleted",
     ]
-
-
-def test_a_lesson_that_cannot_be_now_is_later(
-    models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    does = "sys.stderr.write('another process learns\\n'); sys.exit(2)"
-    with learning(models, folder, monkeypatch, does) as (_, learner, said, _):
-        until(lambda: bool(said), learner.between_answers)
-        learner.between_answers()
-        assert not learns(learner)
-        for _ in range(NEW_ANSWERS):
-            KeptAnswers(folder).add(KeptAnswer((1,), tuple(range(9))))
-        learner.between_answers()
-        assert learns(learner)
-    assert said == ["draft.gguf has not learnt: another process learns"]
-
-
-def test_the_process_that_learns_ends_with_the_learner(
-    models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = set(psutil.Process().children())
-    with learning(models, folder, monkeypatch, _WAITS) as (_, learner, _, _):
-        learner.between_answers()
-        (child,) = set(psutil.Process().children()) - before
-        assert child.is_running()
-    assert not child.is_running()
 
 
 def task(models: Path, folder: Path, minutes: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from specgen.session.engine import generate
 from specgen.session.session import Session
 from specgen.system.json_lines import locked
 from specgen.train.draft_builder import plan_time
-from specgen.train.gguf_weights import ModelRows
-from specgen.train.target_text import N_TOP, TargetText, bytes_of, is_held_back
-from tests.helpers.heads import N_ANSWER, N_EMBD, opened, prompts, trained, written
+from specgen.train.target_text import N_TOP, TargetText, is_held_back
+from tests.helpers.heads import N_ANSWER, opened, prompts, trained, written
 from tests.tiny import TinyConfig, write_tiny_model
 
 
@@ -33,10 +31,6 @@ def folder(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with opened(target) as loaded:
         assert written(loaded, folder, prompts(20), 10**6) == 20 * N_ANSWER
     return folder
-
-
-def n_tokens_of(text: TargetText) -> int:
-    return sum(len(answer.tokens) for answer in text.answers)
 
 
 def rows_of(session: Session, tokens: list[int], n_before: int) -> tuple[np.ndarray, np.ndarray]:
@@ -121,34 +115,9 @@ def test_one_process_writes_at_a_time(target: Path, tmp_path: Path) -> None:
         written(loaded, tmp_path, prompts(1))
 
 
-def test_the_size_is_told_beforehand(folder: Path) -> None:
-    n_tokens = n_tokens_of(TargetText(folder))
-    n_bytes = sum(path.stat().st_size for path in folder.iterdir())
-    assert 0.8 * n_bytes <= bytes_of(n_tokens, N_EMBD) <= n_bytes
-
-
-def test_rows_of_a_model_are_its_tensors(target: Path) -> None:
-    from gguf import GGUFReader
-
-    tensors = {tensor.name: np.array(tensor.data) for tensor in GGUFReader(target).tensors}
-    rows = ModelRows(target)
-    chosen = np.array([5, 0, 77])
-    np.testing.assert_array_equal(rows.embeddings(chosen), tensors["token_embd.weight"][chosen])
-    output = tensors.get("output.weight", tensors["token_embd.weight"])
-    np.testing.assert_array_equal(rows.output(chosen), output[chosen])
-
-
 def test_too_little_text_is_refused(target: Path, folder: Path) -> None:
     with opened(target) as loaded, pytest.raises(UsageError, match="too few"):
         trained(loaded, folder)
-
-
-def test_the_packages_prompts_are_many_and_different() -> None:
-    path = Path(__file__).parents[2] / "specgen" / "train" / "prompts.jsonl"
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    texts = [line["prompt"] for line in lines]
-    assert len(set(texts)) == len(texts) >= 200
-    assert len({line["kind"] for line in lines}) >= 10
 
 
 @pytest.mark.parametrize(("minutes", "n_judged"), [(1.0, 2), (3.0, 4), (30.0, 8)])
