@@ -205,9 +205,11 @@ class ModelLoader:
 def _weights(options: SessionOptions) -> Iterator[None]:
     """Load the weights of a target, which takes longest, while other models decode. (If kernels cannot
     compute it, they are switched while it loads, so that it is loaded later, when nothing decodes.)"""
+    from specgen.drafters.kinds import refuse_draft
     from specgen.llama import LlamaModel
     from specgen.llama.kernels.attached import kernel_problem
 
+    refuse_draft(options.target)
     if kernel_problem(options.target):
         yield
         return

@@ -101,11 +101,12 @@ class Cascade:
         return draft.followed_by(more)
 
 
-class WrappedDrafter:
+class WrappedDrafter(Drafter):
     """Forwards every call to another drafter; subclasses override what differs."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
+        self.states = inner.states
 
     @property
     def name(self) -> str:

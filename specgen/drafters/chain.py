@@ -10,7 +10,7 @@ from specgen.drafters.staged import Guesses
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT
-from specgen.method.drafter import Ask, Drafting
+from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.system.arrays import Logits
 from specgen.text.prefix import n_common
@@ -23,7 +23,7 @@ _N_SINK = 4
 N_USUAL = 2
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Drafts a chain with a model.
 
     The model's cache keeps all tokens that became text, so no token is decoded twice. The next proposal starts with

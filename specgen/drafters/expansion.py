@@ -16,9 +16,9 @@ import numpy as np
 from specgen.drafters.kind import DraftRequest
 from specgen.method.distribution import Distribution, NoTokenAllowedError
 from specgen.method.draft import ROOT, Draft
+from specgen.method.draft_length import WhilePaying, best_nodes
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.method.stopping import WhilePaying, best_nodes
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 

@@ -15,7 +15,7 @@ from specgen.llama import default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
 from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.drafter import Ask, Drafting, ready
+from specgen.method.drafter import Ask, Drafter, Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.hidden_trail import LastHidden
@@ -28,7 +28,7 @@ _LOOKS = (1, 2, 4, 8)
 _N_REPEATS = 5
 
 
-class HeadsDrafter:
+class HeadsDrafter(Drafter):
     """Drafts with decoder heads: a chain or a tree.
 
     Heads start from the target's hidden state after its last decoded token (`states`, which the loop
@@ -45,7 +45,7 @@ class HeadsDrafter:
         self._costs = request.costs
         self._is_end = is_end
         #: The target's hidden states, which the loop adds to.
-        self.states = LastHidden()
+        self.states: LastHidden = LastHidden()
         #: A row of the target's logits, in which tokens that are not frequent stay at minus infinity.
         self._row = np.full(heads.n_vocab, -np.inf, np.float32)
 

@@ -25,7 +25,7 @@ from specgen.text.prefix import n_common
 if TYPE_CHECKING:
     from specgen.drafters.suffix_array import SuffixArray
     from specgen.llama import LlamaBackend, LlamaModel
-    from specgen.method.acceptance import AcceptanceRates
+    from specgen.method.acceptance_rates import AcceptanceRates
     from specgen.method.drafter import Drafter
     from specgen.text.text_state import TextState
 
@@ -224,10 +224,11 @@ class LoadedDraft:
 @dataclass(frozen=True)
 class DraftKind:
     """A way to draft. `matches` says whether a file, or the word after `--draft`, is of this kind; a file that cannot be
-    read is not. `open` loads a source that matches: it raises `ModelFileError`, `PairError` if it does not fit the
+    read is not. `suits` says whether its name alone, as the word, drafts for a target. `open` loads a source that matches: it raises `ModelFileError`, `PairError` if it does not fit the
     target, or `UsageError` if the options ask for what it cannot do."""
 
     name: str
     matches: Callable[[DraftSource], bool]
     open: Callable[[DraftSource, DraftSetup], LoadedDraft]
     reads: Reads = "text"
+    suits: Callable[[LlamaModel], bool] = lambda _target: False

@@ -1,18 +1,44 @@
-"""All kinds of drafts: the first that matches a source opens it."""
+"""All kinds of drafts: the first that matches a source opens it. No kind is imported before it is needed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from specgen.drafters.kind import DraftKind, DraftSetup, LoadedDraft
-from specgen.errors import UsageError
+from specgen.errors import ModelFileError, UsageError
 from specgen.options import DraftSource
 
-#: Modules with a `KIND` each, in `specgen.drafters`. Any file may be a model: it comes after those of other packages.
-KINDS = ("ngram", "heads", "mtp", "eagle3", "dflash", "gemma4")
+if TYPE_CHECKING:
+    from specgen.drafters.kind import DraftKind, DraftSetup, LoadedDraft
+    from specgen.llama import LlamaModel
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What is known of a kind before its `module` in `specgen.drafters`, which has a `KIND`, is imported: the word
+    after --draft, the GGUF architecture that only such drafts have, and how their files are named."""
+
+    module: str
+    word: str = ""
+    architecture: str = ""
+    file_prefixes: tuple[str, ...] = ()
+
+
+KINDS = (
+    Listed("ngram", word="ngram"),
+    Listed("heads", word="heads"),
+    Listed("mtp", word="mtp", file_prefixes=("mtp-",)),
+    Listed("eagle3", architecture="eagle3", file_prefixes=("eagle3-",)),
+    Listed("dflash", architecture="dflash", file_prefixes=("dflash-", "dspark-")),
+    Listed("gemma4", architecture="gemma4-assistant"),
+)
+WORDS = tuple(kind.word for kind in KINDS if kind.word)
+FILE_PREFIXES = tuple(prefix for kind in KINDS for prefix in kind.file_prefixes)
+#: Any file may be a model: it comes after the kinds of other packages.
 ANY_FILE = "model"
 #: The entry points of other packages, each with a `DraftKind`.
 GROUP = "specgen.drafts"
@@ -20,8 +46,8 @@ GROUP = "specgen.drafts"
 
 def kinds() -> Iterator[DraftKind]:
     """Yield the kinds in their order. Each is imported only when those before it do not match."""
-    for name in KINDS:
-        yield _own(name)
+    for kind in KINDS:
+        yield _own(kind.module)
     yield from _others()
     yield _own(ANY_FILE)
 
@@ -32,8 +58,25 @@ def find_kind(source: DraftSource) -> DraftKind | None:
 
 
 def is_word(name: str) -> bool:
-    """Return whether another package has a draft of this name."""
-    return any(kind.matches(name) for kind in _others())
+    """Return whether a name is a word after --draft, perhaps of another package."""
+    return name in WORDS or any(kind.matches(name) for kind in _others())
+
+
+def words_for(target: LlamaModel) -> list[DraftSource]:
+    """Return the words of what drafts for a target without a file of its own."""
+    return [kind.name for kind in kinds() if kind.suits(target)]
+
+
+def refuse_draft(path: Path) -> None:
+    """Raise `ModelFileError` if a file holds a draft of one target, and no whole model."""
+    from specgen.llama.gguf_metadata import architecture_of
+
+    architecture = architecture_of(path)
+    if any(architecture and kind.architecture == architecture for kind in KINDS):
+        raise ModelFileError(
+            f"{path}: a draft of one target ({architecture}), and not a whole model",
+            hint="give it as --draft, and the model that it was made for as -m",
+        )
 
 
 def open_draft(source: DraftSource, setup: DraftSetup) -> LoadedDraft | None:
@@ -58,4 +101,6 @@ def _own(name: str) -> DraftKind:
 
 @cache
 def _others() -> tuple[DraftKind, ...]:
+    from importlib.metadata import entry_points
+
     return tuple(point.load() for point in entry_points(group=GROUP))

@@ -13,6 +13,7 @@ from specgen.drafters.cascade import Cascade, WrappedDrafter
 from specgen.drafters.chain import ModelDrafter
 from specgen.drafters.expansion import WIDEST
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, Key, LoadedDraft, Room
+from specgen.drafters.kinds import refuse_draft
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.pairing import check_pair
 from specgen.drafters.parallel import ParallelDrafter, is_parallel_draft, mask_token
@@ -72,6 +73,7 @@ class DraftModel(LoadedDraft):
     def __init__(self, path: Path, setup: DraftSetup, weights: Path | None = None) -> None:
         super().__init__(path.name, weights or path)
         self.timed, self.learnt = path, weights
+        refuse_draft(path)
         self.model = LlamaModel(path, weights=weights, n_gpu_layers=setup.context.n_gpu_layers)
         self.models = (self.model,)
         #: What drafts for this model, if something does.

@@ -150,4 +150,6 @@ def _open(source: DraftSource, setup: DraftSetup) -> MtpDraft:
     return MtpDraft(setup, source if isinstance(source, Path) else None)
 
 
-KIND = DraftKind("mtp", _matches, _open, reads="all states")
+KIND = DraftKind(
+    "mtp", _matches, _open, reads="all states", suits=lambda target: not target.why_no_mtp
+)

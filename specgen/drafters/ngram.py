@@ -15,7 +15,7 @@ from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDra
 from specgen.drafters.suffix_array import MAX_MATCH, MAX_PLACES, Match, Matches, SuffixArray
 from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.drafter import Drafting, ready
+from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult
 
 #: The origins of nodes that are drafted from the text itself, and from corpora.
@@ -112,7 +112,7 @@ class TextIndex(Matches):
         return tuple(self._tokens[-1 - self._min_match : -1])
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Drafts, token by token, the likeliest continuation of the longest earlier occurrence of the
     text's ending. That ending includes the draft so far.
 
@@ -273,4 +273,5 @@ KIND = DraftKind(
     TEXT_ORIGIN,
     matches=lambda source: source == TEXT_ORIGIN,
     open=lambda _source, setup: LoadedNgrams(setup),
+    suits=lambda _target: True,
 )

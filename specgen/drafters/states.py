@@ -122,7 +122,7 @@ class StatesCache:
             self._backend.remove(self._sequence, self.length)
 
 
-class StatesDrafter:
+class StatesDrafter(Drafter):
     """The base of drafters that read the target's hidden states along the text (`states`, which the loop fills)."""
 
     name: ClassVar[str]
@@ -134,7 +134,7 @@ class StatesDrafter:
         self._slot = request.slot.branches(backend)
         self._n_ctx = request.slot.n_ctx(backend)
         #: The target's hidden states along the text.
-        self.states = backend.trails[request.slot.number]
+        self.states: HiddenTrail = backend.trails[request.slot.number]
         self.states.begin(request.prompt, backend.trails)
 
     def observe(self, result: RoundResult) -> None:

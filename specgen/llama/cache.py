@@ -1,4 +1,8 @@
-"""The KV cache of a context, with checks of every native result."""
+"""The KV cache of a context, with checks of every native result.
+
+What is dropped after a round is decided in `specgen.method.draft.keep_path`; models with a recurrent state go back by
+`recurrent_rollback`.
+"""
 
 from __future__ import annotations
 

@@ -34,9 +34,6 @@ CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
 #: Architectures with which llama.cpp computes a batch of several sequences wrong: it stores the state of one sequence
 #: in another one's cells (``plamo2``, which also ends the process then), or takes it from another one's row.
 ONE_SEQUENCE = frozenset({"arwkv7", "plamo2", "rwkv6qwen2"})
-#: Architectures of drafts that read layers or the cache of their target (`specgen.llama.eagle`,
-#: `specgen.llama.dflash`, `specgen.llama.gemma4_assistant`).
-_DRAFTS = frozenset({"eagle3", "dflash", "gemma4-assistant"})
 #: Architectures of encoders that make embeddings, and llama.cpp's numbers of how hidden states are pooled.
 _ENCODERS = frozenset(
     {
@@ -310,11 +307,6 @@ class LlamaModel:
         architecture = self.metadata("general.architecture") or "unknown"
         hint = "use a model that generates text"
         causal = self.metadata(f"{architecture}.attention.causal") or "true"
-        if architecture in _DRAFTS:
-            raise ModelFileError(
-                f"{self.path}: a draft of one target ({architecture}), and not a whole model",
-                hint="give it as --draft, and the model that it was made for as -m",
-            )
         if self._number("nextn_predict_layers") and holds_mtp_only(self._file):
             raise ModelFileError(
                 f"{self.path}: MTP layers, and not the model that they belong to",

@@ -388,9 +388,11 @@ def _decode_both_ways(path: Path, options: ContextOptions) -> tuple[Logits, Logi
     """Return the logits of a text, float32[n_tokens, n_vocab], decoded in one batch and token by token."""
     import numpy as np
 
+    from specgen.drafters.kinds import refuse_draft
     from specgen.llama import LlamaBackend, LlamaModel
     from specgen.method.backend import Batch
 
+    refuse_draft(path)
     n_tokens = 24
     model = LlamaModel(path, n_gpu_layers=options.n_gpu_layers)
     backend = LlamaBackend(model, options, n_ctx=256, clock=time.perf_counter, n_outputs=n_tokens)

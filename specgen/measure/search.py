@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specgen.drafters.kinds import words_for
 from specgen.events import undrafted_text
 from specgen.llama import default_threads
 from specgen.measure.threads import ThreadTimes, measure_threads, thread_counts
@@ -40,9 +41,6 @@ if TYPE_CHECKING:
 THREADS_BUDGET_S = 20.0
 #: A speed-up below this does not count as a gain: it is within the noise of the measurement.
 LEAST_GAIN = 1.03
-#: The order of drafts whose speed-ups are shown as equal: those without a second model come first, so
-#: that a model is chosen only if it gains something.
-_SIMPLEST = ("mtp", "ngram", "none")
 #: Two files of one size are the same if so many bytes of each end are equal.
 _PROBE_BYTES = 1 << 20
 
@@ -128,9 +126,7 @@ def search_drafts(
     `BackendError` if the target fails; drafts that fail are listed as refused.
     """
     target, load = session.options.target, LoadOfOthers()
-    drafts: list[DraftSource] = ["ngram", *candidates]
-    if not session.target.why_no_mtp:
-        drafts.insert(1, "mtp")
+    drafts = [*words_for(session.target), *candidates]
     session.change_draft("none")
     threads: dict[str, ThreadTimes] = {}
     if tunes_threads and (times := _tuned_threads(session, None, interrupted, progress)):
@@ -179,12 +175,11 @@ def search_drafts(
 
 
 def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
-    """Return drafts by their speed-ups, the best first; of equal ones, what needs no second model."""
+    """Return drafts by their speed-ups, the best first; of those that are shown as equal, what needs no
+    second model: one is chosen only if it gains something."""
 
-    def order(one: Tried) -> tuple[float, int]:
-        is_model = isinstance(one.draft, Path)
-        rank = len(_SIMPLEST) if is_model else _SIMPLEST.index(str(one.draft))
-        return (-round(one.figures.speedup, 2), rank)
+    def order(one: Tried) -> tuple[float, bool, bool]:
+        return (-round(one.figures.speedup, 2), isinstance(one.draft, Path), one.draft == "none")
 
     return tuple(sorted(tried, key=order))
 

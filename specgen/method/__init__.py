@@ -1,2 +1,4 @@
-"""The method: drafts, their verification, the loop over them, and what both rest on (policies,
-drafters, samplers, grammars). Nothing here knows llama.cpp or a file."""
+"""Drafts, drafters, policies, verification, and the loop over them: start with `loop.py::Loop.round`.
+
+Samplers and grammars are in `specgen.text`, the kinds of drafts in `specgen.drafters`. Nothing here knows llama.cpp or
+a file."""

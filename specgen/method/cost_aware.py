@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from specgen.method.acceptance import (
+from specgen.method.acceptance_rates import (
     NGRAM_ORIGINS,
     AcceptanceRates,
     judge_drafts,
@@ -15,8 +15,8 @@ from specgen.method.acceptance import (
 )
 from specgen.method.cost_table import ALONE, FREE, BatchShare, CostTable, Price
 from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.draft_length import StoppingRule, WhilePaying
 from specgen.method.policy import Offer, Reason, RoundPlan, RoundResult, UntilUnsure
-from specgen.method.stopping import StoppingRule, WhilePaying
 from specgen.options import DraftOptions
 
 #: If no costs were measured, this many plain decodes are observed before anything is drafted.
@@ -129,8 +129,8 @@ class CostAwarePolicy:
     the model is worth before it runs. (The rule for a fixed length is Leviathan et al.'s,
     arXiv:2211.17192, section 3.4.)
 
-    All learning is free: tokens that were proposed but not worth verifying are compared with the
-    text that follows. A drafter that loses time against expectation is paused (`Gate`).
+    Most learning is free: tokens that were proposed but not worth verifying are compared with the
+    text that follows. Only trials of a model that is not expected to pay cost time. A drafter that loses time against expectation is paused (`Gate`).
 
     Beside other sequences, a token's plain decode is a share of a batch for all of them, and a
     drafted row costs what it adds to that batch (`BatchShare`).

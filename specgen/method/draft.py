@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from specgen.method.backend import Backend, Batch
 from specgen.method.distribution import Distribution
 
-#: Parent of the nodes that follow the last committed token directly.
+#: Parent of the nodes that follow the last committed token directly. The logits of node i are row i + 1, so those
+#: of the root are row 0.
 ROOT = -1
 
 
@@ -162,7 +163,7 @@ class Draft:
         return depths
 
     def path(self, node: int) -> list[int]:
-        """Return the nodes from the root down to `node`, both ends included; none for `ROOT`."""
+        """Return the nodes from a child of the root down to `node`, inclusive; none for `ROOT`."""
         if self.is_chain:
             return list(range(node + 1))
         nodes = []
@@ -261,7 +262,7 @@ class Branches:
 
     def of_leaves(self, n: int) -> tuple[int, ...]:
         """Return the sequences for a tree with n leaves, at least the one of the committed text.
-        Raise `ValueError` if there are fewer."""
+        Raise `ValueError` if the slot has fewer."""
         if n > self.n_branches:
             raise ValueError(f"the draft has {n} branches, the slot room for {self.n_branches}")
         return tuple(range(self.first, self.first + max(1, n)))
@@ -298,9 +299,9 @@ def pack(
 
 
 def keep_path(backend: Backend, slot: Branches, draft: Draft, path: Sequence[int]) -> None:
-    """Keep one path of the tree in the cache after a decode, and drop the rest of the tree.
+    """Drop the rejected nodes of a decoded tree from the KV cache: the text and the accepted path stay.
 
-    `path` are nodes from the root down; it may be empty. Raise `RollbackError` if the cache cannot
+    `path` are nodes from a child of the root down; it may be empty. Raise `RollbackError` if the cache cannot
     drop the rest.
     """
     if len(path) == len(draft):

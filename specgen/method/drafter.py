@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.system.arrays import Logits
+
+if TYPE_CHECKING:
+    from specgen.text.hidden_trail import TargetStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,9 @@ class Drafter(Protocol):
     A drafter may fail; the loop then goes on without it. A drafter never changes the text, only
     how soon the text comes. The code that opened its context also closes it.
     """
+
+    #: Takes the target's hidden states from the loop; None if it reads none.
+    states: TargetStates | None = None
 
     @property
     def name(self) -> str:

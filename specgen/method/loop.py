@@ -58,7 +58,7 @@ class _Turn:
     draft: Draft = NO_DRAFT
     #: The number of committed tokens that are decoded before the draft, and the batch's row of the last one.
     n_pending: int = 1
-    root: int = 0
+    root_row: int = 0
     #: Seconds of the draft model's decodes, and of all drafting.
     model_s: float = 0.0
     seconds: float = 0.0
@@ -218,9 +218,9 @@ class Loop:
                 turn.sequence.tally.add_undrafted(turn.plan.reason.name, str(turn.plan.reason))
 
     def _pack(self, batch: Batch, turn: _Turn, n_room: int) -> None:
-        """Add a sequence's rows to the round's batch, in which it has room for `n_room`: the committed tokens that
-        the cache does not hold yet, which are the last one and, if a grammar forced tokens, those before it; then
-        the draft. Tokens that have no room are decoded here."""
+        """Add the committed tokens that the cache lacks to the batch, then the draft: at most `n_room` rows.
+        Usually only the last token is missing; a grammar may have forced more. If these do not fit, all but the last
+        are decoded first."""
         sequence = turn.sequence
         first, tokens = sequence.slot.first, sequence.tokens
         start, last = self.target.length(first), len(tokens) - 1
@@ -233,7 +233,7 @@ class Loop:
                 self.decode_text(sequence, silent)
                 start += n
         turn.n_pending = len(tokens) - start
-        turn.root = len(batch) + turn.n_pending - 1
+        turn.root_row = len(batch) + turn.n_pending - 1
         pack(batch, self.target, sequence.slot, tokens[start:], turn.draft)
 
     def decode_text(self, sequence: Sequence, batch: Batch) -> Logits:
@@ -336,6 +336,6 @@ def _keep_states(
         return
     root, n_pending = first, 1
     if states.all_rows:
-        root, n_pending = turn.root, turn.n_pending
+        root, n_pending = turn.root_row, turn.n_pending
     taken = [*range(root + 1 - n_pending, root + 1), *(root + 1 + node for node in kept)]
     states.take_rows(hidden[taken], turn.sequence.tokens, n_read)

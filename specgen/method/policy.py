@@ -102,9 +102,9 @@ class UntilUnsure:
 class RoundPlan:
     """What one sequence drafts in a round, and why.
 
-    Either `found` is verified, which the free drafter proposed, or the drafter that decodes drafts at most
-    `n_max` tokens, as far as `stop` lets it go; if `extends` is set, the free drafter adds tokens after or
-    beside those. `stop` cuts the finished draft.
+    A round verifies either `found`, which a lookup found without a decode, or a draft of at most `n_max` tokens of
+    the drafter that decodes, as far as `stop` lets it go; if `extends` is set, lookups add tokens after or beside
+    those. `stop` cuts the finished draft.
     """
 
     reason: Reason
@@ -112,7 +112,7 @@ class RoundPlan:
     found: Draft = NO_DRAFT
     stop: Stop = field(default_factory=UntilUnsure)
     extends: bool = False
-    #: The first tokens of the drafter that decodes are no choice: it drafts so many whatever `stop` says.
+    #: Tokens that a drafter of another vocabulary has to draft again first, whatever `stop` says.
     n_given: int = 0
     #: How many tokens a parallel draft predicts in its one decode; None: `n_max`.
     n_at_once: int | None = None

@@ -26,12 +26,12 @@ _N_HALVINGS = 50
 
 #: The target's distribution after a node of the draft, or after `ROOT`. Each call runs the samplers,
 #: so a verifier calls it once for each node that it needs.
-Target: TypeAlias = Callable[[int], Distribution]
+TargetAt: TypeAlias = Callable[[int], Distribution]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a verification. `path` are the accepted nodes from the root down; `next_token` is
+    """The result of a verification. `path` are the accepted nodes, from a child of the root down; `next_token` is
     the target's own token after them, where it rejected the draft or the draft ended."""
 
     path: tuple[int, ...]
@@ -47,7 +47,7 @@ class Verifier(Protocol):
         on record, than of the draft model's most likely tokens."""
         ...
 
-    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict: ...
+    def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict: ...
 
 
 class _Descending(ABC):
@@ -56,7 +56,7 @@ class _Descending(ABC):
 
     wants_draws = True
 
-    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+    def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
         node, walks = ROOT, draft.walks
         path: list[int] = []
         while True:
@@ -197,7 +197,7 @@ class BlockVerifier(ResidualVerifier):
     position was fixed before any token after it was drawn.
     """
 
-    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+    def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
         if draft.walks:
             return super().verify(draft, target, rng)
         node, path = ROOT, list[int]()
@@ -226,7 +226,7 @@ def _only_children(draft: Draft, node: int) -> list[int]:
 
 
 def _judged_run(
-    draft: Draft, run: Sequence[int], target: Target, before: int, rng: np.random.Generator
+    draft: Draft, run: Sequence[int], target: TargetAt, before: int, rng: np.random.Generator
 ) -> tuple[int, Distribution]:
     """Return how many nodes of a run after `before` a block verifier keeps, and the distribution of the
     token after them."""
@@ -264,7 +264,7 @@ class AutoVerifier:
 
     wants_draws = True
 
-    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+    def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
         verifier: Verifier = MatchVerifier()
         if draft.is_drawn:
             verifier = SpecTrVerifier() if draft.walks else BlockVerifier()

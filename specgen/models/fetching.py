@@ -1,6 +1,6 @@
 """Locate a model on this disk, or have it downloaded.
 
-What downloads (`download`, `hub`, `pypi`) is imported by its name where it is needed: most runs need none of it.
+What downloads (`download`, `hub`) is imported by its name where it is needed: most runs need none of it.
 """
 
 from __future__ import annotations

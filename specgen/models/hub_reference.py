@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from specgen.drafters.kinds import FILE_PREFIXES
 from specgen.errors import UsageError
 from specgen.models.files import shard_names
 
@@ -22,8 +23,6 @@ PREFIX = "hf:"
 _USUAL_QUANTS = ("Q4_K_M", "Q8_0")
 #: Files with these in their names belong to a model, but are none.
 _NO_MODELS = ("mmproj", "imatrix")
-#: Drafts that read the states of their target: models only for those who name their file.
-_DRAFTS_OF_OTHERS = ("mtp-", "eagle3-", "dflash-", "dspark-")
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _REFERENCE = re.compile(
@@ -85,7 +84,7 @@ def usual(reference: HubReference) -> HubReference:
 def models_among(names: Iterable[str], *, with_drafts: bool = False) -> list[list[str]]:
     """Return the models among the files of a repository, each as its files in order; with `with_drafts` also those
     that draft for one model only. Models whose shards are not all there are left out."""
-    left_out = _NO_MODELS if with_drafts else (*_NO_MODELS, *_DRAFTS_OF_OTHERS)
+    left_out = _NO_MODELS if with_drafts else (*_NO_MODELS, *FILE_PREFIXES)
     every = set(names)
     found = []
     for name in sorted(every):
@@ -119,7 +118,7 @@ def mtp_layers_for(model: str, names: Iterable[str]) -> str | None:
     """Return the file of MTP layers in the folder of one of a repository's models: of several, the one with the
     model's quantisation, else the first. None if there is none, or the model drafts for another one itself."""
     path = PurePosixPath(model)
-    if path.name.startswith(_DRAFTS_OF_OTHERS):
+    if path.name.startswith(FILE_PREFIXES):
         return None
     paths = map(PurePosixPath, sorted(names))
     beside = [

@@ -14,13 +14,11 @@ from typing import Any
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
+from specgen.drafters.kinds import is_word
 from specgen.errors import OutputError, UsageError
 from specgen.models.files import FileIdentity, config_folder
 from specgen.options import DraftSource
 from specgen.system.files import correct, replace_text
-
-#: Drafts that are no files.
-_WORDS = ("ngram", "mtp", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +55,8 @@ def saved_draft(target: FileIdentity, file: Path | None = None) -> SavedDraft | 
         return None
     draft = entry.get("draft") if isinstance(entry, dict) else None
     if not isinstance(draft, str) or not draft:
-        raise _damaged(path, f'"{_key(target)}": draft: is no path, "mtp", "ngram" or "none"')
-    source = draft if draft in _WORDS else Path(draft)
+        raise _damaged(path, f'"{_key(target)}": draft: is no path, and no word after --draft')
+    source = draft if draft == "none" or is_word(draft) else Path(draft)
     try:
         return TypeAdapter(SavedDraft).validate_python({**entry, "draft": source})
     except ValidationError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
-from specgen.method.acceptance import AcceptanceRates
+from specgen.method.acceptance_rates import AcceptanceRates
 from specgen.method.backend import Backend, Batch, HiddenBackend
 from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import draft_up_to

@@ -1,7 +1,8 @@
 """What decodes cost on this machine, and the speed-up that a draft is expected to bring at these costs.
 
 `specgen run` makes this estimate before a draft model is used that was never tried with its target. What is
-measured instead, as in `specgen.measure.trial`, is a speed-up by the same quotient, `speedup`.
+measured instead, as in `specgen.measure.trial`, is a speed-up by the same quotient, `speedup`. `memory.py` keeps the
+costs, and a `CostTable` corrects them while it runs.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import numpy as np
 
 from specgen.drafters.cascade import Cascade
 from specgen.drafters.kind import DraftRequest, Key, LoadedDraft
-from specgen.method.acceptance import AcceptanceRates
+from specgen.method.acceptance_rates import AcceptanceRates
 from specgen.method.backend import Backend
 from specgen.method.cost_aware import CostAwarePolicy
 from specgen.method.cost_table import CostTable
@@ -79,7 +79,7 @@ class DrafterFactory:
             request = self._request(draft, prompt, state, settings, draft_seed)
             request = replace(request, caches=caches, slot=slot)
             drafter = draft.drafter(request)
-            hidden = getattr(drafter, "states", None)
+            hidden = drafter.states
             cascade = self._cascade(draft, drafter, request, settings)
         return Sequence(
             vocabulary=session.target.vocabulary.showing(settings.generation.shown_controls),

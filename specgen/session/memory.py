@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from specgen.method.acceptance import (
+from specgen.method.acceptance_rates import (
     N_BINS,
     AcceptanceCounts,
     AcceptanceRates,

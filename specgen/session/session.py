@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from specgen.drafters.kind import DraftSetup, Key, LoadedDraft, Room
-from specgen.drafters.kinds import ANY_FILE, find_kind, open_draft
+from specgen.drafters.kinds import ANY_FILE, find_kind, open_draft, refuse_draft
 from specgen.drafters.lookup_texts import EarlierTexts, load_corpus
 from specgen.drafters.ngram import LoadedNgrams
 from specgen.drafters.suffix_array import SuffixArray
@@ -123,6 +123,7 @@ class Session:
         self._ahead = self._resources.enter_context(contextlib.ExitStack())
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
+            refuse_draft(options.target)
             if isinstance(draft_ahead, Path):
                 self._load_ahead(draft_ahead)
             self.target = LlamaModel(

@@ -93,7 +93,7 @@ class DraftBuilder:
     `clock` gives seconds. `tell` gets a sentence about each result; `interrupted` returns whether to stop.
     """
 
-    loaded: Session
+    session: Session
     text_options: TextOptions
     cache: Path
     clock: Callable[[], float]
@@ -103,7 +103,7 @@ class DraftBuilder:
 
     @cached_property
     def _identity(self) -> FileIdentity:
-        return identity_of(self.loaded.options.target)
+        return identity_of(self.session.options.target)
 
     @property
     def folder(self) -> Path:
@@ -120,7 +120,7 @@ class DraftBuilder:
         if "pruned" in kinds:
             from specgen.train.layer_skip import check_prunable
 
-            check_prunable(self.loaded.target)  # before minutes are spent on the text
+            check_prunable(self.session.target)  # before minutes are spent on the text
         started_s = self.clock()
         n_have = self.write_text(until_s=started_s + _SHARE_OF_TEXT * 60.0 * minutes)
         if n_have < self.text_options.n_tokens and not self.interrupted():
@@ -148,13 +148,13 @@ class DraftBuilder:
         from specgen.train.target_text import bytes_of, write_text
 
         options = self.text_options
-        size = human_bytes(bytes_of(options.n_tokens, self.loaded.target.n_embd))
+        size = human_bytes(bytes_of(options.n_tokens, self.session.target.n_embd))
         self.tell(f"up to {options.n_tokens} tokens of text, {size}, in {self.folder}")
         return write_text(
-            self.loaded,
+            self.session,
             options.prompts,
             self.folder,
-            self._budget(until_s, f"{self.loaded.options.target.name} writes"),
+            self._budget(until_s, f"{self.session.options.target.name} writes"),
             n_tokens=options.n_tokens,
             n_parallel=options.n_parallel,
             max_tokens=options.max_tokens,
@@ -174,7 +174,9 @@ class DraftBuilder:
         from specgen.train.heads import train_heads
 
         budget = self._budget(until_s, "training heads")
-        trained = train_heads(self._text(), self.loaded.options.target, self.loaded.target, budget)
+        trained = train_heads(
+            self._text(), self.session.options.target, self.session.target, budget
+        )
         if trained is None:
             return None
         heads = heads_file(self.cache, self._identity)
@@ -191,13 +193,15 @@ class DraftBuilder:
         return heads
 
     def _distil(self, draft: Path, until_s: float) -> Path | None:
+        from specgen.drafters.kinds import refuse_draft
         from specgen.llama import LlamaModel
         from specgen.train.distillation import distil
         from specgen.train.target_text import training_texts
 
+        refuse_draft(draft)
         with contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small:
             now = datetime.datetime.now().astimezone()
-            texts = training_texts(self._text(), self.loaded.target, small, now)
+            texts = training_texts(self._text(), self.session.target, small, now)
         output = distilled_file(self.cache, self._identity, draft)
         fitted = distil(draft, texts, output, self._budget(until_s, f"fitting {draft.name}"))
         if fitted is None:
@@ -214,7 +218,7 @@ class DraftBuilder:
 
         output = pruned_file(self.cache, self._identity)
         budget = self._budget(until_s, "judging sets of layers")
-        made = prune(self.loaded, self._text(), output, budget)
+        made = prune(self.session, self._text(), output, budget)
         if made is None:
             return None
         layers = ", ".join(map(str, made.left_out))

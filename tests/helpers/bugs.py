@@ -21,7 +21,7 @@ from specgen.method.distribution import Distribution
 from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import Offer, Policy, RoundPlan, Stop
-from specgen.method.verify import MatchVerifier, Target, Verdict, Verifier
+from specgen.method.verify import MatchVerifier, TargetAt, Verdict, Verifier
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
 from specgen.text.sequence import Sequence
@@ -105,7 +105,7 @@ class _Residual:
     def __init__(self, _: Verifier) -> None:
         pass
 
-    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+    def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
         node = ROOT
         path: list[int] = []
         while draft.children(node):
@@ -178,7 +178,7 @@ class _WrongRow(MatchVerifier):
     def __init__(self, _: Verifier) -> None:
         pass
 
-    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+    def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
         def shifted(node: int) -> Distribution:
             return target(min(node + 1, len(draft) - 1))
 

@@ -48,7 +48,7 @@ class Clock:
         return float(next(self._readings))
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """Drafts what `draft` returns, here nothing: the base of drafters that are made up for tests."""
 
     name = "nothing"

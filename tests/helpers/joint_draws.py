@@ -18,7 +18,7 @@ from specgen.method.cost_table import CostTable
 from specgen.method.distribution import Distribution
 from specgen.method.draft import ROOT, Draft
 from specgen.method.policy import Offer, Policy, RoundPlan
-from specgen.method.verify import Target, Verdict, Verifier
+from specgen.method.verify import TargetAt, Verdict, Verifier
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
@@ -147,7 +147,7 @@ class _Scout:
     def wants_draws(self) -> bool:
         return self.inner.wants_draws
 
-    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+    def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
         self.chance = -1.0
         if children := draft.children(ROOT):
             wanted, first = target(ROOT), children[0]

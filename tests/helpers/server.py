@@ -43,7 +43,7 @@ class Running:
     """A server that is running."""
 
     url: str
-    loaded: Session
+    session: Session
     engine: Engine
     http: httpx.Client
     server: DrainingServer

@@ -120,10 +120,16 @@ def test_the_command_line_takes_it_as_a_draft(specgen: Specgen, folder: Path) ->
     assert drafted.out == plain.out
 
 
-def test_a_draft_is_no_target(folder: Path) -> None:
-    with pytest.raises(ModelFileError, match=r"a draft of one target \(eagle3\)") as refused:
-        LlamaModel(folder / "whole.gguf")
-    assert "--draft" in (refused.value.hint or "")
+@pytest.mark.parametrize(("name", "kind"), [("whole", "eagle3"), ("dflash whole", "dflash")])
+def test_a_draft_is_no_target_and_drafts_for_no_draft(folder: Path, name: str, kind: str) -> None:
+    file, target = folder / f"{name}.gguf", folder / "llama.gguf"
+    for options in (
+        SessionOptions(target=file),
+        SessionOptions(target=target, draft=target, helpers=(file,)),
+    ):
+        with pytest.raises(ModelFileError, match=rf"a draft of one target \({kind}\)") as refused:
+            Session(options, time.perf_counter)
+        assert "--draft" in (refused.value.hint or "")
 
 
 # --- contexts and trails --------------------------------------------------------------------------

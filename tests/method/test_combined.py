@@ -19,6 +19,7 @@ from specgen.method.drafter import Drafter, Drafting, draft_alone, ready
 from specgen.method.policy import FixedPolicy, Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
+from specgen.text.hidden_trail import TargetStates
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
@@ -38,6 +39,7 @@ class Scripted:
     drafts: list[Sequence[int]]
     price_s: Price = FREE
     told: list[object] = field(default_factory=list)
+    states: TargetStates | None = None
 
     def price(self, n_context: int) -> Price:
         return self.price_s

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.method.acceptance import (
+from specgen.method.acceptance_rates import (
     N_BINS,
     NGRAM_ORIGINS,
     AcceptanceRates,
     start_of,
 )
 from specgen.method.cost_table import FREE, CostTable, Price
-from specgen.method.stopping import StoppingRule
+from specgen.method.draft_length import StoppingRule
 from specgen.text.tally import Tally
 
 # --- what is expected of a decode

@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.method.acceptance import AcceptanceRates
+from specgen.method.acceptance_rates import AcceptanceRates
 from specgen.method.cost_aware import CostAwarePolicy, Gate
 from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.draft_length import WhilePaying
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import (
     FixedPolicy,
@@ -30,7 +31,6 @@ from specgen.method.policy import (
     ThresholdPolicy,
     draft_up_to,
 )
-from specgen.method.stopping import WhilePaying
 from specgen.options import FIXED_LENGTH, FIXED_P_MIN, LONGEST_DRAFT, DraftOptions, SamplerOptions
 from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language

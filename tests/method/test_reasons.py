@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specgen.events import REASONS, CommittedEvent, FinishedEvent, ReasonName
-from specgen.method.acceptance import AcceptanceRates
+from specgen.method.acceptance_rates import AcceptanceRates
 from specgen.method.cost_aware import CostAwarePolicy
 from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT, Draft

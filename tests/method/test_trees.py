@@ -21,9 +21,9 @@ from specgen.method.cost_aware import CostAwarePolicy
 from specgen.method.cost_table import CostTable
 from specgen.method.distribution import Distribution
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.draft_length import best_nodes
 from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import Offer, RoundPlan, RoundResult, draft_up_to
-from specgen.method.stopping import best_nodes
 from specgen.method.verify import (
     AutoVerifier,
     ResidualVerifier,

@@ -25,7 +25,7 @@ from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import Policy, RoundPlan
 from specgen.method.verify import (
     ResidualVerifier,
-    Target,
+    TargetAt,
     Verdict,
     Verifier,
 )
@@ -186,7 +186,7 @@ class ReusedRow:
     def __init__(self) -> None:
         self._inner = ResidualVerifier()
 
-    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+    def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
         verdict = self._inner.verify(draft, target, rng)
         if len(verdict.path) < len(draft) or not verdict.path:
             return verdict

@@ -54,6 +54,8 @@ def test_the_registry_has_every_kind() -> None:
     assert set(KINDS_TESTED) == set(names)
     assert {case for cases in KINDS_TESTED.values() for case in cases} <= set(DRAFTERS)
     assert find_kind("no such word") is None
+    for listed, kind in zip(KINDS, kinds(), strict=False):
+        assert kind.name == (listed.word or listed.architecture)
     found = find_kind(Path("missing.gguf"))
     assert found is not None
     assert found.name == ANY_FILE

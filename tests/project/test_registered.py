@@ -29,15 +29,16 @@ LETTERS = FakeVocabulary.letters(N_VOCAB)
 
 
 def classes_with(method: str, *modules: object) -> set[type[object]]:
-    """The classes that modules define and that have a method, but protocols."""
+    """The classes that modules define and that have a method of their own or of a base; not bases and protocols."""
     return {
         each
         for module in modules
         for each in vars(module).values()
         if inspect.isclass(each)
         and each.__module__ == getattr(module, "__name__", "")
-        and hasattr(each, method)
+        and getattr(each, method, None) not in (None, getattr(Drafter, method, None))
         and not getattr(each, "_is_protocol", False)
+        and not inspect.isabstract(each)
     }
 
 

@@ -43,7 +43,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 def said(server: Running, prompt: Any) -> str:
     """What the target alone answers."""
-    with session_of(server.loaded.options.target, "none") as plain:
+    with session_of(server.session.options.target, "none") as plain:
         *_, last = generate(plain, prompt)
         text: str = last.text  # type: ignore[union-attr]
         return text
@@ -62,7 +62,7 @@ def test_a_chat(server: Running, client: openai.OpenAI) -> None:
     (choice,) = answer.choices
     assert choice.message.role == "assistant"
     assert choice.message.content == said(
-        server, server.loaded.prompts.of_text(MESSAGES[0]["content"])
+        server, server.session.prompts.of_text(MESSAGES[0]["content"])
     )
     assert choice.finish_reason in ("stop", "length")
     assert answer.usage is not None
@@ -93,7 +93,7 @@ def test_usage_in_a_chunk_of_its_own(client: openai.OpenAI) -> None:
 
 def test_a_completion(server: Running, client: openai.OpenAI) -> None:
     answer = client.completions.create(model="any", prompt=PROMPT, max_tokens=12)
-    expected = said(server, server.loaded.prompts.of_text(PROMPT, chat=False))
+    expected = said(server, server.session.prompts.of_text(PROMPT, chat=False))
     assert answer.choices[0].text
     assert expected.startswith(answer.choices[0].text)
     chunks = list(client.completions.create(model="any", prompt=PROMPT, max_tokens=12, stream=True))

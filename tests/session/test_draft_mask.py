@@ -11,7 +11,7 @@ import pytest
 from specgen.drafters.model import DraftModel
 from specgen.errors import UsageError
 from specgen.events import DraftedEvent, FinishedEvent
-from specgen.method.acceptance import AcceptanceRates
+from specgen.method.acceptance_rates import AcceptanceRates
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
 from specgen.options import (

@@ -19,7 +19,7 @@ from specgen.options import DraftSource
 CONFIDENCE = 0.7
 
 
-class PhraseDrafter:
+class PhraseDrafter(Drafter):
     """Drafts the rest of the phrase whose beginning is the longest ending of the text."""
 
     name = "phrases"

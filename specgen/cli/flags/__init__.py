@@ -63,8 +63,10 @@ def pair_names(incomplete: str) -> list[str]:
 
 def draft_names(incomplete: str) -> list[str]:
     """Return what drafts and begins so."""
-    kinds = [name for name in ("mtp", "ngram", "heads", "none") if name.startswith(incomplete)]
-    return kinds + model_names(incomplete)
+    from specgen.drafters.kinds import WORDS
+
+    words = [word for word in (*WORDS, "none") if word.startswith(incomplete)]
+    return words + model_names(incomplete)
 
 
 def target_option(**settings: Any) -> Any:

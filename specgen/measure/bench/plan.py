@@ -223,8 +223,8 @@ def measure(
             with _lineups(own, chat, interrupted, progress) as lineups:
                 plain = lineups[0].plain
                 assert isinstance(plain, SessionContender), "as `_lineups` makes it"
-                runs.kernels[target] = plain.loaded.target.kernels
-                seconds = n_rounds * len(own) * _plain_s(plain.loaded, prompts, interrupted)
+                runs.kernels[target] = plain.session.target.kernels
+                seconds = n_rounds * len(own) * _plain_s(plain.session, prompts, interrupted)
                 announce(own, runs.kernels[target], seconds)
                 run_lineups(
                     lineups,

@@ -87,7 +87,7 @@ class SessionContender:
     """Loaded models with their options as a contender. It does not close them."""
 
     name: str
-    loaded: Session
+    session: Session
     chat: bool | None = None
     interrupted: Callable[[], bool] = lambda: False
 
@@ -111,8 +111,8 @@ class SessionContender:
     def _events(self, prompt: str) -> Generator[Event, None, None]:
         from specgen.session.engine import generate
 
-        begun = self.loaded.prompts.of_text(prompt, chat=self.chat, now=NOW)
-        return generate(self.loaded, begun, interrupted=self.interrupted, estimate_gain=False)
+        begun = self.session.prompts.of_text(prompt, chat=self.chat, now=NOW)
+        return generate(self.session, begun, interrupted=self.interrupted, estimate_gain=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's older form, whole or in chunks, with specgen's own figures."""
+"""Answers of OpenAI's chat and text completions, whole or in chunks, with specgen's own figures."""
 
 from __future__ import annotations
 

@@ -210,14 +210,14 @@ class Server:
         loop: asyncio.AbstractEventLoop,
     ) -> tuple[tuple[AnswersRequest, ...], Job]:
         """Read a body and submit its answers to the engine. Raise `RequestError`, `SpecgenError`."""
-        requests = read_requests(endpoint, body, model.loaded, self._limits)
+        requests = read_requests(endpoint, body, model.session, self._limits)
         engine, n_answers = model.engine, requests[0].n * len(requests)
         n_most = engine.n_parallel + self._limits.n_waiting
         if n_answers > n_most:
             raise BodyError("n", f"{n_answers} answers; there is room for at most {n_most}")
         try:
             model.check_room(n_answers)
-            asks = answer_requests(requests, model.loaded, engine.n_ctx, self._limits)
+            asks = answer_requests(requests, model.session, engine.n_ctx, self._limits)
             return requests, model.submit(asks, loop)
         except UsageError as error:
             field = next((name for name in _GRAMMAR_FIELDS if body.get(name) is not None), None)
@@ -238,12 +238,12 @@ class Server:
         return self._post(path, answer)
 
     def _count_tokens(self, model: ServedModel, body: Mapping[str, Any]) -> Any:
-        (asked,) = read_requests("messages", body, model.loaded, self._limits)
-        return {"input_tokens": len(prompt_of(asked, model.loaded, model.engine.n_ctx).tokens)}
+        (asked,) = read_requests("messages", body, model.session, self._limits)
+        return {"input_tokens": len(prompt_of(asked, model.session, model.engine.n_ctx).tokens)}
 
     def _apply_template(self, model: ServedModel, body: Mapping[str, Any]) -> Any:
-        (asked,) = read_requests("chat", body, model.loaded, self._limits)
-        return {"prompt": prompt_of(asked, model.loaded, model.engine.n_ctx).text}
+        (asked,) = read_requests("chat", body, model.session, self._limits)
+        return {"prompt": prompt_of(asked, model.session, model.engine.n_ctx).text}
 
     async def _embed(
         self, model: ServedEmbedder, request: Request, body: Mapping[str, Any]
@@ -305,8 +305,8 @@ class Server:
         about = {"model_alias": place.entry.name, "build_info": f"specgen {__version__}"}
         if not isinstance(model, ServedModel):
             return JSONResponse(about)
-        loaded, engine = model.loaded, model.engine
-        template = loaded.target.chat_template()
+        session, engine = model.session, model.engine
+        template = session.target.chat_template()
         return JSONResponse(
             {
                 **about,
@@ -314,12 +314,12 @@ class Server:
                 "default_generation_settings": {
                     "n_ctx": engine.n_ctx,
                     "params": {
-                        **as_json(loaded.options.sampler),
-                        "max_tokens": loaded.options.generation.max_tokens,
+                        **as_json(session.options.sampler),
+                        "max_tokens": session.options.generation.max_tokens,
                     },
                 },
-                "draft": loaded.draft_name,
-                "kernels": loaded.target.kernels,
+                "draft": session.draft_name,
+                "kernels": session.target.kernels,
                 "chat_template": template or "",
                 "has_chat_template": template is not None,
             }
@@ -412,7 +412,7 @@ def _tokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
 
 def _detokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
     tokens = parse(_DetokenizeBody, body).tokens
-    return {"content": model.loaded.prompts.of_tokens(tokens).text if tokens else ""}
+    return {"content": model.session.prompts.of_tokens(tokens).text if tokens else ""}
 
 
 def _piece(data: bytes) -> str | list[int]:

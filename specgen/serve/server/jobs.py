@@ -111,7 +111,7 @@ class OpenedModel:
     """A model that was loaded, its engine, and what is closed after the engine. The engine's thread calls
     `between_answers` while no answer is generated: with True before one begins, with False after the last."""
 
-    loaded: Session
+    session: Session
     engine: Engine
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     between_answers: Callable[[bool], None] = lambda _begins: None
@@ -135,8 +135,8 @@ class ServedModel:
         idle: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
-        self.loaded, self.engine = opened.loaded, opened.engine
-        self.target: LlamaModel = opened.loaded.target
+        self.session, self.engine = opened.session, opened.engine
+        self.target: LlamaModel = opened.session.target
         #: The number of answers that are generated at once, and of those that are generated or waiting.
         self.n_parallel, self.n_open = opened.engine.n_parallel, 0
         self.failure: BaseException | None = None

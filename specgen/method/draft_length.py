@@ -1,4 +1,7 @@
-"""How far a draft goes while it is expected to save time: optimal stopping for chains, the best nodes of trees."""
+"""How far a draft goes while it is expected to save time: optimal stopping for chains, the best nodes of trees.
+
+Where an answer ends is another matter: `specgen.text.sequence`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specgen.method.acceptance import BIN_EDGES, NGRAM_ORIGINS, origin_of_rank
+from specgen.method.acceptance_rates import BIN_EDGES, NGRAM_ORIGINS, origin_of_rank
 from specgen.method.draft import ROOT, Draft
 from specgen.system.arrays import ProbArray
 
@@ -137,8 +140,8 @@ class WhilePaying:
         return self.rule.value(len(confidences), self._path_probability(confidences)) > 0.0
 
     def cut(self, draft: Draft) -> Draft:
-        """Return the nodes worth verifying, those of a tree likeliest first. What was drawn at random stays, whatever it is, and so does what
-        it depends on."""
+        """Return the nodes worth verifying, those of a tree likeliest first. Drawn nodes, and all before them, are
+        never dropped, since that would bias the text."""
         n_drawn = draft.n_drawn
         if not len(draft) or (n_drawn and not draft.has_free_end):
             return draft

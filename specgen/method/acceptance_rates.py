@@ -1,7 +1,8 @@
 """The acceptance rate of a drafter's tokens, estimated from their draft probabilities.
 
 A draft model's probability and an n-gram's match show which tokens are likelier to be accepted, but
-not how likely. That depends on the pair of models, the samplers and the text, and is counted here.
+not how likely. That depends on the pair of models, the samplers and the text, and is counted here. (The rule
+that accepts a token is in `verify.py`.)
 """
 
 from __future__ import annotations
