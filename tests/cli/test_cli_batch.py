@@ -421,6 +421,28 @@ def test_two_do_not_write_to_one_file(specgen: Batch, models: Path, tmp_path: Pa
     assert specgen("batch", source, out, "-n", "40", "-np", "4").code == 0
 
 
+def test_calls_of_tools(specgen: Batch, models: Path, tmp_path: Path) -> None:
+    values = {"type": "object", "properties": {"unit": {"enum": ["m", "ft"]}}, "required": ["unit"]}
+    function = {"name": "length", "parameters": {**values, "additionalProperties": False}}
+    body = {
+        "messages": [{"role": "user", "content": "the cat"}],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": {"type": "function", "function": {"name": "length"}},
+        "max_tokens": 100,
+    }
+    source = write(tmp_path / "in.jsonl", body)
+    template = "{{ tools }}<tool_call>{{ messages[0].content }}"
+    config = TinyConfig(logit_scale=6.0, chat_template=template, n_ctx_train=512)
+    write_tiny_model(models / "tools.gguf", config)
+    out = tmp_path / "out.jsonl"
+    assert specgen("batch", source, out, target="tools", draft="ngram").code == 0
+    (choice,) = records(out)["1"]["response"]["body"]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "length"
+    assert json.loads(call["function"]["arguments"])["unit"] in ("m", "ft")
+
+
 @pytest.fixture
 def one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models' architecture is one of those whose sequences llama.cpp cannot compute together."""

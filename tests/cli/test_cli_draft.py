@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.measure.search import Refused, Search, Tried, find_candidates
+from specgen.measure.search import Refused, Search, Tried, by_speedup, find_candidates
 from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.models import SavedDraft, identify, save_draft, saved_draft, saved_drafts_file
 from specgen.render.tables import print_draft_table
@@ -368,6 +368,18 @@ def test_wrong_options_are_one_error(
 
 def figures(speedup: float) -> DraftFigures:
     return DraftFigures(speedup, speedup - 0.2, 10 * speedup, 0.625, 2.5, 0.00412, 0.0816)
+
+
+def test_of_equals_what_needs_no_model_comes_first_and_not_drafting_before_a_model() -> None:
+    tried = [
+        Tried(Path("equal.gguf"), figures(1.004)),
+        Tried("none", figures(1.0)),
+        Tried("ngram", figures(0.996)),
+        Tried(Path("best.gguf"), figures(1.2)),
+        Tried(Path("worst.gguf"), figures(0.7)),
+    ]
+    order = [Path("best.gguf"), "ngram", "none", Path("equal.gguf"), Path("worst.gguf")]
+    assert [one.draft for one in by_speedup(tried)] == order
 
 
 def search(**changes: Any) -> Search:

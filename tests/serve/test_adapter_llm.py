@@ -251,6 +251,11 @@ def test_a_conversation_goes_on(plugin: Any, files: Path, expected: specgen.Mode
     assert details["n_cached"] > 20
 
 
+def test_a_schema_is_followed(ask: Ask, files: Path) -> None:
+    found = ask("Well?", *of_files(files), "--schema", json.dumps(YES))
+    assert set(json.loads(told(found))) == {"yes"}
+
+
 def test_a_model_without_a_template_continues_a_prompt(plugin: Any, files: Path) -> None:
     base = files / "base.gguf"
     with specgen.load(base, "none", n_ctx=512) as model:

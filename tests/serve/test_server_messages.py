@@ -183,6 +183,12 @@ def test_thoughts_are_blocks_of_their_own(client: anthropic.Anthropic) -> None:
     assert streamed.thinking == thought.thinking
 
 
+def test_more_tokens_than_fit_are_cut_to_what_fits(client: anthropic.Anthropic) -> None:
+    turns: Any = [{"role": "user", "content": "x " * 480}]
+    answer = client.messages.create(model="any", max_tokens=64_000, messages=turns, timeout=60)
+    assert answer.stop_reason in ("max_tokens", "end_turn")
+
+
 def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
     asked: Any = {"model": "any", "messages": TURNS, "system": "Be short.", "tools": TOOLS}
     counted = client.messages.count_tokens(**asked).input_tokens

@@ -64,6 +64,19 @@ def test_stop_strings_are_found_where_the_whole_text_has_them(
     assert stream.text == shown
 
 
+@given(LETTERS, st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_no_more_is_held_back_than_may_still_become_a_stop(text: str, stops: list[str]) -> None:
+    scanner = StopScanner(stops)
+    shown = ""
+    for character in text:
+        shown += scanner.push(character)
+        if scanner.found is not None:
+            return
+    rest = text[len(shown) :]
+    assert rest == "" or any(stop.startswith(rest) for stop in stops)
+    assert scanner.flush() == rest
+
+
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopScanner(["a", ""])

@@ -126,6 +126,27 @@ def test_blocks_are_multiplied_in_every_type(type_name: str) -> None:
     assert np.array_equal(dequantize(new)[1], before[1])
 
 
+def test_blocks_of_two_types_share_a_factor() -> None:
+    assert gguf_weights.block_size(["q4_0", "q4_k"], 512) == 256
+    assert gguf_weights.block_size(["f16", "q8_0"], 64) == 32
+    assert gguf_weights.block_size(["f32"], 40) == 40
+    assert gguf_weights.block_size(["q4_0", "mxfp4"], 64) is None
+    rng = np.random.default_rng(0)
+    stored = quantize(rng.normal(0.0, 0.1, (2, 512)).astype(np.float32), "q4_0")
+    new = gguf_weights.scaled_bytes(stored, np.array([[0.5, 0.0], [0.0, -0.5]], np.float32))
+    sizes = [
+        np.abs(dequantize(each)).reshape(2, 2, 256).mean(axis=-1)
+        for each in (stored, replace(stored, data=new))
+    ]
+    np.testing.assert_allclose(sizes[1] / sizes[0], [[1.5, 1.0], [1.0, 0.5]], rtol=1e-3)
+
+
+def test_a_scale_stays_a_number() -> None:
+    stored = quantize(np.full((1, 32), 5e5, np.float32), "q4_0")
+    new = gguf_weights.scaled_bytes(stored, np.array([[3.0]], np.float32))
+    assert np.isfinite(dequantize(replace(stored, data=new))).all()
+
+
 @pytest.mark.parametrize("tensor_type", ["f32", "f16", "q8_0", "q4_0", "q4_1"])
 def test_a_file_keeps_its_types_and_gets_other_scales(tmp_path: Path, tensor_type: Any) -> None:
     original = write_tiny_model(tmp_path / "a.gguf", TinyConfig(tensor_type=tensor_type))

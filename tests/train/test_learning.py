@@ -10,10 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -37,6 +39,7 @@ from specgen.session.kept_answers import (
 )
 from specgen.session.session import Session
 from specgen.train import learner as learner_module
+from specgen.train import online_learning
 from specgen.train.learner import NEW_ANSWERS, Learner
 from specgen.train.online_learning import Lesson, learn
 from specgen.train.target_text import N_COLUMNS, kept_texts
@@ -303,6 +306,7 @@ asked = json.loads(sys.stdin.buffer.readline())
 """
 _SAYS = """
 from pathlib import Path
+from types import SimpleNamespace
 from specgen.session.kept_answers import Learnt, write_learnt
 folder, draft = Path(asked["folder"]), Path(asked["draft"])
 (folder / "w.gguf").write_bytes(Path(asked["target"]).read_bytes())
@@ -363,6 +367,7 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
 #: What a process that learns does: it says in a file what it is told.
 _NOTES = """
 from pathlib import Path
+from types import SimpleNamespace
 while said := sys.stdin.buffer.read(1):
     with (Path(asked["folder"]) / "said").open("ab") as file:
         file.write(said)
@@ -380,6 +385,40 @@ def test_a_lesson_waits_while_an_answer_is_in_the_making(
             learner.between_answers()
         said = folder / "said"
         until(lambda: said.exists() and said.read_bytes() == b"-+-+")
+
+
+def test_a_lessons_clock_stands_still_in_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, is_read = 10.0, threading.Event()
+
+    def clock() -> float:
+        found = now_s
+        is_read.set()
+        return found
+
+    reader, writer = os.pipe()
+    with (
+        os.fdopen(writer, "wb", buffering=0) as pipe,
+        os.fdopen(reader, "rb", buffering=0) as stdin,
+    ):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stdin))
+        ended: list[int] = []
+        monkeypatch.setattr(os, "_exit", ended.append)
+        pauses = online_learning.Pauses()
+        pauses.listen()
+        monkeypatch.setattr(online_learning, "time", SimpleNamespace(monotonic=clock))
+        assert not pauses.wait()
+        is_read.clear()
+        pipe.write(online_learning.PAUSE)
+        until(lambda: pauses.is_paused)
+        waiting = threading.Thread(target=pauses.wait)
+        waiting.start()
+        assert is_read.wait(60.0)
+        now_s = 15.0
+        pipe.write(online_learning.GO)
+        waiting.join()
+        assert pauses.clock() == 10.0
+        pipe.close()
+        until(lambda: bool(ended))
 
 
 def test_a_lesson_that_fails_ends_learning_and_nothing_else(
