@@ -10,10 +10,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specgen.errors import UsageError
-from specgen.models.hub_reference import HubReference, parse_reference
+
+if TYPE_CHECKING:
+    from specgen.models.hub_reference import HubReference
 
 #: Options without a value that change nothing here, for all commands and for some.
 _SAME = frozenset(
@@ -169,6 +171,8 @@ class _HubNames:
 
     def take(self, name: str, value: str) -> list[str]:
         """Take an option; return what stands for it. Raise `UsageError`."""
+        from specgen.models.hub_reference import parse_reference
+
         if _HUB[name] == "":
             os.environ["HF_TOKEN"] = value
         elif name in _HUB_FILE:
@@ -182,6 +186,8 @@ class _HubNames:
     def target_option(self, option: Any, others: Sequence[str]) -> list[str]:
         """Return the options that name the targets. Raise `UsageError` if another option names one, too."""
         if self._file is not None:
+            from specgen.models.hub_reference import parse_reference
+
             if len(self._repos) != 1:
                 raise UsageError("--hf-file needs one --hf-repo", "name it with -hf USER/REPO")
             self._repos = [parse_reference(f"{self._repos[0].repo}/{self._file}")]
