@@ -206,7 +206,8 @@ class Loop:
             else:
                 turn.plan = replace(plan, reason=Reason("failed"))
                 self._end_drafting(sequence, proposal.error, events)
-            # Heads ask for no decode: all their drafting is the draft model's time.
+            # Drafters of the last hidden state alone (decoder heads) ask for no decode: all their drafting counts as
+            # the draft model's time. The others' decodes were timed.
             seconds = proposal.seconds + self.clock() - started
             asks = sequence.hidden is None or sequence.hidden.all_rows
             turn.model_s = proposal.model_s if asks else seconds

@@ -1,6 +1,9 @@
 """How much is drafted: a policy makes a plan once a round, as a value, and drafters follow it without asking back.
 
 Here are the plan and the policies that know no costs; `cost_aware` decides by measured costs.
+
+A *look* is one reading of a drafter's distribution for the next position; its *confidence* is the largest probability
+there. A look may end the draft without adding a token.
 """
 
 from __future__ import annotations
