@@ -82,7 +82,8 @@ def test_all_drafts_are_tried_and_what_cannot_draft_is_refused(
     assert not found.is_interrupted
     assert [answer.prompt for answer in found.baseline.answers] == list(PROMPTS)
     assert set(found.baseline.batch_s) == {1, 2, 3, 4, 5}
-    speedups = [one.figures.speedup for one in found.tried]
+    # Speed-ups that are shown as equal are in no order.
+    speedups = [round(one.figures.speedup, 2) for one in found.tried]
     assert speedups == sorted(speedups, reverse=True)
     # The user named the number of threads.
     assert found.threads == {}
