@@ -240,7 +240,7 @@ def _help() -> str:
 def _show_thought(talk: Chat) -> None:
     from specgen.render.select import make_console
     from specgen.render.text import clean
-    from specgen.session.thoughts import thought_of
+    from specgen.session.prompts.template import thought_of
 
     thought = ""
     if talk.prompt is not None and talk.finished is not None:
