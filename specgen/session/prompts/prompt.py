@@ -22,19 +22,13 @@ _TOOL_TEMPLATE = "tool_use"
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """The text before an answer: `text` as the target sees it, and its `tokens`, at least one.
-    `draft_tokens` is the prompt of a draft model with another vocabulary. If it is None, the draft model
-    decodes the target's tokens without those at the positions `head`. The tokens `ends` end the answer,
-    besides those that end any answer of the target."""
+    `draft_tokens` is the prompt of a draft model with another vocabulary, in that model's own template. The
+    tokens `ends` end the answer, besides those that end any answer of the target."""
 
     text: str
     tokens: tuple[int, ...]
     draft_tokens: tuple[int, ...] | None = None
-    head: range = range(0)
     ends: frozenset[int] = frozenset()
-
-    def without_head(self) -> Prompt:
-        """Return the prompt without the tokens of the head."""
-        return Prompt(self.text, _without(self.tokens, self.head))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +90,9 @@ class Prompts:
                 f"a conversation needs a chat template, and {self.target.name} has none"
             )
         prompt = _prompt(*found)
-        return replace(
-            prompt,
-            head=chat.head(self.target.vocabulary, prompt.text, prompt.tokens),
-            draft_tokens=None if self.own_draft is None else chat.draft_tokens(self.own_draft),
-        )
+        if self.own_draft is None:
+            return prompt
+        return replace(prompt, draft_tokens=chat.draft_tokens(self.own_draft))
 
     def of_tokens(self, tokens: Sequence[int]) -> Prompt:
         """Return a prompt of these tokens of the target. Raise `PromptError` if it lacks one of them."""
@@ -172,28 +164,8 @@ class _Conversation:
             vocabulary, marked_text, add_special=add_special
         )
 
-    def head(self, vocabulary: LlamaVocabulary, text: str, tokens: Sequence[int]) -> range:
-        """Return the positions, among the tokens of the rendered `text`, of the turns that the template
-        itself adds before the first message, such as a default system message.
-
-        A draft model drafts nearly as well without them (docs/lab-notes.md). With tools there are
-        none, since templates may describe them there, and none before a system message, which is the user's.
-        The beginning-of-text token stays, since attention rests on it.
-        """
-        first = self.messages[0].content.strip()
-        if self.tools or self.messages[0].role == "system" or not first or first not in text:
-            return range(0)
-        head = tokenize(vocabulary, text[: text.index(first)], parse_special=True)
-        stop = max((n for n, token in enumerate(head, 1) if vocabulary.is_end(token)), default=0)
-        if not stop or head[:stop] != list(tokens[:stop]):
-            return range(0)
-        # White space between two turns belongs to neither.
-        while stop < len(head) and vocabulary.token_bytes(head[stop]).isspace():
-            stop += 1
-        return range(int(head[0] == vocabulary.special_tokens()["bos"]), stop)
-
     def draft_tokens(self, model: LlamaModel) -> tuple[int, ...]:
-        """Return the conversation, without its `head`, for a draft model with another vocabulary.
+        """Return the conversation for a draft model with another vocabulary.
 
         If its template does not accept a system message, that message goes to the start of the first turn.
         A model without a template that works, a base model for example, gets the turns as paragraphs.
@@ -204,8 +176,7 @@ class _Conversation:
             except PromptError:
                 continue
             if found is not None:
-                text, tokens = found
-                return _without(tokens, attempt.head(model.vocabulary, text, tokens))
+                return tuple(found[1])
         paragraphs = "".join(f"{message.content}\n\n" for message in self.messages)
         return tuple(tokenize(model.vocabulary, paragraphs, parse_special=False))
 
@@ -245,10 +216,6 @@ def _check_length(vocabulary: LlamaVocabulary, text: str, n_ctx: int | None) -> 
         raise PromptLengthError(
             f"the prompt has at least {n_least} tokens, but the context has {n_ctx}"
         )
-
-
-def _without(tokens: Sequence[int], head: range) -> tuple[int, ...]:
-    return (*tokens[: head.start], *tokens[head.stop :])
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message]:
