@@ -35,7 +35,7 @@ from specgen.measure.bench.runs import (
     SessionContender,
     run_lineups,
 )
-from specgen.models import cache_folder
+from specgen.models.files import cache_folder
 from specgen.render.tables import bench_lines
 from specgen.session.session import Session
 

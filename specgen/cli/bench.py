@@ -171,7 +171,7 @@ def bench(
     decoding's; the speed-up of whole answers, prompts included.
     """
     from specgen.measure.bench.figures import BenchReport
-    from specgen.models import cache_folder
+    from specgen.models.files import cache_folder
     from specgen.session.open import layers_without_gpu, open_memory
 
     asked = _prompts(texts, prompts, n_prompts)

@@ -143,7 +143,7 @@ def _say(text: str) -> None:
 
 def _talk(talk: Chat, view: _View, learner: Learner, output: Output) -> int:
     """Answer messages until there are no more; return the exit code."""
-    from specgen.models import data_folder
+    from specgen.models.files import data_folder
     from specgen.serve.chat import ALIASES, COMMANDS, parse_command
 
     is_typed = is_person()
@@ -274,7 +274,7 @@ def _show_figures(talk: Chat) -> None:
 
 def _session_file(name: str) -> Path:
     """Return the file of a kept conversation. Raise `UsageError` for an invalid name."""
-    from specgen.models import data_folder
+    from specgen.models.files import data_folder
 
     if not name.strip() or name.startswith(".") or Path(name).name != name or "\\" in name:
         raise UsageError(
