@@ -480,7 +480,7 @@ class Engine:
         own = self._session.own_vocabulary if prompt.draft_tokens is not None else None
         self._kept.add(
             KeptAnswer(
-                prompt.without_head().tokens,
+                prompt.tokens,
                 tuple(tokens[len(prompt.tokens) :]),
                 draft_prompt=prompt.draft_tokens if own is not None else None,
                 draft_vocabulary=own.vocabulary.digest() if own is not None else None,
