@@ -30,7 +30,6 @@ from pathlib import Path
 
 from scripts import cmake_args
 from specgen.errors import FetchError, SpecgenError
-from specgen.models import download as downloads
 from specgen.models.download import (
     INDEX_VARIABLE,
     DownloadProgress,
@@ -39,6 +38,7 @@ from specgen.models.download import (
     index_url,
     normalized,
 )
+from specgen.models.download import download as download_file
 
 PACKAGE = "llama-cpp-python"
 PROGRAMS = ("llama-speculative-simple", "llama-lookup")
@@ -170,7 +170,7 @@ def download(version: str, work: Path) -> Path:
     say(f"downloading {file.name}")
     with contextlib.closing(DownloadProgress(sys.stderr)) as progress:
         show = partial(progress.show, file.name)
-        downloads.download(
+        download_file(
             file.url, archive, file.sha256, lambda done, total, _is_check: show(done, total)
         )
     return archive

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING
 from typer import Option
 
 from specgen.cli import flags
-from specgen.cli.inputs import decoded, read_bytes
+from specgen.cli.inputs import read_text
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
@@ -240,7 +240,7 @@ def _help() -> str:
 def _show_thought(talk: Chat) -> None:
     from specgen.render.select import make_console
     from specgen.render.text import clean
-    from specgen.session.thoughts import thought_of
+    from specgen.session.prompts.template import thought_of
 
     thought = ""
     if talk.prompt is not None and talk.finished is not None:
@@ -307,7 +307,7 @@ def _greeting(conversation: Conversation) -> str:
 
 def _file_text(path: Path) -> str:
     """Return a file's text in the form in which the first message includes it. Raise `PromptError`."""
-    return f"{path}:\n\n{decoded(read_bytes(path), str(path)).rstrip()}\n\n"
+    return f"{path}:\n\n{read_text(path).rstrip()}\n\n"
 
 
 # --- messages, from a person at a terminal or from a pipe

@@ -228,7 +228,7 @@ def _try_kernels(library: Path, model: Path) -> str:
     from specgen.models.files import cache_folder
 
     try:
-        problem = ModelTrials(library, cache_folder()).try_anew(model)
+        problem = ModelTrials(library, cache_folder()).problem_of(model, anew=True)
     except OSError as error:
         problem = f"the file cannot be read: {error.strerror}"
     if problem:

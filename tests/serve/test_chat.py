@@ -21,8 +21,8 @@ from specgen.serve.chat import (
     read_conversation,
 )
 from specgen.session.engine import Engine
+from specgen.session.prompts.template import ThoughtReader, is_thinking, thought_of
 from specgen.session.session import Session
-from specgen.session.thoughts import ThoughtReader, is_thinking, thought_of
 from specgen.system.json_lines import to_line
 from tests.helpers.common import NOW
 from tests.helpers.tiny import write_respelled_model
