@@ -127,7 +127,7 @@ def _kept(path: Path | None, output: Output) -> Iterator[Conversation]:
 
 def _session_file(name: str) -> Path:
     """Return the file of a kept conversation. Raise `UsageError` for an invalid name."""
-    from specgen.models import data_folder
+    from specgen.models.files import data_folder
 
     if not name.strip() or name.startswith(".") or Path(name).name != name or "\\" in name:
         hint = "give a word without slashes"
@@ -268,7 +268,7 @@ class _Dialogue:
 
     def think(self, _argument: str) -> None:
         from specgen.render.select import make_console
-        from specgen.session.thoughts import thought_of
+        from specgen.session.prompts.template import thought_of
 
         prompt, last = self._chat.prompt, self._chat.finished
         thought = (
@@ -381,7 +381,7 @@ def typed_messages() -> Iterator[str]:
 def _history() -> History:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    from specgen.models import data_folder
+    from specgen.models.files import data_folder
 
     class Kept(FileHistory):
         def store_string(self, string: str) -> None:

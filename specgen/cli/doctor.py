@@ -89,8 +89,8 @@ def doctor(*, model: str | None = None, rpc: str | None = None, as_json: bool = 
 
 def _model_file(name: str) -> Path:
     """Return a model's file; raise `SpecgenError` for names that are unknown or whose file is not here."""
-    from specgen.models import is_reference, load_registry, locate, parse_reference
-    from specgen.models.hub_cache import find_in_cache
+    from specgen.models.hub import find_in_cache, is_reference, locate, parse_reference
+    from specgen.models.registry import load_registry
     from specgen.session.files import find_model
 
     registry = load_registry()
@@ -154,7 +154,8 @@ def folder_line(folder: Path) -> str:
 def _sections(report: DoctorReport) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Yield headings and their items: a label and a text each."""
     from specgen.llama.kernels.packed_weights import kept_bytes, room_bytes
-    from specgen.models import human_bytes, packed_folder
+    from specgen.models.files import packed_folder
+    from specgen.system.units import human_bytes
 
     machine, build, folder = report.machine, report.build, packed_folder()
     cores = f"{machine.n_physical_cores or '?'} cores, {machine.n_logical_cores or '?'} threads"

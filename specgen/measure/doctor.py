@@ -119,7 +119,7 @@ def diagnose(
     `child` is the command that starts a child process (by default `CHILD_COMMAND`). `on_check` receives
     the name of each check before it runs.
     """
-    from specgen.models import cache_folder, config_folder, data_folder
+    from specgen.models.files import cache_folder, config_folder, data_folder
 
     checks = _Checks(child or CHILD_COMMAND, on_check)
     checks.run("loading llama.cpp", checks.load)
@@ -194,7 +194,7 @@ class _Checks:
     def test_kernels(self) -> str:
         """Test specgen's kernels again, unless the user chose llama.cpp's in the environment."""
         from specgen.llama.kernels import admission
-        from specgen.models import cache_folder
+        from specgen.models.files import cache_folder
 
         if admission.wanted_in(os.environ) == "llama.cpp":
             reason, path = f"{admission.VARIABLE} asks for llama.cpp's", admission.library_path()
@@ -206,7 +206,8 @@ class _Checks:
         return self.kernels.tested or f"not used: {self.kernels.reason}"
 
     def find_models(self) -> str:
-        from specgen.models import load_registry, locate
+        from specgen.models.hub import locate
+        from specgen.models.registry import load_registry
 
         places = {name: locate(model) for name, model in load_registry().models.items()}
         self.models = {name: path for name, path in places.items() if path is not None}
@@ -224,10 +225,10 @@ def checked(name: str, do: Callable[[], str]) -> Check:
 def _try_kernels(library: Path, model: Path) -> str:
     """Try the kernels on a model again."""
     from specgen.llama.kernels.admission import ModelTrials
-    from specgen.models import cache_folder
+    from specgen.models.files import cache_folder
 
     try:
-        problem = ModelTrials(library, cache_folder()).try_anew(model)
+        problem = ModelTrials(library, cache_folder()).problem_of(model, anew=True)
     except OSError as error:
         problem = f"the file cannot be read: {error.strerror}"
     if problem:
@@ -370,7 +371,7 @@ def _compare_rows(model: str) -> dict[str, Any]:
 
     from specgen.llama import LlamaModel
     from specgen.llama.kernels.admission import choose_kernels
-    from specgen.models import cache_folder
+    from specgen.models.files import cache_folder
 
     choose_kernels("specgen", cache_folder())
     opened = LlamaModel(Path(model), n_gpu_layers=0)

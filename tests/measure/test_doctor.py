@@ -268,7 +268,7 @@ def test_a_build_that_does_not_decode_exits_with_9(
 def test_a_model_that_is_not_there_is_named_and_not_fetched(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specgen.models import load_registry
+    from specgen.models.registry import load_registry
 
     monkeypatch.setattr("specgen.models.locate", lambda _model: None)
     known = next(iter(load_registry().models))

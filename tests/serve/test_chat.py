@@ -14,8 +14,8 @@ from specgen.errors import PromptError
 from specgen.options import DraftOptions, GenerationOptions, SessionOptions
 from specgen.serve.chat import Chat, Conversation, Turn, read_conversation, save_conversation
 from specgen.session.engine import Engine
+from specgen.session.prompts.template import ThoughtReader, is_thinking, thought_of
 from specgen.session.session import Session
-from specgen.session.thoughts import ThoughtReader, is_thinking, thought_of
 from tests.helpers.common import NOW
 from tests.helpers.tiny import write_respelled_model
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
