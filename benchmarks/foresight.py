@@ -49,7 +49,7 @@ from specgen.measure.trial import Baseline, TargetAnswer, agreeing_path, measure
 from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
-from specgen.models import cache_folder
+from specgen.models.files import cache_folder
 from specgen.options import (
     AUTO_TREE,
     DraftOptions,

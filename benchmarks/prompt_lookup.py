@@ -29,7 +29,7 @@ from specgen.llama import default_threads
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
 from specgen.measure.bench import Contender, Outcome, contender_of
 from specgen.measure.prompts import NOW
-from specgen.models import cache_folder
+from specgen.models.files import cache_folder
 from specgen.session.session import Session
 
 #: The lengths of drafts that llama-cpp-python's documentation advises for CPUs and for GPUs.

@@ -139,7 +139,7 @@ def bench(
     token relative to plain decoding; answers whose text differs from plain
     decoding's.
     """
-    from specgen.models import cache_folder
+    from specgen.models.files import cache_folder
     from specgen.session.open import layers_without_gpu, open_memory
 
     prompts = _prompts(texts, trials.prompts, n_prompts)

@@ -84,8 +84,8 @@ def doctor(*, model: str | None = None, rpc: str | None = None, as_json: bool = 
 
 def _model_file(name: str) -> Path:
     """Return a model's file; raise `SpecgenError` for names that are unknown or whose file is not here."""
-    from specgen.models import is_reference, load_registry, locate, parse_reference
-    from specgen.models.hub_cache import find_in_cache
+    from specgen.models.hub import find_in_cache, is_reference, locate, parse_reference
+    from specgen.models.registry import load_registry
     from specgen.session.files import find_model
 
     registry = load_registry()
@@ -119,7 +119,7 @@ def _show(report: DoctorReport, console: Console) -> None:
 
 
 def _machine(report: DoctorReport) -> Mapping[str, str]:
-    from specgen.models import human_bytes
+    from specgen.system.units import human_bytes
 
     machine = report.machine
     cores = f"{machine.n_physical_cores or '?'} cores, {machine.n_logical_cores or '?'} threads"
@@ -133,7 +133,7 @@ def _machine(report: DoctorReport) -> Mapping[str, str]:
 
 
 def _software(report: DoctorReport) -> Mapping[str, str]:
-    from specgen.models import human_bytes
+    from specgen.system.units import human_bytes
 
     lines, build = {"specgen": report.version}, report.build
     if build is not None:
@@ -156,7 +156,8 @@ def kernels_line(status: KernelStatus) -> str:
 
 def _files(report: DoctorReport) -> Mapping[str, str]:
     from specgen.llama.kernels.packed_weights import kept_bytes, room_bytes
-    from specgen.models import cache_folder, config_folder, data_folder, human_bytes, packed_folder
+    from specgen.models.files import cache_folder, config_folder, data_folder, packed_folder
+    from specgen.system.units import human_bytes
 
     packed = packed_folder()
     kept, room = human_bytes(kept_bytes(packed)), human_bytes(room_bytes(packed))

@@ -154,7 +154,7 @@ def _load(report: DoctorReport, command: Sequence[str]) -> str:
 def _test_kernels(report: DoctorReport) -> str:
     """Test specgen's kernels again, unless the user chose llama.cpp's in the environment."""
     from specgen.llama.kernels import admission
-    from specgen.models import cache_folder
+    from specgen.models.files import cache_folder
 
     if admission.wanted_in(os.environ) == "llama.cpp":
         reason, path = f"{admission.VARIABLE} asks for llama.cpp's", admission.library_path()
@@ -168,7 +168,7 @@ def _test_kernels(report: DoctorReport) -> str:
 
 def _try_kernels(library: Path, model: Path) -> str:
     from specgen.llama.kernels.admission import ModelTrials
-    from specgen.models import cache_folder
+    from specgen.models.files import cache_folder
 
     try:
         problem = ModelTrials(library, cache_folder()).problem_of(model, anew=True)
@@ -181,7 +181,8 @@ def _try_kernels(library: Path, model: Path) -> str:
 
 
 def _find_models(report: DoctorReport) -> str:
-    from specgen.models import load_registry, locate
+    from specgen.models.hub import locate
+    from specgen.models.registry import load_registry
 
     places = {name: locate(model) for name, model in load_registry().models.items()}
     report.models = {name: path for name, path in places.items() if path is not None}
@@ -270,7 +271,7 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
     import numpy as np
 
     from specgen.llama.kernels.admission import choose_kernels, wanted_in
-    from specgen.models import cache_folder
+    from specgen.models.files import cache_folder
 
     n_gpu_layers = -1 if place == "GPU" else 0
     if file is None:

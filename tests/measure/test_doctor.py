@@ -206,7 +206,7 @@ def test_the_command_shows_what_it_found(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = tmp_path / "here.gguf"
-    monkeypatch.setattr("specgen.models.locate", lambda _model: model)
+    monkeypatch.setattr("specgen.models.hub.locate", lambda _model: model)
     assert run_cli() == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -253,9 +253,9 @@ def test_a_build_that_does_not_decode_exits_with_9(
 def test_a_model_that_is_not_there_is_named_and_not_fetched(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specgen.models import load_registry
+    from specgen.models.registry import load_registry
 
-    monkeypatch.setattr("specgen.models.locate", lambda _model: None)
+    monkeypatch.setattr("specgen.models.hub.locate", lambda _model: None)
     known = next(iter(load_registry().models))
     for model, code, hint in (
         ("no-such-model", 6, "specgen models"),
