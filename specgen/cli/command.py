@@ -81,8 +81,6 @@ _NO_DEFAULTS = ("prompt", "file", "stop", "logprobs", "json", "verbose", "help")
 _NO_PANELS = ("Constrained answers",)
 #: The table of targets.
 _TARGETS = "targets"
-#: Of these options, one that is given takes the place of all.
-_RIVALS = (("target", "pair"), ("samplers", "sampler-seq"))
 #: What pydantic says of a value, which typer passes on, and how we say it.
 _WORDS = (
     (r"Input should be a valid integer.*", "it is not a whole number"),
@@ -187,9 +185,6 @@ def user_defaults(context: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             found.pop(key, None)
     target, pair = (names[key] or found.get(key, ("", None))[1] for key in names)
     found |= _profile(profiles, target, pair)
-    for rivals in _RIVALS:
-        if any(given.get(own[key].name) is not None for key in rivals if key in own):
-            found = {key: entry for key, entry in found.items() if key not in rivals}
     checked = {
         key: _checked(where, value, own.get(key, known[key]), context)
         for key, (where, value) in found.items()
