@@ -38,7 +38,6 @@ from typing import Any, cast
 import numpy as np
 
 from benchmarks.answers import begin, read_setting
-from specgen.events import FinishedEvent
 from specgen.measure.prompts import BenchPrompt, first_of_each, read_bench_prompts
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import CostTable
@@ -226,8 +225,7 @@ class Entrant:
         loop = AnswerLoop(target, clock)
         list(loop.run(generation))
         assert tuple(generation.answer) == told.tokens, "the recorded answer"
-        finished = loop.finish(generation, estimate_gain=False)[0]
-        assert isinstance(finished, FinishedEvent)
+        finished = loop.finish(generation, estimate_gain=False)
         seconds = finished.wall_s - finished.prompt_s
         reading_s = cast(Timed, drafting[0]).reading_s if drafting else 0.0
         plain_s = (len(told.tokens) + told.ended - 1) * self._costs[0].seconds(1)
