@@ -43,8 +43,7 @@ from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import CostTable
 from specgen.options import GenerationOptions, SessionOptions
 from specgen.session.answer_loop import AnswerLoop
-from specgen.session.calibration import measure_if_new
-from specgen.session.costs import MIN_SIZES
+from specgen.session.calibration import MIN_SIZES, measure_if_new
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.memory import Memory
 from specgen.session.session import Session

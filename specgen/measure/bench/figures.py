@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from specgen.measure.bench.runs import Outcome, Result, Runs
 from specgen.measure.prompts import BenchPrompt
-from specgen.session.costs import is_impossible
+from specgen.text.tally import is_impossible
 
 #: The category of figures over all categories.
 OVERALL = "overall"
