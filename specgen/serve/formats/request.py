@@ -30,8 +30,7 @@ from specgen.serve.formats.tool_calls import (
 )
 from specgen.session.prompts import Prompt, Prompts
 from specgen.session.prompts.infill import Gap
-from specgen.session.prompts.template import Message, Role, ToolCall
-from specgen.session.thoughts import ThoughtReader, is_thinking
+from specgen.session.prompts.template import Message, Role, ThoughtReader, ToolCall, is_thinking
 
 #: The kinds of requests: ``chat`` continues a conversation, ``completion`` continues a text, and ``prompt``
 #: answers a text as `specgen run` does.

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeAlias
 from specgen.errors import UsageError
 from specgen.options import Grammar
 from specgen.serve.formats.fields import BodyError
-from specgen.session.thoughts import ThoughtReader
+from specgen.session.prompts.template import ThoughtReader
 from specgen.text.grammar.json_schema import lenient_schema_grammar
 from specgen.text.grammar.llguidance_grammar import JSON_FORM
 
