@@ -211,7 +211,8 @@ def gemma3() -> Path:
 
 def _fetched(model: str) -> Path:
     """A real model in the user's own cache."""
-    from specgen.models import fetch, load_registry
+    from specgen.models.download import fetch
+    from specgen.models.registry import load_registry
 
     with pytest.MonkeyPatch.context() as environment:
         for name in ("SPECGEN_CACHE", "XDG_CACHE_HOME", "HF_HOME"):

@@ -21,7 +21,8 @@ from llm.cli import cli as llm_cli
 from llm.parts import ToolResultPart
 
 import specgen
-from specgen.models import load_registry, memory_file, user_registry_file
+from specgen.models.files import memory_file
+from specgen.models.registry import load_registry, user_registry_file
 from specgen.options import DraftOptions, SamplerOptions
 from specgen.serve.adapters.llm import AnswerError
 from specgen.session.prompts.template import Message

@@ -24,7 +24,7 @@ from specgen.llama.kernels.attached import kernel_problem
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import propose_together
 from specgen.method.policy import RoundResult
-from specgen.models import cache_folder
+from specgen.models.files import cache_folder
 from specgen.options import (
     ContextOptions,
     Contexts,

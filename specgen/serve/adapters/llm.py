@@ -21,7 +21,9 @@ from llm.parts import ReasoningPart, TextPart
 from pydantic import Field
 
 import specgen
-from specgen.models import fetch, load_registry, locate, stderr_progress
+from specgen.models.download import fetch, stderr_progress
+from specgen.models.hub import locate
+from specgen.models.registry import load_registry
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.sampler_options import LARGEST_FACTOR
 
