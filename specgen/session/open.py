@@ -21,15 +21,14 @@ from specgen.llama.kernels.admission import (
 )
 from specgen.llama.kernels.attached import computing
 from specgen.llama.kernels.packed_weights import keep_packed_weights
-from specgen.models import (
+from specgen.models.files import (
     cache_folder,
     data_folder,
-    human_bytes,
     identify,
+    learning_folder,
     memory_file,
     packed_folder,
 )
-from specgen.models.files import learning_folder
 from specgen.options import (
     ContextOptions,
     Contexts,
@@ -45,6 +44,7 @@ from specgen.session.files import DraftChoice, Sources
 from specgen.session.memory import Memory
 from specgen.session.session import Session
 from specgen.system.machine import look_at_machine
+from specgen.system.units import human_bytes
 
 #: Shows that the model with this name is loading, within a `with` block.
 Loading = Callable[[str], AbstractContextManager[object]]

@@ -12,7 +12,8 @@ from specgen.llama import LlamaModel
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.prompts import Prompt
 from specgen.system.machine import LoadOfOthers
-from specgen.text.grammar.base import GrammarState, grammar_start
+from specgen.text.grammar.base import GrammarState
+from specgen.text.grammar.llguidance_grammar import grammar_start
 from specgen.text.sampling import DryBreakers, Sampler
 
 

@@ -157,12 +157,10 @@ def test_experts(type_name: str, broadcast: bool) -> None:
     rng = np.random.default_rng(5)
     experts = np.argsort(rng.random((n_tokens, n_experts)), axis=1)[:, :n_used].astype(np.int32)
     experts[experts == 4] = 5  # one that nobody takes, and one that a token takes twice
-    with Matrix(weights, SPECGEN_BUFFER, n_experts_used=n_used) as packed:
-        together = operators.multiply_experts(packed, tokens, experts, n_threads=2)
+    with Matrix(weights, SPECGEN_BUFFER) as packed:
+        together = operators.multiply(packed, tokens, experts, n_threads=2)
         for row in (0, 7, 28):
-            alone = operators.multiply_experts(
-                packed, tokens[row : row + 1], experts[row : row + 1]
-            )
+            alone = operators.multiply(packed, tokens[row : row + 1], experts[row : row + 1])
             assert np.array_equal(alone[0], together[row])
     chosen = operators.dequantize(weights)[experts]
     expected = np.einsum("tuk,turk->tur", np.broadcast_to(tokens, (n_tokens, n_used, 512)), chosen)

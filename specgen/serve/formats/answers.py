@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 from specgen.events import CommittedEvent, Event, FinishedEvent
 from specgen.serve.formats.request import Request
 from specgen.serve.formats.tool_calls import Delta, ToolCallParser
-from specgen.session.thoughts import ThoughtReader, is_thinking
+from specgen.session.prompts.template import ThoughtReader, is_thinking
 from specgen.system.machine import is_busy
 
 #: An object of JSON: a body, an event, or a chunk of a stream.
