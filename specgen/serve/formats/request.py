@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import (
     AliasChoices,
@@ -31,9 +31,6 @@ from specgen.session.prompts import Prompt, Prompts
 from specgen.session.prompts.infill import Gap
 from specgen.session.prompts.template import OWN_VARIABLES, Message, Role, ToolCall
 from specgen.text.grammar.json_schema import schema_grammar
-
-if TYPE_CHECKING:
-    from specgen.serve.formats.answers import AnswerWriter
 
 #: ``chat`` continues a conversation, ``completion`` a text, and ``prompt`` answers a text as `specgen run` does.
 Kind: TypeAlias = Literal["chat", "completion", "prompt"]
@@ -378,8 +375,8 @@ class Request:
     streams: bool = False
     has_usage_alone: bool = False
     speculative: Speculative = field(default_factory=Speculative)
-    #: Writes the answers in the form of the API; None is OpenAI's.
-    writer: Callable[..., AnswerWriter] | None = None
+    #: The `AnswerWriter` of the API; None is OpenAI's.
+    writer: Callable[..., Any] | None = None
 
     def prompt(
         self,

@@ -287,7 +287,7 @@ class Server:
     ) -> Response:
         loop = asyncio.get_running_loop()
         requests, job = await run_in_threadpool(self._submit, model, endpoint, body, loop)
-        writer = (requests[0].writer or ChatWriter)(
+        writer: AnswerWriter = (requests[0].writer or ChatWriter)(
             requests,
             [answer.prompt.text for answer in job.answers],
             identity=uuid.uuid4().hex,
