@@ -108,7 +108,7 @@ def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> P
 
 def check_prunable(model: LlamaModel) -> None:
     """Raise `ModelFileError` if layers of a model cannot be left out."""
-    architecture = model.metadata("general.architecture") or "unknown"
+    architecture = model.architecture
     numbers = {key: model.metadata(f"{architecture}.{key}") for key in (*_NUMBERS, *_LISTS)}
     reason = ""
     if model.has_recurrent_state:
