@@ -340,7 +340,7 @@ def test_the_doctor_tries_the_kernels_on_the_model(
     status = KernelStatus("specgen", "avx2", path=Path("library"), tested="all is well")
     monkeypatch.setenv("SPECGEN_KERNELS", "auto")
     monkeypatch.setattr(kernels, "examine_kernels", lambda *_args, **_options: status)
-    monkeypatch.setattr(doctor, "TENSOR_TYPES", ())
+    monkeypatch.setattr(doctor, "places_of", lambda _build: [])
     monkeypatch.setattr(ModelTrials, "problem_of", lambda *_args, **_options: problem)
     checks = {check.name: check for check in doctor.diagnose(model).checks}
     last = checks["specgen's kernels on model.gguf"]

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
+from pydantic_core import from_json
+
 from specgen.errors import OutputError, PromptError, UsageError
 from specgen.models.files import cache_folder
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.chat_request import read_request
-from specgen.serve.formats.fields import BodyError, shown
-from specgen.serve.formats.request import Kind, Request
+from specgen.serve.formats.openai import read_request
+from specgen.serve.formats.request import BodyError, Kind, Request, shown
 from specgen.system.files import replace_bytes
 from specgen.system.json_lines import (
     AppendedFile,
     DamagedLineError,
-    json_reason,
     locked,
     take_lines,
     to_line,
@@ -108,9 +108,9 @@ def _read(number: int, raw: bytes, sampling: SamplerOptions, generation: Generat
         body: dict[str, Any] = {"prompt": text}
         if text.startswith("{"):
             try:
-                body = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                what = f"the line is not JSON: {json_reason(error)}"
+                body = from_json(text)
+            except ValueError as error:
+                what = f"the line is not JSON: {error}"
                 return Line(number, custom_id, digest, LineError("invalid_json", what))
         custom_id = _custom_id(body.pop("custom_id", None))
         # The order of fields, and white space between them, ask for nothing else.
@@ -121,8 +121,6 @@ def _read(number: int, raw: bytes, sampling: SamplerOptions, generation: Generat
         request = LineError("invalid_utf8", what)
     except BodyError as error:
         request = LineError("invalid_request", error.message)
-    except RecursionError:
-        request = LineError("invalid_json", "the line is nested too deeply")
     except Exception as error:  # noqa: BLE001 - it ends this line, not the batch
         request = unexpected(error, number)
     return Line(number, custom_id, digest, request)
@@ -143,10 +141,7 @@ def _custom_id(value: Any) -> str:
         return ""
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise BodyError("custom_id", "it is not a text")
-    try:
-        return str(value).encode().decode()
-    except UnicodeEncodeError:
-        raise BodyError("custom_id", "it has half a surrogate pair") from None
+    return str(value)
 
 
 def _asked(body: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.serve.batch.lines import Line, LineError, Write, result_of, unexpected
-from specgen.serve.formats.chat_answer import ChatWriter
+from specgen.serve.formats.openai import ChatWriter
 from specgen.serve.formats.request import Request, check_tokens, with_call_form
 from specgen.session.calibration import calibrate, fastest_parallel
 from specgen.session.engine import Engine
