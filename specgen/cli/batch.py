@@ -249,7 +249,7 @@ def _taken_up(
 ) -> Iterator[tuple[Earlier, Write]]:
     """Yield the results that a file already has, and what appends to them. No other process can write to it
     meanwhile."""
-    from specgen.models import cache_folder
+    from specgen.models.files import cache_folder
     from specgen.serve.batch.results import appending, read_results, without_errors
     from specgen.system.json_lines import locked
 
@@ -324,7 +324,7 @@ def open_on_node(
 ) -> Session:
     """Load the models in an actor. Files that are made, and what is learnt, stay on the node."""
     from specgen.cli.model_loading import load, use_kernels
-    from specgen.models import cache_folder
+    from specgen.models.files import cache_folder
 
     quiet = Output(quiet=True)
     use_kernels(kernels, quiet)

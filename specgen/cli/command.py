@@ -39,7 +39,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "tune": ("specgen tune -m model.gguf -md small.gguf",),
     "bench": (
         'specgen bench -m model.gguf "Write a sort function" "Explain gravity"',
-        "specgen bench -m model.gguf -md small.gguf --prompts mine.jsonl --html report.html",
+        "specgen bench -m model.gguf -md small.gguf --prompts mine.jsonl --json report.json",
     ),
     "config": ("specgen config -m model.gguf",),
     "worker": (

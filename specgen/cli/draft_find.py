@@ -72,7 +72,8 @@ def find(
     and to begin.
     """
     from specgen.measure.search import find_candidates, search_drafts
-    from specgen.models import identify, saved_draft
+    from specgen.models.files import identify
+    from specgen.models.saved_drafts import saved_draft
 
     if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to find")
@@ -121,7 +122,8 @@ def known_candidates(named: Sequence[Path], target: Path) -> tuple[list[Path], l
     """Return the files to try as drafts for a target, those that specgen has on this disk among them, and
     the named files that are refused."""
     from specgen.measure.search import find_candidates
-    from specgen.models import load_registry, locate
+    from specgen.models.hub import locate
+    from specgen.models.registry import load_registry
 
     known = [path for path in map(locate, load_registry().models.values()) if path is not None]
     return find_candidates(named, known, target)
@@ -151,7 +153,8 @@ def show_search(
 
 
 def _save_best(search: Search) -> Search:
-    from specgen.models import SavedDraft, identify, save_draft
+    from specgen.models.files import identify
+    from specgen.models.saved_drafts import SavedDraft, save_draft
 
     identity = identify(search.target)
     assert identity is not None, "a target that was opened"

@@ -15,7 +15,7 @@ from specgen.cli.draft_find import known_candidates, show_search, trial_options
 from specgen.cli.model_loading import load, log_shown, opened, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import UsageError
-from specgen.models import cache_folder
+from specgen.models.files import cache_folder
 from specgen.options import Contexts, DraftOptions, GenerationOptions
 from specgen.session.files import find_target
 from specgen.train.draft_builder import (
@@ -212,7 +212,8 @@ def _plan_text(plan: TimePlan, minutes: float, n_tokens: int) -> str:
 def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Output) -> Path | None:
     """Return the model to fit; None without one. Raise `UsageError` if a fitted draft was asked for but is
     not possible."""
-    from specgen.models import load_registry, locate
+    from specgen.models.hub import locate
+    from specgen.models.registry import load_registry
 
     is_asked = draft is not None or kind == "distilled"
     if kind in ("heads", "pruned"):

@@ -56,7 +56,7 @@ def _read(source: Path | str, note: Callable[[str], None]) -> tuple[str, str]:
         return "standard input", _without_newline(_piped_text(note))
     if isinstance(source, str):
         return "the question", _check_argument(source)
-    return str(source), _without_newline(decoded(read_bytes(source), str(source)))
+    return str(source), _without_newline(read_text(source))
 
 
 def _piped_text(note: Callable[[str], None]) -> str:
@@ -72,7 +72,7 @@ def _piped_text(note: Callable[[str], None]) -> str:
     patience.daemon = True
     patience.start()
     try:
-        return decoded(read_bytes(STDIO), "standard input")
+        return read_text(STDIO)
     finally:
         patience.cancel()
 
@@ -86,15 +86,16 @@ def read_bytes(path: Path) -> bytes:
         raise PromptError(f"{name}: cannot be read: {error.strerror or error}") from error
 
 
-def decoded(data: bytes, name: str) -> str:
-    """Return UTF-8 text without the byte order mark. Raise `PromptError`."""
-    return decoded_with_mark(data, name).removeprefix("\ufeff")
-
-
-def decoded_with_mark(data: bytes, name: str) -> str:
-    """Return UTF-8 text as it is. Raise `PromptError`."""
+def read_text(path: Path | None, *, with_mark: bool = False) -> str:
+    """Return the text of a file in UTF-8, or of standard input for `STDIO`, and none for None; `with_mark` leaves a
+    byte order mark in it. Raise `PromptError`."""
+    if path is None:
+        return ""
+    name = "standard input" if path == STDIO else path
+    data = read_bytes(path)
     try:
-        return data.decode("utf-8")
+        text = data.decode("utf-8")
+        return text if with_mark else text.removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise PromptError(

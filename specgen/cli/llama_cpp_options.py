@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from specgen.errors import UsageError
 
 if TYPE_CHECKING:
-    from specgen.models.hub_reference import HubReference
+    from specgen.models.hub import HubReference
 
 #: Options without a value that change nothing here, for all commands and for some.
 _SAME = frozenset(
@@ -171,7 +171,7 @@ class _HubNames:
 
     def take(self, name: str, value: str) -> list[str]:
         """Take an option; return what stands for it. Raise `UsageError`."""
-        from specgen.models.hub_reference import parse_reference
+        from specgen.models.hub import parse_reference
 
         if _HUB[name] == "":
             os.environ["HF_TOKEN"] = value
@@ -186,7 +186,7 @@ class _HubNames:
     def target_option(self, option: Any, others: Sequence[str]) -> list[str]:
         """Return the options that name the targets. Raise `UsageError` if another option names one, too."""
         if self._file is not None:
-            from specgen.models.hub_reference import parse_reference
+            from specgen.models.hub import parse_reference
 
             if len(self._repos) != 1:
                 raise UsageError("--hf-file needs one --hf-repo", "name it with -hf USER/REPO")

@@ -26,11 +26,12 @@ from specgen.measure.trial import (
     plain_figures,
     try_draft,
 )
-from specgen.models import FileIdentity, human_bytes, identify, shard_number
+from specgen.models.files import FileIdentity, identify, shard_number
 from specgen.session.calibration import short_context
 from specgen.session.files import name_of
 from specgen.session.open import DRAFT_ERRORS
 from specgen.system.machine import LoadOfOthers, is_busy
+from specgen.system.units import human_bytes
 
 if TYPE_CHECKING:
     from specgen.options import DraftSource

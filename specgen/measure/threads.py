@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specgen.method.backend import Backend
-from specgen.session.costs import begin, time_batch
+from specgen.session.calibration import begin, time_batch
 from specgen.session.memory import Threads
 
 #: Rows of the batch that is timed: as many as the batch of a round usually has.

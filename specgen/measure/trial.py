@@ -10,7 +10,6 @@ tried in only their own time.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import math
 import statistics
 from collections import abc, defaultdict
@@ -24,14 +23,20 @@ import numpy as np
 from specgen.errors import BackendError, PromptError
 from specgen.events import ReasonCount
 from specgen.llama import LlamaBackend
+from specgen.measure.prompts import NOW
 from specgen.method.backend import Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.session.agreement import read_states
 from specgen.session.answer_loop import AnswerLoop
-from specgen.session.calibration import measure_if_new
-from specgen.session.costs import Costs, speedup, time_batch, timed_batch_sizes
+from specgen.session.calibration import (
+    Costs,
+    measure_if_new,
+    speedup,
+    time_batch,
+    timed_batch_sizes,
+)
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
 from specgen.text.sequence import Sequence
@@ -47,8 +52,6 @@ _N_REPEATS = 3
 _N_OFTEN = 6
 #: Speed-ups that differ by a smaller share are a tie; those that differ by a larger share are none.
 _LEAST_NOISE, _MOST_NOISE = 0.03, 0.2
-#: The date that templates get: the present one must not change the answers.
-_NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
 
 #: Called with the number of prompts that are done, and of all prompts.
 PromptsDone = Callable[[int, int], None]
@@ -337,7 +340,7 @@ def agreeing_path(draft: Draft, tokens: abc.Sequence[int]) -> tuple[int, ...]:
 def answered_prompt(session: Session, baseline: Baseline, answer: TargetAnswer) -> Prompt:
     """Return the prompt of an answer. Each draft needs a prompt of its own, since it contains the draft's
     tokens."""
-    return session.prompts.of_text(answer.prompt, chat=baseline.chat, now=_NOW)
+    return session.prompts.of_text(answer.prompt, chat=baseline.chat, now=NOW)
 
 
 def fitting_prompts(
@@ -352,7 +355,7 @@ def fitting_prompts(
     skipped: list[int] = []
     failure = PromptError("there are no prompts")
     for number, text in texts:
-        prompt = session.prompts.of_text(text, chat=chat, now=_NOW)
+        prompt = session.prompts.of_text(text, chat=chat, now=NOW)
         try:
             session.context_size(len(prompt.tokens) + n_more)
         except PromptError as error:

@@ -67,7 +67,6 @@ def batch_summary(tally: Tally, seconds: float, where: str) -> str:
     whom."""
     from specgen.render.summary import totals
 
-    counts = (tally.n_prompt_tokens, tally.n_cached_tokens, tally.n_drafted, tally.n_accepted)
-    answers, *others = totals(tally.n_answers, tally.n_tokens, *counts)
+    answers, *others = totals(tally.n_answers, [tally])
     speed = f"{duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s"
     return ", ".join((answers, speed, where, *others))

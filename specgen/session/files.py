@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.errors import ModelFileError, UsageError
-from specgen.models import cache_folder, identify, load_registry, locate, saved_draft
-from specgen.models.files import heads_file
-from specgen.models.hub_reference import PREFIX, is_reference, looks_like_reference
+from specgen.models.files import cache_folder, heads_file, identify
+from specgen.models.hub import PREFIX, is_reference, locate, looks_like_reference
+from specgen.models.registry import load_registry
+from specgen.models.saved_drafts import saved_draft
 
 if TYPE_CHECKING:
-    from specgen.models import CatalogueModel, FileIdentity, Registry, SavedDraft
+    from specgen.models.files import FileIdentity
+    from specgen.models.registry import CatalogueModel, Registry
+    from specgen.models.saved_drafts import SavedDraft
     from specgen.options import DraftSource, ModelChoice
 
 #: Fetches the model with a name in the registry or on the hub, and returns its path.
@@ -151,7 +154,8 @@ def find_model(name: str, registry: Registry, fetch: Fetch, others: Iterable[str
 
 def fetching(registry: Registry, *, quiet: bool) -> Fetch:
     """Return what fetches a model, from the hub or by its name in the registry."""
-    from specgen.models import fetch, fetch_reference, parse_reference, stderr_progress
+    from specgen.models.download import fetch, fetch_reference, stderr_progress
+    from specgen.models.hub import parse_reference
 
     def get(name: str) -> Path:
         progress = stderr_progress(quiet=quiet)

@@ -21,15 +21,14 @@ from specgen.llama.kernels.admission import (
 )
 from specgen.llama.kernels.attached import computing
 from specgen.llama.kernels.packed_weights import keep_packed_weights
-from specgen.models import (
+from specgen.models.files import (
     cache_folder,
     data_folder,
-    human_bytes,
     identify,
+    learning_folder,
     memory_file,
     packed_folder,
 )
-from specgen.models.files import learning_folder
 from specgen.options import (
     ContextOptions,
     Contexts,
@@ -39,12 +38,18 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
-from specgen.session.calibration import known_costs, measure_costs
-from specgen.session.costs import Gain, expected_gain
+from specgen.session.calibration import (
+    Gain,
+    expected_gain,
+    is_pair_measured,
+    known_costs,
+    measure_in_short_contexts,
+)
 from specgen.session.files import DraftChoice, Sources
 from specgen.session.memory import Memory
 from specgen.session.session import Session
 from specgen.system.machine import look_at_machine
+from specgen.system.units import human_bytes
 
 #: Shows that the model with this name is loading, within a `with` block.
 Loading = Callable[[str], AbstractContextManager[object]]
@@ -158,7 +163,9 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
             if costs is None or expected_gain(costs).is_worth_it:
                 session.change_draft(choice.draft)
                 if path is not None and checks:
-                    costs = measure_costs(session, path)
+                    if not is_pair_measured(session, path):
+                        measure_in_short_contexts(session)
+                    costs = known_costs(session, path)
                     session.memory.save()  # not every command saves what its session learns
         except DRAFT_ERRORS as error:
             said.append(error.message)

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from specgen.measure.search import Refused, Search, Tried, by_speedup, find_candidates
 from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer
-from specgen.models import SavedDraft, identify, save_draft, saved_draft, saved_drafts_file
+from specgen.models.files import identify
+from specgen.models.saved_drafts import SavedDraft, save_draft, saved_draft, saved_drafts_file
 from specgen.render.tables import print_draft_table
 from tests.helpers.cli import Result, Specgen, complaint, on_terminal, rest_of, tiny_names
 from tests.tiny import TinyConfig, write_tiny_model
@@ -113,8 +114,8 @@ def test_what_is_accepted_is_what_a_run_accepts(
 def test_models_that_have_a_name_and_are_on_the_disk_are_tried(
     find: Specgen, tiny_models: Path
 ) -> None:
-    from specgen.models import load_registry
     from specgen.models.files import file_sha256
+    from specgen.models.registry import load_registry
     from tests.helpers.fetch import store
 
     draft = tiny_models / "draft.gguf"

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from specgen.events import FinishedEvent
-from specgen.models import memory_file
+from specgen.models.files import memory_file
 from tests.helpers.cli import Cli, complaint, events_of
 from tests.helpers.common import ROOT, posix
 from tests.tiny import TinyConfig, write_tiny_model

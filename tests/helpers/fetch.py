@@ -20,8 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from specgen.models import CatalogueModel, HubSource, PypiSource, folder_of
-from specgen.models.progress import DownloadProgress
+from specgen.models.download import DownloadProgress
+from specgen.models.hub import folder_of
+from specgen.models.registry import CatalogueModel, HubSource, PypiSource
 from tests.helpers.common import ROOT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen.models.progress import StreamProgress
+from specgen.models.download import DownloadProgress
 from specgen.render.progress_bars import progress_bar
 from specgen.system import progress
 from specgen.system.progress import ProgressLines
@@ -67,7 +67,7 @@ def test_a_stream_that_cannot_be_written_does_not_end_the_work() -> None:
 
 def test_a_line_of_a_download_comes_now_and_then() -> None:
     stream, clock = io.StringIO(), Clock()
-    progress = StreamProgress(stream, clock)
+    progress = DownloadProgress(stream, clock)
     for done_bytes in (150, 160, 200, 350, 1000):
         progress.show("tiny", done_bytes, 1000)
         clock.now_s += 6.0

@@ -380,7 +380,7 @@ def answer(
             "--ignore-eos and a grammar exclude each other: text that follows a grammar has an end"
         )
     if json_schema is not None:
-        from specgen.text.grammar.base import schema_grammar
+        from specgen.text.grammar.json_schema import schema_grammar
 
         return replace(options, grammar=schema_grammar(json_schema))
     return options if grammar is None else replace(options, grammar=Grammar("gbnf", grammar))

@@ -9,12 +9,12 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic_core import from_json
+
 from specgen.errors import PromptError
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.chat_request import read_request
-from specgen.serve.formats.fields import BodyError, shown
-from specgen.serve.formats.request import Kind, Request
-from specgen.system.json_lines import json_reason
+from specgen.serve.formats.openai import read_request
+from specgen.serve.formats.request import BodyError, Kind, Request, shown
 
 _URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 #: The fields of a line in OpenAI's form; only such lines have a `body`.
@@ -95,9 +95,9 @@ def _read(number: int, raw: bytes, sampling: SamplerOptions, generation: Generat
         body: dict[str, Any] = {"prompt": text}
         if text.startswith("{"):
             try:
-                body = json.loads(text)
+                body = from_json(text)
             except ValueError as error:
-                what = f"the line is not JSON: {json_reason(error)}"
+                what = f"the line is not JSON: {error}"
                 return Line(number, custom_id, digest, LineError("invalid_json", what))
         custom_id = _custom_id(body)
         digest = _digest(body)
@@ -107,8 +107,6 @@ def _read(number: int, raw: bytes, sampling: SamplerOptions, generation: Generat
     except UnicodeDecodeError as error:
         what = f"the line is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}"
         problem = LineError("invalid_utf8", what)
-    except RecursionError:
-        problem = LineError("invalid_json", "the line is nested too deeply")
     except BodyError as error:
         problem = LineError("invalid_request", error.message)
     except Exception as error:  # noqa: BLE001 - it ends this line, not the batch
@@ -132,10 +130,7 @@ def _custom_id(body: Mapping[str, Any]) -> str:
         return ""
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise BodyError("custom_id", "it is not a text")
-    try:
-        return str(value).encode().decode()
-    except UnicodeEncodeError:
-        raise BodyError("custom_id", "it has half a surrogate pair") from None
+    return str(value)
 
 
 def _digest(body: Mapping[str, Any]) -> str:

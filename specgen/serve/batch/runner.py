@@ -17,7 +17,7 @@ from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.serve.batch.lines import Line, LineError, unexpected
 from specgen.serve.batch.results import Write, result_of
-from specgen.serve.formats.chat_answer import ChatWriter
+from specgen.serve.formats.openai import ChatWriter
 from specgen.serve.formats.request import Request, check_tokens, with_call_form
 from specgen.session.calibration import calibrate, fastest_parallel
 from specgen.session.engine import Engine

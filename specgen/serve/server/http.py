@@ -7,9 +7,10 @@ import contextlib
 import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, StreamingResponse
@@ -22,8 +23,8 @@ from specgen.errors import (
     SpecgenError,
     UsageError,
 )
-from specgen.serve.formats.fields import BodyError, sendable
 from specgen.serve.formats.messages import error_body
+from specgen.serve.formats.request import BodyError
 from specgen.serve.server.options import Limits, is_loopback
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -56,7 +57,7 @@ class RequestError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = sendable(message)
+        self.message = message
         self.code = code
         self.param = param
         self.headers = headers
@@ -120,34 +121,26 @@ async def read_json(request: Request, limits: Limits) -> Mapping[str, Any]:
     except ClientDisconnect:
         raise RequestError(400, "the body is cut off") from None
     try:
-        body = json.loads(data, parse_constant=_refuse_constant)
-    except UnicodeDecodeError:
-        raise RequestError(400, "the body is not UTF-8", code="invalid_json") from None
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise RequestError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
+        body = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise RequestError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise RequestError(400, "the body is not a JSON object", code="invalid_json")
     return body
 
 
 async def _read(request: Request, n_most: int) -> bytes:
-    too_large = RequestError(
-        413, f"the body has more than {n_most} bytes", code="request_too_large"
-    )
-    length = request.headers.get("content-length", "")
-    if length.isascii() and length.isdigit() and int(length) > n_most > 0:
-        raise too_large
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > n_most > 0:
-            raise too_large
-    return bytes(data)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    length, data = request.headers.get("content-length", ""), bytearray()
+    n_bytes = int(length) if length.isascii() and length.isdigit() else 0
+    if not n_bytes > n_most > 0:
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > n_most > 0:
+                break
+        else:
+            return bytes(data)
+    what = f"the body has more than {n_most} bytes"
+    raise RequestError(413, what, code="request_too_large")
 
 
 async def while_connected(receive: Receive, work: Awaitable[_T]) -> _T:
