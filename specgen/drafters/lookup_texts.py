@@ -10,15 +10,15 @@ import os
 import stat
 import zipfile
 import zlib
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from specgen.drafters.ngram import MAX_MATCH, MAX_PLACES, SEPARATOR, Match, Matches
 from specgen.errors import OutputError, UsageError
 from specgen.method.backend import Vocabulary
 from specgen.system.files import replace_bytes
@@ -33,6 +33,11 @@ _DAMAGE: Final = (
     *(OSError, ValueError, KeyError, EOFError, TypeError, RuntimeError),
     *(zipfile.BadZipFile, zlib.error),
 )
+#: The longest match that is looked for, in tokens, and the most occurrences of it that are looked at.
+MAX_MATCH: Final = 32
+MAX_PLACES: Final = 100
+#: Stands behind each text of a corpus; no token.
+SEPARATOR: Final = -1
 #: Larger files in folders are left out: people hardly write such files.
 MAX_FILE_BYTES = 4 << 20
 #: More bytes than this in all are refused: sorting takes a hundred and fifty bytes of memory a token.
@@ -51,6 +56,46 @@ MAX_NEW = 16384
 _NEW_PART = 0.25
 #: The longest wait for another process that adds a text, in seconds.
 _WAIT_S = 2.0
+
+
+class Match(NamedTuple):
+    """An ending of `length` tokens that occurs in a text. `places` are the indices of the tokens that
+    follow it, one for each occurrence, in no particular order; there is at least one."""
+
+    length: int
+    places: tuple[int, ...]
+
+
+class Matches(ABC):
+    """Tokens, and the matches of endings in them."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._token_at = tokens
+
+    @abstractmethod
+    def longest(self, ending: Sequence[int]) -> Match | None:
+        """Return the longest match of the last tokens of `ending` that is followed by something."""
+
+    def longer(self, match: Match | None, ending: Sequence[int]) -> Match | None:
+        """Return the longest match of `ending`; `match` is that of all but its last token."""
+        tokens, places = self._token_at, list[int]()
+        for place in match.places if match is not None else ():
+            follows = place + 1 < len(tokens) and tokens[place + 1] != SEPARATOR
+            if follows and tokens[place] == ending[-1]:
+                places.append(place + 1)
+        if match is None or not places:
+            return self.longest(ending)
+        return Match(match.length + 1, tuple(places))
+
+    def followers(self, match: Match) -> dict[int, tuple[int, int]]:
+        """Return the tokens that follow a match, each with its number of occurrences and the position of
+        the last one."""
+        followers: dict[int, tuple[int, int]] = {}
+        for place in match.places:
+            token = self._token_at[place]
+            count, latest = followers.get(token, (0, place))
+            followers[token] = (count + 1, max(latest, place))
+        return followers
 
 
 class SuffixArray(Matches):

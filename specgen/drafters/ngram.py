@@ -7,7 +7,6 @@ Hu et al., "SAM Decoding", arXiv:2411.10666.)
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -15,6 +14,7 @@ from itertools import count
 from typing import Final, NamedTuple
 
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft
+from specgen.drafters.lookup_texts import MAX_MATCH, MAX_PLACES, Match, Matches
 from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Drafter, Drafting, ready
@@ -23,11 +23,6 @@ from specgen.method.policy import RoundPlan, RoundResult
 #: The origins of nodes that are drafted from the text itself, and from corpora.
 TEXT_ORIGIN: Final = "ngram"
 LOOKUP_ORIGIN: Final = "lookup"
-#: The longest match that is looked for, in tokens, and the most occurrences of it that are looked at.
-MAX_MATCH: Final = 32
-MAX_PLACES: Final = 100
-#: Stands behind each text of a corpus; no token.
-SEPARATOR: Final = -1
 #: A corpus is followed if its match is longer than the text's own by at least this many tokens.
 _CLEARLY_LONGER = 2
 #: The token that followed last is drafted, unless another one followed this many times as often.
@@ -40,46 +35,6 @@ _DISSENT = 2.0
 _MOST_SEARCHED = 1024
 #: The most continuations that are drafted at one position of a tree without a fixed shape.
 _N_BRANCHES = 3
-
-
-class Match(NamedTuple):
-    """An ending of `length` tokens that occurs in a text. `places` are the indices of the tokens that
-    follow it, one for each occurrence, in no particular order; there is at least one."""
-
-    length: int
-    places: tuple[int, ...]
-
-
-class Matches(ABC):
-    """Tokens, and the matches of endings in them."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._token_at = tokens
-
-    @abstractmethod
-    def longest(self, ending: Sequence[int]) -> Match | None:
-        """Return the longest match of the last tokens of `ending` that is followed by something."""
-
-    def longer(self, match: Match | None, ending: Sequence[int]) -> Match | None:
-        """Return the longest match of `ending`; `match` is that of all but its last token."""
-        tokens, places = self._token_at, list[int]()
-        for place in match.places if match is not None else ():
-            follows = place + 1 < len(tokens) and tokens[place + 1] != SEPARATOR
-            if follows and tokens[place] == ending[-1]:
-                places.append(place + 1)
-        if match is None or not places:
-            return self.longest(ending)
-        return Match(match.length + 1, tuple(places))
-
-    def followers(self, match: Match) -> dict[int, tuple[int, int]]:
-        """Return the tokens that follow a match, each with its number of occurrences and the position of
-        the last one."""
-        followers: dict[int, tuple[int, int]] = {}
-        for place in match.places:
-            token = self._token_at[place]
-            count, latest = followers.get(token, (0, place))
-            followers[token] = (count + 1, max(latest, place))
-        return followers
 
 
 class TextIndex(Matches):

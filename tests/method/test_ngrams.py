@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.lookup_texts import SuffixArray
-from specgen.drafters.ngram import MAX_MATCH, MAX_PLACES, SuffixDrafter, TextIndex, confidence
+from specgen.drafters.lookup_texts import MAX_MATCH, MAX_PLACES, SuffixArray
+from specgen.drafters.ngram import SuffixDrafter, TextIndex, confidence
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
