@@ -62,8 +62,6 @@ _POINTER: Any = ctypes.c_void_p
 _F32, _F16, _I32 = TYPE_NUMBERS["f32"], TYPE_NUMBERS["f16"], 26
 _USAGE_WEIGHTS = 1
 _CPU_DEVICE = 0
-#: The offset of the buffer in `ggml_tensor`: it follows the type, and is aligned like a pointer.
-_BUFFER_OFFSET = 8
 
 
 # --- weights --------------------------------------------------------------------------------
@@ -146,14 +144,10 @@ def dequantize(weights: Weights) -> FloatArray:
 
 
 class Matrix:
-    """Weights in a buffer of a given type, ready for products. Raises `BackendError` if there is no such buffer type,
-    or it does not accept these weights."""
+    """Weights in a buffer of a given type, ready for products. Raises `BackendError` if there is no such buffer type."""
 
     def __init__(self, weights: Weights, buffer_type: str = CPU_BUFFER) -> None:
         self.weights = weights
-        if not takes(weights.type_name, weights.shape, buffer_type):
-            what = f"{weights.type_name} weights of {weights.shape}"
-            raise BackendError(f"{buffer_type} does not take {what}")
         with ExitStack() as on_error:
             context = on_error.enter_context(no_data())
             self.tensor = new_tensor(context, TYPE_NUMBERS[weights.type_name], weights.shape)
@@ -176,12 +170,6 @@ class Matrix:
 
 #: The tensor of an operator's result, and the input tensors with their data.
 _Graph: TypeAlias = tuple[Any, list[tuple[Any, NDArray[Any]]]]
-
-
-def _product(context: Any, matrix: Any, vectors: Any, experts: Any = None) -> Any:
-    if experts is None:
-        return ggml("ggml_mul_mat", _POINTER, *3 * (_POINTER,))(context, matrix, vectors)
-    return ggml("ggml_mul_mat_id", _POINTER, *4 * (_POINTER,))(context, matrix, vectors, experts)
 
 
 def multiply(
@@ -210,9 +198,10 @@ def multiply(
     def build(context: Any) -> _Graph:
         vectors = new_tensor(context, _F32, activations.shape)
         if experts is None:
-            return _product(context, matrix.tensor, vectors), [(vectors, activations)]
+            product = ggml("ggml_mul_mat", *4 * (_POINTER,))
+            return product(context, matrix.tensor, vectors), [(vectors, activations)]
         numbers = new_tensor(context, _I32, experts.shape)
-        result = _product(context, matrix.tensor, vectors, numbers)
+        result = ggml("ggml_mul_mat_id", *5 * (_POINTER,))(context, matrix.tensor, vectors, numbers)
         return result, [(vectors, activations), (numbers, np.ascontiguousarray(experts, np.int32))]
 
     shape = activations.shape[:-1] if experts is None else experts.shape
@@ -252,30 +241,6 @@ def attend(
         return result, inputs
 
     return _compute(build, queries.shape, n_threads)
-
-
-def takes(type_name: str, shape: tuple[int, ...], buffer_type: str) -> bool:
-    """Return whether a buffer type accepts weights of this type and shape. llama.cpp asks GGML in the same way: with an
-    empty buffer and an operator without data. Raise `BackendError` if there is no buffer type of that name."""
-    row_bytes(type_name, shape[-1])
-    place = _find_buffer_type(buffer_type)
-    free = ggml("ggml_backend_buffer_free", None, _POINTER)
-    with no_data() as context:
-        tensor = new_tensor(context, TYPE_NUMBERS[type_name], shape)
-        chosen = (512, 1) if len(shape) == 3 else (512,)
-        experts = new_tensor(context, _I32, chosen) if len(shape) == 3 else None
-        vectors = new_tensor(context, _F32, (*chosen, shape[-1]))
-        operator = _product(context, tensor, vectors, experts)
-        make = ggml("ggml_backend_buft_alloc_buffer", _POINTER, _POINTER, ctypes.c_size_t)
-        buffer = make(place, 0)
-        if not buffer:
-            raise BackendError("GGML could not make a buffer")
-        try:
-            _POINTER.from_address(tensor + _BUFFER_OFFSET).value = buffer
-            supports = ggml("ggml_backend_dev_supports_op", ctypes.c_bool, *2 * (_POINTER,))
-            return bool(supports(_cpu_device(), operator))
-        finally:
-            free(buffer)
 
 
 # --- graphs and buffers -----------------------------------------------------------------------------

@@ -26,8 +26,7 @@ from specgen.measure.trial import (
 )
 from specgen.method.backend import Backend
 from specgen.models.files import FileIdentity, identify, shard_number
-from specgen.session.calibration import short_context
-from specgen.session.costs import begin, time_batch
+from specgen.session.calibration import begin, short_context, time_batch
 from specgen.session.files import name_of
 from specgen.session.memory import Threads
 from specgen.session.open import DRAFT_ERRORS

@@ -29,8 +29,13 @@ from specgen.method.drafter import draft_alone
 from specgen.method.policy import Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.session.agreement import read_states
 from specgen.session.answer_loop import AnswerLoop
-from specgen.session.calibration import measure_if_new
-from specgen.session.costs import Costs, speedup, time_batch, timed_batch_sizes
+from specgen.session.calibration import (
+    Costs,
+    measure_if_new,
+    speedup,
+    time_batch,
+    timed_batch_sizes,
+)
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
 from specgen.text.sequence import Sequence

@@ -14,9 +14,9 @@ from specgen.events import FinishedEvent, undrafted_text
 from specgen.render.marks import FAINT, legend
 from specgen.render.streams import say
 from specgen.render.text import clean_line, counted
-from specgen.session.costs import is_impossible
 from specgen.system.machine import busy_text, is_busy
 from specgen.system.units import seconds_text, three_digits
+from specgen.text.tally import is_impossible
 
 if TYPE_CHECKING:
     from specgen.serve.batch.runner import Tally

@@ -38,8 +38,13 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
-from specgen.session.calibration import known_costs, measure_costs
-from specgen.session.costs import Gain, expected_gain
+from specgen.session.calibration import (
+    Gain,
+    expected_gain,
+    is_pair_measured,
+    known_costs,
+    measure_in_short_contexts,
+)
 from specgen.session.files import DraftChoice, Sources
 from specgen.session.memory import Memory
 from specgen.session.session import Session
@@ -158,7 +163,9 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
             if costs is None or expected_gain(costs).is_worth_it:
                 session.change_draft(choice.draft)
                 if path is not None and checks:
-                    costs = measure_costs(session, path)
+                    if not is_pair_measured(session, path):
+                        measure_in_short_contexts(session)
+                    costs = known_costs(session, path)
                     session.memory.save()  # not every command saves what its session learns
         except DRAFT_ERRORS as error:
             said.append(error.message)

@@ -7,27 +7,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from specgen.drafters.kind import DraftSetup, Key, LoadedDraft, Room
+from specgen.drafters.kind import DraftSetup, LoadedDraft, Room
 from specgen.drafters.kinds import ANY_FILE, find_kind, open_draft, refuse_draft
-from specgen.drafters.lookup_texts import EarlierTexts, load_corpus
+from specgen.drafters.lookup_texts import EarlierTexts, SuffixArray, load_corpus
 from specgen.drafters.ngram import LoadedNgrams
-from specgen.drafters.suffix_array import SuffixArray
 from specgen.errors import PromptError, SpecgenError
-from specgen.llama import LlamaBackend, LlamaModel, default_threads
+from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
 from specgen.llama.file_check import check_file
 from specgen.llama.library import has_gpu
 from specgen.llama.weights import load_ahead
-from specgen.method.cost_table import CostTable
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     DraftSource,
     SamplerOptions,
     SessionOptions,
 )
 from specgen.session.kept_answers import Learnt, learnt_weights, read_learnt
-from specgen.session.memory import Memory, with_threads
+from specgen.session.memory import Memory, ModelCosts
 from specgen.session.prompts import Prompts
 from specgen.session.request import RequestSettings
 
@@ -47,50 +44,6 @@ def usual_n_ctx(wanted: int | None, n_train: int) -> int:
     if wanted is not None:
         return wanted or n_train or _ROOM
     return min(_ROOM, n_train) if n_train > 0 else _ROOM
-
-
-class ModelCosts:
-    """The cost tables of a target and its draft models in `memory`, for contexts with these options. A
-    draft is named by its file or a word; None stands for the target."""
-
-    def __init__(self, options: SessionOptions, memory: Memory) -> None:
-        self._options = options
-        self._memory = memory
-        #: Whether other programs took much of the machine when costs were measured.
-        self.was_busy = False
-
-    def context_options(self, draft: Key | None = None) -> ContextOptions:
-        """Return the options of contexts of the target, or of a draft model. If the user named no number of
-        threads, it is the fastest one that was measured."""
-        if not isinstance(draft, Path):
-            model, context = self._options.target, self._options.target_context
-        else:
-            model, context = draft, self._options.draft_context
-        return with_threads(context, self._memory.threads(model, context))
-
-    def table(self, draft: Key | None = None, n_past: int = 0) -> CostTable:
-        """Return the cost table of the target, or of a draft model, in contexts that hold about `n_past`
-        tokens."""
-        context, model = self.context_options(draft), self._file(draft)
-        return self._memory.costs(model, context, n_past, default_threads())
-
-    def forget(self, draft: Key | None = None) -> None:
-        """Forget the costs of the target, or of a draft model, so that they are measured again. No answer
-        may be in progress."""
-        context, model = self.context_options(draft), self._file(draft)
-        self._memory.forget_costs(model, context, default_threads())
-
-    def keep_briefly(self, draft: Key | None) -> None:
-        """Keep the present costs of the target and a draft model for the next few runs only."""
-        for model in (None,) if draft is None else (None, draft):
-            context, file = self.context_options(model), self._file(model)
-            self._memory.keep_briefly(file, context, default_threads())
-
-    def _file(self, draft: Key | None) -> Path:
-        target = self._options.target
-        if isinstance(draft, Path):
-            return draft
-        return target if draft is None else target.with_name(f"{target.name}:{draft}")
 
 
 class Session:

@@ -15,12 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.llama import operators
+from specgen.llama.kernels.trial import TYPES
 from specgen.llama.operators import SPECGEN_BUFFER, FloatArray, Matrix, Weights
 
-TYPES = (
-    *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
-    *("iq4_nl", "iq4_xs", "mxfp4", "f16", "bf16", "f32"),
-)
 FLOAT_TYPES = ("f16", "bf16", "f32")
 #: Rows of weights that come together in a group, at most; columns that are multiplied at once, at
 #: most, and with AMX.
@@ -165,11 +162,6 @@ def test_experts(type_name: str, broadcast: bool) -> None:
     chosen = operators.dequantize(weights)[experts]
     expected = np.einsum("tuk,turk->tur", np.broadcast_to(tokens, (n_tokens, n_used, 512)), chosen)
     assert error(together, expected) < 0.015
-
-
-def test_other_types_are_left_to_llama_cpp() -> None:
-    assert not operators.takes("iq2_xxs", (32, 256), SPECGEN_BUFFER)
-    assert not operators.takes("tq1_0", (32, 256), SPECGEN_BUFFER)
 
 
 @pytest.mark.parametrize("type_name", [name for name in TYPES if name not in FLOAT_TYPES])
