@@ -9,9 +9,8 @@ from pathlib import Path
 
 from specgen.drafters.kind import DraftSetup, LoadedDraft, Room
 from specgen.drafters.kinds import ANY_FILE, find_kind, open_draft, refuse_draft
-from specgen.drafters.lookup_texts import EarlierTexts, load_corpus
+from specgen.drafters.lookup_texts import EarlierTexts, SuffixArray, load_corpus
 from specgen.drafters.ngram import LoadedNgrams
-from specgen.drafters.suffix_array import SuffixArray
 from specgen.errors import PromptError, SpecgenError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
