@@ -23,10 +23,9 @@ from specgen.drafters.tree import TreeModelDrafter
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
-from specgen.method.cost_aware import CostAwarePolicy
-from specgen.method.cost_table import Price
 from specgen.method.drafter import Drafter, Drafting
-from specgen.method.policy import RoundPlan
+from specgen.method.policy import CostAwarePolicy, RoundPlan
+from specgen.method.tables import Price
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, TreeShape
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Shaper, TextState

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from specgen.drafters.kind import Key
-from specgen.method.backend import Backend, HiddenBackend
-from specgen.method.cost_table import CostTable
+from specgen.method.backend import Backend
+from specgen.method.tables import CostTable
 from specgen.session.agreement import N_KNOWN, N_TOKENS, TEXT, read_states, sample_agreement
 from specgen.session.costs import (
     MIN_SIZES,
@@ -180,7 +180,7 @@ def _sample_agreement(
     # The most likely tokens are compared, whatever the user's samplers are.
     factory, state = DrafterFactory(session), TextState(())
     drafter = factory.chain_drafter(Prompt(TEXT, tuple(tokens[:1])), drafts, state)
-    if isinstance(drafts[0], StatesBackend) and isinstance(target, HiddenBackend):
+    if isinstance(drafts[0], StatesBackend):
         read_states(target, tokens[: target.n_ctx], drafts[0].trails[0])
     try:
         n_compared = sample_agreement(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import CostTable
+from specgen.method.tables import CostTable
 
 #: The usual acceptance rate of draft models of the target's own family, measured here, if drafts stop
 #: where the draft model is unsure.

@@ -18,12 +18,12 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from specgen.method.acceptance_rates import (
+from specgen.method.tables import (
     N_BINS,
     AcceptanceCounts,
     AcceptanceRates,
+    CostTable,
 )
-from specgen.method.cost_table import CostTable
 from specgen.options import ContextOptions
 from specgen.session.costs import MIN_SIZES
 from specgen.system.files import replace_text

@@ -82,7 +82,7 @@ class PrefixCache:
         def rank(slot: Slot) -> tuple[int, int]:
             text = target.text(slot.branches(target).first)
             n = n_common(text, tokens)
-            goes_on = n if n == len(text) or not target.can_branch else 0
+            goes_on = n if n == len(text) or target.rollback != "cells" else 0
             return -goes_on, slot.used_last
 
         return min((slot for slot in self.slots if slot.answer is None), key=rank)

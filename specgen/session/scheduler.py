@@ -13,7 +13,7 @@ from specgen.errors import BackendError, SpecgenError
 from specgen.events import Event
 from specgen.llama import LlamaBackend
 from specgen.method.backend import Batch
-from specgen.method.cost_table import CostTable
+from specgen.method.tables import CostTable
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.prefix_cache import Answer, PrefixCache
 from specgen.session.prompts import Prompt
@@ -78,7 +78,7 @@ class Scheduler:
         same prefix that is being prefilled: then it shares those cells."""
         if len(self._slots.answers()) == len(self._slots):
             return None
-        reading = self._slots.reading() if self._target.can_branch else []
+        reading = self._slots.reading() if self._target.rollback == "cells" else []
         with self._lock:
             for request in itertools.islice(self._waiting, _N_CONSIDERED):
                 if not any(self._would_share_more(request, answer) for answer in reading):

@@ -18,7 +18,7 @@ from specgen.llama.context_opening import n_native_sequences
 from specgen.llama.file_check import check_file
 from specgen.llama.library import has_gpu
 from specgen.llama.weights import load_ahead
-from specgen.method.cost_table import CostTable
+from specgen.method.tables import CostTable
 from specgen.options import (
     ContextOptions,
     DraftOptions,

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from specgen.drafters.ngram import SuffixDrafter
-from specgen.method.distribution import Distribution
 from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import Policy, RoundPlan
 from specgen.method.verify import (
+    Distribution,
     ResidualVerifier,
     TargetAt,
     Verdict,

@@ -207,12 +207,7 @@ class SpecgenDraft(LlamaDraftModel):
         sequence.policy.observe(result)
         if sequence.drafters is not None:
             sequence.drafters.observe(result)
-        self.tally.n_rounds += 1
-        self.tally.n_round_tokens += len(committed)
-        self.tally.draft_s += self._draft_s
-        self.tally.target_s += target_s
-        if len(draft):
-            self.tally.add_draft(draft, path)
+        self.tally.add_round(result, model_s=self._draft_s)
 
     def _propose(self, sequence: Sequence) -> Draft:
         drafters = sequence.drafters
