@@ -386,10 +386,10 @@ class Server:
                     "id": slot.number,
                     "model": model.name,
                     "n_ctx": model.engine.n_ctx,
-                    "is_processing": (answer := slot.answer) is not None,
-                    "n_prompt_tokens": answer.sequence.n_prompt if answer else 0,
+                    "is_processing": (answer := slot.sequence) is not None,
+                    "n_prompt_tokens": answer.n_prompt if answer else 0,
                     "n_prompt_tokens_processed": answer.n_read if answer else 0,
-                    "n_decoded": answer.sequence.n_answer if answer else 0,
+                    "n_decoded": answer.n_answer if answer else 0,
                 }
                 for model in self._pool.loaded
                 if isinstance(model, ServedModel) and asked in (None, model.name)
