@@ -16,8 +16,8 @@ from statistics import geometric_mean
 from typing import Any
 
 from specgen.events import FinishedEvent
-from specgen.measure.bench.runs import NOW
 from specgen.measure.prompts import (
+    NOW,
     BenchPrompt,
     evenly_chosen,
     first_of_each,

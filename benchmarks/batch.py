@@ -30,7 +30,7 @@ from benchmarks.answers import (
     write_json,
 )
 from specgen.llama.kernels.admission import choose_kernels
-from specgen.models import cache_folder
+from specgen.models.files import cache_folder
 from specgen.options import DraftSource, GenerationOptions, SamplerOptions
 from specgen.serve.batch.lines import read_lines
 from specgen.serve.batch.runner import Batch, Prompting

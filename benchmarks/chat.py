@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.answers import answer, opened, parser_of, write_json
 from specgen.events import FinishedEvent
 from specgen.llama.kernels.admission import choose_kernels
-from specgen.models import cache_folder
+from specgen.models.files import cache_folder
 from specgen.options import DraftSource
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine

@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specgen.llama import LlamaModel
-from specgen.measure.bench.runs import NOW
-from specgen.measure.prompts import read_prompts
+from specgen.measure.prompts import NOW, read_prompts
 from specgen.system.machine import look_at_machine
 from specgen.train.distillation import RATE, SOFTNESS, distil
 from specgen.train.draft_builder import OWN_PROMPTS

@@ -31,28 +31,25 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.answers import bench_prompts, write_json
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
-from specgen.measure.bench.figures import (
-    BenchReport,
+from specgen.measure.bench import (
+    NGRAM,
+    Entry,
     Figures,
-    geometric_mean,
+    Result,
+    Runs,
+    entries_of,
+    figures_of,
+    find_drafts,
+    measure,
     speedup_of,
     to_json_object,
 )
-from specgen.measure.bench.plan import (
-    NGRAM,
-    Entry,
-    about,
-    entries_of,
-    find_drafts,
-    measure,
-)
-from specgen.measure.bench.runs import NOW, Result
-from specgen.measure.prompts import BenchPrompt
+from specgen.measure.prompts import NOW, BenchPrompt
 from specgen.measure.trial import Baseline, TargetAnswer, agreeing_path, measure_target
 from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
-from specgen.models import cache_folder
+from specgen.models.files import cache_folder
 from specgen.options import (
     AUTO_TREE,
     DraftOptions,
@@ -92,23 +89,16 @@ def main() -> None:
         generation=GenerationOptions(max_tokens=asked.max_tokens),
         cache=cache_folder(),
     )
-    ways = [replace(base.drafting, policy=asked.policy, tree=AUTO_TREE)]
-    drafts = find_drafts([asked.target], [], asked.draft, quiet=True)
-    entries = entries_of(base, drafts, ways, known=open_memory())
+    drafts = find_drafts([asked.target], asked.draft, quiet=True)
+    entries = entries_of(base, drafts, [asked.policy], [AUTO_TREE], known=open_memory())
     runs = measure(entries, prompts, progress=_tell)
-    report = BenchReport(
-        about(base, entries, None, shlex.join(sys.argv)),
-        [entry.to_json_object() for entry in entries],
-        prompts,
-        runs,
-    )
-    found = foresee_entries(entries, report)
-    for each in report.figures:
-        share = share_reached(report, found, each)
+    found = foresee_entries(entries, prompts, runs)
+    for each in figures_of(runs.results):
+        share = share_reached(entries, runs, found, each)
         print(
             each.contender, f"{each.speedup:.2f}", "" if share is None else f"{share:.2f}", sep="\t"
         )
-    write_json(asked.json, to_json(report, found))
+    write_json(asked.json, to_json(entries, prompts, runs, found))
 
 
 def _tell(what: str, done: int, total: int) -> None:
@@ -422,14 +412,16 @@ class _Drafts:
 # --- what a contender reached ----------------------------------------------------------------------
 
 
-def foresee_entries(entries: abc.Sequence[Entry], report: BenchReport) -> Foresight:
+def foresee_entries(
+    entries: abc.Sequence[Entry], prompts: abc.Sequence[BenchPrompt], runs: Runs
+) -> Foresight:
     """Find the best ways for the drafts and the prompts of a benchmark of one target."""
     plain, groups = entries[0], groups_of(entries)
     drafts = {each.drafters[0]: each.options.draft for each in _drafting(entries)}
     if any(NGRAM in group for group in groups):
         drafts[NGRAM] = NGRAM
-    skipped = {skip.prompt for skip in report.runs.skipped}
-    prompts = [prompt for prompt in report.prompts if prompt.number not in skipped]
+    skipped = {skip.prompt for skip in runs.skipped}
+    prompts = [prompt for prompt in prompts if prompt.number not in skipped]
     n_max = max(entry.options.drafting.n_max for entry in entries)
     with Session(foresight_options(plain.options, n_max), time.perf_counter) as loaded:
         found = foresee(loaded, plain.target, drafts, groups, prompts, progress=_tell)
@@ -449,50 +441,51 @@ def _drafting(entries: abc.Sequence[Entry]) -> list[Entry]:
     return [entry for entry in entries if entry.drafters and not entry.options.helpers]
 
 
-def share_reached(report: BenchReport, foresight: Foresight, figures: Figures) -> float | None:
+def share_reached(
+    entries: abc.Sequence[Entry], runs: Runs, foresight: Foresight, figures: Figures
+) -> float | None:
     """Return the share that is reached of perfect foresight's speed with the same drafts.
 
     It is the geometric mean over the answers; None if it is not known. A share is the seconds of foresight
     over the contender's own, both relative to plain decoding measured at about the same time, since a
     machine's speed changes.
     """
-    drafters = _drafters(report, figures)
+    drafters = next(each.drafters for each in entries if each.name == figures.contender)
     if figures.temperature > 0.0 or not drafters or figures.target != foresight.target:
         return None
     best = foresight.speedups(drafters)
-    own = [(prompt, speedup) for prompt, speedup in _speedups(report, figures) if prompt in best]
-    return geometric_mean([speedup / best[prompt] for prompt, speedup in own])
+    shares = [
+        speedup / best[prompt] for prompt, speedup in _speedups(runs, figures) if prompt in best
+    ]
+    return statistics.geometric_mean(shares) if shares else None
 
 
-def _drafters(report: BenchReport, figures: Figures) -> abc.Sequence[str]:
-    """Return the names of a contender's drafters, if they are known."""
-    for contender in report.contenders:
-        names = (contender["target"], contender["temperature"], contender["name"])
-        if names == (figures.target, figures.temperature, figures.contender):
-            return list(contender["drafters"])
-    return ()
-
-
-def _speedups(report: BenchReport, figures: Figures) -> list[tuple[int, float]]:
+def _speedups(runs: Runs, figures: Figures) -> list[tuple[int, float]]:
     lineup = (figures.target, figures.temperature)
     plain: dict[tuple[int, int], Result] = {}
     own: list[Result] = []
-    for result in report.runs.results:
+    for result in runs.results:
         if (result.target, result.temperature) != lineup:
             continue
         if result.is_plain:
             plain[result.prompt, result.round] = result
         if result.contender == figures.contender:
             own.append(result)
-    found = [(r.prompt, speedup_of(r, plain.get((r.prompt, r.round)))) for r in own]
+    with_plain = [(r, plain[r.prompt, r.round]) for r in own if (r.prompt, r.round) in plain]
+    found = [(r.prompt, speedup_of(r, by)) for r, by in with_plain]
     return [(prompt, speedup) for prompt, speedup in found if speedup is not None]
 
 
-def to_json(report: BenchReport, foresight: Foresight) -> dict[str, Any]:
+def to_json(
+    entries: abc.Sequence[Entry],
+    prompts: abc.Sequence[BenchPrompt],
+    runs: Runs,
+    foresight: Foresight,
+) -> dict[str, Any]:
     """Return the benchmark and its foresight as JSON values, with times in seconds."""
-    found = to_json_object(report)
-    for record, figures in zip(found["figures"], report.figures, strict=True):
-        record["foresight_reached"] = share_reached(report, foresight, figures)
+    found = to_json_object(entries, prompts, runs, shlex.join(sys.argv))
+    for record, figures in zip(found["figures"], figures_of(runs.results), strict=True):
+        record["foresight_reached"] = share_reached(entries, runs, foresight, figures)
     found["foresight"] = [
         {
             "target": foresight.target,

@@ -31,7 +31,7 @@ import requests
 
 from benchmarks.answers import answer, drafts_of, opened, parser_of, running, write_json
 from specgen.llama.kernels.admission import choose_kernels
-from specgen.models import cache_folder
+from specgen.models.files import cache_folder
 from specgen.session.memory import Memory
 from specgen.session.prompts.infill import Gap, infill_prompt
 from specgen.session.session import Session

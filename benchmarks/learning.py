@@ -36,8 +36,7 @@ from specgen.events import FinishedEvent
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import computing
 from specgen.measure.trial import Baseline, Replay, TargetAnswer, answered_prompt, replay
-from specgen.models import cache_folder, identify
-from specgen.models.files import learning_folder
+from specgen.models.files import cache_folder, identify, learning_folder
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory

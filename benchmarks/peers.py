@@ -27,11 +27,19 @@ from benchmarks.answers import bench_prompts, opened, parser_of, tell, write_jso
 from specgen.errors import SpecgenError
 from specgen.llama import default_threads
 from specgen.llama.mtp_layers import why_no_mtp
-from specgen.measure.bench.figures import BenchReport, to_json_object
-from specgen.measure.bench.runs import NOW, Lineup, Outcome, Runs, SessionContender, run_lineups
+from specgen.measure.bench import (
+    Contender,
+    Outcome,
+    Runs,
+    contender_of,
+    figures_of,
+    take_turns,
+)
+from specgen.measure.prompts import NOW, BenchPrompt
 from specgen.options import DraftSource
 from specgen.render.tables import bench_lines
 from specgen.session.session import Session
+from specgen.system.json_lines import as_json
 
 #: If it is set, programs are searched in this folder only.
 PEERS_VARIABLE = "SPECGEN_PEERS"
@@ -126,7 +134,8 @@ def run_program(
 
 
 class PeerContender:
-    """One of llama.cpp's programs in one setting. The models give prompts and options; they do not decode."""
+    """One of llama.cpp's programs in one setting. The models give prompts and options; they do not decode. Nothing
+    warms it up: every run loads the models and does so before its clock starts."""
 
     def __init__(
         self, name: str, setting: PeerSetting, draft: Path | None, session: Session
@@ -136,9 +145,6 @@ class PeerContender:
         self._program = find_program(setting.program)
         self._draft = draft
         self._loaded = session
-
-    def warm_up(self, prompt: str) -> None:
-        """Do nothing: every run loads the models and warms them up before its clock starts."""
 
     def answer(self, prompt: str) -> Outcome:
         begun = self._loaded.prompts.of_text(prompt, chat=None, now=NOW)
@@ -189,7 +195,7 @@ def read_figures(stderr: str, program: str, text: str) -> tuple[Outcome, int]:
             raise PeerError(f"{program} tells no figures")
         return [float(n) for n in (found[-1] if isinstance(found[-1], tuple) else found[-1:])]
 
-    n_prompt, prompt_s, _ = last(_SPEED.format("encoded"))
+    n_prompt, *_ = last(_SPEED.format("encoded"))
     n_tokens, _, tokens_per_s = last(_SPEED.format("decoded"))
     n_timed = n_tokens - 1 if program == LOOKUP else n_tokens
     outcome = Outcome(
@@ -200,7 +206,6 @@ def read_figures(stderr: str, program: str, text: str) -> tuple[Outcome, int]:
         time_to_first_token_s=None,
         n_drafted=int(last(_COUNT.format("drafted"))[0]),
         n_accepted=int(last(_COUNT.format("accept"))[0]),
-        prompt_s=prompt_s,
     )
     return outcome, int(n_prompt)
 
@@ -242,27 +247,40 @@ def main() -> None:
     asked = parser.parse_args()
     prompts = bench_prompts(asked.prompts, asked.count)
     sources: dict[str, DraftSource] = {path.name: path for path in asked.draft} | {"ngram": "ngram"}
+    name = asked.target.name
     plain = opened(asked.target, "none", asked.max_tokens)
-    own = [
-        SessionContender(name, opened(asked.target, draft, asked.max_tokens))
-        for name, draft in sources.items()
-    ]
     try:
         peers = peers_of(plain, {path.name: path for path in asked.draft})
     except PeerError as error:
         sys.exit(f"{error.message}\nhint: {error.hint}")
-    lineup = Lineup(asked.target.name, 0.0, SessionContender("plain", plain), (*own, *peers))
+    contenders = [
+        contender_of(name, "plain", plain),
+        *(
+            contender_of(name, draft, opened(asked.target, source, asked.max_tokens))
+            for draft, source in sources.items()
+        ),
+        *(Contender(name, 0.0, each.name, each.answer) for each in peers),
+    ]
+    compare(contenders, prompts, asked.json)
+
+
+def compare(
+    contenders: Sequence[Contender], prompts: Sequence[BenchPrompt], file: Path | None
+) -> None:
+    """Print the lines of `specgen bench`, and write all results as JSON."""
     runs = Runs()
-    run_lineups([lineup], prompts, runs, progress=tell)
+    take_turns(contenders, prompts, runs, progress=tell)
     for failure in runs.failures:
         print(f"{failure.contender}: {failure.message}", file=sys.stderr)
-    entries = [{"name": each.name, "drafters": [each.name]} for each in own]
-    entries += [{"name": each.name, "drafters": []} for each in peers]
-    about = {"command": " ".join(sys.argv)}
-    report = BenchReport(about, entries, prompts, runs)
-    for line in bench_lines(report):
+    figures = figures_of(runs.results)
+    for line in bench_lines(figures):
         print(line)
-    write_json(asked.json, to_json_object(report))
+    document = {
+        "command": " ".join(sys.argv),
+        "figures": as_json(figures),
+        "results": as_json(runs.results),
+    }
+    write_json(file, document)
 
 
 if __name__ == "__main__":

@@ -20,23 +20,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import PeerError, run_program
 from specgen.llama import default_threads
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
-from specgen.measure.bench.figures import BenchReport, to_json_object
-from specgen.measure.bench.runs import (
-    NOW,
-    Lineup,
-    Outcome,
-    Runs,
-    SessionContender,
-    run_lineups,
-)
-from specgen.models import cache_folder
-from specgen.render.tables import bench_lines
+from specgen.measure.bench import Contender, Outcome, contender_of
+from specgen.measure.prompts import NOW
+from specgen.models.files import cache_folder
 from specgen.session.session import Session
 
 #: The lengths of drafts that llama-cpp-python's documentation advises for CPUs and for GPUs.
@@ -46,7 +39,8 @@ _CONTEXT_STEP = 256
 
 def main() -> None:
     # The child needs nothing of other scripts.
-    from benchmarks.answers import bench_prompts, opened, parser_of, tell, write_json
+    from benchmarks.answers import bench_prompts, opened, parser_of
+    from benchmarks.peers import compare
 
     parser = parser_of(__doc__, max_tokens=128)
     parser.add_argument("--prompts", type=Path, help="default: those of `specgen bench`")
@@ -58,46 +52,27 @@ def main() -> None:
         opened(asked.target, "none", asked.max_tokens) as plain,
         opened(asked.target, "ngram", asked.max_tokens) as ngrams,
     ):
-        lineup = Lineup(
-            asked.target.name,
-            0.0,
-            SessionContender("plain", plain),
-            (
-                SessionContender("ngram", ngrams),
-                *(LookupContender(f"llama-cpp-python lookup {n}", n, plain) for n in LENGTHS),
-            ),
-        )
-        runs = Runs()
-        run_lineups([lineup], prompts, runs, progress=tell)
-    report = BenchReport({"command": sys.argv}, [], prompts, runs)
-    for line in bench_lines(report):
-        print(line)
-    write_json(asked.json, to_json_object(report))
+        name = asked.target.name
+        contenders = [contender_of(name, "plain", plain), contender_of(name, "ngram", ngrams)]
+        for n in LENGTHS:
+            lookup = partial(answer_by_lookup, plain, n)
+            contenders.append(Contender(name, 0.0, f"llama-cpp-python lookup {n}", lookup))
+        compare(contenders, prompts, asked.json)
 
 
-class LookupContender:
-    """llama-cpp-python's `LlamaPromptLookupDecoding`. The models give prompts and options only."""
-
-    def __init__(self, name: str, n_drafted_max: int, session: Session) -> None:
-        self.name = name
-        self._n_drafted_max = n_drafted_max
-        self._loaded = session
-
-    def warm_up(self, prompt: str) -> None:
-        """Do nothing: every run loads the model and warms it up before its clock starts."""
-
-    def answer(self, prompt: str) -> Outcome:
-        options = self._loaded.options
-        job = LookupJob(
-            target=str(options.target),
-            prompt=self._loaded.prompts.of_text(prompt, now=NOW).tokens,
-            n_tokens=options.generation.max_tokens,
-            n_threads=options.target_context.n_threads or default_threads(),
-            n_drafted_max=self._n_drafted_max,
-            n_gpu_layers=options.target_context.n_gpu_layers,
-            flash_attention=options.target_context.flash_attention != "off",
-        )
-        return run_lookup(job)
+def answer_by_lookup(session: Session, n_drafted_max: int, prompt: str) -> Outcome:
+    """Answer by llama-cpp-python's `LlamaPromptLookupDecoding`. The session gives prompts and options only."""
+    options = session.options
+    job = LookupJob(
+        target=str(options.target),
+        prompt=session.prompts.of_text(prompt, now=NOW).tokens,
+        n_tokens=options.generation.max_tokens,
+        n_threads=options.target_context.n_threads or default_threads(),
+        n_drafted_max=n_drafted_max,
+        n_gpu_layers=options.target_context.n_gpu_layers,
+        flash_attention=options.target_context.flash_attention != "off",
+    )
+    return run_lookup(job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +133,6 @@ def answer(job: LookupJob, clock: Callable[[], float]) -> dict[str, Any]:
 
     drafter, model = _open(job)
     vocabulary = LlamaVocabulary(model.model)
-    started_s = clock()
     times_s: list[float] = []
     token_ids: list[int] = []
     for token_id in model.generate(job.prompt, temp=0.0):
@@ -174,7 +148,6 @@ def answer(job: LookupJob, clock: Callable[[], float]) -> dict[str, Any]:
         "token_ids": token_ids[:-1] if vocabulary.is_end(token_ids[-1]) else token_ids,
         "n_tokens": len(token_ids),
         "tokens_per_s": (len(token_ids) - 1) / seconds if seconds else None,
-        "prompt_s": times_s[0] - started_s,
         "n_drafted": drafter.n_drafted,
         "n_accepted": drafter.n_accepted,
     }

@@ -37,7 +37,7 @@ from typing import Any
 from benchmarks.answers import answer, mean_ratio, parser_of, prompts_of, write_json
 from specgen.llama import LlamaBackend
 from specgen.llama.kernels.admission import choose_kernels
-from specgen.models import cache_folder
+from specgen.models.files import cache_folder
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -46,7 +46,7 @@ from specgen.options import (
     SessionOptions,
     Workers,
 )
-from specgen.session.costs import begin, time_batch
+from specgen.session.calibration import begin, time_batch
 from specgen.session.memory import Memory
 from specgen.session.session import Session
 

@@ -23,7 +23,7 @@ from benchmarks.answers import (
     write_json,
 )
 from specgen.llama.kernels.admission import choose_kernels
-from specgen.models import cache_folder
+from specgen.models.files import cache_folder
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.memory import Memory

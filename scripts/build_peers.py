@@ -16,6 +16,7 @@ decoding runs in `llama-speculative-simple` too.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -24,12 +25,20 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from scripts import cmake_args
 from specgen.errors import FetchError, SpecgenError
-from specgen.models.download import INDEX_VARIABLE, IndexFile, files_of, index_url, normalized
-from specgen.models.progress import StreamProgress
+from specgen.models.download import (
+    INDEX_VARIABLE,
+    IndexFile,
+    files_of,
+    index_url,
+    normalized,
+)
+from specgen.models.download import download as download_file
+from specgen.system.progress import ProgressView
 
 PACKAGE = "llama-cpp-python"
 PROGRAMS = ("llama-speculative-simple", "llama-lookup")
@@ -151,8 +160,6 @@ def archive_name(version: str) -> str:
 
 def download(version: str, work: Path) -> Path:
     """Download the source distribution into a folder; the file. Raises `FetchError`."""
-    from specgen.models.transfer import download as download_file
-
     archive = work / archive_name(version)
     file = find_source(files_of(PACKAGE), version)
     if file is None or file.sha256 is None:
@@ -161,7 +168,11 @@ def download(version: str, work: Path) -> Path:
             f"{INDEX_VARIABLE} names another index",
         )
     say(f"downloading {file.name}")
-    download_file(file.url, archive, file.sha256, StreamProgress(sys.stderr))
+    with contextlib.closing(ProgressView(sys.stderr, kind="bytes")) as progress:
+        show = partial(progress.show, file.name)
+        download_file(
+            file.url, archive, file.sha256, lambda done, total, _is_check: show(done, total)
+        )
     return archive
 
 

@@ -34,7 +34,7 @@ from specgen.session.prompts import Prompt
 from specgen.session.prompts.template import Message
 from specgen.session.request import Request
 from specgen.session.session import Session
-from specgen.text.grammar.base import schema_grammar
+from specgen.text.grammar.json_schema import schema_grammar
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -22,8 +22,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from specgen.llama.kernels.admission import (
     INSTRUCTIONS_VARIABLE,
-    SELF_TEST_FILE,
-    SelfTest,
+    VERDICTS,
+    Verdict,
     library_path,
     self_test_of,
 )
@@ -70,10 +70,10 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-_self_tests: dict[tuple[Path, str], SelfTest] = {}
+_self_tests: dict[tuple[Path, str], Verdict] = {}
 
 
-def _remembered(library: Path, cache: Path, *, anew: bool = False) -> SelfTest:
+def _remembered(library: Path, cache: Path, *, anew: bool = False) -> Verdict:
     """What comes of testing the library that was built, from the first time on."""
     if anew or library != library_path():
         return self_test_of(library, cache, anew=anew)
@@ -142,7 +142,7 @@ def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def tested_kernels(_kernels: Path, _own_directories: None) -> None:
     """The kernels' self-test is known in this test's cache: child processes need not make it."""
-    result = _kernels / SELF_TEST_FILE
+    result = _kernels / VERDICTS
     if result.exists():
         cache = Path(os.environ["SPECGEN_CACHE"])
         cache.mkdir(parents=True, exist_ok=True)
@@ -211,7 +211,8 @@ def gemma3() -> Path:
 
 def _fetched(model: str) -> Path:
     """A real model in the user's own cache."""
-    from specgen.models import fetch, load_registry
+    from specgen.models.download import fetch
+    from specgen.models.registry import load_registry
 
     with pytest.MonkeyPatch.context() as environment:
         for name in ("SPECGEN_CACHE", "XDG_CACHE_HOME", "HF_HOME"):

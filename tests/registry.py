@@ -18,7 +18,6 @@ from specgen.drafters.dflash import DflashDrafter
 from specgen.drafters.eagle3 import EagleDrafter
 from specgen.drafters.gemma4 import AssistantDrafter
 from specgen.drafters.heads import HeadsDrafter
-from specgen.drafters.model import PromptHeadSkipper
 from specgen.drafters.mtp import MtpChainDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.parallel import ParallelDrafter
@@ -196,11 +195,6 @@ DRAFTERS: dict[str, DrafterCase] = {
     "tree of guesses": DrafterCase(TreeModelDrafter, tree_model, trees=True),
     "drawn tree": DrafterCase(TreeModelDrafter, drawn_tree_model, draws=True, trees=True),
     "parallel": DrafterCase(ParallelDrafter, parallel, "parallel", draws=True),
-    "behind a prompt's head": DrafterCase(
-        PromptHeadSkipper,
-        lambda text: PromptHeadSkipper(model(text), range(2)),
-        draws=True,
-    ),
     "translated": DrafterCase(
         TranslatedDrafter, translated, "respelled", translated="auto", grammar=False
     ),

@@ -5,22 +5,24 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from typer import Option
 
 from specgen.cli import flags
-from specgen.cli.inputs import decoded, read_bytes
+from specgen.cli.inputs import read_text
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
+from specgen.render.text import clean, counted
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings
 
     from specgen.events import Event
-    from specgen.serve.chat import Chat, ChatLog, Conversation
+    from specgen.serve.chat import Chat, Conversation
     from specgen.train.learner import Learner
 
 
@@ -76,45 +78,77 @@ def chat(
     output.check(setup.answer)
     output = replace(output, stats=stats, newline=False)  # each answer ends its line
     path = None if name is None else _session_file(name)
-    text = "".join(map(_file_text, files or ()))
+    text = "".join(f"{file}:\n\n{read_text(file).rstrip()}\n\n" for file in files or ())
     sources, options = setup.find(output)
     with contextlib.ExitStack() as stack:
-        from specgen.serve.chat import Change, Chat, check_template
+        from specgen.serve.chat import Chat, check_template
         from specgen.session.calibration import calibrate
         from specgen.session.engine import Engine
         from specgen.train.learner import Learner
 
-        conversation, log = stack.enter_context(_opened(path, output))
-        kernels = setup.machine.kernels
+        conversation = stack.enter_context(_kept(path, output))
+        kernels, dialogue = setup.machine.kernels, _Dialogue(output)
         session = stack.enter_context(
             opened(options, kernels, output, sources.drafts, check_template)
         )
-        view = _View(output)
-        news = calibrate(session, view.interrupted)
+        news, gains = calibrate(session), stats or output.json
         engine = stack.enter_context(
-            Engine(session, interrupted=view.interrupted, estimate_gain=stats or output.json)
+            Engine(session, interrupted=dialogue.interrupted, estimate_gain=gains)
         )
         engine.notify(news)
         stack.callback(session.memory.save)
         now = datetime.datetime.now().astimezone()
-        talk = Chat(session, engine, conversation, log, now=now)
+        talk = Chat(session, engine, conversation, path, now=now)
         learner = stack.enter_context(Learner(session, engine, engine.notify))
-        if system is not None and system != conversation.system:
-            talk.change(Change("system", system))
-        if text and text != conversation.files:
-            talk.change(Change("files", text))
-        return _talk(talk, view, learner, output)
+        system = conversation.system if system is None else system
+        given = replace(conversation, system=system, files=text or conversation.files)
+        if given != conversation:
+            talk.change(given)
+        return dialogue.run(talk, learner)
 
 
-#: By the reason for which an answer ended: what to say if it was cut off.
-_CUT = {
-    "length": "the answer was cut off after {} tokens (-n allows more)",
-    "context": "the answer was cut off after {} tokens: the context is full (-c allows more)",
-}
+@contextlib.contextmanager
+def _kept(path: Path | None, output: Output) -> Iterator[Conversation]:
+    """Yield the conversation in a file, which no other process can continue meanwhile."""
+    from specgen.serve.chat import Conversation, read_conversation
+    from specgen.system.json_lines import locked
+
+    if path is None:
+        yield Conversation()
+        return
+    hint = "end that one, or use another --session"
+    held = UsageError(f"{path}: another specgen chat has it open", hint)
+    with locked(path.with_name(f"{path.name}.lock"), held):
+        conversation = read_conversation(path) if path.exists() else Conversation()
+        if conversation.turns:
+            output.note(_greeting(conversation))
+        yield conversation
 
 
-class _View:
-    """Shows answers, and stops them."""
+def _session_file(name: str) -> Path:
+    """Return the file of a kept conversation. Raise `UsageError` for an invalid name."""
+    from specgen.models.files import data_folder
+
+    if not name.strip() or name.startswith(".") or Path(name).name != name or "\\" in name:
+        hint = "give a word without slashes"
+        raise UsageError(f"--session {name!r} is not a valid name", hint)
+    return data_folder() / "chats" / f"{name}.json"
+
+
+def _greeting(conversation: Conversation) -> str:
+    greeting = f"going on with a conversation of {counted(len(conversation.turns), 'turn')}"
+    return f"{greeting}; the last one has no answer: /regen" if conversation.is_open else greeting
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class _Dialogue:
+    """Answers messages and carries out commands. What a command returns is the exit code of a signal, or None; it
+    raises `SpecgenError` if it is not possible, and `EOFError` to end the conversation."""
+
+    _chat: Chat
 
     def __init__(self, output: Output) -> None:
         self._output = output
@@ -124,7 +158,51 @@ class _View:
         """Return whether the present answer is to end."""
         return self._stop is not None and self._stop()
 
-    def answer(self, events: Generator[Event, None, None]) -> int:
+    def run(self, chat: Chat, learner: Learner) -> int:
+        """Answer messages until there are no more; return the exit code."""
+        self._chat, failed, is_typed = chat, 0, is_person()
+        if is_typed and not self._output.quiet:
+            _say("/help lists the commands; Ctrl-D ends the conversation")
+        for message in typed_messages() if is_typed else piped_messages(sys.stdin.buffer):
+            try:
+                learner.between_answers(begins=True)
+                code = self._take(message)
+            except EOFError:
+                break
+            except SpecgenError as error:
+                is_lost = isinstance(error, OutputError) and not is_typed
+                if is_lost or isinstance(error, WorkerLostError):
+                    raise
+                # The conversation goes on without this answer; a pipe's exit code shows the error.
+                _say(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""))
+                failed = error.exit_code
+                continue
+            except KeyboardInterrupt:  # a second Ctrl-C: the unfinished answer is kept
+                if not is_typed:
+                    raise
+                continue
+            finally:
+                learner.between_answers()
+            if code and not (is_typed and code == 128 + signal.SIGINT):
+                return code
+        return 0 if is_typed else failed
+
+    def _take(self, message: str) -> int | None:
+        found = _COMMAND.fullmatch(message.rstrip())
+        if found is None:
+            return self._answer(self._chat.ask(message))
+        name, argument = found[1].lower(), (found[2] or "").strip()
+        name = _ALIASES.get(name, name)
+        if name not in _COMMANDS:
+            hint = "/help lists the commands; a space before the slash makes it a message"
+            raise UsageError(f"there is no command /{name}", hint)
+        takes, _, command = _COMMANDS[name]
+        right = {"": not argument, "FILE": bool(argument), "on|off": argument in ("on", "off")}
+        if not right.get(takes, True):
+            raise UsageError(f"{message.strip()!r}: usage: /{name} {takes}".rstrip())
+        return command(self, argument)
+
+    def _answer(self, events: Generator[Event, None, None]) -> int:
         """Show an answer; return the exit code of the signal that ended it, or 0."""
         try:
             with without_echo(), Interrupt(ends_process=False) as self._stop:
@@ -132,188 +210,117 @@ class _View:
                 code = self._stop.exit_code
         finally:
             self._stop = None
-        if finished is not None and finished.finish_reason in _CUT and not self._output.json:
-            self._output.note(_CUT[finished.finish_reason].format(finished.n_tokens))
+        more = {"length": "-n allows more", "context": "the context is full: -c allows more"}
+        if finished is not None and finished.finish_reason in more and not self._output.json:
+            cut = f"the answer was cut off after {finished.n_tokens} tokens"
+            self._output.note(f"{cut} ({more[finished.finish_reason]})")
         return code
 
+    # --- commands
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    def help(self, _argument: str) -> None:
+        usages = {f"/{name} {takes}".strip(): does for name, (takes, does, _) in _COMMANDS.items()}
+        for usage, does in usages.items():
+            _say(f"{usage:<{max(map(len, usages))}}  {does}")
+        _say("A backslash at the end of a line goes on with another one. Ctrl-C stops an answer.")
 
-
-def _talk(talk: Chat, view: _View, learner: Learner, output: Output) -> int:
-    """Answer messages until there are no more; return the exit code."""
-    from specgen.models import data_folder
-    from specgen.serve.chat import ALIASES, COMMANDS, parse_command
-
-    is_typed = is_person()
-    if is_typed and not output.quiet:
-        _say("/help lists the commands; Ctrl-D ends the conversation")
-    if is_typed:
-        names = [f"/{name}" for name in (*COMMANDS, *ALIASES)]
-        messages = typed_messages(data_folder() / "chat-history", names)
-    else:
-        messages = piped_messages(sys.stdin.buffer)
-    failed = 0
-    for message in messages:
-        try:
-            learner.between_answers(begins=True)
-            command = parse_command(message)
-            if command is None:
-                code = view.answer(talk.ask(message))
-            elif command[0] == "quit":
-                break
-            else:
-                code = _do(*command, talk, view)
-        except SpecgenError as error:
-            if isinstance(error, WorkerLostError) or (
-                isinstance(error, OutputError) and not is_typed
-            ):
-                raise
-            # The conversation goes on without this answer; a pipe's exit code shows the error.
-            _say(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""))
-            failed = error.exit_code
-            continue
-        except KeyboardInterrupt:  # a second Ctrl-C: the unfinished answer is kept
-            if not is_typed:
-                raise
-            continue
-        finally:
-            learner.between_answers()
-        if code and not (is_typed and code == 128 + signal.SIGINT):
-            return code
-    return 0 if is_typed else failed
-
-
-def _do(name: str, argument: str, talk: Chat, view: _View) -> int:
-    """Carry out a command; return the exit code of a signal, or 0. Raise `UsageError` if it is not
-    possible, `PromptError`, and `OutputError` if the conversation cannot be saved."""
-    from specgen.render.text import counted
-    from specgen.serve.chat import Change, read_conversation, save_conversation
-
-    if name == "regen":
-        if talk.says_the_same_again:
+    def regenerate(self, _argument: str) -> int:
+        if self._chat.says_the_same_again:
             _say("note: at temperature 0 the new answer is the same (--temp 0.8 lets it vary)")
-        return view.answer(talk.regenerate())
-    if name == "help":
-        _say(_help())
-    elif name in ("undo", "reset"):
+        return self._answer(self._chat.regenerate())
+
+    def undo(self, _argument: str) -> None:
+        if not self._chat.conversation.turns:
+            raise UsageError("there is no turn to take back")
+        self._keep(len(self._chat.conversation.turns) - 1)
+
+    def reset(self, _argument: str) -> None:
+        self._keep(0)
+
+    def _keep(self, n: int) -> None:
+        """Keep the first turns."""
+        conversation = self._chat.conversation
+        self._chat.change(replace(conversation, turns=conversation.turns[:n]))
+        _say(f"the conversation has {counted(n, 'turn')} now")
+
+    def system(self, text: str) -> None:
+        self._chat.change(replace(self._chat.conversation, system=text or None))
+        _say(f"the system message was {'changed' if text else 'removed'}")
+
+    def save(self, file: str) -> None:
+        from specgen.serve.chat import save_conversation
+
         try:
-            talk.change(Change("undo" if name == "undo" else "reset"))
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-        _say(f"the conversation has {counted(len(talk.conversation.turns), 'turn')} now")
-    elif name == "system":
-        talk.change(Change("system", argument or None))
-        _say("the system message was changed" if argument else "the system message was removed")
-    elif name == "save":
-        try:
-            save_conversation(Path(argument).expanduser(), talk.conversation)
+            save_conversation(Path(file).expanduser(), self._chat.conversation)
         except OutputError as error:  # a mistyped name does not end the conversation
             raise UsageError(error.message, error.hint) from None
-        _say(f"saved to {argument}")
-    elif name == "load":
-        conversation = read_conversation(Path(argument).expanduser())
-        talk.change(Change("load", changes=conversation.changes()))
-        _say(_greeting(conversation))
-    elif name == "draft":
-        talk.drafts = argument == "on"
-        _say(f"drafts from now on: {talk.draft_name}")
-    elif name == "think":
-        _show_thought(talk)
-    else:
-        _show_figures(talk)
-    return 0
+        _say(f"saved to {file}")
 
+    def load(self, file: str) -> None:
+        from specgen.serve.chat import read_conversation
 
-def _help() -> str:
-    from specgen.serve.chat import COMMANDS
+        self._chat.change(read_conversation(Path(file).expanduser()))
+        _say(_greeting(self._chat.conversation))
 
-    usages = {f"/{name} {takes}".strip(): does for name, (takes, does) in COMMANDS.items()}
-    lines = [f"{usage:<{max(map(len, usages))}}  {does}" for usage, does in usages.items()]
-    lines.append(
-        "A backslash at the end of a line goes on with another one. Ctrl-C stops an answer, Ctrl-D ends."
-    )
-    return "\n".join(lines)
+    def draft(self, choice: str) -> None:
+        self._chat.drafts = choice == "on"
+        _say(f"drafts from now on: {self._chat.draft_name}")
 
+    def think(self, _argument: str) -> None:
+        from specgen.render.select import make_console
+        from specgen.session.prompts.template import thought_of
 
-def _show_thought(talk: Chat) -> None:
-    from specgen.render.select import make_console
-    from specgen.render.text import clean
-    from specgen.session.thoughts import thought_of
-
-    thought = ""
-    if talk.prompt is not None and talk.finished is not None:
-        thought = thought_of(talk.prompt.text, talk.finished.text)
-    if not thought:
-        raise UsageError("the last answer of this run has no thinking block")
-    console = make_console(sys.stderr, os.environ)
-    console.print(clean(thought), style="dim", soft_wrap=True)
-
-
-def _show_figures(talk: Chat) -> None:
-    from rich.text import Text
-
-    from specgen.render.select import make_console
-    from specgen.render.streams import say
-    from specgen.render.summary import print_summary, totals
-
-    last = talk.finished
-    if last is None or talk.prompt is None:
-        raise UsageError("there is no answer yet")
-    console = make_console(sys.stderr, os.environ)
-    print_summary(console, last, draft=talk.prompt.draft, kernels=talk.prompt.kernels)
-    counts = [
-        (each.n_tokens, each.n_prompt_tokens, each.n_cached_tokens, each.n_drafted, each.n_accepted)
-        for each in talk.answers
-    ]
-    parts = totals(len(counts), *map(sum, zip(*counts, strict=True)))
-    parts.append(f"{last.n_prompt_tokens + last.n_tokens} of {talk.n_ctx} tokens of context in use")
-    say(console, Text(f"in all: {', '.join(parts)}"))
-
-
-def _session_file(name: str) -> Path:
-    """Return the file of a kept conversation. Raise `UsageError` for an invalid name."""
-    from specgen.models import data_folder
-
-    if not name.strip() or name.startswith(".") or Path(name).name != name or "\\" in name:
-        raise UsageError(
-            f"--session {name!r} is not a valid name", hint="give a word without slashes"
+        prompt, last = self._chat.prompt, self._chat.finished
+        thought = (
+            thought_of(prompt.text, last.text) if prompt is not None and last is not None else ""
         )
-    return data_folder() / "chats" / f"{name}.jsonl"
+        if not thought:
+            raise UsageError("the last answer of this run has no thinking block")
+        console = make_console(sys.stderr, os.environ)
+        console.print(clean(thought), style="dim", soft_wrap=True)
+
+    def stats(self, _argument: str) -> None:
+        from specgen.render.select import make_console
+        from specgen.render.summary import print_summary, totals
+
+        prompt, last = self._chat.prompt, self._chat.finished
+        if last is None or prompt is None:
+            raise UsageError("there is no answer yet")
+        console = make_console(sys.stderr, os.environ)
+        print_summary(console, last, draft=prompt.draft, kernels=prompt.kernels)
+        n_used, n_ctx = last.n_prompt_tokens + last.n_tokens, self._chat.n_ctx
+        parts = totals(len(self._chat.answers), self._chat.answers)
+        _say(f"in all: {', '.join(parts)}, {n_used} of {n_ctx} tokens of context in use")
+
+    def quit(self, _argument: str) -> None:
+        raise EOFError
 
 
-@contextlib.contextmanager
-def _opened(path: Path | None, output: Output) -> Iterator[tuple[Conversation, ChatLog | None]]:
-    from specgen.serve.chat import ChatLog, Conversation
-
-    if path is None:
-        yield Conversation(), None
-        return
-    with ChatLog.opened(path) as (log, conversation, is_torn):
-        if is_torn:
-            output.note(f"the incomplete last line of {path} was dropped")
-        if conversation.turns:
-            output.note(_greeting(conversation))
-        yield conversation, log
-
-
-def _greeting(conversation: Conversation) -> str:
-    from specgen.render.text import counted
-
-    greeting = f"going on with a conversation of {counted(len(conversation.turns), 'turn')}"
-    return f"{greeting}; the last one has no answer: /regen" if conversation.is_open else greeting
-
-
-def _file_text(path: Path) -> str:
-    """Return a file's text in the form in which the first message includes it. Raise `PromptError`."""
-    return f"{path}:\n\n{decoded(read_bytes(path), str(path)).rstrip()}\n\n"
+#: A word after a slash, alone or before a space; so paths and comments of C are no commands.
+_COMMAND = re.compile(r"/([A-Za-z?]+)(?:\s+(.*))?", re.DOTALL)
+#: By name: what the command takes, what it does, and what carries it out.
+_COMMANDS: dict[str, tuple[str, str, Callable[[_Dialogue, str], int | None]]] = {
+    "help": ("", "show the commands (also /?)", _Dialogue.help),
+    "regen": ("", "answer the last question again", _Dialogue.regenerate),
+    "undo": ("", "remove the last question and its answer", _Dialogue.undo),
+    "reset": (
+        "",
+        "remove all turns, not the system message and files (also /clear)",
+        _Dialogue.reset,
+    ),
+    "system": ("TEXT", "change the system message; without TEXT there is none", _Dialogue.system),
+    "save": ("FILE", "write the conversation to a file", _Dialogue.save),
+    "load": ("FILE", "go on with the conversation in a file", _Dialogue.load),
+    "draft": ("on|off", "let later answers be drafted for, or not", _Dialogue.draft),
+    "think": ("", "show what the model thought before its last answer", _Dialogue.think),
+    "stats": ("", "show figures of the last answer and the conversation", _Dialogue.stats),
+    "quit": ("", "end the conversation (also /bye, /exit)", _Dialogue.quit),
+}
+#: Names that other programs have for these commands.
+_ALIASES = {"?": "help", "clear": "reset", "bye": "quit", "exit": "quit"}
 
 
 # --- messages, from a person at a terminal or from a pipe
-
-#: The sign in front of a person's messages.
-_PROMPT = "> "
 
 
 def piped_messages(stream: IO[bytes]) -> Iterator[str]:
@@ -321,46 +328,43 @@ def piped_messages(stream: IO[bytes]) -> Iterator[str]:
     empty lines are skipped. Raise `PromptError` for a line that is not UTF-8."""
     message = ""
     for number, raw in enumerate(stream, start=1):
-        data = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
         try:
-            line = data.decode("utf-8").rstrip("\r\n")
+            line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise PromptError(
-                f"standard input is not UTF-8: byte {data[error.start]:#04x} on line {number}",
+                f"standard input is not UTF-8: byte {error.object[error.start]:#04x} on line {number}",
                 hint="convert it first, for example with iconv -f LATIN1 -t UTF-8",
             ) from None
-        if line.endswith("\\"):
-            message += line[:-1] + "\n"
-            continue
-        message += line
-        if message.strip():
-            yield message
-        message = ""
+        message += f"{line[:-1]}\n" if line.endswith("\\") else line
+        if not line.endswith("\\"):
+            if message.strip():
+                yield message
+            message = ""
     if message.strip():
         yield message.removesuffix("\n")
 
 
-def typed_messages(history: Path, commands: list[str]) -> Iterator[str]:
-    """Yield messages that a person types, with an editor's keys and a history in the file `history`.
+def typed_messages() -> Iterator[str]:
+    """Yield messages that a person types, with an editor's keys and a history.
 
     A backslash at the end of a line starts another line, and so does Alt-Enter; a paste stays one message.
-    Ctrl-C clears the line, Ctrl-D in an empty one ends. `commands` are completed.
+    Ctrl-C clears the line, Ctrl-D in an empty one ends. Commands are completed.
     """
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.output import create_output
 
-    # Answers may go into a pipe; the typed text must be visible all the same.
-    output = create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr)
+    names = [f"/{name}" for name in (*_COMMANDS, *_ALIASES)]
     session: PromptSession[str] = PromptSession(
-        _PROMPT,
-        history=_history(history),
-        completer=WordCompleter(commands, sentence=True),
+        "> ",
+        history=_history(),
+        completer=WordCompleter(names, sentence=True),
         complete_while_typing=False,
         multiline=True,
         prompt_continuation=lambda width, _number, _is_soft: " " * width,
         key_bindings=_keys(),
-        output=output,
+        # Answers may go into a pipe; the typed text must be visible all the same.
+        output=create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr),
     )
     while True:
         try:
@@ -374,8 +378,10 @@ def typed_messages(history: Path, commands: list[str]) -> Iterator[str]:
             yield message
 
 
-def _history(path: Path) -> History:
+def _history() -> History:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    from specgen.models.files import data_folder
 
     class Kept(FileHistory):
         def store_string(self, string: str) -> None:
@@ -383,6 +389,7 @@ def _history(path: Path) -> History:
             with contextlib.suppress(OSError, UnicodeError):
                 super().store_string(string)
 
+    path = data_folder() / "chat-history"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
@@ -392,30 +399,40 @@ def _history(path: Path) -> History:
     return Kept(str(path))
 
 
-class _EndedError(Exception):
-    """A signal ended the editor."""
+def _keys() -> KeyBindings:
+    """Return the keys: Enter sends, unless a backslash is before it."""
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _send(event: Any) -> None:
+        buffer = event.current_buffer
+        if buffer.document.text_before_cursor.endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
+    return keys
 
 
 @contextlib.contextmanager
 def _ending_by_signals(editor: PromptSession[str]) -> Iterator[None]:
-    """Let a signal of `kill`, or of a closed terminal, end the program in order: the editor restores the
-    terminal. Raise `SystemExit` with the exit code of the signal."""
-    received = 0
+    """Let a signal of `kill`, or of a closed terminal, end the editor, which then restores the terminal. Raise
+    `SystemExit` with the signal's exit code."""
 
     def end(number: int, _frame: FrameType | None) -> None:
-        nonlocal received
-        received = number
-        loop = editor.app.loop
+        ended, loop = SystemExit(128 + number), editor.app.loop
         if loop is None:  # before or after the editor runs
-            raise SystemExit(128 + number)
-        loop.call_soon_threadsafe(lambda: editor.app.exit(exception=_EndedError()))
+            raise ended
+        loop.call_soon_threadsafe(lambda: editor.app.exit(exception=ended))
 
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     before = [(number, signal.signal(number, end)) for number in numbers]
     try:
         yield
-    except _EndedError:
-        raise SystemExit(128 + received) from None
     finally:
         for number, handler in before:
             signal.signal(number, handler)
@@ -437,28 +454,6 @@ def without_echo() -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(descriptor, termios.TCSANOW, before)
-
-
-def _keys() -> KeyBindings:
-    """Return the keys: Enter sends, unless a backslash is before it."""
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-
-    keys = KeyBindings()
-
-    @keys.add("enter")
-    def _send(event: KeyPressEvent) -> None:
-        buffer = event.current_buffer
-        if buffer.document.text_before_cursor.endswith("\\"):
-            buffer.delete_before_cursor()
-            buffer.insert_text("\n")
-        else:
-            buffer.validate_and_handle()
-
-    @keys.add("escape", "enter")
-    def _new_line(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    return keys
 
 
 def is_person() -> bool:

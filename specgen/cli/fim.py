@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from typer import Argument, Option
 
 from specgen.cli import flags
-from specgen.cli.inputs import STDIO, decoded, decoded_with_mark, read_bytes
+from specgen.cli.inputs import STDIO, read_text
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output, show_answer
 from specgen.cli.process import Interrupt
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 #: FILE:LINE or FILE:LINE:COLUMN; a file's name may have colons too.
 _LOCATION = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))?", re.DOTALL)
-_BOM = "\ufeff"
 #: How long a prompt may take to read by default, in seconds; and the tokens that are read in any case, of
 #: which the prompt's default length is a multiple.
 _READING_S, _LEAST_READ = 5.0, 256
@@ -71,7 +70,7 @@ def fim(
     """
     output.check(setup.answer)
     found = _find_gap(place, prefix_file, suffix_file, in_place=in_place)
-    context = {str(path): decoded(read_bytes(path), str(path)) for path in context_files or ()}
+    context = {str(path): read_text(path) for path in context_files or ()}
     if not found.prefix and not found.suffix and not context:
         raise PromptError("there is no text before or after the gap", hint="give some text")
     from specgen.session.prompts.infill import ContextFile, Gap, check_infill
@@ -101,121 +100,100 @@ def _unix(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _FileGap:
-    """A gap between two texts; in the file `path`, if it is in one file."""
+    """A gap between two texts, which are those of the file `path`, if there is one, after its byte order mark."""
 
     prefix: str
     suffix: str
     path: Path | None = None
-    #: The text as it was read, and the part of the file before `prefix`.
-    text: str = ""
-    before: str = ""
+    mark: str = ""
 
     def write(self, middle: str) -> None:
         """Write the file with the middle in it, with the file's own line ends. Raise `OutputError`, also if
         the file changed meanwhile."""
         from specgen.system.files import new_beside
+        from specgen.system.json_lines import write_errors
 
         assert self.path is not None
-        if "\r\n" in self.text:
+        before, path = self.mark + self.prefix, self.path.resolve()  # a link stays a link
+        if "\r\n" in self.prefix + self.suffix:
             middle = re.sub("\r?\n", "\r\n", middle)
-        path = self.path.resolve()  # a link stays a link
-        try:
-            if path.read_bytes() != self.text.encode():
-                raise OutputError(
-                    f"{self.path}: the file has changed meanwhile; the middle was not written into it"
-                )
-            whole = self.before + self.prefix + middle + self.suffix
+        with write_errors(self.path):
+            if path.read_bytes() != (before + self.suffix).encode():
+                what = "the file has changed meanwhile; the middle was not written into it"
+                raise OutputError(f"{self.path}: {what}")
             with new_beside(path) as new:
-                new.write_bytes(whole.encode("utf-8", "replace"))
+                new.write_bytes((before + middle + self.suffix).encode("utf-8", "replace"))
                 new.chmod(path.stat().st_mode)
                 new.replace(path)
-        except OSError as error:
-            raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
 
 
 def _find_gap(
     place: str | None, prefix_file: Path | None, suffix_file: Path | None, *, in_place: bool
 ) -> _FileGap:
-    files = prefix_file, suffix_file
+    files = [path for path in (prefix_file, suffix_file) if path is not None]
+    if place is not None and files:
+        raise UsageError("FILE:LINE and --prefix-file or --suffix-file exclude each other")
     if place is not None:
-        if any(files):
-            raise UsageError("FILE:LINE and --prefix-file or --suffix-file exclude each other")
         return _in_file(place)
     if in_place:
         raise UsageError("--in-place needs FILE:LINE, the file to write to")
-    if not any(files):
-        raise UsageError(
-            "no gap is given", hint="give FILE:LINE[:COLUMN], or --prefix-file and --suffix-file"
-        )
+    if not files:
+        hint = "give FILE:LINE[:COLUMN], or --prefix-file and --suffix-file"
+        raise UsageError("no gap is given", hint)
     if prefix_file == suffix_file == STDIO:
         raise UsageError("--prefix-file and --suffix-file cannot both be standard input")
-    names = ["standard input" if path == STDIO else str(path) for path in files]
-    prefix, suffix = (
-        "" if path is None else decoded(read_bytes(path), name)
-        for path, name in zip(files, names, strict=True)
-    )
-    return _FileGap(prefix, suffix, None if prefix_file == STDIO else prefix_file)
+    path = None if prefix_file == STDIO else prefix_file
+    return _FileGap(read_text(prefix_file), read_text(suffix_file), path)
 
 
 def _in_file(place: str) -> _FileGap:
-    """Return the gap at FILE:LINE[:COLUMN]. Raises `UsageError` if the text has another form, `PromptError`
+    """Return the gap at FILE:LINE[:COLUMN]. Raise `UsageError` if the text has another form, `PromptError`
     if the file has no such place."""
     found = _LOCATION.fullmatch(place)
     if found is None:
-        raise UsageError(
-            f"{place!r} is not a place in a file", hint="give FILE:LINE or FILE:LINE:COLUMN"
-        )
+        hint = "give FILE:LINE or FILE:LINE:COLUMN"
+        raise UsageError(f"{place!r} is not a place in a file", hint)
     path, number = Path(found["file"]), int(found["line"])
-    text = decoded_with_mark(read_bytes(path), str(path))
-    before = _BOM if text.startswith(_BOM) else ""
-    lines = text.removeprefix(_BOM).split("\n")
+    whole = read_text(path, with_mark=True)
+    text = whole.removeprefix("\ufeff")
+    lines = text.split("\n")
     if not 1 <= number <= len(lines):
         raise PromptError(f"{path} has no line {number}: it has {len(lines)} lines")
-    line = lines[number - 1].removesuffix("\r")
-    column = len(line) + 1 if found["column"] is None else int(found["column"])
-    if not 1 <= column <= len(line) + 1:
-        raise PromptError(
-            f"{path}: line {number} has no column {column}: it has {len(line)} characters"
-        )
-    start = sum(len(each) + 1 for each in lines[: number - 1]) + column - 1
-    rest = text.removeprefix(_BOM)
-    return _FileGap(rest[:start], rest[start:], path, text, before)
+    n_line = len(lines[number - 1].removesuffix("\r"))
+    column = n_line + 1 if found["column"] is None else int(found["column"])
+    if not 1 <= column <= n_line + 1:
+        what = f"line {number} has no column {column}: it has {n_line} characters"
+        raise PromptError(f"{path}: {what}")
+    start = sum(len(line) + 1 for line in lines[: number - 1]) + column - 1
+    return _FileGap(text[:start], text[start:], path, whole.removesuffix(text))
 
 
 def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
     """Return the prompt for a gap, and a sentence about what is not read; empty if all of it is.
 
     Unless the user gave the size of the context, the prompt is as long as this machine reads in a few
-    seconds: on a CPU, a context full of text takes half a minute.
+    seconds: on a CPU, a context full of text takes half a minute. Raise `UsageError` if the middle needs the whole
+    context.
     """
     from specgen.session.calibration import tokens_read_in
     from specgen.session.prompts.infill import infill_prompt
 
-    own_draft, n_room = session.own_vocabulary, _room(session)
-    prompt, left_out = infill_prompt(session.target, own_draft, gap, n_room)
-    why = f"the context has room for {n_room} tokens of text (raise -c)"
-    n_all = len(prompt.tokens)
+    n_ctx, max_tokens = session.usual_n_ctx, session.options.generation.max_tokens
+    n_room = n_ctx - (max_tokens if max_tokens >= 0 else n_ctx // 4)
+    if n_room < n_ctx // 4:
+        left = f"{max(0, n_room)} of {n_ctx} tokens for the text around the gap"
+        raise UsageError(
+            f"--max-tokens {max_tokens} leaves {left}",
+            hint=f"use --ctx-size {2 * max_tokens} or more, or a smaller --max-tokens",
+        )
+    prompt, left_out = infill_prompt(session.target, session.own_vocabulary, gap, n_room)
+    why, n_all = f"the context has room for {n_room} tokens of text (raise -c)", len(prompt.tokens)
     if session.options.target_context.n_ctx is None and n_all > _LEAST_READ:
         with Interrupt() as stop:
             n_fast = tokens_read_in(session, _READING_S, stop)
         n_fast = max(_LEAST_READ, n_fast // _LEAST_READ * _LEAST_READ)
         if n_fast < n_all:
-            prompt, left_out = infill_prompt(session.target, own_draft, gap, n_fast)
+            prompt, left_out = infill_prompt(session.target, session.own_vocabulary, gap, n_fast)
             about = f"{n_fast} tokens in about {_READING_S:.0f} s"
-            why = f"this machine reads {about} (-c {session.usual_n_ctx} reads more)"
+            why = f"this machine reads {about} (-c {n_ctx} reads more)"
     return prompt, f"{why}; not read: {', '.join(left_out)}" if left_out else ""
-
-
-def _room(session: Session) -> int:
-    """Return the most tokens of the prompt. The far ends of a long file matter little, and take long to
-    read. Raise `UsageError` if the middle needs the whole context."""
-    n_ctx = session.usual_n_ctx
-    max_tokens = session.options.generation.max_tokens
-    n_room = n_ctx - (max_tokens if max_tokens >= 0 else n_ctx // 4)
-    if n_room < n_ctx // 4:
-        raise UsageError(
-            f"--max-tokens {max_tokens} leaves {max(0, n_room)} of {n_ctx} tokens for the text around "
-            "the gap",
-            hint=f"use --ctx-size {2 * max_tokens} or more, or a smaller --max-tokens",
-        )
-    return n_room

@@ -13,27 +13,20 @@ from specgen.cli.command import Command
 from specgen.cli.flags import model_names, pair_names
 from specgen.cli.inputs import is_terminal
 from specgen.errors import ModelFileError, UnknownModelError, UsageError
-from specgen.models import (
-    CatalogueModel,
-    Pair,
-    Registry,
-    fetch,
-    fetch_reference,
-    human_bytes,
-    load_registry,
-    locate,
-    parse_reference,
-    stderr_progress,
-)
-from specgen.models.hub_cache import (
+from specgen.models.download import fetch, fetch_reference, stderr_progress
+from specgen.models.hub import (
     CachedModel,
     cached_models,
     find_in_cache,
     find_removal,
+    locate,
     page_of,
+    parse_reference,
+    quant_of,
 )
-from specgen.models.hub_reference import quant_of
+from specgen.models.registry import CatalogueModel, Pair, Registry, load_registry
 from specgen.options import SourceChoice
+from specgen.system.units import human_bytes
 
 app = typer.Typer(
     name="models",

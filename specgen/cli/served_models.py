@@ -16,9 +16,9 @@ from specgen.cli.command import COMMAND_LINE_ERROR
 from specgen.cli.model_loading import Setup, load
 from specgen.cli.output import Output
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
-from specgen.models import human_bytes
 from specgen.render.text import counted
 from specgen.system.files import correct, read_toml
+from specgen.system.units import human_bytes
 
 if TYPE_CHECKING:
     from specgen.llama.embeddings import Embedder
@@ -89,7 +89,7 @@ class ModelLoader:
         from specgen.llama.file_check import check_file
         from specgen.llama.model import pooling_of
         from specgen.serve.server.model_pool import ModelEntry
-        from specgen.session.memory_estimate import needed_bytes
+        from specgen.session.open import needed_bytes
 
         if wanted.setup.learn and not self.learns_across:
             raise UsageError(
@@ -120,7 +120,7 @@ class ModelLoader:
         from specgen.llama.embeddings import Embedder
         from specgen.llama.file_check import check_file
         from specgen.serve.server.model_pool import ModelEntry
-        from specgen.session.memory_estimate import embedder_bytes, embedder_context
+        from specgen.session.open import embedder_bytes, embedder_context
 
         if wanted.setup.models.draft is not None:
             raise UsageError(f"{name} is an embedding model: leave out --draft")

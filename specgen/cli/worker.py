@@ -72,7 +72,7 @@ def worker(
     from specgen.llama import default_threads
     from specgen.llama.kernels.attached import attached, computing
     from specgen.llama.rpc import load_rpc, offered_devices, serve_devices
-    from specgen.models import cache_folder
+    from specgen.models.files import cache_folder
 
     use_kernels(kernels, output)
     load_rpc()

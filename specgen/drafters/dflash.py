@@ -7,7 +7,8 @@ from collections.abc import Generator, Sequence
 from specgen.drafters.expansion import DraftedChain
 from specgen.drafters.kind import DraftRequest
 from specgen.drafters.states import StatesCache, StatesDrafter, TrainedDraft
-from specgen.llama.dflash import DflashContext, DflashModel
+from specgen.llama.draft_contexts import DflashContext
+from specgen.llama.draft_models import DflashModel
 from specgen.method.backend import Batch
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafting

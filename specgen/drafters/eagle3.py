@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from specgen.drafters.states import LayerDrafter, TrainedDraft
-from specgen.llama.eagle import EagleContext, EagleModel
+from specgen.llama.draft_contexts import EagleContext
+from specgen.llama.draft_models import EagleModel
 
 
 class EagleDrafter(LayerDrafter):

@@ -6,7 +6,8 @@ from collections.abc import Generator, Sequence
 
 from specgen.drafters.kind import Reads
 from specgen.drafters.states import MOST_UNREAD, StatesDrafter, TrainedDraft
-from specgen.llama.gemma4_assistant import AssistantContext, AssistantModel
+from specgen.llama.draft_contexts import AssistantContext
+from specgen.llama.draft_models import AssistantModel
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan

@@ -23,7 +23,7 @@ from specgen.system.arrays import Logits
 from specgen.text.prefix import n_common
 
 if TYPE_CHECKING:
-    from specgen.drafters.suffix_array import SuffixArray
+    from specgen.drafters.lookup_texts import SuffixArray
     from specgen.llama import LlamaBackend, LlamaModel
     from specgen.method.drafter import Drafter
     from specgen.method.tables import AcceptanceRates
@@ -121,8 +121,6 @@ class DraftRequest:
     shape: TreeShape = AUTO_TREE
     n_max: int = 16
     n_deepest: int | None = None
-    #: Positions of the text that a draft need not read: what a chat template puts before every prompt.
-    head: range = range(0)
     #: The prompt of a draft with another vocabulary, in its own template; None translates the target's.
     draft_prompt: Sequence[int] | None = None
     #: Whether tokens that end a text are never chosen.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from specgen.drafters.cascade import Cascade, WrappedDrafter
+from specgen.drafters.cascade import Cascade
 from specgen.drafters.chain import ModelDrafter
 from specgen.drafters.expansion import WIDEST
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, Key, LoadedDraft, Room
@@ -23,9 +23,8 @@ from specgen.drafters.tree import TreeModelDrafter
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
-from specgen.method.drafter import Drafter, Drafting
-from specgen.method.policy import CostAwarePolicy, RoundPlan
-from specgen.method.tables import Price
+from specgen.method.drafter import Drafter
+from specgen.method.policy import CostAwarePolicy
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, TreeShape
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Shaper, TextState
@@ -36,34 +35,6 @@ LONGEST_GUESS = 8
 _STEP = 256
 #: A token of a parallel draft counts as its share of a decode that predicts so many.
 _N_PARALLEL = 4
-
-
-class PromptHeadSkipper(WrappedDrafter):
-    """Lets `inner` draft for a text without the tokens at the positions `head`.
-
-    This is for the text that a chat template puts before every prompt. Without it a draft model
-    drafts nearly the same, and its prefill is shorter. No text ends within `head`.
-    """
-
-    def __init__(self, inner: Drafter, head: range) -> None:
-        super().__init__(inner)
-        self._head = head
-        #: The text so far, without the head.
-        self._text: list[int] = []
-
-    def price(self, n_context: int) -> Price:
-        return self.inner.price(n_context - len(self._head))
-
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        text, head = self._text, self._head
-        text.extend(context[len(text) : head.start])
-        text.extend(context[len(text) + len(head) :])
-        return self.inner.propose(text, plan, n_drafted)
-
-    def rewind(self, n_tokens: int) -> None:
-        n_left_out = len(range(self._head.start, min(self._head.stop, n_tokens)))
-        del self._text[n_tokens - n_left_out :]
-        self.inner.rewind(n_tokens - n_left_out)
 
 
 class DraftModel(LoadedDraft):
@@ -187,18 +158,13 @@ class DraftModel(LoadedDraft):
         backend = request.caches[0]
         if self._translation is not None:
             return self._translated(self._translation, request)
-        head, prompt = request.head, request.prompt
-        request = replace(request, prompt=(*prompt[: head.start], *prompt[head.stop :]))
         n = self._n_shared_tokens
-        drafter: Drafter
         if self.mask is not None:
-            drafter = ParallelDrafter(backend, request, mask=self.mask, n_shared_tokens=n)
-        elif request.branches:
-            drafter = TreeModelDrafter(backend, request, n_shared_tokens=n)
-        else:
-            guesses = self._guesses(request)
-            drafter = ModelDrafter(backend, request, n_shared_tokens=n, guesses=guesses)
-        return PromptHeadSkipper(drafter, head) if head else drafter
+            return ParallelDrafter(backend, request, mask=self.mask, n_shared_tokens=n)
+        if request.branches:
+            return TreeModelDrafter(backend, request, n_shared_tokens=n)
+        guesses = self._guesses(request)
+        return ModelDrafter(backend, request, n_shared_tokens=n, guesses=guesses)
 
     def _translated(self, translation: Translation, request: DraftRequest) -> Drafter:
         text = translation.text(request.prompt, request.draft_prompt)
@@ -227,7 +193,6 @@ class DraftModel(LoadedDraft):
                 caches=caches,
                 costs=request.costs_of(self.helper.model.path),
                 draws=False,
-                head=range(0),
                 draft_prompt=None,
             )
             key = self.helper.model.path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from specgen.drafters.expansion import WIDEST, DraftedChain
+from specgen.drafters.expansion import DraftedChain
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, Room
 from specgen.drafters.pairing import check_pair
 from specgen.drafters.states import (
@@ -18,7 +18,8 @@ from specgen.drafters.states import (
 )
 from specgen.errors import PairError
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.mtp import MtpContext, MtpModel
+from specgen.llama.draft_contexts import MtpContext
+from specgen.llama.draft_models import MtpModel
 from specgen.llama.mtp_layers import holds_mtp_only
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Drafter, Drafting
@@ -110,14 +111,12 @@ class MtpDraft(StatesDraft):
         self.why_chains = setup.why_chains or own
 
     def contexts(self, room: Room) -> tuple[LlamaBackend, ...]:
-        n_branches = self.n_branches(room.n_rows)
         context = MtpContext(
             self._model,
             room.options_of(self.key),
             n_ctx=room.n_ctx + CELLS_BEHIND,
             clock=room.clock,
-            n_branches=n_branches,
-            n_outputs=min(n_branches, WIDEST),
+            n_branches=self.n_branches(room.n_rows),
             n_slots=room.n_slots,
         )
         return (context,)

@@ -23,7 +23,7 @@ from specgen.text.hidden_trail import HiddenTrail, StatesBackend
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend
-    from specgen.llama.states_context import TrainedModel
+    from specgen.llama.draft_models import TrainedModel
 
 #: The most tokens behind those that the target has read: its own next token, and tokens that a
 #: grammar or another drafter added. Each but the first takes a decode of its own.
@@ -289,7 +289,7 @@ class TrainedDraft(StatesDraft):
     def __init__(self, path: Path, setup: DraftSetup) -> None:
         super().__init__(path.name, path, setup)
         target, own = setup.target, None if self.draws_trees else f"{path.name} drafts chains"
-        self.origin, self.why_chains = self.model_type.architecture, setup.why_chains or own
+        self.origin, self.why_chains = self.model_type.file_architecture, setup.why_chains or own
         self._model = self.model_type(path, target, n_gpu_layers=setup.context.n_gpu_layers)
         self.models = (self._model,)
         try:
@@ -302,7 +302,7 @@ class TrainedDraft(StatesDraft):
 
     @classmethod
     def kind(cls) -> DraftKind:
-        name = cls.model_type.architecture
+        name = cls.model_type.file_architecture
         return DraftKind(
             name,
             matches=lambda source: isinstance(source, Path) and architecture_of(source) == name,

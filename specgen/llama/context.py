@@ -160,7 +160,7 @@ class LlamaBackend:
 
     def hand_out(self, layers: Sequence[int]) -> None:
         """Let `decode_hidden` with `all_rows` return the inputs of these layers from now on, one behind the other.
-        The architecture must be one of `eagle.HOOKED`: llama.cpp ends the process otherwise."""
+        The architecture must be one of `draft_models.HOOKED`: llama.cpp ends the process otherwise."""
         for layer in set(layers) - set(self._layers):
             set_layer_input(self.handle, layer, True)
         self._layers = tuple(layers)

@@ -107,7 +107,7 @@ def open_context(
 def _most_snapshots(model: LlamaModel) -> int:
     """Return how many snapshots fit into llama.cpp's graph: it aborts if there are more. A graph has room for 8
     operators for each tensor, 1024 at least. A layer needs some 70, and 3 for each snapshot."""
-    if model.metadata("general.architecture") not in _SMALL_GRAPHS:
+    if model.architecture not in _SMALL_GRAPHS:
         return 2**31
     return max(8, (1024 // max(1, model.n_layer) - 70) // 3)
 

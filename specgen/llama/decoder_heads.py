@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specgen.errors import BackendError, ModelFileError
+from specgen.errors import ModelFileError
 from specgen.llama import operators
+from specgen.llama.kernels.attached import LLAMA_CPP, computing
 from specgen.llama.operators import FloatArray, Matrix, Weights
 from specgen.system.arrays import Hidden, Logits
 
@@ -87,10 +88,11 @@ class DecoderHeads:
         self._index = np.full(weights.n_vocab, n_frequent, np.int64)
         self._index[weights.tokens] = np.arange(n_frequent)
         self._embeddings = weights.embeddings.data.reshape(n_frequent + 1, -1)
-        self._resources = contextlib.ExitStack()
+        has_kernels = computing() != LLAMA_CPP
+        buffer_type = operators.SPECGEN_BUFFER if has_kernels else operators.CPU_BUFFER
         with contextlib.ExitStack() as on_error:
             matrices = [
-                on_error.enter_context(_quickest_matrix(each))
+                on_error.enter_context(Matrix(each, buffer_type))
                 for each in (weights.of_state, weights.of_token, weights.of_inner, weights.output)
             ]
             self._of_state, self._of_token, self._of_inner, self._output = matrices
@@ -143,13 +145,6 @@ class DecoderHeads:
 
     def _times(self, matrix: Matrix, rows: FloatArray) -> FloatArray:
         return operators.multiply(matrix, rows, n_threads=self._n_threads)
-
-
-def _quickest_matrix(weights: Weights) -> Matrix:
-    if operators.SPECGEN_BUFFER in operators.buffer_types():
-        with contextlib.suppress(BackendError):
-            return Matrix(weights, operators.SPECGEN_BUFFER)
-    return Matrix(weights, operators.CPU_BUFFER)
 
 
 # --- files ------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Embedder:
             pooling, n_train = self.model.pooling, self.model.n_ctx_train
             # Some encoders have no positions beyond, and llama.cpp would end the process.
             self.n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
-            architecture = self.model.metadata("general.architecture")
+            architecture = self.model.architecture
             causal = self.model.metadata(f"{architecture}.attention.causal")
             #: Whether the last hidden state is enough, and earlier ones do not depend on it. A long text is then
             #: decoded in pieces; otherwise all of it must be in one batch.

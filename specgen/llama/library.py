@@ -134,7 +134,7 @@ def new_tensor(context: Any, type_: int, shape: Sequence[int]) -> Any:
 
 def set_layer_input(context: Any, layer: int, wanted: bool) -> None:
     """Set whether a context hands out what a layer reads. llama.cpp ends the process if the graph of the
-    model's architecture does not (`specgen.llama.eagle.HOOKED`)."""
+    model's architecture does not (`specgen.llama.draft_models.HOOKED`)."""
     _extension("set", None, "P13llama_contextjb", ctypes.c_uint32, ctypes.c_bool)(
         context, layer, wanted
     )

@@ -80,7 +80,7 @@ class LlamaModel:
             self.why_no_mtp = why_no_mtp(file)
             if workers is not None and not self.why_no_mtp:
                 self.why_no_mtp = "its MTP layers cannot draft while workers (--rpc) compute it"
-        self._file = file
+        self.file = file
         #: Whether it is closed: contexts of it decode nothing more.
         self.is_closed = False
         self._weights = lease_weights(
@@ -105,18 +105,18 @@ class LlamaModel:
     def name(self) -> str:
         return self.path.name
 
+    @cached_property
+    def architecture(self) -> str:
+        return self.metadata("general.architecture") or ""
+
     @property
     def pooling(self) -> int | None:
         """llama.cpp's number of how hidden states are pooled; None if this is no embedding model."""
-        architecture = self.metadata("general.architecture")
-        pooling = self.metadata(f"{architecture}.pooling_type")
-        return _pooling(architecture or "", int(pooling or 0))
+        return _pooling(self.architecture, self.number("pooling_type"))
 
     @property
     def n_mtp_layers(self) -> int:
-        architecture = self.metadata("general.architecture")
-        n_layers = self.metadata(f"{architecture}.nextn_predict_layers")
-        return 0 if self.why_no_mtp else int(n_layers or 0)
+        return 0 if self.why_no_mtp else self.number("nextn_predict_layers")
 
     @property
     def has_equal_rows(self) -> bool:
@@ -150,7 +150,7 @@ class LlamaModel:
     @cached_property
     def row_exception(self) -> str:
         """Why rows of this model depend on their batch, whatever computes; empty if they need not."""
-        return row_exception(self._file, self.metadata("general.architecture") or "")
+        return row_exception(self.file, self.architecture)
 
     @property
     def is_remote(self) -> bool:
@@ -214,10 +214,9 @@ class LlamaModel:
 
     @property
     def why_one_sequence(self) -> str | None:
-        architecture = self.metadata("general.architecture")
-        if architecture not in ONE_SEQUENCE:
+        if self.architecture not in ONE_SEQUENCE:
             return None
-        return f"{self.name}: llama.cpp computes several sequences of this architecture ({architecture}) wrong"
+        return f"{self.name}: llama.cpp computes several sequences of this architecture ({self.architecture}) wrong"
 
     def check_parallel(self, n_answers: int) -> None:
         if n_answers > 1 and (why := self.why_one_sequence):
@@ -261,8 +260,8 @@ class LlamaModel:
         n_head_kv = int(llama_cpp.llama_model_n_head_kv(self.handle))
         n_layer = self.n_layer
         head_size = int(llama_cpp.llama_model_n_embd(self.handle)) // n_head
-        size_k = self._number("attention.key_length") or head_size
-        size_v = self._number("attention.value_length") or head_size
+        size_k = self.number("attention.key_length") or head_size
+        size_v = self.number("attention.value_length") or head_size
         a_token = size_k * CACHE_TYPES[type_k][1] + size_v * CACHE_TYPES[type_v][1]
         return int(n_ctx * n_layer * n_head_kv * a_token)
 
@@ -276,17 +275,18 @@ class LlamaModel:
             return 0
         n_embd = int(llama_cpp.llama_model_n_embd(self.handle))
         n_layer = self.n_layer
-        if interval := self._number("full_attention_interval"):
+        if interval := self.number("full_attention_interval"):
             n_layer -= n_layer // interval
-        inner, state = self._number("ssm.inner_size"), self._number("ssm.state_size")
-        convolved = inner + 2 * self._number("ssm.group_count") * state
-        a_layer = inner * state + max(0, self._number("ssm.conv_kernel") - 1) * convolved
-        a_layer += max(0, self._number("shortconv.l_cache") - 1) * n_embd
-        a_layer += self._number("wkv.head_size") * n_embd
+        inner, state = self.number("ssm.inner_size"), self.number("ssm.state_size")
+        convolved = inner + 2 * self.number("ssm.group_count") * state
+        a_layer = inner * state + max(0, self.number("ssm.conv_kernel") - 1) * convolved
+        a_layer += max(0, self.number("shortconv.l_cache") - 1) * n_embd
+        a_layer += self.number("wkv.head_size") * n_embd
         return 4 * n_layer * a_layer
 
-    def _number(self, key: str) -> int:
-        value = self.metadata(f"{self.metadata('general.architecture')}.{key}") or ""
+    def number(self, key: str) -> int:
+        """Return a whole number of the architecture's metadata; 0 if there is none."""
+        value = self.metadata(f"{self.architecture}.{key}") or ""
         return int(value) if value.isdecimal() else 0
 
     def close(self) -> None:
@@ -304,10 +304,10 @@ class LlamaModel:
         self._weights.release()
 
     def _check_usable(self) -> None:
-        architecture = self.metadata("general.architecture") or "unknown"
+        architecture = self.architecture
         hint = "use a model that generates text"
         causal = self.metadata(f"{architecture}.attention.causal") or "true"
-        if self._number("nextn_predict_layers") and holds_mtp_only(self._file):
+        if self.number("nextn_predict_layers") and holds_mtp_only(self.file):
             raise ModelFileError(
                 f"{self.path}: MTP layers, and not the model that they belong to",
                 hint="give them as --draft, and their model as -m",

@@ -1,11 +1,9 @@
-"""Single operators of GGML on the CPU: matrix products, products with the matrices of experts, and
-attention.
+"""Single operators of GGML on the CPU: matrix products, products with the matrices of experts, and attention.
 
-They compute decoder heads, and serve to compare implementations of an operator. The name of a buffer type for the
-weights selects the implementation: ``CPU`` is GGML's plain memory and plain code, ``CPU_REPACK`` a special layout of
-GGML, and `SPECGEN_BUFFER` the layout of specgen's kernels, if they are attached. Attention needs no
-buffer type: the kernels compute it if they are attached and enabled, else GGML does. Shapes of an attention that do not
-fit together end the process.
+They compute decoder heads, and test the kernels. The name of a buffer type for the weights selects the implementation:
+``CPU`` is GGML's plain memory and plain code, and `SPECGEN_BUFFER` the layout of specgen's kernels, if they are
+attached. Attention needs no buffer type: the kernels compute it if they are attached and enabled, else GGML does.
+Shapes of an attention that do not fit together end the process.
 """
 
 from __future__ import annotations
@@ -25,12 +23,9 @@ from specgen.errors import BackendError
 from specgen.llama.library import N_TENSORS, forget_log, ggml, last_error, new_tensor, no_data
 
 FloatArray: TypeAlias = NDArray[np.float32]
-HalfArray: TypeAlias = NDArray[np.float16]
-ByteArray: TypeAlias = NDArray[np.uint8]
 IndexArray: TypeAlias = NDArray[np.int32]
 
-#: The types of weights: GGUF's names and GGML's numbers. (GGML cannot be asked for them: for a number
-#: that it does not have it reads past the end of a table.)
+#: The types of weights: GGUF's names and GGML's numbers. (GGML reads past the end of a table for others.)
 TYPE_NUMBERS = {
     "f32": 0,
     "f16": 1,
@@ -66,10 +61,7 @@ SPECGEN_BUFFER = "specgen"
 _POINTER: Any = ctypes.c_void_p
 _F32, _F16, _I32 = TYPE_NUMBERS["f32"], TYPE_NUMBERS["f16"], 26
 _USAGE_WEIGHTS = 1
-_MAX_DIMENSIONS = 4
 _CPU_DEVICE = 0
-#: The offset of the buffer in `ggml_tensor`: it follows the type, and is aligned like a pointer.
-_BUFFER_OFFSET = 8
 
 
 # --- weights --------------------------------------------------------------------------------
@@ -84,7 +76,7 @@ class Weights:
     #: (n_rows, n_columns) or (n_experts, n_rows, n_columns); the columns are contiguous in memory.
     shape: tuple[int, ...]
     #: The bytes as in a GGUF file: one row after the other.
-    data: ByteArray
+    data: NDArray[np.uint8]
 
     def __post_init__(self) -> None:
         if len(self.shape) not in (2, 3) or min(self.shape) < 1:
@@ -95,32 +87,26 @@ class Weights:
 
 
 def row_bytes(type_name: str, n_columns: int) -> int:
-    """Return the size of a row in bytes. Raise `ValueError` if the type is not in `TYPE_NUMBERS`, or the length is
-    not a multiple of its block."""
+    """Return the size of a row. Raise `ValueError` for an unknown type, or a length that is no multiple of its block."""
     if type_name not in TYPE_NUMBERS:
         raise ValueError(f"{type_name}: not one of {', '.join(TYPE_NUMBERS)}")
     number = TYPE_NUMBERS[type_name]
     block = int(ggml("ggml_blck_size", ctypes.c_int64, ctypes.c_int)(number))
     if n_columns % block:
         raise ValueError(f"{type_name}: rows of {n_columns} are no multiple of {block}")
-    return int(
-        ggml("ggml_row_size", ctypes.c_size_t, ctypes.c_int, ctypes.c_int64)(number, n_columns)
-    )
+    size = ggml("ggml_row_size", ctypes.c_size_t, ctypes.c_int, ctypes.c_int64)
+    return int(size(number, n_columns))
 
 
 def quantize(values: FloatArray, type_name: str) -> Weights:
-    """Quantise float32[(n_experts,) n_rows, n_columns] to a type; float types only round.
-
-    Types that need an importance matrix treat all columns as equally important. Raise `ValueError` for
-    a type or a shape that is not possible.
-    """
+    """Quantise float32[(n_experts,) n_rows, n_columns] to a type; float types only round. Raise `ValueError` for a type
+    or a shape that is not possible."""
     values = np.ascontiguousarray(values, np.float32)
     n_rows, n_columns = math.prod(values.shape[:-1]), values.shape[-1]
     data = np.zeros(n_rows * row_bytes(type_name, n_columns), np.uint8)
-    numbers = 3 * (ctypes.c_int64,)
-    types = (ctypes.c_int, _POINTER, _POINTER, *numbers, _POINTER)
+    types = (ctypes.c_int, _POINTER, _POINTER, *3 * (ctypes.c_int64,), _POINTER)
     convert = ggml("ggml_quantize_chunk", ctypes.c_size_t, *types)
-    importance = np.ones(n_columns, np.float32)
+    importance = np.ones(n_columns, np.float32)  # all columns are equally important
     number = TYPE_NUMBERS[type_name]
     needs_it = ggml("ggml_quantize_requires_imatrix", ctypes.c_bool, ctypes.c_int)(number)
     weights = importance.ctypes.data if needs_it else None
@@ -158,29 +144,14 @@ def dequantize(weights: Weights) -> FloatArray:
 
 
 class Matrix:
-    """Weights in a buffer of a given type, ready for products.
+    """Weights in a buffer of a given type, ready for products. Raises `BackendError` if there is no such buffer type."""
 
-    `n_experts_used` is the number of experts that a token uses; it only matters for the matrices of
-    experts. Raises `BackendError` if there is no such buffer type, or it does not accept these weights.
-    """
-
-    def __init__(
-        self, weights: Weights, buffer_type: str = CPU_BUFFER, *, n_experts_used: int = 1
-    ) -> None:
+    def __init__(self, weights: Weights, buffer_type: str = CPU_BUFFER) -> None:
         self.weights = weights
-        self.buffer_type = buffer_type
-        place = _find_buffer_type(buffer_type)
-        with no_data() as probed:
-            if not _takes(weights.type_name, weights.shape, place, probed, n_experts_used):
-                raise BackendError(
-                    f"{buffer_type} does not take {weights.type_name} weights of {weights.shape}"
-                )
-        self._resources = ExitStack()
         with ExitStack() as on_error:
             context = on_error.enter_context(no_data())
-            number = TYPE_NUMBERS[weights.type_name]
-            self.tensor = new_tensor(context, number, weights.shape)
-            buffer = _allocate(on_error, context, place)
+            self.tensor = new_tensor(context, TYPE_NUMBERS[weights.type_name], weights.shape)
+            buffer = _allocate(on_error, context, _find_buffer_type(buffer_type))
             set_usage = ggml("ggml_backend_buffer_set_usage", None, _POINTER, ctypes.c_int)
             set_usage(buffer, _USAGE_WEIGHTS)
             copy_tensor("ggml_backend_tensor_set", self.tensor, weights.data)
@@ -201,136 +172,81 @@ class Matrix:
 _Graph: TypeAlias = tuple[Any, list[tuple[Any, NDArray[Any]]]]
 
 
-def _product(context: Any, matrix: Any, vectors: Any, experts: Any = None) -> Any:
-    """Return the tensor of a product; with the numbers of experts, one with the matrices of experts."""
-    if experts is None:
-        return ggml("ggml_mul_mat", _POINTER, *3 * (_POINTER,))(context, matrix, vectors)
-    return ggml("ggml_mul_mat_id", _POINTER, *4 * (_POINTER,))(context, matrix, vectors, experts)
-
-
-def multiply(matrix: Matrix, activations: FloatArray, *, n_threads: int = 1) -> FloatArray:
-    """Multiply each row of float32[n_tokens, n_columns] with the matrix (MUL_MAT): float32[n_tokens,
-    n_rows].
+def multiply(
+    matrix: Matrix,
+    activations: FloatArray,
+    experts: IndexArray | None = None,
+    *,
+    n_threads: int = 1,
+) -> FloatArray:
+    """Multiply each row of float32[n_tokens, n_columns] with the matrix: float32[n_tokens, n_rows].
 
     With leading dimensions, float32[a, b, n_tokens, n_columns], the same matrix is used for all. Of a stack
-    of matrices, each is used for b / n_matrices tables of tokens. Raise `ValueError` if the shapes do not
-    fit, `BackendError` if GGML cannot compute the product.
+    of matrices, each is used for b / n_matrices tables of tokens.
+
+    With `experts`, int32[n_tokens, n_used], each token is multiplied with the matrices of these numbers (which GGML
+    does not check): float32[n_tokens, n_used, n_rows]. The activations are then float32[n_tokens, n_used, n_columns],
+    or float32[n_tokens, 1, n_columns] if all experts of a token get the same.
+
+    Raise `ValueError` if the shapes do not fit, `BackendError` if GGML cannot compute the product.
     """
     activations = np.ascontiguousarray(activations, np.float32)
-    *stack, n_rows, n_columns = matrix.weights.shape
-    if stack and (activations.ndim < 3 or activations.shape[-3] % stack[0]):
-        raise ValueError(f"{stack[0]} matrices for {activations.shape}; see multiply_experts")
-    if not 2 <= activations.ndim <= _MAX_DIMENSIONS or activations.shape[-1] != n_columns:
+    *_, n_rows, n_columns = matrix.weights.shape
+    if activations.shape[-1] != n_columns:
         raise ValueError(f"{activations.shape} times a matrix of {matrix.weights.shape}")
 
     def build(context: Any) -> _Graph:
         vectors = new_tensor(context, _F32, activations.shape)
-        return _product(context, matrix.tensor, vectors), [(vectors, activations)]
-
-    return _compute(build, (*activations.shape[:-1], n_rows), n_threads)
-
-
-def multiply_experts(
-    matrix: Matrix, activations: FloatArray, experts: IndexArray, *, n_threads: int = 1
-) -> FloatArray:
-    """Multiply each token with the matrices of its experts (MUL_MAT_ID): float32[n_tokens, n_used, n_rows].
-
-    `experts`, int32[n_tokens, n_used], are the numbers of the experts. The activations are
-    float32[n_tokens, n_used, n_columns], or float32[n_tokens, 1, n_columns] if all experts of a token
-    get the same. They have to fit: GGML does not check them.
-    """
-    activations = np.ascontiguousarray(activations, np.float32)
-    experts = np.ascontiguousarray(experts, np.int32)
-    _, n_rows, _ = matrix.weights.shape
-    n_tokens, n_used = experts.shape
-
-    def build(context: Any) -> _Graph:
-        vectors = new_tensor(context, _F32, activations.shape)
+        if experts is None:
+            product = ggml("ggml_mul_mat", *4 * (_POINTER,))
+            return product(context, matrix.tensor, vectors), [(vectors, activations)]
         numbers = new_tensor(context, _I32, experts.shape)
-        result = _product(context, matrix.tensor, vectors, numbers)
-        return result, [(vectors, activations), (numbers, experts)]
+        result = ggml("ggml_mul_mat_id", *5 * (_POINTER,))(context, matrix.tensor, vectors, numbers)
+        return result, [(vectors, activations), (numbers, np.ascontiguousarray(experts, np.int32))]
 
-    return _compute(build, (n_tokens, n_used, n_rows), n_threads)
+    shape = activations.shape[:-1] if experts is None else experts.shape
+    return _compute(build, (*shape, n_rows), n_threads)
 
 
 def attend(
     queries: FloatArray,
     keys: FloatArray,
     values: FloatArray,
-    mask: HalfArray,
+    mask: NDArray[np.float16],
     *,
-    key_type: str = "f16",
-    value_type: str = "f16",
+    cache_type: str = "f16",
     n_threads: int = 1,
 ) -> FloatArray:
-    """Compute attention (FLASH_ATTN_EXT): float32[n_streams, n_rows, n_heads, value_size].
+    """Compute attention (FLASH_ATTN_EXT): float32[n_streams, n_rows, n_heads, size].
 
-    Queries are float32[n_streams, n_rows, n_heads, key_size]. Keys and values are
-    float32[n_streams, n_cells, n_kv_heads, key_size or value_size]; this function converts them to
-    `key_type` and `value_type`. The memory layout is that of llama.cpp's cache. The mask,
+    Queries are float32[n_streams, n_rows, n_heads, size], keys and values float32[n_streams, n_cells, n_kv_heads,
+    size]; the latter are converted to `cache_type`. The memory layout is that of llama.cpp's cache. The mask,
     float16[n_streams or 1, n_mask_heads, n_rows, n_cells], is added to the scores.
     """
-    queries = np.ascontiguousarray(queries, np.float32)
-    mask = np.ascontiguousarray(mask, np.float16)
-    cache_types = [TYPE_NUMBERS[key_type], TYPE_NUMBERS[value_type]]
-    cells = [
-        quantize(part.reshape(-1, part.shape[-1]), type_name).data
-        for part, type_name in ((keys, key_type), (values, value_type))
-    ]
-    types = (*5 * (_POINTER,), *3 * (ctypes.c_float,))
-    attention = ggml("ggml_flash_attn_ext", _POINTER, *types)
+    attention = ggml("ggml_flash_attn_ext", _POINTER, *5 * (_POINTER,), *3 * (ctypes.c_float,))
     permute = ggml("ggml_permute", _POINTER, *2 * (_POINTER,), *4 * (ctypes.c_int,))
 
     def build(context: Any) -> _Graph:
         inputs: list[tuple[Any, NDArray[Any]]] = [
-            (new_tensor(context, _F32, queries.shape), queries),
-            (new_tensor(context, cache_types[0], keys.shape), cells[0]),
-            (new_tensor(context, cache_types[1], values.shape), cells[1]),
+            (new_tensor(context, _F32, queries.shape), np.ascontiguousarray(queries, np.float32))
         ]
+        for part in (keys, values):
+            cells = quantize(part.reshape(-1, part.shape[-1]), cache_type).data
+            inputs.append((new_tensor(context, TYPE_NUMBERS[cache_type], part.shape), cells))
         # The operator wants the rows of each head together; a permuted view does that without a copy.
         by_head = [permute(context, tensor, 0, 2, 1, 3) for tensor, _ in inputs]
         masking = new_tensor(context, _F16, mask.shape)
-        inputs.append((masking, mask))
+        inputs.append((masking, np.ascontiguousarray(mask, np.float16)))
         result = attention(context, *by_head, masking, queries.shape[-1] ** -0.5, 0.0, 0.0)
         return result, inputs
 
-    return _compute(build, (*queries.shape[:-1], values.shape[-1]), n_threads)
-
-
-def takes(type_name: str, shape: tuple[int, ...], buffer_type: str) -> bool:
-    """Return whether a buffer type accepts weights of this type and shape. Raise `BackendError` if there
-    is no buffer type of that name."""
-    with no_data() as context:
-        return _takes(type_name, shape, _find_buffer_type(buffer_type), context, 1)
-
-
-def _takes(
-    type_name: str, shape: tuple[int, ...], place: Any, context: Any, n_experts_used: int
-) -> bool:
-    """Ask GGML in the way of llama.cpp: with an empty buffer and an operator without data."""
-    row_bytes(type_name, shape[-1])
-    tensor = new_tensor(context, TYPE_NUMBERS[type_name], shape)
-    chosen = (512, n_experts_used) if len(shape) == 3 else (512,)
-    experts = new_tensor(context, _I32, chosen) if len(shape) == 3 else None
-    vectors = new_tensor(context, _F32, (*chosen, shape[-1]))
-    operator = _product(context, tensor, vectors, experts)
-    make = ggml("ggml_backend_buft_alloc_buffer", _POINTER, _POINTER, ctypes.c_size_t)
-    buffer = make(place, 0)
-    if not buffer:
-        raise BackendError("GGML could not make a buffer")
-    try:
-        _POINTER.from_address(tensor + _BUFFER_OFFSET).value = buffer
-        supports = ggml("ggml_backend_dev_supports_op", ctypes.c_bool, *2 * (_POINTER,))
-        return bool(supports(_cpu_device(), operator))
-    finally:
-        ggml("ggml_backend_buffer_free", None, _POINTER)(buffer)
+    return _compute(build, queries.shape, n_threads)
 
 
 # --- graphs and buffers -----------------------------------------------------------------------------
 
 
 def _allocate(resources: ExitStack, context: Any, buffer_type: Any) -> Any:
-    """Allocate a buffer for all tensors of a context; `resources` frees it."""
     forget_log()
     name = "ggml_backend_alloc_ctx_tensors_from_buft"
     buffer = ggml(name, _POINTER, *2 * (_POINTER,))(context, buffer_type)
@@ -341,8 +257,7 @@ def _allocate(resources: ExitStack, context: Any, buffer_type: Any) -> Any:
 
 
 def copy_tensor(name: str, tensor: Any, data: NDArray[Any]) -> None:
-    """Copy a whole tensor from or to an array with the GGML function `name`. Raise `BackendError` if
-    their sizes differ."""
+    """Copy a whole tensor with the GGML function `name`. Raise `BackendError` if the array has another size."""
     copy = ggml(name, None, *2 * (_POINTER,), *2 * (ctypes.c_size_t,))
     size = ggml("ggml_nbytes", ctypes.c_size_t, _POINTER)(tensor)
     if size != data.nbytes:
@@ -350,13 +265,8 @@ def copy_tensor(name: str, tensor: Any, data: NDArray[Any]) -> None:
     copy(tensor, data.ctypes.data, 0, size)
 
 
-def _compute(
-    build: Callable[[Any], _Graph],
-    shape: tuple[int, ...],
-    n_threads: int,
-) -> NDArray[np.float32]:
-    """Build a graph, compute it, and return the result as float32 of this shape. `build` creates the
-    tensors in a context; it returns the result's tensor, and the input tensors with their data."""
+def _compute(build: Callable[[Any], _Graph], shape: tuple[int, ...], n_threads: int) -> FloatArray:
+    """Build a graph in a context, compute it, and return the result as float32 of this shape."""
     if 0 in shape:
         return np.zeros(shape, np.float32)
     with ExitStack() as resources:
@@ -377,8 +287,7 @@ def _compute(
         if set_threads := _procedure_of_cpu(b"ggml_backend_set_n_threads"):
             ctypes.CFUNCTYPE(None, _POINTER, ctypes.c_int)(set_threads)(backend, n_threads)
         compute = ggml("ggml_backend_graph_compute", ctypes.c_int, *2 * (_POINTER,))
-        status = compute(backend, graph)
-        if status:
+        if status := compute(backend, graph):
             raise BackendError(f"GGML could not compute an operator (status {status})")
         values = np.empty(shape, np.float32)
         copy_tensor("ggml_backend_tensor_get", result, values)
@@ -386,8 +295,7 @@ def _compute(
 
 
 def buffer_types() -> dict[str, Any]:
-    """Return the CPU's buffer types by name: the plain one, then those for weights only, in the order in which llama.cpp
-    tries them. They may change when a library is loaded, so the result is not cached."""
+    """Return the CPU's buffer types by name. They may change when a library is loaded, so they are not cached."""
     found: dict[str, Any] = {CPU_BUFFER: ggml("ggml_backend_cpu_buffer_type", _POINTER)()}
     address = _procedure_of_cpu(b"ggml_backend_dev_get_extra_bufts")
     if address:
@@ -407,8 +315,7 @@ def _find_buffer_type(name: str) -> Any:
 
 
 def _procedure_of_cpu(name: bytes) -> Any:
-    """Return the address of a function of the CPU backend, which may be in a library of its own; None if it
-    has none of that name."""
+    """Return the address of a function of the CPU backend, which may be in a library of its own; or None."""
     registry = ggml("ggml_backend_dev_backend_reg", _POINTER, _POINTER)(_cpu_device())
     find = "ggml_backend_reg_get_proc_address"
     return ggml(find, _POINTER, _POINTER, ctypes.c_char_p)(registry, name)

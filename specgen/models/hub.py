@@ -1,284 +1,327 @@
-"""Models from the Hugging Face hub, through huggingface_hub and its cache.
+"""Models of the Hugging Face hub: how they are named (as by llama.cpp's ``-hf``), and those in the hub's cache.
 
-Its own variables (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN, ...) are therefore respected, and a model
-that another program has downloaded is found.
+The cache is huggingface_hub's, shared with other programs. To find models, only folders and names are read.
 """
 
 from __future__ import annotations
 
-import logging
 import re
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
 
-from specgen.errors import FetchError, UnknownModelError
-from specgen.models.files import human_bytes, size_of
-from specgen.models.hub_cache import (
-    cache_of_hub,
-    cached_models,
-    find_in_cache,
-    page_of,
-    storage_of,
+from specgen.drafters.kinds import FILE_PREFIXES
+from specgen.errors import FetchError, ModelFileError, UsageError
+from specgen.models.files import identify, models_folder, shard_names, size_of
+from specgen.models.registry import CatalogueModel, Registry
+
+PREFIX = "hf:"
+#: Without a quantisation, the first of these that the repository has, else its first model.
+_USUAL_QUANTS = ("Q4_K_M", "Q8_0")
+#: Files with these in their names belong to a model, but are none.
+_NO_MODELS = ("mmproj", "imatrix")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_REFERENCE = re.compile(
+    rf"(?P<repo>{_NAME}/{_NAME})(?::(?P<quant>[A-Za-z0-9._-]+)|/(?P<file>[^:]+\.gguf))?",
+    re.IGNORECASE,
 )
-from specgen.models.hub_reference import (
-    HubReference,
-    choose,
-    models_among,
-    mtp_layers_for,
-    reference_of,
-    usual,
+_QUANT = re.compile(
+    r"(?<![A-Za-z0-9])(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|BF16|F16|F32|(?:MX|NV)FP4(?:_[A-Z0-9]+)?)"
+    r"(?![A-Za-z0-9_])",
+    re.IGNORECASE,
 )
-from specgen.models.progress import DownloadProgress
-from specgen.models.registry import CatalogueModel, HubSource
-from specgen.models.transfer import (
-    check_room,
-    download,
-    download_lock,
-    host_of,
-    network_error,
-    writing_below,
-)
-
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_ETAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-#: Moves the hub's cache.
-_CACHE_VARIABLE = "HF_HOME"
-
-_T = TypeVar("_T")
-
-
-def _writing_to_cache() -> AbstractContextManager[None]:
-    """Let the block use huggingface_hub, whose warnings stay off stderr unless the user set its log level."""
-    logger = logging.getLogger("huggingface_hub")
-    if logger.level == logging.WARNING:
-        logger.setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="huggingface_hub")
-    return writing_below(cache_of_hub(), _CACHE_VARIABLE)
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
-    """A file as the hub has it now. The cache names it after its ETag, which is the SHA-256 of large files."""
+class HubReference:
+    """A model in a repository: of a quantisation, of a file's name, or the usual one of the repository."""
 
-    source: HubSource
-    etag: str
+    repo: str
+    quant: str | None = None
+    file: str | None = None
+
+    def __str__(self) -> str:
+        rest = f"/{self.file}" if self.file else f":{self.quant}" if self.quant else ""
+        return f"{PREFIX}{self.repo}{rest}"
+
+    @property
+    def names_a_model(self) -> bool:
+        return self.quant is not None or self.file is not None
+
+
+def is_reference(name: str) -> bool:
+    """Return whether a name is meant for the hub."""
+    return name.startswith(PREFIX)
+
+
+def looks_like_reference(name: str) -> bool:
+    """Return whether a name without the prefix may be meant for the hub: USER/REPO or USER/REPO:QUANT."""
+    return _REFERENCE.fullmatch(name) is not None and not name.endswith(".gguf")
+
+
+def parse_reference(name: str) -> HubReference:
+    """Read USER/REPO, USER/REPO:QUANT or USER/REPO/FILE.gguf, with the prefix or without. Raise `UsageError`."""
+    match = _REFERENCE.fullmatch(name.removeprefix(PREFIX))
+    if match is None or any(each in match["repo"] for each in ("--", "..")):
+        raise UsageError(
+            f'"{name.removeprefix(PREFIX)}" does not name a model on the Hugging Face hub',
+            "give USER/REPO or USER/REPO:QUANT, as in -hf Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M",
+        )
+    return HubReference(match["repo"], match["quant"], match["file"])
+
+
+def usual(reference: HubReference) -> HubReference:
+    """Return the reference with the usual quantisation, if it names no model."""
+    return reference if reference.names_a_model else replace(reference, quant=_USUAL_QUANTS[0])
+
+
+def models_among(names: Iterable[str], *, with_drafts: bool = False) -> list[list[str]]:
+    """Return the models among the files of a repository, each as its files in order; with `with_drafts` also those
+    that draft for one model only. Models whose shards are not all there are left out."""
+    left_out = _NO_MODELS if with_drafts else (*_NO_MODELS, *FILE_PREFIXES)
+    every = set(names)
+    found = []
+    for name in sorted(every):
+        path = PurePosixPath(name)
+        if path.suffix.lower() != ".gguf" or any(each in path.name for each in left_out):
+            continue
+        shards = [str(path.with_name(each)) for each in shard_names(path.name)]
+        if shards[0] == name and every.issuperset(shards):
+            found.append(shards)
+    return found
+
+
+def choose(names: Iterable[str], reference: HubReference) -> list[str] | None:
+    """Return the files of the model that a reference names, in order, in upper or lower case as in llama.cpp."""
+    models = models_among(names, with_drafts=reference.file is not None)
+    if reference.file is not None:
+        wanted = reference.file.lower()
+        return next((each for each in models if wanted in map(str.lower, each)), None)
+    for quant in _USUAL_QUANTS if reference.quant is None else (reference.quant,):
+        pattern = re.compile(rf"(?<![A-Za-z0-9]){re.escape(quant)}[.-]", re.IGNORECASE)
+        for model in models:
+            if pattern.search(model[0]):
+                return model
+    return models[0] if models and reference.quant is None else None
+
+
+def mtp_layers_for(model: str, names: Iterable[str]) -> str | None:
+    """Return the file of MTP layers in the folder of one of a repository's models: of several, the one with the
+    model's quantisation, else the first. None also if the model drafts for another one itself."""
+    path = PurePosixPath(model)
+    if path.name.startswith(FILE_PREFIXES):
+        return None
+    beside = [
+        name
+        for name in sorted(names)
+        if PurePosixPath(name).match("mtp-*.gguf") and PurePosixPath(name).parent == path.parent
+    ]
+    alike = [name for name in beside if quant_of(name) == quant_of(model)]
+    return next(iter((*alike, *beside)), None)
+
+
+def reference_of(repo: str, model: list[str], names: Iterable[str]) -> HubReference:
+    """Return the shortest reference to a model of a repository that has the files `names`."""
+    by_quant = HubReference(repo, quant=quant_of(model[0]))
+    if by_quant.quant is not None and choose(names, by_quant) == model:
+        return by_quant
+    return HubReference(repo, file=model[0])
+
+
+def quant_of(name: str) -> str | None:
+    """Return the quantisation in a file's name."""
+    found = _QUANT.findall(PurePosixPath(name).name)
+    return found[-1].upper() if found else None
+
+
+# --- what is on this disk
+
+
+def folder_of(model: CatalogueModel) -> Path:
+    """Return our folder of a model, named after the digest of its file: two files of one name never meet."""
+    return models_folder() / model.sha256[:16]
+
+
+def locate(model: CatalogueModel) -> Path | None:
+    """Return the path of a model of the registry that is on this disk: in our own store, or in the hub's cache.
+
+    No file is read: both give a file its name only when it is complete, and the sizes are compared. The hub's
+    cache keeps large files under their SHA-256.
+    """
+    own = folder_of(model) / model.file
+    if size_of(own) == model.size_bytes:
+        return own
+    if model.hub is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    # The pinned revision, and whatever the cache holds as the newest.
+    for revision in dict.fromkeys((model.hub.revision, None)):
+        with suppress(OSError):
+            cached = try_to_load_from_cache(model.hub.repo, model.hub.file, revision=revision)
+            if not isinstance(cached, str) or size_of(Path(cached)) != model.size_bytes:
+                continue
+            # One link is followed and no more: it may lead in turn to a store with names of another kind.
+            # Where the system has no symbolic links, the name says nothing and the size must do.
+            path = Path(cached)
+            blob = path.readlink().name if path.is_symlink() else path.name
+            if blob == model.sha256 or not SHA256.fullmatch(blob):
+                return path
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A model in the cache; `path` is its first file, and `names` are its files in the repository."""
+
+    reference: HubReference
+    path: Path
+    names: tuple[str, ...]
     size_bytes: int
 
-    @property
-    def sha256(self) -> str | None:
-        return self.etag if _SHA256.fullmatch(self.etag) else None
+
+def find_in_cache(reference: HubReference) -> Path | None:
+    """Return the first file of a model, from the newest snapshot that has all its files."""
+    for snapshot, names in _snapshots(storage_of(reference.repo)):
+        if (files := choose(names, reference)) is not None:
+            return snapshot / files[0]
+    return None
+
+
+def cached_models(repo: str | None = None) -> list[CachedModel]:
+    """Return the models in the cache, or those of a repository. Of several versions the newest counts."""
+    found: dict[tuple[str, str], CachedModel] = {}
+    for storage in sorted(cache_of_hub().glob("models--*--*")) if not repo else [storage_of(repo)]:
+        name = storage.name.removeprefix("models--").replace("--", "/", 1)
+        for snapshot, names in _snapshots(storage):
+            for files in models_among(names, with_drafts=True):
+                path = snapshot / files[0]
+                if (name, files[0]) not in found and (identity := identify(path)) is not None:
+                    reference = reference_of(name, files, names)
+                    model = CachedModel(reference, path, tuple(files), identity.size_bytes)
+                    found[name, files[0]] = model
+    return list(found.values())
+
+
+def _snapshots(storage: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield a repository's versions, the newest first, and their files whose blobs are there."""
+    newest, found = "", []
+    with suppress(OSError, UnicodeDecodeError):
+        newest = (storage / "refs" / "main").read_text(encoding="utf-8")
+    with suppress(OSError):
+        found = [
+            (path.name == newest, path.stat().st_mtime, path)
+            for path in (storage / "snapshots").iterdir()
+        ]
+    for _is_newest, _time_s, snapshot in sorted(found, reverse=True):
+        yield (
+            snapshot,
+            [
+                path.relative_to(snapshot).as_posix()
+                for path in snapshot.rglob("*")
+                if path.suffix.lower() == ".gguf" and path.is_file()
+            ],
+        )
+
+
+def storage_of(repo: str) -> Path:
+    """Return the folder of a repository in the cache; it need not exist."""
+    return cache_of_hub() / f"models--{repo.replace('/', '--')}"
+
+
+def cache_of_hub() -> Path:
+    """Return the folder of the hub's cache; it need not exist."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def page_of(repo: str) -> str:
+    """Return the address of a repository's page."""
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT}/{repo}"
+
+
+# --- removal
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What is to be removed: files of our own, and models of one repository in the hub's cache."""
+
+    names: tuple[str, ...]
+    files: tuple[Path, ...]
+    cached: tuple[CachedModel, ...]
 
     @property
-    def blob(self) -> Path:
-        return storage_of(self.source.repo) / "blobs" / self.etag
+    def size_bytes(self) -> int:
+        """The size of the files; less is freed if other files share blobs of the hub's cache."""
+        return sum(map(size_of, self.files)) + sum(model.size_bytes for model in self.cached)
 
-    @property
-    def partial(self) -> Path:
-        return self.blob.with_name(f"{self.etag}.incomplete")
-
-    @property
-    def left_bytes(self) -> int:
-        return 0 if self.blob.exists() else max(1, self.size_bytes - size_of(self.partial))
-
-
-def fetch_from_hub(source: HubSource, model: CatalogueModel, progress: DownloadProgress) -> Path:
-    """Download the model into the hub's cache and return its path. Raise FetchError or UnknownModelError.
-
-    The hub is first asked once about the file. So a hub that does not respond within seconds, or a file that
-    differs from ours, is noticed then, and not after minutes of retries.
-    """
-    with _writing_to_cache():
-        file = _file(source)
-        if file.sha256 not in (None, model.sha256) or file.size_bytes not in (0, model.size_bytes):
-            raise FetchError(
-                f"the hub's file is not {model.name} as models.toml has it "
-                f"(SHA-256 {file.etag}, {file.size_bytes} bytes)",
-                "its repository has changed; set a revision in models.toml to get the old file",
-            )
-        check_room(model.name, cache_of_hub(), file.left_bytes, _CACHE_VARIABLE)
-        return _fetch(file, model.name, model.sha256, progress)
-
-
-def fetch_reference(
-    reference: HubReference, progress: DownloadProgress | None, *, newest: bool = False
-) -> Path:
-    """Return the first file of a model that is named by its repository, downloading it if need be.
-
-    A model in the cache is used as it is, without asking the hub, unless the `newest` is wanted. A
-    reference that names no quantisation may need the hub for the choice; if that cannot be reached,
-    the cache decides. Raise FetchError, or UnknownModelError if there is no such repository or model.
-    """
-    repo, progress = reference.repo, progress or DownloadProgress()
-    if not newest and (path := find_in_cache(usual(reference))) is not None:
-        return path
-    with _writing_to_cache(), closing(progress):
+    def execute(self) -> int:
+        """Remove the files; return how many bytes that freed. Raise `FetchError`."""
+        freed_bytes = sum(map(size_of, self.files))
         try:
-            sizes, licence = _listing(repo)
-        except FetchError as error:
-            if newest:
-                raise
-            path = find_in_cache(reference)
-            if path is None:
-                has = ", ".join(str(model.reference) for model in cached_models(repo))
-                message = f"{reference} is not in the hub's cache, and {error.message}"
-                message += f" (it has {has})" if has else ""
-                raise FetchError(message, error.hint) from error
-            progress.note(f"{error.message}; using {path.name} from the hub's cache")
-            return path
-        names = choose(sizes, reference)
-        if names is None:
-            raise _unknown(reference, sizes)
-        path = _fetch_all([_file(HubSource(repo, name)) for name in names], licence, progress)
-        if (layers := mtp_layers_for(names[0], sizes)) is not None:
-            progress.note(
-                f"{repo} also has MTP layers, which draft for this model once they are there: "
-                f"`specgen models pull {repo}/{layers}` ({human_bytes(sizes[layers])})"
-            )
-        return path
+            for path in self.files:
+                path.unlink()
+        except OSError as error:
+            raise FetchError(f"cannot remove {error.filename}: {error.strerror}") from error
+        return freed_bytes + (_remove_cached(self.cached) if self.cached else 0)
 
 
-def _fetch_all(files: Sequence[_File], licence: str, progress: DownloadProgress) -> Path:
-    """Return the path of the first of a model's files."""
-    first = files[0].source
-    if left_bytes := sum(file.left_bytes for file in files):
-        whole_bytes = sum(file.size_bytes for file in files)
-        resumed = f"{human_bytes(left_bytes)} left of " if left_bytes < whole_bytes else ""
-        size_text = ", ".join(filter(None, (f"{resumed}{human_bytes(whole_bytes)}", licence)))
-        progress.note(f"downloading {first.repo}/{first.file} ({size_text})")
-        check_room(first.file, cache_of_hub(), left_bytes, _CACHE_VARIABLE)
-    paths = [
-        _fetch(file, PurePosixPath(file.source.file).name, file.sha256, progress) for file in files
-    ]
-    if len({path.parent for path in paths}) > 1:
-        raise FetchError(f"{first.repo} changed during the download", "run it again")
-    return paths[0]
+def find_removal(name: str, registry: Registry) -> Removal:
+    """Return what a name stands for: a model of the registry, or USER/REPO[:QUANT] for models in the hub's
+    cache; without QUANT, it is all GGUF models of the repository, and what interrupted downloads left.
+    Raise `UnknownModelError`, or `ModelFileError` if nothing is on this disk."""
+    files: list[Path] = []
+    if "/" in name:
+        reference = parse_reference(name)
+        cached = cached_models(reference.repo)
+        if reference.names_a_model:
+            wanted = choose([each for model in cached for each in model.names], reference) or [""]
+            cached = [model for model in cached if model.names[0] == wanted[0]]
+        else:
+            files = list(storage_of(reference.repo).glob("blobs/*.incomplete"))
+        names = [str(model.reference) for model in cached] or [str(reference)]
+    else:
+        known, cached, names = registry.model(name), [], [name]
+        files = [path for path in folder_of(known).glob("*") if path.is_file()]
+        path = locate(known)
+        if known.hub is not None and path is not None and path not in files:
+            # By its name: the path may be in an older snapshot than the newest, which `cached_models` gives.
+            file = known.hub.file
+            cached = [each for each in cached_models(known.hub.repo) if file in each.names]
+    if not files and not cached:
+        raise ModelFileError(f"{name} is not on this disk", "`specgen models list` shows what is")
+    return Removal(tuple(names), tuple(files), tuple(cached))
 
 
-def _fetch(file: _File, label: str, sha256: str | None, progress: DownloadProgress) -> Path:
-    """Return a file's path in the cache, downloading it if need be.
+def _remove_cached(models: tuple[CachedModel, ...]) -> int:
+    """Remove models of one repository in all their versions; blobs that other files share stay."""
+    from huggingface_hub import scan_cache_dir
 
-    huggingface_hub drops what an interrupted download got. So the blob is downloaded here, which
-    resumes, and huggingface_hub then finds it in its place and does the rest. It downloads by itself
-    what the hub serves over its own protocol only.
-    """
-    from huggingface_hub import constants, hf_hub_download
-
-    source, blob = file.source, file.blob
-    if file.size_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE and not blob.exists():
-        # The lock that huggingface_hub takes too.
-        lock = cache_of_hub() / ".locks" / storage_of(source.repo).name / f"{blob.name}.lock"
-        with download_lock(lock, label, progress):
-            if not blob.exists():
-                blob.parent.mkdir(parents=True, exist_ok=True)
-                _download(file, label, sha256, progress)
-    try:
-        path = Path(hf_hub_download(source.repo, source.file, revision=source.revision))
-    except Exception as error:
-        raise _translated(error, source.repo) from error
-    if not path.is_symlink():  # a system without links: the file was copied
-        blob.unlink(missing_ok=True)
-    return path
-
-
-def _download(file: _File, label: str, sha256: str | None, progress: DownloadProgress) -> None:
-    from huggingface_hub import get_token, hf_hub_url
-
-    source, token = file.source, get_token()  # the client sends it to no other host
-    progress.show(label, size_of(file.partial), file.size_bytes)
-    download(
-        hf_hub_url(source.repo, source.file, revision=source.revision),
-        file.partial,
-        sha256,
-        progress,
-        report=lambda done_bytes, _total: progress.show(label, done_bytes, file.size_bytes),
-        size_bytes=file.size_bytes or None,
-        headers={"Authorization": f"Bearer {token}"} if token else None,
-        report_check=lambda done: progress.show(f"{label}: checking", done, file.size_bytes),
-    )
-    file.partial.replace(file.blob)
-
-
-# --- questions to the hub
-
-
-def _listing(repo: str) -> tuple[dict[str, int], str]:
-    """Return the size in bytes of each file of a repository, and its licence."""
-    from huggingface_hub import HfApi, constants
-
-    timeout_s = constants.HF_HUB_ETAG_TIMEOUT
-    info = _ask(lambda: HfApi().model_info(repo, files_metadata=True, timeout=timeout_s), repo)
-    licences = [tag[len("license:") :] for tag in info.tags or () if tag.startswith("license:")]
-    return {file.rfilename: file.size or 0 for file in info.siblings or ()}, ", ".join(licences)
-
-
-def _file(source: HubSource) -> _File:
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-
-    url = hf_hub_url(source.repo, source.file, revision=source.revision)
-    timeout_s = constants.HF_HUB_ETAG_TIMEOUT
-    metadata = _ask(lambda: get_hf_file_metadata(url, timeout=timeout_s), source.repo)
-    etag = metadata.etag or ""
-    if metadata.commit_hash is None or not _ETAG.fullmatch(etag):  # it becomes a file's name
-        raise _no_hub()
-    return _File(source, etag, metadata.size or 0)
-
-
-def _ask(request: Callable[[], _T], repo: str) -> _T:
-    try:
-        return request()
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _no_hub() from error
-    except Exception as error:
-        raise _translated(error, repo) from error
-
-
-def _host() -> str:
-    return host_of(page_of(""))
-
-
-def _no_hub() -> FetchError:
-    return FetchError(
-        f"{_host()} does not answer like the Hugging Face hub",
-        "the network may require you to sign in first, or HF_ENDPOINT may be wrong",
-    )
-
-
-def _unknown(reference: HubReference, names: Iterable[str]) -> UnknownModelError:
-    known = [str(reference_of(reference.repo, files, names)) for files in models_among(names)]
-    if not known:
-        return UnknownModelError(
-            f"{reference.repo} has no GGUF model",
-            "look for a repository whose name ends in GGUF; llama.cpp's convert_hf_to_gguf.py converts others",
-        )
-    return UnknownModelError(f"there is no {reference}", f"there are {', '.join(known)}")
-
-
-def _translated(error: Exception, repo: str) -> Exception:
-    """Return our error for one out of huggingface_hub, or the operating system's own about the disk."""
-    from huggingface_hub import errors, get_token
-
-    page = page_of(repo)
-    cause: BaseException = error
-    while not isinstance(cause, errors.HfHubHTTPError):
-        if cause.__cause__ is None:
-            return network_error(error, page)
-        cause = cause.__cause__
-    status = cause.response.status_code
-    if isinstance(cause, errors.GatedRepoError):
-        refused = "and your token gives no access to it" if get_token() else "and needs a token"
-        return FetchError(
-            f"{repo} is gated, {refused}",
-            f"ask its authors for access on {page}, then set HF_TOKEN (or --hf-token) to your token",
-        )
-    # Mirrors of the hub may answer with the status alone.
-    is_listing = "/api/models/" in str(cause.response.url)
-    if isinstance(cause, errors.RepositoryNotFoundError) or (is_listing and status == 404):
-        return UnknownModelError(
-            f"{_host()} has no repository {repo}, or it is private",
-            f"check the name on {page}; for a private one, set HF_TOKEN (or --hf-token)",
-        )
-    return FetchError(f"{_host()} answered with status {status}", f"check HF_TOKEN, and {page}")
+    repo = models[0].reference.repo
+    names = {name for model in models for name in model.names}
+    info = scan_cache_dir(cache_of_hub())
+    found = [each for each in info.repos if (each.repo_type, each.repo_id) == ("model", repo)]
+    # A copy of the repository may have the same commits, by which revisions are deleted.
+    info = replace(info, repos=frozenset(found))
+    revisions = [revision for each in found for revision in each.revisions]
+    files = {
+        file: file.file_path.relative_to(revision.snapshot_path).as_posix() in names
+        for revision in revisions
+        for file in revision.files
+    }
+    if all(files.values()):
+        strategy = info.delete_revisions(*(revision.commit_hash for revision in revisions))
+    else:
+        strategy = info.delete_files(*(file for file, goes in files.items() if goes))
+    strategy.execute()  # it only logs what it cannot delete
+    for model in models:
+        if model.path.exists():
+            raise FetchError(f"cannot remove {model.path}", "make its folder writable")
+    return strategy.expected_freed_size

@@ -96,6 +96,11 @@ class CatalogueModel:
     hub: HubSource | None = None
     pypi: PypiSource | None = None
 
+    @property
+    def terms(self) -> str:
+        """The licence, and where it stands."""
+        return f"{self.licence}, {self.licence_url}" if self.licence_url else self.licence
+
     def __post_init__(self) -> None:
         if self.name == NGRAM:
             raise ValueError(f'the name "{NGRAM}" stands for drafts without a model')

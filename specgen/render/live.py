@@ -22,7 +22,7 @@ from specgen.render.marks import LEGEND, Round, RoundReader, Run, coded, pens
 from specgen.render.rows import Cell, Flow, Row, append_cells, row_codes, wrap
 from specgen.render.streams import Renderer, output_errors, reading
 from specgen.render.text import clean_line, counted
-from specgen.session.thoughts import ThoughtReader, is_thinking
+from specgen.session.prompts.template import ThoughtReader, is_thinking
 
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _WRAP_ON, _WRAP_OFF = "\x1b[?7h", "\x1b[?7l"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -13,9 +14,12 @@ from specgen.events import FinishedEvent, undrafted_text
 from specgen.render.marks import FAINT, legend
 from specgen.render.streams import say
 from specgen.render.text import clean_line, counted
-from specgen.session.costs import is_impossible
 from specgen.system.machine import busy_text, is_busy
-from specgen.system.units import seconds_text, three_digits
+from specgen.system.units import duration, seconds_text, three_digits
+from specgen.text.tally import is_impossible
+
+if TYPE_CHECKING:
+    from specgen.serve.batch.runner import Tally
 
 _BARS = "▁▂▃▄▅▆▇█"
 #: Above this share of rounds that drafted nothing, the summary says why.
@@ -169,18 +173,23 @@ def _end(finished: FinishedEvent) -> str:
     return f"stopped at {clean_line(finished.stopped_by)!r}"
 
 
-def totals(
-    n_answers: int,
-    n_tokens: int,
-    n_prompt_tokens: int,
-    n_cached_tokens: int,
-    n_drafted: int,
-    n_accepted: int,
-) -> list[str]:
+def totals(n_answers: int, answers: Sequence[FinishedEvent | Tally]) -> list[str]:
     """Return the figures of several answers in words."""
-    parts = [f"{counted(n_answers, 'answer')} of {counted(n_tokens, 'token')}"]
-    if n_drafted:
-        parts.append(f"{n_accepted / n_drafted:.0%} of the draft accepted")
-    if n_cached_tokens:
-        parts.append(f"{n_cached_tokens / n_prompt_tokens:.0%} of the prompts from the cache")
-    return parts
+
+    def whole(name: str) -> int:
+        return sum(getattr(each, name) for each in answers)
+
+    found = [f"{counted(n_answers, 'answer')} of {counted(whole('n_tokens'), 'token')}"]
+    if n_drafted := whole("n_drafted"):
+        found.append(f"{whole('n_accepted') / n_drafted:.0%} of the draft accepted")
+    if n_cached := whole("n_cached_tokens"):
+        found.append(f"{n_cached / whole('n_prompt_tokens'):.0%} of the prompts from the cache")
+    return found
+
+
+def batch_summary(tally: Tally, seconds: float, where: str) -> str:
+    """Return a sentence about a finished batch. `where` says how many answers were generated at once, or by
+    whom."""
+    answers, *others = totals(tally.n_answers, [tally])
+    speed = f"{duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s"
+    return ", ".join((answers, speed, where, *others))

@@ -13,7 +13,7 @@ from specgen.session.files import name_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.measure.bench.figures import BenchReport, Figures
+    from specgen.measure.bench import Figures
     from specgen.measure.search import Search, Tried
     from specgen.measure.trial import DraftFigures
 
@@ -25,15 +25,14 @@ _Row: TypeAlias = tuple[str, Sequence[str], str]
 _BENCH: tuple[tuple[str, str, Callable[[Figures], float | None]], ...] = (
     ("answers", "", lambda of: of.n_answers),
     ("speedup", "speed-up", lambda of: of.speedup),
-    ("first_quartile", "25%", lambda of: of.speedups.quartile if of.speedups else None),
-    ("third_quartile", "75%", lambda of: of.speedups.third_quartile if of.speedups else None),
-    ("worst_speedup", "worst", lambda of: of.worst.speedup if of.worst else None),
-    ("tokens_per_s", "tokens/s", lambda of: of.tokens_per_s.median if of.tokens_per_s else None),
+    ("first_quartile", "25%", lambda of: of.quartiles[0] if of.quartiles else None),
+    ("third_quartile", "75%", lambda of: of.quartiles[1] if of.quartiles else None),
+    ("worst_speedup", "worst", lambda of: of.worst_speedup),
+    ("tokens_per_s", "tokens/s", lambda of: of.tokens_per_s),
     ("acceptance_rate", "accepted", lambda of: of.acceptance_rate),
     ("tokens_per_pass", "per-pass", lambda of: of.mean_accepted_length),
     ("first_token", "first", lambda of: of.first_token),
     ("different", "other", lambda of: of.n_different),
-    ("whole_speedup", "whole", lambda of: of.whole),
 )
 #: The figures of a draft, in the same form.
 _DRAFT: tuple[tuple[str, str, Callable[[DraftFigures], float | None]], ...] = (
@@ -57,31 +56,33 @@ def _cell(value: float | None, missing: str = "") -> str:
     return str(value) if isinstance(value, int) else f"{value:.2f}"
 
 
-def bench_lines(report: BenchReport) -> Iterator[str]:
+def bench_lines(figures: Sequence[Figures]) -> Iterator[str]:
     """Yield the columns' names, then a line for each contender, followed by one for each of its categories if
     there are several. Tabs separate the columns, which are empty where there is no figure. Without figures
     there are no lines."""
-    if report.figures:
+    if figures:
         names = [name for name, _, _ in _BENCH]
         yield "\t".join(("target", "temperature", "contender", "category", *names))
-    for whole in report.figures:
+    for whole in figures:
         for each in (whole, *(whole.categories if len(whole.categories) > 1 else ())):
             own = (each.target, f"{each.temperature:g}", each.contender, each.category)
             yield "\t".join((*own, *(_cell(figure(each)) for _, _, figure in _BENCH)))
 
 
-def print_bench_tables(report: BenchReport, console: Console) -> None:
-    """Print the figures of each lineup, those by category, and an explanation."""
+def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
+    """Print the figures for each target and temperature, those by category, and an explanation."""
     shown = [(heading, figure) for _, heading, figure in _BENCH if heading]
-    for target, temperature in dict.fromkeys((e.target, e.temperature) for e in report.figures):
-        every = [e for e in report.figures if (e.target, e.temperature) == (target, temperature)]
+    for target, temperature in dict.fromkeys((e.target, e.temperature) for e in figures):
+        every = [e for e in figures if (e.target, e.temperature) == (target, temperature)]
         best = max((each.speedup or 0.0 for each in every), default=0.0)
-        rows: list[_Row] = []
-        for each in every:
-            speedup, *others = [_cell(figure(each), "-") for _, figure in shown]
-            mark = "!" if each.is_impossible else ""
-            style = "bold" if each.speedup == best else ""
-            rows.append((each.contender, [speedup + mark, *others], style))
+        rows: list[_Row] = [
+            (
+                each.contender,
+                [_cell(figure(each), "-") for _, figure in shown],
+                "bold" if each.speedup == best else "",
+            )
+            for each in every
+        ]
         console.print(Text(f"{target}, temperature {temperature:g}", style="bold"))
         _print_table(console, "contender", [heading for heading, _ in shown], rows)
         speedups = [{own.category: own.speedup for own in each.categories} for each in every]
@@ -92,17 +93,12 @@ def print_bench_tables(report: BenchReport, console: Console) -> None:
             ]
             _print_table(console, "category", [each.contender for each in every], rows)
         console.print()
-    n_prompts = len({result.prompt for result in report.runs.results})
     explanation = (
-        f"From {counted(n_prompts, 'prompt')}, each answered by all in turn: the speed-up over "
-        "plain decoding of the same prompt (geometric means), its first and third quartile over the answers, and "
-        "that of the worst prompt; tokens a second after the first (median); the share of drafted "
-        "tokens that the target accepts; tokens per pass of the target; the time to the first token relative to "
-        "plain decoding; answers whose text differs from plain decoding's; the speed-up of the whole answer, "
-        "including reading the prompt."
+        "Each prompt was answered by all in turn: the speed-up over plain decoding of the same prompt (geometric "
+        "means), its first and third quartile over the answers, and that of the worst prompt; tokens a second after "
+        "the first (median); the share of drafted tokens that the target accepts; tokens per pass of the target; the "
+        "time to the first token relative to plain decoding; answers whose text differs from plain decoding's."
     )
-    if any(each.is_impossible for each in report.figures):
-        explanation += " (! is more than the tokens per pass allow: the machine's speed changed.)"
     console.print(Text(explanation, style="dim"))
 
 

@@ -26,9 +26,8 @@ from specgen.options import (
     SamplerOptions,
     TreeShape,
 )
-from specgen.session.prefix_cache import Slot
 from specgen.session.prompts import Prompt
-from specgen.session.request import RequestSettings
+from specgen.session.request import RequestSettings, Slot
 from specgen.session.session import Session
 from specgen.text.hidden_trail import TargetStates
 from specgen.text.sampling import Sampler
@@ -180,7 +179,6 @@ class DrafterFactory:
             shape=drafting.tree,
             n_max=drafting.n_max,
             n_deepest=drafting.tree_depth,
-            head=prompt.head,
             draft_prompt=prompt.draft_tokens,
             is_endless=settings.generation.ignore_eos,
         )

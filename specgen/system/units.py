@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+_UNITS = ("kB", "MB", "GB", "TB", "PB")
+
 
 def three_digits(value: float) -> str:
     """Return three digits, or all digits before the point if they are more."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def human_bytes(n_bytes: int) -> str:
+    """Return a size to three digits in decimal units: 1117320768 is "1.12 GB"."""
+    if n_bytes < 1000:
+        return f"{n_bytes} B"
+    amount, unit = n_bytes / 1000, 0
+    while (
+        amount >= 999.5 and unit < len(_UNITS) - 1
+    ):  # it would be rounded to the four digits of "1000"
+        amount, unit = amount / 1000, unit + 1
+    return f"{three_digits(amount)} {_UNITS[unit]}"
 
 
 def seconds_text(value: float) -> str:

@@ -29,8 +29,7 @@ from specgen.llama.library import forget_log, ggml, last_error, llama_cpp
 from specgen.llama.operators import copy_tensor
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
-from specgen.session.calibration import target_costs
-from specgen.session.costs import Costs, expected_gain
+from specgen.session.calibration import Costs, expected_gain, target_costs
 from specgen.session.session import Session
 from specgen.system.files import new_beside
 from specgen.system.json_lines import write_errors
@@ -108,7 +107,7 @@ def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> P
 
 def check_prunable(model: LlamaModel) -> None:
     """Raise `ModelFileError` if layers of a model cannot be left out."""
-    architecture = model.metadata("general.architecture") or "unknown"
+    architecture = model.architecture
     numbers = {key: model.metadata(f"{architecture}.{key}") for key in (*_NUMBERS, *_LISTS)}
     reason = ""
     if model.has_recurrent_state:

@@ -317,7 +317,7 @@ def training_texts(
         top = text.top(index)
         prompt = prompts.of_text(answer.prompt, now=now)
         if translation is None or soft_labels is None:
-            prompt_tokens, tokens = prompt.without_head().tokens, answer.tokens
+            prompt_tokens, tokens = prompt.tokens, answer.tokens
         else:
             prompt_tokens, tokens = _translated(
                 translation, prompt.tokens, answer.tokens, prompt.draft_tokens

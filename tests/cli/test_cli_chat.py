@@ -205,13 +205,11 @@ def test_a_conversation_is_kept_and_goes_on(chat: Chat) -> None:
     second = chat("--session", "zoo", lines="the mat\n")
     assert first.out + second.out == whole.out
     assert "going on with a conversation of 2 turns" in second.err
-    (file,) = (Path(os.environ["SPECGEN_DATA"]) / "chats").glob("*.jsonl")
+    (file,) = (Path(os.environ["SPECGEN_DATA"]) / "chats").glob("*.json")
     file.write_bytes(file.read_bytes()[:-9])
-    torn = chat("--session", "zoo", lines="")
-    assert "note: the incomplete last line of " in torn.err
-    lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(lines[0] + b"damage\n" + lines[1])
-    assert chat("--session", "zoo", lines="x\n").code == 3
+    damaged = chat("--session", "zoo", lines="x\n")
+    assert (damaged.code, damaged.out) == (3, "")
+    assert "zoo.json: damaged, or not a conversation" in damaged.err
 
 
 def test_a_thought_is_unchanged_in_a_pipe_and_shown_when_asked_for(chat: Chat) -> None:
@@ -243,23 +241,19 @@ def test_an_answer_that_fails_is_told_and_the_conversation_goes_on(
     assert f"{again}\n" == whole
     assert whole.startswith(beginning)
     assert len(beginning) < len(again)
-    changes = [line["change"] for line in kept("fails")]
-    assert changes == ["question", "answer", "answer"]
+    assert kept("fails") == [("the cat", again)]
 
 
 def test_a_conversation_that_cannot_be_kept_ends_a_pipe(
     chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specgen.errors import OutputError
-    from specgen.system.json_lines import AppendedFile
-
     chat("--session", "zoo", lines="the cat\n")
     before = kept("zoo")
 
-    def full(_file: AppendedFile, _data: bytes) -> None:
-        raise OutputError("zoo.jsonl: cannot be written: No space left on device")
+    def full(_path: Path, _data: bytes) -> None:
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(AppendedFile, "append", full)
+    monkeypatch.setattr("specgen.serve.chat.replace_bytes", full)
     result = chat("--session", "zoo", lines="is on\nthe mat\n")
     assert (result.code, result.out) == (10, "")
     assert "No space left" in result.err
@@ -274,7 +268,7 @@ def test_killed_at_any_moment_only_the_answer_in_the_making_is_lost(
     answers = chat("-c", "2048", lines="\n".join(lines[:12])).out.splitlines()
     command = [sys.executable, "-m", "specgen", "chat", *options(models), "-q", "-c", "2048"]
     seen = -1
-    for n_changes in (1, 4, 7, 12):  # each time it goes on where it was killed
+    for n_turns in (1, 2, 4, 6):  # each time it goes on where it was killed
         with (tmp_path / "errors").open("w") as errors:
             process = subprocess.Popen(
                 [*command, "--session", "killed"],
@@ -288,8 +282,8 @@ def test_killed_at_any_moment_only_the_answer_in_the_making_is_lost(
         process.stdin.write("".join(f"{line}\n" for line in lines[n_asked:]).encode())
         process.stdin.flush()
         try:
-            wait_for("killed", n_changes)
-        except AssertionError:
+            wait_for("killed", n_turns)
+        except pytest.fail.Exception:
             said = (tmp_path / "errors").read_text(encoding="utf-8")
             pytest.fail(f"it ended with {process.poll()} and said {said!r}")
         finally:
@@ -298,8 +292,8 @@ def test_killed_at_any_moment_only_the_answer_in_the_making_is_lost(
         process.stdin.close()
         found = chat("--session", "killed", "--json", "-q", lines="")
         assert found.code == 0, found.err
-        turns = [line for line in kept("killed") if line["change"] == "answer"]
-        assert [turn["text"] for turn in turns[:12]] == answers[: len(turns)]
+        turns = [answer for _, answer in kept("killed") if answer is not None]
+        assert turns[:12] == answers[: len(turns)]
         assert len(turns) >= seen
         seen = len(turns)
     assert seen > 1
@@ -360,45 +354,45 @@ def terminal(models: Path) -> Iterator[Callable[..., pexpect.spawn[str]]]:
         child.close(force=True)
 
 
-def kept(name: str) -> list[dict[str, str]]:
-    """The lines of a conversation's file."""
-    file = Path(os.environ["SPECGEN_DATA"]) / "chats" / f"{name}.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+def kept(name: str) -> list[tuple[str, str | None]]:
+    """The questions of a conversation, and the answers."""
+    file = Path(os.environ["SPECGEN_DATA"]) / "chats" / f"{name}.json"
+    turns = json.loads(file.read_bytes())["turns"]
+    return [(turn["question"], turn["answer"]) for turn in turns]
 
 
-def wait_for(name: str, n_lines: int) -> list[dict[str, str]]:
-    """The lines of a conversation's file, when there are so many."""
-    lines: list[dict[str, str]] = []
+def wait_for(name: str, n: int) -> list[tuple[str, str | None]]:
+    """The turns of a conversation, when so many are answered."""
+    turns: list[tuple[str, str | None]] = []
     for _ in range(6000):
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            lines = kept(name)
-        if len(lines) >= n_lines:
-            break
+        with contextlib.suppress(FileNotFoundError):
+            turns = kept(name)
+        if len(turns) >= n and turns[n - 1][1] is not None:
+            return turns
         time.sleep(0.01)
-    assert len(lines) >= n_lines
-    return lines
+    pytest.fail(f"{turns} are not {n} turns with answers")
 
 
 def test_typing(terminal: Callable[..., pexpect.spawn[str]], chat: Chat) -> None:
     child = terminal("--session", "typed")
     child.send("the cat\r")
-    lines = wait_for("typed", 2)
-    assert lines[0]["text"] == "the cat"
-    assert lines[1]["text"] + "\n" == chat(lines="the cat\n", draft="none").out
+    ((question, answer),) = wait_for("typed", 1)
+    assert question == "the cat"
+    assert f"{answer}\n" == chat(lines="the cat\n", draft="none").out
     child.expect_exact(READY)
     # A backslash goes on with another line; Ctrl-C clears what was typed.
     child.send("never\x03")
     child.send("is on\\\rthe mat\r")
-    assert wait_for("typed", 4)[2]["text"] == "is on\nthe mat"
+    assert wait_for("typed", 2)[1][0] == "is on\nthe mat"
     child.expect_exact(READY)
     # A paste with line ends in it is one message.
     child.send("\x1b[200~one\ntwo\x1b[201~\r")
-    assert wait_for("typed", 6)[4]["text"] == "one\ntwo"
+    assert wait_for("typed", 3)[2][0] == "one\ntwo"
     child.expect_exact(READY)
     # The history has what was typed before.
     child.send("\x1b[A\x1b[A\x1b[A")
     child.send("\r")
-    assert wait_for("typed", 8)[6]["text"] in ("is on\nthe mat", "the cat", "one\ntwo")
+    assert wait_for("typed", 4)[3][0] in ("is on\nthe mat", "the cat", "one\ntwo")
     child.send("\x04")
     child.expect_exact("\x1b[?2004l", timeout=60)
     child.wait()
@@ -416,7 +410,7 @@ def test_what_is_typed_while_an_answer_comes_is_read_after_it_and_not_shown(
     child.expect_exact(READY)
     assert "zebra" not in str(child.before)
     child.expect("tokens  ")
-    assert wait_for("ahead", 3)[2]["text"] == "zebra"
+    assert kept("ahead")[1][0] == "zebra"
 
 
 @posix
@@ -447,10 +441,10 @@ def test_two_interrupts_end_the_answer_and_not_the_conversation(
     child.expect("tokens  ")
     child.kill(signal.SIGINT)
     child.kill(signal.SIGINT)
-    assert wait_for("twice", 2)[1]["change"] == "answer"
+    wait_for("twice", 1)
     child.expect_exact(READY)
     child.send("/stats\r")
     child.send("is on\r")
     child.expect("tokens  ")
     child.send("\x03")
-    assert wait_for("twice", 4)[3]["change"] == "answer"
+    wait_for("twice", 2)

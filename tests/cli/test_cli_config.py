@@ -64,7 +64,7 @@ def test_the_output_of_config_can_stand_in_the_file(specgen: Specgen, file: Path
 def test_doctor_reports_a_mistake_in_the_file(
     specgen: Specgen, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.measure.doctor.TENSOR_TYPES", ())
+    monkeypatch.setattr("specgen.measure.doctor.places_of", lambda _build: [])
     file.write_text("temprature = 1\n")
     result = specgen("doctor", "--json")
     assert result.code == 2

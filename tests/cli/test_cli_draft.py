@@ -15,7 +15,8 @@ from rich.console import Console
 
 from specgen.measure.search import Refused, Search, Tried, by_speedup, find_candidates
 from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer
-from specgen.models import SavedDraft, identify, save_draft, saved_draft, saved_drafts_file
+from specgen.models.files import identify
+from specgen.models.saved_drafts import SavedDraft, save_draft, saved_draft, saved_drafts_file
 from specgen.render.tables import print_draft_table
 from tests.helpers.cli import Result, Specgen, complaint, on_terminal, rest_of, tiny_names
 from tests.tiny import TinyConfig, write_tiny_model
@@ -50,7 +51,7 @@ def columns(result: Result) -> dict[str, list[str]]:
 
 def test_in_a_pipe_each_draft_is_a_line_of_figures(find: Specgen) -> None:
     result = find("draft", "bad")
-    assert result.err == ""
+    assert result.err.startswith("note: measured on 2 answers of target.gguf: ")
     found = columns(result)
     assert set(found) == {"draft", "bad", "ngram", "none"}
     assert {len(figures) for figures in found.values()} == {7}
@@ -113,8 +114,8 @@ def test_what_is_accepted_is_what_a_run_accepts(
 def test_models_that_have_a_name_and_are_on_the_disk_are_tried(
     find: Specgen, tiny_models: Path
 ) -> None:
-    from specgen.models import load_registry
     from specgen.models.files import file_sha256
+    from specgen.models.registry import load_registry
     from tests.helpers.fetch import store
 
     draft = tiny_models / "draft.gguf"
@@ -153,8 +154,8 @@ def test_what_cannot_draft_is_a_line_each_and_no_failure(
     text.write_text("no model", encoding="utf-8")
     result = find(broken, text, "bert", "target", "draft")
     assert set(columns(result)) == {"draft", "ngram", "none"}
-    notes = [note for note in result.err.splitlines() if "a tie" not in note]
-    assert len(notes) == 4
+    notes = [note for note in result.err.splitlines() if ".gguf: " in note]
+    assert len(notes) == 4 + 1  # what was measured is said too
     for path in (broken, text, tiny_models / "bert.gguf", tiny_models / "target.gguf"):
         (note,) = (note for note in notes if note.startswith(f"note: {path}: "))
         assert note.count(str(path)) == 1
@@ -232,9 +233,10 @@ def test_save_keeps_the_best_and_run_takes_it(
     assert saved.speedup == pytest.approx(float(figures[0]), abs=0.006)
     assert saved.date is not None
     name = {"ngram": "n-grams"}.get(best, Path(best).name)
-    (note,) = result.err.splitlines()
-    assert note.startswith("note: ")
-    assert name in note
+    assert result.err.splitlines()[-1].startswith(
+        "note: for target.gguf, `specgen run` without --draft now takes:"
+    )
+    assert name in result.err.splitlines()[-1]
 
 
 def run_without_a_draft(specgen: Specgen, target: Path, *more: str) -> Result:

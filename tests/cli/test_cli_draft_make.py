@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from specgen.llama.decoder_heads import is_heads_file, read_heads
-from specgen.models import identify, saved_draft
-from specgen.models.files import distilled_file, heads_file, pruned_file, text_folder
+from specgen.models.files import distilled_file, heads_file, identify, pruned_file, text_folder
+from specgen.models.saved_drafts import saved_draft
 from specgen.train.target_text import TargetText
 from tests.helpers.cli import Specgen
 from tests.helpers.heads import prompts

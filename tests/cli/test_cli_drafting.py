@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specgen.llama import LlamaBackend, build
-from specgen.models import cache_folder, memory_file
+from specgen.models.files import cache_folder, memory_file
 from tests.helpers.cli import Cli, Result, complaint, events_of
 from tests.tiny import TinyConfig, write_tiny_model
 

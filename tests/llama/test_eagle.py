@@ -14,8 +14,8 @@ import pytest
 from specgen.drafters.kinds import find_kind
 from specgen.errors import ModelFileError, PairError
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.dflash import DflashModel
-from specgen.llama.eagle import EagleContext, EagleModel
+from specgen.llama.draft_contexts import EagleContext
+from specgen.llama.draft_models import DflashModel, EagleModel
 from specgen.method.backend import Batch
 from specgen.options import (
     SessionOptions,

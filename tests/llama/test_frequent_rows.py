@@ -71,7 +71,7 @@ def test_only_the_groups_of_the_rows_are_computed(
     tokens = np.random.default_rng(n_tokens).integers(3, 250, n_tokens).tolist()
     with opened(model_file) as backend:
         whole = decoded(backend, tokens)
-        limit = kernels.row_limit(backend.n_vocab, np.array(rows, np.int32))
+        limit = frequent_rows.RowLimit(kernels, backend.n_vocab, np.array(rows, np.int32))
         with limit:
             limited = decoded(backend, tokens)
         limit.close()

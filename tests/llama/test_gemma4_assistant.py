@@ -10,7 +10,7 @@ import pytest
 
 from specgen.drafters.gemma4 import AssistantDrafter
 from specgen.errors import BackendError, PairError
-from specgen.llama.gemma4_assistant import AssistantContext
+from specgen.llama.draft_contexts import AssistantContext
 from specgen.measure.trial import measure_target, try_draft
 from specgen.method.backend import Batch
 from specgen.method.draft import Draft

@@ -90,6 +90,18 @@ def test_kernels_change_no_more_than_rounding(
         backend.model.close()
 
 
+def test_other_types_of_weights_are_left_to_llama_cpp(kernels: Kernels, tmp_path: Path) -> None:
+    packed_bytes = []
+    for tensor_type in ("tq1_0", "q4_0"):
+        config = TinyConfig(n_embd=256, n_ff=256, tensor_type=tensor_type)
+        backend = opened(tiny(tmp_path, config))
+        assert np.isfinite(along(backend, (1, 4))).all()
+        packed_bytes.append(kernels.counts().packed_bytes)
+        backend.close()
+        backend.model.close()
+    assert packed_bytes[0] < packed_bytes[1]
+
+
 @pytest.mark.parametrize("tensor_type", ["f32", "f16", "q8_0", "q4_0", "q5_1"])
 @pytest.mark.parametrize("architecture", ATTENTION_ONLY)
 @pytest.mark.parametrize("flash_attention", ["on", "off"])

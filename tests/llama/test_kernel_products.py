@@ -15,12 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.llama import operators
+from specgen.llama.kernels.trial import TYPES
 from specgen.llama.operators import SPECGEN_BUFFER, FloatArray, Matrix, Weights
 
-TYPES = (
-    *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
-    *("iq4_nl", "iq4_xs", "mxfp4", "f16", "bf16", "f32"),
-)
 FLOAT_TYPES = ("f16", "bf16", "f32")
 #: Rows of weights that come together in a group, at most; columns that are multiplied at once, at
 #: most, and with AMX.
@@ -157,21 +154,14 @@ def test_experts(type_name: str, broadcast: bool) -> None:
     rng = np.random.default_rng(5)
     experts = np.argsort(rng.random((n_tokens, n_experts)), axis=1)[:, :n_used].astype(np.int32)
     experts[experts == 4] = 5  # one that nobody takes, and one that a token takes twice
-    with Matrix(weights, SPECGEN_BUFFER, n_experts_used=n_used) as packed:
-        together = operators.multiply_experts(packed, tokens, experts, n_threads=2)
+    with Matrix(weights, SPECGEN_BUFFER) as packed:
+        together = operators.multiply(packed, tokens, experts, n_threads=2)
         for row in (0, 7, 28):
-            alone = operators.multiply_experts(
-                packed, tokens[row : row + 1], experts[row : row + 1]
-            )
+            alone = operators.multiply(packed, tokens[row : row + 1], experts[row : row + 1])
             assert np.array_equal(alone[0], together[row])
     chosen = operators.dequantize(weights)[experts]
     expected = np.einsum("tuk,turk->tur", np.broadcast_to(tokens, (n_tokens, n_used, 512)), chosen)
     assert error(together, expected) < 0.015
-
-
-def test_other_types_are_left_to_llama_cpp() -> None:
-    assert not operators.takes("iq2_xxs", (32, 256), SPECGEN_BUFFER)
-    assert not operators.takes("tq1_0", (32, 256), SPECGEN_BUFFER)
 
 
 @pytest.mark.parametrize("type_name", [name for name in TYPES if name not in FLOAT_TYPES])

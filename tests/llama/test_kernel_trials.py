@@ -11,13 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from gguf import GGUFReader
 
-from specgen.errors import BackendError, ModelFileError, UsageError
+from specgen.errors import ModelFileError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.kernels import admission
-from specgen.llama.kernels.admission import TRIAL_FILE, KernelStatus, ModelTrials
+from specgen.llama.kernels.admission import VERDICTS, KernelStatus, ModelTrials
 from specgen.llama.kernels.attached import Kernels, ask_before_loading
-from specgen.llama.kernels.trial import skeleton_of, try_kernels
+from specgen.llama.kernels.trial import try_kernels, write_skeleton
 from specgen.options import KernelChoice
 from specgen.system import processes
 from specgen.system.processes import ChildTimeoutError, ask_child
@@ -33,9 +34,9 @@ PROMPT = "def add(a, b): return a + b"
 #: ends it (0: none). It notes each run in a log.
 _CHILD = """
 import json, os, pathlib, sys
-log, table, kernels, library, file, steps = sys.argv[1:]
+log, table, library, kernels, size, file, steps = sys.argv[1:]
 with open(log, "a") as runs:
-    print(kernels, pathlib.Path(file).name, file=runs)
+    print(kernels, size, file=runs)
 n_steps, end = json.loads(table).get(kernels, [9, 0])
 pathlib.Path(steps).write_text("".join(f"step {n}\\n" for n in range(1, n_steps + 1)))
 if end:
@@ -72,7 +73,7 @@ def dying(log: Path, monkeypatch: pytest.MonkeyPatch) -> Dying:
     """Lets the child of trials die as a table says."""
 
     def use(table: Mapping[str, Sequence[int]]) -> None:
-        monkeypatch.setattr(admission, "TRIAL", [*python(_CHILD), str(log), json.dumps(table)])
+        monkeypatch.setattr(admission, "CHILD", [*python(_CHILD), str(log), json.dumps(table)])
 
     use({})
     return use
@@ -97,15 +98,11 @@ def runs(log: Path) -> list[str]:
     [
         ({}, "", ["on"]),
         # The kernels die: llama.cpp's code serves.
-        ({"on": [2, SEGV]}, "they died of SIGSEGV on step 2", ["on", "without", "off"]),
-        # Switched off, they get as far as llama.cpp, which dies of something else later.
-        (
-            {"on": [2, SEGV], "off": [7, SEGV], "without": [7, SEGV]},
-            "they died of SIGSEGV on step 2",
-            ["on", "without", "off"],
-        ),
+        ({"on": [2, SEGV]}, "they died of SIGSEGV on step 2", ["on", "off"]),
+        # llama.cpp dies later of something else.
+        ({"on": [2, SEGV], "off": [7, SEGV]}, "they died of SIGSEGV on step 2", ["on", "off"]),
         # llama.cpp dies where the kernels do: they are not the reason.
-        ({"on": [7, SEGV], "without": [7, SEGV]}, "", ["on", "without"]),
+        ({"on": [7, SEGV], "off": [7, SEGV]}, "", ["on", "off"]),
     ],
 )
 def test_what_dies_is_left_to_llama_cpp(
@@ -120,27 +117,16 @@ def test_what_dies_is_left_to_llama_cpp(
 ) -> None:
     dying(table)
     assert trials.problem_of(model) == problem
-    assert runs(log) == [f"{kernels} skeleton.gguf" for kernels in tried]
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [TRIAL_FILE]
+    assert runs(log) == [f"{kernels} skeleton" for kernels in tried]
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [VERDICTS]
 
 
 def test_a_skeleton_that_llama_cpp_cannot_compute_proves_nothing(
     model: Path, trials: ModelTrials, dying: Dying, log: Path
 ) -> None:
-    dying({"on": [2, SEGV], "without": [2, SEGV]})
-    assert trials.problem_of(model) == ""
-    assert [line.split()[1] for line in runs(log)] == 2 * ["skeleton.gguf"] + 2 * ["model.gguf"]
-
-
-def test_a_model_that_only_a_process_without_kernels_computes_is_refused(
-    model: Path, trials: ModelTrials, dying: Dying, log: Path
-) -> None:
     dying({"on": [2, SEGV], "off": [2, SEGV]})
-    for _ in range(2):
-        with pytest.raises(BackendError, match="SIGSEGV on step 2") as caught:
-            trials.problem_of(model)
-        assert "--kernels llama.cpp" in (caught.value.hint or "")
-    assert len(runs(log)) == 3
+    assert trials.problem_of(model) == ""
+    assert [line.split()[1] for line in runs(log)] == 2 * ["skeleton"] + 2 * ["whole"]
 
 
 @pytest.mark.parametrize("is_hanging", [True, False], ids=["hanging", "held up once"])
@@ -187,26 +173,14 @@ def test_a_model_is_tried_once(
     dying({"on": [2, SEGV]})
     problem = trials.problem_of(model)
     assert problem
-    assert len(runs(log)) == 3
     again = ModelTrials(library, tmp_path / "cache")  # as the next process does
     assert again.problem_of(model) == problem
-    other = write_tiny_model(tmp_path / "other.gguf", TinyConfig(seed=1, name="another"))
-    assert again.problem_of(other) == problem  # the same make
-    assert len(runs(log)) == 3
-    assert again.try_anew(model) == problem
-    assert len(runs(log)) == 6
-
-
-@pytest.mark.parametrize(
-    "changes", [{"tensor_type": "q8_0"}, {"n_head_kv": 1}, {"architecture": "qwen2"}]
-)
-def test_a_model_of_another_make_is_tried(
-    model: Path, trials: ModelTrials, log: Path, changes: dict[str, Any]
-) -> None:
-    trials.problem_of(model)
-    write_tiny_model(model, replace(TinyConfig(), **changes))
-    trials.problem_of(model)
     assert len(runs(log)) == 2
+    assert again.problem_of(model, anew=True) == problem
+    assert len(runs(log)) == 4
+    write_tiny_model(model, replace(TinyConfig(), n_head_kv=1))
+    assert again.problem_of(model) == problem
+    assert len(runs(log)) == 6
 
 
 @pytest.mark.usefixtures("dying")
@@ -243,23 +217,27 @@ def test_llama_cpp_computes_a_skeleton_as_it_does_the_model(
     tmp_path: Path, config: TinyConfig
 ) -> None:
     model = write_tiny_model(tmp_path / "model.gguf", config)
-    skeleton = skeleton_of(model)
-    assert skeleton is not None
-    assert skeleton.n_layers == 8
     file = tmp_path / "skeleton.gguf"
-    skeleton.write(file)
+    write_skeleton(model, file)
+    assert n_layers(file) == 8
     steps = list(try_kernels(file, lambda: 0.0))
     assert steps[0] == "loading it"
     assert steps == list(try_kernels(model, lambda: 0.0))
 
 
+def n_layers(file: Path) -> int:
+    reader = GGUFReader(file)
+    (count,) = (field for name, field in reader.fields.items() if name.endswith(".block_count"))
+    found = {tensor.name.split(".")[1] for tensor in reader.tensors if tensor.name[:4] == "blk."}
+    assert found == {str(layer) for layer in range(count.contents())}
+    return len(found)
+
+
 def test_layers_that_predict_more_tokens_are_kept(tmp_path: Path) -> None:
     config, metadata = TinyConfig(n_layer=12), {"llama.nextn_predict_layers": 1}
-    skeleton = skeleton_of(write_tiny_model(tmp_path / "model.gguf", config, metadata=metadata))
-    assert skeleton is not None
-    assert skeleton.n_layers == 9
-    assert b"blk.8.attn_q.weight" in skeleton.metadata
-    assert b"blk.9." not in skeleton.metadata
+    model = write_tiny_model(tmp_path / "model.gguf", config, metadata=metadata)
+    write_skeleton(model, tmp_path / "skeleton.gguf")
+    assert n_layers(tmp_path / "skeleton.gguf") == 9
 
 
 # --- loading --------------------------------------------------------------------------------
@@ -362,8 +340,8 @@ def test_the_doctor_tries_the_kernels_on_the_model(
     status = KernelStatus("specgen", "avx2", path=Path("library"), tested="all is well")
     monkeypatch.setenv("SPECGEN_KERNELS", "auto")
     monkeypatch.setattr(kernels, "examine_kernels", lambda *_args, **_options: status)
-    monkeypatch.setattr(doctor, "TENSOR_TYPES", ())
-    monkeypatch.setattr(ModelTrials, "try_anew", lambda _self, _file: problem)
+    monkeypatch.setattr(doctor, "places_of", lambda _build: [])
+    monkeypatch.setattr(ModelTrials, "problem_of", lambda *_args, **_options: problem)
     checks = {check.name: check for check in doctor.diagnose(model).checks}
     last = checks["specgen's kernels on model.gguf"]
     assert last.passed == (not problem)

@@ -17,9 +17,9 @@ import pytest
 from specgen.errors import UsageError
 from specgen.llama.kernels import admission
 from specgen.llama.kernels.admission import (
-    SELF_TEST_FILE,
+    VERDICTS,
     KernelStatus,
-    SelfTest,
+    Verdict,
     run_self_test,
     self_test_of,
 )
@@ -32,7 +32,7 @@ from tests.helpers.common import ROOT, linux
 from tests.helpers.kernels import stand_in
 
 PROMPT = "def add(a, b): return a + b"
-PASSED = SelfTest("passed", "all is well", "avx2")
+PASSED = Verdict("passed", "all is well", "avx2")
 
 
 def python(program: str) -> list[str]:
@@ -40,7 +40,7 @@ def python(program: str) -> list[str]:
     return [sys.executable, "-c", program]
 
 
-def answering(answer: SelfTest, log: Path | None = None) -> list[str]:
+def answering(answer: Verdict, log: Path | None = None) -> list[str]:
     """A child that gives an answer without testing anything, and notes each time it does."""
     noting = f"open({str(log)!r}, 'a').write('tested\\n'); " if log else ""
     return python(f"{noting}print({json.dumps(asdict(answer))!r})")
@@ -52,7 +52,7 @@ TestedBy = Callable[[Sequence[str]], None]
 @pytest.fixture
 def tested_by(monkeypatch: pytest.MonkeyPatch) -> TestedBy:
     """Lets a command test the library."""
-    return lambda command: monkeypatch.setattr(admission, "SELF_TEST", command)
+    return lambda command: monkeypatch.setattr(admission, "CHILD", command)
 
 
 def in_process(program: str, *arguments: str) -> Any:
@@ -125,7 +125,7 @@ def test_why_a_library_cannot_be_attached_is_said(tmp_path: Path) -> None:
 def test_a_library_that_refuses_is_not_broken(tmp_path: Path) -> None:
     built_for = f'BUILT_FOR="{ggml_version()}"'
     result = run_self_test(stand_in(tmp_path, problem="this CPU has no AVX2", macros=[built_for]))
-    assert result == SelfTest("refused", "this CPU has no AVX2")
+    assert result == Verdict("refused", "this CPU has no AVX2")
 
 
 @linux
@@ -232,7 +232,7 @@ def test_processors_for_arm_are_told_apart(tmp_path: Path, monkeypatch: pytest.M
 def test_a_broken_file_is_made_again(
     tmp_path: Path, library: Path, tested_by: TestedBy, content: str
 ) -> None:
-    file, log = tmp_path / SELF_TEST_FILE, tmp_path / "log"
+    file, log = tmp_path / VERDICTS, tmp_path / "log"
     file.write_text(content)
     tested_by(answering(PASSED, log))
     for _ in range(2):
@@ -289,7 +289,7 @@ def test_a_library_that_was_built_lies_in_the_package_and_passes_its_test() -> N
 def test_what_does_not_pass_is_not_used(
     tmp_path: Path, library: Path, tested_by: TestedBy, outcome: str
 ) -> None:
-    tested_by(answering(SelfTest(outcome, "the reason")))
+    tested_by(answering(Verdict(outcome, "the reason")))
     status = admission.choose_kernels("auto", tmp_path)
     assert status.computes == "llama.cpp"
     assert status.path == library
@@ -310,7 +310,7 @@ from specgen.llama.kernels import admission
 
 path, cache, *wanted = sys.argv[1:]
 admission.library_path = lambda: Path(path)
-admission.SELF_TEST = [sys.executable, "-c", "print('" + json.dumps(
+admission.CHILD = [sys.executable, "-c", "print('" + json.dumps(
     {"outcome": "passed", "message": "all is well", "instructions": "avx2", "hint": ""}
 ) + "')"]
 found = []
@@ -335,7 +335,7 @@ def test_a_process_may_choose_again(tmp_path: Path) -> None:
 @pytest.fixture
 def refused(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that are there, and not for this machine."""
-    result = SelfTest("refused", "they are for ggml 0.0.0")
+    result = Verdict("refused", "they are for ggml 0.0.0")
     monkeypatch.setattr(admission, "self_test_of", lambda *_args, **_options: result)
     monkeypatch.setenv("SPECGEN_KERNELS", "auto")
 
@@ -422,15 +422,15 @@ def test_what_was_measured_is_kept_apart_by_who_computes(
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
     known = open_memory()
     known.keep_threads(model, context, Threads(2, 3))
-    known.costs(model, context, 0, 1).start(1, 0.5)
+    known.costs(model, context, 0).start(1, 0.5)
     known.save()
     again = open_memory()
     assert again.threads(model, context) == Threads(2, 3)
-    assert again.costs(model, context, 0, 1)
+    assert again.costs(model, context, 0)
     monkeypatch.setattr("specgen.session.open.computing", lambda: "specgen avx2")
     other = open_memory()
     assert other.threads(model, context) is None
-    assert not other.costs(model, context, 0, 1)
+    assert not other.costs(model, context, 0)
 
 
 # --- the doctor -----------------------------------------------------------------------------
@@ -442,7 +442,7 @@ def report_with(status: KernelStatus, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setenv("SPECGEN_KERNELS", "auto")
     monkeypatch.setattr(kernels, "examine_kernels", lambda *_args, **_options: status)
-    monkeypatch.setattr(doctor, "TENSOR_TYPES", ())
+    monkeypatch.setattr(doctor, "places_of", lambda _build: [])
     return doctor.diagnose()
 
 
@@ -454,8 +454,6 @@ def test_the_doctor_shows_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     (check,) = (check for check in report.checks if check.name == "specgen's kernels")
     assert (check.passed, check.message) == (True, "all is well")
     assert kernels_line(report.kernels) == "specgen avx2"
-    both = kernels_line(report.kernels, has_gpu=True)
-    assert both == "llama.cpp on the GPU, specgen avx2 on the CPU"
     assert report.to_json_object()["kernels"]["instructions"] == "avx2"
 
 

@@ -14,7 +14,7 @@ from specgen import cli
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import file_check
 from specgen.llama.library import asserted
-from specgen.models import cache_folder
+from specgen.models.files import cache_folder
 from specgen.system.files import KeptResults
 from tests.helpers.common import ROOT
 from tests.helpers.tiny import with_a_token_twice

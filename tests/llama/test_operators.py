@@ -97,7 +97,5 @@ def holes(*shape: int) -> Any:
 def test_attention_over_every_usual_cache(cache_type: str, tolerance: float) -> None:
     queries, keys, values = parts()
     mask = holes(1, 1, 5, 96)
-    computed = attend(
-        queries, keys, values, mask, key_type=cache_type, value_type=cache_type, n_threads=2
-    )
+    computed = attend(queries, keys, values, mask, cache_type=cache_type, n_threads=2)
     assert error(computed, reference(queries, keys, values, mask)) < tolerance

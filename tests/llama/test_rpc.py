@@ -298,7 +298,7 @@ class TestProbe:
     def test_the_doctor_tells_of_each_worker(
         self, two_workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(doctor, "TENSOR_TYPES", ())
+        monkeypatch.setattr(doctor, "places_of", lambda _build: [])
         missing = f"127.0.0.1:{free_port()}"
         report = doctor.diagnose(endpoints=(two_workers[0].endpoint, missing))
         checks = report.checks[-3:]
@@ -403,7 +403,7 @@ class TestOptions:
         memory, model = Memory(), tmp_path / "model.gguf"
 
         def table(placed: Workers | None) -> object:
-            return memory.costs(model, ContextOptions(workers=placed), 0, 2)
+            return memory.costs(model, ContextOptions(workers=placed), 0)
 
         alone, there = table(None), table(Workers(("a:1",)))
         split = table(Workers(("a:1", "b:1"), (1.0, 2.0)))

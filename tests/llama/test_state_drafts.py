@@ -19,8 +19,8 @@ import pytest
 from benchmarks.peers import SIMPLE, PeerError, find_program
 from specgen.events import DraftedEvent, NoticeEvent
 from specgen.llama import LlamaBackend
-from specgen.llama.dflash import DflashContext, DflashModel
-from specgen.llama.eagle import EagleContext
+from specgen.llama.draft_contexts import DflashContext, EagleContext
+from specgen.llama.draft_models import DflashModel
 from specgen.measure.verify import check_sampled
 from specgen.method.backend import Batch
 from specgen.options import SamplerOptions, parse_tree
@@ -131,7 +131,7 @@ def drafted_anew(opened: Session, text: Sequence[int], n: int) -> list[int]:
             return made
         assert isinstance(draft, EagleContext)
         batch = Batch(list(text[1:]), batch.positions, batch.sequences, [False] * n_rows)
-        batch.hidden, batch.wants_logits[-1] = list(draft.encode(read)), True
+        batch.hidden, batch.wants_logits[-1] = list(read), True
         while True:
             made.append(int(draft.decode(batch)[-1].argmax()))
             if len(made) == n:

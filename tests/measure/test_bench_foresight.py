@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,18 +15,14 @@ from benchmarks.foresight import (
     groups_of,
     main,
 )
-from specgen.measure.bench.plan import entries_of
-from specgen.method.drafter import Drafter
+from specgen.measure.bench import entries_of
 from specgen.options import (
     DraftOptions,
     SessionOptions,
 )
-from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
+from tests.helpers.fake_backend import random_language
 from tests.helpers.fake_generations import (
     N_VOCAB,
-    NoDrafter,
-    model_drafter,
-    ngram_drafter,
 )
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
@@ -79,26 +74,6 @@ def test_no_way_is_quicker(task: tuple[int, list[float], list[DrafterForesight]]
     assert seconds == pytest.approx(way.seconds)
 
 
-def model(seed: int | None = None, noise: float = 0.0) -> Drafter:
-    """A draft model, one that takes time."""
-    language = LANGUAGE if seed is None else random_language(N_VOCAB, seed=seed)
-    if noise:
-        language = noisy(language, noise)
-    drafter, backend = model_drafter(language, FakeVocabulary.letters(N_VOCAB))
-    backend.decode_s = 1.0
-    return drafter
-
-
-def drafters() -> dict[str, Callable[[], Drafter]]:
-    return {
-        "itself": model,
-        "close": lambda: model(noise=1.0),
-        "far": lambda: model(seed=8),
-        "ngram": ngram_drafter,
-        "nothing": NoDrafter,
-    }
-
-
 def test_the_script_reaches_no_more_than_the_best_and_no_less_than_plain_decoding(
     tiny_models: Path,
     tmp_path: Path,
@@ -141,7 +116,7 @@ def test_drafts_with_a_draft_of_their_own_are_left_out() -> None:
     def groups(*, ngrams: bool) -> list[tuple[str, ...]]:
         drafting = DraftOptions(policy="fixed", ngrams=ngrams)
         base = SessionOptions(Path("t.gguf"), "none", drafting=drafting)
-        return groups_of(entries_of(base, drafts, [drafting]))
+        return groups_of(entries_of(base, drafts, [drafting.policy], [drafting.tree]))
 
     assert groups(ngrams=False) == [("a.gguf",)]
     assert groups(ngrams=True) == [("a.gguf", "ngram")]

@@ -9,7 +9,6 @@ import pytest
 
 from specgen.drafters.cascade import Cascade
 from specgen.drafters.chain import ModelDrafter
-from specgen.drafters.model import PromptHeadSkipper
 from specgen.drafters.staged import Guesses
 from specgen.drafters.tree import TreeModelDrafter
 from specgen.method.draft import NO_DRAFT, Draft
@@ -123,10 +122,7 @@ class Paths(Shaper):
 
 
 @pytest.mark.parametrize("is_tree", [False, True])
-@pytest.mark.parametrize("is_headless", [False, True])
-def test_a_model_knows_what_stands_between_the_text_and_its_draft(
-    is_tree: bool, is_headless: bool
-) -> None:
+def test_a_model_knows_what_stands_between_the_text_and_its_draft(is_tree: bool) -> None:
     """Penalties and grammars depend on it."""
     state = TextState(TEXT)
     shaper = Paths(state)
@@ -137,8 +133,6 @@ def test_a_model_knows_what_stands_between_the_text_and_its_draft(
         model = TreeModelDrafter(backend, request, n_shared_tokens=N_VOCAB)
     else:
         model = ModelDrafter(backend, draft_request(state, shaper), n_shared_tokens=N_VOCAB)
-    if is_headless:
-        model = PromptHeadSkipper(model, range(1))
     draft = draft_alone(model.propose([*TEXT, 4, 5], draft_up_to(3), 2))
     assert len(draft) == 3
     assert shaper.paths[:3] == [(4, 5, *draft.tokens[:n]) for n in range(3)]

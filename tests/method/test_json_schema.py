@@ -359,6 +359,9 @@ def test_what_can_be_followed_no_further_is_an_error(
         def consume_token(self, _token: int) -> bool:
             return True
 
+        def is_accepting(self) -> bool:
+            return True
+
         def is_error(self) -> bool:
             return self.is_broken
 

@@ -11,19 +11,10 @@ from pathlib import Path
 import pytest
 
 from specgen.errors import UsageError
-from specgen.models import (
-    CatalogueModel,
-    FileIdentity,
-    Pair,
-    Registry,
-    SavedDraft,
-    folder_of,
-    identify,
-    save_draft,
-    saved_draft,
-    saved_drafts_file,
-    shard_number,
-)
+from specgen.models.files import FileIdentity, identify, shard_number
+from specgen.models.hub import folder_of
+from specgen.models.registry import CatalogueModel, Pair, Registry
+from specgen.models.saved_drafts import SavedDraft, save_draft, saved_draft, saved_drafts_file
 from specgen.options import DraftSource, ModelChoice
 from specgen.session.files import DraftChoice, choose_drafts, find_models
 

@@ -11,12 +11,8 @@ from pathlib import Path
 import pytest
 
 from specgen.errors import UnknownModelError, UsageError
-from specgen.models import (
-    NGRAM,
-    FileIdentity,
-    Registry,
-    load_registry,
-)
+from specgen.models.files import FileIdentity
+from specgen.models.registry import NGRAM, Registry, load_registry
 from tests.helpers.common import ROOT
 
 MODEL = f"""
@@ -167,7 +163,7 @@ def test_installed_package_reads_the_file_beside_it(tmp_path: Path) -> None:
     (tmp_path / "specgen" / "models.toml").write_text(text, encoding="utf-8")
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from specgen.models import load_registry\n"
+        "from specgen.models.registry import load_registry\n"
         "from pathlib import Path\n"
         "print(load_registry(Path('none')).default_pair)"
     )

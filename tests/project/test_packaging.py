@@ -224,7 +224,7 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
         assert wheel.read("specgen/models.toml") == (ROOT / "models.toml").read_bytes()
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "specgen").rglob("*.py")}
     assert sources <= names
-    assert {"specgen/py.typed", "specgen/measure/bench/page.html"} <= names
+    assert "specgen/py.typed" in names
     page = (ROOT / "specgen/serve/server/page").rglob("*")
     page_files = {file.relative_to(ROOT).as_posix() for file in page if file.is_file()}
     assert len(page_files) > 12

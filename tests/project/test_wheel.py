@@ -24,7 +24,7 @@ from tests.helpers.common import ROOT
 MACHINES = ("x86_64", "aarch64")
 #: Where pip finds the dependencies, and what the emulator is told.
 _KEPT = ("PIP_", "SSL_", "REQUESTS_", "http_", "https_", "HTTP_", "HTTPS_", "no_proxy", "QEMU_")
-_TINY = "import sys, pathlib, specgen.measure.tiny_model as t; t.write_tiny_model(pathlib.Path(sys.argv[1]))"
+_TINY = "import sys, pathlib, specgen.measure.doctor as t; t.write_tiny_model(pathlib.Path(sys.argv[1]))"
 
 #: Runs a program of an environment with the wheel, and returns what is on its standard output.
 Run = Callable[..., str]

@@ -14,7 +14,7 @@ import pytest
 from llama_cpp import Llama
 
 from specgen.errors import BackendError, PairError, UsageError
-from specgen.models import memory_file
+from specgen.models.files import memory_file
 from specgen.options import DraftOptions, TreeShape
 from specgen.serve.adapters.llama_cpp import SpecgenDraft
 from tests.helpers.tiny import write_respelled_model

@@ -21,7 +21,8 @@ from llm.cli import cli as llm_cli
 from llm.parts import ToolResultPart
 
 import specgen
-from specgen.models import load_registry, memory_file, user_registry_file
+from specgen.models.files import memory_file
+from specgen.models.registry import load_registry, user_registry_file
 from specgen.options import DraftOptions, SamplerOptions
 from specgen.serve.adapters.llm import AnswerError
 from specgen.session.prompts.template import Message
@@ -66,7 +67,8 @@ def plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     if not llm.plugins.pm.is_registered(module):  # it is if this package was installed since
         llm.plugins.pm.register(module)
     yield module
-    module.loaded_models.close()
+    while module.loaded_models:
+        module.loaded_models.popitem()[1].close()
 
 
 @pytest.fixture
@@ -306,7 +308,7 @@ def test_an_answer_that_nobody_reads_is_cancelled(plugin: Any, files: Path) -> N
     options: dict[str, Any] = {"target": str(files / "target.gguf"), "max_tokens": 1000}
     pieces = iter(model.prompt(PROMPT, **options))
     next(pieces)
-    (loaded,) = plugin.loaded_models.models.values()
+    (loaded,) = plugin.loaded_models.values()
     assert not loaded.engine.is_idle
     pieces.close()  # type: ignore[attr-defined]
     loaded.engine.step()
@@ -374,7 +376,7 @@ def test_what_is_no_text_is_refused(plugin: Any, files: Path) -> None:
         model.prompt("", **options).text()
     result = ToolResultPart(name="clock", output="noon")
     for role in ("user", "tool"):
-        with pytest.raises(AnswerError, match="only text is"):
+        with pytest.raises(AnswerError, match="only text"):
             model.prompt(messages=[llm.Message(role, [result])], **options).text()
     with pytest.raises(ValueError, match="does not support tools"):
         model.prompt("hello", tools=[llm.Tool(name="clock")], **options).text()

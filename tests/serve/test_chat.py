@@ -10,100 +10,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.errors import OutputError, PromptError
+from specgen.errors import PromptError
 from specgen.options import DraftOptions, GenerationOptions, SessionOptions
-from specgen.serve.chat import (
-    Change,
-    Chat,
-    ChatLog,
-    Conversation,
-    Turn,
-    read_conversation,
-)
+from specgen.serve.chat import Chat, Conversation, Turn, read_conversation, save_conversation
 from specgen.session.engine import Engine
+from specgen.session.prompts.template import ThoughtReader, is_thinking, thought_of
 from specgen.session.session import Session
-from specgen.session.thoughts import ThoughtReader, is_thinking, thought_of
-from specgen.system.json_lines import to_line
 from tests.helpers.common import NOW
 from tests.helpers.tiny import write_respelled_model
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 
-def conversation(*changes: Change) -> Conversation:
-    made = Conversation()
-    for change in changes:
-        made.apply(change)
-    return made
+def test_a_conversation_goes_on_and_is_private(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    made = Conversation("s", "text", (Turn("a", "é\n"), Turn("b")))
+    save_conversation(file, Conversation())
+    save_conversation(file, made)
+    assert read_conversation(file) == made
+    assert list(tmp_path.iterdir()) == [file]
+    if os.name != "nt":
+        assert file.stat().st_mode & 0o077 == 0
+    assert made.asking("c").turns == (Turn("a", "é\n"), Turn("c"))
 
 
-def said(*texts: str) -> list[Change]:
-    """Questions and answers by turns."""
-    return [Change("question" if n % 2 == 0 else "answer", text) for n, text in enumerate(texts)]
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "chats" / "a.jsonl"
-
-
-def keep(file: Path, *changes: Change) -> None:
-    with ChatLog.opened(file) as (opened, made, _):
-        for change in changes:
-            made.apply(change)
-            opened.append(change)
-
-
-class TestLog:
-    def test_a_conversation_goes_on(self, file: Path) -> None:
-        keep(file, Change("system", "s"), *said("a", "é\n\ud800"))
-        keep(file, *said("c"), Change("undo"), *said("d", "e"))
-        with ChatLog.opened(file) as (_, made, is_torn):
-            assert made == conversation(Change("system", "s"), *said("a", "é\n\ud800", "d", "e"))
-            assert not is_torn
-        if os.name != "nt":
-            assert file.stat().st_mode & 0o077 == 0
-
-    def test_cut_anywhere_whole_lines_stay(self, file: Path) -> None:
-        lines = [to_line(change.line) for change in said("a", "é", "c")]
-        whole = b"".join(lines)
-        ends = [len(b"".join(lines[:n])) for n in range(1, 4)]
-        file.parent.mkdir()
-        for n in range(len(whole) + 1):
-            file.write_bytes(whole[:n])
-            n_whole = sum(end - 1 <= n for end in ends)
-            with ChatLog.opened(file) as (opened, made, is_torn):
-                assert made.changes() == tuple(said("a", "é", "c")[:n_whole])
-                assert is_torn == (n not in (0, *ends, *(end - 1 for end in ends)))
-                opened.append(Change("system", "x"))
-            assert read_conversation(file).system == "x"
-            assert file.read_bytes().count(b"\n") == n_whole + 1
-
-    @pytest.mark.parametrize(
-        "damage", [b"3", b"{}", b'{"change": "no"}', b"\xff", b'{"change": "answer"}']
-    )
-    def test_damage_is_told_with_its_line(self, file: Path, damage: bytes) -> None:
-        keep(file, *said("a", "b"))
-        before = file.read_bytes()
-        file.write_bytes(before + damage + b"\n" + before)
-        with pytest.raises(PromptError, match="line 3 is damaged"), ChatLog.opened(file):
-            pass
-        assert file.read_bytes() == before + damage + b"\n" + before
-
-    def test_what_a_full_disk_refuses_is_written_later(
-        self, file: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        with ChatLog.opened(file) as (opened, _, _):
-            opened.append(said("a")[0])
-            with monkeypatch.context() as patch:
-
-                def full(*_arguments: object) -> int:
-                    raise OSError(28, "No space left on device")
-
-                patch.setattr("specgen.system.json_lines.os.write", full)
-                with pytest.raises(OutputError, match="No space left"):
-                    opened.append(Change("answer", "b"))
-            opened.append(Change("question", "c"))
-        assert read_conversation(file).turns == (Turn("a", "b"), Turn("c"))
+@pytest.mark.parametrize(
+    "damage", [b"", b"3", b"[" * 9000, b'{"turns": [{"question": 1}]}', b'{"change": "x"}', b"\xff"]
+)
+def test_what_is_no_conversation_is_told_and_left_alone(tmp_path: Path, damage: bytes) -> None:
+    file = tmp_path / "a.json"
+    file.write_bytes(damage)
+    with pytest.raises(PromptError, match="not a conversation"):
+        read_conversation(file)
+    assert file.read_bytes() == damage
 
 
 class TestThoughts:

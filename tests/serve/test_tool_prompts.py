@@ -89,7 +89,6 @@ def test_a_draft_with_another_vocabulary_reads_the_tools_too(tmp_path: Path) -> 
     draft = write_tiny_model(tmp_path / "draft.gguf", other)
     with Session(options(target, draft), lambda: 0.0) as loaded:
         prompt = loaded.prompts.of_messages(TURNS[1:2], now=NOW, tools=TOOLS)
-        assert not prompt.head
         assert prompt.draft_tokens is not None
         assert loaded.draft is not None
         assert '"name": "weather"' in said(loaded.draft.models[0], prompt.draft_tokens)

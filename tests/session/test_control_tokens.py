@@ -17,8 +17,8 @@ from llama_cpp import llama_chat_format as formats
 from specgen.errors import PromptError
 from specgen.llama import LlamaModel, LlamaVocabulary
 from specgen.options import ContextOptions, SessionOptions
-from specgen.session.prompts.marks import marked, tokenize_marked, unmarked
-from specgen.session.prompts.template import Message, Role, ToolCall, render
+from specgen.session.prompts.prompt import tokenize_marked
+from specgen.session.prompts.template import Message, Role, ToolCall, marked, render, unmarked
 from specgen.session.session import Session
 from tests.helpers.common import NOW
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model

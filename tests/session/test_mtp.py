@@ -16,7 +16,7 @@ from specgen.drafters.states import LayerDrafter
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend
-from specgen.llama.mtp import MtpContext
+from specgen.llama.draft_contexts import MtpContext
 from specgen.llama.mtp_layers import mtp_of, why_no_mtp
 from specgen.method.backend import Batch
 from specgen.method.draft import Draft

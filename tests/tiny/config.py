@@ -10,7 +10,9 @@ Architecture: TypeAlias = Literal[
     "llama", "qwen2", "qwen3", "gemma3", "mamba", "mamba2", "lfm2", "qwen35", "jamba", "bert"
 ]
 TokenizerKind: TypeAlias = Literal["bpe", "spm"]
-TensorType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+TensorType: TypeAlias = Literal[
+    "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "tq1_0"
+]
 
 #: The template of the ChatML family; its markers are among the control tokens.
 CHATML_TEMPLATE = (

@@ -100,21 +100,10 @@ def add_tensor(writer: GGUFWriter, config: TinyConfig, name: str, weights: TinyW
 
 def add_metadata(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocabulary) -> None:
     """Write the metadata of a tiny model, its tokens included."""
-    from gguf import LlamaFileType, PoolingType
+    from gguf import PoolingType
 
     writer.add_name(config.name)
     writer.add_quantization_version(2)
-    file_types = {
-        "f32": LlamaFileType.ALL_F32,
-        "f16": LlamaFileType.MOSTLY_F16,
-        "bf16": LlamaFileType.MOSTLY_BF16,
-        "q8_0": LlamaFileType.MOSTLY_Q8_0,
-        "q5_1": LlamaFileType.MOSTLY_Q5_1,
-        "q5_0": LlamaFileType.MOSTLY_Q5_0,
-        "q4_1": LlamaFileType.MOSTLY_Q4_1,
-        "q4_0": LlamaFileType.MOSTLY_Q4_0,
-    }
-    writer.add_file_type(file_types[config.tensor_type])
     writer.add_vocab_size(len(vocabulary))
     writer.add_context_length(config.n_ctx_train)
     writer.add_embedding_length(config.n_embd)

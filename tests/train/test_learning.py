@@ -23,8 +23,7 @@ import pytest
 from specgen.errors import UsageError
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaModel
-from specgen.models import identify
-from specgen.models.files import learning_folder
+from specgen.models.files import identify, learning_folder
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.session.engine import Engine, generate
 from specgen.session.kept_answers import (

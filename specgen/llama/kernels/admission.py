@@ -1,29 +1,28 @@
 """Whether specgen's kernels compute: one self-test for a machine, one trial for a model.
 
 Kernels that are wrong for a processor or for a model may end the process that runs them, so child processes try
-them. The results are remembered. They depend on the contents of the library, llama.cpp and the processor; that of a
-trial also on the file, or on what models of the same make have in common (see `skeleton_of`).
+them (`specgen.llama.kernels.trial`). The verdicts are remembered. They depend on the contents of the library,
+llama.cpp and the processor; that of a trial also on the model's file.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from specgen import __version__
 from specgen.errors import BackendError, UsageError
 from specgen.llama.kernels.attached import ask_before_loading, attach, attached, ggml_version
-from specgen.llama.kernels.trial import Skeleton, skeleton_of
 from specgen.llama.library import build
 from specgen.options import KernelChoice
 from specgen.system.files import KeptResults
@@ -74,8 +73,8 @@ class KernelStatus:
 
 
 def note_about(status: KernelStatus, wanted: KernelChoice, cache: Path) -> str | None:
-    """Return a note if specgen's kernels should compute here and do not; None if there is nothing to say.
-    That they were not built is said once, which `cache` remembers: it has no other effect than speed."""
+    """Return a note if specgen's kernels should compute here and do not. That they were not built is said once, which
+    `cache` remembers: it has no other effect than speed."""
     if wanted != "auto" or status.reason is None:
         return None
     note = f"not using specgen's kernels: {status.reason}"
@@ -99,13 +98,13 @@ def is_first_time(marker: Path) -> bool:
 
 
 def library_path() -> Path | None:
-    """Return the library of kernels; None if it was not built."""
+    """Return the library; None if it was not built."""
     path = Path(__file__).parents[1] / LIBRARY_NAME
     return path if path.is_file() else None
 
 
 def wanted_in(environment: Mapping[str, str]) -> KernelChoice:
-    """Return the choice that the environment variable makes. Raise `UsageError` if it is not valid."""
+    """Return the choice of the environment variable. Raise `UsageError` if it is not valid."""
     wanted = environment.get(VARIABLE) or "auto"
     choices: tuple[KernelChoice, ...] = get_args(KernelChoice)
     if wanted not in choices:
@@ -131,9 +130,7 @@ def choose_kernels(wanted: KernelChoice, cache: Path) -> KernelStatus:
         path = status.path
         try:
             status = KernelStatus("specgen", attach(path).instructions, path=path)
-        except (
-            BackendError
-        ) as error:  # the child process attached them, but this process may fail to
+        except BackendError as error:  # in the child process it worked
             status = KernelStatus("llama.cpp", reason=error.message, hint=_LEAVE, path=path)
         trials = ModelTrials(path, cache, required=wanted == "specgen")
         ask_before_loading(trials.problem_of)
@@ -168,66 +165,67 @@ def examine_kernels(cache: Path, *, anew: bool = False) -> KernelStatus:
     )
 
 
-# --- the self-test --------------------------------------------------------------------------------
+# --- verdicts -------------------------------------------------------------------------------------
 
-#: The command that tests a library, whose path follows; `specgen.llama.kernels.self_test`.
-SELF_TEST: Sequence[str] = (sys.executable, "-m", "specgen.llama.kernels.self_test")
+#: The command of a child process; `specgen.llama.kernels.trial` has its arguments.
+CHILD: Sequence[str] = (sys.executable, "-m", "specgen.llama.kernels.trial")
+#: The file of verdicts in the cache folder, and the most of them in it.
+VERDICTS, _N_KEPT = "kernels.json", 512
 SELF_TEST_TIMEOUT_S = 60.0
-#: The file of results in the cache folder, and the most of them in it.
-SELF_TEST_FILE, _N_SELF_TESTS = "kernels.json", 8
+#: The longest that a trial may take: so many seconds, and one more for so many bytes.
+_TRIAL_TIMEOUT_S, _BYTES_PER_S = 120.0, 20e6
+#: A trial that gets beyond so many steps has loaded the model and decoded.
+_N_STEPS_ENOUGH = 4
+#: Signals that do not come from the kernels: the system ran out of memory, or a file became shorter.
+_NOT_THE_KERNELS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGBUS")
 
 
 @dataclass(frozen=True, slots=True)
-class SelfTest:
-    """The result of a self-test."""
+class Verdict:
+    """What a self-test or a trial shows."""
 
     #: ``passed``, ``failed``, or ``refused``: the library itself says that it is not for this machine or llama.cpp.
     outcome: str
-    #: What was tested, or what went wrong, in a line.
-    message: str
-    #: The instruction set of the kernels, if they passed.
+    #: What was tested, or what went wrong: for a model as the rest of a sentence ("they died of SIGSEGV ...").
+    message: str = ""
+    #: The instruction set of the kernels, if they passed their self-test.
     instructions: str = ""
     #: What to do about a refusal, if the library is for another llama.cpp.
     hint: str = ""
 
 
-def self_test_of(library: Path, cache: Path, *, anew: bool = False) -> SelfTest:
-    """Return the result of testing a library here: the remembered one if there is one, unless `anew`."""
-    kept = KeptResults(cache / SELF_TEST_FILE, _N_SELF_TESTS)
+def _parsed(value: Any) -> Verdict | None:
+    with contextlib.suppress(TypeError):
+        found = Verdict(**value)
+        if all(isinstance(each, str) for each in astuple(found)):
+            return found
+    return None
+
+
+def self_test_of(library: Path, cache: Path, *, anew: bool = False) -> Verdict:
+    """Return the verdict of a library's self-test here: the remembered one if there is one, unless `anew`."""
+    kept = KeptResults(cache / VERDICTS, _N_KEPT)
     key = _key(_circumstances(library))
-    known = None if anew else _parsed(SelfTest, kept.read().get(key))
+    known = None if anew else _parsed(kept.read().get(key))
     if known is None:
         known = run_self_test(library)
         kept.add({key: asdict(known)})
     return known
 
 
-def run_self_test(library: Path) -> SelfTest:
-    """Test a library in a child process. Return a result however the process ends."""
+def run_self_test(library: Path) -> Verdict:
+    """Test a library in a child process. Return a verdict however the process ends."""
     try:
-        answer = ask_child_again([*SELF_TEST, os.fspath(library)], SELF_TEST_TIMEOUT_S)
+        answer = ask_child_again([*CHILD, os.fspath(library)], SELF_TEST_TIMEOUT_S)
     except ChildError as error:
         last_words = error.last_words if isinstance(error, ChildDiedError) else ""
-        return SelfTest("failed", _why(error) + (f": {last_words}" if last_words else ""))
-    return _parsed(SelfTest, answer) or SelfTest("failed", "it gave no answer")
+        return Verdict("failed", _why(error) + (f": {last_words}" if last_words else ""))
+    return _parsed(answer) or Verdict("failed", "it gave no answer")
 
 
 def _why(error: ChildError) -> str:
     is_signal = isinstance(error, ChildDiedError) and error.signal_name
     return f"they died of {is_signal}" if is_signal else str(error)
-
-
-# --- what is remembered ---------------------------------------------------------------------------
-
-_Result = TypeVar("_Result", "SelfTest", "_Verdict")
-
-
-def _parsed(kind: type[_Result], value: Any) -> _Result | None:
-    types = {field.name: field.type for field in dataclasses.fields(kind)}
-    if not isinstance(value, dict):
-        return None
-    found = {name: type(each).__name__ for name, each in value.items()}
-    return kind(**value) if found == types else None
 
 
 def _circumstances(library: Path) -> dict[str, str]:
@@ -257,36 +255,15 @@ def _key(circumstances: Mapping[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-# --- the trials of models -------------------------------------------------------------------------
-
-#: The command of a trial; `specgen.llama.kernels.trial` has its arguments.
-TRIAL: Sequence[str] = (sys.executable, "-m", "specgen.llama.kernels.trial")
-#: The file of verdicts in the cache folder, and the most of them in it.
-TRIAL_FILE, _N_TRIALS = "kernel_trials.json", 512
-#: The longest that a trial may take: so many seconds, and one more for so many bytes.
-_TRIAL_TIMEOUT_S, _BYTES_PER_S = 120.0, 20e6
-#: A trial that gets beyond so many steps has loaded the model and decoded.
-_N_STEPS_ENOUGH = 4
-#: Signals that do not come from the kernels: the system ran out of memory, or a file became shorter.
-_NOT_THE_KERNELS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGBUS")
+#: A trial's process ended ``done``, ``died`` (or hung), or ``unknown``: llama.cpp cannot load the file, or something
+#: else than the kernels stopped it.
+_End: TypeAlias = Literal["done", "died", "unknown"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """What a trial of the kernels on a model shows."""
+class _Run(NamedTuple):
+    """How a trial's process ended, the number of steps that it began, and why it died."""
 
-    #: Why they cannot compute it, as the rest of a sentence: "they died of SIGSEGV ..."; empty if they can.
-    problem: str = ""
-    #: Whether llama.cpp's own code can compute it in a process with the kernels attached.
-    usable: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """How a trial's process ended, in which step, and why. It ends ``done``, ``died`` (or hung), or ``unknown``: llama.cpp
-    cannot load the file, or something else than the kernels stopped it."""
-
-    end: Literal["done", "died", "unknown"]
+    end: _End
     n_steps: int
     problem: str
 
@@ -298,68 +275,35 @@ class ModelTrials:
     def __init__(self, library: Path, cache: Path, *, required: bool = False) -> None:
         self._library = library
         self._cache = cache
-        self._kept = KeptResults(cache / TRIAL_FILE, _N_TRIALS)
+        self._kept = KeptResults(cache / VERDICTS, _N_KEPT)
         self._required = required
         self._circumstances: dict[str, str] = {}
-        self._known: dict[str, _Verdict] = {}
+        self._known: dict[str, Verdict] = {}
 
-    def problem_of(self, file: Path) -> str:
+    def problem_of(self, file: Path, *, anew: bool = False) -> str:
         """Return why the kernels cannot compute a model; empty if they can. They are tried if no verdict is
-        remembered. Raise `UsageError` if they are required and cannot, `BackendError` if llama.cpp's code can
-        compute the model only in a process without them."""
-        verdict = self._verdict(file)
-        if verdict.problem and self._required:
-            raise UsageError(
-                f"{file}: specgen's kernels cannot compute this model: {verdict.problem}", _DEFECT
-            )
-        if not verdict.usable:
-            raise BackendError(
-                f"{file}: specgen's kernels stop llama.cpp from computing this model: "
-                f"{verdict.problem}",
-                _DEFECT,
-            )
-        return verdict.problem
-
-    def try_anew(self, file: Path) -> str:
-        return self._verdict(file, anew=True).problem
-
-    def _verdict(self, file: Path, *, anew: bool = False) -> _Verdict:
+        remembered, or `anew`. Raise `UsageError` if they are required and cannot."""
         about = file.stat()
-        version = f"\0{about.st_ino} {about.st_size} {about.st_mtime_ns}"
-        keys = [self._key(os.fsencode(file.resolve()) + version.encode())]
-        verdict = None if anew else self._remembered(keys[-1])
-        if verdict is not None:
-            return verdict
-        skeleton = skeleton_of(file)
-        if skeleton is not None:
-            keys.append(self._key(skeleton.metadata))
-            verdict = None if anew else self._remembered(keys[-1])
-        verdict = verdict or self._first_verdict(file, skeleton)
-        if verdict is None:  # what stopped the trials was not the kernels
-            return _Verdict()
-        self._known.update(dict.fromkeys(keys, verdict))
-        self._kept.add(dict.fromkeys(keys, asdict(verdict)))
-        return verdict
-
-    def _key(self, make: bytes) -> str:
         self._circumstances = self._circumstances or _circumstances(self._library)
-        return _key({**self._circumstances, "make": hashlib.sha256(make).hexdigest()})
+        version = f"{file.resolve()} {about.st_ino} {about.st_size} {about.st_mtime_ns}"
+        key = _key(self._circumstances | {"file": version})
+        verdict = None if anew else self._known.get(key) or _parsed(self._kept.read().get(key))
+        if verdict is None and (verdict := self._tried(file)) is not None:
+            self._kept.add({key: asdict(verdict)})
+        if verdict is None:  # what stopped the trials was not the kernels
+            return ""
+        self._known[key] = verdict
+        if verdict.message and self._required:
+            raise UsageError(
+                f"{file}: specgen's kernels cannot compute this model: {verdict.message}", _DEFECT
+            )
+        return verdict.message
 
-    def _remembered(self, key: str) -> _Verdict | None:
-        if key not in self._known and (found := _parsed(_Verdict, self._kept.read().get(key))):
-            self._known[key] = found
-        return self._known.get(key)
-
-    def _first_verdict(self, file: Path, skeleton: Skeleton | None) -> _Verdict | None:
+    def _tried(self, file: Path) -> Verdict | None:
         with contextlib.ExitStack() as resources:
             folder = self._folder(resources)
-            verdict = None
-            if skeleton is not None:
-                with contextlib.suppress(OSError):  # the disk is full
-                    small = folder / "skeleton.gguf"
-                    skeleton.write(small)
-                    verdict = self._try(small, folder, is_skeleton=True)
-            return verdict or self._try(file, folder, is_skeleton=False)
+            run = partial(self._run, file, folder)
+            return self._verdict(run, "skeleton") or self._verdict(run, "whole")
 
     def _folder(self, resources: contextlib.ExitStack) -> Path:
         """Make a folder for the files of a trial: in the cache, or in memory if the cache cannot be written."""
@@ -369,25 +313,31 @@ class ModelTrials:
             return Path(resources.enter_context(inside))
         return Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="specgen-trial-")))
 
-    def _try(self, file: Path, folder: Path, *, is_skeleton: bool) -> _Verdict | None:
-        on = self._run(file, folder, "on")
+    def _verdict(self, run: Callable[[str, str], _Run], size: str) -> Verdict | None:
+        on = run(size, "on")
         if on.end != "died":
-            return _Verdict() if on.end == "done" else None
-        without = self._run(file, folder, "without")
-        if without.end == "unknown":
+            return Verdict("passed") if on.end == "done" else None
+        off = run(size, "off")
+        if off.end == "unknown":
             return None
-        if without.end == "died" and without.n_steps <= on.n_steps:
+        if off.end == "died" and off.n_steps <= on.n_steps:
             # llama.cpp dies, too: the kernels can compute what it can.
-            is_enough = without.n_steps > _N_STEPS_ENOUGH or not is_skeleton
-            return _Verdict() if is_enough else None
-        off = self._run(file, folder, "off")
-        return _Verdict(on.problem, off.end == "done" or off.n_steps >= without.n_steps)
+            is_enough = off.n_steps > _N_STEPS_ENOUGH or size == "whole"
+            return Verdict("passed") if is_enough else None
+        return Verdict("failed", on.problem)
 
-    def _run(self, file: Path, folder: Path, kernels: Literal["on", "off", "without"]) -> _Run:
+    def _run(self, file: Path, folder: Path, size: str, kernels: str) -> _Run:
         steps = folder / "steps"
-        command = [*TRIAL, kernels, *map(os.fspath, (self._library, file, steps))]
+        command = [
+            *CHILD,
+            os.fspath(self._library),
+            kernels,
+            size,
+            os.fspath(file),
+            os.fspath(steps),
+        ]
         timeout_s = _TRIAL_TIMEOUT_S + file.stat().st_size / _BYTES_PER_S
-        end: Literal["done", "died", "unknown"] = "unknown"
+        end: _End = "unknown"
         problem = ""
         try:
             if not ask_child_again(command, timeout_s, lambda: steps.write_text("")).get("problem"):

@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from specgen.errors import BackendError
 from specgen.llama.library import forget_log, ggml, last_error
@@ -31,7 +29,6 @@ LLAMA_CPP = "llama.cpp"
 WORKERS = "workers"
 
 _TEXT, _POINTER, _INT, _UINT64 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64
-_INT32_ARRAY = ctypes.POINTER(ctypes.c_int32)
 #: The library's functions, whose names begin with `specgen_kernels_`: results and arguments.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "problem": (_TEXT,),
@@ -40,7 +37,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "counts": (None, ctypes.POINTER(_UINT64)),
     "enable": (None, _INT, _INT),
     "serve": (None,),
-    "new_row_limit": (_POINTER, ctypes.c_int64, _INT32_ARRAY, ctypes.c_int64),
+    "new_row_limit": (_POINTER, ctypes.c_int64, _POINTER, ctypes.c_int64),
     "set_row_limit": (None, _POINTER),
     "delete_row_limit": (None, _POINTER),
     "open_packed": (_POINTER, _TEXT),
@@ -64,72 +61,15 @@ class KernelCounts:
     n_attentions_left: int
 
 
-class RowLimit:
-    """Which rows of a matrix with `n_rows` rows are computed; the other outputs are -infinity.
-
-    `rows` is int32 and increases. Rows are computed in groups, so a few others are too. Used as a context manager,
-    it applies to what the calling thread decodes."""
-
-    def __init__(self, library: Any, n_rows: int, rows: NDArray[np.int32]) -> None:
-        self._library = library
-        pointer = rows.ctypes.data_as(_INT32_ARRAY)
-        self._handle = library.specgen_kernels_new_row_limit(n_rows, pointer, len(rows))
-
-    def __enter__(self) -> None:
-        self._library.specgen_kernels_set_row_limit(self._handle)
-
-    def __exit__(self, *_: object) -> None:
-        self._library.specgen_kernels_set_row_limit(None)
-
-    def close(self) -> None:
-        if self._handle:
-            self._library.specgen_kernels_delete_row_limit(self._handle)
-            self._handle = None
-
-
-class PackedFile:
-    """A file of packed weights. Used as a context manager, models that the calling thread loads take their packed
-    weights from it or, if it does not exist, can be written to it."""
-
-    def __init__(self, library: Any, path: Path) -> None:
-        self._library = library
-        self._handle = library.specgen_kernels_open_packed(os.fsencode(path))
-
-    def __enter__(self) -> None:
-        self._library.specgen_kernels_load_packed(self._handle)
-
-    def __exit__(self, *_: object) -> None:
-        self._library.specgen_kernels_load_packed(None)
-
-    @property
-    def was_used(self) -> bool:
-        return bool(self._library.specgen_kernels_used_packed(self._handle))
-
-    @property
-    def n_bytes(self) -> int:
-        """The number of bytes that `write` writes; 0 if there is nothing to write."""
-        return int(self._library.specgen_kernels_packed_file_bytes(self._handle))
-
-    def write(self, path: Path) -> None:
-        """Write the weights, which must still be loaded, to a file. Raise `OSError`."""
-        problem = self._library.specgen_kernels_write_packed(self._handle, os.fsencode(path))
-        if problem:
-            raise OSError(problem, os.strerror(problem), str(path))
-
-    def close(self) -> None:
-        if self._handle:
-            self._library.specgen_kernels_close_packed(self._handle)
-            self._handle = None
-
-
 class Kernels:
     """The library of kernels that this process attached to GGML; see `attach`."""
 
-    def __init__(self, path: Path, library: Any) -> None:
+    def __init__(self, path: Path, native: Any) -> None:
         self.path = path
-        self._library = library
+        #: The library's functions by their names in `_FUNCTIONS`.
+        self.native = native
         #: Their instruction set: ``avx2``, ``avx-vnni``, ``avx512-vnni``, ``amx-int8`` or ``neon-dotprod``.
-        self.instructions = _text(library.specgen_kernels_instructions())
+        self.instructions = _text(native.instructions())
         #: Whether models that are loaded now get the kernels' layout of weights.
         self.computes_products = True
         self.computes_attention = True
@@ -145,23 +85,17 @@ class Kernels:
         `attention` to all attention from now on, and to products of tensors that are not packed, unless a
         model excluded it."""
         attention = attention and not self.lacks_attention
-        self._library.specgen_kernels_enable(int(products), int(attention))
+        self.native.enable(int(products), int(attention))
         self.computes_products, self.computes_attention = products, attention
 
     def serve(self) -> None:
         """Pack, from now on, the quantised weights that other machines send to this process's CPU through
         llama.cpp's RPC."""
-        self._library.specgen_kernels_serve()
-
-    def row_limit(self, n_rows: int, rows: NDArray[np.int32]) -> RowLimit:
-        return RowLimit(self._library, n_rows, rows)
-
-    def packed_file(self, path: Path) -> PackedFile:
-        return PackedFile(self._library, path)
+        self.native.serve()
 
     def counts(self) -> KernelCounts:
         numbers = (_UINT64 * 4)()
-        self._library.specgen_kernels_counts(numbers)
+        self.native.counts(numbers)
         return KernelCounts(*numbers)
 
 
@@ -182,24 +116,25 @@ def attach(path: Path) -> Kernels:
             raise BackendError(f"other kernels are attached: {_attached.path}")
         _attached.enable(products=True, attention=True)
         return _attached
+    native = SimpleNamespace()
     try:
         library = ctypes.CDLL(os.fspath(path))
         for name, (result, *arguments) in _FUNCTIONS.items():
             function = getattr(library, f"specgen_kernels_{name}")
             function.restype, function.argtypes = result, arguments
+            setattr(native, name, function)
     except (OSError, AttributeError) as error:
         raise BackendError(f"the library cannot be loaded: {error}") from error
-    load = ggml("ggml_backend_load", _POINTER, _TEXT)
     forget_log()
-    loaded = load(os.fsencode(path))
-    problem = _text(library.specgen_kernels_problem())
+    loaded = ggml("ggml_backend_load", _POINTER, _TEXT)(os.fsencode(path))
+    problem = _text(native.problem())
     if problem or not loaded:
-        fits = _text(library.specgen_kernels_built_for()) == ggml_version()
+        fits = _text(native.built_for()) == ggml_version()
         raise BackendError(
             problem or f"GGML did not take the library: {last_error()}",
             hint=None if fits else f"install the llama.cpp that they are for: {REBUILD}",
         )
-    _attached = Kernels(path, library)
+    _attached = Kernels(path, native)
     return _attached
 
 

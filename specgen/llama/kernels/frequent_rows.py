@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import numpy as np
+from numpy.typing import NDArray
 
-from specgen.llama.kernels.attached import Kernels, RowLimit
+from specgen.llama.kernels.attached import Kernels
 from specgen.llama.vocabulary import LlamaVocabulary
 
 #: Tokenizers give low ids to frequent tokens. (In answers of Qwen2.5-Coder to prompts in English, half of them about
@@ -23,6 +24,26 @@ from specgen.llama.vocabulary import LlamaVocabulary
 N_FREQUENT = 32_768
 #: The most other tokens that are computed because they occurred; with more, the oldest are forgotten.
 MOST_SEEN = 4096
+
+
+class RowLimit:
+    """Which rows of a matrix with `n_rows` rows are computed; the other outputs are -infinity.
+
+    `rows` is int32 and increases. Rows are computed in groups, so a few others are too. Used as a context manager,
+    it applies to what the calling thread decodes."""
+
+    def __init__(self, kernels: Kernels, n_rows: int, rows: NDArray[np.int32]) -> None:
+        self._native = kernels.native
+        self._handle = self._native.new_row_limit(n_rows, rows.ctypes.data, len(rows))
+
+    def __enter__(self) -> None:
+        self._native.set_row_limit(self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        self._native.set_row_limit(None)
+
+    def close(self) -> None:
+        self._native.delete_row_limit(self._handle)
 
 
 class FrequentRows:
@@ -49,7 +70,7 @@ class FrequentRows:
             others = sorted({*self._ends, *self._seen})
             rows = np.concatenate([np.arange(N_FREQUENT), others]).astype(np.int32)
             self.close()
-            self._limit = self._kernels.row_limit(self._n_vocab, rows)
+            self._limit = RowLimit(self._kernels, self._n_vocab, rows)
         return self._limit
 
     def close(self) -> None:

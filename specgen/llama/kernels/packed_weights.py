@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.llama.gguf_metadata import parts_of
-from specgen.llama.kernels.attached import Kernels, PackedFile, attached, ggml_version
+from specgen.llama.kernels.attached import Kernels, attached, ggml_version
 from specgen.system.files import NEW, existing_parent, new_beside
 from specgen.system.processes import is_failing
 
@@ -60,38 +60,46 @@ class PackedWeights:
 
     def __init__(self, path: Path, kernels: Kernels) -> None:
         self._path = path
-        self._native: PackedFile = kernels.packed_file(path)
+        self._native = kernels.native
+        self._handle = self._native.open_packed(os.fsencode(path))
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Load the model within this context, in one thread."""
-        with self._native:
+        self._native.load_packed(self._handle)
+        try:
             yield
+        finally:
+            self._native.load_packed(None)
         with contextlib.suppress(OSError):
-            if self._native.was_used:
+            if self._native.used_packed(self._handle):
                 os.utime(self._path)  # the least recently used goes first
             else:
                 self._path.unlink()  # damaged, or of other weights
 
     @property
+    def _n_bytes(self) -> int:
+        """The number of bytes that are to be written; 0 if there are none, or too few to be worth it."""
+        n_bytes = int(self._native.packed_file_bytes(self._handle))
+        return n_bytes if n_bytes >= LEAST_BYTES else 0
+
+    @property
     def lacks_room(self) -> bool:
         """Whether they are to be kept, and the disk has too little room."""
-        n_bytes = self._native.n_bytes
         with contextlib.suppress(OSError):
-            return n_bytes >= LEAST_BYTES and n_bytes > room_bytes(self._path.parent)
+            return self._n_bytes > room_bytes(self._path.parent)
         return False
 
     def close(self) -> None:
         """Write the file, if there is none and the disk has room. The model's weights must still be loaded.
         Nothing is written while an exception, such as Ctrl-C, ends the process."""
-        n_bytes = self._native.n_bytes
         try:
-            if n_bytes >= LEAST_BYTES and not is_failing() and not self._path.exists():
-                self._write(n_bytes)
+            if self._n_bytes and not is_failing() and not self._path.exists():
+                self._write(self._n_bytes)
         except OSError as error:
             _log.info("packed weights are not kept: %s: %s", self._path, error.strerror)
         finally:
-            self._native.close()
+            self._native.close_packed(self._handle)
 
     def _write(self, n_bytes: int) -> None:
         folder = self._path.parent
@@ -100,7 +108,8 @@ class PackedWeights:
             _log.info("packed weights (%.1f GB) are not kept: too little room", n_bytes / 1e9)
             return
         with new_beside(self._path) as new:
-            self._native.write(new)
+            if problem := self._native.write_packed(self._handle, os.fsencode(new)):
+                raise OSError(problem, os.strerror(problem), str(new))
             new.replace(self._path)
         _log.info("kept packed weights (%.1f GB): %s", n_bytes / 1e9, self._path)
 
@@ -133,14 +142,11 @@ def _make_room(folder: Path, n_bytes: int) -> bool:
     if n_bytes > room_bytes(folder):
         return False
     disk = shutil.disk_usage(folder)
-    files = sorted(_files(folder), key=lambda path: path.stat().st_mtime)
-    most = int(MOST_SHARE * disk.total)
-    kept = sum(path.stat().st_size for path in files)
-    free = disk.free
-    for path in files:
-        if kept + n_bytes <= most and free - n_bytes >= FREE_SHARE * disk.total:
-            break
-        size = path.stat().st_size
-        path.unlink(missing_ok=True)
-        kept, free = kept - size, free + size
-    return free - n_bytes >= FREE_SHARE * disk.total
+    # What is too much of the share for all files, and what the disk has too little of.
+    excess = kept_bytes(folder) + n_bytes - int(MOST_SHARE * disk.total)
+    excess = max(excess, n_bytes + int(FREE_SHARE * disk.total) - disk.free)
+    for path in sorted(_files(folder), key=lambda path: path.stat().st_mtime):
+        if excess > 0:
+            excess -= path.stat().st_size
+            path.unlink(missing_ok=True)
+    return excess <= 0

@@ -1,36 +1,163 @@
-"""A trial of the kernels on a model, which runs in a child process:
-`python -m specgen.llama.kernels.trial KERNELS LIBRARY FILE STEPS`.
+"""The child process that tests the kernels: `python -m specgen.llama.kernels.trial LIBRARY`, or a trial on a model:
+`... LIBRARY KERNELS SIZE FILE STEPS`.
 
-It attaches the library, loads the file with the kernels `on` or `off`, and decodes batches of every kind; `without`
-attaches nothing. The file STEPS gets a line before each step. The result is one line of JSON. If the process ends
-without it, the exit code or signal is the result.
+The self-test attaches the library and compares a few operators of every kind with GGML's own: matrix products of
+every type of weights that the kernels take, a product with the matrices of experts, and attentions. A row must also
+be bit-identical alone and in a batch.
 
-Most trials load a skeleton of the model, a file of the same make that loads quickly. It has the metadata of its
-model, and tensors of the same names, types and shapes, but fewer layers, fewer tokens without a text, and zeros for
-weights: holes of a sparse file, which take no room on a disk.
+A trial loads the file with the kernels `on` or `off`, and decodes batches of every kind. The file STEPS gets a line
+before each step. SIZE is `whole`, or `skeleton`: a file of the same make that loads quickly. It has the metadata of
+its model, and tensors of the same names, types and shapes, but fewer layers, fewer tokens without a text, and zeros
+for weights: holes of a sparse file, which take no room on a disk.
+
+The result is one line of JSON. If the process ends without it, the exit code or signal is the result.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from specgen.errors import BackendError, SpecgenError
+from specgen.llama import operators
 from specgen.llama.context import LlamaBackend
 from specgen.llama.gguf_metadata import GgufMetadata, GgufTensor, parts_of
-from specgen.llama.kernels.attached import attach
+from specgen.llama.kernels.admission import Verdict
+from specgen.llama.kernels.attached import Kernels, attach
 from specgen.llama.library import ggml, new_tensor, no_data
 from specgen.llama.model import LlamaModel
+from specgen.llama.operators import SPECGEN_BUFFER, FloatArray, Matrix
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
+
+# --- the self-test --------------------------------------------------------------------------------
+
+#: The types of weights that the kernels multiply.
+TYPES = (
+    *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
+    *("iq4_nl", "iq4_xs", "mxfp4", "f16", "bf16", "f32"),
+)
+#: The largest allowed deviation: the root mean square of the differences divided by that of the values.
+#: Both sides round activations to 8 bits in different ways, which causes 0.01.
+TOLERANCE = 0.02
+
+#: The sizes of the products. A row has several superblocks of 256 columns. The rows make several groups
+#: of any width. The numbers of tokens do not fill the tiles of the kernels; the larger one is enough
+#: for AMX.
+_N_COLUMNS, _N_ROWS, _N_TOKENS, _N_TOKENS_OF_LARGE = 768, 96, 11, 43
+_N_EXPERTS, _N_USED = 4, 2
+#: (key and value type, size of keys and values).
+_ATTENTIONS = (("f16", 64), ("f16", 128), ("q8_0", 64))
+_N_HEADS, _N_KV_HEADS, _N_CELLS = 8, 2, 160
+
+
+class FailedTestError(Exception):
+    """The kernels computed something wrong; the message names it."""
+
+
+def self_test(library: Path) -> Verdict:
+    """Attach a library and test it."""
+    try:
+        kernels = attach(library)
+    except BackendError as error:
+        return Verdict("refused", error.message, hint=error.hint or "")
+    try:
+        for type_name in TYPES:
+            _test_product(kernels, type_name)
+        _test_product(kernels, "q4_k", with_experts=True)
+        n_attentions = sum(_test_attention(kernels, *attention) for attention in _ATTENTIONS)
+    except (BackendError, FailedTestError) as error:
+        return Verdict("failed", str(error))
+    tested = f"products of {len(TYPES)} types of weights"
+    if n_attentions:
+        tested += f" and {n_attentions} attentions"
+    message = f"{tested} agree with llama.cpp's, and rows are the same alone and in a batch"
+    return Verdict("passed", message, kernels.instructions)
+
+
+def _test_product(kernels: Kernels, type_name: str, *, with_experts: bool = False) -> None:
+    rng = np.random.default_rng(0)
+    shape = (_N_EXPERTS, _N_ROWS, _N_COLUMNS) if with_experts else (_N_ROWS, _N_COLUMNS)
+    weights = operators.quantize(rng.standard_normal(shape, dtype=np.float32), type_name)
+    tokens = rng.standard_normal((_N_TOKENS_OF_LARGE, _N_COLUMNS), dtype=np.float32)
+    experts = None
+    if with_experts:
+        tokens = tokens[:, None]
+        shuffled = np.argsort(rng.random((len(tokens), _N_EXPERTS)), axis=1)
+        experts = shuffled[:, :_N_USED].astype(np.int32)
+    what = "products with experts" if with_experts else f"products of {type_name}"
+
+    def product(matrix: Matrix, rows: slice, n_threads: int) -> FloatArray:
+        chosen = None if experts is None else experts[rows]
+        return operators.multiply(matrix, tokens[rows], chosen, n_threads=n_threads)
+
+    with Matrix(weights) as plain, Matrix(weights, SPECGEN_BUFFER) as packed:
+        kernels.enable(products=True, attention=False)
+        expected = product(plain, slice(None), 1)
+        kernels.enable(products=True, attention=True)
+        if not with_experts:
+            _compare(f"{what}, not packed", partial(product, plain), expected)
+            n_before = kernels.counts().n_products
+            product(packed, slice(0, 1), 1)
+            if kernels.counts().n_products == n_before:
+                raise FailedTestError(f"{what}: the kernels did not compute them")
+        _compare(what, partial(product, packed), expected)
+
+
+def _test_attention(kernels: Kernels, cache_type: str, size: int) -> bool:
+    """Test an attention; return whether the kernels computed it and not llama.cpp."""
+    rng = np.random.default_rng(2)
+    queries = rng.standard_normal((1, _N_TOKENS, _N_HEADS, size), dtype=np.float32)
+    shape = (1, _N_CELLS, _N_KV_HEADS, size)
+    keys, values = (rng.standard_normal(shape, dtype=np.float32) for _ in range(2))
+    # The last rows of a text: a row sees all cells before it, and its own.
+    seen = np.arange(_N_TOKENS)[:, None] + _N_CELLS - _N_TOKENS
+    mask = np.where(np.arange(_N_CELLS) > seen, -np.inf, 0).astype(np.float16)[None, None]
+
+    def attend(rows: slice, n_threads: int) -> FloatArray:
+        inputs = queries[:, rows], keys, values, mask[:, :, rows]
+        computed = operators.attend(*inputs, cache_type=cache_type, n_threads=n_threads)
+        return computed.reshape(-1, _N_HEADS, size)
+
+    kernels.enable(products=True, attention=False)
+    expected = attend(slice(None), 1)
+    kernels.enable(products=True, attention=True)
+    n_before = kernels.counts().n_attentions
+    attend(slice(0, 1), 1)
+    if kernels.counts().n_attentions == n_before:
+        return False
+    _compare(f"attention over {cache_type}", attend, expected)
+    return True
+
+
+def _compare(what: str, compute: Callable[[slice, int], FloatArray], expected: FloatArray) -> None:
+    """Raise `FailedTestError` if all rows together differ from GGML's by `TOLERANCE` or more, or if a row differs in a
+    smaller batch. `compute` gets the rows and the number of threads."""
+    computed = compute(slice(None), 2)
+    if not np.isfinite(computed).all():
+        raise FailedTestError(f"{what} are not all numbers")
+    difference = computed.astype(np.float64) - expected
+    error = np.sqrt(np.square(difference).mean() / np.square(expected).mean())
+    if error >= TOLERANCE:
+        raise FailedTestError(f"{what} differ from llama.cpp's by {error:.1%}")
+    for n_rows, row in itertools.product((1, _N_TOKENS), range(0, len(computed), 5)):
+        if computed[row].tobytes() != compute(slice(row, row + n_rows), 1)[0].tobytes():
+            raise FailedTestError(f"{what}: row {row} of a batch is not what it is alone")
+
+
+# --- trials of models -----------------------------------------------------------------------------
 
 _USUAL = ContextOptions(n_threads=2)
 #: The contexts and the numbers of their sequences: the usual one, one whose cache the kernels read in another way,
@@ -43,7 +170,7 @@ _CONTEXTS = (
 )
 _N_CTX = 128
 #: The rows of the batches, for each sequence. The larger number is enough for AMX.
-_N_ROWS = (26, 1)
+_BATCH_ROWS = (26, 1)
 
 
 class _AnyModel(LlamaModel):
@@ -67,13 +194,13 @@ def _try_context(
     model: LlamaModel, options: ContextOptions, n_sequences: int, clock: Callable[[], float]
 ) -> Iterator[str]:
     yield "making a context"
-    n_outputs = max(_N_ROWS) * n_sequences
+    n_outputs = max(_BATCH_ROWS) * n_sequences
     backend = LlamaBackend(
         model, options, n_ctx=_N_CTX, clock=clock, n_sequences=n_sequences, n_outputs=n_outputs
     )
     with contextlib.closing(backend):
         position = 0
-        for n_rows in _N_ROWS:
+        for n_rows in _BATCH_ROWS:
             batch = Batch()
             for sequence in range(n_sequences):
                 for place in range(position, position + n_rows):
@@ -89,66 +216,24 @@ def _try_context(
 #: may attend to different cells; such patterns repeat after at most 8 layers.
 _N_LAYERS, _MOST_BYTES = 8, 2**27
 #: It has no more tokens than this.
-_N_TOKENS = 4096
+_MOST_TOKENS = 4096
 #: The metadata that is kept besides that of the architecture.
 _KEPT = ("general.architecture", "general.alignment")
-_TOKENS = "tokenizer.ggml.tokens"
 #: More than the alignment of tensors.
 _PADDING = 4096
 _OF_A_LAYER = re.compile(r"blk\.(\d+)\.(.*)")
 
 
-def skeleton_of(file: Path) -> Skeleton | None:
-    """Return the skeleton of a model file; None if it cannot be made. All parts of a split file are read."""
+def write_skeleton(file: Path, output: Path) -> None:
+    """Write the skeleton of a model, of which all parts are read. Raise `BackendError`, `OSError`."""
     with ExitStack() as resources:
-        try:
-            parts = [GgufMetadata(resources, part) for part in parts_of(file)]
-            return _skeleton(parts[0], [tensor for part in parts for tensor in part.tensors()])
-        except BackendError:
-            return None
-
-
-@dataclass(frozen=True, slots=True)
-class Skeleton:
-    """The skeleton of a model."""
-
-    #: The file without its weights. Equal for models that differ in their weights and vocabularies only.
-    metadata: bytes
-    #: The size of the weights.
-    n_bytes: int
-    n_layers: int
-
-    def write(self, file: Path) -> None:
-        with file.open("wb") as stream:
-            stream.write(self.metadata)
-            stream.truncate(len(self.metadata) + self.n_bytes)
-
-
-def _place(tensor: GgufTensor) -> tuple[int | None, str]:
-    found = _OF_A_LAYER.fullmatch(tensor.name)
-    return (int(found[1]), found[2]) if found else (None, tensor.name)
-
-
-def _skeleton(about: GgufMetadata, tensors: Sequence[GgufTensor]) -> Skeleton | None:
-    architecture = about.text("general.architecture")
-    n_layers = about.number(f"{architecture}.block_count")
-    n_last = about.number(f"{architecture}.nextn_predict_layers")
-    kept = _kept_layers(tensors, n_layers, n_last)
-    n_tokens = about.length(_TOKENS) or 0
-    for key in about.names():
-        if key not in _KEPT and not key.startswith(f"{architecture}."):
-            about.remove(key)
-        elif about.length(key) == n_layers and len(kept) < n_layers:
-            about.cut(key, kept)
-    about.set_number(f"{architecture}.block_count", len(kept))
-    about.set_text("tokenizer.ggml.model", "no_vocab")
-    if n_tokens:
-        about.set_number(f"{architecture}.vocab_size", min(n_tokens, _N_TOKENS))
-
-    with ExitStack() as resources:
+        parts = [GgufMetadata(resources, part) for part in parts_of(file)]
         made = GgufMetadata(resources, None)
+        ggml("gguf_set_kv", None, *2 * (ctypes.c_void_p,))(made.handle, parts[0].handle)
+        tensors = [tensor for part in parts for tensor in part.tensors()]
+        n_tokens = made.length("tokenizer.ggml.tokens") or 0
+        kept = _cut_metadata(made, tensors, n_tokens)
         shorter = resources.enter_context(no_data())
-        ggml("gguf_set_kv", None, *2 * (ctypes.c_void_p,))(made.handle, about.handle)
         n_bytes_of = ggml("ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)
         add = ggml("gguf_add_tensor", None, *2 * (ctypes.c_void_p,))
         rename = ggml("ggml_set_name", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
@@ -160,8 +245,8 @@ def _skeleton(about: GgufMetadata, tensors: Sequence[GgufTensor]) -> Skeleton | 
                 if layer not in kept:
                     continue
                 name = f"blk.{kept.index(layer)}.{name}"
-            elif n_tokens > _N_TOKENS and n_tokens in tensor.shape:
-                shape = [_N_TOKENS if size == n_tokens else size for size in tensor.shape]
+            elif n_tokens > _MOST_TOKENS and n_tokens in tensor.shape:
+                shape = [_MOST_TOKENS if size == n_tokens else size for size in tensor.shape]
                 handle = new_tensor(shorter, tensor.type, shape[::-1])
             rename(handle, name.encode())
             add(made.handle, handle)
@@ -169,7 +254,31 @@ def _skeleton(about: GgufMetadata, tensors: Sequence[GgufTensor]) -> Skeleton | 
         size = ggml("gguf_get_meta_size", ctypes.c_size_t, ctypes.c_void_p)(made.handle)
         metadata = ctypes.create_string_buffer(size)
         ggml("gguf_get_meta_data", None, *2 * (ctypes.c_void_p,))(made.handle, metadata)
-        return Skeleton(metadata.raw, n_bytes, len(kept))
+    with output.open("wb") as stream:
+        stream.write(metadata.raw)
+        stream.truncate(size + n_bytes)
+
+
+def _cut_metadata(made: GgufMetadata, tensors: Sequence[GgufTensor], n_tokens: int) -> list[int]:
+    """Cut the metadata to those of a skeleton; return the layers that it has."""
+    architecture = made.text("general.architecture")
+    n_layers = made.number(f"{architecture}.block_count")
+    kept = _kept_layers(tensors, n_layers, made.number(f"{architecture}.nextn_predict_layers"))
+    for key in made.names():
+        if key not in _KEPT and not key.startswith(f"{architecture}."):
+            made.remove(key)
+        elif made.length(key) == n_layers and len(kept) < n_layers:
+            made.cut(key, kept)
+    made.set_number(f"{architecture}.block_count", len(kept))
+    made.set_text("tokenizer.ggml.model", "no_vocab")
+    if n_tokens:
+        made.set_number(f"{architecture}.vocab_size", min(n_tokens, _MOST_TOKENS))
+    return kept
+
+
+def _place(tensor: GgufTensor) -> tuple[int | None, str]:
+    found = _OF_A_LAYER.fullmatch(tensor.name)
+    return (int(found[1]), found[2]) if found else (None, tensor.name)
 
 
 def _kept_layers(tensors: Sequence[GgufTensor], n_layers: int, n_last: int) -> list[int]:
@@ -194,24 +303,28 @@ def _kept_layers(tensors: Sequence[GgufTensor], n_layers: int, n_last: int) -> l
 # --- the child process ----------------------------------------------------------------------------
 
 
-def main(kernels: str, library: str, file: str, steps: str) -> None:
-    """Try the kernels on a model, and print the result."""
-    with contextlib.suppress(
-        ImportError, OSError, ValueError
-    ):  # the system need not write a core dump
+def main(library: str, *trial: str) -> None:
+    """Test the kernels, or try them on a model, and print the result."""
+    if not trial:
+        sys.stdout.write(json.dumps(asdict(self_test(Path(library)))) + "\n")
+        return
+    kernels, size, name, steps = trial
+    with contextlib.suppress(ImportError, OSError, ValueError):  # no core dumps
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     problem = ""
     try:
-        if kernels != "without":
-            is_on = kernels == "on"
-            attach(Path(library)).enable(products=is_on, attention=is_on)
+        is_on, file = kernels == "on", Path(name)
+        attach(Path(library)).enable(products=is_on, attention=is_on)
+        if size == "skeleton":
+            file = Path(steps).with_name("skeleton.gguf")
+            write_skeleton(Path(name), file)
         with Path(steps).open("w", encoding="utf-8") as log:
-            for step in try_kernels(Path(file), time.perf_counter):
+            for step in try_kernels(file, time.perf_counter):
                 print(step, file=log, flush=True)
-    except SpecgenError as error:
-        problem = error.message
+    except (SpecgenError, OSError) as error:
+        problem = str(error)
     sys.stdout.write(json.dumps({"problem": problem}) + "\n")
 
 

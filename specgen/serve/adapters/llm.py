@@ -21,58 +21,45 @@ from llm.parts import ReasoningPart, TextPart
 from pydantic import Field
 
 import specgen
-from specgen.models import fetch, load_registry, locate, stderr_progress
-from specgen.options import SamplerOptions
+from specgen.models.download import fetch, stderr_progress
+from specgen.models.hub import locate
+from specgen.models.registry import load_registry
+from specgen.options import GenerationOptions, SamplerOptions
+from specgen.sampler_options import LARGEST_FACTOR
 
-#: Logits are float32: factors near its largest number (3e38) would make infinities.
-_LARGEST = 1e30
-_SAMPLING: dict[str, type] = {
-    **dict.fromkeys(["temperature", "top_p", "min_p"], float),
-    **dict.fromkeys(["repeat_penalty", "presence_penalty", "frequency_penalty"], float),
-    **dict.fromkeys(["top_k", "seed"], int),
+#: The options of samplers and of an answer's end.
+_SAMPLING = ["temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty"]
+_SAMPLING += ["presence_penalty", "frequency_penalty"]
+_ENDS = ["max_tokens", "stop", "grammar"]
+#: The options that are texts.
+_TEXTS = {
+    "target": "A GGUF file, or a name from `specgen models list`, to answer instead",
+    "draft": "What drafts: a GGUF file, a name, ngram or none; it changes no answer",
+    "stop": "A text before which the answer ends",
+    "grammar": "A grammar (GBNF) that the answer follows",
 }
 
 
-def _sampling_fields() -> Iterator[tuple[str, Any]]:
-    """Yield the fields of the sampling options for pydantic, with the limits of the command line."""
-    for field in dataclasses.fields(SamplerOptions):
-        if (kind := _SAMPLING.get(field.name)) is not None:
-            known = field.metadata
-            most = known.get("max", _LARGEST if kind is float else 2**31 - 1)
-            limits = {"ge": known.get("min", -_LARGEST), "le": most}
+def _fields() -> Iterator[tuple[str, Any]]:
+    """Yield the options for pydantic; numbers have the help and the limits of the command line."""
+    numbers = [*dataclasses.fields(SamplerOptions), *dataclasses.fields(GenerationOptions)]
+    for field in numbers:
+        if field.name in (*_SAMPLING, "max_tokens"):
+            known, kind = field.metadata, type(field.default)
+            most = known.get("max", LARGEST_FACTOR if kind is float else 2**31 - 1)
+            limits = {"ge": known.get("min", -LARGEST_FACTOR), "le": most}
             yield field.name, (kind | None, Field(None, description=known["help"], **limits))
+    for name, text in _TEXTS.items():
+        kinds = str | list[str] | None if name == "stop" else str | None
+        yield name, (kinds, Field(None, description=text))
+    room = Field(
+        None, ge=1, le=2**31 - 1, description="The room for a prompt and its answer, in tokens"
+    )
+    yield "n_ctx", (int | None, room)
 
 
-_Sampling: Any = pydantic.create_model(
-    "_Sampling", __base__=llm.Options, **dict(_sampling_fields())
-)
-
-
-class AnswerOptions(_Sampling):  # type: ignore[misc]
-    """The options of every model; the defaults are those of `specgen run`."""
-
-    target: str | None = Field(
-        None, description="A GGUF file, or a name from `specgen models list`, to answer instead"
-    )
-    draft: str | None = Field(
-        None,
-        description="What drafts: a GGUF file, a name, ngram or none. It changes how long an answer "
-        "takes, not what it says",
-    )
-    max_tokens: int | None = Field(
-        None, ge=-1, le=2**31 - 1, description="The most tokens of the answer; -1 is no limit"
-    )
-    stop: str | list[str] | None = Field(
-        None, description="A text that ends the answer, and is no part of it"
-    )
-    grammar: str | None = Field(None, description="A grammar (GBNF) that the answer follows")
-    n_ctx: int | None = Field(
-        None,
-        ge=1,
-        le=2**31 - 1,
-        description="The room for a prompt and its answer, in tokens; by default 4096, or what the "
-        "model was trained with if that is less",
-    )
+#: The options of every model; the defaults are those of `specgen run`.
+AnswerOptions: Any = pydantic.create_model("AnswerOptions", __base__=llm.Options, **dict(_fields()))
 
 
 class AnswerError(llm.ModelError, click.ClickException):
@@ -98,10 +85,9 @@ class Specgen(llm.Model):
         response: llm.Response,
         conversation: llm.Conversation | None,
     ) -> Iterator[str]:
-        """Yield the text of the answer as it is generated, and load the model if need be. Raise
-        `AnswerError`."""
-        options: Any = prompt.options
-        target, draft = options.target or self._target, options.draft
+        """Yield the text of the answer as it is generated. Raise `AnswerError`."""
+        given = prompt.options.model_dump(exclude_none=True)
+        target, draft = given.get("target", self._target), given.get("draft")
         try:
             if target is None:
                 registry = load_registry()
@@ -109,7 +95,8 @@ class Specgen(llm.Model):
                 target, draft = pair.target, draft or pair.draft
             elif target == self._target:
                 draft = draft or self._draft
-            yield from _answer(loaded_models.get(target, draft, options.n_ctx), prompt, response)
+            model = _loaded(target, draft, given.get("n_ctx"))
+            yield from _answer(model, prompt, given, response)
         except specgen.SpecgenError as error:
             hint = f" ({error.hint})" if error.hint else ""
             raise AnswerError(f"{error.message}{hint}") from error
@@ -138,69 +125,47 @@ def tell_once(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-class _LoadedModels:
-    """The models that were used. They stay loaded until the process ends; what they learnt is saved then."""
-
-    def __init__(self) -> None:
-        self.models: dict[tuple[str, str | None, int | None], specgen.Model] = {}
-        self._lock = threading.Lock()
-        atexit.register(self.close)
-
-    def get(self, target: str, draft: str | None, n_ctx: int | None) -> specgen.Model:
-        """Return a model; fetch and load it if need be. Raise what `specgen.load` raises."""
-        key = (target, draft, n_ctx)
-        with self._lock:
-            if key not in self.models:
-                named = load_registry().models
-                for name in (target, draft):
-                    if name is not None and name in named:
-                        fetch(named[name], progress=stderr_progress())
-                self.models[key] = specgen.load(target, draft, n_ctx=n_ctx)
-            return self.models[key]
-
-    def close(self) -> None:
-        """Free all models. They are loaded again if they are used again."""
-        with self._lock:
-            while self.models:
-                self.models.popitem()[1].close()
+#: The models that were used stay loaded until the process ends; what they learnt is saved then.
+loaded_models: dict[tuple[str, str | None, int | None], specgen.Model] = {}
+_loading = threading.Lock()
 
 
-loaded_models = _LoadedModels()
+def _loaded(target: str, draft: str | None, n_ctx: int | None) -> specgen.Model:
+    """Return a model; fetch and load it if need be. Raise what `specgen.load` raises."""
+    key, named = (target, draft, n_ctx), load_registry().models
+    with _loading:
+        if key not in loaded_models:
+            for name in (target, draft):
+                if name is not None and name in named:
+                    fetch(named[name], progress=stderr_progress())
+            loaded_models[key] = specgen.load(target, draft, n_ctx=n_ctx)
+            atexit.register(loaded_models[key].close)
+        return loaded_models[key]
 
 
-def _answer(model: specgen.Model, prompt: llm.Prompt, response: llm.Response) -> Iterator[str]:
+def _answer(
+    model: specgen.Model, prompt: llm.Prompt, given: dict[str, Any], response: llm.Response
+) -> Iterator[str]:
     """Yield the text of an answer. Its other figures go to the response."""
-    answer = model.submit(_asked(prompt), **_answer_options(prompt))
+    options: dict[str, Any] = {name: given[name] for name in _ENDS if name in given}
+    sampling = {name: given[name] for name in _SAMPLING if name in given}
+    options["sampling"] = SamplerOptions(**sampling)
+    if isinstance(given.get("stop"), str):
+        options["stop"] = [given["stop"]]
+    if prompt.schema is not None:
+        options["json_schema"] = prompt.schema
+    answer = model.submit(_asked(prompt), **cast("specgen.AnswerOptions", options))
     with contextlib.closing(model.engine.stream(answer)) as events:
         for event in events:
             if isinstance(event, specgen.CommittedEvent) and event.text:
                 yield event.text
     finished = answer.finished
     assert finished is not None, "a stream that ends has an answer that is finished"
+    details = {"n_cached": finished.n_cached_tokens, "draft": model.draft}
+    details |= {"n_drafted": finished.n_drafted, "n_accepted": finished.n_accepted}
     response.set_resolved_model(model.target)
-    response.set_usage(
-        input=finished.n_prompt_tokens,
-        output=finished.n_tokens,
-        details={
-            "n_cached": finished.n_cached_tokens,
-            "draft": model.draft,
-            "n_drafted": finished.n_drafted,
-            "n_accepted": finished.n_accepted,
-        },
-    )
+    response.set_usage(input=finished.n_prompt_tokens, output=finished.n_tokens, details=details)
     response.response_json = {"finish_reason": finished.finish_reason, "seed": answer.seed}
-
-
-def _answer_options(prompt: llm.Prompt) -> specgen.AnswerOptions:
-    given = prompt.options.model_dump(exclude_none=True)
-    sampling = {name: value for name, value in given.items() if name in _SAMPLING}
-    options: dict[str, Any] = {"sampling": SamplerOptions(**sampling)}
-    options |= {name: given[name] for name in ("max_tokens", "stop", "grammar") if name in given}
-    if isinstance(options.get("stop"), str):
-        options["stop"] = [options["stop"]]
-    if prompt.schema is not None:
-        options["json_schema"] = prompt.schema
-    return cast("specgen.AnswerOptions", options)
 
 
 def _asked(prompt: llm.Prompt) -> str | list[specgen.Message]:
@@ -212,7 +177,7 @@ def _asked(prompt: llm.Prompt) -> str | list[specgen.Message]:
         texts = [part.text for part in parts if isinstance(part, TextPart)]
         if message.role not in ("system", "user", "assistant") or len(texts) < len(parts):
             raise specgen.PromptError(
-                f"a message of the role {message.role} has something that is not supported: only text is"
+                f"a message of the role {message.role}: only text is supported"
             )
         messages.append(specgen.Message(message.role, "".join(texts)))  # type: ignore[arg-type]
     if not messages:

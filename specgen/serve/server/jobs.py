@@ -17,7 +17,7 @@ from specgen.errors import BackendError, SpecgenError, WorkerLostError
 from specgen.events import Event, PromptEvent
 from specgen.llama.embeddings import Embedder
 from specgen.llama.model import LlamaModel
-from specgen.serve.server.http import RequestError
+from specgen.serve.formats.answers import RequestError
 from specgen.serve.server.metrics import Metrics
 from specgen.session.engine import Engine
 from specgen.session.request import Request
@@ -78,9 +78,8 @@ class Job:
     def n_open(self) -> int:
         return len(self._open)
 
-    def pass_on(self) -> list[JobEvent]:
-        """Send the request the new events of its answers, and return them. Called by the thread that steps
-        the engine, which does not wait for the request: it may be slow, or gone."""
+    def take(self) -> list[JobEvent]:
+        """Return the new events of the answers. Called by the thread that steps the engine."""
         news: list[JobEvent] = []
         for number, answer in list(self._open.items()):
             is_done = answer.is_done  # read before the events, so that none is missed
@@ -90,9 +89,12 @@ class Job:
                 news.append((number, answer.failure))
             if is_done:
                 del self._open[number]
+        return news
+
+    def send(self, news: Sequence[JobEvent]) -> None:
+        """Give the request events, which may be slow, or gone: nobody waits for it."""
         if news:
             self._send(news if self._open else [*news, None])
-        return news
 
     def fail(self, error: SpecgenError) -> None:
         self._send([(0, error), None])
@@ -248,8 +250,7 @@ class ServedModel:
     def _step(self) -> None:
         """Step the engine once. An error ends the answers of the round, not the server."""
         engine = self.engine
-        n_begun, plain_s = engine.n_begun, engine.plain_round_s()
-        is_reading = engine.is_reading
+        plain_token_s = engine.plain_token_s()
         started = time.perf_counter()
         try:
             events = engine.step()
@@ -263,24 +264,24 @@ class ServedModel:
             return
         seconds = time.perf_counter() - started
         self._metrics.count_events(events)
-        is_reading = is_reading or any(isinstance(event, PromptEvent) for event in events)
-        if plain_s is not None and not is_reading:
-            self._metrics.count_round(events, n_begun, seconds, plain_s)
+        has_begun = any(isinstance(event, PromptEvent) for event in events)
+        if plain_token_s is not None and not has_begun:
+            self._metrics.count_round(events, seconds, plain_token_s)
 
     def _pass_on(self, jobs: Sequence[Job]) -> None:
+        """Give requests their news. Answers count as done before: a client that has the last one may ask again."""
         now = time.monotonic()
         for job in jobs:
-            n_open = job.n_open
-            self._metrics.count_times(job.pass_on(), now - job.submitted_s)
-            n_done = n_open - job.n_open
-            if not n_done:
-                continue
-            self._answer_s.extend([now - job.submitted_s] * n_done)
-            with self._changed:
-                self.n_open -= n_done
-                if not job.n_open:
-                    self._jobs.remove(job)
-                self._metrics.show_load(self.n_open, self.n_parallel)
+            n_open, news = job.n_open, job.take()
+            self._metrics.count_times(news, now - job.submitted_s)
+            if n_done := n_open - job.n_open:
+                self._answer_s.extend([now - job.submitted_s] * n_done)
+                with self._changed:
+                    self.n_open -= n_done
+                    if not job.n_open:
+                        self._jobs.remove(job)
+                    self._metrics.show_load(self.n_open, self.n_parallel)
+            job.send(news)
 
 
 # --- embeddings -----------------------------------------------------------------------------------

@@ -15,10 +15,9 @@ Two models have special tokens for the other files of a repository:
     <|repo_name|>name\n <|file_sep|>path\ntext ... <|file_sep|>path\n <PRE> prefix ...    Qwen2.5-Coder
     <repo_name>name <file_sep>path\ntext ... <file_sep> <PRE> path\nprefix ...            StarCoder2
 
-For the other models, the prefix starts with the texts of the other files, without their names and without
-comments around them. llama.cpp's server (`format_prompt_infill`) does the same for Qwen2.5-Coder. It
-supports neither Codestral's order nor StarCoder2's files, and it puts texts of other files before the first
-mark.
+For the other models, the prefix starts with the texts of the other files, without their names. llama.cpp's
+server (`format_prompt_infill`) supports neither Codestral's order nor StarCoder2's files, and it puts texts of
+other files before the first mark.
 """
 
 from __future__ import annotations
@@ -100,7 +99,6 @@ class InfillTokens:
 
     @property
     def knows_files(self) -> bool:
-        """Whether the vocabulary has tokens for the files of a repository."""
         return min(self.repository, self.separator) >= 0
 
 
@@ -147,38 +145,35 @@ class _Writer:
 
     def write(self, gap: Gap) -> tuple[list[int], list[str]]:
         """Return the tokens of a prompt, and descriptions of the texts that did not fit."""
-        return (gap.context and self._with_files(gap)) or self._alone(gap)
-
-    def _with_files(self, gap: Gap) -> tuple[list[int], list[str]] | None:
-        """Write other files before the gap; None if there is no room for any of them."""
         head, heading, begin = self._headings(gap)
         n_headings = len(head) + len(heading) + len(begin)
-        n_left = self._n_room - n_headings
-        if n_left <= n_headings:
-            return None
-        prefix, suffix, left_out = around_gap(
-            self._inside(gap.prefix), self._inside(gap.suffix), n_left
-        )
-        n_left -= len(prefix) + len(suffix)
-        files: list[int] = []
-        for number in range(len(gap.context), 0, -1):  # the last files are the nearest
-            written = self._file(gap.context[number - 1])
-            if len(written) > n_left:
-                left_out += [each.name for each in gap.context[:number]]
-                break
-            n_left -= len(written)
-            files = [*written, *files]
-        if not files:
-            return None
-        if not self._tokens.knows_files:
-            return self._parts([], [*files, *prefix], suffix), left_out
-        return self._parts([*head, *files, *heading], [*begin, *prefix], suffix), left_out
-
-    def _alone(self, gap: Gap) -> tuple[list[int], list[str]]:
+        n_left, inside = self._n_room - n_headings, self._inside
+        if gap.context and n_left > n_headings:
+            prefix, suffix, left_out = around_gap(inside(gap.prefix), inside(gap.suffix), n_left)
+            files, n_lost = self._files(gap.context, n_left - len(prefix) - len(suffix))
+            if files:
+                left_out += [file.name for file in gap.context[:n_lost]]
+                before, first = [*head, *files, *heading], [*begin, *prefix]
+                if not self._tokens.knows_files:
+                    before, first = [], [*files, *prefix]
+                return self._parts(before, first, suffix), left_out
         prefix = self._vocabulary.tokenize(gap.prefix, add_special=False, parse_special=False)
-        prefix, suffix, left_out = around_gap(prefix, self._inside(gap.suffix), self._n_room)
-        names = [file.name for file in gap.context]
-        return self._parts([], prefix, suffix), [*left_out, *names]
+        prefix, suffix, left_out = around_gap(prefix, inside(gap.suffix), self._n_room)
+        left_out += [file.name for file in gap.context]
+        return self._parts([], prefix, suffix), left_out
+
+    def _files(self, context: tuple[ContextFile, ...], n_room: int) -> tuple[list[int], int]:
+        """Return the last files, which are the nearest, as far as there is room, and how many others there are."""
+        files: list[int] = []
+        for n_lost in range(len(context), 0, -1):
+            file = context[n_lost - 1]
+            text = self._inside(file.text if self._tokens.knows_files else f"{file.text}\n\n")
+            if self._tokens.knows_files:
+                text = [self._tokens.separator, *self._inside(f"{file.name}\n"), *text]
+            if len(text) + len(files) > n_room:
+                return files, n_lost
+            files = [*text, *files]
+        return files, 0
 
     def _parts(self, before: list[int], prefix: list[int], suffix: list[int]) -> list[int]:
         tokens = self._tokens
@@ -200,12 +195,6 @@ class _Writer:
             return head, [tokens.separator], inside(f"{gap.name}\n")
         head = [tokens.repository, *inside(f"{gap.repository}\n")]
         return head, [tokens.separator, *inside(f"{gap.name}\n")], []
-
-    def _file(self, file: ContextFile) -> list[int]:
-        if not self._tokens.knows_files:
-            return self._inside(f"{file.text}\n\n")
-        name, text = self._inside(f"{file.name}\n"), self._inside(file.text)
-        return [self._tokens.separator, *name, *text]
 
 
 def around_gap(

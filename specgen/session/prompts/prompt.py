@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -10,31 +12,26 @@ from typing import Any, TypeAlias
 from specgen.errors import PromptError, PromptLengthError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
-from specgen.session.prompts.marks import control_names, tokenize_marked, unmarked
-from specgen.session.prompts.template import Message, render
+from specgen.session.prompts.template import Message, render, unmarked
 
 #: The tools that a model may call, in the form of OpenAI's API.
 _Tools: TypeAlias = Sequence[Mapping[str, Any]]
 #: The name of a second template, for conversations with tools, in some model files.
 _TOOL_TEMPLATE = "tool_use"
+#: What C's `isspace` takes for white space.
+_SPACE = r"[ \t\n\v\f\r]*"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """The text before an answer: `text` as the target sees it, and its `tokens`, at least one.
-    `draft_tokens` is the prompt of a draft model with another vocabulary. If it is None, the draft model
-    decodes the target's tokens without those at the positions `head`. The tokens `ends` end the answer,
-    besides those that end any answer of the target."""
+    `draft_tokens` is the prompt of a draft model with another vocabulary, in that model's own template. The
+    tokens `ends` end the answer, besides those that end any answer of the target."""
 
     text: str
     tokens: tuple[int, ...]
     draft_tokens: tuple[int, ...] | None = None
-    head: range = range(0)
     ends: frozenset[int] = frozenset()
-
-    def without_head(self) -> Prompt:
-        """Return the prompt without the tokens of the head."""
-        return Prompt(self.text, _without(self.tokens, self.head))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +84,15 @@ class Prompts:
         """Return the prompt of a conversation's next turn, in the models' own templates. `tools` and
         `variables` are those of `template.render`. Raise `UsageError` if the target has no template,
         `PromptError` if it does not accept the messages, and `PromptLengthError`."""
-        chat = _Conversation(
-            messages, now or datetime.datetime.now().astimezone(), tools, variables
-        )
+        now = now or datetime.datetime.now().astimezone()
+        chat = _Conversation(messages, now, tools, variables)
         found = chat.tokens(self.target, self.n_ctx)
         if found is None:
             raise UsageError(
                 f"a conversation needs a chat template, and {self.target.name} has none"
             )
-        prompt = _prompt(*found)
-        return replace(
-            prompt,
-            head=chat.head(self.target.vocabulary, prompt.text, prompt.tokens),
-            draft_tokens=None if self.own_draft is None else chat.draft_tokens(self.own_draft),
-        )
+        own = None if self.own_draft is None else chat.draft_tokens(self.own_draft)
+        return replace(_prompt(*found), draft_tokens=own)
 
     def of_tokens(self, tokens: Sequence[int]) -> Prompt:
         """Return a prompt of these tokens of the target. Raise `PromptError` if it lacks one of them."""
@@ -110,9 +102,18 @@ class Prompts:
                 raise PromptError(
                     f"there is no token {token}: {self.target.name} has {vocabulary.n_tokens} tokens"
                 )
-        return _prompt(
-            b"".join(map(vocabulary.token_bytes, tokens)).decode("utf-8", "replace"), tokens
-        )
+        return _prompt(self._text_of(tokens), tokens)
+
+    def followed_by(self, prompt: Prompt, answer: Sequence[int]) -> Prompt:
+        """Return a prompt with the beginning of an answer behind it, for both models."""
+        draft_tokens = prompt.draft_tokens
+        if draft_tokens is not None and self.own_draft is not None:
+            own = self.own_draft.vocabulary.tokenize_inside(self._text_of(answer))
+            draft_tokens = (*draft_tokens, *own)
+        return replace(prompt, tokens=(*prompt.tokens, *answer), draft_tokens=draft_tokens)
+
+    def _text_of(self, tokens: Sequence[int]) -> str:
+        return b"".join(map(self.target.vocabulary.token_bytes, tokens)).decode(errors="replace")
 
 
 def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
@@ -136,6 +137,34 @@ def tokenize(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool) -> 
     return vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
 
 
+def tokenize_marked(
+    vocabulary: LlamaVocabulary, marked_text: str, *, add_special: bool
+) -> list[int]:
+    """Return the tokens of a rendered conversation, whose contents are marked. Like llama.cpp, it cuts the text at
+    the names of control tokens, the longest first, and tokenizes what is between them, but only where nothing of
+    the name is marked. `add_special` adds the beginning-of-text token if the model wants one."""
+    marked_text = str.__str__(marked_text)  # a `MarkedText` would find names in contents too
+    controls = [
+        special
+        for special in vocabulary.named_tokens()
+        if special.is_control and special.name in marked_text
+    ]
+    names = [
+        f"{_SPACE * each.strips_before}({re.escape(each.name)}){_SPACE * each.strips_after}"
+        for each in controls
+    ]
+    around = vocabulary.tokenize("", add_special=add_special, parse_special=False)
+    tokens, start = around[: int(vocabulary.add_bos)], 0
+    for found in re.finditer("|".join([*names, r"\Z"]), marked_text):
+        piece = unmarked(marked_text[start : found.start()])
+        if piece:
+            tokens += vocabulary.tokenize(piece, add_special=False, parse_special=False)
+        if found.lastindex is not None:
+            tokens.append(controls[found.lastindex - 1].token)
+        start = found.end()
+    return tokens + around[int(vocabulary.add_bos) :]
+
+
 @dataclass(frozen=True, slots=True)
 class _Conversation:
     """A conversation whose next turn is the answer."""
@@ -153,12 +182,23 @@ class _Conversation:
         if template is None:
             return None
         vocabulary = model.vocabulary
-        text = self._text(vocabulary, template)
+        special = vocabulary.special_tokens()
+        write = functools.partial(
+            render,
+            template,
+            self.messages,
+            bos_token=vocabulary.control_text(special["bos"]),
+            eos_token=vocabulary.control_text(special["eos"]),
+            now=self.now,
+            tools=self.tools,
+            variables=self.variables,
+        )
+        text = write()
         _check_length(vocabulary, text, n_ctx)
         tokens = tokenize(vocabulary, text, parse_special=True)
-        names = control_names(vocabulary, tokens)
+        names = [vocabulary.token_text(each) for each in set(tokens) if vocabulary.is_control(each)]
         try:
-            marked_text = self._text(vocabulary, template, marks_contents=True)
+            marked_text = write(marks_contents=True)
         except PromptError:
             # Marks do not survive what this template does, and nothing else tells who wrote a name.
             contents = repr((self.messages, self.tools, self.variables))
@@ -168,61 +208,29 @@ class _Conversation:
         if all(text.count(name) == marked_text.count(name) for name in names):
             return text, tokens
         add_special = not _begins(vocabulary, marked_text)
-        return unmarked(marked_text), tokenize_marked(
-            vocabulary, marked_text, add_special=add_special
-        )
-
-    def head(self, vocabulary: LlamaVocabulary, text: str, tokens: Sequence[int]) -> range:
-        """Return the positions, among the tokens of the rendered `text`, of the turns that the template
-        itself adds before the first message, such as a default system message.
-
-        A draft model drafts nearly as well without them (docs/lab-notes.md). With tools there are
-        none, since templates may describe them there, and none before a system message, which is the user's.
-        The beginning-of-text token stays, since attention rests on it.
-        """
-        first = self.messages[0].content.strip()
-        if self.tools or self.messages[0].role == "system" or not first or first not in text:
-            return range(0)
-        head = tokenize(vocabulary, text[: text.index(first)], parse_special=True)
-        stop = max((n for n, token in enumerate(head, 1) if vocabulary.is_end(token)), default=0)
-        if not stop or head[:stop] != list(tokens[:stop]):
-            return range(0)
-        # White space between two turns belongs to neither.
-        while stop < len(head) and vocabulary.token_bytes(head[stop]).isspace():
-            stop += 1
-        return range(int(head[0] == vocabulary.special_tokens()["bos"]), stop)
+        tokens = tokenize_marked(vocabulary, marked_text, add_special=add_special)
+        return unmarked(marked_text), tokens
 
     def draft_tokens(self, model: LlamaModel) -> tuple[int, ...]:
-        """Return the conversation, without its `head`, for a draft model with another vocabulary.
+        """Return the conversation for a draft model with another vocabulary.
 
         If its template does not accept a system message, that message goes to the start of the first turn.
         A model without a template that works, a base model for example, gets the turns as paragraphs.
         """
-        for attempt in (self, replace(self, messages=_without_system(self.messages))):
+        attempts = [self]
+        system, *others = self.messages
+        if system.role == "system" and others:
+            first = replace(others[0], content=f"{system.content}\n\n{others[0].content}")
+            attempts.append(replace(self, messages=[first, *others[1:]]))
+        for attempt in attempts:
             try:
                 found = attempt.tokens(model)
             except PromptError:
                 continue
             if found is not None:
-                text, tokens = found
-                return _without(tokens, attempt.head(model.vocabulary, text, tokens))
+                return tuple(found[1])
         paragraphs = "".join(f"{message.content}\n\n" for message in self.messages)
         return tuple(tokenize(model.vocabulary, paragraphs, parse_special=False))
-
-    def _text(
-        self, vocabulary: LlamaVocabulary, template: str, *, marks_contents: bool = False
-    ) -> str:
-        special = vocabulary.special_tokens()
-        return render(
-            template,
-            self.messages,
-            bos_token=vocabulary.control_text(special["bos"]),
-            eos_token=vocabulary.control_text(special["eos"]),
-            now=self.now,
-            tools=self.tools,
-            variables=self.variables,
-            marks_contents=marks_contents,
-        )
 
 
 def _prompt(text: str, tokens: Sequence[int]) -> Prompt:
@@ -245,14 +253,3 @@ def _check_length(vocabulary: LlamaVocabulary, text: str, n_ctx: int | None) -> 
         raise PromptLengthError(
             f"the prompt has at least {n_least} tokens, but the context has {n_ctx}"
         )
-
-
-def _without(tokens: Sequence[int], head: range) -> tuple[int, ...]:
-    return (*tokens[: head.start], *tokens[head.stop :])
-
-
-def _without_system(messages: Sequence[Message]) -> list[Message]:
-    if messages[0].role != "system" or len(messages) == 1:
-        return list(messages)
-    system, first, *others = messages
-    return [replace(first, content=f"{system.content}\n\n{first.content}"), *others]

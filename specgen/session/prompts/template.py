@@ -8,9 +8,9 @@ import hashlib
 import json
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, SupportsIndex, TypeAlias
 
 import jinja2
 import jinja2.ext
@@ -20,7 +20,6 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specgen.errors import PromptError
-from specgen.session.prompts.marks import kept, marked
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
@@ -140,6 +139,131 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+# --- marks ------------------------------------------------------------------------------------
+
+# A name of a control token in a message stays plain text, whatever a template does with the message: it may cut
+# it, join it to text of its own and write it as JSON. So each character of a content carries a mark: code points
+# from U+0021 to U+07FF become lone surrogates, which no valid text contains. White space, `"` and the backslash
+# stay, since templates strip the one and JSON escapes the others. Every known control token has a character that
+# is marked.
+_MARKS = {
+    code: 0xD800 + code
+    for code in range(0x21, 0x800)
+    if not chr(code).isspace() and chr(code) not in '"\\'
+}
+_CHARACTERS = {mark: code for code, mark in _MARKS.items()}
+_MARKED = re.compile("[\ud800-\udfff]")
+
+
+def marked(value: Any) -> Any:
+    """Return a text, or a list or an object of JSON, with all of its texts marked, also the keys."""
+    if isinstance(value, str):
+        return MarkedText(value.translate(_MARKS))
+    if isinstance(value, Mapping):
+        return {marked(key): marked(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [marked(each) for each in value]
+    return value
+
+
+def unmarked(text: str) -> str:
+    """Return a text, of the same length, without marks."""
+    return text.translate(_CHARACTERS)
+
+
+def _kept(value: Any) -> Any:
+    """Return the result of an operation; texts that have marks become `MarkedText` again."""
+    if isinstance(value, list):
+        return [_kept(each) for each in value] if value and type(value[0]) is str else value
+    return MarkedText(value) if type(value) is str and _MARKED.search(value) else value
+
+
+def _plain(text: Any) -> Any:
+    if isinstance(text, str):
+        return unmarked(text)
+    return tuple(map(unmarked, text)) if isinstance(text, tuple) else text
+
+
+class MarkedText(str):
+    """A text with marks, which compares, splits and replaces like the text without marks, since templates
+    compare contents with texts of their own (``'</think>' in content``). Operations that only copy
+    characters are those of `str`. If a comparison misses a marked text, the template may take another
+    branch, but the marks stay."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return self
+
+    def __repr__(self) -> str:
+        return repr(unmarked(self)).translate(_MARKS)
+
+    def __getitem__(self, index: SupportsIndex | slice) -> str:
+        return MarkedText(super().__getitem__(index))
+
+    def __iter__(self) -> Iterator[str]:
+        return map(MarkedText, super().__iter__())
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
+        pieces = self.split(old, count) if old else list(self)
+        return MarkedText(str.join(new, pieces))
+
+    def strip(self, characters: str | None = None, /) -> str:
+        return self.rstrip(characters).lstrip(characters)
+
+
+def _like_plain(name: str) -> Callable[..., Any]:
+    method = getattr(str, name)
+    return lambda text, *arguments: method(unmarked(text), *map(_plain, arguments))
+
+
+def _recased(name: str) -> Callable[..., Any]:
+    method = getattr(str, name)
+    return lambda text: MarkedText(method(unmarked(text)).translate(_MARKS))
+
+
+def _end(name: str, side: Literal["first", "last"]) -> Callable[..., Any]:
+    """Return a method of which the result is the first or the last part of the text."""
+    method = _like_plain(name)
+
+    def call(text: str, *arguments: Any) -> str:
+        n = len(method(text, *arguments))
+        return text[:n] if side == "first" else text[len(text) - n :]
+
+    return call
+
+
+def _pieces(name: str) -> Callable[..., Any]:
+    """Return a method of which the results are pieces of the text, in their order."""
+    method = _like_plain(name)
+
+    def call(text: str, separator: str | None = None, *most: SupportsIndex) -> list[str]:
+        found, plain, start = [], unmarked(text), 0
+        n_between = len(separator) if separator is not None and name.endswith("split") else 0
+        for piece in method(text, separator, *most):
+            start = plain.index(piece, start)  # after white space
+            found.append(text[start : start + len(piece)])
+            start += len(piece) + n_between
+        return found
+
+    return call
+
+
+for _name in (
+    *("__hash__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__"),
+    *("startswith", "endswith", "find", "rfind", "index", "rindex", "count"),
+):
+    setattr(MarkedText, _name, _like_plain(_name))
+for _name in ("lower", "upper", "capitalize", "title"):
+    setattr(MarkedText, _name, _recased(_name))
+for _name in ("split", "rsplit", "partition", "rpartition"):
+    setattr(MarkedText, _name, _pieces(_name))
+for _name in ("rstrip", "removesuffix"):
+    setattr(MarkedText, _name, _end(_name, "first"))
+for _name in ("lstrip", "removeprefix"):
+    setattr(MarkedText, _name, _end(_name, "last"))
+
+
 # --- the sandbox ------------------------------------------------------------------------------
 
 
@@ -213,7 +337,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def concat(self, parts: Iterable[str]) -> str:
         """Return the output of a macro or a block as one text; compiled templates call this."""
-        return str(kept("".join(parts)))
+        return str(_kept("".join(parts)))
 
     def joined(self, parts: Sequence[Any]) -> str:
         """Return values as one text; compiled templates call this."""
@@ -235,7 +359,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             raise TemplateLimitError("it computes a number of very many digits")
         elif operator == "%" and isinstance(left, str):
             _check_growth("format", [left])
-        return kept(super().call_binop(context, operator, left, right))
+        return _kept(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
         """Check the size of the result if the function is a method of a text, and call it."""
@@ -243,7 +367,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         text = getattr(method, "__self__", None)
         if isinstance(text, str):
             _check_growth(method.__name__, [text, *arguments, *named.values()])
-        return kept(super().call(context, function, *arguments, **named))
+        return _kept(super().call(context, function, *arguments, **named))
 
     def rendered(self, code: types.CodeType, variables: dict[str, Any]) -> str:
         """Return the output of a template that `compile` has compiled. Raise whatever its expressions raise."""
@@ -263,7 +387,7 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)  # keeps Jinja's marks, which say what else to pass to the filter
     def call(*arguments: Any, **named: Any) -> Any:
         _check_growth(name, [*arguments, *named.values()])
-        return kept(function(*arguments, **named))
+        return _kept(function(*arguments, **named))
 
     return call
 
@@ -275,19 +399,77 @@ def _check_growth(name: str, values: Sequence[Any]) -> None:
     if name not in _GROWING or not sized:
         return
     subject, *others = sized
-    longest = max(map(len, others), default=0)
-    widest = max((value for value in values if isinstance(value, int)), default=0)
     items = next((value for value in sized if isinstance(value, (list, tuple))), None)
-    if name.startswith("format"):
-        if isinstance(subject, str) and _LARGE_WIDTH.search(subject):
-            raise TemplateLimitError("it formats values with large widths")
-    elif name == "join" and items is not None:
+    if name == "join" and items is not None:
         between = max(len(value) for value in (*sized, "") if isinstance(value, str))
         _check_size(sum(len(str(item)) + between for item in items))
-    else:
-        _check_size((len(subject) + 1) * max(1, longest, widest))
+    elif not name.startswith("format"):
+        widths = (value for value in values if isinstance(value, int))
+        _check_size((len(subject) + 1) * max([1, *map(len, others), *widths]))
+    elif isinstance(subject, str) and _LARGE_WIDTH.search(subject):
+        raise TemplateLimitError("it formats values with large widths")
 
 
 def _check_size(n: int) -> None:
     if n > _MOST_CHARACTERS:
         raise TemplateLimitError(f"it makes a text or a list of more than {_MOST_CHARACTERS}")
+
+
+# --- thinking blocks, which some models write between tags before their answer ------------------
+
+_BEGIN, _END = "<think>", "</think>"
+
+
+class ThoughtReader:
+    """Separates the thinking block at the beginning of an answer from the rest, in text that comes in pieces.
+    `is_open` says that the block is open, as some templates leave it (`is_begun`), `is_past` that it is over or there
+    is none: a tag further back is part of the answer."""
+
+    def __init__(self, *, is_begun: bool = False) -> None:
+        self.is_open, self.is_past = is_begun, False
+        self._held, self._is_space = "", True
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Return the new parts of the thinking block and of the answer; empty lines between the two belong to
+        neither. The beginning of a tag is held back."""
+        if self.is_past:
+            return "", self._answer(text)
+        text, self._held = self._held + text, ""
+        if not self.is_open:
+            begun = text.lstrip()
+            if len(begun) < len(_BEGIN) and _BEGIN.startswith(begun):
+                self._held = text
+                return "", ""
+            if not begun.startswith(_BEGIN):
+                self.is_past, self._is_space = True, False
+                return "", text
+            self.is_open, text = True, begun.removeprefix(_BEGIN)
+        thought, end, answer = text.partition(_END)
+        if end:
+            self.is_open, self.is_past = False, True
+            return thought, self._answer(answer)
+        n_held = next((n for n in range(len(_END) - 1, 0, -1) if text.endswith(_END[:n])), 0)
+        self._held = text[len(text) - n_held :]
+        return text[: len(text) - n_held], ""
+
+    def finish(self) -> tuple[str, str]:
+        """Return the text that was held back, in the form of `feed`."""
+        held, self._held = self._held, ""
+        return (held, "") if self.is_open else ("", held)
+
+    def _answer(self, text: str) -> str:
+        if self._is_space:
+            text = text.lstrip()
+            self._is_space = not text
+        return text
+
+
+def is_thinking(prompt: str) -> bool:
+    """Whether a template has opened a thinking block at the end of a prompt."""
+    return prompt.rstrip().endswith(_BEGIN)
+
+
+def thought_of(prompt: str, text: str) -> str:
+    """Return the thinking block at the beginning of an answer to a prompt; empty if there is none."""
+    reader = ThoughtReader(is_begun=is_thinking(prompt))
+    return (reader.feed(text)[0] + reader.finish()[0]).strip()

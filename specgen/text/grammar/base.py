@@ -12,14 +12,11 @@ holds an old state holds every state reached from it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from importlib import import_module
 from typing import Protocol
 
 import numpy as np
 
 from specgen.method import backend
-from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, TokenArray
 
 
@@ -53,46 +50,6 @@ class Vocabulary(backend.Vocabulary, Protocol):
     def tokenize_inside(self, text: str, *, parse_special: bool) -> list[int]: ...
 
 
-class State(ABC):
-    """A `GrammarState` over the tokens of a vocabulary, which finds its forced token once."""
-
-    __slots__ = ("_forced", "_n_tokens")
-
-    def __init__(self, n_tokens: int) -> None:
-        self._n_tokens = n_tokens
-        self._forced: int | None = -1  # not known yet
-
-    def allows(self, token_ids: TokenArray) -> BoolArray:
-        token_ids = np.asarray(token_ids, np.int64)
-        if not len(token_ids):
-            return np.zeros(0, np.bool_)
-        for token_id in (int(token_ids.min()), int(token_ids.max())):
-            if not 0 <= token_id < self._n_tokens:
-                raise ValueError(
-                    f"there is no token {token_id}: the vocabulary has {self._n_tokens}"
-                )
-        return self._allowed_of(token_ids)
-
-    def after(self, token_id: int) -> GrammarState:
-        if not self.allows(np.array([token_id]))[0]:
-            raise ValueError(f"the grammar does not allow token {token_id} here")
-        return self._next(token_id)
-
-    def forced(self) -> int | None:
-        if self._forced == -1:
-            self._forced = self._find_forced()
-        return self._forced
-
-    @abstractmethod
-    def _allowed_of(self, token_ids: TokenArray) -> BoolArray: ...
-
-    @abstractmethod
-    def _next(self, token_id: int) -> GrammarState: ...
-
-    @abstractmethod
-    def _find_forced(self) -> int | None: ...
-
-
 class _Ended:
     """After an end-of-text token: nothing is allowed."""
 
@@ -108,22 +65,3 @@ class _Ended:
 
 #: Where any grammar stands after an end-of-text token.
 ENDED: GrammarState = _Ended()
-
-
-# --- the forms: GBNF, JSON schemas, and Lark of llguidance ------------------------------------------
-
-#: A form's module is imported when the first answer follows such a grammar.
-_PACKAGE = "specgen.text.grammar"
-
-
-def grammar_start(grammar: Grammar, vocabulary: Vocabulary) -> GrammarState:
-    """Return the state of a grammar before a text. Raise `UsageError` if the grammar is invalid."""
-    name = "gbnf" if grammar.form == "gbnf" else "llguidance"
-    start: GrammarState = import_module(f"{_PACKAGE}.{name}_grammar").start(grammar, vocabulary)
-    return start
-
-
-def schema_grammar(schema: str) -> Grammar:
-    """Return the grammar of a JSON schema. Raise `UsageError` if it cannot be followed."""
-    found: Grammar = import_module(f"{_PACKAGE}.json_schema").schema_grammar(schema)
-    return found

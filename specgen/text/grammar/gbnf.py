@@ -1,27 +1,28 @@
-"""Reads a grammar in GBNF, llama.cpp's form, and says what is wrong with it.
+"""Reads a grammar in GBNF, llama.cpp's form, says what is wrong with it, and writes it in Lark for llguidance.
 
-llama.cpp is not asked: it prints its reasons to stderr only, and some grammars that it accepts hang or kill the
-process: ``x{5,3}``, rules that begin with themselves by way of an empty rule, rules that derive nothing, deeply
-nested groups. This reader expands rules as llama.cpp does and refuses those.
+llguidance's own reader of GBNF is not used: there `.` excludes the newline, `fooBar` and `foo-bar` are one rule, and
+`("a"*)*` is refused. Here each character is a terminal of its own, so that nothing depends on how a text is cut into
+terminals, and each group and repetition is a rule.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 from specgen.errors import UsageError
+from specgen.text.grammar.base import Vocabulary
 
 #: llama.cpp's own limit on repetitions; a larger maximum means "any number" to it.
 _MAX_REPETITIONS = 2000
-#: The most elements of all rules, with repetitions written out: llama.cpp copies them all for each state.
+#: The most rules, groups and repetitions counted, and their elements; llguidance takes 65 thousand symbols.
 _MAX_ELEMENTS = 50_000
-#: llama.cpp's parser calls itself this deep.
+#: The most groups that are open at once.
 _MAX_DEPTH = 1000
-
-_LAST_CHARACTER = 0x10FFFF
-_NAME, _NUMBER = re.compile("[a-zA-Z0-9-]+"), re.compile("[0-9]+")
+_LAST_CHARACTER, _SURROGATES = 0x10FFFF, range(0xD800, 0xE000)
+_NAME, _NUMBER = re.compile("[a-zA-Z0-9_-]+"), re.compile("[0-9]+")
+_TOKEN = re.compile(r"<(?:\[\d{1,18}\]|[^<>\[\r\n][^<>\r\n]*)>")
 #: Blanks and comments within a line, and over several.
 _SPACE, _LINES = re.compile("(?:[ \t]|#[^\r\n]*)*"), re.compile("(?:[ \t\r\n]|#[^\r\n]*)*")
 _CHARACTER = re.compile(r"\\?.", re.DOTALL)
@@ -30,71 +31,13 @@ _HEX = {key: (n, re.compile(f"[0-9a-fA-F]{{{n}}}")) for key, n in (("x", 2), ("u
 _REPETITIONS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 #: The rule that a text has to follow.
 ROOT = "root"
+#: Characters and token ids, or a rule with what repeats it, as Lark writes them.
+_Alternatives = list[list[str]]
 
 
-@dataclass(frozen=True, slots=True)
-class Characters:
-    """One character in any of these ranges (both ends included), or in none of them."""
-
-    ranges: tuple[tuple[int, int], ...]
-    negated: bool = False
-
-    def may_have(self, first: int, last: int) -> bool:
-        """Return whether one of the characters in a range is one of these. Like llama.cpp, this is False for a
-        negated set that excludes any of them."""
-        return any(low <= last and first <= high for low, high in self.ranges) != self.negated
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """A text that another rule derives."""
-
-    rule: int
-
-
-Element: TypeAlias = Characters | Reference
-Sequence: TypeAlias = list[Element]
-#: The alternatives of a rule.
-Rule: TypeAlias = list[Sequence]
-
-
-@dataclass(frozen=True, slots=True)
-class Gbnf:
-    """The rules of a grammar, repetitions written out."""
-
-    rules: list[Rule]
-    #: The numbers of the rules that have names of their own, and the lines where these are first named.
-    named: dict[str, tuple[int, int]]
-
-    def character_classes(self) -> list[tuple[int, int]]:
-        """Return (first code point, class) of ranges of code points, in ascending order.
-
-        Characters of one class are matched by the same elements: to the grammar, texts that
-        differ only in characters of the same class are one.
-        """
-        elements = (element for rule in self.rules for sequence in rule for element in sequence)
-        sets = {element for element in elements if isinstance(element, Characters)}
-        starts = {0}
-        for characters in sets:
-            starts |= {end for low, high in characters.ranges for end in (low, high + 1)}
-        ordered = sorted(start for start in starts if start <= _LAST_CHARACTER)
-        index = {start: number for number, start in enumerate(ordered)}
-        members = [0] * len(ordered)  # bit k: in the ranges of the k-th set
-        for k, characters in enumerate(sets):
-            for low, high in characters.ranges:
-                end = index.get(high + 1, len(ordered))
-                for number in range(index.get(low, end), end):
-                    members[number] |= 1 << k
-        numbers: dict[int, int] = {}
-        return [
-            (start, numbers.setdefault(member, len(numbers)))
-            for start, member in zip(ordered, members, strict=True)
-        ]
-
-
-def read_gbnf(text: str) -> Gbnf:
-    """Read a grammar. Raise `UsageError` if it is not valid."""
-    return _Reader(text).read()
+def to_lark(text: str, vocabulary: Vocabulary) -> str:
+    """Return a grammar in Lark. Raise `UsageError` if it is not valid."""
+    return _Reader(text, vocabulary).read()
 
 
 @dataclass(slots=True)
@@ -102,28 +45,25 @@ class _Open:
     """A rule or a group that is being read."""
 
     rule: int
-    alternatives: Rule
+    alternatives: _Alternatives
     #: Where in the last alternative the item begins that a repetition sign would repeat.
     item_start: int = 0
-
-    @property
-    def sequence(self) -> Sequence:
-        return self.alternatives[-1]
 
 
 class _Reader:
     """llama.cpp's grammar parser, without its recursion."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, vocabulary: Vocabulary) -> None:
         self.text = text
         self.position = 0
-        self.rules: list[Rule | None] = []
-        #: Ids and lines of first mention of the rules that have names of their own.
+        self.rules: list[_Alternatives | None] = []
+        #: Numbers and lines of first mention of the rules that have names of their own.
         self.named: dict[str, tuple[int, int]] = {}
+        self._vocabulary = vocabulary
         self._n_elements = 0
         self._open: list[_Open] = []
 
-    def read(self) -> Gbnf:
+    def read(self) -> str:
         if "\0" in self.text:
             raise UsageError("the grammar contains a NUL character")
         if any("\ud800" <= character <= "\udfff" for character in self.text):
@@ -141,15 +81,22 @@ class _Reader:
         if ROOT not in self.named:
             names = ", ".join(list(self.named)[:8])
             raise UsageError(f"the grammar has no rule {ROOT!r}", hint=f"it has {names}")
-        return Gbnf([rule or [] for rule in self.rules], self.named)
+        rules = [rule or [] for rule in self.rules]
+        ending = _rules_that_end(rules)
+        for name, (rule, line) in self.named.items():
+            if rule not in ending:
+                self._fail(f"rule {name!r} derives no text at all", line)
+        lines = [f"start: r{self.named[ROOT][0]}"]
+        for number, alternatives in enumerate(rules):
+            written = " | ".join(" ".join(items) or '""' for items in alternatives)
+            lines.append(f"r{number}: {written}")
+        return "\n".join(lines)
 
     # --- characters ---------------------------------------------------------------------
 
-    def _line(self) -> int:
-        return self.text.count("\n", 0, self.position) + 1
-
     def _fail(self, what: str, line: int | None = None) -> NoReturn:
-        raise UsageError(f"the grammar, line {line or self._line()}: {what}")
+        line = line or self.text.count("\n", 0, self.position) + 1
+        raise UsageError(f"the grammar, line {line}: {what}")
 
     def _expected(self, what: str) -> NoReturn:
         found = self.text[self.position : self.position + 16].split("\n")[0]
@@ -195,24 +142,36 @@ class _Reader:
             self._fail(f"unknown escape {character}")
         return ord(_ESCAPES[escape])
 
+    def _one_of(self, ranges: list[tuple[int, int]], *, negated: bool = False) -> str:
+        """Write a set of characters. A text has no NUL and no half of a surrogate pair."""
+        written = r"\u{0}" if negated else ""
+        for low, high in ranges:
+            first = 0xE000 if low in _SURROGATES else max(low, 1)
+            last = 0xD7FF if high in _SURROGATES else min(high, _LAST_CHARACTER)
+            if first <= last:
+                written += rf"\u{{{first:X}}}-\u{{{last:X}}}"
+        if not written:
+            self._fail("names characters that no text can have")
+        return f"/[{'^' if negated else ''}{written}]/"
+
     # --- rules --------------------------------------------------------------------------
 
-    def _new_rule(self) -> int:
-        self.rules.append(None)
+    def _new_rule(self, alternatives: _Alternatives | None = None) -> int:
+        self.rules.append(alternatives)
+        self._count(1)
         return len(self.rules) - 1
-
-    def _named_rule(self) -> int:
-        name = self._take(_NAME, "the name of a rule")
-        if name not in self.named:
-            self.named[name] = (self._new_rule(), self._line())
-        return self.named[name][0]
 
     def _count(self, n: int) -> None:
         self._n_elements += n
         if self._n_elements > _MAX_ELEMENTS:
-            self._fail(
-                f"more than {_MAX_ELEMENTS} characters and references, repetitions written out"
-            )
+            self._fail(f"more than {_MAX_ELEMENTS} characters and references")
+
+    def _named_rule(self) -> int:
+        name = self._take(_NAME, "the name of a rule")
+        if name not in self.named:
+            line = self.text.count("\n", 0, self.position) + 1
+            self.named[name] = (self._new_rule(), line)
+        return self.named[name][0]
 
     def _read_rule(self) -> None:
         start = self.position
@@ -236,23 +195,19 @@ class _Reader:
         """Read an item, or a sign between or behind items. Return False where the rule ends."""
         sign = self._next()
         if _NAME.match(sign):
-            self._add([Reference(self._named_rule())])
+            self._add([f"r{self._named_rule()}"])
         elif sign in ("<", "!"):
-            # llama.cpp's two halves disagree about a token whose first characters fit and which
-            # the rest of the rule names: one allows it, the other ends the process over it.
-            end = self.text.find(">", self.position) + 1
-            shown = self.text[self.position : min(end or len(self.text), self.position + 40)]
-            self._fail(f"names a token, {shown.splitlines()[0]}: only characters are supported")
+            self._add([self._token()])
         elif self._has('"'):
-            elements: Sequence = []
+            characters = []
             while not self._has('"'):
                 code_point = self._character()
-                elements.append(Characters(((code_point, code_point),)))
-            self._add(elements)
+                characters.append(self._one_of([(code_point, code_point)]))
+            self._add(characters)
         elif self._has("["):
             self._add(self._set())
         elif self._has("."):
-            self._add([Characters((), negated=True)])
+            self._add([self._one_of([], negated=True)])
         elif sign in _REPETITIONS or sign == "{":
             self.position += 1
             self._repeat(*(_REPETITIONS[sign] if sign in _REPETITIONS else self._bounds()))
@@ -262,29 +217,42 @@ class _Reader:
 
     def _read_structure(self) -> bool:
         """Read a sign that begins an alternative or a group, or ends a group, if one comes next."""
+        inner = self._open[-1]
         if self._has("|"):
-            self._open[-1].alternatives.append([])
-            self._open[-1].item_start = 0
+            inner.alternatives.append([])
+            inner.item_start = 0
             self._take(_LINES)
         elif self._has("("):
             if len(self._open) > _MAX_DEPTH:
                 self._fail(f"groups nested more than {_MAX_DEPTH} deep")
             self._open.append(_Open(self._new_rule(), [[]]))
         elif len(self._open) > 1 and self._has(")"):
-            group = self._open.pop()
-            self.rules[group.rule] = group.alternatives
-            self._add([Reference(group.rule)])
+            self._open.pop()
+            self.rules[inner.rule] = inner.alternatives
+            self._add([f"r{inner.rule}"])
         else:
             return False
         return True
 
-    def _add(self, elements: Sequence) -> None:
+    def _add(self, items: list[str]) -> None:
         inner = self._open[-1]
-        inner.item_start = len(inner.sequence)
-        self._count(len(elements))
-        inner.sequence.extend(elements)
+        self._count(len(items))
+        inner.item_start = len(inner.alternatives[-1])
+        inner.alternatives[-1].extend(items)
 
-    def _set(self) -> Sequence:
+    def _token(self) -> str:
+        """Read a token: its number in brackets, or its text; `!` before it means any other token."""
+        negated = self._has("!")
+        name = self._take(_TOKEN, "a token, as <[42]> or <think>")
+        if name.startswith("<["):
+            tokens = [int(name[2:-2])]
+        else:
+            tokens = self._vocabulary.tokenize_inside(name, parse_special=True)
+        if len(tokens) != 1 or tokens[0] >= self._vocabulary.n_tokens:
+            self._fail(f"{name} is not one token of this model")
+        return f"<[{'^' if negated else ''}{tokens[0]}]>"
+
+    def _set(self) -> list[str]:
         negated = self._has("^")
         ranges = []
         while not self._has("]"):
@@ -296,7 +264,7 @@ class _Reader:
                     self._fail(f"there is nothing from {chr(low)!r} to {chr(high)!r}")
             ranges.append((low, high))
         # An empty set adds nothing to the rule, negated or not: llama.cpp's reading.
-        return [Characters(tuple(ranges), negated)] if ranges else []
+        return [self._one_of(ranges, negated=negated)] if ranges else []
 
     def _bounds(self) -> tuple[int, int | None]:
         self._skip_space()
@@ -311,28 +279,42 @@ class _Reader:
             self._expected("'}'")
         if least > _MAX_REPETITIONS:
             self._fail(f"{least} repetitions; llama.cpp takes {_MAX_REPETITIONS} at most")
-        if most is not None and most < least:  # llama.cpp would make 2^64 rules
+        if most is not None and most < least:
             self._fail(f"at least {least} and at most {most} repetitions")
         return least, None if most is not None and most > _MAX_REPETITIONS else most
 
     def _repeat(self, least: int, most: int | None) -> None:
-        """Repeat an item: x{2,4} is x x (x (x)?)?, and x* is a rule of its own, y ::= x y |"""
         inner = self._open[-1]
-        sequence = inner.sequence
+        sequence = inner.alternatives[-1]
         item = sequence[inner.item_start :]
         if not item:
             self._fail("nothing before a repetition")
-        n_optional = 1 if most is None else most - least
-        self._count(max(0, least - 1) * len(item) + n_optional * (len(item) + 1))
-        if least == 0:
-            del sequence[inner.item_start :]
-        else:
-            sequence.extend(item * (least - 1))
-        last: int | None = None
-        for _ in range(n_optional):
-            rule = self._new_rule()
-            tail = rule if most is None else last
-            self.rules[rule] = [[*item, *([] if tail is None else [Reference(tail)])], []]
-            last = rule
-        if last is not None:
-            sequence.append(Reference(last))
+        one = f"r{self._new_rule([item])}"
+        del sequence[inner.item_start :]
+        if most is not None:
+            sequence.append(f"{one}{{{least},{most}}}")
+            return
+        if least:
+            sequence.append(f"{one}{{{least},{least}}}")
+        any_number = self._new_rule()
+        self.rules[any_number] = [[], [f"r{any_number}", one]]
+        sequence.append(f"r{any_number}")
+
+
+def _rules_that_end(rules: list[_Alternatives]) -> set[int]:
+    """Return the rules that derive some text, perhaps the empty one."""
+
+    def ends(item: str) -> bool:
+        if not item.startswith("r"):
+            return True
+        name, _, bounds = item.partition("{")
+        return bounds.startswith("0,") or int(name[1:]) in found
+
+    found: set[int] = set()
+    n_before = -1
+    while len(found) > n_before:
+        n_before = len(found)
+        for number, alternatives in enumerate(rules):
+            if any(all(map(ends, items)) for items in alternatives):
+                found.add(number)
+    return found

@@ -1,4 +1,4 @@
-"""Grammars that llguidance follows (JSON schemas, and its own form of Lark), with states that are values.
+"""Grammars that llguidance follows (JSON schemas, GBNF, and its own form of Lark), with states that are values.
 
 llguidance (https://github.com/guidance-ai/llguidance) finds the allowed tokens of the whole vocabulary in
 some tens of microseconds, and copies a state in a few. If the grammar forces a text, it allows only the
@@ -18,7 +18,8 @@ import numpy as np
 from specgen.errors import BackendError, SpecgenError, UsageError
 from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, TokenArray
-from specgen.text.grammar.base import ENDED, GrammarState, State, Vocabulary
+from specgen.text.grammar.base import ENDED, GrammarState, Vocabulary
+from specgen.text.grammar.gbnf import to_lark
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -27,41 +28,59 @@ if TYPE_CHECKING:
 #: amount of it.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _BITS_OF_A_WORD = 32
+#: GBNF allows each way of writing a text in tokens, also where the text is forced.
+_GBNF_OPTIONS = '%llguidance {"no_forcing": true}\n'
+#: The most items that llguidance's parser keeps for a step, some 25 ms, in a grammar of single characters.
+_MOST_ITEMS = 500_000
+#: Of this many tokens or more, all are found out about at once.
+_VERY_MANY = 512
 _NO_FURTHER = "the grammar cannot be followed any further: "
 #: The prefix of the names of tokens that are no text.
 _SPECIAL = b"\xff"
 
 
-def start(grammar: Grammar, vocabulary: Vocabulary) -> GrammarState:
-    """Return the state before a text."""
+def grammar_start(grammar: Grammar, vocabulary: Vocabulary) -> GrammarState:
+    """Return the state of a grammar before a text. Raise `UsageError` if the grammar is invalid."""
     return LlguidanceGrammar(vocabulary, grammar).start
 
 
 class LlguidanceGrammar:
     """A grammar over the tokens of a vocabulary; every text begins at `start`.
 
-    Raises `UsageError` if llguidance does not accept the grammar.
+    Raises `UsageError` if the grammar is not valid, or no text follows it.
     """
 
     def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        if not vocabulary.end_tokens():
+        #: int64[n]: the end-of-text tokens.
+        self.ends: TokenArray = np.array(vocabulary.end_tokens(), np.int64)
+        if not len(self.ends):
             raise UsageError(
                 "the model has no end-of-text token, so it cannot follow a grammar or a schema"
             )
+        self.n_tokens = vocabulary.n_tokens
+        #: Whether a few tokens are checked one by one: terminals of one character make a mask of all tokens dear
+        #: (4 ms inside of a JSON string). Where a text is forced, a mask has the model's own tokens only.
+        self.checks_few = grammar.form == "gbnf"
+        if self.checks_few:
+            text = _GBNF_OPTIONS + to_lark(grammar.text, vocabulary)
+            grammar = Grammar("lark", text)
+            self._limits = LLParserLimits(step_max_items=_MOST_ITEMS, max_items_in_row=_MOST_ITEMS)
+        else:
+            self._limits = LLParserLimits()
         with _panics(UsageError, "the grammar cannot be followed: "):
-            matcher = LLMatcher(_tokenizer(vocabulary), _compiled(grammar), log_level=0)
+            tokenizer, self.ascii_tokens = _tokenizer(vocabulary)
+            matcher = LLMatcher(tokenizer, _compiled(grammar), log_level=0, limits=self._limits)
         if matcher.is_error():
             raise UsageError(f"the grammar cannot be followed: {_line(matcher.get_error())}")
-        self.n_tokens = vocabulary.n_tokens
-        #: int64[n]: the end-of-text tokens.
-        self.ends: TokenArray = np.array(vocabulary.end_tokens(), np.int64)
         self._matcher = matcher
         try:  # here, where the one who asked waits, and not in a round that others share
             self._first = _State(self, matcher).mask()
         except BackendError as error:
             raise UsageError(error.message) from error
+        if not self._first.any():
+            raise UsageError("no text follows the grammar")
 
     @property
     def start(self) -> GrammarState:
@@ -69,33 +88,47 @@ class LlguidanceGrammar:
         return _State(self, self._matcher.deep_copy(), self._first)
 
 
-class _State(State):
+class _State:
     """The state of a grammar after a text. Its matcher never advances: children have copies."""
 
-    __slots__ = ("_children", "_grammar", "_known", "_matcher")
+    __slots__ = ("_children", "_forced", "_grammar", "_known", "_matcher")
 
     def __init__(
         self, grammar: LlguidanceGrammar, matcher: LLMatcher, known: BoolArray | None = None
     ) -> None:
-        super().__init__(grammar.n_tokens)
         self._grammar = grammar
         self._matcher = matcher
         self._known = known
         self._children: dict[int, GrammarState] = {}
+        self._forced: int | None = -1  # not known yet
 
-    def _allowed_of(self, token_ids: TokenArray) -> BoolArray:
+    def allows(self, token_ids: TokenArray) -> BoolArray:
+        token_ids, n_tokens = np.asarray(token_ids, np.int64), self._grammar.n_tokens
+        if not len(token_ids):
+            return np.zeros(0, np.bool_)
+        for token_id in (int(token_ids.min()), int(token_ids.max())):
+            if not 0 <= token_id < n_tokens:
+                raise ValueError(f"there is no token {token_id}: the vocabulary has {n_tokens}")
+        if self._known is None and self._grammar.checks_few and len(token_ids) < _VERY_MANY:
+            return self._checked(token_ids)
         found: BoolArray = self.mask()[token_ids]
         return found
 
-    def _find_forced(self) -> int | None:
-        allowed, ends = self.mask(), self._grammar.ends
-        n_allowed = int(np.count_nonzero(allowed))
-        if n_allowed == 1:
-            return int(allowed.argmax())
-        allowed_ends = ends[allowed[ends]]
-        return int(allowed_ends[0]) if n_allowed and n_allowed == len(allowed_ends) else None
+    def _checked(self, token_ids: TokenArray) -> BoolArray:
+        matcher, ends = self._matcher.deep_copy(), self._grammar.ends
+        with _panics(BackendError, _NO_FURTHER):
+            may_end = matcher.is_accepting()
+            return np.array(
+                [
+                    may_end if token in ends else matcher.validate_tokens([token]) == 1
+                    for token in token_ids.tolist()
+                ],
+                np.bool_,
+            )
 
-    def _next(self, token_id: int) -> GrammarState:
+    def after(self, token_id: int) -> GrammarState:
+        if not self.allows(np.array([token_id]))[0]:
+            raise ValueError(f"the grammar does not allow token {token_id} here")
         if token_id in self._grammar.ends:
             return ENDED
         if token_id not in self._children:
@@ -107,7 +140,27 @@ class _State(State):
             self._children[token_id] = _State(self._grammar, matcher)
         return self._children[token_id]
 
+    def forced(self) -> int | None:
+        if self._forced == -1:
+            self._forced = self._find_forced()
+        return self._forced
+
+    def _find_forced(self) -> int | None:
+        ends = self._grammar.ends
+        if self._grammar.checks_few and self._known is None:
+            # Two characters that may come next are enough to see that none is forced.
+            letters = self._grammar.ascii_tokens
+            if np.count_nonzero(self._checked(letters)) > 1:
+                return None
+        allowed = self.mask()
+        n_allowed = int(np.count_nonzero(allowed))
+        if n_allowed == 1:
+            return int(allowed.argmax())
+        allowed_ends = ends[allowed[ends]]
+        return int(allowed_ends[0]) if n_allowed and n_allowed == len(allowed_ends) else None
+
     def mask(self) -> BoolArray:
+        """Return which tokens of the vocabulary may come next: bool[n_tokens]."""
         if self._known is None:
             n_tokens = self._grammar.n_tokens
             words = np.zeros(-(-n_tokens // _BITS_OF_A_WORD), np.uint32)
@@ -119,6 +172,8 @@ class _State(State):
                 raise _failure(matcher)
             bits = np.unpackbits(words.view(np.uint8), count=n_tokens, bitorder="little")
             self._known = bits.view(np.bool_)
+            if not matcher.is_accepting():  # where nothing is left, llguidance allows the end
+                self._known[self._grammar.ends] = False
         return self._known
 
 
@@ -163,20 +218,29 @@ def _line(text: str) -> str:
 
 # --- tokens -----------------------------------------------------------------------------------
 
-_tokenizers: weakref.WeakKeyDictionary[Vocabulary, LLTokenizer] = weakref.WeakKeyDictionary()
+#: Tokenizers of vocabularies, and the tokens of one ASCII character, int64[n].
+_tokenizers: weakref.WeakKeyDictionary[Vocabulary, tuple[LLTokenizer, TokenArray]] = (
+    weakref.WeakKeyDictionary()
+)
 #: Making one takes up to a second, and two threads may want the same one.
 _making = threading.Lock()
 
 
-def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+def _tokenizer(vocabulary: Vocabulary) -> tuple[LLTokenizer, TokenArray]:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     with _making:
         found = _tokenizers.get(vocabulary)
         if found is None:
-            tokens = TokenizerWrapper(_Tokens(vocabulary))
+            tokens = _Tokens(vocabulary)
             ends = list(vocabulary.end_tokens())
-            found = LLTokenizer(tokens, n_vocab=vocabulary.n_tokens, eos_token=ends)
+            letters = [
+                n for n, piece in enumerate(tokens.tokens) if len(piece) == 1 and piece < b"\x80"
+            ]
+            found = (
+                LLTokenizer(TokenizerWrapper(tokens), n_vocab=vocabulary.n_tokens, eos_token=ends),
+                np.array(letters, np.int64),
+            )
             _tokenizers[vocabulary] = found
         return found
 

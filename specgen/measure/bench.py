@@ -1,0 +1,515 @@
+"""`specgen bench`: ways to draft and plain decoding answer the same prompts in turns, and the figures of each."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from specgen import __version__
+from specgen.errors import PromptError, SpecgenError, UsageError
+from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent
+from specgen.measure.prompts import NOW, BenchPrompt
+from specgen.options import (
+    DraftSource,
+    PolicyName,
+    SessionOptions,
+    TreeShape,
+    staged,
+)
+from specgen.session.files import find_models
+from specgen.system.json_lines import as_json
+
+if TYPE_CHECKING:
+    from specgen.session.memory import Memory
+    from specgen.session.session import Session
+    from specgen.system.progress import Progress
+
+#: The name of plain decoding.
+PLAIN = "plain"
+NGRAM: Literal["ngram"] = "ngram"
+#: The category of figures over all categories.
+OVERALL = "overall"
+#: A prompt that fits every context, and how many tokens of an answer warm up.
+_WARM_UP, _N_WARM_UP = "Count from one to twenty.", 8
+
+#: The target's draft, the draft's own draft, and so on.
+Stages: TypeAlias = tuple[DraftSource, ...]
+
+
+# --- what is compared ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A target and a way to draft by their names in tables, the names of what drafts (n-grams may draft beside a
+    model), and the options."""
+
+    target: str
+    name: str
+    drafters: tuple[str, ...]
+    options: SessionOptions
+
+
+def find_drafts(
+    targets: Sequence[str], drafts: Sequence[str], *, quiet: bool
+) -> dict[Path, list[Stages]]:
+    """Find targets (none: the default pair's) and their drafts; fetch them if need be.
+
+    `drafts` are for every target; a plus sign in one separates a draft from its own draft. Without `drafts` a
+    target has the one that `specgen run` would pick, and n-grams. Raise `UsageError`, `UnknownModelError`,
+    `FetchError`.
+    """
+    found: dict[Path, list[Stages]] = {}
+    named: list[str | None] = [*targets] or [None]
+    for target in named:
+        for draft in map(_stages, drafts or [""]):
+            sources = find_models(staged(target, draft, None), quiet=quiet)
+            own = found.setdefault(sources.target, [])
+            own.append((sources.draft, *sources.helpers))
+            if not drafts:
+                own.append((NGRAM,))
+    return found
+
+
+def _stages(draft: str) -> tuple[str, ...]:
+    """Split a draft's name at plus signs, unless it is the name of a file."""
+    if not draft or Path(draft).expanduser().exists():
+        return (draft,) if draft else ()
+    stages = tuple(draft.split("+"))
+    if not all(stages):
+        raise UsageError(f"--draft {draft}: something is missing beside the plus sign")
+    return stages
+
+
+def entries_of(
+    base: SessionOptions,
+    drafts: Mapping[Path, Sequence[Stages]],
+    policies: Sequence[PolicyName],
+    trees: Sequence[TreeShape],
+    temperatures: Sequence[float] = (0.0,),
+    known: Memory | None = None,
+) -> list[Entry]:
+    """Return for each target, at each temperature, plain decoding and every draft with every policy and tree.
+    `base` has the options that all share; `known` has the numbers of threads that `specgen run` would use."""
+    from specgen.session.memory import with_threads
+
+    def in_context(options: SessionOptions, model: DraftSource, which: str) -> SessionOptions:
+        context = getattr(options, which)
+        if known is not None and isinstance(model, Path):
+            context = with_threads(context, known.threads(model, context))
+        changed: dict[str, Any] = {which: context}
+        return replace(options, **changed)
+
+    # A fixed shape of drafts needs no policy.
+    ways = [
+        replace(base.drafting, policy=policy, tree=tree)
+        for tree in trees
+        for policy in (policies[:1] if tree.is_fixed else policies)
+    ]
+    entries: list[Entry] = []
+    for name, target in _named_apart(list(drafts)).items():
+        options = in_context(replace(base, target=target), target, "target_context")
+        plain = replace(options, drafting=replace(base.drafting, policy="fixed"))
+        own = [Entry(name, PLAIN, (), replace(plain, draft="none", helpers=()))]
+        for draft_name, (draft, *helpers) in _by_name(drafts[target]).items():
+            drafted = replace(options, draft=draft, helpers=tuple(helpers))
+            drafted = in_context(drafted, draft, "draft_context")
+            for way in ways:
+                beside = (NGRAM,) if way.adds_ngrams and draft_name != NGRAM else ()
+                parts = [draft_name]
+                if len(policies) > 1 and not way.tree.is_fixed:
+                    parts.append(way.policy)
+                if len(trees) > 1:
+                    parts.append(f"tree {way.tree}")
+                in_this_way = replace(drafted, drafting=way)
+                own.append(Entry(name, ", ".join(parts), (draft_name, *beside), in_this_way))
+        for temperature in temperatures:
+            sampler = replace(base.sampler, temperature=temperature)
+            entries += (
+                replace(each, options=replace(each.options, sampler=sampler)) for each in own
+            )
+    return entries
+
+
+def _by_name(found: Sequence[Stages]) -> dict[str, Stages]:
+    """Return drafts by name, each once, without "none", which plain decoding covers."""
+    kept = [stages for stages in dict.fromkeys(found) if stages != ("none",)]
+    files = dict.fromkeys(each for stages in kept for each in stages if isinstance(each, Path))
+    names: dict[DraftSource, str] = {path: name for name, path in _named_apart(list(files)).items()}
+    return {"+".join(names.get(each, str(each)) for each in stages): stages for stages in kept}
+
+
+def _named_apart(paths: Sequence[Path]) -> dict[str, Path]:
+    """Return paths by their file names, or by the whole path if two files have the same name."""
+    names = [path.name for path in paths]
+    return {path.name if names.count(path.name) == 1 else str(path): path for path in paths}
+
+
+# --- answers in turns ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The measurements of one answer; None means that a contender does not report it. `tokens_per_s` counts the
+    tokens after the first one."""
+
+    text: str
+    n_tokens: int
+    finish_reason: str | None
+    tokens_per_s: float | None
+    time_to_first_token_s: float | None
+    token_ids: tuple[int, ...] | None = None
+    n_rounds: int | None = None
+    n_drafted: int | None = None
+    n_accepted: int | None = None
+    mean_accepted_length: float | None = None
+    #: Notices for the user, for example that drafting failed.
+    notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """What answers prompts, always in the same way. `answer` takes a prompt as a user types it, and raises
+    `PromptError` if it does not fit, another `SpecgenError` if the contender cannot go on."""
+
+    target: str
+    temperature: float
+    name: str
+    answer: Callable[[str], Outcome]
+    warm_up: Callable[[], object] = lambda: None
+
+
+def contender_of(
+    target: str,
+    name: str,
+    session: Session,
+    chat: bool | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Contender:
+    """Return loaded models as a contender."""
+    from specgen.session.engine import generate
+
+    def events(text: str) -> Iterator[Event]:
+        prompt = session.prompts.of_text(text, chat=chat, now=NOW)
+        # Closing the generator frees the contexts.
+        with contextlib.closing(
+            generate(session, prompt, interrupted=interrupted, estimate_gain=False)
+        ) as found:
+            yield from found
+
+    def answer(text: str) -> Outcome:
+        *others, finished = events(text)
+        assert isinstance(finished, FinishedEvent), "the last event of a generation"
+        same = {each.name for each in fields(Outcome)} & {each.name for each in fields(finished)}
+        values: dict[str, Any] = {name: getattr(finished, name) for name in same}
+        notices = tuple(event.message for event in others if isinstance(event, NoticeEvent))
+        return Outcome(**values, notices=notices)
+
+    def warm_up() -> None:
+        for event in events(_WARM_UP):
+            if isinstance(event, CommittedEvent) and event.n_tokens >= _N_WARM_UP:
+                break
+
+    temperature = session.options.sampler.temperature
+    return Contender(target, temperature, name, answer, warm_up)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """An answer. `prompt` is its number in the file; `round` counts passes through all prompts, from 1."""
+
+    target: str
+    temperature: float
+    contender: str
+    is_plain: bool
+    prompt: int
+    category: str
+    round: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A contender that could not answer a prompt (None: or not even warm up), and why."""
+
+    target: str
+    temperature: float
+    contender: str
+    prompt: int | None
+    message: str
+
+
+@dataclass(slots=True)
+class Runs:
+    """The results so far, the contenders that failed and had no further turn, the prompts that plain decoding could
+    not answer, what computed each target, and the error that ended the measurement."""
+
+    results: list[Result] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    skipped: list[Failure] = field(default_factory=list)
+    kernels: dict[str, str] = field(default_factory=dict)
+    error: SpecgenError | None = None
+    is_interrupted: bool = False
+    #: The share of all cores' time that other programs took meanwhile; None if it is unknown.
+    others_share: float | None = None
+
+    def is_out(self, contender: Contender, prompt: BenchPrompt) -> bool:
+        name = contender.target, contender.temperature, contender.name
+        return any((f.target, f.temperature, f.contender) == name for f in self.failures) or any(
+            (f.target, f.prompt) == (contender.target, prompt.number) for f in self.skipped
+        )
+
+    @contextlib.contextmanager
+    def failing(self, contender: Contender, prompt: int | None = None) -> Iterator[None]:
+        """Note what the block raises. Raise it if plain decoding failed: there is nothing to compare with."""
+        try:
+            yield
+        except SpecgenError as error:
+            own = contender.target, contender.temperature, contender.name
+            failure = Failure(*own, prompt, error.message)
+            if contender.name != PLAIN:
+                self.failures.append(failure)
+            elif prompt is not None and isinstance(error, PromptError):
+                self.skipped.append(failure)
+            else:
+                raise
+
+
+def take_turns(
+    contenders: Sequence[Contender],
+    prompts: Sequence[BenchPrompt],
+    runs: Runs,
+    *,
+    n_rounds: int = 1,
+    interrupted: Callable[[], bool] = lambda: False,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> None:
+    """Let all contenders answer all prompts, `n_rounds` times, after a warm-up; add the results to `runs`.
+
+    At each temperature plain decoding is the first contender. Each prompt is answered by all one after the other, so
+    that a machine that is slow for a while slows all of them. An interrupted answer is not a result. Raise the
+    `SpecgenError` of plain decoding, and `PromptError` if no prompt could be answered.
+    """
+    n_before = len(runs.results)
+    for contender in contenders:
+        if interrupted():
+            return
+        with runs.failing(contender):
+            contender.warm_up()
+    rounds = [(number, prompt) for number in range(1, n_rounds + 1) for prompt in prompts]
+    turns = [
+        (number, prompt, contender)
+        for turn, (number, prompt) in enumerate(rounds)
+        for contender in _in_turn(contenders, turn)
+    ]
+    for n_done, (number, prompt, contender) in enumerate(turns):
+        progress(n_done, len(turns))
+        if interrupted():
+            return
+        outcome = None
+        if not runs.is_out(contender, prompt):
+            with runs.failing(contender, prompt.number):
+                outcome = contender.answer(prompt.text)
+        if outcome is None:
+            continue
+        if outcome.finish_reason == "interrupted" or interrupted():
+            return
+        who = contender.target, contender.temperature, contender.name, contender.name == PLAIN
+        runs.results.append(Result(*who, prompt.number, prompt.category, number, outcome))
+    progress(len(turns), len(turns))
+    if len(runs.results) == n_before and runs.skipped:
+        last = runs.skipped[-1]
+        raise PromptError(f"no prompt can be answered; prompt {last.prompt}: {last.message}")
+
+
+def _in_turn(contenders: Sequence[Contender], turn: int) -> Iterator[Contender]:
+    """Yield plain decoding of each temperature, and the others rotated: none always follows the same one."""
+    for temperature in dict.fromkeys(each.temperature for each in contenders):
+        plain, *others = (each for each in contenders if each.temperature == temperature)
+        start = turn % len(others) if others else 0
+        yield from (plain, *others[start:], *others[:start])
+
+
+def measure(
+    entries: Sequence[Entry],
+    prompts: Sequence[BenchPrompt],
+    *,
+    chat: bool | None = None,
+    n_rounds: int = 1,
+    progress: Progress = lambda _what, _done, _total: None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Runs:
+    """Measure all entries of one target after the other, each with models of its own: none gains by the costs and
+    acceptance rates that others learn. An error after some results ends the measurements."""
+    from specgen.session.session import Session
+    from specgen.system.machine import LoadOfOthers
+
+    runs, load = Runs(), LoadOfOthers()
+    for target in dict.fromkeys(entry.target for entry in entries):
+        own = [entry for entry in entries if entry.target == target]
+        contenders: list[Contender] = []
+        try:
+            with contextlib.ExitStack() as stack:
+                for n_done, entry in enumerate(own):
+                    progress(f"loading {target}", n_done, len(own))
+                    session = stack.enter_context(Session(entry.options, time.perf_counter))
+                    contenders.append(contender_of(target, entry.name, session, chat, interrupted))
+                    runs.kernels[target] = session.target.kernels
+                take_turns(
+                    contenders,
+                    prompts,
+                    runs,
+                    n_rounds=n_rounds,
+                    interrupted=interrupted,
+                    progress=partial(progress, target),
+                )
+        except SpecgenError as error:
+            if not runs.results:
+                raise
+            runs.error = error
+        if interrupted() or runs.error is not None:
+            break
+    runs.is_interrupted, runs.others_share = interrupted(), load.share
+    return runs
+
+
+# --- figures ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The figures of a contender's answers, to all prompts or to those of one category; None means unknown.
+
+    `speedup` over plain decoding is the geometric mean over the answers; that of all prompts is the mean over
+    the categories. `quartiles` are the first and the third over the answers; `worst_speedup` is that of the prompt
+    with the least, over its rounds. `tokens_per_s` is the median, and so is `first_token`, the time to the first token
+    relative to plain decoding's. `n_different` counts answers whose tokens differ from plain decoding's at
+    temperature 0.
+    """
+
+    target: str
+    temperature: float
+    contender: str
+    category: str
+    n_answers: int
+    speedup: float | None
+    quartiles: tuple[float, float] | None
+    worst_speedup: float | None
+    tokens_per_s: float | None
+    acceptance_rate: float | None
+    mean_accepted_length: float | None
+    first_token: float | None
+    n_different: int | None
+    categories: tuple[Figures, ...]
+
+
+def figures_of(results: Sequence[Result]) -> tuple[Figures, ...]:
+    """Return the figures of each contender that has an answer."""
+    plain = {_place(each): each for each in results if each.is_plain}
+    answers: dict[tuple[str, float, str], list[Result]] = defaultdict(list)
+    for result in results:
+        answers[result.target, result.temperature, result.contender].append(result)
+    return tuple(_figures(own, plain) for own in answers.values())
+
+
+def _place(result: Result) -> tuple[str, float, int, int]:
+    return result.target, result.temperature, result.prompt, result.round
+
+
+def _figures(
+    results: Sequence[Result],
+    plain: Mapping[tuple[str, float, int, int], Result],
+    category: str | None = None,
+) -> Figures:
+    parts: list[Figures] = []
+    if category is None:
+        for name in dict.fromkeys(result.category for result in results):
+            own = [result for result in results if result.category == name]
+            parts.append(_figures(own, plain, name))
+    by_prompt: dict[int, list[float]] = defaultdict(list)
+    firsts: list[float] = []
+    n_different = 0
+    for result in results:
+        if (other := plain.get(_place(result))) is None:
+            continue
+        if (ratio := speedup_of(result, other)) is not None:
+            by_prompt[result.prompt].append(ratio)
+        own_s, other_s = (each.outcome.time_to_first_token_s for each in (result, other))
+        firsts += [own_s / other_s] if own_s is not None and other_s else []
+        tokens = result.outcome.token_ids, other.outcome.token_ids
+        n_different += None not in tokens and tokens[0] != tokens[1]
+    speedups = [ratio for ratios in by_prompt.values() for ratio in ratios]
+    shares = [each.speedup for each in parts if each.speedup is not None] or speedups
+    outcomes = [result.outcome for result in results]
+    speeds = [each.tokens_per_s for each in outcomes if each.tokens_per_s]
+    rounds = [(each.mean_accepted_length or 0.0, each.n_rounds or 0) for each in outcomes]
+    n_rounds = sum(n for _, n in rounds)
+    n_drafted = sum(outcome.n_drafted or 0 for outcome in outcomes)
+    n_accepted = sum(outcome.n_accepted or 0 for outcome in outcomes)
+    first = results[0]
+    return Figures(
+        target=first.target,
+        temperature=first.temperature,
+        contender=first.contender,
+        category=category or OVERALL,
+        n_answers=len(results),
+        speedup=statistics.geometric_mean(shares) if shares else None,
+        quartiles=_quartiles(speedups),
+        worst_speedup=min(map(statistics.geometric_mean, by_prompt.values()), default=None),
+        tokens_per_s=statistics.median(speeds) if speeds else None,
+        acceptance_rate=n_accepted / n_drafted if n_drafted else None,
+        mean_accepted_length=sum(mean * n for mean, n in rounds) / n_rounds if n_rounds else None,
+        first_token=statistics.median(firsts) if firsts else None,
+        n_different=n_different if first.temperature <= 0.0 else None,
+        categories=tuple(parts),
+    )
+
+
+def speedup_of(result: Result, plain: Result) -> float | None:
+    """Return tokens a second over those of plain decoding for the same prompt in the same round."""
+    fast, slow = result.outcome.tokens_per_s, plain.outcome.tokens_per_s
+    return fast / slow if fast and slow else None
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float] | None:
+    if len(values) < 2:
+        return (values[0], values[0]) if values else None
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, third
+
+
+# --- the report ------------------------------------------------------------------------------------
+
+
+def to_json_object(
+    entries: Sequence[Entry], prompts: Sequence[BenchPrompt], runs: Runs, command: str
+) -> dict[str, Any]:
+    """Return everything as JSON values, with times in seconds: the machine, the versions, what was compared with all
+    its options, and the results."""
+    from specgen.llama import build
+    from specgen.system.machine import look_at_machine
+
+    return {
+        "specgen": __version__,
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": command,
+        "machine": as_json(look_at_machine()),
+        "llama_cpp": as_json(build()),
+        "kernels": runs.kernels,
+        "is_interrupted": runs.is_interrupted,
+        "others_share": runs.others_share,
+        "contenders": as_json(entries),
+        "prompts": as_json(prompts),
+        "figures": as_json(figures_of(runs.results)),
+        "failures": as_json(runs.failures),
+        "skipped_prompts": as_json(runs.skipped),
+        "results": as_json(runs.results),
+    }
