@@ -12,7 +12,7 @@ from pathlib import Path
 from specgen import __version__
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError
 from specgen.llama import build
-from specgen.llama.file_check import remember_checks
+from specgen.llama.gguf_file import remember_checks
 from specgen.llama.kernels.admission import (
     KernelStatus,
     choose_kernels,

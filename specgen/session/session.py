@@ -15,7 +15,7 @@ from specgen.drafters.suffix_array import SuffixArray
 from specgen.errors import PromptError, SpecgenError
 from specgen.llama import LlamaBackend, LlamaModel, default_threads
 from specgen.llama.context_opening import n_native_sequences
-from specgen.llama.file_check import check_file
+from specgen.llama.gguf_file import check_file
 from specgen.llama.library import has_gpu
 from specgen.llama.weights import load_ahead
 from specgen.method.cost_table import CostTable
