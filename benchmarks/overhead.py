@@ -68,7 +68,7 @@ class MadeUpMemory(Memory):
         self._target_costs = MadeUpCosts(dict.fromkeys(sizes, TARGET_S))
         self._draft_costs = MadeUpCosts(dict.fromkeys(sizes, DRAFT_S))
 
-    def costs(self, model: Path, context: ContextOptions, n_past: int, n_threads: int) -> CostTable:
+    def costs(self, model: Path, context: ContextOptions, n_past: int = 0) -> CostTable:
         return self._target_costs if model == self._target else self._draft_costs
 
 

@@ -38,14 +38,12 @@ from typing import Any, cast
 import numpy as np
 
 from benchmarks.answers import begin, read_setting
-from specgen.events import FinishedEvent
 from specgen.measure.prompts import BenchPrompt, first_of_each, read_bench_prompts
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import CostTable
 from specgen.options import GenerationOptions, SessionOptions
 from specgen.session.answer_loop import AnswerLoop
-from specgen.session.calibration import measure_if_new
-from specgen.session.costs import MIN_SIZES
+from specgen.session.calibration import MIN_SIZES, measure_if_new
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.memory import Memory
 from specgen.session.session import Session
@@ -226,8 +224,7 @@ class Entrant:
         loop = AnswerLoop(target, clock)
         list(loop.run(generation))
         assert tuple(generation.answer) == told.tokens, "the recorded answer"
-        finished = loop.finish(generation, estimate_gain=False)[0]
-        assert isinstance(finished, FinishedEvent)
+        finished = loop.finish(generation, estimate_gain=False)
         seconds = finished.wall_s - finished.prompt_s
         reading_s = cast(Timed, drafting[0]).reading_s if drafting else 0.0
         plain_s = (len(told.tokens) + told.ended - 1) * self._costs[0].seconds(1)

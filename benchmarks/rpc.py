@@ -46,7 +46,7 @@ from specgen.options import (
     SessionOptions,
     Workers,
 )
-from specgen.session.costs import begin, time_batch
+from specgen.session.calibration import begin, time_batch
 from specgen.session.memory import Memory
 from specgen.session.session import Session
 

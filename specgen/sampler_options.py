@@ -138,7 +138,14 @@ class SamplerOptions:
     )
     #: One that is not named does nothing, whatever its options; without the temperature, tokens are drawn at
     #: temperature 1.
-    samplers: tuple[SamplerName, ...] = DEFAULT_SAMPLERS
+    samplers: tuple[SamplerName, ...] = _sampling(
+        DEFAULT_SAMPLERS,
+        "--samplers --sampler-seq --sampling-seq",
+        "The samplers to use, in order: names with ; between, or llama.cpp's letters, as edskypmxt.",
+        metavar="NAMES|LETTERS",
+        show_default="; ".join(DEFAULT_SAMPLERS),
+        parse=lambda texts: parse_samplers(";".join(texts)),
+    )
     logit_bias: tuple[tuple[int, float], ...] = _sampling(
         (),
         "--logit-bias -l",
@@ -236,31 +243,17 @@ class SamplerOptions:
 
 
 def parse_samplers(text: str) -> tuple[SamplerName, ...]:
-    """Parse samplers in the spelling of llama.cpp's --samplers: names or their aliases (``top-k``,
-    ``topk``, ``nucleus``, ``temp``, ``typ``) between semicolons or commas. No name is no sampler. The
-    letters of --sampler-seq are accepted as well, where they are no name.
+    """Parse samplers in llama.cpp's spellings: names or aliases (``top-k``, ``topk``, ``nucleus``, ``temp``) between
+    semicolons or commas, or, where they are no name, letters (``edskypmxt``). No name is no sampler.
 
     Raise `ValueError`, with the message to show, for a name that there is not.
     """
     names = [name.strip() for name in text.replace(",", ";").lower().split(";")]
     names = [name for name in names if name]
     if len(names) == 1 and names[0] not in _ALIASES and set(names[0]) <= set(_LETTERS):
-        return parse_sampler_letters(names[0])
+        return tuple(_LETTERS[letter] for letter in names[0])
     for name in names:
         if name not in _ALIASES:
-            known = ", ".join(DEFAULT_SAMPLERS)
+            known = ", ".join(f"{name} ({letter})" for letter, name in _LETTERS.items())
             raise ValueError(f"there is no sampler {name!r}; the samplers are {known}")
     return tuple(_ALIASES[name] for name in names)
-
-
-def parse_sampler_letters(text: str) -> tuple[SamplerName, ...]:
-    """Parse samplers in the spelling of llama.cpp's --sampler-seq, a letter each: ``edskypmxt`` is the
-    default.
-
-    Raise `ValueError`, with the message to show, for a letter that stands for none.
-    """
-    for letter in text:
-        if letter not in _LETTERS:
-            known = ", ".join(f"{letter} ({name})" for letter, name in _LETTERS.items())
-            raise ValueError(f"no sampler has the letter {letter!r}; the letters are {known}")
-    return tuple(_LETTERS[letter] for letter in text)

@@ -14,8 +14,7 @@ import typer.core
 import typer.main
 
 from specgen import __version__
-from specgen.cli.command import COMMAND_LINE_ERROR, Command, without_flag_types
-from specgen.cli.defaults import in_words
+from specgen.cli.command import COMMAND_LINE_ERROR, Command, in_words, without_flag_types
 from specgen.cli.process import end_process, flush_or_abandon_stdout, output_errors
 from specgen.errors import EXIT_INTERRUPTED, MemoryLimitError, OutputError, SpecgenError
 

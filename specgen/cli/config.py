@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from specgen.cli import flags
-from specgen.cli.command import Command
-from specgen.cli.defaults import config_file, option_keys
+from specgen.cli.command import Command, config_file, option_keys
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 
@@ -20,23 +19,19 @@ class ConfigCommand(Command):
     def invoke(self, ctx: Any) -> int:
         path = config_file()
         print(f"# {path}" + ("" if path.exists() else " (there is no such file)"))
-        for parameter in self.params:
-            keys = option_keys(parameter)
-            if not keys:
-                continue
+        for parameter in filter(option_keys, self.params):
+            key = option_keys(parameter)[0]
             source = ctx.get_parameter_source(parameter.name)
-            where = _SOURCES.get(source.name if source is not None else "", "default")
+            where = _SOURCES.get(source.name if source is not None else "")
             value = ctx.params.get(parameter.name)
-            is_set = where != "default"
             meant = parameter.show_default  # type: ignore[attr-defined]
-            if where == "environment":
-                where += f" {parameter.envvar}"
-            if is_set:
-                print(f"{keys[0]} = {_text(value)}  # {where}")
+            if where is not None:
+                where += f" {parameter.envvar}" if where == "environment" else ""
+                print(f"{key} = {_text(value)}  # {where}")
             elif isinstance(meant, str) or value is None:
-                print(f"# {keys[0]} is not set" + (f": {meant}" if isinstance(meant, str) else ""))
+                print(f"# {key} is not set" + (f": {meant}" if isinstance(meant, str) else ""))
             else:
-                print(f"# {keys[0]} = {_text(value)}  # {where}")
+                print(f"# {key} = {_text(value)}  # default")
         return 0
 
 
@@ -45,11 +40,8 @@ COMMAND_CLASS = ConfigCommand
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_text, value))}]"
-    return json.dumps(
-        value if isinstance(value, (bool, int, float)) else str(value), ensure_ascii=False
-    )
+    is_plain = isinstance(value, (bool, int, float, list, tuple))
+    return json.dumps(value if is_plain else str(value), ensure_ascii=False, default=str)
 
 
 @flags.takes_options(

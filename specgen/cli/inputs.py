@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from specgen.errors import PromptError, UsageError
+from specgen.sampler_options import utf8
 
 #: As a file's name: standard input or output.
 STDIO = Path("-")
@@ -22,8 +23,7 @@ def read_prompt(
     note: Callable[[str], None],
 ) -> str:
     """Return the prompt: the files in their order, then standard input if something is piped in, then the
-    question (`argument` or `option`). A blank line separates them, and `note` receives a sentence about
-    what was joined.
+    question (`argument` or `option`), with blank lines between; `note` receives what was joined.
 
     A file or a question that is `-` is standard input, read at that position. Raise `UsageError` if nothing
     or two questions are given, `PromptError` if a text cannot be read, is not UTF-8, or if all are empty.
@@ -31,11 +31,11 @@ def read_prompt(
     if argument is not None and option is not None:
         raise UsageError("the prompt is given twice: PROMPT and --prompt", hint="give it once")
     question = argument if argument is not None else option
-    sources: list[Path | str] = [*files] if question is None else [*files, question]
-    explicit = sources.count(STDIO) + (question == "-")
-    if explicit > 1:
+    sources: list[Path | str] = [*files, *([] if question is None else [question])]
+    sources = [STDIO if source == "-" else source for source in sources]
+    if sources.count(STDIO) > 1:
         raise UsageError("standard input is given twice as the prompt", hint="give - once")
-    if not explicit and not is_terminal():
+    if STDIO not in sources and not is_terminal():
         sources.insert(len(files), STDIO)
     if not sources:
         raise UsageError(
@@ -51,30 +51,24 @@ def read_prompt(
 
 
 def _read(source: Path | str, note: Callable[[str], None]) -> tuple[str, str]:
-    """Return the name of a part of the prompt, and its text. A string is the question."""
-    if source in (STDIO, "-"):
-        return "standard input", _without_newline(_piped_text(note))
+    """Return the name of a part of the prompt, and its text without the newline that tools add. A string is the
+    question. If standard input does not end, say so: the program that started this one may have left it open."""
     if isinstance(source, str):
-        return "the question", _check_argument(source)
-    return str(source), _without_newline(read_text(source))
-
-
-def _piped_text(note: Callable[[str], None]) -> str:
-    """Return standard input as text. Tell the user if it does not end: then a program that started this one
-    may have left it open."""
-    patience = threading.Timer(
-        _PATIENCE_S,
-        note,
-        [
-            "waiting for the end of standard input, which is part of the prompt (`< /dev/null` gives none)"
-        ],
-    )
+        try:
+            return "the question", utf8(source)
+        except ValueError as error:
+            raise PromptError(f"the prompt: {error}") from None
+    awaited = "waiting for the end of standard input, which is part of the prompt (`< /dev/null` gives none)"
+    patience = threading.Timer(_PATIENCE_S, note, [awaited])
     patience.daemon = True
-    patience.start()
+    if source == STDIO:
+        patience.start()
     try:
-        return read_text(STDIO)
+        text = read_text(source)
     finally:
         patience.cancel()
+    name = "standard input" if source == STDIO else str(source)
+    return name, text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
 
 
 def read_bytes(path: Path) -> bytes:
@@ -107,20 +101,3 @@ def read_text(path: Path | None, *, with_mark: bool = False) -> str:
 def is_terminal() -> bool:
     """Return whether standard input is a terminal; a closed one counts, since nothing is piped in."""
     return sys.stdin is None or sys.stdin.closed or sys.stdin.isatty()
-
-
-def _without_newline(text: str) -> str:
-    """Return the text without the one newline at its end that tools add."""
-    return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
-
-
-def _check_argument(text: str) -> str:
-    """Refuse an argument that is not UTF-8: such bytes arrive as lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PromptError(
-            f"the prompt is not UTF-8 at character {error.start}",
-            hint="check the terminal's locale",
-        ) from None
-    return text

@@ -10,39 +10,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specgen.errors import UsageError
 
-if TYPE_CHECKING:
-    from specgen.models.hub import HubReference
-
-#: Options without a value that change nothing here, for all commands and for some.
-_SAME = frozenset(
-    [
-        "--jinja",
-        "--color",
-        "-co",
-        "--no-display-prompt",
-        "--warmup",
-        "--no-warmup",
-        "--mmap",
-        "--no-context-shift",
-        "--no-escape",
-        "--log-disable",
-        "--no-perf",
-        "--no-show-timings",
-        "--repack",
-        "--kv-offload",
-        "-kvo",
-        "--op-offload",
-        "--no-mmproj",
-        "--cont-batching",
-        "-cb",
-        "--cache-prompt",
-    ]
-)
-_SAME_IN = {
+#: Options without a value that change nothing here: for all commands (""), and for some.
+_SAME = {
+    "": "--jinja --color -co --no-display-prompt --warmup --no-warmup --mmap --no-context-shift --no-escape "
+    "--log-disable --no-perf --no-show-timings --repack --kv-offload -kvo --op-offload --no-mmproj "
+    "--cont-batching -cb --cache-prompt",
     "run": "--single-turn -st",
     "chat": "--conversation -cnv --interactive -i --interactive-first -if --multiline-input -mli",
     "serve": "--metrics --props --slots --webui --ui",
@@ -74,9 +50,7 @@ _HINTS = {
     "-st --single-turn -no-cnv --no-conversation": "`specgen run` answers one prompt",
     "--display-prompt": "specgen prints only the answer",
     "--verbose-prompt": "--json shows the prompt as the model sees it",
-    "--no-mmap --mlock -lm --load-mode": (
-        "leave it out: specgen maps the file, and keeps the weights that its kernels read in memory"
-    ),
+    "--no-mmap --mlock -lm --load-mode": "leave it out: specgen maps the file",
     "-sysf --system-prompt-file": '--system "$(cat FILE)" takes it from a file',
     "-bf --binary-file": "-f FILE reads a text in UTF-8",
     "-td --threads-draft -tbd --threads-batch-draft --spec-draft-threads": (
@@ -105,15 +79,12 @@ _HINTS = {
     "-sps -nr": "",
 }
 _INSTEAD = {name: hint for names, hint in _HINTS.items() for name in names.split()}
-
-
-_HUB_FILE = ("-hff", "--hf-file")
-#: What names models on the hub, by the option that takes a name as hf:USER/REPO:QUANT; none for the token.
+#: What names models on the hub, by the option that takes a name as hf:USER/REPO:QUANT.
 _HUB = {
-    **dict.fromkeys(("-hf", "-hfr", "--hf-repo", *_HUB_FILE), "-m"),
+    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "-m"),
     **dict.fromkeys(("-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf"), "-md"),
-    **dict.fromkeys(("-hft", "--hf-token"), ""),
 }
+_HUB_OTHERS = {"-hff": "file", "--hf-file": "file", "-hft": "token", "--hf-token": "token"}
 
 
 def translated(context: Any, arguments: Sequence[str]) -> list[str]:
@@ -121,10 +92,10 @@ def translated(context: Any, arguments: Sequence[str]) -> list[str]:
     error. Raise `UsageError` for one that has no equal."""
     command = context.command
     own = {name: each for each in command.params for name in (*each.opts, *each.secondary_opts)}
-    same = _SAME | {*_SAME_IN.get(command.name, "").split()}
+    same = {*_SAME[""].split(), *_SAME.get(command.name, "").split()}
     found: list[str] = []
     left_out: list[str] = []
-    hub = _HubNames()
+    others: dict[str, str] = {}
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
@@ -137,16 +108,15 @@ def translated(context: Any, arguments: Sequence[str]) -> list[str]:
             if rest and not (equals or own[name].is_flag or getattr(own[name], "count", False)):
                 _check_draft(name, rest[0])
                 found.append(rest.pop(0))
-        elif name in _HUB and _HUB[name] in (*own, ""):
-            if not equals and not rest:
-                raise UsageError(f"{name} needs a value", f"see `{context.command_path} --help`")
-            found += hub.take(name, value if equals else rest.pop(0))
-        elif name in ("--color", "-co") and rest[:1] in (["on"], ["off"], ["auto"]):
-            is_off = rest.pop(0) == "off"
-            found += ["--show", "none"] if is_off and "--show" in own else []
-            left_out += [] if is_off else [name]
+        elif _HUB.get(name) in own or name in _HUB_OTHERS:
+            value = value if equals or not rest else rest.pop(0)
+            if name in _HUB:
+                found += [_HUB[name], _reference(value)]
+            others[_HUB_OTHERS.get(name, "")] = value
         elif name in same:
             left_out.append(name)
+            if name in ("--color", "-co") and rest[:1] in (["on"], ["off"], ["auto"]):
+                found += ["--show", "none"] if rest.pop(0) == "off" and "--show" in own else []
         elif name in _EQUAL and _EQUAL[name][0] in own:
             found += [*_EQUAL[name], *([value] if equals else [])]
         elif name in _INSTEAD or name in _EQUAL:
@@ -159,47 +129,27 @@ def translated(context: Any, arguments: Sequence[str]) -> list[str]:
     if left_out and not {"-q", "--quiet"} & {*arguments}:
         names = ", ".join(dict.fromkeys(left_out))
         print(f"note: {names}: not needed, specgen does so anyhow", file=sys.stderr)
-    return [*hub.target_option(own.get("-m"), found), *found]
+    os.environ.update({"HF_TOKEN": others["token"]} if "token" in others else {})
+    return _with_file(found, others.get("file"))
 
 
-class _HubNames:
-    """The target on the hub, which -hf and --hf-file name together; drafts and the token need nothing else."""
+def _reference(name: str) -> str:
+    from specgen.models.hub import parse_reference
 
-    def __init__(self) -> None:
-        self._repos: list[HubReference] = []
-        self._file: str | None = None
+    return str(parse_reference(name))
 
-    def take(self, name: str, value: str) -> list[str]:
-        """Take an option; return what stands for it. Raise `UsageError`."""
-        from specgen.models.hub import parse_reference
 
-        if _HUB[name] == "":
-            os.environ["HF_TOKEN"] = value
-        elif name in _HUB_FILE:
-            self._file = value
-        elif _HUB[name] == "-m":
-            self._repos.append(parse_reference(value))
-        else:
-            return [_HUB[name], str(parse_reference(value))]
-        return []
-
-    def target_option(self, option: Any, others: Sequence[str]) -> list[str]:
-        """Return the options that name the targets. Raise `UsageError` if another option names one, too."""
-        if self._file is not None:
-            from specgen.models.hub import parse_reference
-
-            if len(self._repos) != 1:
-                raise UsageError("--hf-file needs one --hf-repo", "name it with -hf USER/REPO")
-            self._repos = [parse_reference(f"{self._repos[0].repo}/{self._file}")]
-        if self._repos and not option.multiple:
-            given = [
-                *self._repos[1:],
-                *(each for each in others if each.partition("=")[0] in option.opts),
-            ]
-            if given:
-                repo = str(self._repos[0]).removeprefix("hf:")
-                raise UsageError(f"-hf {repo} and {given[0]} exclude each other", "use one of them")
-        return [word for each in self._repos for word in ("-m", str(each))]
+def _with_file(words: list[str], file: str | None) -> list[str]:
+    """Return the words with the file in the target's repository, if there is one, as the target."""
+    if file is None:
+        return words
+    names = [
+        at for at, word in enumerate(words) if word.startswith("hf:") and words[at - 1] == "-m"
+    ]
+    if len(names) != 1:
+        raise UsageError("--hf-file needs one --hf-repo", "name it with -hf USER/REPO")
+    repo = words[names[0]].split(":")[1]
+    return [*words[: names[0]], _reference(f"{repo}/{file}"), *words[names[0] + 1 :]]
 
 
 def _check_draft(name: str, value: str) -> None:

@@ -52,7 +52,7 @@ class Setup:
     prompt_cache: Path | None = None
 
     def find(self, output: Output) -> tuple[Sources, SessionOptions]:
-        """Return the files of the models, fetched if necessary, and the options to load them with."""
+        """Find the files of the models, which are fetched if necessary."""
         from specgen.session.files import find_models
         from specgen.session.open import session_options
 
@@ -70,7 +70,7 @@ class Setup:
 
     @contextlib.contextmanager
     def opened(self, output: Output, check: Check | None = None) -> Iterator[Session]:
-        """Find and load the models; close them at the end. Raise what `opened` raises."""
+        """Find and load the models; close them at the end."""
         sources, options = self.find(output)
         with opened(options, self.machine.kernels, output, sources.drafts, check) as session:
             yield session
@@ -84,8 +84,7 @@ def opened(
     drafts: Sequence[DraftChoice] = (),
     check: Check | None = None,
 ) -> Iterator[Session]:
-    """Load the models, as `open_session` does; close them at the end. Raise what it raises, and `UsageError`
-    if kernels that were asked for cannot be used."""
+    """Choose the kernels and load the models, with llama.cpp's log if it is wanted; close them at the end."""
     use_kernels(kernels, output)
     with log_shown(output), load(options, output, drafts, check) as session:
         yield session
@@ -99,19 +98,15 @@ def load(
     *,
     memory: Memory | None = None,
 ) -> Session:
-    """Load the models, as `open_session` does; on a terminal, show that they are loading. Notes go to standard
-    error."""
+    """Load the models, as `open_session` does; on a terminal, show that they are loading."""
     from specgen.session.open import open_session
 
-    @contextlib.contextmanager
-    def loading(name: str) -> Iterator[None]:
+    def loading(name: str) -> contextlib.AbstractContextManager[object]:
         if output.quiet or output.verbose or not sys.stderr.isatty():
-            yield
-            return
+            return contextlib.nullcontext()
         from specgen.render.select import make_console
 
-        with make_console(sys.stderr, os.environ).status(f"loading {name}"):
-            yield
+        return make_console(sys.stderr, os.environ).status(f"loading {name}")
 
     return open_session(
         options,
@@ -126,9 +121,8 @@ def load(
 
 
 def use_kernels(wanted: KernelOptions, output: Output) -> None:
-    """Choose what computes on the CPU, before the first model is loaded; print a note if the kernels are
-    missing or cannot be used. From then on, a crash in native code is reported in a line. Raise `UsageError`
-    if kernels that were asked for cannot be used."""
+    """Choose what computes on the CPU, before the first model is loaded; note if specgen's kernels cannot. From then
+    on, a crash in native code is reported in a line. Raise `UsageError` for kernels that were asked for in vain."""
     from specgen.llama.library import end_with_a_line
     from specgen.session.open import start_kernels
 
@@ -139,19 +133,16 @@ def use_kernels(wanted: KernelOptions, output: Output) -> None:
         output.note(f"{note}{hint}")
 
 
-@contextlib.contextmanager
-def log_shown(output: Output) -> Iterator[None]:
+def log_shown(output: Output) -> contextlib.AbstractContextManager[None]:
     """Show llama.cpp's log on standard error, if the output is verbose: what matters of it, or with -vv all."""
     if not output.verbose:
-        yield
-        return
+        return contextlib.nullcontext()
     from specgen.llama import logging_to
 
     def show(text: str) -> None:
         print(text, end="", file=sys.stderr, flush=True)
 
-    with logging_to(show if output.verbose > 1 else what_matters(show)):
-        yield
+    return logging_to(show if output.verbose > 1 else what_matters(show))
 
 
 def what_matters(show: Callable[[str], None]) -> Callable[[str], None]:

@@ -25,11 +25,10 @@ _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 class Interrupt:
-    """A context manager in which the first signal only sets a flag.
+    """A context manager in which the first signal only sets a flag, as a decode cannot be stopped in the middle.
 
-    llama.cpp's decode cannot be stopped in the middle, so the answer ends with the present round. A second
-    signal raises KeyboardInterrupt. If the flag is set and nobody catches a KeyboardInterrupt, this one or
-    another, the process ends with the signal's exit code, unless `ends_process` is False.
+    A second signal raises KeyboardInterrupt. If nobody catches it, the process ends with the signal's exit code,
+    unless `ends_process` is False.
     """
 
     def __init__(self, *, ends_process: bool = True) -> None:
@@ -42,7 +41,7 @@ class Interrupt:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code by which a shell reports the signal: 128 plus its number; 0 without a signal."""
+        """The exit code by which a shell reports the signal; 0 without a signal."""
         return 0 if self._received is None else 128 + self._received
 
     def __enter__(self) -> Interrupt:
@@ -63,19 +62,12 @@ class Interrupt:
 
 
 def open_missing_streams() -> None:
-    """Open the null device in place of each closed standard stream.
-
-    The parent process may have closed them, as daemons and cron do. Standard input is then empty, and standard
-    error is discarded. Standard output is opened for reading: writing to it fails with EBADF, so that no lost
-    answer counts as written. Without this, the next file that is opened would get the number of the closed
-    stream, and the output of libraries would end up in it.
-    """
-    for name, flags, mode in (
-        ("stdin", os.O_RDONLY, "r"),
-        ("stdout", os.O_RDONLY, "w"),
-        ("stderr", os.O_WRONLY, "w"),
-    ):
+    """Open the null device in place of each standard stream that is closed, as by daemons and cron; the next file
+    that is opened would get its number. Standard output is opened for reading: writing to it fails with EBADF, so
+    that no lost answer counts as written."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
+            flags = os.O_WRONLY if name == "stderr" else os.O_RDONLY
             descriptor = os.open(os.devnull, flags)  # the lowest free number: that of the stream
             os.set_inheritable(descriptor, True)
             stream = open(  # noqa: SIM115 - open to the end of the process, as those it replaces
@@ -86,10 +78,7 @@ def open_missing_streams() -> None:
 
 @contextlib.contextmanager
 def output_errors() -> Iterator[None]:
-    """Translate errors of writing to standard output.
-
-    Raise `OutputError`, and `typer.Exit` if the reader of a pipe went away.
-    """
+    """Turn errors of writing to standard output into `OutputError`, or `typer.Exit` if a pipe's reader went away."""
     try:
         yield
     except BrokenPipeError:
@@ -99,9 +88,8 @@ def output_errors() -> Iterator[None]:
         if error.errno not in _NOT_WRITTEN:
             raise
         _abandon_stdout()
-        reason = error.strerror
-        if error.errno == errno.EBADF:
-            reason = "standard output is closed"
+        is_closed = error.errno == errno.EBADF
+        reason = "standard output is closed" if is_closed else error.strerror
         raise OutputError(f"the output could not be written: {reason}") from error
 
 

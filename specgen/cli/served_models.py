@@ -89,7 +89,7 @@ class ModelLoader:
         from specgen.llama.gguf_file import check_file
         from specgen.llama.model import pooling_of
         from specgen.serve.server.model_pool import ModelEntry
-        from specgen.session.memory_estimate import needed_bytes
+        from specgen.session.open import needed_bytes
 
         if wanted.setup.learn and not self.learns_across:
             raise UsageError(
@@ -120,7 +120,7 @@ class ModelLoader:
         from specgen.llama.embeddings import Embedder
         from specgen.llama.gguf_file import check_file
         from specgen.serve.server.model_pool import ModelEntry
-        from specgen.session.memory_estimate import embedder_bytes, embedder_context
+        from specgen.session.open import embedder_bytes, embedder_context
 
         if wanted.setup.models.draft is not None:
             raise UsageError(f"{name} is an embedding model: leave out --draft")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
+from specgen.errors import BackendError
 from specgen.events import Event, FinishedEvent, ReadingEvent
 from specgen.method.backend import Batch
 from specgen.method.cost_table import CostTable
@@ -14,6 +17,9 @@ from specgen.method.loop import Loop
 from specgen.system.arrays import Logits
 from specgen.text.sequence import Sequence
 
+#: The most tokens of a prompt that are read between two rounds of other answers, which wait for them, or
+#: beside a round while costs are not known.
+N_READ_BESIDE = 32
 #: Single-token decodes timed by `plain_token_s`.
 _N_PROBES = 3
 #: Tokens of the shortest answer that is compared with plain decoding.
@@ -32,9 +38,8 @@ class AnswerLoop(Loop):
             raise sequence.failure
 
     def start(self, sequence: Sequence) -> list[Event]:
-        """Decode a prompt, commit the first token, and return the events. There is no draft in this step,
-        so the first token comes as early as in plain decoding, and the prompt is decoded in the same
-        batches."""
+        """Decode a prompt, commit the first token, and return the events. Nothing drafts before, so the first token
+        comes as early as in plain decoding."""
         events: list[Event] = []
         while not (sequence.is_started or sequence.is_finished):
             events += self.read(sequence)
@@ -85,7 +90,7 @@ class AnswerLoop(Loop):
         self, sequence: Sequence, logits: Logits | None, target_s: float, started: float
     ) -> list[Event]:
         """Record a piece of a prompt, which took `target_s` of the target since `started`. After the
-        last piece, whose `logits` are float32[1, n_vocab], commit the first token. Return the events."""
+        last piece, whose `logits` are float32[1, n_vocab], commit the first token."""
         tally = sequence.tally
         events: list[Event] = []
         if logits is not None:
@@ -108,13 +113,11 @@ class AnswerLoop(Loop):
 
     def finish(
         self, sequence: Sequence, *, estimate_gain: bool, costs: CostTable | None = None
-    ) -> list[FinishedEvent]:
-        """Return the summary of a finished sequence. A sequence that had drafts is compared with plain
-        decoding: with `estimate_gain` by its own decodes, which may take a few more, otherwise by the
-        `costs` of the target's batches. A short answer is not: the decodes would take a part of its time,
-        and their noise would decide."""
-        # Decodes next to one another, and costs that were measured before, count as one time.
-        token_s, how, n_times = None, "", 1
+    ) -> FinishedEvent:
+        """Return the summary of a finished sequence. A sequence that had drafts, and is not so short that noise would
+        decide, is compared with plain decoding: with `estimate_gain` by its own decodes, which may take a few more,
+        otherwise by the `costs` of the target's batches."""
+        token_s, how, n_times = None, "", 1  # decodes next to one another count as one time
         is_compared = sequence.tally.n_drafted and sequence.n_answer >= _SHORTEST_COMPARED
         if is_compared and not estimate_gain and costs is not None:
             token_s = sequence.tally.priced_token_s(costs)
@@ -128,7 +131,7 @@ class AnswerLoop(Loop):
                 token_s = self.plain_token_s(sequence)
                 how = f"from {_N_PROBES} single-token decodes at the end of the answer"
                 n_times = 1
-        return [sequence.finished_event(self.now_s, token_s, how, n_times)]
+        return sequence.finished_event(self.now_s, token_s, how, n_times)
 
     def plain_token_s(self, sequence: Sequence) -> float | None:
         """Return the target's time for one token: the median seconds of a few decodes of the text's last
@@ -147,3 +150,41 @@ class AnswerLoop(Loop):
             samples.append(self.target.decode_s - before)
             self.target.remove(first, length)
         return float(np.median(samples))
+
+
+@dataclass(slots=True)
+class ChunkedPrefill:
+    """A prompt of which a piece is read in the batch of a round of other sequences, by the `costs` of batches."""
+
+    loop: AnswerLoop
+    sequence: Sequence
+    costs: CostTable
+    _is_last: bool = False
+
+    def add_to(self, batch: Batch) -> list[Event]:
+        """Add as many tokens as take no longer than the round's own rows, so that running answers keep half of their
+        pace."""
+        n_own, costs, n_batch = len(batch), self.costs, self.loop.target.n_batch
+        events = self.loop.begin_reading(self.sequence, self.loop.clock())
+        n_most = N_READ_BESIDE
+        if costs:
+            sizes, limit_s = range(1, n_batch), 2 * costs.seconds(n_own)
+            n_most = bisect.bisect(sizes, limit_s, key=lambda n: costs.seconds(n_own + n))
+        n_most = min(n_most, n_batch - n_own)
+        if n_most > 0 and not self.sequence.is_finished:
+            self._is_last = self.loop.add_piece(batch, self.sequence, n_most)
+        return events
+
+    def after(
+        self, n_own: int, batch: Batch, logits: Logits, target_s: float
+    ) -> tuple[float, list[Event]]:
+        costs, n_all = self.costs, len(batch)
+        own = min(1.0, costs.seconds(n_own) / costs.seconds(n_all)) if costs else n_own / n_all
+        read_s = target_s * (1.0 - own)
+        last = logits[-1:] if self._is_last else None
+        started = self.loop.clock() - read_s
+        try:
+            return read_s, self.loop.after_chunk(self.sequence, last, read_s, started)
+        except BackendError as error:  # the grammar allows no token, or a logit is not a number
+            self.sequence.failure = error
+            return read_s, []

@@ -1,22 +1,21 @@
-"""First-use measurements: how long decodes take, and how often a draft agrees with the target."""
+"""What decodes cost on this machine, how often a draft agrees with the target, and the speed-up that is expected of it.
+
+Both are measured at first use. `specgen run` expects a speed-up before a draft model is used that was never tried with
+its target; `specgen.measure.trial` measures one, by the same quotient, `speedup`. `memory.py` keeps the costs, and a
+`CostTable` corrects them while it runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from specgen.drafters.kind import Key
-from specgen.method.backend import Backend, HiddenBackend
+from specgen.method.backend import Backend, Batch, HiddenBackend
 from specgen.method.cost_table import CostTable
 from specgen.session.agreement import N_KNOWN, N_TOKENS, TEXT, read_states, sample_agreement
-from specgen.session.costs import (
-    MIN_SIZES,
-    Costs,
-    complete,
-    expected_gain,
-    is_measured,
-    timed_batch_sizes,
-)
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.prompts import Prompt, tokenize
 from specgen.session.session import MAX_SEQUENCES, Session
@@ -25,6 +24,21 @@ from specgen.system.units import seconds_text
 from specgen.text.hidden_trail import StatesBackend
 from specgen.text.text_state import TextState
 
+#: The usual acceptance rate of draft models of the target's own family, if drafts stop where they are unsure.
+ACCEPTANCE = 0.7
+#: The least expected speed-up with which a draft is used. The margin pays for the draft's decode of the
+#: prompt, and for prompts that suit it less.
+WORTH = 1.1
+#: The first tokens of this text are decoded one by one before anything is timed: the context is then not empty, and
+#: llama.cpp has made its plans.
+_FILLER = "The quick brown fox jumps over the lazy dog; 0123456789 (and so on)."
+_N_FILLER = 4
+#: All sizes of batches up to this are timed; of larger ones only some, since the others are interpolated.
+_N_DENSE = 8
+#: How often each size is timed, and after how many seconds of decodes no other size is begun.
+_N_REPEATS, _BUDGET_S = 3, 2.0
+#: A table with fewer sizes was not measured: it has only seen a few decodes.
+MIN_SIZES = 3
 #: Batch sizes to time for a draft model: drafted tokens, the tokens of the last round, a prompt.
 _DRAFT_SIZES = (1, 2, 3, 4, 8, 16, 64)
 #: The numbers of answers at once that are considered. A larger number must give at least so many times the
@@ -34,95 +48,135 @@ _AT_ONCE, _LEAST_GAIN = (1, 2, 4, 8, 16), 1.05
 _N_SHORT = 256
 
 
+def _never() -> bool:
+    return False
+
+
+# --- what a draft is expected to gain --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of a target's batches by their rows, including 1 row, and seconds of a drafted token."""
+
+    batch_s: Mapping[int, float]
+    draft_token_s: float = 0.0
+
+    @property
+    def token_s(self) -> float:
+        """Seconds of a token in plain decoding."""
+        return self.batch_s[1]
+
+    def rows_s(self, n_rows: int) -> float:
+        """Return the seconds of a batch of `n_rows` rows: never less than those of a single token, as which it may have
+        been measured when the machine was less busy."""
+        return max(self.token_s, CostTable(self.batch_s).seconds(n_rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """The best speed-up that is expected of a draft model, with `n_drafted` tokens in each round. `batch_tokens` is
+    the time of the round's batch and `token_tokens` that of a drafted token, in the target's times for a single
+    token. `free_speedup` is the expected speed-up if drafting took no time."""
+
+    n_drafted: int
+    speedup: float
+    batch_tokens: float
+    token_tokens: float
+    free_speedup: float
+
+    @property
+    def is_worth_it(self) -> bool:
+        return self.speedup >= WORTH
+
+    @property
+    def rules_out_all(self) -> bool:
+        """Whether even a draft model that takes no time would not pay, since the target's batches are so slow."""
+        return self.free_speedup < WORTH
+
+
+def speedup(n_tokens: float, seconds: float, token_s: float) -> float:
+    """Return the speed-up over plain decoding, which takes `token_s` seconds a token."""
+    return token_s * n_tokens / seconds
+
+
+def expected_gain(costs: Costs, acceptance: float = ACCEPTANCE) -> Gain:
+    """Return the expected gain of a draft model, from costs of at least two sizes of batches.
+
+    If each drafted token is accepted with probability a, given that those before it were, a round with n
+    drafted tokens gives 1 + a + ... + a^n tokens. Plain decoding takes v(1) for each of them. The round
+    takes v(n + 1) for the target's batch and c for each drafted token:
+
+        speedup(n) = v(1) (1 + a + ... + a^n) / (v(n + 1) + n c)
+
+    (Leviathan et al., arXiv:2211.17192, theorem 3.8, with batches that are not free.) The result is for
+    the best n whose batch is not larger than the largest one that was timed.
+    """
+
+    def of(n_drafted: int, draft_token_s: float) -> float:
+        n_tokens = sum(acceptance**depth for depth in range(n_drafted + 1))
+        seconds = costs.rows_s(n_drafted + 1) + n_drafted * draft_token_s
+        return speedup(n_tokens, seconds, costs.token_s)
+
+    numbers = range(1, max(costs.batch_s))
+    best = max(numbers, key=lambda n: of(n, costs.draft_token_s))
+    return Gain(
+        n_drafted=best,
+        speedup=of(best, costs.draft_token_s),
+        batch_tokens=costs.rows_s(best + 1) / costs.token_s,
+        token_tokens=costs.draft_token_s / costs.token_s,
+        free_speedup=max(of(n, 0.0) for n in numbers),
+    )
+
+
+# --- what is known of a session's models -------------------------------------------------------------
+
+
+def is_measured(table: CostTable, n_rows: int = 1) -> bool:
+    """Return whether a table was measured, up to at least `n_rows` rows."""
+    known = table.known
+    return len(known) >= MIN_SIZES and max(known) >= n_rows
+
+
 def is_pair_measured(session: Session, draft: Key | None) -> bool:
-    """Return whether the costs of the target, up to the largest batch of a round, and of a draft model
-    are known."""
+    """Return whether the costs of the target, up to the largest batch of a round, and of a draft are known."""
     own = is_measured(session.costs.table(), session.n_rows_max)
     return own and (draft is None or is_measured(session.costs.table(draft)))
 
 
 def known_costs(session: Session, draft: Key) -> Costs | None:
-    """Return the costs of the target and of a draft model; None if they are not known, or only for one
-    size of batches."""
+    """Return the costs of the target and of a draft; None if they are not known, or only for one size of batches."""
     if not is_pair_measured(session, draft):
         return None
     known = session.costs.table().known
     sizes = {n: seconds for n, seconds in known.items() if n <= session.n_rows_max}
-    table = session.costs.table(draft)
     n_at_once = session.draft.n_at_once if session.draft is not None else 1
-    token_s = table.seconds(n_at_once) / n_at_once
+    token_s = session.costs.table(draft).seconds(n_at_once) / n_at_once
     return Costs(sizes, token_s) if len(sizes) > 1 else None
 
 
-def measure_costs(session: Session, draft: Path) -> Costs | None:
-    """Return the costs of the target and of its draft model `draft`. Costs that are not known are measured.
-    None if a round has no room for a draft. Raises `MemoryLimitError` if the contexts do not fit into
-    memory, and `BackendError` if a decode fails."""
-    if not is_pair_measured(session, draft):
-        _measure(session)
-    return known_costs(session, draft)
+def target_costs(session: Session, interrupted: Callable[[], bool] = _never) -> CostTable:
+    """Return the costs of the target. If they are not known, they are measured now. Raise
+    `MemoryLimitError`, and `KeyboardInterrupt` if interrupted."""
+    if not is_measured(session.costs.table()):
+        measure_in_short_contexts(session, interrupted)
+    return session.costs.table()
 
 
-def short_context(session: Session) -> int:
-    """Return the size, in tokens, of a context in which only costs are measured."""
-    n_train = session.target.n_ctx_train
-    return min(_N_SHORT, n_train) if n_train > 0 else _N_SHORT
-
-
-def calibrate(session: Session, interrupted: Callable[[], bool] = lambda: False) -> str:
-    """Measure what drafting costs here and how often the draft agrees with the target, if costs decide how much is
-    drafted and this is not known, in short contexts of their own. Return a sentence that says so; empty if all
-    was known. Raise what `measure_if_new` raises, and `MemoryLimitError`."""
-    draft = session.draft
-    if not session.options.drafting.is_by_cost or draft is None:
-        return ""
-    if is_pair_measured(session, draft.timed) and not _wants_agreement(session):
-        return ""
-    took = seconds_text(_measure(session, interrupted))
-    again = "; the machine was busy, so they will be measured again" * session.costs.was_busy
-    return f"measured the costs of drafting and the expected acceptance in {took}{again}"
-
-
-def _measure(session: Session, interrupted: Callable[[], bool] = lambda: False) -> float:
-    """Call `measure_if_new` with short contexts."""
-    with session.contexts(short_context(session)) as (target, drafts):
-        return measure_if_new(session, target, drafts, interrupted)
-
-
-def measure_if_new(
-    session: Session,
-    target: Backend,
-    drafts: Sequence[Backend],
-    interrupted: Callable[[], bool] = lambda: False,
-) -> float:
-    """Measure the costs of decodes and, if costs decide how much is drafted, how often a draft model
-    agrees with the target. Results that are known are not measured again. The contexts must be empty.
-    Return the seconds that this took; 0 if everything was known.
-
-    If other programs slowed the measurement down (`ModelCosts.was_busy`), its costs are kept for a few runs only:
-    by the table of a busy machine perhaps no draft pays, and then no decode would correct it. Raise
-    `KeyboardInterrupt` if `interrupted` returns True between decodes; that measurement is not kept."""
-    started, costs = session.clock(), session.costs
-    timed = session.draft.timed if session.draft is not None else None
-    is_known = is_pair_measured(session, timed)
-    if not is_known:
-        load = LoadOfOthers()
-        sizes = timed_batch_sizes(max(MIN_SIZES, session.n_rows_max))
-        complete(costs.table(), target, sizes, session.n_rows_max, interrupted)
-        if drafts and timed is not None:
-            complete(costs.table(timed), drafts[0], _DRAFT_SIZES, interrupted=interrupted)
-        costs.was_busy = is_busy(load.share)
-        if costs.was_busy:
-            costs.keep_briefly(timed)
-    is_sampled = bool(drafts) and _sample_agreement(session, target, drafts, interrupted)
-    return session.clock() - started if is_sampled or not is_known else 0.0
+def tokens_read_in(
+    session: Session, seconds: float, interrupted: Callable[[], bool] = _never
+) -> int:
+    """Return how many tokens of a prompt the target reads in `seconds`. Raise what `target_costs` raises."""
+    table = target_costs(session, interrupted)
+    n_rows = max(table.known)
+    return int(seconds * n_rows / table.seconds(n_rows))
 
 
 def fastest_parallel(
-    session: Session, n_answers: int, interrupted: Callable[[], bool] = lambda: False
+    session: Session, n_answers: int, interrupted: Callable[[], bool] = _never
 ) -> int:
     """Return the number of answers at once that gives most tokens per second, by the costs of the
-    target's batches. Costs that are not known are measured now. Raise `MemoryLimitError`."""
+    target's batches. Raise what `target_costs` raises."""
     if n_answers < 2:
         return 1
     table = target_costs(session, interrupted)
@@ -135,22 +189,62 @@ def fastest_parallel(
     return best
 
 
-def target_costs(session: Session, interrupted: Callable[[], bool] = lambda: False) -> CostTable:
-    """Return the costs of the target. If they are not known, they are measured now. Raise
-    `MemoryLimitError`, and `KeyboardInterrupt` if interrupted."""
-    if not is_measured(session.costs.table()):
-        _measure(session, interrupted)
-    return session.costs.table()
+# --- measuring -------------------------------------------------------------------------------------
 
 
-def tokens_read_in(
-    session: Session, seconds: float, interrupted: Callable[[], bool] = lambda: False
-) -> int:
-    """Return how many tokens of a prompt the target reads in `seconds`, by its costs. Raise what
-    `target_costs` raises."""
-    table = target_costs(session, interrupted)
-    n_rows = max(table.known)
-    return int(seconds * n_rows / table.seconds(n_rows))
+def calibrate(session: Session, interrupted: Callable[[], bool] = _never) -> str:
+    """Measure what drafting costs here and how often the draft agrees with the target, if costs decide how much is
+    drafted and this is not known, in short contexts of their own. Return a sentence that says so; empty if all
+    was known. Raise what `measure_if_new` raises, and `MemoryLimitError`."""
+    draft = session.draft
+    if not session.options.drafting.is_by_cost or draft is None:
+        return ""
+    if is_pair_measured(session, draft.timed) and not _wants_agreement(session):
+        return ""
+    took = seconds_text(measure_in_short_contexts(session, interrupted))
+    again = "; the machine was busy, so they will be measured again" * session.costs.was_busy
+    return f"measured the costs of drafting and the expected acceptance in {took}{again}"
+
+
+def short_context(session: Session) -> int:
+    """Return the size, in tokens, of a context in which only costs are measured."""
+    n_train = session.target.n_ctx_train
+    return min(_N_SHORT, n_train) if n_train > 0 else _N_SHORT
+
+
+def measure_in_short_contexts(session: Session, interrupted: Callable[[], bool] = _never) -> float:
+    """Call `measure_if_new` with contexts of their own. Raise what it raises, and `MemoryLimitError`."""
+    with session.contexts(short_context(session)) as (target, drafts):
+        return measure_if_new(session, target, drafts, interrupted)
+
+
+def measure_if_new(
+    session: Session,
+    target: Backend,
+    drafts: Sequence[Backend],
+    interrupted: Callable[[], bool] = _never,
+) -> float:
+    """Measure the costs of decodes and, if costs decide how much is drafted, how often a draft model agrees with the
+    target, unless they are known. The contexts must be empty. Return the seconds that this took; 0 if all was known.
+
+    Costs that were measured while the machine was busy (`ModelCosts.was_busy`) are of this process only: by them
+    perhaps no draft pays, and then no decode would correct them. Raise `BackendError`, and `KeyboardInterrupt` if
+    `interrupted` returns True between decodes; that measurement is not kept."""
+    started, costs = session.clock(), session.costs
+    timed = session.draft.timed if session.draft is not None else None
+    is_known = is_pair_measured(session, timed)
+    if not is_known:
+        load = LoadOfOthers()
+        sizes = timed_batch_sizes(max(MIN_SIZES, session.n_rows_max))
+        complete(costs.table(), target, sizes, session.n_rows_max, interrupted)
+        if drafts and timed is not None:
+            complete(costs.table(timed), drafts[0], _DRAFT_SIZES, interrupted=interrupted)
+        costs.was_busy = is_busy(load.share)
+        if costs.was_busy:
+            costs.do_not_keep(None, timed)
+    if drafts and _wants_agreement(session):
+        is_known = not _sample_agreement(session, target, drafts, interrupted) and is_known
+    return 0.0 if is_known else session.clock() - started
 
 
 def _wants_agreement(session: Session) -> bool:
@@ -171,19 +265,15 @@ def _sample_agreement(
     target: Backend,
     drafts: Sequence[Backend],
     interrupted: Callable[[], bool],
-) -> bool:
-    """Measure how often the draft agrees with the target, if that is wanted. Return whether anything was
-    measured."""
-    if not _wants_agreement(session):
-        return False
+) -> int:
+    """Measure how often the draft agrees with the target. Return the number of tokens that were compared."""
     tokens = tokenize(session.target.vocabulary, TEXT, parse_special=False)[:N_TOKENS]
-    # The most likely tokens are compared, whatever the user's samplers are.
     factory, state = DrafterFactory(session), TextState(())
     drafter = factory.chain_drafter(Prompt(TEXT, tuple(tokens[:1])), drafts, state)
     if isinstance(drafts[0], StatesBackend) and isinstance(target, HiddenBackend):
         read_states(target, tokens[: target.n_ctx], drafts[0].trails[0])
     try:
-        n_compared = sample_agreement(
+        return sample_agreement(
             target,
             drafter,
             state,
@@ -192,7 +282,103 @@ def _sample_agreement(
             is_translated=session.own_vocabulary is not None,
             interrupted=interrupted,
         )
-        return n_compared > 0
     finally:
         for each in drafts:
             each.remove(0)
+
+
+# --- timing ----------------------------------------------------------------------------------------
+
+
+def timed_batch_sizes(n_max: int) -> list[int]:
+    """Return the numbers of rows to time, from 1 to `n_max`, ascending: in steps of one at first, and of
+    a quarter later."""
+    sizes = list(range(1, min(n_max, _N_DENSE) + 1))
+    while sizes[-1] < n_max:
+        sizes.append(min(n_max, sizes[-1] + sizes[-1] // 4))
+    return sizes
+
+
+def complete(
+    table: CostTable,
+    backend: Backend,
+    sizes: Sequence[int],
+    n_rows: int = 1,
+    interrupted: Callable[[], bool] = _never,
+) -> None:
+    """Time the sizes that the backend's table lacks, in an empty context, unless the table was measured
+    before, up to `n_rows` rows. If the time did not suffice for `n_rows` rows, the estimate from the other
+    sizes is stored for them. Raise `BackendError`, and `KeyboardInterrupt` if `interrupted` is true between
+    decodes; the table is then unchanged."""
+    if is_measured(table, n_rows):
+        return
+    is_new = not is_measured(table)
+    missing = [size for size in sizes if is_new or size == 1 or not table.knows(size)]
+    for size, seconds in measure_sizes(backend, missing, _BUDGET_S, interrupted).items():
+        table.start(size, seconds)
+    if table and max(table.known) < n_rows:
+        table.start(n_rows, table.seconds(n_rows))
+
+
+def measure_sizes(
+    backend: Backend,
+    sizes: Iterable[int],
+    budget_s: float,
+    interrupted: Callable[[], bool] = _never,
+) -> dict[int, float]:
+    """Return the median seconds of decoding batches of these sizes, in an empty context, which is empty
+    again afterwards.
+
+    Powers of two come first, and after `budget_s` seconds of decoding no other batch than a single row is
+    started: only some sizes of a large model are timed, all of a small one several times. A size for which the
+    context has no room is left out. Raise `BackendError`, and `KeyboardInterrupt` if `interrupted`.
+    """
+    text = begin(backend)
+    samples: defaultdict[int, list[float]] = defaultdict(list)
+    before_s = backend.decode_s
+    ordered = sorted(sizes, key=lambda size: (size & (size - 1) != 0, size))
+    for _ in range(_N_REPEATS):
+        for size in ordered:
+            if size > 1 and backend.decode_s - before_s > budget_s:
+                break
+            if interrupted():
+                raise KeyboardInterrupt
+            seconds = time_batch(backend, text, size)
+            if seconds is not None:
+                samples[size].append(seconds)
+    backend.remove(0)
+    # Disturbances only add time: of an even number of samples, take the smaller of the middle two.
+    return {size: statistics.median_low(times) for size, times in sorted(samples.items())}
+
+
+def begin(backend: Backend) -> list[int]:
+    """Decode the first tokens of a text; return all of its tokens."""
+    text = backend.vocabulary.tokenize(_FILLER, add_special=True, parse_special=False) or [0]
+    for position, token in enumerate(text[: min(_N_FILLER, backend.n_ctx // 2)]):
+        batch = Batch()
+        batch.add(token, position, (0,), True)
+        backend.decode(batch)
+    return text
+
+
+def time_batch(target: Backend, text: Sequence[int], n_rows: int) -> float | None:
+    """Return the seconds of a batch of `n_rows` rows after the text; None if the context, or a batch, has
+    no room for it. The cache is the same afterwards.
+
+    The rows are tokens of the text, since the time of a mixture of experts depends on how much its
+    rows differ. If a rollback takes time, that of the batch before is included, as in rounds whose
+    drafts are not accepted whole. As many rows want logits as the backend allows.
+    """
+    length = target.length(0)
+    if length + n_rows > target.n_ctx or n_rows > target.n_batch:
+        return None
+    target.checkpoint(0)
+    batch = Batch()
+    for row in range(n_rows):
+        wants_logits = n_rows - row <= target.n_outputs
+        batch.add(text[(row - n_rows) % len(text)], length + row, (0,), wants_logits)
+    before_s = target.decode_s
+    target.decode(batch)
+    seconds = target.decode_s - before_s
+    target.remove(0, length)
+    return seconds

@@ -28,9 +28,8 @@ from specgen.options import (
     SamplerOptions,
     TreeShape,
 )
-from specgen.session.prefix_cache import Slot
 from specgen.session.prompts import Prompt
-from specgen.session.request import RequestSettings
+from specgen.session.request import RequestSettings, Slot
 from specgen.session.session import Session
 from specgen.text.hidden_trail import TargetStates
 from specgen.text.sampling import Sampler

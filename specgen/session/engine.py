@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import threading
 from collections import abc, deque
@@ -19,14 +20,13 @@ from specgen.errors import (
     UsageError,
     WorkerLostError,
 )
-from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
+from specgen.events import Event, NoticeEvent, PromptEvent
 from specgen.llama import LlamaBackend
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
-from specgen.session.answer_loop import AnswerLoop
+from specgen.session.answer_loop import AnswerLoop, ChunkedPrefill
 from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, KeptAnswers
-from specgen.session.prefix_cache import Answer, PrefixCache, Slot
 from specgen.session.prompt_cache import CachedContext, PromptCache, why_no_prompt_cache
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
@@ -78,8 +78,6 @@ class Engine:
         self._factory = DrafterFactory(session, learn_alone)
         #: The room for one prompt and its answer, in tokens.
         self.n_ctx = n_ctx if n_ctx is not None else session.usual_n_ctx
-        #: The parts of the caches, and what each is doing.
-        self.slots = PrefixCache(n_parallel)
         #: Held while the engine steps: as long as another thread holds it, nothing is decoded.
         self.stepping = threading.RLock()
         self._estimates_gain = estimate_gain
@@ -96,7 +94,9 @@ class Engine:
             #: The target's context, in which the answers are generated. Nobody else may decode in it.
             self.target: LlamaBackend = target
             self._loop = AnswerLoop(target, session.clock, interrupted)
-            self._scheduler = Scheduler(self.slots, target, session.costs.table)
+            self._scheduler = Scheduler(n_parallel, target)
+            #: The parts of the caches, and the request that each serves.
+            self.slots = self._scheduler.slots
             self._draft_contexts = self._resources.enter_context(contextlib.ExitStack())
             #: The draft model's context, and those of the models that draft for it.
             self.drafts = self._open_drafts()
@@ -116,29 +116,22 @@ class Engine:
         interrupted: Callable[[], bool] = lambda: False,
         learn_alone: bool = False,
     ) -> Engine:
-        """Return an engine for up to `n_parallel` answers of `n_ctx` tokens each. Unless the number
-        `is_fixed`, it is halved until the contexts fit into memory, and 1 for models that cannot make
-        several answers at once, with a notice. Raise `MemoryLimitError`, `UsageError` if a fixed number is
-        not possible."""
+        """Return an engine for up to `n_parallel` answers. Unless the number `is_fixed`, it is halved until the
+        contexts fit into memory, and 1 for models that cannot make several answers at once, with a notice. Raise
+        `MemoryLimitError`, `UsageError` if a fixed number is not possible."""
         notice = ""
         if not is_fixed and n_parallel > 1 and (why := session.why_one_sequence):
             n_parallel, notice = 1, f"{why}: answers are made one after the other"
-        while True:
-            try:
-                engine = cls(
-                    session,
-                    n_parallel=n_parallel,
-                    n_ctx=n_ctx,
-                    interrupted=interrupted,
-                    learn_alone=learn_alone,
-                )
-            except MemoryLimitError:
-                if is_fixed or n_parallel == 1:
-                    raise
-                n_parallel //= 2
-                continue
-            engine.notify(notice)
-            return engine
+        make = functools.partial(
+            cls, session, n_ctx=n_ctx, interrupted=interrupted, learn_alone=learn_alone
+        )
+        while not is_fixed and n_parallel > 1:
+            with contextlib.suppress(MemoryLimitError):
+                return make(n_parallel=n_parallel)
+            n_parallel //= 2
+        engine = make(n_parallel=n_parallel)
+        engine.notify(notice)
+        return engine
 
     def __enter__(self) -> Engine:
         return self
@@ -252,32 +245,22 @@ class Engine:
 
     @property
     def n_busy(self) -> int:
-        """The number of answers that are being generated, including those in prefill."""
-        return len(self.slots.answers())
-
-    @property
-    def n_begun(self) -> int:
-        """The number of unfinished answers that have their first token."""
-        return len(self.slots.decoding())
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether a prompt is being prefilled."""
-        return bool(self.slots.reading())
-
-    def plain_round_s(self) -> float | None:
-        """Return the expected seconds of a round without drafts for the answers that have started, by the
-        measured costs; None if there are none, or nothing was measured."""
-        begun = self.slots.decoding()
-        if not begun:
-            return None
-        table = self._session.costs.table(n_past=begun[0].sequence.n_prompt)
-        return table.seconds(len(begun)) if table else None
+        """The number of answers that are being generated, including those whose prompt is read."""
+        return len(self._scheduler.busy)
 
     @property
     def is_idle(self) -> bool:
         """Whether no answer is waiting or being generated."""
-        return not self._scheduler.has_waiting and not self.slots.answers()
+        return self._scheduler.is_idle
+
+    def plain_token_s(self) -> float | None:
+        """Return the expected seconds of a token of the next round if nothing drafts, by the measured costs; None if
+        they are not known, no answer has begun, or a prompt is read."""
+        decoding = self._scheduler.decoding
+        if not decoding or self._scheduler.reading:
+            return None
+        table = self._session.costs.table(n_past=decoding[0].running.n_prompt)
+        return table.seconds(len(decoding)) / len(decoding) if table else None
 
     def step(self) -> list[Event]:
         """Start the next request if there is room for its answer, decode a piece of one prompt, and run one
@@ -290,33 +273,6 @@ class Engine:
             if reading is None or self._scheduler.can_read_beside(reading):
                 return events + self._round(reading)
             return events + self._read_piece(reading) + self._round()
-
-    def _round(self, reading: Answer | None = None) -> list[Event]:
-        """Run a round of all answers that have begun, and return its events. A piece of the prompt of `reading` is
-        read in the same batch."""
-        decoding = self.slots.decoding()
-        busy = decoding if reading is None else [*decoding, reading]
-        for answer in busy:
-            if answer.request.is_cancelled:
-                answer.sequence.finish("interrupted")
-        beside = None if reading is None else self._scheduler.beside(reading, self._loop)
-        try:
-            events = self._loop.round([answer.sequence for answer in decoding], beside)
-        except WorkerLostError:  # the answers have not failed: another process may make them
-            raise
-        except BaseException as error:  # also Ctrl-C in the middle of a round
-            for answer in busy:
-                if not answer.sequence.is_finished:
-                    self._fail(answer.request, answer.slot, error)
-                else:
-                    self._settle(answer)
-            raise
-        requests = {answer.request.index: answer.request for answer in busy}
-        for event in events:
-            requests[event.sequence].events.append(event)
-        for answer in busy:
-            events += self._settle(answer)
-        return events
 
     def run(self) -> Iterator[Event]:
         """Generate all queued answers, and yield their events as they come."""
@@ -337,7 +293,11 @@ class Engine:
                 try:
                     self.step()
                 except WorkerLostError:
-                    yield from self._cut_short(request)
+                    if (
+                        request.state == "decoding"
+                    ):  # it cannot continue: the target decodes nothing
+                        request.running.finish("interrupted")
+                        yield request.running.finished_event(self._loop.now_s, None, "")
                     raise
         finally:
             if not request.is_done:  # nobody wants the rest
@@ -353,59 +313,22 @@ class Engine:
             pass
         return [request.text for request in requests]
 
-    def _cut_short(self, request: Request) -> Iterator[Event]:
-        """Yield the summary of an answer that has started and cannot continue; the target decodes nothing."""
-        for answer in self.slots.decoding():
-            if answer.request is request:
-                answer.sequence.finish("interrupted")
-                yield answer.sequence.finished_event(self._loop.now_s, None, "")
-
-    # --- how answers begin and end -----------------------------------------------------------
+    # --- waiting, reading, decoding, done ----------------------------------------------------
 
     def _begin_next(self) -> list[Event]:
-        """Begin the next request, if there is one and a slot is free. Return the events."""
-        request = self._scheduler.next_waiting()
+        """Begin the next request, if there is one and a slot is free."""
+        request = self._scheduler.take_next()
         if request is None:
             return []
-        try:
-            return self._begin(request, self.slots.free_slot(request.prompt.tokens, self.target))
-        except WorkerLostError:
-            self._scheduler.put_back(request)
-            raise
-
-    def _read_piece(self, answer: Answer) -> list[Event]:
-        """Read a piece of a prompt, and return the events."""
-        request, sequence = answer.request, answer.sequence
-        events: list[Event] = []
-        with self._failing(request, answer.slot):
-            if request.is_cancelled:
-                sequence.finish("interrupted")
-            events = self._loop.read(sequence, self._scheduler.n_piece())
-            request.events.extend(events)
-            events += self._settle(answer)
-        return events
-
-    @contextlib.contextmanager
-    def _failing(self, request: Request, slot: Slot) -> Iterator[None]:
-        """End an answer with what the block raises. Only an error of ours ends there."""
-        try:
-            yield
-        except WorkerLostError:  # the answer has not failed: another process may make it
-            raise
-        except BaseException as error:
-            self._fail(request, slot, error)
-            if not isinstance(error, SpecgenError):
-                raise
-
-    def _begin(self, request: Request, slot: Slot) -> list[Event]:
-        slot.used_last = request.index
+        slot, session = request.slot, self._session
+        assert slot is not None, "it was given one"
         request.load = LoadOfOthers()
         events: list[Event] = []
-        with self._failing(request, slot):
+        with self._failing([request]):
             # The state behind a prefix may be forgotten, and the first row of the draft reads it.
             n_again = 1 if self._reads_rows else 0
             slot.share_prefix(self.target, request.prompt.tokens, n_again=n_again)
-            sequence = self._factory.sequence(
+            request.sequence = self._factory.sequence(
                 request.prompt,
                 self.n_ctx,
                 self.drafts,
@@ -415,60 +338,125 @@ class Engine:
                 slot=slot,
                 index=request.index,
             )
-            self._prepare(request, sequence)
-            slot.answer = Answer(slot, request, sequence)
-            now_s, notices = self._loop.now_s, self.take_notices()
-            events.append(self._prompt_event(request))
-            events += (NoticeEvent(request.index, now_s, message) for message in notices)
-            request.events.extend(events)
+            self._prepare(request, request.sequence)
+            slot.request = request
+            draft = session.draft if request.drafts else None
+            grammar = request.settings.generation.grammar
+            begun = PromptEvent(
+                sequence=request.index,
+                time_s=self._loop.now_s,
+                text=request.prompt.text,
+                n_prompt_tokens=len(request.prompt.tokens),
+                target=session.target.name,
+                draft=draft.name if draft is not None else "none",
+                translated=draft is not None and draft.own_vocabulary is not None,
+                kernels=session.target.kernels,
+                n_ctx=self.n_ctx,
+                sampler=as_json(replace(request.settings.sampling, seed=request.seed)),
+                verifier=request.settings.verifier,
+                grammar=grammar.text if grammar is not None else None,
+            )
+            now_s = begun.time_s
+            notices = (NoticeEvent(request.index, now_s, text) for text in self.take_notices())
+            events += self._pass_on(request, begun, *notices)
         return events
 
-    def _prompt_event(self, request: Request) -> PromptEvent:
-        """Return the event that describes the models and options of a request."""
-        session, prompt, settings = self._session, request.prompt, request.settings
-        draft = session.draft if request.drafts else None
-        grammar = settings.generation.grammar
-        return PromptEvent(
-            sequence=request.index,
-            time_s=self._loop.now_s,
-            text=prompt.text,
-            n_prompt_tokens=len(prompt.tokens),
-            target=session.target.name,
-            draft=draft.name if draft is not None else "none",
-            translated=draft is not None and draft.own_vocabulary is not None,
-            kernels=session.target.kernels,
-            n_ctx=self.n_ctx,
-            sampler=as_json(replace(settings.sampling, seed=request.seed)),
-            verifier=settings.verifier,
-            grammar=grammar.text if grammar is not None else None,
-        )
+    def _read_piece(self, request: Request) -> list[Event]:
+        """Read a piece of a prompt between two rounds."""
+        events: list[Event] = []
+        with self._failing([request]):
+            if request.is_cancelled:
+                request.running.finish("interrupted")
+            events += self._loop.read(request.running, self._scheduler.n_piece())
+            request.events.extend(events)
+            events += self._settle(request)
+        return events
 
-    def _settle(self, answer: Answer) -> list[Event]:
-        """Free the slot of an answer if it is done, and return the events of its end."""
-        request, sequence = answer.request, answer.sequence
+    def _round(self, reading: Request | None = None) -> list[Event]:
+        """Run a round of all answers that have begun. A piece of the prompt of `reading` is read in its batch."""
+        decoding = self._scheduler.decoding
+        busy, beside = decoding, None
+        if reading is not None:
+            busy = [*decoding, reading]
+            costs = self._session.costs.table()
+            beside = ChunkedPrefill(self._loop, reading.running, costs)
+        for request in busy:
+            if request.is_cancelled:
+                request.running.finish("interrupted")
+        with self._failing(busy, raises=True):
+            events = self._loop.round([request.running for request in decoding], beside)
+        requests = {request.index: request for request in busy}
+        for event in events:
+            requests[event.sequence].events.append(event)
+        for request in busy:
+            events += self._settle(request)
+        return events
+
+    @contextlib.contextmanager
+    def _failing(self, requests: abc.Sequence[Request], *, raises: bool = False) -> Iterator[None]:
+        """End the requests with what the block raises. Unless `raises`, an error of ours ends there."""
+        try:
+            yield
+        except WorkerLostError:  # the answers have not failed: another process may make them
+            for request in requests:
+                if request.state == "waiting":
+                    self._scheduler.put_back(request)
+            raise
+        except BaseException as error:  # also Ctrl-C in the middle of a round
+            for request in requests:
+                if request.sequence is not None and request.sequence.is_finished:
+                    self._settle(request)
+                else:
+                    self._fail(request, error)
+            if raises or not isinstance(error, SpecgenError):
+                raise
+
+    def _settle(self, request: Request) -> list[Event]:
+        """Free the slot of a request if its answer is finished, and return the events of its end."""
+        sequence = request.running
         if not sequence.is_finished:
             return []
         if sequence.failure is not None:
-            self._fail(request, answer.slot, sequence.failure)
+            self._fail(request, sequence.failure)
             return []
-        notices: list[Event] = []
+        notices = []
         try:
             self._keep(request.prompt, sequence.tokens)
         except OutputError as error:  # the answer itself has not failed
-            message = f"the answer is not kept for the draft to learn from: {error.message}"
-            notices.append(NoticeEvent(request.index, self._loop.now_s, message))
+            text = f"the answer is not kept for the draft to learn from: {error.message}"
+            notices.append(NoticeEvent(request.index, self._loop.now_s, text))
+        finished = self._loop.finish(
+            sequence,
+            estimate_gain=self._estimates_gain,
+            costs=self._session.costs.table(n_past=sequence.n_prompt),
+        )
         others_share = None if request.load is None else request.load.share
-        costs = self._session.costs.table(n_past=sequence.n_prompt)
-        events = notices + [
-            replace(event, others_share=others_share)
-            for event in self._loop.finish(
-                sequence, estimate_gain=self._estimates_gain, costs=costs
-            )
-        ]
-        request.events.extend(events)
-        (request.finished,) = [event for event in events if isinstance(event, FinishedEvent)]
-        answer.slot.free()
+        finished = replace(finished, others_share=others_share)
+        events = self._pass_on(request, *notices, finished)
+        request.finished = finished  # after its events: another thread may wait for them
+        self._free(request)
         return events
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        """End a request with an error, and clear its slot, whose state is uncertain."""
+        if not isinstance(error, SpecgenError):
+            error = BackendError(f"the round was broken off: {type(error).__name__}")
+        request.failure = error
+        if (slot := request.slot) is not None:
+            for backend in (self.target, *self.drafts):
+                own = slot.branches(backend)
+                for sequence in range(own.first, own.first + own.n_branches):
+                    backend.remove(sequence)
+        self._free(request)
+
+    def _free(self, request: Request) -> None:
+        if request.slot is not None:
+            request.slot.request = None
+        request.slot = request.sequence = None
+
+    def _pass_on(self, request: Request, *events: Event) -> list[Event]:
+        request.events.extend(events)
+        return list(events)
 
     def _keep(self, prompt: Prompt, tokens: abc.Sequence[int]) -> None:
         """Store a finished text, prompt and answer, for lookups of later answers and for drafts to learn
@@ -486,13 +474,6 @@ class Engine:
                 draft_vocabulary=own.vocabulary.digest() if own is not None else None,
             )
         )
-
-    def _fail(self, request: Request, slot: Slot, error: BaseException) -> None:
-        """End an answer with an error, and clear its slot."""
-        if not isinstance(error, SpecgenError):
-            error = BackendError(f"the round was broken off: {type(error).__name__}")
-        request.failure = error
-        slot.clear((self.target, *self.drafts))
 
 
 def generate(

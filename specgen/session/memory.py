@@ -18,26 +18,18 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from specgen.method.acceptance_rates import (
-    N_BINS,
-    AcceptanceCounts,
-    AcceptanceRates,
-)
+from specgen.drafters.kind import Key
+from specgen.llama import default_threads
+from specgen.method.acceptance_rates import N_BINS, AcceptanceCounts, AcceptanceRates
 from specgen.method.cost_table import CostTable
-from specgen.options import ContextOptions
-from specgen.session.costs import MIN_SIZES
+from specgen.options import ContextOptions, SessionOptions
 from specgen.system.files import replace_text
 
 #: Tables by how full the context is, in tokens: below 512, 1024, 2048, ...
-_SHALLOW = 512
-_N_DEPTHS = 22
+_SHALLOW, _N_DEPTHS = 512, 22
 #: The number of entries of each kind that are kept, the latest ones.
 _N_KEPT = 256
-#: How many further processes use costs that were measured on a busy machine, before they are measured again.
-_N_REUSED = 3
 _COSTS, _CHANCES, _THREADS = "costs", "chances", "threads"
-#: By the first key of a model's tables: how many processes may still use its costs of a busy machine.
-_BUSY = "busy"
 
 _Value = TypeVar("_Value")
 
@@ -61,11 +53,8 @@ def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOpt
 
 class Memory:
     """Measured costs, acceptance statistics and threads, from a file. Without a file nothing is
-    known, and nothing is kept.
-
-    `machine` is everything about the machine and the build of llama.cpp that decides what a
-    decode costs, as JSON values.
-    """
+    known, and nothing is kept. `machine` is everything about the machine and the build of llama.cpp that
+    decides what a decode costs, as JSON values."""
 
     def __init__(self, file: Path | None = None, machine: Mapping[str, Any] | None = None) -> None:
         self._file = file
@@ -74,23 +63,15 @@ class Memory:
         self._tables: dict[str, CostTable] = {}
         self._acceptance: dict[str, dict[str, AcceptanceRates]] = {}
         self._threads: dict[str, Threads] = {}
-        #: Keys of tables that are to be removed from the file.
+        #: Keys of tables that are to be removed from the file, and of tables that are not written.
         self._forgotten: set[str] = set()
-        #: First keys of tables that this process measured on a busy machine, and that an earlier one did.
-        self._busy: set[str] = set()
-        self._reused: set[str] = set()
+        self._unkept: set[str] = set()
 
-    def costs(self, model: Path, context: ContextOptions, n_past: int, n_threads: int) -> CostTable:
+    def costs(self, model: Path, context: ContextOptions, n_past: int = 0) -> CostTable:
         """Return the cost table of a model's decodes in contexts with these options and about `n_past`
-        tokens; empty if nothing is known. What the table learns is kept. `n_threads` is the number of
-        threads if the options name none."""
+        tokens; empty if nothing is known. What the table learns is kept."""
         depth = min(max(0, n_past // _SHALLOW).bit_length(), _N_DEPTHS - 1)
-        keys = self._cost_keys(model, context, n_threads)
-        if keys[0] in self._known[_BUSY] and keys[0] not in self._reused:
-            self._reused.add(keys[0])
-            if self._n_reuses(keys[0]) == 0:  # measure again
-                for key in keys:
-                    self._known[_COSTS].pop(key, None)
+        keys = self._cost_keys(model, context)
         table = self._tables.get(keys[depth])
         if table is None:
             known = self._table(keys[depth]) or next(self._nearest(keys, depth), CostTable())
@@ -99,31 +80,28 @@ class Memory:
             self._extend(table, keys, depth)
         return table
 
-    def forget_costs(self, model: Path, context: ContextOptions, n_threads: int) -> None:
-        """Forget the costs of a model's decodes in such contexts, so that they are measured again: the
-        machine may have had other work to do. No table of them may be in use."""
-        for key in self._cost_keys(model, context, n_threads):
+    def forget_costs(self, model: Path, context: ContextOptions) -> None:
+        """Forget the costs of a model's decodes in such contexts, so that they are measured again. No table of
+        them may be in use."""
+        for key in self._cost_keys(model, context):
             self._tables.pop(key, None)
             self._known[_COSTS].pop(key, None)
             self._forgotten.add(key)
-            self._busy.discard(key)
+            self._unkept.discard(key)
 
-    def keep_briefly(self, model: Path, context: ContextOptions, n_threads: int) -> None:
-        """Let only the next few processes use the present costs of a model's decodes in such contexts: the machine
-        had other work to do. On a machine that is always busy, not each process measures."""
-        self._busy.add(self._cost_keys(model, context, n_threads)[0])
+    def do_not_keep_costs(self, model: Path, context: ContextOptions) -> None:
+        """Leave the costs of a model's decodes in such contexts to this process: the machine had other work to do."""
+        self._unkept.update(self._cost_keys(model, context))
 
     def threads(self, model: Path, context: ContextOptions) -> Threads | None:
-        """Return the numbers of threads with which a model is fastest; None if they were not
-        measured."""
+        """Return the numbers of threads with which a model is fastest; None if they were not measured."""
         key = self._model_key(model, context)
         return self._threads.get(key) or _valid(_THREAD_COUNTS, self._known[_THREADS].get(key))
 
     def keep_threads(self, model: Path, context: ContextOptions, threads: Threads) -> None:
-        """Store the numbers of threads for a model."""
         self._threads[self._model_key(model, context)] = threads
 
-    def acceptance(self, target: Path, draft: Path | str, mode: str) -> dict[str, AcceptanceRates]:
+    def acceptance(self, target: Path, draft: Key, mode: str) -> dict[str, AcceptanceRates]:
         """Return the acceptance statistics of the drafts of `draft` for `target`, by origin; origins that
         are added to the result are kept. `mode` separates cases whose acceptance rates differ."""
         name = _identity(draft) if isinstance(draft, Path) else draft
@@ -150,12 +128,12 @@ class Memory:
         if self._file is None:
             return
         document = _read(self._file)
-        self._count_busy(document[_BUSY])
+        costs, chances = document[_COSTS], document[_CHANCES]
         for key in self._forgotten:
-            document[_COSTS].pop(key, None)
+            costs.pop(key, None)
         for key, table in self._tables.items():
-            if table:
-                _move_last(document[_COSTS], key, {n: round(s, 7) for n, s in table.known.items()})
+            if table and key not in self._unkept:
+                _move_last(costs, key, {n: round(s, 7) for n, s in table.known.items()})
         for key, by_origin in self._acceptance.items():
             counted = {
                 origin: _Counts.of(rates.counts).model_dump(exclude_defaults=True)
@@ -163,28 +141,13 @@ class Memory:
                 if rates.n_judged
             }
             if counted:
-                _move_last(document[_CHANCES], key, counted)
+                _move_last(chances, key, counted)
         for key, threads in self._threads.items():
             _move_last(document[_THREADS], key, asdict(threads))
         for kind, entries in document.items():
             document[kind] = dict(list(entries.items())[-_N_KEPT:])
         self._file.parent.mkdir(parents=True, exist_ok=True)
         replace_text(self._file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-
-    def _count_busy(self, left: dict[str, Any]) -> None:
-        """Count in the file this process's measurements on a busy machine, and its use of earlier ones."""
-        for key in self._reused - self._busy:
-            n_left = self._n_reuses(key)
-            if n_left and key not in self._forgotten:
-                left[key] = n_left - 1
-            elif len(self._tables.get(key, CostTable()).known) >= MIN_SIZES:  # measured anew
-                left.pop(key, None)
-        for key in self._busy:
-            _move_last(left, key, _N_REUSED)
-
-    def _n_reuses(self, key: str) -> int:
-        left = self._known[_BUSY].get(key)
-        return min(left, _N_REUSED) if type(left) is int and left > 0 else 0
 
     def _table(self, key: str) -> CostTable:
         """Return the table of a key as this process has it, or as the file does."""
@@ -212,9 +175,9 @@ class Memory:
                     table.start(size, seconds * pace)
             return
 
-    def _cost_keys(self, model: Path, context: ContextOptions, n_threads: int) -> list[str]:
+    def _cost_keys(self, model: Path, context: ContextOptions) -> list[str]:
         """Return the keys of a model's tables, by depth."""
-        n_threads = context.n_threads or n_threads
+        n_threads = context.n_threads or default_threads()
         settings = _placement(context) | {
             "n_threads": n_threads,
             "n_threads_batch": context.n_threads_batch or n_threads,
@@ -227,10 +190,47 @@ class Memory:
         return [_key({**about, "depth": depth}) for depth in range(_N_DEPTHS)]
 
     def _model_key(self, model: Path, context: ContextOptions) -> str:
-        """Return the key of a model's threads. Layers on a GPU need no threads, so the
-        key includes the number of these layers."""
+        """Return the key of a model's threads. Layers on a GPU need no threads, so their number is a part of it."""
         about = {"model": _identity(model), "n_gpu_layers": context.n_gpu_layers}
         return _key({**about, **_placement(context), "machine": self._machine})
+
+
+class ModelCosts:
+    """The cost tables of a target and its draft models in `memory`, for contexts with these options. A
+    draft is named by its file or a word; None stands for the target."""
+
+    def __init__(self, options: SessionOptions, memory: Memory) -> None:
+        self._options = options
+        self._memory = memory
+        #: Whether other programs took much of the machine when costs were measured.
+        self.was_busy = False
+
+    def context_options(self, draft: Key | None = None) -> ContextOptions:
+        """Return the options of contexts of the target, or of a draft model. If the user named no number of
+        threads, it is the fastest one that was measured."""
+        model, context = self._options.target, self._options.target_context
+        if isinstance(draft, Path):
+            model, context = draft, self._options.draft_context
+        return with_threads(context, self._memory.threads(model, context))
+
+    def table(self, draft: Key | None = None, n_past: int = 0) -> CostTable:
+        """Return the cost table of contexts that hold about `n_past` tokens."""
+        return self._memory.costs(*self._named(draft), n_past)
+
+    def forget(self, draft: Key | None = None) -> None:
+        """Forget costs, so that they are measured again. No answer may be in progress."""
+        self._memory.forget_costs(*self._named(draft))
+
+    def do_not_keep(self, *drafts: Key | None) -> None:
+        """Leave the present costs to this process."""
+        for draft in drafts:
+            self._memory.do_not_keep_costs(*self._named(draft))
+
+    def _named(self, draft: Key | None) -> tuple[Path, ContextOptions]:
+        file = draft if isinstance(draft, Path) else self._options.target
+        if isinstance(draft, str):
+            file = file.with_name(f"{file.name}:{draft}")
+        return file, self.context_options(draft)
 
 
 def _identity(model: Path) -> str:
@@ -294,15 +294,14 @@ class _Counts(BaseModel):
         return AcceptanceCounts(judged, np.minimum(accepted, judged), seen, self.trial_credit)
 
 
+_COUNTS = TypeAdapter(_Counts)
+
+
 def _valid(adapter: TypeAdapter[_Value], entry: object) -> _Value | None:
     """Return an entry of the file; None if it makes no sense."""
-    try:
+    with contextlib.suppress(ValidationError):
         return adapter.validate_python(entry)
-    except ValidationError:
-        return None
-
-
-_COUNTS = TypeAdapter(_Counts)
+    return None
 
 
 def _read(file: Path | None) -> dict[str, dict[str, Any]]:
@@ -313,7 +312,7 @@ def _read(file: Path | None) -> dict[str, dict[str, Any]]:
         with contextlib.suppress(OSError, ValueError, RecursionError):
             document = json.loads(file.read_text(encoding="utf-8"))
     found = document if isinstance(document, dict) else {}
-    kinds = {kind: found.get(kind) for kind in (_COSTS, _CHANCES, _THREADS, _BUSY)}
+    kinds = {kind: found.get(kind) for kind in (_COSTS, _CHANCES, _THREADS)}
     return {kind: dict(value) if isinstance(value, dict) else {} for kind, value in kinds.items()}
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
+from specgen.drafters.kind import CacheSlot
 from specgen.errors import SpecgenError, UsageError
 from specgen.events import Event, FinishedEvent
 from specgen.llama import LlamaModel
@@ -15,6 +17,7 @@ from specgen.system.machine import LoadOfOthers
 from specgen.text.grammar.base import GrammarState
 from specgen.text.grammar.llguidance_grammar import grammar_start
 from specgen.text.sampling import DryBreakers, Sampler
+from specgen.text.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +75,8 @@ class RequestSettings:
         n_drafted_max: int | None = None,
         verifier: VerifierName | None = None,
     ) -> RequestSettings:
-        """Return these settings with some options changed; those that are None stay. Samplers and the
-        grammar are rebuilt only if they change. Raise `UsageError` as `of` does, and if `n_drafted_max` is
-        given while drafts have a fixed shape."""
+        """Return these settings with the options changed that are given. Samplers and the grammar are rebuilt only if
+        they change. Raise `UsageError` as `of` does, and for `n_drafted_max` while drafts have a fixed shape."""
         sampling, generation = sampling or self.sampling, generation or self.generation
         drafting = self.drafting
         if verifier is not None:
@@ -85,9 +87,11 @@ class RequestSettings:
                     f"{n_drafted_max} drafted tokens: drafts have the fixed shape {drafting.tree}"
                 )
             drafting = replace(drafting, max_tokens=min(n_drafted_max, drafting.n_max))
-        as_before = (self.sampling, self.generation.grammar, self.generation.ignore_eos)
-        is_as_before = (sampling, generation.grammar, generation.ignore_eos) == as_before
-        if is_as_before and generation.shown_controls == self.generation.shown_controls:
+        before = self.generation
+        if sampling == self.sampling and (
+            (generation.grammar, generation.ignore_eos, generation.shown_controls)
+            == (before.grammar, before.ignore_eos, before.shown_controls)
+        ):
             return replace(self, generation=generation, drafting=drafting)
         return RequestSettings.of(model, sampling, generation, drafting)
 
@@ -104,9 +108,24 @@ class RequestSettings:
         return "match" if self.drafting.verifier == "auto" and is_timed else self.drafting.verifier
 
 
+@dataclass(slots=True, eq=False)
+class Slot(CacheSlot):
+    """A slot of all caches, and the request that it serves; None while it is free. Its text stays in the caches."""
+
+    request: Request | None = None
+    #: The index of the last request that was served there; -1 before any.
+    used_last: int = -1
+
+    @property
+    def sequence(self) -> Sequence | None:
+        """The state of the answer that is made there."""
+        request = self.request
+        return None if request is None else request.sequence
+
+
 @dataclass(eq=False)
 class Request:
-    """A request for an answer to an engine: waiting, being generated, or done."""
+    """A request for an answer to an engine: waiting, being served, or done."""
 
     #: Its number among the engine's requests, from 0: the `sequence` of its events.
     index: int
@@ -115,9 +134,11 @@ class Request:
     seed: int
     #: Whether drafts are made for it.
     drafts: bool = True
-    #: The summary, once it is finished.
+    #: Its place in the caches, and the state of its answer, while it is served.
+    slot: Slot | None = None
+    sequence: Sequence | None = None
+    #: The summary, once it is finished; the error that ended it early.
     finished: FinishedEvent | None = None
-    #: The error that ended it early.
     failure: SpecgenError | None = None
     is_cancelled: bool = False
     #: What other programs take of the machine since it began; None if that is not measured.
@@ -126,9 +147,23 @@ class Request:
     events: deque[Event] = field(default_factory=deque)
 
     @property
+    def state(self) -> Literal["waiting", "reading", "decoding", "done"]:
+        if self.finished is not None or self.failure is not None:
+            return "done"
+        if self.sequence is None:
+            return "waiting"
+        return "decoding" if self.sequence.is_started else "reading"
+
+    @property
     def is_done(self) -> bool:
         """Whether it is finished or has failed."""
-        return self.finished is not None or self.failure is not None
+        return self.state == "done"
+
+    @property
+    def running(self) -> Sequence:
+        """The state of its answer, while it is served."""
+        assert self.sequence is not None, "it is served"
+        return self.sequence
 
     @property
     def text(self) -> str:

@@ -111,6 +111,11 @@ class Sequence:
         return self.tokens[self.n_prompt : end]
 
     @property
+    def n_read(self) -> int:
+        """The number of prompt tokens that the cache held before; all once the prompt is read."""
+        return self.n_prompt if self.is_started else self.n_cached
+
+    @property
     def n_answer(self) -> int:
         return len(self.tokens) - self.n_prompt - self._has_end_token
 

@@ -19,6 +19,8 @@ _MIN_PLAIN_SAMPLES = 3
 _MIN_OF_A_KIND, _MIN_DECODES, _USUAL_NOISE = 3, 6, 0.1
 #: The least uncertainty of a comparison with plain decoding.
 _LEAST_ERROR = 0.02
+#: A speed-up may exceed the tokens per pass by this factor before it counts as impossible.
+_LEEWAY = 1.05
 
 
 @dataclass(slots=True)
@@ -172,3 +174,9 @@ def _count(counts: list[int], indices: Sequence[int]) -> None:
         counts += [0] * (max(indices) + 1 - len(counts))
     for index in indices:
         counts[index] += 1
+
+
+def is_impossible(speedup: float, tokens_per_pass: float | None) -> bool:
+    """Return whether a speed-up is larger than drafting can give: a pass of the target takes at least as long
+    as in plain decoding. The machine was then less busy than when plain decoding was measured."""
+    return tokens_per_pass is not None and speedup > _LEEWAY * tokens_per_pass

@@ -28,8 +28,7 @@ from specgen.llama.library import forget_log, ggml, last_error, llama_cpp
 from specgen.llama.operators import copy_tensor
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
-from specgen.session.calibration import target_costs
-from specgen.session.costs import Costs, expected_gain
+from specgen.session.calibration import Costs, expected_gain, target_costs
 from specgen.session.session import Session
 from specgen.system.files import new_beside
 from specgen.system.json_lines import write_errors

@@ -60,8 +60,6 @@ def test_models_on_the_hub_are_named_as_in_llama_cpp(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-hf", "a/b", "-m", "c.gguf"], "-hf a/b and -m exclude each other"),
-        (["--target=c.gguf", "-hf", "a/b"], "-hf a/b and --target=c.gguf exclude each other"),
         (["-hff", "c.gguf"], "--hf-file needs one --hf-repo"),
         (["-hf", "a/b", "-hff", "c.bin"], '"a/b/c.bin" does not name a model'),
     ],

@@ -54,7 +54,7 @@ def test_the_help_ends_with_examples_that_are_commands(
     [
         (("hi", "-c", "nv"), "'nv' is not a whole number"),
         (("hi", "--temp", "hot"), "'hot' is not a number"),
-        (("hi", "-hf"), "see `specgen run --help`"),
+        (("hi", "-hf"), "give USER/REPO"),
         (("Tell", "a", "story"), "put a prompt of several words into quotes"),
     ],
 )
@@ -76,7 +76,7 @@ def test_names_of_models_and_pairs_are_completed() -> None:
     assert "qwen2.5-coder-1.5b" in flags.model_names("qwen2.5-coder-1")
     assert all(name.startswith("qwen") for name in flags.pair_names("qwen"))
     assert flags.draft_names("ngr") == ["ngram"]
-    for name in ("run", "chat", "bench"):
+    for name in ("run", "chat"):
         options = {option.opts[0]: option for option in COMMANDS[name].params}
         for key in ("--target", "--draft", "--pair"):
             assert options[key]._custom_shell_complete is not None  # noqa: SLF001 - click's

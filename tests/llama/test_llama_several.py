@@ -19,7 +19,7 @@ from specgen.llama.context_opening import n_native_sequences
 from specgen.llama.library import llama_cpp
 from specgen.method.backend import Batch
 from specgen.method.draft import ROOT, Branches, Draft, keep_path, pack
-from specgen.session.prefix_cache import Slot
+from specgen.session.request import Slot
 from specgen.system.arrays import Logits
 from tests.llama.test_llama_rollback import OPTIONS, WAYS, loaded_models
 

@@ -403,7 +403,7 @@ class TestOptions:
         memory, model = Memory(), tmp_path / "model.gguf"
 
         def table(placed: Workers | None) -> object:
-            return memory.costs(model, ContextOptions(workers=placed), 0, 2)
+            return memory.costs(model, ContextOptions(workers=placed), 0)
 
         alone, there = table(None), table(Workers(("a:1",)))
         split = table(Workers(("a:1", "b:1"), (1.0, 2.0)))

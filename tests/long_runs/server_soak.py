@@ -31,8 +31,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.helpers.messages import AGENT, CHAT
-from tests.helpers.responses import AGENT_BODY
+from tests.helpers.formats import CHAT, MESSAGES, RESPONSES
 from tests.long_runs.mutated_json import mutated
 
 _SYSTEM = "You are a helpful assistant that answers in one or two short sentences. " * 4
@@ -202,7 +201,7 @@ class Soak:
     def _ask_as_agent(self, client: httpx.Client, chance: random.Random) -> str:
         """Ask as agents do, whole or in a stream, which may be cut in the middle."""
         path = chance.choice(["/v1/messages", "/v1/responses"])
-        body = {**(AGENT if path == "/v1/messages" else AGENT_BODY), **_GREEDY}
+        body = {**(MESSAGES if path == "/v1/messages" else RESPONSES), **_GREEDY}
         body |= {"model": self._model(chance), "stream": chance.random() < 0.6}
         turn = "messages" if path == "/v1/messages" else "input"
         body["max_tokens" if turn == "messages" else "max_output_tokens"] = chance.choice([4, 24])
@@ -259,12 +258,12 @@ class Soak:
             path, body = "/apply-template", {"messages": [{"role": "user", "content": "x"}]}
         elif kind < 0.6:
             path = chance.choice(["/v1/messages", "/v1/messages/count_tokens"])
-            body = {**AGENT, "stream": chance.random() < 0.5}
+            body = {**MESSAGES, "stream": chance.random() < 0.5}
             if chance.random() < 0.5:  # most templates of tests take no tools
                 del body["tools"], body["tool_choice"]
-                body["messages"] = AGENT["messages"][:2]
+                body["messages"] = MESSAGES["messages"][:2]
         elif kind < 0.75:
-            path, body = "/v1/responses", {**AGENT_BODY, "stream": chance.random() < 0.5}
+            path, body = "/v1/responses", {**RESPONSES, "stream": chance.random() < 0.5}
             if chance.random() < 0.5:  # most templates of tests take no tools
                 del body["tools"], body["tool_choice"]
                 body["input"] = [item for item in body["input"] if "call_id" not in item]

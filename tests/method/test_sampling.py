@@ -15,7 +15,6 @@ from specgen.method.distribution import Distribution, NoTokenAllowedError
 from specgen.sampler_options import (
     DEFAULT_SAMPLERS,
     SamplerOptions,
-    parse_sampler_letters,
     parse_samplers,
 )
 from specgen.system.arrays import BoolArray, Logits, TokenArray, best
@@ -263,13 +262,10 @@ def test_the_names_of_the_samplers() -> None:
     assert parse_samplers("") == ()
     assert parse_samplers("temp") == ("temperature",)
     assert parse_samplers("edskypmxt") == DEFAULT_SAMPLERS
-    assert parse_sampler_letters("edskypmxt") == DEFAULT_SAMPLERS
-    assert parse_sampler_letters("typ") == ("temperature", "typ_p", "top_p")
+    assert parse_samplers("tky") == ("temperature", "top_k", "typ_p")
     for text in ("top_q", "top_k;mirostat", "kq", "top_k top_p"):
         with pytest.raises(ValueError, match=r"^there is no sampler '[^\n]*$"):
             parse_samplers(text)
-    with pytest.raises(ValueError, match="no sampler has the letter 'i'; the letters are e "):
-        parse_sampler_letters("ki")
 
 
 # --- DRY, and breakers in terms of tokens

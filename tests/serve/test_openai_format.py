@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from typing import Any
 
 import pytest
 
-from specgen.events import CommittedEvent, FinishedEvent, Piece, ReasonCount, TokenLogprob
+from specgen.events import Piece, ReasonCount, TokenLogprob
 from specgen.options import GenerationOptions, Grammar, SamplerOptions
-from specgen.serve.formats.chat_answer import ChatWriter, figures
-from specgen.serve.formats.chat_request import read_request
-from specgen.serve.formats.fields import AnswerBody, BodyError
-from specgen.serve.formats.request import Kind, Request, check_tokens, with_call_form
+from specgen.serve.formats.answers import figures
+from specgen.serve.formats.openai import read_request
+from specgen.serve.formats.request import (
+    AnswerBody,
+    BodyError,
+    Kind,
+    Request,
+    check_tokens,
+    with_call_form,
+)
 from specgen.session.prompts.template import Message, ToolCall
+from tests.helpers.formats import FINISHED, written
 
 DEFAULTS = SamplerOptions(top_k=7), GenerationOptions(max_tokens=5, stop=("END",))
 
@@ -114,7 +120,6 @@ def test_prompts() -> None:
     [
         ({"temperature": "warm"}, "temperature"),
         ({"temperature": -1}, "temperature"),
-        ({"temperature": True}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
         ({"temperature": 10**400}, "temperature"),
         ({"top_p": 1.5}, "top_p"),
@@ -131,9 +136,9 @@ def test_prompts() -> None:
         ({"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
         ({"n": 2}, "n"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
-        ({"tools": [tool("a b")]}, "tools[0].function.name"),
-        ({"tools": [tool("a"), tool("a")]}, "tools[1].function.name"),
-        ({"tools": [tool("a", parameters=3)]}, "tools[0].function.parameters"),
+        ({"tools": [tool("a b")]}, "tools[0].name"),
+        ({"tools": [tool("a"), tool("a")]}, "tools[1].name"),
+        ({"tools": [tool("a", parameters=3)]}, "tools[0].parameters"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [tool("a")], "tool_choice": "some"}, "tool_choice"),
         ({"tools": [tool("a")], "tool_choice": tool("b")}, "tool_choice"),
@@ -144,7 +149,6 @@ def test_prompts() -> None:
         ({"json_schema": {"$ref": "http://x"}}, "json_schema"),
         ({"grammar": 'root ::= "a"', "json_schema": {}}, "json_schema"),
         ({"grammar": 'root ::= "a"', "ignore_eos": True}, "ignore_eos"),
-        ({"speculative": {"min": 1}}, "speculative.min"),
         ({"messages": []}, "messages"),
         ({"messages": ["hi"]}, "messages[0]"),
         ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
@@ -154,9 +158,6 @@ def test_prompts() -> None:
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0]",
         ),
-        ({"dry_breakers": ["\ud800"]}, "dry_breakers"),
-        ({"\ud800": 1}, "\\ud800"),
-        ({"messages": [{"role": "user", "content": "x", "\ud800": 1}]}, "messages"),
     ],
     ids=lambda value: str(value)[:50],
 )
@@ -170,19 +171,21 @@ def test_what_cannot_be_honoured_is_refused(body: dict[str, Any], field: str) ->
 
 
 def test_what_the_server_lacks_is_ignored_with_a_warning() -> None:
-    lacking = {
+    lacking: dict[str, Any] = {
         "store": True,
         "verbosity": "low",
         "colour": "red",
         "samplers": ["top_k"],
         "best_of": 3,
     }
-    request = chat(**lacking)
+    user = {"role": "user", "content": [{"type": "text", "text": "hi", "hue": 1}], "mood": "glad"}
+    request = chat(**lacking, messages=[user, user], speculative={"min": 1})
     assert request.sampling == chat().sampling
-    assert [warning.partition(":")[0] for warning in request.warnings] == list(lacking)
+    nested = ["messages.mood", "messages.content.hue", "speculative.min"]
+    names = [warning.partition(":")[0] for warning in request.warnings]
+    assert sorted(names) == sorted([*lacking, *nested])
     asks_nothing = {
         "store": False,
-        "best_of": 1,
         "user": "eva",
         "metadata": {"a": 1},
         "functions": [],
@@ -201,35 +204,6 @@ def test_tokens_that_the_model_lacks_are_refused_by_the_name_of_the_field() -> N
         assert error.value.field == field
 
 
-FINISHED = FinishedEvent(
-    sequence=0,
-    time_s=2.0,
-    text="é b",
-    token_ids=(1, 2),
-    finish_reason="stop",
-    stopped_by="</s>",
-    n_prompt_tokens=12,
-    n_cached_tokens=8,
-    n_tokens=2,
-    n_rounds=2,
-    n_drafted=4,
-    n_accepted=1,
-    acceptance_rate=0.25,
-    mean_accepted_length=1.5,
-    accepted_by_depth=(1,),
-    drafted_by_depth=(4,),
-    tokens_per_s=2.5,
-    time_to_first_token_s=0.5,
-    prompt_s=0.5,
-    draft_s=0.25,
-    target_s=1.0,
-    loop_s=0.25,
-    wall_s=1.5,
-    undrafted=(
-        ReasonCount("nothing found", "nothing found to draft", 3),
-        ReasonCount("no room", "no room for a draft", 1),
-    ),
-)
 PIECES = [
     Piece(
         1, "é", "accepted", "model", -0.5, (TokenLogprob(1, "é", -0.5), TokenLogprob(3, "e", -1))
@@ -240,16 +214,8 @@ PIECES = [
 
 
 def body(kind: Kind, **more: Any) -> dict[str, Any]:
-    what = {} if kind == "chat" else {"prompt": "x"}
-    request = chat(**more) if kind == "chat" else read(kind, **what, **more)
-    writer = ChatWriter([request], [""], identity="abc", created=17, model="m.gguf")
-    for pieces in (PIECES[:2], PIECES[2:]):
-        text = "".join(piece.text for piece in pieces)
-        writer.feed(0, CommittedEvent(0, 0.0, 1, tuple(pieces), text, 3))
-    writer.feed(0, FINISHED)
-    made = writer.whole()
-    assert json.loads(json.dumps(made, allow_nan=False)) == made
-    return made
+    request = chat(**more) if kind == "chat" else read(kind, prompt="x", **more)
+    return written(request, *PIECES)[1]
 
 
 def test_the_body_of_a_chat() -> None:
@@ -337,7 +303,7 @@ def test_the_tools_that_may_be_called() -> None:
     tools = [tool("a", description="A.", parameters={"required": ["x"]}), tool("b")]
     request = chat(tools=tools)
     assert request.tools is not None
-    assert request.tool_definitions[0]["function"] == {
+    assert request.tools.functions[0].definition["function"] == {
         "name": "a",
         "description": "A.",
         "parameters": {"type": "object", "properties": {}, "required": ["x"]},
@@ -347,7 +313,7 @@ def test_the_tools_that_may_be_called() -> None:
     named = chat(tools=tools, tool_choice=tool("b"))
     assert named.tools is not None
     assert [function.name for function in named.tools.callable] == ["b"]
-    assert len(named.tool_definitions) == 2
+    assert len(named.tools.functions) == 2
 
 
 def test_a_call_and_what_the_tool_answered() -> None:
@@ -413,7 +379,7 @@ def test_a_grammar_keeps_what_has_to_be_a_call() -> None:
     odd["function"]["parameters"] = {"type": "object", "propertyNames": {"pattern": "^x"}}
     asked = with_call_form(chat(tools=[odd], tool_choice="required"), HERMES_TEMPLATE)
     (warning,) = asked.warnings
-    assert warning == "tools[0].function.parameters: no grammar can enforce propertyNames"
+    assert warning == "tools: no grammar can enforce propertyNames of a"
     with pytest.raises(BodyError, match="excludes tools"):
         grammar(grammar='root ::= "no"')
     with pytest.raises(BodyError, match="ignore_eos"):

@@ -10,10 +10,10 @@ import pytest
 from pydantic import TypeAdapter
 
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.fields import BodyError
-from specgen.serve.formats.request import AnswerWriter, Request, with_call_form
+from specgen.serve.formats.request import BodyError, Request, with_call_form
 from specgen.serve.formats.responses import read_response_request
 from specgen.session.prompts.template import Message, ToolCall
+from tests.helpers.formats import written
 
 TEMPLATE = "{{ tools }} <tool_call> {{ enable_thinking }}"
 EVENT: TypeAdapter[Any] = TypeAdapter(api.ResponseStreamEvent)
@@ -29,12 +29,6 @@ def read(**body: Any) -> Request:
 def warned(**body: Any) -> list[str]:
     """The fields that warnings name."""
     return [each.partition(":")[0] for each in read(**body).warnings]
-
-
-def writer_of(**body: Any) -> AnswerWriter:
-    make = read(**body).writer
-    assert make is not None
-    return make("7", 17, "m")
 
 
 def said(role: str, *texts: str) -> dict[str, Any]:
@@ -126,7 +120,7 @@ def test_flat_tools() -> None:
     assert [each.name for each in request.tools.functions] == ["weather", "patch"]
     assert request.tools.functions[0].description == "W."
     assert request.tools.functions[1].parameters["required"] == ["input"]
-    assert warned(tools=tools) == ["tools[3].format", "tools[0]", "tools[2]"]
+    assert warned(tools=tools) == ["tools.tools", "tools[3].format", "tools[0]", "tools[2]"]
     assert read(tools=tools[:1], tool_choice="auto").tools is None
     named = read(tools=tools, tool_choice={"type": "custom", "name": "patch"}).tools
     assert named is not None
@@ -157,9 +151,9 @@ def test_what_is_ignored_is_mentioned() -> None:
         "top_logprobs": 2,
     }
     unknown = ["truncation", "store", "invented", "background", "n", "top_logprobs"]
-    nested = ["text.verbosity", "reasoning.summary", "include"]
+    nested = ["text.verbosity", "include"]
     assert warned(**asks) == [*unknown, *nested]
-    nothing = {**dict.fromkeys(asks), "store": False, "truncation": "disabled"}
+    nothing = {**dict.fromkeys(asks), "store": False}
     assert warned(**nothing) == []
 
 
@@ -202,52 +196,30 @@ def test_what_would_change_the_meaning_is_refused(body: dict[str, Any], field: s
 
 # --- answers
 
-FIGURES: dict[str, Any] = {
-    "usage": {
-        "prompt_tokens": 12,
-        "completion_tokens": 5,
-        "total_tokens": 17,
-        "prompt_tokens_details": {"cached_tokens": 8},
-        "completion_tokens_details": {"reasoning_tokens": 2},
-    },
-    "warnings": ["store: ignored"],
-}
-
-
-def call_delta(name: str, arguments: str) -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments}
-    return {"tool_calls": [{"id": "call_1", "type": "function", "function": function}]}
-
-
-DELTAS = (
-    {"role": "assistant", "content": ""},
-    {"reasoning_content": "I "},
-    {"reasoning_content": "see"},
-    {"content": "So"},
-    {"content": " be it"},
-    call_delta("a", '{"n": 1}'),
-    call_delta("patch", '{"input": "+x"}'),
+TOOLS = [{"type": "custom", "name": "patch"}, {"type": "function", "name": "a"}]
+TOKENS = (
+    "<think>I ",
+    "see</think>",
+    "So",
+    " be it",
+    '<tool_call>{"name": "a", "arguments": {"n": 1}}</tool_call>',
+    '<tool_call>{"name": "patch", "arguments": {"input": "+x"}}</tool_call>',
 )
 
 
-def events_of(
-    deltas: tuple[dict[str, Any], ...], finish_reason: str = "tool_calls", **body: Any
-) -> list[dict[str, Any]]:
-    tools = [{"type": "custom", "name": "patch"}, {"type": "function", "name": "a"}]
-    writer = writer_of(tools=tools, **body)
-    events = writer.begin(7)
-    for delta in deltas:
-        events += writer.feed({"choices": [{"delta": delta, "finish_reason": None}]})
-    last = {"choices": [{"delta": {}, "finish_reason": finish_reason}], **FIGURES}
-    events += writer.feed(last)
+def events_of(*tokens: str, finish_reason: str = "stop", **body: Any) -> list[dict[str, Any]]:
+    events, whole = written(read(tools=TOOLS, **body), *tokens, finish_reason=finish_reason)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     for event in events:
         EVENT.validate_python(json.loads(json.dumps(event)))
+    assert events[-1]["response"] == whole
     return events
 
 
 def test_the_events_of_an_answer() -> None:
-    events = events_of(DELTAS, include=["reasoning.encrypted_content"], metadata={"a": "b"})
+    events = events_of(
+        *TOKENS, include=["reasoning.encrypted_content"], metadata={"a": "b"}, best_of=2
+    )
     kinds = [event["type"].removeprefix("response.") for event in events]
     text = ["output_item.added", "content_part.added"]
     end = ["content_part.done", "output_item.done"]
@@ -268,7 +240,7 @@ def test_the_events_of_an_answer() -> None:
     ]
     assert done[0]["content"][0]["text"] == "I see"
     assert done[1]["content"][0]["text"] == "So be it"
-    assert (done[2]["call_id"], done[2]["arguments"]) == ("call_1", '{"n": 1}')
+    assert done[2]["arguments"] == '{"n": 1}'
     assert done[3]["input"] == "+x"
     assert len({item["id"] for item in done}) == 4
     for event in events:
@@ -277,50 +249,39 @@ def test_the_events_of_an_answer() -> None:
     assert response["usage"] == {
         "input_tokens": 12,
         "input_tokens_details": {"cached_tokens": 8, "cache_write_tokens": 0},
-        "output_tokens": 5,
+        "output_tokens": 2,
         "output_tokens_details": {"reasoning_tokens": 2},
-        "total_tokens": 17,
+        "total_tokens": 14,
     }
-    assert response["warnings"] == ["store: ignored"]
+    assert [each.partition(":")[0] for each in response["warnings"]] == ["best_of"]
     assert (response["metadata"], response["status"]) == ({"a": "b"}, "completed")
     # What a client sends back is the turn as it was.
     (turn,) = read(input=done).messages
-    calls = (ToolCall("call_1", "a", {"n": 1}), ToolCall("call_1", "patch", {"input": "+x"}))
+    first, second = (item["call_id"] for item in done[2:])
+    calls = (ToolCall(first, "a", {"n": 1}), ToolCall(second, "patch", {"input": "+x"}))
     assert turn == Message("assistant", "So be it", calls, reasoning="I see")
     hidden = [{**done[0], "content": None}, *done[1:]]
     assert read(input=hidden).messages == (turn,)
 
 
-def test_a_whole_answer_has_the_items_of_the_events() -> None:
-    streamed = events_of(DELTAS)[-1]["response"]
-    message = {
-        "content": "So be it",
-        "reasoning_content": "I see",
-        "tool_calls": [call for delta in DELTAS[-2:] for call in delta["tool_calls"]],
-    }
-    tools = [{"type": "custom", "name": "patch"}, {"type": "function", "name": "a"}]
-    writer = writer_of(tools=tools)
-    choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
-    assert writer.whole({"choices": [choice], **FIGURES}) == streamed
-    assert api.Response.model_validate(streamed).output_text == "So be it"
-
-
 def test_an_answer_that_was_cut_is_incomplete() -> None:
-    last = events_of(({"content": "So"},), "length")[-1]
+    last = events_of("So", finish_reason="length")[-1]
     assert last["type"] == "response.incomplete"
     assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
     assert last["response"]["output"][0]["status"] == "incomplete"
+    assert api.Response.model_validate(last["response"]).output_text == "So"
 
 
 def test_an_empty_answer_has_an_item() -> None:
-    (item,) = events_of((), "stop")[-1]["response"]["output"]
+    (item,) = events_of()[-1]["response"]["output"]
     assert item["content"][0]["text"] == ""
 
 
 def test_a_failure_ends_the_events() -> None:
-    writer = writer_of()
+    make: Any = read().writer
+    writer = make([read()], [""], identity="7", created=17, model="m")
     writer.begin(7)
-    (event,) = writer.feed({"error": {"message": "lost", "type": "server_error"}})
+    (event,) = writer.fail({"error": {"message": "lost", "type": "server_error"}})
     EVENT.validate_python(event)
     assert event["type"] == "response.failed"
     assert event["response"]["error"]["message"] == "lost"

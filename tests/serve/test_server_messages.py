@@ -218,7 +218,7 @@ def test_what_is_not_enforced_or_lacking_is_told(server: Running) -> None:
     assert [warning.partition(":")[0] for warning in response.json()["warnings"]] == [
         "mcp_servers",
         "tools[0]",
-        "tools[1].input_schema",
+        "tools",
     ]
 
 

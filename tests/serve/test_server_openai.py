@@ -205,7 +205,6 @@ def test_answers_in_a_form(client: openai.OpenAI) -> None:
         ({"n": 0}, "n"),
         ({"n": 17}, "n"),
         ({"speculative": {"verifier": "none"}}, "speculative.verifier"),
-        ({"stream": "yes"}, "stream"),
         ({"stream_options": 1}, "stream_options"),
         ({"logit_bias": {"1000000": 1}}, "logit_bias"),
     ],

@@ -13,6 +13,7 @@ from specgen.serve.formats.tool_calls import (
     LLAMA,
     MISTRAL,
     CallForm,
+    Delta,
     ToolCallParser,
     form_of,
 )
@@ -102,12 +103,11 @@ def parsed(
     """The content, the calls and the ids of an answer that comes in pieces."""
     parser = ToolCallParser(form, NAMES, one_only=one_only)
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish(**how)
-    content = "".join(delta.get("content", "") for delta in deltas)
-    told = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert [call["index"] for call in told] == list(range(parser.n_calls))
-    functions = [call["function"] for call in told]
-    calls = [(function["name"], json.loads(function["arguments"])) for function in functions]
-    return content, calls, [call["id"] for call in told]
+    content = "".join(delta.text for delta in deltas if delta.kind == "content")
+    told = [delta for delta in deltas if delta.kind == "call"]
+    assert [call.number for call in told] == list(range(parser.n_calls))
+    calls = [(call.name, json.loads(call.text)) for call in told]
+    return content, calls, [call.identity for call in told]
 
 
 def cuts(text: str) -> list[list[str]]:
@@ -140,18 +140,17 @@ def test_what_there_is_of_a_call_is_no_content(name: str) -> None:
 
 def test_text_is_told_as_soon_as_it_cannot_become_a_call() -> None:
     parser = ToolCallParser(HERMES, NAMES)
-    assert parser.feed("Hi you ") == [{"content": "Hi you"}]
+    assert parser.feed("Hi you ") == [Delta("content", "Hi you")]
     assert parser.feed("<tool") == []
-    assert parser.feed("s> ") == [{"content": " <tools>"}]
-    assert parser.finish() == [{"content": " "}]
+    assert parser.feed("s> ") == [Delta("content", " <tools>")]
+    assert parser.finish() == [Delta("content", " ")]
 
 
 def test_a_call_is_told_when_its_object_is_complete() -> None:
     parser = ToolCallParser(HERMES, NAMES)
     assert parser.feed(f"<tool_call>{ADD[:-1]}") == []
-    ((call,),) = (delta["tool_calls"] for delta in parser.feed("}"))
-    assert call["type"] == "function"
-    assert call["function"]["name"] == "add"
+    (call,) = parser.feed("}")
+    assert (call.kind, call.name) == ("call", "add")
 
 
 def test_the_first_call_may_end_the_answer() -> None:

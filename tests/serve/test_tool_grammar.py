@@ -12,11 +12,11 @@ import pytest
 
 from specgen.events import FinishedEvent
 from specgen.options import GenerationOptions, SamplerOptions, SessionOptions
-from specgen.serve.formats.chat_request import read_request
+from specgen.serve.formats.openai import read_request
 from specgen.serve.formats.request import Request, with_call_form
-from specgen.serve.formats.tool_calls import message_of
 from specgen.session.engine import generate
 from specgen.session.session import Session
+from tests.helpers.formats import written
 from tests.tiny import TinyConfig, write_tiny_model
 
 #: Templates by the marks of their calls, which are control tokens of the model.
@@ -67,8 +67,8 @@ def answers(
 
 
 def said(asked: Request, text: str) -> dict[str, Any]:
-    parser = asked.parser()
-    return message_of(parser.feed([text]) + parser.finish())
+    message: dict[str, Any] = written(asked, text)[1]["choices"][0]["message"]
+    return message
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

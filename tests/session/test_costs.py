@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specgen.session.costs import (
+from specgen.session.calibration import (
     ACCEPTANCE,
     Costs,
     expected_gain,

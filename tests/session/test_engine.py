@@ -27,14 +27,12 @@ from specgen.options import (
     SessionOptions,
     TreeShape,
 )
-from specgen.session.answer_loop import AnswerLoop
+from specgen.session.answer_loop import AnswerLoop, ChunkedPrefill
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine, generate
 from specgen.session.memory import Memory
-from specgen.session.prefix_cache import Slot
 from specgen.session.prompts import Prompt
-from specgen.session.request import Request
-from specgen.session.scheduler import ChunkedPrefill
+from specgen.session.request import Request, Slot
 from specgen.session.session import Session
 from specgen.text.prefix import n_common
 from specgen.text.sequence import Sequence
@@ -518,7 +516,7 @@ def test_a_running_answer_keeps_half_of_its_pace_while_a_prompt_is_read(
                     times.append(costs())
                     engine.step()
                     n_read.append(
-                        engine.target.length(engine.slots.slots[1].branches(engine.target).first)
+                        engine.target.length(engine.slots[1].branches(engine.target).first)
                     )
                 list(engine.run())
     assert [first.text, second.text] == expected[:2]

@@ -33,13 +33,13 @@ def opened(file: Path | None, **machine: object) -> Memory:
 
 def learn(memory: Memory, model: Path = TARGET, seconds: float = 1.0, n_past: int = 0) -> None:
     """Let a memory know what 1 and 2 rows cost."""
-    table = memory.costs(model, CONTEXT, n_past, 2)
+    table = memory.costs(model, CONTEXT, n_past)
     table.start(1, seconds)
     table.start(2, 1.5 * seconds)
 
 
 def known(memory: Memory, model: Path = TARGET, n_past: int = 0) -> dict[int, float]:
-    return memory.costs(model, CONTEXT, n_past, 2).known
+    return memory.costs(model, CONTEXT, n_past).known
 
 
 def judge(memory: Memory, n: int, mode: str = "greedy", draft: Path | str = DRAFT) -> None:
@@ -63,7 +63,7 @@ def test_what_was_learnt_is_there_again(file: Path) -> None:
     memory = opened(file)
     assert known(memory) == {}
     learn(memory)
-    memory.costs(TARGET, CONTEXT, 0, 2).observe(3, 2.0)
+    memory.costs(TARGET, CONTEXT, 0).observe(3, 2.0)
     expected = known(memory)
     judge(memory, 20)
     memory.acceptance(TARGET, DRAFT, "greedy")["model"].counts.trial_credit = 2.5
@@ -94,9 +94,9 @@ def test_what_changes_the_cost_of_a_decode_has_a_table_of_its_own(
 ) -> None:
     memory = opened(file)
     learn(memory)
-    assert memory.costs(TARGET, changed, 0, 2).known == {}
+    assert memory.costs(TARGET, changed, 0).known == {}
     memory.save()
-    assert opened(file).costs(TARGET, changed, 0, 2).known == {}
+    assert opened(file).costs(TARGET, changed, 0).known == {}
 
 
 def test_another_machine_has_other_costs_and_the_same_chances(file: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_fuller_context_begins_with_what_is_known_of_the_nearest(file: Path) -
     assert known(again, n_past=1 << 20)[1] == pytest.approx(4.0)
     # It is a copy: what is seen here says nothing of there.
     for _ in range(50):
-        again.costs(TARGET, CONTEXT, 600, 2).observe(1, 2.0)
+        again.costs(TARGET, CONTEXT, 600).observe(1, 2.0)
     assert known(again)[1] == pytest.approx(1.0)
     # What was learnt in this process is nearer than nothing, too.
     fresh = opened(None)
@@ -151,18 +151,18 @@ def test_a_fuller_context_that_only_saw_single_rows_learns_of_batches_later(
     """An answer without drafts sees single rows; what batches cost is measured with the first draft, in
     an empty context. Before, nothing was drafted then behind long prompts."""
     memory = opened(file)
-    memory.costs(TARGET, CONTEXT, 2000, 2).observe(1, 2.0)
+    memory.costs(TARGET, CONTEXT, 2000).observe(1, 2.0)
     if is_kept:
         memory.save()
         memory = opened(file)
-    held = memory.costs(TARGET, CONTEXT, 2000, 2)
+    held = memory.costs(TARGET, CONTEXT, 2000)
     learn(memory)
-    memory.costs(TARGET, CONTEXT, 0, 2).start(17, 3.0)
-    assert memory.costs(TARGET, CONTEXT, 2000, 2) is held
+    memory.costs(TARGET, CONTEXT, 0).start(17, 3.0)
+    assert memory.costs(TARGET, CONTEXT, 2000) is held
     assert held.known == pytest.approx({1: 2.0, 2: 3.0, 17: 6.0})
     # What it sees itself stays, and the empty context's table is its own.
     held.observe(17, 7.0)
-    assert memory.costs(TARGET, CONTEXT, 2000, 2).known[17] > 6.0
+    assert memory.costs(TARGET, CONTEXT, 2000).known[17] > 6.0
     assert known(memory) == pytest.approx({1: 1.0, 2: 1.5, 17: 3.0})
 
 
@@ -174,7 +174,7 @@ def test_another_process_keeps_what_this_one_wrote(file: Path) -> None:
         "import sys; from pathlib import Path; from specgen.session.memory import Memory;"
         "from specgen.options import ContextOptions;"
         "m = Memory(Path(sys.argv[1]), {'cpu': 'x', 'cores': [2, 4]});"
-        "m.costs(Path('other.gguf'), ContextOptions(n_threads=2), 0, 2).start(1, 3.0);"
+        "m.costs(Path('other.gguf'), ContextOptions(n_threads=2), 0).start(1, 3.0);"
         "m.save()"
     )
     subprocess.run([sys.executable, "-c", script, str(file)], check=True)

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 import specgen.cli
-import specgen.session.costs
+import specgen.session.calibration
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import LlamaBackend
 from specgen.models.files import identify, memory_file
 from specgen.models.saved_drafts import SavedDraft, save_draft, saved_drafts_file
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
-from specgen.session.costs import Costs, expected_gain
+from specgen.session.calibration import Costs, expected_gain
 from specgen.session.files import DraftChoice
 from specgen.session.memory import Memory
 from specgen.session.open import open_session, use_first
@@ -59,7 +59,7 @@ class Measured:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     measured = Measured()
-    monkeypatch.setattr(specgen.session.costs, "measure_sizes", measured)
+    monkeypatch.setattr(specgen.session.calibration, "measure_sizes", measured)
     monkeypatch.setattr("specgen.system.machine.share_of_others", lambda *_: 0.0)
     return measured
 

@@ -10,7 +10,7 @@ import pytest
 
 from specgen.method.backend import Batch
 from specgen.method.cost_table import CostTable
-from specgen.session.costs import (
+from specgen.session.calibration import (
     begin,
     complete,
     measure_sizes,

@@ -34,35 +34,28 @@ from specgen.options import (
     parse_tree,
     staged,
 )
-from specgen.sampler_options import (
-    DEFAULT_SAMPLERS,
-    LARGEST_FACTOR,
-    SamplerOptions,
-    option,
-    parse_sampler_letters,
-    parse_samplers,
-)
+from specgen.sampler_options import SamplerOptions, option
 from specgen.sampler_options import utf8 as utf8_texts
 
 # --- models: files, names of the registry, and repositories of the hub
 
 
 def model_names(incomplete: str) -> list[str]:
-    """Return the models whose names begin so."""
+    """Complete the name of a model."""
     from specgen.models.registry import load_registry
 
     return [name for name in load_registry().models if name.startswith(incomplete)]
 
 
 def pair_names(incomplete: str) -> list[str]:
-    """Return the pairs whose names begin so."""
+    """Complete the name of a pair."""
     from specgen.models.registry import load_registry
 
     return [name for name in load_registry().pairs if name.startswith(incomplete)]
 
 
 def draft_names(incomplete: str) -> list[str]:
-    """Return what drafts and begins so."""
+    """Complete what drafts."""
     from specgen.drafters.kinds import WORDS
 
     words = [word for word in (*WORDS, "none") if word.startswith(incomplete)]
@@ -73,7 +66,9 @@ def target_option(**settings: Any) -> Any:
     """Return the option that names a target. (`specgen.cli.llama_cpp_options` makes -m of -hf, and -md of -hfd.)"""
     usual: dict[str, Any] = {
         "help": "The target: a GGUF file, a name from `specgen models list`, or hf:USER/REPO:QUANT on the "
-        "Hugging Face hub, for which -hf USER/REPO:QUANT is the same.",
+        "Hugging Face hub, for which -hf USER/REPO:QUANT is the same. Without QUANT it is Q4_K_M, else Q8_0, "
+        "else the repository's first model; --hf-file names one of its files. HF_TOKEN (or --hf-token) opens "
+        "gated and private repositories.",
         "autocompletion": model_names,
     }
     return Option("--target", "--model", "-m", metavar="FILE|NAME", **(usual | settings))
@@ -81,22 +76,13 @@ def target_option(**settings: Any) -> Any:
 
 def draft_model_option(**settings: Any) -> Any:
     """Return the option that names a small model."""
-    return Option("--draft", "--model-draft", "-md", metavar="FILE|NAME", **settings)
+    return Option("--draft", "--model-draft", "-md", **({"metavar": "FILE|NAME"} | settings))
 
 
 _MODELS = panel(
     "Models",
-    target=target_option(
-        help="The target: a GGUF file, a name from `specgen models list`, or hf:USER/REPO:QUANT on the "
-        "Hugging Face hub, for which -hf USER/REPO:QUANT is the same. Without QUANT it is Q4_K_M, else Q8_0, "
-        "else the repository's first model; --hf-file names one of its files. HF_TOKEN (or --hf-token) opens "
-        "gated and private repositories.",
-        show_default="the default pair's",
-    ),
-    draft=Option(
-        "--draft",
-        "--model-draft",
-        "-md",
+    target=target_option(show_default="the default pair's"),
+    draft=draft_model_option(
         metavar="FILE|NAME|mtp|ngram|none",
         autocompletion=draft_names,
         help="What drafts: a file or a name as for the target (-hfd on the hub), `mtp` (the target's own layers), "
@@ -119,7 +105,7 @@ _MODELS = panel(
 def models(
     *, target: str | None = None, draft: list[str] | None = None, pair: str | None = None
 ) -> ModelChoice:
-    """Return the models as the user named them. Raise `UsageError`."""
+    """Return the models as the user named them."""
     return staged(target, draft or (), pair)
 
 
@@ -177,7 +163,8 @@ def machine(
     """Return the options of both contexts, and the kernels. The draft is always on this machine."""
     workers = None
     if rpc is not None:
-        workers = Workers(endpoints_of(rpc), _shares(tensor_split), output_here, rpc_timeout)
+        shares = () if tensor_split is None else _shares(tensor_split)
+        workers = Workers(endpoints_of(rpc), shares, output_here, rpc_timeout)
     elif tensor_split is not None or output_here:
         option = "--output-here" if output_here else "--tensor-split"
         raise UsageError(f"{option} needs --rpc: it is about workers on other machines")
@@ -187,7 +174,7 @@ def machine(
 
 
 def endpoints_of(rpc: str) -> tuple[str, ...]:
-    """Return the addresses in --rpc. Raise `UsageError`."""
+    """Return the addresses in --rpc, checked."""
     from specgen.system.worker_probe import parse_endpoint
 
     endpoints = tuple(endpoint.strip() for endpoint in rpc.split(","))
@@ -200,16 +187,12 @@ def endpoints_of(rpc: str) -> tuple[str, ...]:
     return endpoints
 
 
-def _shares(text: str | None) -> tuple[float, ...]:
-    """Parse shares with commas between. Raise `UsageError`."""
-    if text is None:
-        return ()
+def _shares(text: str) -> tuple[float, ...]:
     try:
-        shares = tuple(float(share) for share in text.split(","))
+        shares = tuple(map(float, text.split(",")))
     except ValueError:
         shares = ()
-    is_sound = all(math.isfinite(share) and share >= 0.0 for share in shares)
-    if not is_sound or sum(shares) <= 0.0:
+    if not (0.0 < sum(shares) < math.inf and min(shares) >= 0.0):
         raise UsageError(
             f"--tensor-split {text}: give a number of 0 or more for each device, for example 3,1"
         )
@@ -221,7 +204,7 @@ def _shares(text: str | None) -> tuple[float, ...]:
 
 @group(DraftOptions)
 def drafting(**given: Any) -> DraftOptions:
-    """Return the options of drafting. Raise `UsageError`."""
+    """Return the options of drafting, if they fit together."""
     options = DraftOptions(**given)
     shortest, longest = options.ngram_min, options.ngram_max
     if shortest is not None and longest is not None and shortest > longest:
@@ -239,60 +222,16 @@ def drafting(**given: Any) -> DraftOptions:
 
 
 def tree_shape(text: str) -> TreeShape:
-    """Parse a shape in the form of --tree. Raise `UsageError`."""
+    """Parse a shape in the form of --tree."""
     try:
         return parse_tree(text)
     except ValueError as error:
         raise UsageError(f"--tree: {error}") from None
 
 
-# --- samplers
+# --- samplers, prompts and answers
 
-
-@group(
-    SamplerOptions,
-    panel(
-        "Sampling",
-        samplers=Option(
-            "--samplers",
-            metavar="NAMES",
-            help="The samplers to use, in order, separated by ;",
-            show_default="; ".join(DEFAULT_SAMPLERS),
-        ),
-        sampler_letters=Option(
-            "--sampler-seq",
-            "--sampling-seq",
-            metavar="LETTERS",
-            help="The same as llama.cpp's letters, for example edskypmxt.",
-        ),
-    ),
-)
-def sampling(
-    *, samplers: str | None = None, sampler_letters: str | None = None, **others: Any
-) -> SamplerOptions:
-    """Return the options of the samplers. Raise `UsageError`."""
-    if samplers is not None and sampler_letters is not None:
-        raise UsageError("--samplers and --sampler-seq exclude each other", hint="use one of them")
-    try:
-        if samplers is not None:
-            others["samplers"] = parse_samplers(samplers)
-        elif sampler_letters is not None:
-            others["samplers"] = parse_sampler_letters(sampler_letters)
-    except ValueError as error:
-        raise UsageError(
-            f"{'--sampler-seq' if samplers is None else '--samplers'}: {error}"
-        ) from None
-    for name, value in others.items():
-        if isinstance(value, float) and abs(value) > LARGEST_FACTOR:
-            raise UsageError(
-                f"{sampling.spelling(name)} {value} is too large",
-                hint=f"give a number between {-LARGEST_FACTOR:g} and {LARGEST_FACTOR:g}",
-            )
-    return SamplerOptions(**others)
-
-
-# --- prompts
-
+sampling = group(SamplerOptions)(SamplerOptions)
 _prompt = partial(option, panel="Prompt")
 
 
@@ -322,8 +261,6 @@ class Template:
 
 template = group(Template)(Template)
 CHAT = group(Template)(lambda **given: Template(**given).chat).without("system")
-
-# --- answers
 
 _GRAMMAR = panel(
     "Constrained answers",
@@ -358,7 +295,7 @@ def answer(
     json_schema_file: Path | None = None,
     **others: Any,
 ) -> GenerationOptions:
-    """Return the options of an answer. Raise `UsageError`."""
+    """Return the options of an answer, if they fit together."""
     options = GenerationOptions(**others)
     if "" in options.stop:
         raise UsageError("--stop '' is empty: every answer would end before it began")

@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ import typer
 
 from specgen import sampler_options
 from specgen.errors import UsageError
+from specgen.sampler_options import LARGEST_FACTOR
 
 Command: TypeAlias = Callable[..., int]
 #: By the name of a parameter: what `typer.Option` or `typer.Argument` returns, or a `Group`.
@@ -52,8 +52,9 @@ class Group:
             given = {names[each]: values.pop(each) for each in names.keys() & values.keys()}
             values[name] = inner(**given)
         for name, value in [*values.items()]:
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UsageError(f"{self.spelling(name)} is {value}", hint="give a number")
+            if isinstance(value, float) and not abs(value) <= LARGEST_FACTOR:
+                hint = f"give a number between {-LARGEST_FACTOR:g} and {LARGEST_FACTOR:g}"
+                raise UsageError(f"{self.spelling(name)} is {value}", hint)
             if (parse := self.parsers.get(name)) is None:
                 continue
             del values[name]

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: reads its requests, and writes answers in its form from those of a chat."""
+"""Anthropic's Messages API: reads its requests, and writes answers in its form."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from specgen.events import CommittedEvent
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.chat_answer import own_figures
-from specgen.serve.formats.fields import (
+from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
+from specgen.serve.formats.request import (
     AnswerBody,
     AnswerFormat,
-    Body,
     BodyError,
+    Conversation,
     Fields,
     Part,
-    Tool,
+    Request,
     ToolChoice,
+    ToolList,
     parse,
+    read_tools,
     shown,
     text_of,
 )
-from specgen.serve.formats.request import Conversation, Request, read_tools, request_of
+from specgen.serve.formats.tool_calls import Delta
 from specgen.session.prompts.template import Message
 
 #: The start of a part that Claude Code puts first. It differs from request to request, so that no prefix of
@@ -34,10 +37,6 @@ _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool
 #: Types of errors that have another name in Anthropic's API.
 _ERRORS = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
 PING: Mapping[str, str] = {"type": "ping"}
-
-
-def _as_blocks(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 class _Block(Part):
@@ -53,7 +52,12 @@ class _Block(Part):
     is_error: bool = False
 
 
-_Blocks = Annotated[list[_Block], BeforeValidator(_as_blocks)]
+_Blocks = Annotated[
+    list[_Block],
+    BeforeValidator(
+        lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value
+    ),
+]
 
 
 class _Message(Fields):
@@ -61,11 +65,12 @@ class _Message(Fields):
     content: _Blocks
 
 
-class _Thinking(Body):
+class _Thinking(Fields):
     type: str
+    budget_tokens: Any = None
 
 
-class _OutputConfig(Body):
+class _OutputConfig(Fields):
     effort: str | None = None
     format: AnswerFormat | None = None
 
@@ -73,7 +78,7 @@ class _OutputConfig(Body):
 class _Body(AnswerBody):
     system: _Blocks = []
     messages: Annotated[list[_Message], Field(min_length=1)]
-    tools: list[Tool] = []
+    tools: ToolList = []
     tool_choice: ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig = _OutputConfig()
@@ -90,15 +95,13 @@ def read_messages(
     body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
 ) -> tuple[Request, ...]:
     """Read a body; `sampling` and `generation` give the defaults of its fields. Raise `BodyError`."""
-    asked = parse(_Body, body)
-    warnings: list[str] = []
+    asked, warnings = parse(_Body, body), list[str]()
     choice, thinking, config = asked.tool_choice, asked.thinking, asked.output_config
     alone = choice is not None and choice.disable_parallel_tool_use
     # With other types, ``adaptive`` for example, the model decides.
     thinks = {"enabled": True, "disabled": False}.get(thinking.type if thinking else "")
-    request = request_of(
+    request = asked.request(
         "chat",
-        asked,
         sampling,
         generation,
         form=config.format or asked.output_format,
@@ -157,69 +160,87 @@ def _add_block(found: Conversation, turn: _Message, where: str, block: _Block) -
 # --- answers --------------------------------------------------------------------------------------
 
 
-class MessageWriter:
-    """Writes one answer, whole or as events. The model's name and the answer's identity are in it."""
+class MessageWriter(AnswerWriter):
+    """Writes one answer, whole or as events."""
 
-    def __init__(self, identity: str, _created: int, model: str) -> None:
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
         self._head = {
-            "id": f"msg_{identity[:24]}",
+            "id": f"msg_{self._identity[:24]}",
             "type": "message",
             "role": "assistant",
-            "model": model,
+            "model": self._model,
         }
-        #: The number of blocks so far, and the type of the open one.
-        self._n_blocks = 0
-        self._open: str | None = None
+        self._content: list[Json] = []
+        #: Whether the last block is open.
+        self._is_open = False
 
-    def begin(self, n_prompt_tokens: int) -> list[dict[str, Any]]:
+    def begin(self, n_prompt_tokens: int) -> list[Json]:
         """Return the events before the answer. How much of the prompt is cached is not known yet."""
-        usage = _usage(n_prompt_tokens, 0, 0)
-        message = {**self._head, "content": [], **_ending(None, None), "usage": usage}
+        ending = {"stop_reason": None, "stop_sequence": None}
+        message: Json = {
+            **self._head,
+            "content": [],
+            **ending,
+            "usage": _usage(n_prompt_tokens, 0, 0),
+        }
         return [{"type": "message_start", "message": message}, {**PING}]
 
-    def feed(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
-        if "error" in chunk:
-            return [error_body(chunk)]
-        (choice,) = chunk["choices"]
-        events: list[dict[str, Any]] = []
-        for block in _content(choice["delta"]):
-            events += self._add(block)
-        if choice["finish_reason"] is not None:
-            events += self._close()
-            ending = _ending(choice["finish_reason"], choice.get("stop_reason"))
-            last = {"type": "message_delta", "delta": ending, **_figures(chunk)}
-            events += [last, {"type": "message_stop"}]
+    def fail(self, error: Json) -> list[Json]:
+        return [error_body(error)]
+
+    def whole(self) -> Json:
+        return {**self._head, "content": self._content, **self._ending(), **self._api_figures()}
+
+    def _add(self, _number: int, deltas: list[Delta], _event: CommittedEvent | None) -> list[Json]:
+        events: list[Json] = []
+        for delta in deltas:
+            if delta.kind == "call":
+                identity = f"toolu_{delta.identity.removeprefix('call_')}"
+                block = {"type": "tool_use", "id": identity, "name": delta.name, "input": {}}
+                events += self._opened(block)
+                self._content[-1]["input"] = json.loads(delta.text)
+                told = {"type": "input_json_delta", "partial_json": delta.text}
+            else:
+                kind = "thinking" if delta.kind == "thought" else "text"
+                if not self._is_open or self._content[-1]["type"] != kind:
+                    more = {"signature": ""} if kind == "thinking" else {}
+                    events += self._opened({"type": kind, kind: "", **more})
+                self._content[-1][kind] += delta.text
+                told = {"type": f"{kind}_delta", kind: delta.text}
+            events.append(self._event("content_block_delta", delta=told))
         return events
 
-    def whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        (choice,) = body["choices"]
-        ending = _ending(choice["finish_reason"], choice.get("stop_reason"))
-        content = _content(choice["message"])
-        return {**self._head, "content": content, **ending, **_figures(body)}
+    def _end(self, _number: int) -> list[Json]:
+        last = {"type": "message_delta", "delta": self._ending(), **self._api_figures()}
+        return [*self._closed(), last, {"type": "message_stop"}]
 
-    def _add(self, block: dict[str, Any]) -> list[dict[str, Any]]:
-        kind = block["type"]
-        events: list[dict[str, Any]] = []
-        if kind != self._open or kind == "tool_use":
-            events = self._close()
-            empty: dict[str, Any] = {"input": {}} if kind == "tool_use" else {kind: ""}
-            start = {"type": "content_block_start", "content_block": {**block, **empty}}
-            events.append({**start, "index": self._n_blocks})
-            self._open = kind
-        if kind == "tool_use":
-            told = json.dumps(block["input"], ensure_ascii=False)
-            delta = {"type": "input_json_delta", "partial_json": told}
-        else:
-            delta = {"type": f"{kind}_delta", kind: block[kind]}
-        events.append({"type": "content_block_delta", "index": self._n_blocks, "delta": delta})
-        return events
+    def _opened(self, block: Json) -> list[Json]:
+        events = self._closed()
+        self._content.append(block)
+        self._is_open = True
+        return [*events, self._event("content_block_start", content_block={**block})]
 
-    def _close(self) -> list[dict[str, Any]]:
-        if self._open is None:
-            return []
-        self._open = None
-        self._n_blocks += 1
-        return [{"type": "content_block_stop", "index": self._n_blocks - 1}]
+    def _closed(self) -> list[Json]:
+        was_open, self._is_open = self._is_open, False
+        return [self._event("content_block_stop")] if was_open else []
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        return {"type": kind, "index": len(self._content) - 1, **fields}
+
+    def _ending(self) -> Json:
+        (answer,) = self._answers
+        reason, stop = answer.finish_reason, answer.stop_string
+        if stop is not None and reason == "stop":
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        return {"stop_reason": _STOP_REASONS[reason], "stop_sequence": None}
+
+    def _api_figures(self) -> Json:
+        found = self._figures()
+        usage = found["usage"]
+        n_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        counts = _usage(usage["prompt_tokens"], n_cached, usage["completion_tokens"])
+        return {"usage": counts, **own_figures(found)}
 
 
 def error_body(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,34 +255,6 @@ def error_body(body: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "error", "error": {"type": _ERRORS.get(kind, kind), "message": message}}
 
 
-def _content(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the blocks of a chat's message, or of an addition to one."""
-    blocks: list[dict[str, Any]] = []
-    if message.get("reasoning_content"):
-        thought = message["reasoning_content"]
-        blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
-    if message.get("content"):
-        blocks.append({"type": "text", "text": message["content"]})
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        blocks.append(
-            {
-                "type": "tool_use",
-                "id": f"toolu_{call['id'].removeprefix('call_')}",
-                "name": function["name"],
-                "input": json.loads(function["arguments"]),
-            }
-        )
-    return blocks
-
-
-def _ending(finish_reason: str | None, stop_string: str | None) -> dict[str, Any]:
-    if stop_string is not None and finish_reason == "stop":
-        return {"stop_reason": "stop_sequence", "stop_sequence": stop_string}
-    reason = None if finish_reason is None else _STOP_REASONS[finish_reason]
-    return {"stop_reason": reason, "stop_sequence": None}
-
-
 def _usage(n_prompt: int, n_cached: int, n_answer: int) -> dict[str, int]:
     """Return the numbers of tokens. In Anthropic's API, cached ones do not count as `input_tokens`."""
     return {
@@ -269,13 +262,4 @@ def _usage(n_prompt: int, n_cached: int, n_answer: int) -> dict[str, int]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": n_cached,
         "output_tokens": n_answer,
-    }
-
-
-def _figures(body: Mapping[str, Any]) -> dict[str, Any]:
-    usage = body["usage"]
-    n_cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return {
-        "usage": _usage(usage["prompt_tokens"], n_cached, usage["completion_tokens"]),
-        **own_figures(body),
     }

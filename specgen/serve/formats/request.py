@@ -1,74 +1,349 @@
-"""A request as the rest of specgen knows it, whichever API it came from."""
+"""Requests as the rest of specgen knows them, and what their bodies have in common in all APIs.
+
+Agents send new fields with each of their versions. A field that specgen lacks is ignored with a warning; only
+what cannot be understood is refused, by the name of the field.
+"""
 
 from __future__ import annotations
 
 import datetime
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from specgen.events import FinishedEvent
-from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.fields import (
-    AnswerBody,
-    AnswerFormat,
-    BodyError,
-    Choice,
-    Speculative,
-    Tool,
-    shown,
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
 )
-from specgen.serve.formats.tool_calls import (
-    AnswerParser,
-    CallForm,
-    Function,
-    ToolCallParser,
-    calls_grammar,
-    form_of,
-)
+from pydantic_core import from_json
+
+from specgen.errors import UsageError
+from specgen.options import GenerationOptions, Grammar, SamplerOptions, VerifierName
+from specgen.serve.formats.tool_calls import CallForm, Function, calls_grammar, form_of
 from specgen.session.prompts import Prompt, Prompts
 from specgen.session.prompts.infill import Gap
-from specgen.session.prompts.template import Message, Role, ThoughtReader, ToolCall, is_thinking
+from specgen.session.prompts.template import OWN_VARIABLES, Message, Role, ToolCall
+from specgen.text.grammar.json_schema import schema_grammar
 
-#: The kinds of requests: ``chat`` continues a conversation, ``completion`` continues a text, and ``prompt``
-#: answers a text as `specgen run` does.
+#: ``chat`` continues a conversation, ``completion`` a text, and ``prompt`` answers a text as `specgen run` does.
 Kind: TypeAlias = Literal["chat", "completion", "prompt"]
-
-#: OpenAI's rule for names of functions.
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-#: The schema of a function without parameters; templates read the properties even of those.
-_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
-_PARAGRAPH = "\n\n"
+#: Fields whose loss nobody would miss.
+_SILENT = frozenset(
+    [
+        "annotations",
+        "betas",
+        "cache_control",
+        "client_metadata",
+        "context_management",
+        "display",
+        "id",
+        "logprobs",
+        "metadata",
+        "model",
+        "name",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "signature",
+        "status",
+        "stream_options",
+        "strict",
+        "summary",
+        "type",
+        "user",
+    ]
+)
 #: Variables of chat templates that say how much is thought; few templates read both.
 _THINKING = frozenset(["enable_thinking", "reasoning_effort"])
 
 
-class AnswerWriter(Protocol):
-    """Writes one answer in the form of its API, whole or as events. An event's name is its `type`."""
+class BodyError(UsageError):
+    """A field of a request that cannot be honoured: `field` is its name, `what` the reason."""
 
-    def begin(self, n_prompt_tokens: int) -> list[dict[str, Any]]:
-        """Return the events before the answer to a prompt of so many tokens."""
+    def __init__(self, field: str, what: str) -> None:
+        self.field = field[:100]
+        super().__init__(f"{self.field}: {what}")
 
-    def feed(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the events for a chunk of a chat completion, or for the body of an error. The chunk with the
-        finish reason has the figures and is the last one."""
 
-    def whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the whole answer, from the body of a chat completion."""
+def shown(value: Any) -> str:
+    """Return a value as JSON, cut to fit a line."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# --- fields of bodies -----------------------------------------------------------------------------
+
+#: Later layers have 64 bits or fewer.
+Integer: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+_FromMinusOne: TypeAlias = Annotated[Integer, Field(ge=-1)]
+_NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
+_Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+Schema: TypeAlias = dict[str, Any]
+
+
+class Fields(BaseModel):
+    """An object of a body. Null means that a field is not there."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: each for name, each in value.items() if each is not None}
+
+    def warnings(self) -> list[str]:
+        """Return a warning for each name of fields that are ignored, also in objects within."""
+        names = dict.fromkeys(self.ignored())
+        return [f"{name[:100]}: ignored, since specgen has no such field" for name in names]
+
+    def ignored(self) -> Iterator[str]:
+        for name, value in (self.model_extra or {}).items():
+            if value not in (False, "", [], {}) and name not in _SILENT:
+                yield name
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, Fields):
+                    yield from (f"{name}.{inner}" for inner in each.ignored())
+
+
+_Model = TypeVar("_Model", bound=Fields)
+
+
+def parse(model: type[_Model], body: Mapping[str, Any]) -> _Model:
+    """Return a body as a model. Raise `BodyError` for the first value that is wrong."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    what = first["msg"]
+    if first["type"] != "missing":
+        what += f"; it is {shown(first['input'])}"
+    place = (f"[{each}]" if isinstance(each, int) else f".{each}" for each in first["loc"])
+    raise BodyError("".join(place).removesuffix(".[key]").removeprefix("."), what)
+
+
+class Part(Fields):
+    """A part of a message: a text, or something that no local model reads."""
+
+    type: str = "text"
+    text: str | None = None
+    refusal: str | None = None
+
+
+#: A content: a text, or a list of parts.
+Parts: TypeAlias = Annotated[
+    list[Part],
+    BeforeValidator(lambda value: [{"text": value}] if isinstance(value, str) else value),
+]
+
+
+def text_of(where: str, parts: Sequence[Part], separator: str = "") -> str:
+    """Return the texts of a content, joined. Raise `BodyError` for a part that is none."""
+    texts: list[str] = []
+    for number, part in enumerate(parts):
+        text = part.refusal if part.text is None else part.text
+        if text is None:
+            what = f"parts of type {shown(part.type)} are not supported, only texts are"
+            raise BodyError(f"{where}[{number}]", what)
+        texts.append(text)
+    return separator.join(texts)
+
+
+class Speculative(Fields):
+    """A request's wishes about drafts: `max` is the most tokens drafted in a round, and with `pieces` a stream
+    says of each token where it comes from. None keeps the server's setting."""
+
+    draft: bool = True
+    max: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    verifier: VerifierName | None = None
+    pieces: bool = False
+
+
+class AnswerFormat(Fields):
+    """The form of an answer, with its JSON schema where the APIs have it."""
+
+    type: str
+    schema_: Schema | None = Field(None, validation_alias="schema")
+    json_schema: dict[str, Any] = {}
+
+    def schema_of(self, where: str) -> Schema | None:
+        """Return the schema; None for a free text."""
+        found = self.schema_ or self.json_schema.get("schema")
+        if self.type == "text":
+            return None
+        if self.type == "json_object":  # llama.cpp's servers take a schema here
+            return found or {"type": "object"}
+        if self.type != "json_schema" or not isinstance(found, dict):
+            what = f"type {shown(self.type)} is not text, json_object, or json_schema with a schema"
+            raise BodyError(where, what)
+        return found
+
+
+def _flat(value: Any) -> Any:
+    """Return a tool or a choice with the fields that a chat has in an object within: {"type": "function",
+    "function": {...}}. A choice that is a text is its type."""
+    if not isinstance(value, dict):
+        return {"type": value} if isinstance(value, str) else value
+    kind = str(value.get("type", "function"))
+    inner = value.get(kind)
+    rest = {name: each for name, each in value.items() if name != kind}
+    return {**rest, **inner} if isinstance(inner, dict) else rest
+
+
+class Tool(Fields):
+    """A tool; `format` is that of a custom one, which takes a free text."""
+
+    type: str = "function"
+    name: str = ""
+    description: str = ""
+    parameters: Schema = Field({}, validation_alias=AliasChoices("parameters", "input_schema"))
+    format: dict[str, Any] = {}
+
+
+class Choice(Fields):
+    """How tools may be called; `mode` and `tools` are those of ``allowed_tools``."""
+
+    type: str = "function"
+    name: str = ""
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[Annotated[Choice, BeforeValidator(_flat)]] = []
+    disable_parallel_tool_use: bool = False
+
+
+ToolList: TypeAlias = list[Annotated[Tool, BeforeValidator(_flat)]]
+ToolChoice: TypeAlias = Annotated[Choice, BeforeValidator(_flat)]
+
+
+class AnswerBody(Fields):
+    """The options of an answer: OpenAI's and Anthropic's fields, samplers by llama.cpp's names."""
+
+    temperature: _NotNegative | None = None
+    top_k: Integer | None = None
+    top_p: _Share | None = None
+    min_p: _Share | None = None
+    seed: _FromMinusOne | None = None
+    typical_p: _Share | None = None
+    top_n_sigma: float | None = None
+    repeat_last_n: _FromMinusOne | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    dry_multiplier: _NotNegative | None = None
+    dry_base: _NotNegative | None = None
+    dry_allowed_length: Annotated[Integer, Field(ge=0)] | None = None
+    dry_last_n: _FromMinusOne | None = Field(
+        None, validation_alias=AliasChoices("dry_last_n", "dry_penalty_last_n")
+    )
+    dry_breakers: tuple[str, ...] | None = Field(
+        None, validation_alias=AliasChoices("dry_breakers", "dry_sequence_breakers")
+    )
+    xtc_probability: _Share | None = None
+    xtc_threshold: _Share | None = None
+    dynatemp_range: _NotNegative | None = None
+    dynatemp_exponent: _NotNegative | None = None
+    logit_bias: dict[int, float] | None = None
+    max_tokens: _FromMinusOne | None = Field(
+        None,
+        validation_alias=AliasChoices(
+            "max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"
+        ),
+    )
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    ] = Field((), validation_alias=AliasChoices("stop", "stop_sequences"))
+    ignore_eos: bool = False
+    grammar: str | None = None
+    json_schema: Schema | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    stream: bool = False
+    speculative: Speculative = Speculative()
+
+    #: Where the body has the form of an answer.
+    format_field: ClassVar[str] = "response_format"
+
+    def request(
+        self,
+        kind: Kind,
+        sampling: SamplerOptions,
+        generation: GenerationOptions,
+        *,
+        form: AnswerFormat | None = None,
+        warnings: Sequence[str] = (),
+        **more: Any,
+    ) -> Request:
+        """Return the request with these defaults, and `more` of its fields; `form` is the answer's. Raise `BodyError`."""
+        names = {each.name for each in fields(SamplerOptions)} & AnswerBody.model_fields.keys()
+        samplers = self.model_dump(include=names, exclude_none=True)
+        if self.logit_bias is not None:
+            samplers["logit_bias"] = tuple(self.logit_bias.items())
+        ends = {"max_tokens", "stop", "ignore_eos"} & self.model_fields_set
+        grammar = self._grammar(form) or generation.grammar
+        if self.ignore_eos and grammar is not None:
+            raise BodyError("ignore_eos", "a text that follows a grammar has an end")
+        return Request(
+            kind,
+            replace(sampling, **samplers),
+            replace(generation, **self.model_dump(include=ends), grammar=grammar),
+            warnings=(*self.warnings(), *warnings),
+            streams=self.stream,
+            speculative=self.speculative,
+            **more,
+        )
+
+    def _grammar(self, form: AnswerFormat | None) -> Grammar | None:
+        schema = None if form is None else form.schema_of(self.format_field)
+        asked = {
+            "grammar": self.grammar,
+            "json_schema": self.json_schema,
+            self.format_field: schema,
+        }
+        names = [name for name, value in asked.items() if value is not None]
+        if not names:
+            return None
+        if len(names) > 1:
+            raise BodyError(names[1], f"{names[0]} is given as well")
+        if self.grammar is not None:
+            return Grammar("gbnf", self.grammar)
+        try:
+            return schema_grammar(json.dumps(asked[names[0]]))
+        except UsageError as error:
+            raise BodyError(names[0], error.message) from None
+
+    def variables(self, effort: str | None = None, thinks: bool | None = None) -> Mapping[str, Any]:
+        """Return the variables that the body sets for the chat template. Raise `BodyError`."""
+        found: dict[str, Any] = {} if thinks is None else {"enable_thinking": thinks}
+        if effort is not None:
+            found["reasoning_effort"] = effort
+        if effort == "none":
+            found["enable_thinking"] = False
+        for name in OWN_VARIABLES & self.chat_template_kwargs.keys():
+            raise BodyError(f"chat_template_kwargs.{name}", "specgen sets this variable")
+        return found | self.chat_template_kwargs
+
+
+# --- requests -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The functions that the model knows, and how it may call them."""
+    """The functions that the model knows, and those that it may call: only one if the request names it. An answer
+    may have to be a call (`must_call`), and may have several (`is_parallel`)."""
 
     functions: tuple[Function, ...]
-    #: Those that it may call; only one if the request names it.
     callable: tuple[Function, ...]
-    #: Whether the answer has to be a call.
     must_call: bool = False
-    #: Whether an answer may call more than once.
     is_parallel: bool = True
 
 
@@ -91,7 +366,7 @@ class Request:
     call_form: CallForm | None = None
     #: More variables for the template.
     variables: Mapping[str, Any] = field(default_factory=dict)
-    #: Whether a thinking block becomes `reasoning_content`, apart from the answer.
+    #: Whether a thinking block is told apart from the answer.
     splits_reasoning: bool = False
     #: What was ignored.
     warnings: tuple[str, ...] = ()
@@ -100,13 +375,8 @@ class Request:
     streams: bool = False
     has_usage_alone: bool = False
     speculative: Speculative = field(default_factory=Speculative)
-    #: Makes a writer for another API's form, from the answer's identity, its time in seconds since 1970 and
-    #: the model's name; None writes a chat completion or a text completion.
-    writer: Callable[[str, int, str], AnswerWriter] | None = None
-
-    @property
-    def tool_definitions(self) -> tuple[dict[str, Any], ...]:
-        return tuple(each.definition for each in self.tools.functions) if self.tools else ()
+    #: The `AnswerWriter` of the API; None is OpenAI's.
+    writer: Callable[..., Any] | None = None
 
     def prompt(
         self,
@@ -119,54 +389,15 @@ class Request:
         """Return the prompt of a request without a gap; `chat` and `system` are those of `Prompts.of_text`, for
         the kind ``prompt``. Raise `UsageError`, `PromptError`."""
         if self.kind == "chat":
-            tools, variables = self.tool_definitions, self.variables
-            return prompts.of_messages(self.messages, now=now, tools=tools, variables=variables)
+            tools = tuple(each.definition for each in self.tools.functions) if self.tools else ()
+            return prompts.of_messages(
+                self.messages, now=now, tools=tools, variables=self.variables
+            )
         if self.tokens is not None:
             return prompts.of_tokens(self.tokens)
         if self.kind == "completion":
             return prompts.of_text(self.text, chat=False)
         return prompts.of_text(self.text, chat=chat, system=system, now=now)
-
-    def parser(self, prompt: str = "") -> AnswerParser:
-        """Return a parser for one answer to a rendered prompt. An answer that follows a grammar has no thoughts."""
-        thoughts = calls = None
-        if self.splits_reasoning and self.generation.grammar is None:
-            thoughts = ThoughtReader(is_begun=is_thinking(prompt))
-        if self.tools is not None and self.call_form is not None:
-            calls = ToolCallParser(
-                self.call_form,
-                [function.name for function in self.tools.callable],
-                one_only=not self.tools.is_parallel,
-                calls_only=self.tools.must_call,
-            )
-        return AnswerParser(thoughts, calls)
-
-    def stop_string(self, finished: FinishedEvent) -> str | None:
-        """Return the stop string that ended an answer; None if something else did."""
-        return finished.stopped_by if finished.stopped_by in self.generation.stop else None
-
-
-def request_of(
-    kind: Kind,
-    asked: AnswerBody,
-    sampling: SamplerOptions,
-    generation: GenerationOptions,
-    *,
-    form: AnswerFormat | None = None,
-    warnings: Sequence[str] = (),
-    **more: Any,
-) -> Request:
-    """Return the request of a body with these defaults, with `more` fields. `form` is where its API has the form
-    of the answer. Raise `BodyError`."""
-    return Request(
-        kind,
-        asked.sampling(sampling),
-        asked.generation(generation, form),
-        warnings=(*asked.warnings(), *warnings),
-        streams=asked.stream,
-        speculative=asked.speculative,
-        **more,
-    )
 
 
 def with_call_form(request: Request, template: str | None) -> Request:
@@ -187,26 +418,29 @@ def with_call_form(request: Request, template: str | None) -> Request:
         if generation.ignore_eos:
             raise BodyError("ignore_eos", "a text that follows a grammar has an end")
         other = None if tools.must_call else generation.grammar
-        grammar, warnings = calls_grammar(
-            form, tools.callable, is_parallel=tools.is_parallel, other=other
-        )
+        try:
+            grammar, warnings = calls_grammar(
+                form, tools.callable, is_parallel=tools.is_parallel, other=other
+            )
+        except UsageError as error:
+            raise BodyError("tools", error.message) from None
         generation = replace(generation, grammar=grammar)
+        warnings = [f"tools: {warning}" for warning in warnings]
         request = replace(request, warnings=(*request.warnings, *warnings))
     generation = replace(generation, shown_controls=form.controls)
     return replace(request, generation=generation, call_form=form)
 
 
 def _with_read_variables(request: Request, template: str) -> Request:
-    read = {
-        name: value
-        for name, value in request.variables.items()
-        if re.search(rf"\b{re.escape(name)}\b", template)
-    }
-    unread = request.variables.keys() - read.keys()
-    if _THINKING & read.keys():
-        unread -= _THINKING
+    given = request.variables
+    read = {name for name in given if re.search(rf"\b{re.escape(name)}\b", template)}
+    unread = given.keys() - read - (_THINKING if _THINKING & read else frozenset())
     ignored = [f"{name}: ignored, since the chat template does not read it" for name in unread]
-    return replace(request, variables=read, warnings=(*request.warnings, *sorted(ignored)))
+    return replace(
+        request,
+        variables={name: given[name] for name in given if name in read},
+        warnings=(*request.warnings, *sorted(ignored)),
+    )
 
 
 def check_tokens(request: Request, n_tokens: int) -> None:
@@ -217,9 +451,6 @@ def check_tokens(request: Request, n_tokens: int) -> None:
             raise BodyError(name, f"there is no token {token}: the model has {n_tokens} tokens")
 
 
-# --- tools ----------------------------------------------------------------------------------------
-
-
 def read_tools(
     asked: Sequence[Tool], choice: Choice | None, warnings: list[str], *, is_parallel: bool
 ) -> Tools | None:
@@ -227,27 +458,18 @@ def read_tools(
     none. Raise `BodyError`."""
     found: dict[str, Function] = {}
     for number, tool in enumerate(asked):
-        where = f"tools[{number}]"
+        where, name = f"tools[{number}]", tool.name
         if tool.type not in ("function", "custom"):
             warnings.append(f"{where}: ignored, since {shown(tool.type)} does not run here")
             continue
-        if tool.function is not None:
-            where, tool = f"{where}.function", tool.function  # noqa: PLW2901
-        name, is_input = tool.name, tool.input_schema is not None
-        if name is None or not _NAME.fullmatch(name):
+        if not re.fullmatch("[a-zA-Z0-9_-]{1,64}", name):  # OpenAI's rule
             rule = "is not a name of 1 to 64 letters, digits, _ and -"
             raise BodyError(f"{where}.name", f"{shown(name)} {rule}")
         if name in found:
             raise BodyError(f"{where}.name", f"{shown(name)} is given twice")
-        schema = {**_NO_PARAMETERS, **(tool.parameters or tool.input_schema or {})}
-        field = f"{where}.{'input_schema' if is_input else 'parameters'}"
-        found[name] = Function(name, tool.description or "", schema, field)
-    return _chosen(found, choice, is_parallel)
-
-
-def _chosen(
-    found: Mapping[str, Function], choice: Choice | None, is_parallel: bool
-) -> Tools | None:
+        # Templates read the properties even of functions without parameters.
+        schema = {"type": "object", "properties": {}, **tool.parameters}
+        found[name] = Function(name, tool.description, schema)
     functions, kind = tuple(found.values()), "auto" if choice is None else choice.type
     if kind == "none" or (not functions and kind == "auto"):
         return None
@@ -255,26 +477,19 @@ def _chosen(
         raise BodyError("tool_choice", f"{shown(kind)} needs tools")
     if choice is None or kind in ("auto", "required", "any"):
         return Tools(functions, functions, kind != "auto", is_parallel)
-    if kind in ("function", "custom", "tool"):
-        return Tools(functions, (_named(found, choice),), must_call=True, is_parallel=False)
-    if kind != "allowed_tools":
+    must_call, named = True, [choice]
+    if kind == "allowed_tools":
+        must_call = choice.mode == "required"
+        named = [each for each in choice.tools if each.type in ("function", "custom")]
+    elif kind in ("function", "custom", "tool"):
+        is_parallel = False
+    else:
         raise BodyError("tool_choice", f"{shown(kind)} is not a choice that specgen knows")
-    allowed = choice.allowed_tools or choice
-    if not allowed.tools:
-        raise BodyError("tool_choice", "it allows no tools")
-    named = [_named(found, each) for each in allowed.tools if each.type in ("function", "custom")]
-    some = tuple({each.name: each for each in named}.values())
-    return Tools(functions, some, allowed.mode == "required", is_parallel) if some else None
-
-
-def _named(found: Mapping[str, Function], choice: Choice) -> Function:
-    name = choice.name if choice.function is None else choice.function.name
-    if name is None or name not in found:
-        raise BodyError("tool_choice", f"there is no function {shown(name)} among tools")
-    return found[name]
-
-
-# --- messages -------------------------------------------------------------------------------------
+    for each in named:
+        if each.name not in found:
+            raise BodyError("tool_choice", f"there is no function {shown(each.name)} among tools")
+    allowed = tuple({each.name: found[each.name] for each in named}.values())
+    return Tools(functions, allowed, must_call, is_parallel) if allowed else None
 
 
 class Conversation:
@@ -291,9 +506,9 @@ class Conversation:
 
     def add_result(self, where: str, identity: str | None, text: str) -> None:
         """Add the result of a call, whose id is in the field `where`. Raise `BodyError` if there was none."""
-        if identity is None or identity not in self._called:
+        name = self._called.get(identity or "")
+        if name is None:
             raise BodyError(where, f"{shown(identity)} is the id of no call in an earlier message")
-        name = self._called[identity]
         self.messages.append(Message("tool", text, tool_call_id=identity, name=name))
 
     def join_text(self, role: Role, text: str) -> None:
@@ -325,15 +540,14 @@ class Conversation:
 
 
 def _joined(before: str, text: str) -> str:
-    return f"{before}{_PARAGRAPH}{text}" if before else text
+    return f"{before}\n\n{text}" if before else text
 
 
 def arguments_of(text: str) -> Mapping[str, Any] | str:
     """Return the arguments as an object for templates; if a model wrote no object, return its text, so that
     it sees what it did."""
     try:
-        value = json.loads(text or "{}")
-        json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):  # an escape can make half a surrogate pair, too
+        value = from_json(text or "{}")
+    except ValueError:
         return text
     return value if isinstance(value, dict) else text

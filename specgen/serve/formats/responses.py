@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: reads its requests, and writes answers in its form from those of a chat.
+"""OpenAI's Responses API: reads its requests, and writes answers in its form.
 
 Tools that run at OpenAI, and items about them, are left out with a warning. What stands for a text that this
 server does not have is refused.
@@ -6,38 +6,34 @@ server does not have is refused.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import functools
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from specgen.events import CommittedEvent
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.chat_answer import own_figures
-from specgen.serve.formats.fields import (
+from specgen.serve.formats.answers import AnswerWriter, Json, own_figures
+from specgen.serve.formats.request import (
     AnswerBody,
     AnswerFormat,
-    Body,
     BodyError,
+    Conversation,
     Fields,
     Parts,
+    Request,
     Schema,
-    Tool,
     ToolChoice,
+    ToolList,
+    arguments_of,
     parse,
+    read_tools,
     shown,
     text_of,
 )
-from specgen.serve.formats.request import (
-    Conversation,
-    Request,
-    arguments_of,
-    read_tools,
-    request_of,
-)
+from specgen.serve.formats.tool_calls import Delta
 from specgen.session.prompts.template import Message, Role
 
 #: Items that stand for a text which this server does not have.
@@ -51,8 +47,10 @@ _FREE_TEXT: Schema = {
     "required": ["input"],
     "additionalProperties": False,
 }
-#: What requests may ask to include. The thoughts of a local model are no secret.
+#: What requests may ask to include: thoughts in a form that clients send back, but do not show. Those of a local
+#: model are no secret; a mark tells them from another server's.
 _ENCRYPTED = "reasoning.encrypted_content"
+_HIDDEN = "specgen:"
 #: The fields of a response that repeat the request.
 _ECHO: Mapping[str, Any] = {
     "instructions": None,
@@ -84,22 +82,24 @@ class _Item(Fields):
     output: Parts = []
 
 
-def _as_items(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
-class _Text(Body):
+class _Text(Fields):
     format: AnswerFormat | None = None
 
 
-class _Reasoning(Body):
+class _Reasoning(Fields):
     effort: str | None = None
 
 
 class _Body(AnswerBody):
     instructions: Parts = []
-    input: Annotated[list[_Item], BeforeValidator(_as_items), Field(min_length=1)]
-    tools: list[Tool] = []
+    input: Annotated[
+        list[_Item],
+        BeforeValidator(
+            lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value
+        ),
+        Field(min_length=1),
+    ]
+    tools: ToolList = []
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     text: _Text = _Text()
@@ -123,38 +123,33 @@ def read_response_request(
         if what != _ENCRYPTED
     ]
     messages = _messages(asked, warnings)
+    custom = {tool.name for tool in asked.tools if tool.type == "custom"}
     tools = [
-        tool.model_copy(update={"parameters": _FREE_TEXT}) if tool.type == "custom" else tool
+        tool.model_copy(update={"parameters": _FREE_TEXT}) if tool.name in custom else tool
         for tool in asked.tools
     ]
-    custom = {tool.name or "" for tool in tools if tool.type == "custom"}
     warnings += [
         f"tools[{number}].format: ignored, the input is a free text"
         for number, tool in enumerate(tools)
-        if tool.type == "custom" and tool.format not in (None, {"type": "text"})
+        if tool.name in custom and tool.format not in ({}, {"type": "text"})
     ]
-    is_parallel = asked.parallel_tool_calls
-    writer = functools.partial(
-        ResponseWriter,
-        echo={
-            name: default if body.get(name) is None else body[name]
-            for name, default in _ECHO.items()
-        },
-        custom=custom,
-        hides=hidden_thought if _ENCRYPTED in asked.include else None,
-    )
-    request = request_of(
+    given = {name: body[name] for name in _ECHO if body.get(name) is not None}
+    request = asked.request(
         "chat",
-        asked,
         sampling,
         generation,
         form=asked.text.format,
         messages=messages,
-        tools=read_tools(tools, asked.tool_choice, warnings, is_parallel=is_parallel),
+        tools=read_tools(tools, asked.tool_choice, warnings, is_parallel=asked.parallel_tool_calls),
         warnings=warnings,
         variables=asked.variables(asked.reasoning.effort),
         splits_reasoning=True,
-        writer=writer,
+        writer=functools.partial(
+            ResponseWriter,
+            echo={**_ECHO, **given},
+            custom=custom,
+            hides=_ENCRYPTED in asked.include,
+        ),
     )
     return (request,)
 
@@ -187,7 +182,8 @@ def _add_item(found: Conversation, where: str, item: _Item, warnings: list[str])
             found.join_text(role, text_of(f"{where}.content", item.content))
         case "reasoning":  # as it is, or as this server hid it, or else its summary
             thought = text_of(f"{where}.content", item.content)
-            thought = thought or _thought_in(item.encrypted_content)
+            if not thought and item.encrypted_content.startswith(_HIDDEN):
+                thought = item.encrypted_content.removeprefix(_HIDDEN)
             thought = thought or text_of(f"{where}.summary", item.summary)
             if thought:
                 found.join_thought(thought)
@@ -212,47 +208,31 @@ def _drop_lone_thoughts(found: Conversation) -> None:
         del found.messages[-1]
 
 
-def hidden_thought(thought: str) -> str:
-    """Return thoughts in a form that clients send back, but do not show."""
-    return base64.b64encode(thought.encode()).decode()
-
-
-def _thought_in(hidden: str) -> str:
-    """Return the thoughts in a text of `hidden_thought`; empty if it is none, but another server's."""
-    try:
-        return base64.b64decode(hidden.encode(), validate=True).decode()
-    except (binascii.Error, UnicodeError):
-        return ""
-
-
 # --- answers --------------------------------------------------------------------------------------
 
 
-class ResponseWriter:
-    """Writes one response from the chunks of a chat completion.
+class ResponseWriter(AnswerWriter):
+    """Writes one response, whole or as events.
 
-    `echo` are the fields that repeat the request. `custom` are the names of tools that take a free text. `hides`
-    gives thoughts also the form that clients send back; None leaves it out.
+    `echo` are the fields that repeat the request. `custom` are the names of tools that take a free text. With
+    `hides`, thoughts are also in the form that clients send back.
     """
 
     def __init__(
         self,
-        identity: str,
-        created: int,
-        model: str,
-        *,
+        *args: Any,
         echo: Mapping[str, Any],
         custom: Collection[str],
-        hides: Callable[[str], str] | None,
+        hides: bool,
+        **named: Any,
     ) -> None:
-        self._identity = identity
-        self._custom = custom
-        self._hides = hides
+        super().__init__(*args, **named)
+        self._custom, self._hides = custom, hides
         self._head = {
-            "id": f"resp_{identity}",
+            "id": f"resp_{self._identity}",
             "object": "response",
-            "created_at": created,
-            "model": model,
+            "created_at": self._created,
+            "model": self._model,
             **echo,
             "background": False,
             "previous_response_id": None,
@@ -260,66 +240,68 @@ class ResponseWriter:
             "truncation": "disabled",
         }
         self._n_events = 0
-        self._output: list[dict[str, Any]] = []
-        #: The kind of the open item, to which deltas are added (``message`` or ``reasoning``), and its text.
-        self._kind: str | None = None
+        self._output: list[Json] = []
+        #: The kind of the open item, to which deltas are added, and its text.
+        self._kind: Literal["message", "reasoning"] | None = None
         self._text = ""
+        self._whole: Json = {}
 
-    def begin(self, n_prompt_tokens: int) -> list[dict[str, Any]]:
+    def begin(self, _n_prompt_tokens: int) -> list[Json]:
         response = self._response("in_progress")
         return [
             self._event("response.created", response=response),
             self._event("response.in_progress", response=response),
         ]
 
-    def feed(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
-        if "error" in chunk:
-            error = {"code": "server_error", "message": chunk["error"]["message"]}
-            response = {**self._response("failed"), "error": error}
-            return [self._event("response.failed", response=response)]
-        (choice,) = chunk["choices"]
-        delta, reason = choice["delta"], choice["finish_reason"]
-        events: list[dict[str, Any]] = []
-        for kind, name in (("reasoning", "reasoning_content"), ("message", "content")):
-            if delta.get(name):
-                events += self._add_text(kind, delta[name])
-        for call in delta.get("tool_calls") or ():
-            events += self._add_call(call)
-        if reason is not None:
-            events += self._finish(chunk, is_whole=reason != "length")
+    def fail(self, error: Json) -> list[Json]:
+        what = {"code": "server_error", "message": error["error"]["message"]}
+        response = {**self._response("failed"), "error": what}
+        return [self._event("response.failed", response=response)]
+
+    def whole(self) -> Json:
+        return self._whole
+
+    def _add(self, _number: int, deltas: list[Delta], _event: CommittedEvent | None) -> list[Json]:
+        events: list[Json] = []
+        for delta in deltas:
+            if delta.kind == "call":
+                events += self._add_call(delta)
+                continue
+            kind: Literal["message", "reasoning"] = "message"
+            if delta.kind == "thought":
+                kind = "reasoning"
+            if self._kind != kind:
+                events += [*self._close("completed"), *self._begin_item(kind)]
+            self._text += delta.text
+            events.append(self._text_event("delta", delta=delta.text))
         return events
 
-    def whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        (choice,) = body["choices"]
-        *_, last = self.feed({**body, "choices": [{**choice, "delta": choice["message"]}]})
-        response: dict[str, Any] = last["response"]
-        return response
-
-    def _finish(self, chunk: Mapping[str, Any], *, is_whole: bool) -> list[dict[str, Any]]:
+    def _end(self, _number: int) -> list[Json]:
+        is_whole = self._answers[0].finish_reason != "length"
         status = "completed" if is_whole else "incomplete"
-        events: list[dict[str, Any]] = []
+        events: list[Json] = []
         if self._kind is None and not self._output:  # clients expect an item
             events += self._begin_item("message")
         events += self._close(status)
-        usage = chunk["usage"]
-        response = {
+        figures = self._figures()
+        usage = figures["usage"]
+        # OpenAI charges for writing to its cache.
+        details = {**usage["prompt_tokens_details"], "cache_write_tokens": 0}
+        self._whole = {
             **self._response(status),
             "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {
-                    **usage["prompt_tokens_details"],
-                    "cache_write_tokens": 0,  # which OpenAI charges for
-                },
+                "input_tokens_details": details,
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
             },
-            **own_figures(chunk),
+            **own_figures(figures),
         }
-        return [*events, self._event(f"response.{status}", response=response)]
+        return [*events, self._event(f"response.{status}", response=self._whole)]
 
-    def _response(self, status: str) -> dict[str, Any]:
+    def _response(self, status: str) -> Json:
         return {
             **self._head,
             "status": status,
@@ -329,21 +311,14 @@ class ResponseWriter:
             "usage": None,
         }
 
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **fields: Any) -> Json:
         number = self._n_events
         self._n_events += 1
         return {"type": kind, "sequence_number": number, **fields}
 
     # --- items ----------------------------------------------------------------------------------
 
-    def _add_text(self, kind: str, text: str) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
-        if self._kind != kind:
-            events = [*self._close("completed"), *self._begin_item(kind)]
-        self._text += text
-        return [*events, self._text_event("delta", delta=text)]
-
-    def _begin_item(self, kind: str) -> list[dict[str, Any]]:
+    def _begin_item(self, kind: Literal["message", "reasoning"]) -> list[Json]:
         self._kind, self._text = kind, ""
         item = {**self._item("in_progress"), "content": []}
         return [
@@ -351,7 +326,7 @@ class ResponseWriter:
             self._event("response.content_part.added", **self._part_place, part=self._part()),
         ]
 
-    def _close(self, status: str) -> list[dict[str, Any]]:
+    def _close(self, status: str) -> list[Json]:
         if self._kind is None:
             return []
         item = self._item(status)
@@ -364,33 +339,33 @@ class ResponseWriter:
         self._kind = None
         return events
 
-    def _item(self, status: str) -> dict[str, Any]:
+    def _item(self, status: str) -> Json:
         item = {"id": self._part_place["item_id"], "type": self._kind, "status": status}
         if self._kind == "message":
             return {**item, "role": "assistant", "content": [self._part()]}
-        hidden = {} if self._hides is None else {"encrypted_content": self._hides(self._text)}
+        hidden = {"encrypted_content": f"{_HIDDEN}{self._text}"} if self._hides else {}
         return {**item, "summary": [], **hidden, "content": [self._part()]}
 
-    def _part(self) -> dict[str, Any]:
+    def _part(self) -> Json:
         if self._kind == "reasoning":
             return {"type": "reasoning_text", "text": self._text}
         return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
 
-    def _text_event(self, step: str, **fields: Any) -> dict[str, Any]:
-        more: dict[str, Any] = {} if self._kind == "reasoning" else {"logprobs": []}
+    def _text_event(self, step: str, **fields: Any) -> Json:
+        more: Json = {} if self._kind == "reasoning" else {"logprobs": []}
         kind = f"response.{self._part()['type']}.{step}"
         return self._event(kind, **self._part_place, **fields, **more)
 
-    def _add_call(self, call: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _add_call(self, call: Delta) -> list[Json]:
         events = self._close("completed")
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        name, arguments = call.name, call.text
         is_custom = name in self._custom
         text = _free_text(arguments) if is_custom else arguments
         field = "input" if is_custom else "arguments"
-        item: dict[str, Any] = {
+        item: Json = {
             "type": "custom_tool_call" if is_custom else "function_call",
             "id": f"{'ctc' if is_custom else 'fc'}_{self._identity}_{self._place}",
-            "call_id": call["id"],
+            "call_id": call.identity,
             "name": name,
             "status": "completed",
             field: text,
@@ -413,7 +388,7 @@ class ResponseWriter:
         return len(self._output)
 
     @property
-    def _part_place(self) -> dict[str, Any]:
+    def _part_place(self) -> Json:
         prefix = "rs" if self._kind == "reasoning" else "msg"
         identity = f"{prefix}_{self._identity}_{self._place}"
         return {"item_id": identity, "output_index": self._place, "content_index": 0}

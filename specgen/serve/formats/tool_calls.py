@@ -12,17 +12,26 @@ import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Literal
+
+from pydantic_core import from_json
 
 from specgen.errors import UsageError
 from specgen.options import Grammar
-from specgen.serve.formats.fields import BodyError
-from specgen.session.prompts.template import ThoughtReader
 from specgen.text.grammar.json_schema import lenient_schema_grammar
 from specgen.text.grammar.llguidance_grammar import JSON_FORM
 
-#: An addition to a message, as OpenAI's API streams it: `content`, `reasoning_content` or `tool_calls`.
-Delta: TypeAlias = dict[str, Any]
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """An addition to an answer: to its thoughts or its content, or a whole call. The `text` of a call is its
+    arguments, as JSON; it has a name, an id, and the number of calls before it."""
+
+    kind: Literal["thought", "content", "call"]
+    text: str
+    name: str = ""
+    identity: str = ""
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +41,11 @@ class Function:
     name: str
     description: str
     parameters: Mapping[str, Any]
-    #: The field of the request that has the schema, for messages.
-    schema_field: str = ""
 
     @property
     def definition(self) -> dict[str, Any]:
         """The definition in the form that chat templates expect, with all fields that they may read."""
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters,
-        }
+        function = {name: getattr(self, name) for name in ("name", "description", "parameters")}
         return {"type": "function", "function": function}
 
 
@@ -104,19 +107,22 @@ def calls_grammar(
 ) -> tuple[Grammar, list[str]]:
     """Return a grammar for a call of one of `functions` in the model's form, for several if `is_parallel`,
     or else for text that conforms to the JSON schema `other`; and warnings that name what it cannot enforce
-    of the parameters' schemas. Raise `BodyError` if no arguments conform to a function's parameters."""
+    of the parameters' schemas. Raise `UsageError` if no arguments conform to a function's parameters."""
     warnings: list[str] = []
     rules = [f"start: calls{' | other' if other is not None else ''}"]
     rules.append(f"calls: {_whole(form, is_parallel)}")
     rules.append("call: " + " | ".join(f"call_{n}" for n in range(len(functions))))
     for number, function in enumerate(functions):
+        try:
+            schema, left_out = lenient_schema_grammar(json.dumps(function.parameters))
+        except UsageError as error:
+            raise UsageError(f"{function.name}: {error.message}") from None
         before = f'{{"name": "{function.name}", "{form.arguments}": '
         rules.append(f'call_{number}: {_literal(before)} arguments_{number} "}}"')
-        schema, left_out = _parameters(function)
         rules.append(f"arguments_{number}: {_json(schema)}")
         if left_out:
             names = ", ".join(left_out)
-            warnings.append(f"{function.schema_field}: no grammar can enforce {names}")
+            warnings.append(f"no grammar can enforce {names} of {function.name}")
     if other is not None:
         rules.append(f"other: {_json(other)}")
     return Grammar("lark", "\n".join(rules)), warnings
@@ -141,13 +147,6 @@ def _json(schema: Grammar) -> str:
     parsed = json.loads(schema.text)
     form = {**JSON_FORM, "lenient": parsed.get("x-guidance") == {"lenient": True}}
     return f"%json {json.dumps({**parsed, 'x-guidance': form})}"
-
-
-def _parameters(function: Function) -> tuple[Grammar, tuple[str, ...]]:
-    try:
-        return lenient_schema_grammar(json.dumps(function.parameters))
-    except UsageError as error:
-        raise BodyError(f"{function.schema_field}", error.message) from None
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -311,9 +310,9 @@ class ToolCallParser:
         if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
             return None
         text = json.dumps(arguments, ensure_ascii=False)
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # JSON's escapes can make half a surrogate pair
+        try:  # Python's reader also takes NaN, and half surrogate pairs
+            from_json(text.encode(), allow_inf_nan=False)
+        except ValueError:
             return None
         return name, text
 
@@ -332,84 +331,12 @@ class ToolCallParser:
         return next((n for n in range(len(opening) - 1, 0, -1) if text.endswith(opening[:n])), 0)
 
     def _delta(self, name: str, arguments: str) -> Delta:
-        index = self.n_calls
-        self.n_calls += 1
-        return {
-            "tool_calls": [
-                {
-                    "index": index,
-                    "id": f"call_{uuid.uuid4().hex[:24]}",
-                    "type": "function",
-                    "function": {"name": name, "arguments": arguments},
-                }
-            ]
-        }
+        number, self.n_calls = self.n_calls, self.n_calls + 1
+        return Delta("call", arguments, name, f"call_{uuid.uuid4().hex[:24]}", number)
 
 
 def _content(text: str) -> list[Delta]:
-    return [{"content": text}] if text else []
+    return [Delta("content", text)] if text else []
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(constant)
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
-
-
-class AnswerParser:
-    """Parses one answer: `thoughts` splits off its thinking block, and `calls` finds the calls behind it; a
-    part that is None is not looked for."""
-
-    def __init__(self, thoughts: ThoughtReader | None, calls: ToolCallParser | None) -> None:
-        self._thoughts = thoughts
-        self._calls = calls
-        #: The number of tokens of the thinking block.
-        self.n_reasoning_tokens = 0
-
-    @property
-    def n_calls(self) -> int:
-        return self._calls.n_calls if self._calls is not None else 0
-
-    def feed(self, tokens: Sequence[str]) -> list[Delta]:
-        """Add the texts of tokens; return what is certain now."""
-        thoughts = self._thoughts
-        if thoughts is None:
-            return self._deltas("", "".join(tokens))
-        thought = answer = ""
-        for token in tokens:
-            was_past, was_open = thoughts.is_past, thoughts.is_open
-            new_thought, new_answer = thoughts.feed(token)
-            thought, answer = thought + new_thought, answer + new_answer
-            if not was_past:
-                has_none = thoughts.is_past and not was_open
-                self.n_reasoning_tokens = 0 if has_none else self.n_reasoning_tokens + 1
-        return self._deltas(thought, answer)
-
-    def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Return the rest, at the end of the answer, which may be cut: see `ToolCallParser.finish`."""
-        deltas = self._deltas(*self._thoughts.finish()) if self._thoughts is not None else []
-        return deltas + (self._calls.finish(is_cut=is_cut) if self._calls is not None else [])
-
-    def _deltas(self, thought: str, answer: str) -> list[Delta]:
-        deltas: list[Delta] = [{"reasoning_content": thought}] if thought else []
-        return deltas + (_content(answer) if self._calls is None else self._calls.feed(answer))
-
-
-def message_of(deltas: Sequence[Delta]) -> dict[str, Any]:
-    """Return the message that deltas make."""
-    content, reasoning = (
-        "".join(delta.get(name, "") for delta in deltas)
-        for name in ("content", "reasoning_content")
-    )
-    calls = [
-        {name: value for name, value in call.items() if name != "index"}
-        for delta in deltas
-        for call in delta.get("tool_calls", [])
-    ]
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message |= {"content": content or None, "tool_calls": calls}
-    return message
+_DECODER = json.JSONDecoder()

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import functools
 import logging
 import mimetypes
 import time
-from collections.abc import Awaitable, Callable, Mapping
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -24,17 +28,27 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specgen import __version__
 from specgen.errors import SpecgenError, UsageError
-from specgen.serve.formats.embeddings import embedding_response, read_embedding_request
-from specgen.serve.formats.fields import BodyError, Fields, Integer, parse
-from specgen.serve.formats.messages import PING
-from specgen.serve.formats.request import Request as AnswersRequest
-from specgen.serve.server.answers import (
-    Endpoint,
-    ResponseBuilder,
-    answer_requests,
-    prompt_of,
-    read_requests,
+from specgen.options import GenerationOptions, SamplerOptions
+from specgen.serve.formats.answers import AnswerWriter, Json
+from specgen.serve.formats.messages import PING, read_messages
+from specgen.serve.formats.openai import (
+    ChatWriter,
+    embedding_response,
+    read_chat,
+    read_completion,
+    read_embedding_request,
+    read_infill,
 )
+from specgen.serve.formats.request import (
+    BodyError,
+    Fields,
+    Integer,
+    Request,
+    check_tokens,
+    parse,
+    with_call_form,
+)
+from specgen.serve.formats.responses import read_response_request
 from specgen.serve.server.http import (
     AccessCheck,
     EventStream,
@@ -42,10 +56,14 @@ from specgen.serve.server.http import (
     read_json,
     while_connected,
 )
-from specgen.serve.server.jobs import Job, ServedEmbedder, ServedModel
+from specgen.serve.server.jobs import Insert, Job, ServedEmbedder, ServedModel
 from specgen.serve.server.metrics import ServerMetrics
 from specgen.serve.server.model_pool import ModelPool, Place
-from specgen.serve.server.options import ServerOptions
+from specgen.serve.server.options import Limits, ServerOptions
+from specgen.session.engine import Engine
+from specgen.session.prompts import Prompt, template_of
+from specgen.session.prompts.infill import infill_prompt
+from specgen.session.session import Session
 from specgen.system.json_lines import as_json
 
 # Some machines map .js to plain text, and browsers do not run such a script.
@@ -92,7 +110,7 @@ class _PageFiles(StaticFiles):
 _PAGE = _PageFiles(directory=Path(__file__).parent / "page")
 
 
-async def _page(request: Request) -> Response:
+async def _page(request: HttpRequest) -> Response:
     return await _PAGE.get_response("index.html", request.scope)
 
 
@@ -105,6 +123,86 @@ class _TokenizeBody(Fields):
 
 class _DetokenizeBody(Fields):
     tokens: list[Integer]
+
+
+#: ``chat``, ``completion`` and ``responses`` are OpenAI's; ``messages`` is Anthropic's; ``infill`` is
+#: llama.cpp's, for a text with a gap.
+Endpoint: TypeAlias = Literal["chat", "completion", "infill", "messages", "responses"]
+_READ: Mapping[
+    Endpoint,
+    Callable[[Mapping[str, Any], SamplerOptions, GenerationOptions], tuple[Request, ...]],
+] = {
+    "chat": read_chat,
+    "completion": read_completion,
+    "infill": read_infill,
+    "messages": read_messages,
+    "responses": read_response_request,
+}
+
+
+def read_requests(
+    endpoint: Endpoint, body: Mapping[str, Any], session: Session, limits: Limits
+) -> tuple[Request, ...]:
+    """Read a body, with a request for each of its prompts. The options of the command line give the defaults
+    of its fields, and the target's chat template the form of tool calls. Raise `BodyError`."""
+    options, template = session.options, template_of(session.target, has_tools=True)
+    found = _READ[endpoint](body, options.sampler, options.generation)
+    n_answers = found[0].n * len(found)
+    if n_answers > limits.n_answers > 0:
+        raise BodyError("n", f"{n_answers} answers; at most {limits.n_answers} are allowed")
+    return tuple(with_call_form(request, template) for request in found)
+
+
+def answer_requests(
+    requests: Sequence[Request], session: Session, n_ctx: int, limits: Limits
+) -> list[Insert]:
+    """Return what to submit to an engine with contexts of `n_ctx` tokens: all answers to the first prompt,
+    then those to the next. Raise `UsageError`, `PromptError`, and `RequestError` for a prompt that does not
+    fit."""
+    asks: list[Insert] = []
+    for request in requests:
+        check_tokens(request, session.target.vocabulary.n_tokens)
+        generation = request.generation
+        if limits.answer_tokens > 0 and not 0 <= generation.max_tokens <= limits.answer_tokens:
+            generation = replace(generation, max_tokens=limits.answer_tokens)
+        prompt = prompt_of(replace(request, generation=generation), session, n_ctx)
+        _check_length(len(prompt.tokens), n_ctx, limits.prompt_tokens)
+        wish, sampling = request.speculative, request.sampling
+        for number in range(request.n):
+            own = sampling
+            if sampling.seed >= 0:
+                own = replace(sampling, seed=sampling.seed + number)
+            insert = functools.partial(
+                Engine.insert,
+                prompt=prompt,
+                sampling=own,
+                generation=generation,
+                draft=wish.draft,
+                n_drafted_max=wish.max,
+                verifier=wish.verifier,
+            )
+            asks.append(insert)
+    return asks
+
+
+def prompt_of(request: Request, session: Session, n_ctx: int) -> Prompt:
+    """Return the prompt of a request. Raise `UsageError`, `PromptError`."""
+    if request.gap is not None:
+        # The far ends of a long text matter little: the text is cut to leave room for an answer.
+        n_answer = request.generation.max_tokens
+        n_room = max(n_ctx // 4, n_ctx - (n_answer if n_answer >= 0 else n_ctx // 4))
+        return infill_prompt(session.target, session.own_vocabulary, request.gap, n_room)[0]
+    now = datetime.datetime.now().astimezone()
+    return request.prompt(replace(session.prompts, n_ctx=n_ctx), now)
+
+
+def _check_length(n_tokens: int, n_ctx: int, n_most: int) -> None:
+    if n_tokens > n_ctx or n_tokens > n_most > 0:
+        limit = f"but the context has {n_ctx}"
+        if n_tokens <= n_ctx:
+            limit = f"at most {n_most} are allowed"
+        message = f"the prompt has {n_tokens} tokens; {limit}"
+        raise RequestError(400, message, code="context_length_exceeded")
 
 
 class Server:
@@ -162,14 +260,14 @@ class Server:
     def _post(
         self,
         path: str,
-        answer: Callable[[Any, Request, Mapping[str, Any]], Awaitable[Response]],
+        answer: Callable[[Any, HttpRequest, Mapping[str, Any]], Awaitable[Response]],
         *,
         embeds: bool = False,
     ) -> Route:
         """Return a route whose requests have a JSON object as their body, which names a model that generates text, or
         that `embeds`. The model stays loaded until its answers are submitted, and then until they are generated."""
 
-        async def respond(request: Request) -> Response:
+        async def respond(request: HttpRequest) -> Response:
             body = await read_json(request, self._limits)
             place = self._pool.find(body.get("model"))
             if place.entry.embeds != embeds:
@@ -185,22 +283,28 @@ class Server:
     # --- answers -----------------------------------------------------------------------------
 
     async def _complete(
-        self, endpoint: Endpoint, model: ServedModel, request: Request, body: Mapping[str, Any]
+        self, endpoint: Endpoint, model: ServedModel, request: HttpRequest, body: Mapping[str, Any]
     ) -> Response:
         loop = asyncio.get_running_loop()
         requests, job = await run_in_threadpool(self._submit, model, endpoint, body, loop)
-        answering = ResponseBuilder(
-            requests, job, model, created=int(time.time()), limit_s=self._limits.request_s
+        writer: AnswerWriter = (requests[0].writer or ChatWriter)(
+            requests,
+            [answer.prompt.text for answer in job.answers],
+            identity=uuid.uuid4().hex,
+            created=int(time.time()),
+            model=model.name,
         )
+        end = functools.partial(model.cancel, job)
+        chunks = _chunks(writer, job, end, self._limits.request_s)
         if requests[0].streams:
             return EventStream(
-                answering.chunks(),
-                answering.end,
+                _until_failure(writer, chunks),
+                end,
                 self._limits.client_s,
                 named=endpoint in ("messages", "responses"),
                 alive=PING if endpoint == "messages" else None,
             )
-        return JSONResponse(await while_connected(request.receive, answering.body()))
+        return JSONResponse(await while_connected(request.receive, _whole(writer, chunks)))
 
     def _submit(
         self,
@@ -208,7 +312,7 @@ class Server:
         endpoint: Endpoint,
         body: Mapping[str, Any],
         loop: asyncio.AbstractEventLoop,
-    ) -> tuple[tuple[AnswersRequest, ...], Job]:
+    ) -> tuple[tuple[Request, ...], Job]:
         """Read a body and submit its answers to the engine. Raise `RequestError`, `SpecgenError`."""
         requests = read_requests(endpoint, body, model.session, self._limits)
         engine, n_answers = model.engine, requests[0].n * len(requests)
@@ -231,7 +335,7 @@ class Server:
         """Return a route whose response is what `work` makes of a body, in a thread."""
 
         async def answer(
-            model: ServedModel, _request: Request, body: Mapping[str, Any]
+            model: ServedModel, _request: HttpRequest, body: Mapping[str, Any]
         ) -> Response:
             return JSONResponse(await run_in_threadpool(work, model, body))
 
@@ -246,7 +350,7 @@ class Server:
         return {"prompt": prompt_of(asked, model.session, model.engine.n_ctx).text}
 
     async def _embed(
-        self, model: ServedEmbedder, request: Request, body: Mapping[str, Any]
+        self, model: ServedEmbedder, request: HttpRequest, body: Mapping[str, Any]
     ) -> Response:
         asked = await run_in_threadpool(read_embedding_request, body, model.embedder)
         limit_s = self._limits.request_s or None
@@ -262,14 +366,14 @@ class Server:
 
     # --- the server itself -------------------------------------------------------------------
 
-    async def _health(self, _request: Request) -> Response:
+    async def _health(self, _request: HttpRequest) -> Response:
         about: dict[str, Any] = {"status": "ok"}
         places = self._pool.places
         if len(places) > 1 and not self._options.api_keys:  # the path needs no key
             about["models"] = {name: place.status for name, place in places.items()}
         return JSONResponse(about)
 
-    async def _models(self, request: Request) -> Response:
+    async def _models(self, request: HttpRequest) -> Response:
         name, places = request.path_params.get("model"), self._pool.places
         if name is None:
             return JSONResponse({"object": "list", "data": [*map(self._about, places.values())]})
@@ -296,10 +400,10 @@ class Server:
             }
         return about
 
-    async def _show_metrics(self, _request: Request) -> Response:
+    async def _show_metrics(self, _request: HttpRequest) -> Response:
         return Response(self._pool.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def _props(self, request: Request) -> Response:
+    async def _props(self, request: HttpRequest) -> Response:
         place = self._pool.find(request.query_params.get("model"))
         model = place.served
         about = {"model_alias": place.entry.name, "build_info": f"specgen {__version__}"}
@@ -325,7 +429,7 @@ class Server:
             }
         )
 
-    async def _slots(self, request: Request) -> Response:
+    async def _slots(self, request: HttpRequest) -> Response:
         asked = request.query_params.get("model")
         return JSONResponse(
             [
@@ -333,10 +437,10 @@ class Server:
                     "id": slot.number,
                     "model": model.name,
                     "n_ctx": model.engine.n_ctx,
-                    "is_processing": (answer := slot.answer) is not None,
-                    "n_prompt_tokens": answer.sequence.n_prompt if answer else 0,
+                    "is_processing": (answer := slot.sequence) is not None,
+                    "n_prompt_tokens": answer.n_prompt if answer else 0,
                     "n_prompt_tokens_processed": answer.n_read if answer else 0,
-                    "n_decoded": answer.sequence.n_answer if answer else 0,
+                    "n_decoded": answer.n_answer if answer else 0,
                 }
                 for model in self._pool.loaded
                 if isinstance(model, ServedModel) and asked in (None, model.name)
@@ -361,7 +465,7 @@ class _Counted:
         await self._app(scope, receive, counting)
 
 
-async def _no_such_path(request: Request, error: Exception) -> Response:
+async def _no_such_path(request: HttpRequest, error: Exception) -> Response:
     """Respond to Starlette's own refusals: an unknown path, or a method that a path does not support."""
     assert isinstance(error, HTTPException)
     asked = f"{request.method} {request.url.path}"
@@ -375,7 +479,7 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
     return refusal.response(request.url.path)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _refused(request: HttpRequest, error: Exception) -> Response:
     """Respond to a request that cannot be answered; without an error if its client has gone."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=_STATUS_CLIENT_GONE)
@@ -384,7 +488,7 @@ async def _refused(request: Request, error: Exception) -> Response:
     return refusal.response(request.url.path)
 
 
-async def _failed(request: Request, error: Exception) -> Response:
+async def _failed(request: HttpRequest, error: Exception) -> Response:
     """Respond to a bug; its traceback goes to the server's log."""
     _log.error("%s failed", request.url.path, exc_info=error)
     bug = RequestError(500, "the server failed; its log says how", code="bug")
@@ -420,3 +524,42 @@ def _piece(data: bytes) -> str | list[int]:
         return data.decode()
     except UnicodeDecodeError:
         return list(data)
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+async def _chunks(
+    writer: AnswerWriter, job: Job, end: Callable[[], None], limit_s: float
+) -> AsyncIterator[Json]:
+    """Yield the chunks of a job's answers, which `end` ends as they are: after `limit_s` seconds (0: never), and
+    when nobody waits for them. Raise `RequestError` if an answer failed."""
+    limit = asyncio.get_running_loop().call_later(limit_s, end) if limit_s > 0 else None
+    try:
+        for chunk in writer.begin(len(job.answers[0].prompt.tokens)):
+            yield chunk
+        async for number, event in job.events():
+            if isinstance(event, SpecgenError):
+                raise RequestError.of(event)
+            for chunk in writer.feed(number, event):
+                yield chunk
+    finally:
+        if limit is not None:
+            limit.cancel()
+        end()
+
+
+async def _until_failure(writer: AnswerWriter, chunks: AsyncIterator[Json]) -> AsyncIterator[Json]:
+    """Yield chunks. If an answer fails, the last one is an error."""
+    try:
+        async for chunk in chunks:
+            yield chunk
+    except RequestError as error:
+        for chunk in writer.fail(error.body()):
+            yield chunk
+
+
+async def _whole(writer: AnswerWriter, chunks: AsyncIterator[Json]) -> Json:
+    async for _ in chunks:
+        pass
+    return writer.whole()

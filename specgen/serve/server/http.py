@@ -23,8 +23,8 @@ from specgen.errors import (
     SpecgenError,
     UsageError,
 )
-from specgen.serve.formats.fields import BodyError, sendable
 from specgen.serve.formats.messages import error_body
+from specgen.serve.formats.request import BodyError
 from specgen.serve.server.options import Limits, is_loopback
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ class RequestError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = sendable(message)
+        self.message = message
         self.code = code
         self.param = param
         self.headers = headers

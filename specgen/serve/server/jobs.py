@@ -250,8 +250,7 @@ class ServedModel:
     def _step(self) -> None:
         """Step the engine once. An error ends the answers of the round, not the server."""
         engine = self.engine
-        n_begun, plain_s = engine.n_begun, engine.plain_round_s()
-        is_reading = engine.is_reading
+        plain_token_s = engine.plain_token_s()
         started = time.perf_counter()
         try:
             events = engine.step()
@@ -265,9 +264,9 @@ class ServedModel:
             return
         seconds = time.perf_counter() - started
         self._metrics.count_events(events)
-        is_reading = is_reading or any(isinstance(event, PromptEvent) for event in events)
-        if plain_s is not None and not is_reading:
-            self._metrics.count_round(events, n_begun, seconds, plain_s)
+        has_begun = any(isinstance(event, PromptEvent) for event in events)
+        if plain_token_s is not None and not has_begun:
+            self._metrics.count_round(events, seconds, plain_token_s)
 
     def _pass_on(self, jobs: Sequence[Job]) -> None:
         """Give requests their news. Answers count as done before: a client that has the last one may ask again."""

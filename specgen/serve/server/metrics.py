@@ -120,14 +120,11 @@ class Metrics:
         self._of("prompt_tokens").inc(n_tokens)
         self._of("prompt_seconds").inc(seconds)
 
-    def count_round(
-        self, events: Sequence[Event], n_answers: int, seconds: float, plain_s: float
-    ) -> None:
-        """Count a round of `n_answers` answers without prefill. A plain round, with one token for each
-        answer, would have taken `plain_s`."""
+    def count_round(self, events: Sequence[Event], seconds: float, plain_token_s: float) -> None:
+        """Count a round without prefill. A token of a plain round would have taken `plain_token_s`."""
         n_tokens = sum(len(event.pieces) for event in events if isinstance(event, CommittedEvent))
         self._round_s += seconds
-        self._plain_s += plain_s * n_tokens / n_answers
+        self._plain_s += plain_token_s * n_tokens
         self._of("estimated_gain").set(self._plain_s / self._round_s)
 
     def count_times(self, news: Sequence[tuple[int, Event | SpecgenError]], seconds: float) -> None:

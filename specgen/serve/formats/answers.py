@@ -1,0 +1,234 @@
+"""Answers as all APIs share them: a stream of additions, how it ends, and specgen's own figures."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from specgen.events import CommittedEvent, Event, FinishedEvent
+from specgen.serve.formats.request import Request
+from specgen.serve.formats.tool_calls import Delta, ToolCallParser
+from specgen.session.prompts.template import ThoughtReader, is_thinking
+from specgen.system.machine import is_busy
+
+#: An object of JSON: a body, an event, or a chunk of a stream.
+Json: TypeAlias = dict[str, Any]
+
+
+class Answer:
+    """One answer to a rendered prompt, in deltas: its thinking block, its content, and its calls of tools."""
+
+    def __init__(self, request: Request, prompt: str = "") -> None:
+        self._request = request
+        self._thoughts: ThoughtReader | None = None
+        self._calls: ToolCallParser | None = None
+        # An answer that follows a grammar has no thoughts.
+        if request.splits_reasoning and request.generation.grammar is None:
+            self._thoughts = ThoughtReader(is_begun=is_thinking(prompt))
+        if (tools := request.tools) is not None and request.call_form is not None:
+            self._calls = ToolCallParser(
+                request.call_form,
+                [function.name for function in tools.callable],
+                one_only=not tools.is_parallel,
+                calls_only=tools.must_call,
+            )
+        self.deltas: list[Delta] = []
+        self.n_reasoning_tokens = 0
+        self.finished: FinishedEvent | None = None
+
+    def feed(self, tokens: Sequence[str]) -> list[Delta]:
+        """Add the texts of tokens; return what is certain now."""
+        thoughts = self._thoughts
+        if thoughts is None:
+            return self._add("", "".join(tokens))
+        thought = answer = ""
+        for token in tokens:
+            was_past, was_open = thoughts.is_past, thoughts.is_open
+            new_thought, new_answer = thoughts.feed(token)
+            thought, answer = thought + new_thought, answer + new_answer
+            if not was_past:
+                has_none = thoughts.is_past and not was_open
+                self.n_reasoning_tokens = 0 if has_none else self.n_reasoning_tokens + 1
+        return self._add(thought, answer)
+
+    def finish(self, event: FinishedEvent) -> list[Delta]:
+        """End the answer; return the rest. Nothing of a call that was cut is in it."""
+        self.finished = event
+        deltas = self._add(*self._thoughts.finish()) if self._thoughts is not None else []
+        if self._calls is not None:
+            is_cut = event.finish_reason != "stop" or self.stop_string is not None
+            rest = self._calls.finish(is_cut=is_cut)
+            self.deltas += rest
+            deltas += rest
+        return deltas
+
+    def _add(self, thought: str, answer: str) -> list[Delta]:
+        deltas = [Delta("thought", thought)] if thought else []
+        if self._calls is not None:
+            deltas += self._calls.feed(answer)
+        elif answer:
+            deltas.append(Delta("content", answer))
+        self.deltas += deltas
+        return deltas
+
+    def text(self, kind: Literal["thought", "content"]) -> str:
+        return "".join(delta.text for delta in self.deltas if delta.kind == kind)
+
+    @property
+    def calls(self) -> list[Delta]:
+        return [delta for delta in self.deltas if delta.kind == "call"]
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer; None if something else did."""
+        stopped_by = None if self.finished is None else self.finished.stopped_by
+        return stopped_by if stopped_by in self._request.generation.stop else None
+
+    @property
+    def finish_reason(self) -> Literal["length", "stop", "tool_calls"]:
+        if self.finished is None or self.finished.finish_reason != "stop":
+            return "length"
+        return "tool_calls" if self._calls is not None and self._calls.n_calls else "stop"
+
+
+class AnswerWriter(ABC):
+    """Writes answers in the form of an API, in chunks and whole: those to the first of the `requests` with the
+    first of the rendered `prompts`, then those to the next. Events of named streams have their name as `type`.
+
+    `identity` makes the id; `created` is in seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        prompts: Sequence[str],
+        *,
+        identity: str,
+        created: int,
+        model: str,
+    ) -> None:
+        self._first = first = requests[0]
+        self._identity, self._created, self._model = identity, created, model
+        self._answers = [
+            Answer(requests[number // first.n], prompt) for number, prompt in enumerate(prompts)
+        ]
+
+    def begin(self, _n_prompt_tokens: int) -> list[Json]:
+        """Return what comes before the answers to a prompt of so many tokens."""
+        return []
+
+    def feed(self, number: int, event: Event) -> list[Json]:
+        """Return the chunks for an event of an answer. The last chunk of all has the figures."""
+        answer = self._answers[number]
+        if isinstance(event, CommittedEvent):
+            deltas = answer.feed([piece.text for piece in event.pieces])
+            return self._add(number, deltas, event)
+        if isinstance(event, FinishedEvent):
+            return [*self._add(number, answer.finish(event), None), *self._end(number)]
+        return []
+
+    def fail(self, error: Json) -> list[Json]:
+        """Return the last chunks if an answer failed, for the body of an error in OpenAI's form."""
+        return [error]
+
+    @abstractmethod
+    def whole(self) -> Json:
+        """Return the whole response, when all answers are finished."""
+
+    @abstractmethod
+    def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
+        """Return the chunks for additions to an answer, of `event` or of its end."""
+
+    @abstractmethod
+    def _end(self, number: int) -> list[Json]:
+        """Return the chunks at the end of an answer."""
+
+    def _figures(self) -> Json:
+        """Return `usage`, and specgen's own figures, with the request's wishes about drafts."""
+        finished = [each.finished for each in self._answers if each.finished is not None]
+        n_reasoning = sum(each.n_reasoning_tokens for each in self._answers)
+        found = figures(finished, n_reasoning, self._first.n)
+        wish = self._first.speculative
+        found["speculative"] |= {"draft": wish.draft, "max": wish.max, "verifier": wish.verifier}
+        warnings = self._first.warnings
+        return found | ({"warnings": list(warnings)} if warnings else {})
+
+
+def figures(
+    answers: Sequence[FinishedEvent], n_reasoning: int = 0, n_for_each_prompt: int = 1
+) -> Json:
+    """Return the figures of answers, which are ordered by prompt. The tokens of a prompt count once; times
+    and counts of drafts are sums.
+
+    In `speculative`, the gain is known of a single answer on a machine that is not busy. The names in `timings`
+    are llama.cpp's; `_ms` are milliseconds. `undrafted` says why rounds drafted nothing."""
+    prompts, first = answers[::n_for_each_prompt], answers[0]
+    n_prompt = sum(each.n_prompt_tokens for each in prompts)
+    n_cached = sum(each.n_cached_tokens for each in prompts)
+
+    def total(name: str) -> Any:
+        return sum(getattr(each, name) for each in answers)
+
+    n_tokens, n_rounds, prompt_s = total("n_tokens"), total("n_rounds"), total("prompt_s")
+    n_drafted, n_accepted = total("n_drafted"), total("n_accepted")
+    predicted_s = max(0.0, total("wall_s") - prompt_s)
+    n_kept = sum(each.n_rounds * (each.mean_accepted_length or 0.0) for each in answers)
+    between, tokens_per_s = first.estimated_speedup_range, first.tokens_per_s
+    if len(answers) > 1:
+        between, tokens_per_s = None, _rate(n_tokens, predicted_s)
+    if is_busy(first.others_share):
+        between = None
+    undrafted: Counter[tuple[str, str]] = Counter()
+    for count in itertools.chain.from_iterable(each.undrafted for each in answers):
+        undrafted[count.reason, count.text] += count.n_rounds
+    return {
+        "usage": {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_tokens,
+            "total_tokens": n_prompt + n_tokens,
+            "prompt_tokens_details": {"cached_tokens": n_cached},
+            "completion_tokens_details": {"reasoning_tokens": n_reasoning},
+        },
+        "speculative": {
+            "n_rounds": n_rounds,
+            "n_drafted": n_drafted,
+            "n_accepted": n_accepted,
+            "acceptance_rate": _rate(n_accepted, n_drafted),
+            "mean_accepted_length": _rate(n_kept, n_rounds),
+            "estimated_speedup": None if between is None else first.estimated_speedup,
+            "estimated_speedup_range": None if between is None else list(between),
+            "drafted_by_position": _sums([each.drafted_by_depth for each in answers]),
+            "accepted_by_position": _sums([each.accepted_by_depth for each in answers]),
+        },
+        "timings": {
+            "cache_n": n_cached,
+            "prompt_n": n_prompt - n_cached,
+            "prompt_ms": 1000.0 * prompt_s,
+            "prompt_per_second": _rate(n_prompt - n_cached, prompt_s),
+            "predicted_n": n_tokens,
+            "predicted_ms": 1000.0 * predicted_s,
+            "predicted_per_second": tokens_per_s,
+            "draft_n": n_drafted,
+            "draft_n_accepted": n_accepted,
+            "undrafted": [
+                {"reason": reason, "text": text, "n_rounds": n}
+                for (reason, text), n in undrafted.most_common()
+            ],
+        },
+    }
+
+
+def own_figures(found: Mapping[str, Any]) -> Json:
+    """Return the figures that only specgen has; clients skip fields that they do not know."""
+    return {name: value for name, value in found.items() if name != "usage"}
+
+
+def _sums(counts: Sequence[Sequence[int]]) -> list[int]:
+    return list(map(sum, itertools.zip_longest(*counts, fillvalue=0)))
+
+
+def _rate(n: float, of: float) -> float | None:
+    return n / of if of > 0 else None

@@ -1,0 +1,467 @@
+"""OpenAI's older API, chat and text completions and embeddings, and llama.cpp's for a text with a gap.
+
+Embeddings have their bodies at the end. The command line gives the defaults of fields that are not there.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AliasChoices, BeforeValidator, Field
+
+from specgen.errors import PromptError
+from specgen.events import CommittedEvent, Piece
+from specgen.options import GenerationOptions, SamplerOptions
+from specgen.serve.formats.answers import AnswerWriter, Json
+from specgen.serve.formats.request import (
+    AnswerBody,
+    AnswerFormat,
+    BodyError,
+    Conversation,
+    Fields,
+    Kind,
+    Parts,
+    Request,
+    ToolChoice,
+    ToolList,
+    arguments_of,
+    parse,
+    read_tools,
+    shown,
+    text_of,
+)
+from specgen.serve.formats.tool_calls import Delta
+from specgen.session.prompts.infill import ContextFile, Gap
+from specgen.session.prompts.template import Message, Role, ToolCall
+from specgen.system.arrays import Hidden
+
+if TYPE_CHECKING:
+    from specgen.llama.embeddings import Embedder
+
+_MOST_LOGPROBS = 100
+#: The most inputs of a request for embeddings, as at OpenAI.
+_N_INPUTS = 2048
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+class _CalledFunction(Fields):
+    name: Annotated[str, Field(min_length=1)]
+    #: Some clients send the object.
+    arguments: Annotated[
+        str, BeforeValidator(lambda value: json.dumps(value) if isinstance(value, dict) else value)
+    ] = ""
+
+
+class _Call(Fields):
+    id: Annotated[str, Field(min_length=1)]
+    function: _CalledFunction
+
+
+class _Message(Fields):
+    role: Literal["assistant", "developer", "system", "tool", "user"]
+    content: Parts | None = None
+    reasoning_content: Parts = Field(
+        [], validation_alias=AliasChoices("reasoning_content", "reasoning")
+    )
+    tool_calls: list[_Call] = []
+    tool_call_id: str | None = None
+
+
+class _StreamOptions(Fields):
+    include_usage: bool = False
+
+
+class _Body(AnswerBody):
+    response_format: AnswerFormat | None = None
+    #: A number of likely tokens in a text completion. A chat has a boolean, and the number beside it.
+    logprobs: bool | Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] = 0
+    n: Annotated[int, Field(ge=1, lt=2**31)] = 1
+    stream_options: _StreamOptions = _StreamOptions()
+
+    def empty(
+        self, kind: Kind, sampling: SamplerOptions, generation: GenerationOptions, **more: Any
+    ) -> Request:
+        """Return the request without its prompt."""
+        if self.logprobs is not None and self.logprobs is not False:
+            n_top = self.top_logprobs if self.logprobs is True else self.logprobs
+            generation = replace(generation, logprobs=n_top)
+        more = {"n": self.n, "has_usage_alone": self.stream_options.include_usage, **more}
+        return self.request(kind, sampling, generation, form=self.response_format, **more)
+
+
+class _ChatBody(_Body):
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    tools: ToolList = []
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    reasoning_format: Literal["none", "auto", "deepseek"] = "none"
+
+
+class _CompletionBody(_Body):
+    prompt: Any = None
+    suffix: str = ""
+    #: The system message of a line of a batch.
+    system: str | None = None
+
+
+class _File(Fields):
+    filename: str = "tmp"
+    text: str
+
+
+class _InfillBody(_Body):
+    input_prefix: str = ""
+    #: The text with which the gap already starts.
+    prompt: str = ""
+    input_suffix: str = ""
+    input_extra: list[_File] = []
+
+
+def read_request(
+    kind: Kind, body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
+) -> Request:
+    """Read a body that asks for one answer to one prompt; `sampling` and `generation` give the defaults of
+    its fields. Raise `BodyError`."""
+    if kind == "chat":
+        request, *others = read_chat(body, sampling, generation)
+    else:
+        request, *others = read_completion(body, sampling, generation, kind=kind)
+    if others:
+        raise BodyError("prompt", "several prompts in one request are not supported here")
+    if request.gap is not None:
+        raise BodyError("suffix", "it is not supported here")
+    if request.n > 1:
+        raise BodyError("n", "several answers to one request are not supported here")
+    return request
+
+
+def read_chat(
+    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
+) -> tuple[Request, ...]:
+    """Read a body for the next turn of a conversation. Raise `BodyError`."""
+    asked, warnings = parse(_ChatBody, body), list[str]()
+    request = asked.empty(
+        "chat",
+        sampling,
+        generation,
+        tools=read_tools(
+            asked.tools, asked.tool_choice, warnings, is_parallel=asked.parallel_tool_calls
+        ),
+        messages=_messages(asked.messages),
+        warnings=warnings,
+        variables=asked.variables(asked.reasoning_effort),
+        splits_reasoning=asked.reasoning_format != "none",
+    )
+    return (request,)
+
+
+def _messages(turns: list[_Message]) -> tuple[Message, ...]:
+    found = Conversation()
+    for number, turn in enumerate(turns):
+        where = f"messages[{number}]"
+        if turn.content is None and turn.role != "assistant":
+            raise BodyError(f"{where}.content", "it is missing")
+        # A turn with calls only has no text. Templates read an empty text as none.
+        text = text_of(f"{where}.content", turn.content or [])
+        if turn.role == "tool":
+            found.add_result(f"{where}.tool_call_id", turn.tool_call_id, text)
+            continue
+        calls = tuple(
+            ToolCall(call.id, call.function.name, arguments_of(call.function.arguments))
+            for call in turn.tool_calls
+        )
+        thought = text_of(f"{where}.reasoning_content", turn.reasoning_content)
+        role: Role = "system" if turn.role == "developer" else turn.role
+        found.add(Message(role, text, calls, reasoning=thought or None))
+    return tuple(found.messages)
+
+
+def read_completion(
+    body: Mapping[str, Any],
+    sampling: SamplerOptions,
+    generation: GenerationOptions,
+    *,
+    kind: Kind = "completion",
+) -> tuple[Request, ...]:
+    """Read a body for the continuation of texts, or with `suffix` for the middle between two: a request for
+    each prompt. Raise `BodyError`."""
+    asked = parse(_CompletionBody, body)
+    empty = asked.empty(kind, sampling, generation)
+    found: list[Request] = []
+    for prompt in _inputs("prompt", asked.prompt).values():
+        if isinstance(prompt, list):
+            found.append(replace(empty, tokens=tuple(prompt)))
+        elif asked.system is not None and kind == "prompt":
+            turns = (Message("system", asked.system), Message("user", prompt))
+            found.append(replace(empty, kind="chat", messages=turns))
+        elif asked.suffix:
+            found.append(replace(empty, gap=Gap(prompt, asked.suffix)))
+        else:
+            found.append(replace(empty, text=prompt))
+    return tuple(found)
+
+
+def _inputs(field: str, value: Any) -> dict[str, str | list[int]]:
+    """Return the texts, or lists of tokens, in a field, each by its place. Raise `BodyError`."""
+    is_several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
+    found: dict[str, str | list[int]] = {}
+    for number, each in enumerate(value if is_several else [value]):
+        where = f"{field}[{number}]" if is_several else field
+        is_tokens = isinstance(each, list) and all(type(token) is int for token in each)
+        if not each or not (isinstance(each, str) or is_tokens):
+            what = f"{shown(each)} is not a text, or a list of texts or of tokens"
+            raise BodyError(where, "it is empty" if each == "" else what)
+        found[where] = each
+    return found
+
+
+def read_infill(
+    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
+) -> tuple[Request, ...]:
+    """Read a body in the form of llama.cpp's server, for a text with a gap. Raise `BodyError`."""
+    asked = parse(_InfillBody, body)
+    if not (asked.input_prefix or asked.prompt or asked.input_suffix):
+        raise BodyError("input_prefix", "there is no text before or after the gap")
+    if asked.n > 1:
+        raise BodyError("n", f"{shown(asked.n)} answers; a gap has one")
+    files = tuple(ContextFile(file.filename, file.text) for file in asked.input_extra)
+    gap = Gap(asked.input_prefix + asked.prompt, asked.input_suffix, context=files)
+    # The last chunk has the usage.
+    more = {"gap": gap, "has_usage_alone": False, "writer": InfillWriter}
+    return (asked.empty("completion", sampling, generation, **more),)
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+class ChatWriter(AnswerWriter):
+    """Writes chat completions or text completions."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._has_logprobs = self._first.generation.logprobs is not None
+        self._is_text = self._first.kind == "completion"
+        self._head = {
+            "id": f"{'cmpl' if self._is_text else 'chatcmpl'}-{self._identity}",
+            "object": "text_completion" if self._is_text else "chat.completion",
+            "created": self._created,
+            "model": self._model,
+        }
+        #: By answer: its log-probabilities, and the number of its characters.
+        self._logprobs: list[dict[str, list[Any]]] = [{} for _ in self._answers]
+        self._n_characters = [0] * len(self._answers)
+
+    def begin(self, _n_prompt_tokens: int) -> list[Json]:
+        """Return the first chunk of each answer, with the role, in a chat."""
+        head = {"role": "assistant", "content": ""}
+        numbers = () if self._is_text else range(len(self._answers))
+        return [self._chunk(number, head) for number in numbers]
+
+    def whole(self) -> Json:
+        choices = []
+        for number, answer in enumerate(self._answers):
+            content, thought = answer.text("content"), answer.text("thought")
+            calls = [_call(each) for each in answer.calls]
+            message: Json = {"role": "assistant", "content": content}
+            if thought:
+                message["reasoning_content"] = thought
+            if calls:
+                message |= {"content": content or None, "tool_calls": calls}
+            said = {"text": content} if self._is_text else {"message": message}
+            logprobs = self._logprobs[number] if self._has_logprobs else None
+            choices.append({"index": number, **said, "logprobs": logprobs, **self._ending(number)})
+        return {**self._head, "choices": choices, **self._figures()}
+
+    def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
+        chunks = [self._chunk(number, _message(delta)) for delta in deltas]
+        has_pieces = self._first.speculative.pieces
+        if event is None or not (self._has_logprobs or has_pieces):
+            return chunks
+        chunks = chunks or [self._chunk(number, {})]
+        if self._has_logprobs:
+            start = self._n_characters[number] if self._is_text else None
+            logprobs = _logprobs(event.pieces, start)
+            chunks[0]["choices"][0]["logprobs"] = logprobs
+            for name, values in logprobs.items():
+                self._logprobs[number].setdefault(name, []).extend(values)
+        if has_pieces:
+            chunks[0]["pieces"] = [
+                {"text": piece.text, "kind": piece.kind, "origin": piece.origin}
+                for piece in event.pieces
+            ]
+        self._n_characters[number] += len(event.text)
+        return chunks
+
+    def _end(self, number: int) -> list[Json]:
+        chunks = [self._chunk(number, {}, self._ending(number))]
+        if all(each.finished is not None for each in self._answers):
+            if self._first.has_usage_alone:
+                chunks.append({**chunks[-1], "choices": []})
+            chunks[-1] |= self._figures()
+        return chunks
+
+    def _ending(self, number: int) -> Json:
+        answer = self._answers[number]
+        reason, stop = answer.finish_reason, answer.stop_string
+        has_stop = reason == "stop" and stop is not None
+        return {"finish_reason": reason} | ({"stop_reason": stop} if has_stop else {})
+
+    def _chunk(self, number: int, delta: Json, ending: Json | None = None) -> Json:
+        said = {"text": delta.get("content", "")} if self._is_text else {"delta": delta}
+        choice = {"index": number, **said, "logprobs": None, "finish_reason": None}
+        suffix = "" if self._is_text else ".chunk"
+        head = {**self._head, "object": f"{self._head['object']}{suffix}"}
+        return {**head, "choices": [choice | (ending or {})]}
+
+
+def _message(delta: Delta) -> Json:
+    if delta.kind == "call":
+        return {"tool_calls": [{"index": delta.number, **_call(delta)}]}
+    return {"content" if delta.kind == "content" else "reasoning_content": delta.text}
+
+
+def _call(delta: Delta) -> Json:
+    function = {"name": delta.name, "arguments": delta.text}
+    return {"id": delta.identity, "type": "function", "function": function}
+
+
+def _logprobs(pieces: Sequence[Piece], start: int | None) -> dict[str, list[Any]]:
+    """Return the log-probabilities of the tokens that the target chose; forced tokens have none. A chat has
+    an entry for each; a completion has lists, with the offset of each token in the text, of which `start`
+    characters come before these tokens."""
+    offsets = itertools.accumulate((len(piece.text) for piece in pieces), initial=start or 0)
+    known = [
+        (piece, piece.logprob, offset)
+        for piece, offset in zip(pieces, offsets, strict=False)
+        if piece.logprob is not None
+    ]
+    if start is not None:
+        return {
+            "tokens": [piece.text for piece, *_ in known],
+            "token_logprobs": [logprob for _, logprob, _ in known],
+            "top_logprobs": [
+                {top.text: top.logprob for top in piece.top_logprobs} for piece, *_ in known
+            ],
+            "text_offset": [offset for *_, offset in known],
+        }
+    return {
+        "content": [
+            {
+                **_entry(piece.text, logprob),
+                "top_logprobs": [_entry(top.text, top.logprob) for top in piece.top_logprobs],
+            }
+            for piece, logprob, _ in known
+        ]
+    }
+
+
+def _entry(text: str, logprob: float) -> Json:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8"))}
+
+
+class InfillWriter(ChatWriter):
+    """Writes an answer in the form of llama.cpp's server, for a text with a gap."""
+
+    def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
+        return [self._filled(each) for each in super()._add(number, deltas, event)]
+
+    def _end(self, number: int) -> list[Json]:
+        return [self._filled(each) for each in super()._end(number)]
+
+    def whole(self) -> Json:
+        return self._filled(super().whole())
+
+    def _filled(self, body: Json) -> Json:
+        (choice,) = body["choices"]
+        reason = choice["finish_reason"]
+        found = {"index": 0, "content": choice["text"], "stop": reason is not None}
+        found["model"] = body["model"]
+        if reason is not None:
+            usage = body["usage"]
+            found |= {
+                "stop_type": "eos" if reason == "stop" else "limit",
+                "truncated": False,
+                "tokens_predicted": usage["completion_tokens"],
+                "tokens_evaluated": usage["prompt_tokens"],
+                "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
+            }
+        kept = ("pieces", "speculative", "timings", "warnings")
+        return found | {name: body[name] for name in kept if name in body}
+
+
+# --- embeddings -----------------------------------------------------------------------------------
+
+
+class _EmbeddingBody(Fields):
+    input: Any = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """The tokens of the inputs of a request, the form of its vectors, and how many of their values are wanted
+    (None: all)."""
+
+    tokens: tuple[list[int], ...]
+    is_base64: bool = False
+    dimensions: int | None = None
+    warnings: tuple[str, ...] = ()
+
+    def encoded(self, vector: Hidden) -> str:
+        from specgen.llama.embeddings import unit
+
+        if self.dimensions is not None:
+            vector = unit(vector[: self.dimensions])
+        if self.is_base64:
+            return json.dumps(base64.b64encode(vector.astype("<f4").tobytes()).decode())
+        return json.dumps(vector.tolist())
+
+
+def read_embedding_request(body: Mapping[str, Any], embedder: Embedder) -> EmbeddingRequest:
+    """Read a body for a model. Raise `BodyError`."""
+    asked = parse(_EmbeddingBody, body)
+    warnings = asked.warnings()
+    if asked.dimensions is not None and asked.dimensions > embedder.n_embd:
+        raise BodyError("dimensions", f"{asked.dimensions} is more than {embedder.n_embd}")
+    if asked.dimensions not in (None, embedder.n_embd):
+        warnings.append("dimensions: only vectors of a model that was trained for it can be cut")
+    inputs = _inputs("input", asked.input)
+    if len(inputs) > _N_INPUTS:
+        raise BodyError("input", f"at most {_N_INPUTS} inputs are allowed")
+    tokens = [_tokens(embedder, where, each) for where, each in inputs.items()]
+    is_base64 = asked.encoding_format == "base64"
+    return EmbeddingRequest(tuple(tokens), is_base64, asked.dimensions, tuple(warnings))
+
+
+def _tokens(embedder: Embedder, where: str, text: str | list[int]) -> list[int]:
+    try:
+        found = embedder.tokenize(text) if isinstance(text, str) else text
+        embedder.check(found)
+    except PromptError as error:
+        raise BodyError(where, error.message) from None
+    return found
+
+
+def embedding_response(
+    vectors: Sequence[str], n_tokens: int, model: str, warnings: Sequence[str]
+) -> bytes:
+    """Return the body of a response with vectors that are JSON already: there may be millions of values."""
+    data = ", ".join(
+        f'{{"object": "embedding", "index": {index}, "embedding": {vector}}}'
+        for index, vector in enumerate(vectors)
+    )
+    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    rest: Json = {"model": model, "usage": usage}
+    if warnings:
+        rest["warnings"] = list(warnings)
+    return f'{{"object": "list", "data": [{data}], {json.dumps(rest)[1:]}'.encode()
