@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import math
 import os
 import re
 import stat
 import struct
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -324,8 +324,8 @@ def _check_values(path: Path, metadata: GgufMetadata) -> None:
     for key in (_LAYERS, *_FINITE):
         name = f"{architecture}.{key}"
         value = metadata.value(name)
-        least, most = (1, _MOST_LAYERS) if key == _LAYERS else (0.0, sys.float_info.max)
-        if value is not None and not least <= value <= most:
+        least, beyond = (1, _MOST_LAYERS + 1) if key == _LAYERS else (0, math.inf)
+        if value is not None and not least <= value < beyond:
             raise ModelFileError(f"{path}: damaged: {name} is {value:g}", hint=_AGAIN)
 
 
