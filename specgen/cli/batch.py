@@ -24,7 +24,7 @@ from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
 from specgen.options import Contexts, DraftSource, KernelOptions, SessionOptions
-from specgen.system.json_lines import as_json
+from specgen.system.files import as_json
 
 if TYPE_CHECKING:
     from specgen.serve.batch.lines import Line
@@ -251,7 +251,7 @@ def _taken_up(
     meanwhile."""
     from specgen.models.files import cache_folder
     from specgen.serve.batch.results import appending, read_results, without_errors
-    from specgen.system.json_lines import locked
+    from specgen.system.files import locked
 
     name = hashlib.sha256(os.fsencode(destination.resolve())).hexdigest()[:16]
     held = OutputError(

@@ -24,7 +24,7 @@ from specgen.errors import OutputError, UsageError
 from specgen.models.files import cache_folder, data_folder, identity_of, learning_folder, size_of
 from specgen.options import KernelOptions, ModelChoice
 from specgen.session.files import find_models, find_target
-from specgen.system.units import human_bytes
+from specgen.system.progress import human_bytes
 
 app = typer.Typer(
     name="draft", help="Find, make or train the best draft for a target.", no_args_is_help=True

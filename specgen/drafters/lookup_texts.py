@@ -23,7 +23,7 @@ from specgen.drafters.suffix_array import (
 )
 from specgen.errors import OutputError, UsageError
 from specgen.method.backend import Vocabulary
-from specgen.system.json_lines import locked
+from specgen.system.files import locked
 
 #: Larger files in folders are left out: people hardly write such files.
 MAX_FILE_BYTES = 4 << 20

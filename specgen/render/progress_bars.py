@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from specgen.render.text import clean_line
-from specgen.system.progress import Progress, ProgressView
-from specgen.system.units import duration
+from specgen.system.progress import Progress, ProgressView, duration
 
 if TYPE_CHECKING:
     from specgen.serve.batch.runner import Tally

@@ -1,4 +1,4 @@
-"""Show how far long work is: on a terminal a bar, elsewhere a line now and then."""
+"""Show how far long work is, on a terminal by a bar, elsewhere by a line now and then; and numbers with units."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ INTERVAL_S = 10.0
 
 
 class ProgressLines:
-    """Writes the state of some work if it has changed, at most once in `INTERVAL_S`.
-
-    Work that finishes earlier writes nothing. Each line is flushed. Errors of the stream are ignored, so
-    that they do not end the work.
-    """
+    """Writes the state of some work if it has changed, at most once in `INTERVAL_S`; nothing if it finishes earlier.
+    Errors of the stream do not end the work."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -31,7 +28,7 @@ class ProgressLines:
         self._state = self._written = ""
 
     def update(self, state: str) -> None:
-        """Set the state, a line of text without its newline, and write it if the interval is over."""
+        """Set the state, a line of text, and write it if the interval is over."""
         self._state = state
         if self._clock() - self._last_s >= INTERVAL_S:
             self._write()
@@ -54,7 +51,7 @@ BarKind: TypeAlias = Literal["counts", "batch", "bytes"]
 
 
 def _bar(stream: TextIO, kind: BarKind) -> Bar | None:
-    """Return a bar; None if the stream cannot show one."""
+    """Return a bar, if the stream can show one."""
     if not stream.isatty():
         return None
     from rich import progress
@@ -74,8 +71,7 @@ def _bar(stream: TextIO, kind: BarKind) -> Bar | None:
 
 
 class ProgressView:
-    """Shows how far some work is: on a terminal with a bar that disappears at the end, elsewhere with a line
-    now and then (`ProgressLines`)."""
+    """Shows a bar that disappears at the end, or `ProgressLines`."""
 
     def __init__(
         self,
@@ -91,8 +87,7 @@ class ProgressView:
             self._bar.start()
 
     def update(self, text: str, done: int, total: int, line: str) -> None:
-        """Show a text and how much is done, or a line that says both. Each text has a bar of its own, except in a
-        batch."""
+        """Show a text and how much is done, or a line that says both. Each text has its bar, except in a batch."""
         if self._bar is None:
             self._lines.update(line)
             return
@@ -108,8 +103,46 @@ class ProgressView:
             self._bar.console.print(message, soft_wrap=True)
 
     def close(self) -> None:
-        """Remove the bar, or write the last line if the work took long enough for one."""
+        """Remove the bar, or write the last line."""
         if self._bar is None:
             self._lines.finish()
         else:
             self._bar.stop()
+
+
+# --- numbers with units, for people
+
+_UNITS = ("kB", "MB", "GB", "TB", "PB")
+
+
+def three_digits(value: float) -> str:
+    """Return three digits, or all digits before the point if they are more."""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def human_bytes(n_bytes: int) -> str:
+    """Return a size to three digits in decimal units: 1117320768 is "1.12 GB"."""
+    if n_bytes < 1000:
+        return f"{n_bytes} B"
+    amount, unit = n_bytes / 1000, 0
+    while (
+        amount >= 999.5 and unit < len(_UNITS) - 1
+    ):  # it would be rounded to the four digits of "1000"
+        amount, unit = amount / 1000, unit + 1
+    return f"{three_digits(amount)} {_UNITS[unit]}"
+
+
+def seconds_text(value: float) -> str:
+    """Return a short time: milliseconds below a second."""
+    return f"{value * 1000:.0f} ms" if value < 0.9995 else f"{three_digits(value)} s"
+
+
+def duration(seconds: float) -> str:
+    """Return a time that people wait, in seconds, minutes or hours."""
+    if seconds < 90.0:
+        return f"{seconds:.0f} s"
+    if seconds < 5400.0:
+        return f"{seconds / 60.0:.0f} min"
+    return f"{seconds / 3600.0:.1f} h"

@@ -11,10 +11,10 @@ from typing import Any, BinaryIO, TypeAlias
 
 from specgen.errors import OutputError, UsageError
 from specgen.serve.batch.lines import Line, LineError
-from specgen.system.files import replace_bytes
-from specgen.system.json_lines import (
+from specgen.system.files import (
     AppendedFile,
     DamagedLineError,
+    replace_bytes,
     take_lines,
     to_line,
     write_errors,
