@@ -229,7 +229,7 @@ class DraftOptions:
         "--ngram-max",
         "The longest run of tokens that is compared.",
         min=1,
-        max=64,
+        max=32,
         show_default=f"{NGRAMS[1]}, or {FIXED_NGRAMS[1]} with --policy fixed",
     )
     lookup_files: tuple[Path, ...] = _lookup(

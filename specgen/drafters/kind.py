@@ -23,7 +23,7 @@ from specgen.system.arrays import Logits
 from specgen.text.prefix import n_common
 
 if TYPE_CHECKING:
-    from specgen.drafters.suffix_array import SuffixArray
+    from specgen.drafters.lookup_texts import SuffixArray
     from specgen.llama import LlamaBackend, LlamaModel
     from specgen.method.acceptance_rates import AcceptanceRates
     from specgen.method.drafter import Drafter

@@ -4,40 +4,200 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+import zipfile
+import zlib
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from specgen.drafters.suffix_array import (
-    IntArray,
-    SuffixArray,
-    joined,
-    load_arrays,
-    save_arrays,
-    split,
-)
 from specgen.errors import OutputError, UsageError
 from specgen.method.backend import Vocabulary
-from specgen.system.files import locked
+from specgen.system.files import locked, replace_bytes
+from specgen.text.prefix import n_common
 
+#: int32[n]: token ids, or positions.
+IntArray: TypeAlias = npt.NDArray[np.int32]
+_NOTHING: IntArray = np.empty(0, np.int32)
+#: The errors that reading a damaged archive of arrays raises.
+_DAMAGE: Final = (
+    *(OSError, ValueError, KeyError, EOFError, TypeError, RuntimeError),
+    *(zipfile.BadZipFile, zlib.error),
+)
+#: The longest match that is looked for, in tokens, and the most occurrences of it that are looked at.
+MAX_MATCH: Final = 32
+MAX_PLACES: Final = 100
+#: Stands behind each text of a corpus; no token.
+SEPARATOR: Final = -1
 #: Larger files in folders are left out: people hardly write such files.
 MAX_FILE_BYTES = 4 << 20
-#: More bytes than this in all are refused: tokenizing them would take long, and sorting takes a
-#: hundred bytes of memory a token.
+#: More bytes than this in all are refused: sorting takes a hundred and fifty bytes of memory a token.
 MAX_CORPUS_BYTES = 16 << 20
 #: The fields of a record that may hold text, in the order in which they are taken.
 FIELDS = ("prompt", "turns", "content", "text", "answer")
 _RECORD_ENDINGS = (".jsonl", ".ndjson")
-_TOKENS = "tokens.npz"
 #: The version of the arrays in the cache: to be raised if the same files give another array.
-_VERSION = 1
-#: A file, and whether the user named it itself, and not its folder: it has to be text then.
-_File: TypeAlias = tuple[Path, os.stat_result, bool]
+_VERSION = 2
+#: The most bytes that a store holds; if it grows beyond that, its older half is removed.
+MAX_STORE_BYTES = 8 << 20
+_BYTES_A_TOKEN = 4
+#: Texts that are not in the saved array get an array of their own, until they have more tokens than
+#: this, and more than this share of the saved tokens.
+MAX_NEW = 16384
+_NEW_PART = 0.25
+#: The longest wait for another process that adds a text, in seconds.
+_WAIT_S = 2.0
+
+
+class Match(NamedTuple):
+    """An ending of `length` tokens that occurs in a text. `places` are the indices of the tokens that
+    follow it, one for each occurrence, in no particular order; there is at least one."""
+
+    length: int
+    places: tuple[int, ...]
+
+
+class Matches(ABC):
+    """Tokens, and the matches of endings in them."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._token_at = tokens
+
+    @abstractmethod
+    def longest(self, ending: Sequence[int]) -> Match | None:
+        """Return the longest match of the last tokens of `ending` that is followed by something."""
+
+    def longer(self, match: Match | None, ending: Sequence[int]) -> Match | None:
+        """Return the longest match of `ending`; `match` is that of all but its last token."""
+        tokens, places = self._token_at, list[int]()
+        for place in match.places if match is not None else ():
+            follows = place + 1 < len(tokens) and tokens[place + 1] != SEPARATOR
+            if follows and tokens[place] == ending[-1]:
+                places.append(place + 1)
+        if match is None or not places:
+            return self.longest(ending)
+        return Match(match.length + 1, tuple(places))
+
+    def followers(self, match: Match) -> dict[int, tuple[int, int]]:
+        """Return the tokens that follow a match, each with its number of occurrences and the position of
+        the last one."""
+        followers: dict[int, tuple[int, int]] = {}
+        for place in match.places:
+            token = self._token_at[place]
+            count, latest = followers.get(token, (0, place))
+            followers[token] = (count + 1, max(latest, place))
+        return followers
+
+
+class SuffixArray(Matches):
+    """Texts in which the longest match of an ending is found by binary search: the prefixes of the texts, sorted
+    by their last tokens, the last one first (Manber and Myers, "Suffix arrays", 1990). Matches do not run from one
+    text into the next.
+
+    `tokens` are those of the texts with a separator after each, int32[n]. `places` are the tokens' indices, counted
+    from the end, sorted by the `MAX_MATCH` tokens from there backwards."""
+
+    def __init__(self, tokens: IntArray, places: IntArray) -> None:
+        super().__init__(np.ascontiguousarray(tokens).data)
+        self.tokens = tokens
+        self._places = places
+        self._place_at = np.ascontiguousarray(places).data
+        self._backwards = _backwards(tokens)
+
+    @classmethod
+    def build(cls, texts: Iterable[Sequence[int] | IntArray]) -> SuffixArray:
+        """Sort these texts of token ids. Among equally frequent followers the last one wins, so put the best text
+        last."""
+        tokens = joined(texts)
+        # As bytes, the highest first, slices compare as the tokens do.
+        rows = np.ndarray(len(tokens), f"S{4 * MAX_MATCH}", _backwards(tokens), strides=(4,))
+        return cls(tokens, rows.argsort(kind="stable").astype(np.int32))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def longest(self, ending: Sequence[int]) -> Match | None:
+        wanted = tuple(ending[: -MAX_MATCH - 1 : -1])
+        if not wanted or not len(self):
+            return None
+        n, key = len(self), self._key(len(wanted))
+        place = bisect_left(self._place_at, _bytes(wanted), key=key)
+        # The longest match is next to where the ending itself would be inserted.
+        n_most = max(
+            n_common(wanted, self.tokens[::-1][at : at + len(wanted)].tolist())
+            for at in self._place_at[max(0, place - 1) : place + 1].tolist()
+        )
+        for length in range(n_most, 0, -1):
+            key, data = self._key(length), _bytes(wanted[:length])
+            first = bisect_left(self._place_at, data, key=key)
+            end = bisect_right(self._place_at, data, lo=first, key=key)
+            step = -(-(end - first) // MAX_PLACES) or 1
+            # Every token has one behind it: the last is a separator, which no ending has.
+            followers = [n - place for place in self._place_at[first:end:step].tolist()]
+            places = tuple(at for at in followers if self._token_at[at] != SEPARATOR)
+            if places:
+                return Match(length, places)
+        return None
+
+    def save(self, path: Path, made_of: IntArray = _NOTHING) -> None:
+        """Write the array to a file; `made_of` identifies the texts. Raise `OSError`."""
+        _save(path, tokens=self.tokens, places=self._places, made_of=made_of)
+
+    @classmethod
+    def load(cls, path: Path, made_of: IntArray = _NOTHING) -> SuffixArray | None:
+        """Load a saved array; None if the file is missing, damaged, or made of other texts."""
+        found = _load(path, "tokens", "places", "made_of")
+        if found is None or not np.array_equal(found[2], made_of):
+            return None
+        return cls(*found[:2])
+
+    def _key(self, n_tokens: int) -> Callable[[int], bytes]:
+        data, n_bytes = self._backwards, 4 * n_tokens
+        return lambda place: data[4 * place : 4 * place + n_bytes]
+
+
+def _bytes(tokens: Sequence[int] | IntArray) -> bytes:
+    return np.asarray(tokens).astype(">u4").tobytes()
+
+
+def _backwards(tokens: IntArray) -> bytes:
+    return _bytes(tokens[::-1]) + _bytes([SEPARATOR] * MAX_MATCH)
+
+
+def joined(texts: Iterable[Sequence[int] | IntArray]) -> IntArray:
+    """Return the tokens of texts, without empty ones, with a separator behind each: int32[n]."""
+    parts = [np.array([*text, SEPARATOR], np.int32) for text in texts if len(text)]
+    return np.concatenate(parts) if parts else _NOTHING
+
+
+def split(tokens: IntArray) -> list[IntArray]:
+    """Return the texts that `joined` joined."""
+    ends = np.flatnonzero(tokens == SEPARATOR)
+    return [text[:-1] for text in np.split(tokens, ends + 1)[:-1]]
+
+
+def _save(path: Path, **arrays: IntArray) -> None:
+    """Write arrays to a file, replacing it whole. Raise `OSError`."""
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, **arrays)
+    replace_bytes(path, file.getvalue())
+
+
+def _load(path: Path, *names: str) -> list[IntArray] | None:
+    """Read arrays, int32[n] each, from a file; None if it is missing or damaged."""
+    try:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            return [file[name] for name in names]
+    except _DAMAGE:
+        return None
 
 
 def load_corpus(
@@ -47,85 +207,72 @@ def load_corpus(
 
     A folder stands for all UTF-8 text files in it of at most `MAX_FILE_BYTES`, except hidden files,
     links, and files in hidden folders. A file whose name ends in .jsonl or .ndjson has records, one
-    JSON object a line, with texts in any of the `FIELDS` (`turns`: a list of texts, or of objects
-    with such fields).
+    JSON object a line, with texts, or lists and objects with texts, in any of the `FIELDS`.
 
     The array is kept in the folder `cache`, if given, until the files change; `fingerprint`
     identifies the vocabulary. Raise `UsageError` if a path does not exist or cannot be read, if a
     named file is not text, or if there is no text or more than `MAX_CORPUS_BYTES`.
     """
     files = [file for path in paths for file in _files(path)]
+    named = f"--lookup-file {', '.join(map(str, paths))}"
     n_bytes = sum(about.st_size for _, about, _ in files)
     if n_bytes > MAX_CORPUS_BYTES:
         raise UsageError(
-            f"--lookup-file {_listed(paths)}: {n_bytes >> 20} MB of text; "
-            f"at most {MAX_CORPUS_BYTES >> 20} MB",
+            f"{named}: {n_bytes >> 20} MB of text; at most {MAX_CORPUS_BYTES >> 20} MB",
             hint="name fewer files or folders",
         )
     states = [(str(path), about.st_size, about.st_mtime_ns) for path, about, _ in files]
+    made_of = np.frombuffer(_digest(_VERSION, fingerprint, states), np.int32)
     # The same paths have the same place in the cache, so that changed files leave no waste there.
-    place = cache / f"{_digest_of(fingerprint, [*map(str, paths)])}.npz" if cache else None
-    made_of = _digest_of(_VERSION, fingerprint, states)
-    if place is not None:
-        kept = SuffixArray.load(place)
-        if kept is not None and kept.made_of == made_of:
-            return kept
+    place = cache / f"{_digest(fingerprint, [*map(str, paths)]).hex()}.npz" if cache else None
+    kept = SuffixArray.load(place, made_of) if place is not None else None
+    if kept is not None:
+        return kept
     texts = [text for path, _, is_named in files for text in _texts(path, is_named=is_named)]
-    tokenized = (vocabulary.tokenize(t, add_special=False, parse_special=False) for t in texts)
-    array = SuffixArray.build([tokens for tokens in tokenized if tokens], made_of)
+    array = SuffixArray.build(
+        vocabulary.tokenize(text, add_special=False, parse_special=False) for text in texts
+    )
     if not len(array):
-        raise UsageError(f"--lookup-file {_listed(paths)}: no text in it")
+        raise UsageError(f"{named}: no text in it")
     if place is not None:
         with contextlib.suppress(OSError):  # the next run makes it again
             place.parent.mkdir(parents=True, exist_ok=True)
-            array.save(place)
+            array.save(place, made_of)
     return array
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+def _digest(*parts: object) -> bytes:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
-def _digest_of(*parts: object) -> str:
-    return _digest(repr(parts).encode())
-
-
-def _listed(paths: Sequence[Path]) -> str:
-    return ", ".join(map(str, paths)) or "no files"
-
-
-def _files(path: Path) -> Iterator[_File]:
+def _files(path: Path) -> Iterator[tuple[Path, os.stat_result, bool]]:
+    """Yield files, and whether each is what the user named: it has to be text then. The files of a folder come in
+    the order of their paths."""
     try:
         path = path.expanduser().resolve(strict=True)
-        if path.is_dir():
-            yield from _files_below(path)
-        elif path.is_file():
-            yield path, path.stat(), True
-        else:
-            raise UsageError(f"{path}: neither a file nor a folder")
+        about = path.stat()
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, no home folder
         reason = error.strerror if isinstance(error, OSError) else None
         raise UsageError(f"{path}: {reason or error}") from error
-
-
-def _files_below(folder: Path) -> Iterator[_File]:
-    """Yield the files of a folder that may be text, in the order of their paths."""
-    for parent, folders, names in os.walk(folder):
+    if stat.S_ISREG(about.st_mode):
+        yield path, about, True
+    elif not stat.S_ISDIR(about.st_mode):
+        raise UsageError(f"{path}: neither a file nor a folder")
+    for parent, folders, names in os.walk(path):
         # In place: `os.walk` goes on with these. It follows no links.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for path in (Path(parent, name) for name in sorted(names) if not name.startswith(".")):
+        for name in sorted(name for name in names if not name.startswith(".")):
             with contextlib.suppress(OSError):  # it went away
-                about = path.lstat()
+                about = Path(parent, name).lstat()
                 if stat.S_ISREG(about.st_mode) and 0 < about.st_size <= MAX_FILE_BYTES:
-                    yield path, about, False
+                    yield Path(parent, name), about, False
 
 
 def _texts(path: Path, *, is_named: bool) -> list[str]:
-    """Return the texts of a file. Raise `UsageError` if it has none and is named; else there are none."""
+    """Return the texts of a file. Raise `UsageError` if it has none and is named."""
     try:
-        data = path.read_bytes()
-        text = data.decode("utf-8-sig")
-        if b"\0" in data:
+        text = path.read_bytes().decode("utf-8-sig")
+        if "\0" in text:
             raise ValueError
     except (OSError, ValueError) as error:
         if not is_named:
@@ -148,9 +295,9 @@ def _recorded(path: Path, text: str) -> list[str]:
         if not line.strip():
             continue
         try:
-            record: object = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path}: line {number} is not JSON") from error
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
         if not isinstance(record, dict):
             raise UsageError(f"{path}: line {number} is not a JSON object")
         texts += _texts_of(record)
@@ -160,25 +307,13 @@ def _recorded(path: Path, text: str) -> list[str]:
     return [text.encode(errors="replace").decode() for text in texts]
 
 
-def _texts_of(record: dict[object, object]) -> Iterator[str]:
-    for field in FIELDS:
-        value = record.get(field)
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, str):
-                yield item
-            elif field == "turns" and isinstance(item, dict):
-                yield from (text for name in FIELDS if isinstance(text := item.get(name), str))
-
-
-#: The most bytes that a store holds; if it grows beyond that, its older half is removed.
-MAX_STORE_BYTES = 8 << 20
-_BYTES_A_TOKEN = 4
-#: Texts that are not in the saved array get an array of their own, until they have more tokens than
-#: this, and more than this share of the saved tokens.
-MAX_NEW = 16384
-_NEW_PART = 0.25
-#: The longest wait for another process that adds a text, in seconds.
-_WAIT_S = 2.0
+def _texts_of(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        items = value if isinstance(value, list) else [value.get(field) for field in FIELDS]
+        for item in items:
+            yield from _texts_of(item)
 
 
 def count_texts(store: Path) -> int:
@@ -187,7 +322,7 @@ def count_texts(store: Path) -> int:
 
 
 def _texts_in(store: Path) -> list[IntArray]:
-    found = load_arrays(store / _TOKENS, "tokens")
+    found = _load(store / "tokens.npz", "tokens")
     return split(found[0]) if found is not None else []
 
 
@@ -197,16 +332,14 @@ class EarlierTexts:
     be read is empty, and one that cannot be written stays as it is."""
 
     def __init__(self, folder: Path, fingerprint: str, *, max_bytes: int = MAX_STORE_BYTES) -> None:
-        # A digest, since a fingerprint may not be a valid name of a folder.
-        #: The folder of the texts.
-        self.folder = folder / _digest(fingerprint.encode())
-        self._file, self._array = self.folder / _TOKENS, self.folder / "texts.npz"
+        #: The folder of the texts: a digest, since a fingerprint may not be a valid name.
+        self.folder = folder / hashlib.blake2b(fingerprint.encode(), digest_size=16).hexdigest()
         self._n_most = max_bytes // _BYTES_A_TOKEN
 
     def add(self, tokens: Sequence[int]) -> None:
         """Keep a text that is not there yet as the newest one; if it is larger than the store, only its end."""
         new = np.array(tokens[-self._n_most :], np.int32)
-        busy = OutputError(f"{self._file}: another process does not stop writing to it")
+        busy = OutputError(f"{self.folder}: another process does not stop writing to it")
         with contextlib.suppress(OSError, OutputError), locked(self.folder / "lock", busy, _WAIT_S):
             texts = self.texts()
             if not len(new) or any(np.array_equal(text, new) for text in texts):
@@ -216,7 +349,7 @@ class EarlierTexts:
             if n_tokens > self._n_most:
                 while len(texts) > 1 and n_tokens > self._n_most // 2:
                     n_tokens -= len(texts.pop(0))
-            save_arrays(self._file, tokens=joined(texts))
+            _save(self.folder / "tokens.npz", tokens=joined(texts))
 
     def texts(self) -> list[IntArray]:
         """Return all texts, the newest last: token ids, int32[n] each."""
@@ -225,14 +358,14 @@ class EarlierTexts:
     def arrays(self) -> tuple[SuffixArray, ...]:
         """Return all texts in arrays that can be searched, the newest texts in the last one. Most texts are
         in a saved array, which is rebuilt only when many texts are not in it."""
-        tokens = joined(self.texts())
-        saved = SuffixArray.load(self._array)
+        tokens, place = joined(self.texts()), self.folder / "texts.npz"
+        saved = SuffixArray.load(place)
         n_saved = len(saved) if saved is not None else 0
         if saved is None or not np.array_equal(saved.tokens, tokens[:n_saved]):
             saved, n_saved = None, 0
         if len(tokens) - n_saved > max(MAX_NEW, _NEW_PART * n_saved):
             saved, n_saved = SuffixArray.build(split(tokens)), len(tokens)
             with contextlib.suppress(OSError):
-                saved.save(self._array)
+                saved.save(place)
         new = SuffixArray.build(split(tokens[n_saved:]))
         return tuple(array for array in (saved, new) if array is not None and len(array))

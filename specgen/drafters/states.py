@@ -12,7 +12,7 @@ from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDra
 from specgen.drafters.pairing import check_pair
 from specgen.drafters.tree import NodeBranches
 from specgen.errors import PairError
-from specgen.llama.gguf_metadata import architecture_of
+from specgen.llama.gguf_file import architecture_of
 from specgen.method.backend import Batch
 from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT, ROOT

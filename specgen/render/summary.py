@@ -15,7 +15,7 @@ from specgen.render.marks import FAINT, legend
 from specgen.render.streams import say
 from specgen.render.text import clean_line, counted
 from specgen.system.machine import busy_text, is_busy
-from specgen.system.progress import seconds_text, three_digits
+from specgen.system.progress import duration, seconds_text, three_digits
 from specgen.text.tally import is_impossible
 
 if TYPE_CHECKING:
@@ -185,3 +185,11 @@ def totals(n_answers: int, answers: Sequence[FinishedEvent | Tally]) -> list[str
     if n_cached := whole("n_cached_tokens"):
         found.append(f"{n_cached / whole('n_prompt_tokens'):.0%} of the prompts from the cache")
     return found
+
+
+def batch_summary(tally: Tally, seconds: float, where: str) -> str:
+    """Return a sentence about a finished batch. `where` says how many answers were generated at once, or by
+    whom."""
+    answers, *others = totals(tally.n_answers, [tally])
+    speed = f"{duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s"
+    return ", ".join((answers, speed, where, *others))

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 from specgen.errors import BackendError, MemoryLimitError, SpecgenError
 from specgen.llama.embeddings import Embedder
-from specgen.serve.server.http import RequestError
+from specgen.serve.formats.answers import RequestError
 from specgen.serve.server.jobs import OpenedModel, ServedEmbedder, ServedModel, Turns
 from specgen.serve.server.metrics import Metrics, ServerMetrics
 from specgen.serve.server.options import Limits

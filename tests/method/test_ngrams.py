@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specgen.drafters.lookup_texts import MAX_MATCH, MAX_PLACES, SuffixArray
 from specgen.drafters.ngram import SuffixDrafter, TextIndex, confidence
-from specgen.drafters.suffix_array import MAX_MATCH, SuffixArray
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
@@ -190,3 +190,41 @@ def test_the_better_of_several_corpora_is_followed() -> None:
     # Of equally long matches that in the last one.
     drafter = SuffixDrafter(2, 8, [SuffixArray.build([[5, 6, token]]) for token in (1, 2, 3)])
     assert propose(drafter, [5, 6], 1).tokens == (3,)
+
+
+# --- corpora that are searched
+
+
+def test_token_ids_of_all_sizes_are_told_apart() -> None:
+    text = [255, 256, 65536, 2**31 - 1, 1, 256, 7]
+    array = SuffixArray.build([text])
+    for n in range(1, len(text)):
+        match = array.longest(text[:n])
+        assert match is not None
+        assert match.length == n
+        assert set(array.followers(match)) == {text[n]}
+
+
+def test_a_huge_repetition() -> None:
+    array = SuffixArray.build([[5] * 20_000])
+    match = array.longest([5] * 300)
+    assert match is not None
+    assert match.length == MAX_MATCH
+    assert MAX_PLACES // 2 < len(match.places) <= MAX_PLACES
+    assert set(array.followers(match)) == {5}
+    longer = array.longer(match, [5] * 301)
+    assert longer is not None
+    assert longer.length == MAX_MATCH + 1
+    assert array.longer(match, [6]) is None
+
+
+def test_a_frequent_match_is_sampled_evenly() -> None:
+    """Occurrences are sorted by what stands before them; the last third goes on differently."""
+    texts = [[before, 9, 1 if before < 2010 else 2] for before in range(10, 3010)]
+    array = SuffixArray.build(texts)
+    match = array.longest([9])
+    assert match is not None
+    counts = {token: count for token, (count, _) in array.followers(match).items()}
+    assert set(counts) == {1, 2}
+    assert sum(counts.values()) <= MAX_PLACES
+    assert counts[1] > counts[2] > MAX_PLACES / 5

@@ -1,0 +1,345 @@
+"""Texts to look up in: files, and the texts of earlier runs."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgen.drafters import lookup_texts
+from specgen.drafters.lookup_texts import (
+    MAX_CORPUS_BYTES,
+    MAX_FILE_BYTES,
+    EarlierTexts,
+    IntArray,
+    SuffixArray,
+    joined,
+    load_corpus,
+    split,
+)
+from specgen.errors import UsageError
+from tests.helpers.fake_backend import FakeVocabulary
+from tests.helpers.vocabularies import CountingVocabulary
+
+VOCABULARY = FakeVocabulary(tuple(bytes([i]) for i in range(256)))
+
+
+def texts(array: SuffixArray) -> list[str]:
+    """What the array holds."""
+    separated = [max(token, 0) for token in array.tokens.tolist()]
+    return bytes(separated).decode().split("\0")[:-1]
+
+
+def load(*paths: Path) -> list[str]:
+    return texts(load_corpus(paths, VOCABULARY, "bytes"))
+
+
+def message(*paths: Path) -> str:
+    with pytest.raises(UsageError) as raised:
+        load(*paths)
+    assert "\n" not in raised.value.message
+    return raised.value.message
+
+
+def test_a_file_and_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "c.py").write_bytes("third\nwith ü".encode())
+    (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbfmarked")
+    assert load(tmp_path / "b.txt") == ["second"]
+    assert load(tmp_path) == ["second", "marked", "third\nwith ü"]
+    assert load(tmp_path / "a", tmp_path / "b.txt") == ["third\nwith ü", "second"]
+
+
+def test_what_a_folder_leaves_out(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret.txt").write_text("secret")
+    folder = tmp_path / "folder"
+    (folder / ".git").mkdir(parents=True)
+    (folder / ".git" / "config").write_text("hidden")
+    (folder / ".env").write_text("hidden")
+    (folder / "image.png").write_bytes(b"\x89PNG\0\0")
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    (folder / "empty.txt").write_text("")
+    (folder / "large.txt").write_text("x" * (MAX_FILE_BYTES + 1))
+    (folder / "good.txt").write_text("good")
+    (folder / "link.txt").symlink_to(outside / "secret.txt")
+    (folder / "link").symlink_to(outside)
+    (folder / "circle").symlink_to(folder)
+    (folder / "nowhere").symlink_to(tmp_path / "missing")
+    if sys.platform != "win32":
+        os.mkfifo(folder / "pipe")
+    assert load(folder) == ["good"]
+    # What is named is taken, hidden or linked.
+    assert load(folder / "link.txt", folder / ".env") == ["secret", "hidden"]
+    assert load(folder / ".git") == ["hidden"]
+
+
+def test_records_of_answers(tmp_path: Path) -> None:
+    records: list[object] = [
+        {"answer": "an answer", "prompt": "a prompt", "other": "x"},
+        {"answer": [1, 2], "text": "text", "prompt": None},
+        {"turns": ["first turn", {"role": "user", "content": "second turn"}, 3]},
+        {"content": "content"},
+        {"n": 3},
+    ]
+    path = tmp_path / "records.jsonl"
+    path.write_text("\n\n".join(map(json.dumps, records)) + "\n")
+    assert load(path) == [
+        *("a prompt", "an answer", "text", "first turn", "second turn", "content")
+    ]
+    assert load(tmp_path) == load(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"text": "a"}\n{"text": ', "line 2 is not a JSON object"),
+        ('{"text": "a"}\n\n[1]', "line 3 is not a JSON object"),
+        ('{"story": "a"}', "no record has text in prompt, turns, content, text, answer"),
+        ("[" * 100_000, "line 1 is not a JSON object"),
+        ("", "no record has text in prompt, turns, content, text, answer"),
+    ],
+)
+def test_records_that_are_none(tmp_path: Path, content: str, expected: str) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text(content)
+    assert message(path) == f"{path}: {expected}"
+    # In a folder it is a text like others.
+    (tmp_path / "z.txt").write_text("z")
+    assert load(tmp_path) == ([content, "z"] if content else ["z"])
+
+
+def test_what_cannot_be_looked_up_in(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.txt"
+    assert message(missing).startswith(f"{missing}: ")
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"a\0b")
+    assert message(binary) == f"{binary}: not UTF-8 text"
+    binary.write_bytes(b"caf\xe9")
+    assert message(binary) == f"{binary}: not UTF-8 text"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert message(empty) == f"--lookup-file {empty}: no text in it"
+    assert message(empty, empty) == f"--lookup-file {empty}, {empty}: no text in it"
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    assert str(circle) in message(circle)
+    if sys.platform != "win32":
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        assert message(pipe) == f"{pipe}: neither a file nor a folder"
+
+
+def test_too_much_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    large = tmp_path / "large.txt"
+    with large.open("wb") as file:
+        file.truncate(MAX_CORPUS_BYTES + 1)
+    assert message(large) == (
+        f"--lookup-file {large}: {MAX_CORPUS_BYTES >> 20} MB of text; at most {MAX_CORPUS_BYTES >> 20} MB"
+    )
+
+
+def test_the_array_is_kept_until_a_file_changes(tmp_path: Path) -> None:
+    folder, cache = tmp_path / "folder", tmp_path / "cache" / "lookup"
+    folder.mkdir()
+    (folder / "a.txt").write_text("first")
+    vocabulary = CountingVocabulary.of(VOCABULARY)
+
+    def loaded(fingerprint: str = "bytes") -> tuple[list[str], int]:
+        array = load_corpus([folder], vocabulary, fingerprint, cache)
+        return texts(array), len(vocabulary.counts)
+
+    assert loaded() == (["first"], 1)
+    assert loaded() == (["first"], 1)
+    assert loaded("another vocabulary") == (["first"], 2)
+    (folder / "a.txt").write_text("other")  # as long; times of files may be coarse
+    os.utime(folder / "a.txt", ns=(1, 1))
+    assert loaded() == (["other"], 3)
+    (folder / "b.txt").write_text("new")
+    assert loaded() == (["other", "new"], 5)
+    assert loaded() == (["other", "new"], 5)
+    (folder / "b.txt").rename(folder / "0.txt")
+    assert loaded() == (["new", "other"], 7)
+    # One file for each vocabulary, whatever changed.
+    kept = list(cache.iterdir())
+    assert len(kept) == 2
+    for path in kept:
+        path.write_bytes(b"damaged")
+    assert loaded() == (["new", "other"], 9)
+
+
+# --- texts of earlier runs
+
+
+def kept_texts(store: EarlierTexts) -> list[list[int]]:
+    return [text.tolist() for text in store.texts()]
+
+
+def in_arrays(store: EarlierTexts) -> list[list[int]]:
+    """All texts in the order of the arrays."""
+    return [text.tolist() for array in store.arrays() for text in split(array.tokens)]
+
+
+@given(st.lists(st.lists(st.integers(0, 200_000), max_size=5), max_size=6))
+def test_texts_come_back_once_and_in_their_order(
+    tmp_path_factory: pytest.TempPathFactory, added: list[list[int]]
+) -> None:
+    root = tmp_path_factory.mktemp("store")
+    expected: list[list[int]] = []
+    for text in added:
+        EarlierTexts(root, "v").add(text)
+        expected += [text] if text and text not in expected else []
+        assert kept_texts(EarlierTexts(root, "v")) == expected
+    assert in_arrays(EarlierTexts(root, "v")) == expected
+
+
+def test_vocabularies_do_not_mix(tmp_path: Path) -> None:
+    EarlierTexts(tmp_path, "../a/b").add([1, 2])
+    EarlierTexts(tmp_path, "c").add([3])
+    assert kept_texts(EarlierTexts(tmp_path, "../a/b")) == [[1, 2]]
+    assert kept_texts(EarlierTexts(tmp_path, "c")) == [[3]]
+    assert EarlierTexts(tmp_path, "d").arrays() == ()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_oldest_texts_go(tmp_path: Path) -> None:
+    store = EarlierTexts(tmp_path, "v", max_bytes=4 * 12)
+    for first in range(6):
+        store.add([first] * 3)
+    assert kept_texts(store) == [[3] * 3, [4] * 3, [5] * 3]
+    # Of a text that is too large the end is kept.
+    store.add(list(range(100)))
+    assert kept_texts(store) == [list(range(88, 100))]
+
+
+def test_the_array_is_kept_and_new_texts_stand_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sorted_: list[int] = []
+    original = SuffixArray.build
+
+    def build(texts: list[IntArray]) -> SuffixArray:
+        sorted_.append(len(texts))
+        return original(texts)
+
+    monkeypatch.setattr(SuffixArray, "build", build)
+    monkeypatch.setattr(lookup_texts, "MAX_NEW", 20)
+    store = EarlierTexts(tmp_path, "v")
+    for first in range(3):
+        store.add([first] * 10)
+
+    def check(*n_sorted: int) -> None:
+        sorted_.clear()
+        assert in_arrays(store) == kept_texts(store)
+        assert sorted_ == list(n_sorted)
+
+    check(3, 0)
+    check(0)  # once
+    store.add([3] * 10)
+    check(1)  # the new one alone
+    store.add([4] * 11)
+    check(5, 0)
+    # A damaged array, and one of other texts, is made again.
+    for damage in (b"damaged", None):
+        if damage is None:
+            original([[7] * 9]).save(store.folder / "texts.npz")
+        else:
+            (store.folder / "texts.npz").write_bytes(damage)
+        assert [text[0] for text in in_arrays(store)] == [0, 1, 2, 3, 4]
+
+
+def test_a_store_that_is_damaged_or_cannot_be_written_breaks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "file"
+    place.write_text("no folder")
+    store = EarlierTexts(place, "v")
+    store.add([1, 2, 3])
+    assert store.arrays() == ()
+
+    store = EarlierTexts(tmp_path / "store", "v")
+    store.add([1])
+    with monkeypatch.context() as patch:
+
+        def full(path: Path, data: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr("specgen.drafters.lookup_texts.replace_bytes", full)
+        patch.setattr(lookup_texts, "MAX_NEW", 0)
+        store.add([2])
+        assert kept_texts(store) == in_arrays(store) == [[1]]
+    (file,) = store.folder.glob("*.npz")
+    data = bytearray(file.read_bytes())
+    at = data.index(joined([[1]]).tobytes())
+    data[at] ^= 8
+    file.write_bytes(data)
+    assert kept_texts(store) == []
+    store.add([3])
+    assert kept_texts(store) == [[3]]
+
+
+def add_many(root: Path, first: int, n: int) -> None:
+    store = EarlierTexts(root, "v")
+    for number in range(first, first + n):
+        store.add([number] * 5)
+        store.arrays()
+
+
+def test_several_processes_add_at_once(tmp_path: Path) -> None:
+    # Not forked: the test's own threads would be copied half alive.
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=add_many, args=(tmp_path, 100 * number, 10)) for number in range(3)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    kept = np.array(kept_texts(EarlierTexts(tmp_path, "v")))
+    assert len(kept) == 30
+    for number in range(3):
+        own = [first for first in kept[:, 0] if first // 100 == number]
+        assert own == list(range(100 * number, 100 * number + 10))
+
+
+# --- saved arrays
+
+
+@given(texts=st.lists(st.lists(st.integers(0, 3), max_size=25), max_size=5))
+def test_an_array_is_saved_and_loaded(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]]
+) -> None:
+    path = tmp_path_factory.mktemp("arrays") / "array.npz"
+    array, made_of = SuffixArray.build(texts), np.arange(4, dtype=np.int32)
+    array.save(path, made_of)
+    assert SuffixArray.load(path) is None
+    loaded = SuffixArray.load(path, made_of)
+    assert loaded is not None
+    for text in texts:
+        assert loaded.longest(text) == array.longest(text)
+    assert [file.name for file in path.parent.iterdir()] == ["array.npz"]
+
+
+def test_a_missing_or_damaged_file_is_not_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "array.npz"
+    assert SuffixArray.load(path) is None
+    assert SuffixArray.load(tmp_path) is None
+    SuffixArray.build([list(range(300))]).save(path)
+    data = path.read_bytes()
+    changed = bytearray(data)
+    changed[700] ^= 1  # among the tokens
+    for damaged in (b"", b"no array", data[:200], data[:-30], bytes(changed)):
+        path.write_bytes(damaged)
+        assert SuffixArray.load(path) is None
+    np.savez(path, tokens=np.arange(4, dtype=np.int32))
+    assert SuffixArray.load(path) is None
