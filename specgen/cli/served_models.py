@@ -18,7 +18,7 @@ from specgen.cli.output import Output
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
 from specgen.render.text import counted
 from specgen.system.files import correct, read_toml
-from specgen.system.units import human_bytes
+from specgen.system.progress import human_bytes
 
 if TYPE_CHECKING:
     from specgen.llama.embeddings import Embedder

@@ -20,7 +20,7 @@ from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.prompts import Prompt, tokenize
 from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.system.machine import LoadOfOthers, is_busy
-from specgen.system.units import seconds_text
+from specgen.system.progress import seconds_text
 from specgen.text.hidden_trail import StatesBackend
 from specgen.text.text_state import TextState
 

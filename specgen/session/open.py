@@ -51,7 +51,7 @@ from specgen.session.files import DraftChoice, Sources
 from specgen.session.memory import Memory
 from specgen.session.session import Session, usual_n_ctx
 from specgen.system.machine import look_at_machine
-from specgen.system.units import human_bytes
+from specgen.system.progress import human_bytes
 
 #: Shows that the model with this name is loading, within a `with` block.
 Loading = Callable[[str], AbstractContextManager[object]]

@@ -42,7 +42,7 @@ from specgen.session.files import find_models
 from specgen.session.open import open_memory, session_options, start_kernels
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
-from specgen.system.llama_build import REBUILD, REQUIRED_VERSION, uses_bundle
+from specgen.system.machine import REBUILD, REQUIRED_VERSION, uses_bundle
 from specgen.text.sequence import Sequence
 from specgen.text.tally import Tally
 
