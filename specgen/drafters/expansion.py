@@ -14,10 +14,9 @@ from typing import TypeAlias
 import numpy as np
 
 from specgen.drafters.kind import DraftRequest
-from specgen.method.draft import ROOT, Draft
+from specgen.method.draft import ROOT, Distribution, Draft, NoTokenAllowedError
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan, WhilePaying, best_nodes
-from specgen.method.verify import Distribution, NoTokenAllowedError
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits, best
 

@@ -15,9 +15,8 @@ import numpy as np
 
 from specgen.errors import RollbackError
 from specgen.method.backend import Backend
-from specgen.method.draft import Branches
+from specgen.method.draft import Branches, Distribution
 from specgen.method.tables import CostTable
-from specgen.method.verify import Distribution
 from specgen.options import AUTO_TREE, ContextOptions, DraftOptions, DraftSource, TreeShape
 from specgen.system.arrays import Logits
 from specgen.text.prefix import n_common

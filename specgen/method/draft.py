@@ -8,15 +8,95 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import lru_cache
 
+import numpy as np
+
+from specgen.errors import BackendError
 from specgen.method.backend import Backend, Batch
-
-if TYPE_CHECKING:
-    from specgen.method.verify import Distribution
+from specgen.system.arrays import ProbArray, TokenArray
 
 #: Parent of the nodes that follow the last committed token. The logits of node i are row i + 1, those of the root row 0.
 ROOT = -1
+
+
+class NoTokenAllowedError(BackendError):
+    """A grammar that allows no token at all."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the grammar allows no token here",
+            hint="a rule of the grammar cannot be completed with this model's tokens; change the grammar",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A sparse probability distribution over tokens: `token_ids` is int64[m], strictly increasing; `probs` is
+    float64[m], positive, and sums to 1 up to rounding."""
+
+    token_ids: TokenArray
+    probs: ProbArray
+
+    @staticmethod
+    def certain(token_id: int) -> Distribution:
+        return _certain(token_id)
+
+    def probability(self, token_id: int) -> float:
+        index = int(self.token_ids.searchsorted(token_id))
+        if index < len(self.token_ids) and self.token_ids[index] == token_id:
+            return float(self.probs[index])
+        return 0.0
+
+    def probabilities(self, token_ids: TokenArray) -> ProbArray:
+        position = self.token_ids.searchsorted(token_ids)
+        position[position == len(self.token_ids)] = 0
+        return np.where(self.token_ids[position] == token_ids, self.probs[position], 0.0)
+
+    @property
+    def mode(self) -> int:
+        return int(self.token_ids[self.probs.argmax()])
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """Draw a token by inverting the cumulative distribution, with one uniform number; a certain token takes
+        none. So plain and speculative decoding draw equal tokens from equal distributions if their generators
+        are in equal states."""
+        if len(self.token_ids) == 1:
+            return int(self.token_ids[0])
+        cumulative = self.probs.cumsum()
+        index = int(cumulative.searchsorted(rng.random() * cumulative[-1], side="right"))
+        return int(self.token_ids[min(index, len(self.token_ids) - 1)])
+
+    def without(self, token_id: int) -> Distribution | None:
+        """Return what the next sibling is drawn from if tokens are drawn without replacement; None if nothing is
+        left."""
+        return self.reweighted(np.where(self.token_ids == token_id, 0.0, self.probs))
+
+    def minus(self, other: Distribution, scale: float = 1.0) -> Distribution | None:
+        """Return the residual of a rejected draft, normalize(max(0, scale * self - other)). None if nothing is
+        left: with a scale of 1 the two are equal then."""
+        return self.reweighted(scale * self.probs - other.probabilities(self.token_ids))
+
+    def excess(self, other: Distribution, scale: float = 1.0) -> float:
+        """Return the sum of max(0, scale * self - other)."""
+        difference = scale * self.probs - other.probabilities(self.token_ids)
+        return float(np.maximum(difference, 0.0).sum())
+
+    def reweighted(self, weights: ProbArray) -> Distribution | None:
+        """Return normalize(max(0, weights)) over the same tokens; None if no weight is above 0."""
+        kept = weights > 0.0
+        if not kept.any():
+            return None
+        weights = weights[kept]
+        return Distribution(self.token_ids[kept], weights / weights.sum())
+
+
+@lru_cache(maxsize=4096)
+def _certain(token_id: int) -> Distribution:
+    """Return a shared distribution: greedy decoding takes one for each token."""
+    found = Distribution(np.array((token_id,), np.int64), np.ones(1))
+    found.token_ids.flags.writeable = found.probs.flags.writeable = False
+    return found
 
 
 @dataclass(frozen=True, slots=True)

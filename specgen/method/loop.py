@@ -15,11 +15,19 @@ from typing import TYPE_CHECKING, Protocol
 from specgen.errors import BackendError, SpecgenError
 from specgen.events import Event, NoticeEvent, ReasonName
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import NO_DRAFT, ROOT, Draft, keep_path, pack
+from specgen.method.draft import (
+    NO_DRAFT,
+    ROOT,
+    Distribution,
+    Draft,
+    NoTokenAllowedError,
+    keep_path,
+    pack,
+)
 from specgen.method.drafter import Proposal, propose_together, refuse_nonsense
 from specgen.method.policy import Reason, RoundPlan, RoundResult
 from specgen.method.tables import Others
-from specgen.method.verify import Distribution, NoTokenAllowedError, Verdict
+from specgen.method.verify import Verdict
 from specgen.system.arrays import Hidden, Logits
 
 if TYPE_CHECKING:

@@ -17,17 +17,10 @@ import pytest
 
 from specgen.drafters.cascade import WrappedDrafter
 from specgen.events import CommittedEvent, Event
-from specgen.method.draft import ROOT, Draft
+from specgen.method.draft import ROOT, Distribution, Draft
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import Offer, Policy, RoundPlan, Stop
-from specgen.method.verify import (
-    Distribution,
-    MatchVerifier,
-    TargetAt,
-    Verdict,
-    Verifier,
-    drawn_from,
-)
+from specgen.method.verify import MatchVerifier, TargetAt, Verdict, Verifier, drawn_from
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
 from specgen.text.sequence import Sequence

@@ -14,10 +14,10 @@ import numpy as np
 
 from specgen.measure.verify import tokens_of
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import ROOT, Draft
+from specgen.method.draft import ROOT, Distribution, Draft
 from specgen.method.policy import Offer, Policy, RoundPlan
 from specgen.method.tables import CostTable
-from specgen.method.verify import Distribution, TargetAt, Verdict, Verifier, drawn_from
+from specgen.method.verify import TargetAt, Verdict, Verifier, drawn_from
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from specgen.drafters.cascade import Cascade
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
-from specgen.method.draft import ROOT, Draft
+from specgen.method.draft import ROOT, Distribution, Draft, NoTokenAllowedError
 from specgen.method.drafter import Drafter
-from specgen.method.verify import Distribution, MatchVerifier, NoTokenAllowedError, Verifier
+from specgen.method.verify import MatchVerifier, Verifier
 from specgen.options import (
     DraftOptions,
     GenerationOptions,

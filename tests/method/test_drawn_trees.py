@@ -12,16 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.method.draft import ROOT, Draft
+from specgen.method.draft import ROOT, Distribution, Draft
 from specgen.method.policy import CostAwarePolicy, Offer
 from specgen.method.tables import CostTable
-from specgen.method.verify import (
-    AutoVerifier,
-    BlockVerifier,
-    Distribution,
-    ResidualVerifier,
-    Verifier,
-)
+from specgen.method.verify import AutoVerifier, BlockVerifier, ResidualVerifier, Verifier
 from specgen.options import DraftOptions
 from tests.helpers.exact_distributions import Fate, all_fates
 

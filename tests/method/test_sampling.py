@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from specgen.errors import BackendError
-from specgen.method.verify import Distribution, NoTokenAllowedError
+from specgen.method.draft import Distribution, NoTokenAllowedError
 from specgen.sampler_options import (
     DEFAULT_SAMPLERS,
     SamplerOptions,

@@ -17,7 +17,7 @@ from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.tree import TreeModelDrafter
 from specgen.events import DraftedEvent
 from specgen.method.backend import Backend
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
 from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import (
     CostAwarePolicy,
@@ -28,13 +28,7 @@ from specgen.method.policy import (
     draft_up_to,
 )
 from specgen.method.tables import CostTable
-from specgen.method.verify import (
-    AutoVerifier,
-    Distribution,
-    ResidualVerifier,
-    SpecTrVerifier,
-    Verifier,
-)
+from specgen.method.verify import AutoVerifier, ResidualVerifier, SpecTrVerifier, Verifier
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree
 from specgen.session.answer_loop import AnswerLoop
 from specgen.text.text_state import TextState

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from specgen.errors import BackendError
-from specgen.method.verify import Distribution
+from specgen.method.draft import Distribution
 from specgen.options import SamplerName, SamplerOptions
 from specgen.system.arrays import Logits, ProbArray, Scores, TokenArray
 from specgen.text.sampling import samplers
