@@ -33,7 +33,7 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.system.machine import notes_on_figures
-from specgen.system.units import counted
+from specgen.system.progress import counted
 
 _POLICIES: tuple[PolicyName, ...] = ("cost", "threshold", "fixed")
 

@@ -22,7 +22,7 @@ from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
-from specgen.system.units import counted
+from specgen.system.progress import counted
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -111,7 +111,7 @@ def chat(
 def _kept(path: Path | None, output: Output) -> Iterator[Conversation]:
     """Yield the conversation in a file, which no other process can continue meanwhile."""
     from specgen.serve.chat import Conversation, read_conversation
-    from specgen.system.json_lines import locked
+    from specgen.system.files import locked
 
     if path is None:
         yield Conversation()

@@ -46,7 +46,7 @@ from specgen.render.streams import (
     reading,
 )
 from specgen.session.prompts.template import ThoughtReader, is_thinking
-from specgen.system.units import counted
+from specgen.system.progress import counted
 
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _WRAP_ON, _WRAP_OFF = "\x1b[?7h", "\x1b[?7l"

@@ -14,7 +14,7 @@ from specgen.events import FinishedEvent, undrafted_text
 from specgen.render.rows import LEGEND, STYLES, clean_line
 from specgen.render.streams import say
 from specgen.system.machine import busy_text, is_busy
-from specgen.system.units import counted, duration, seconds_text, three_digits
+from specgen.system.progress import counted, duration, seconds_text, three_digits
 from specgen.text.tally import is_impossible
 
 if TYPE_CHECKING:

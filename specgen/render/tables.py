@@ -10,7 +10,7 @@ from rich.text import Text
 
 from specgen.render.rows import clean_line
 from specgen.session.files import name_of
-from specgen.system.units import counted
+from specgen.system.progress import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
