@@ -89,8 +89,8 @@ class Output:
     ) -> FinishedEvent | None:
         """Show an answer, and its summary; return its last event."""
         from specgen.events import FinishedEvent, PromptEvent
-        from specgen.render.live import LiveRenderer
-        from specgen.render.select import make_console, make_renderer
+        from specgen.render.live import LiveRenderer, make_renderer
+        from specgen.render.streams import make_console
         from specgen.render.summary import print_summary
 
         renderer = make_renderer(

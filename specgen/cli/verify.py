@@ -141,7 +141,7 @@ def verify(
     if json:
         print(json_module.dumps(report.to_json_object(), ensure_ascii=False))
     else:
-        from specgen.render.select import make_console
+        from specgen.render.streams import make_console
         from specgen.render.verify_report import print_report
 
         print_report(report, make_console(sys.stdout, os.environ))

@@ -19,7 +19,7 @@ from specgen.errors import BackendError
 from specgen.events import CommittedEvent, DraftedEvent, Event, NoticeEvent
 from specgen.measure.goodness_of_fit import GTest, g_test
 from specgen.method.backend import Batch
-from specgen.method.distribution import Distribution
+from specgen.method.draft import Distribution
 from specgen.options import DraftOptions, PolicyName, SamplerOptions
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
@@ -27,7 +27,7 @@ from specgen.session.prompts import Prompt
 from specgen.session.request import Request
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
-from specgen.system.json_lines import as_json
+from specgen.system.files import as_json
 from specgen.text.sampling import Sampler
 from specgen.text.sequence import Sequence as TextSequence
 from specgen.text.text_state import Shaper, TextState
