@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.drafters.cascade import WrappedDrafter
 from specgen.events import CommittedEvent, Event
 from specgen.method.distribution import Distribution
 from specgen.method.draft import ROOT, Draft
@@ -25,6 +24,7 @@ from specgen.method.verify import MatchVerifier, TargetAt, Verdict, Verifier
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
 from specgen.text.sequence import Sequence
+from tests.helpers.fake_generations import WrappedDrafter
 
 
 @dataclass(frozen=True, slots=True)
