@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
 import importlib.util
-import os
 import sys
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,14 +21,14 @@ from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
-from specgen.options import Contexts, DraftSource, KernelOptions, SessionOptions
-from specgen.system.json_lines import as_json
+from specgen.options import Contexts, KernelOptions, SessionOptions
+from specgen.system.files import as_json
+from specgen.system.progress import ProgressView, counted, duration
 
 if TYPE_CHECKING:
     from specgen.serve.batch.lines import Line
     from specgen.serve.batch.on_ray import ActorJob, Cluster, RayBatch
-    from specgen.serve.batch.results import Earlier, Write
-    from specgen.serve.batch.runner import Batch
+    from specgen.serve.batch.runner import Batch, Tally
     from specgen.session.files import DraftChoice
     from specgen.session.session import Session
 
@@ -122,10 +120,8 @@ def batch(
     is_stream = destination == STDIO or destination.is_fifo()
     if is_stream and (retry_errors or allow_mixed):
         raise UsageError("--retry-errors and --allow-mixed need a file as OUT")
-    _check_files(source, destination)
-    from specgen.render.text import counted
-    from specgen.serve.batch.lines import read_lines
-    from specgen.serve.batch.results import check_same, streaming
+    _check_files(source, None if is_stream else destination)
+    from specgen.serve.batch.lines import continued, read_lines, streaming
     from specgen.serve.batch.runner import Prompting
 
     name = "standard input" if source == STDIO else str(source)
@@ -139,21 +135,26 @@ def batch(
     prompting = Prompting(template.chat, template.system, now)
 
     @contextlib.contextmanager
-    def answering(write: Write) -> Iterator[Batch | RayBatch]:
+    def answering() -> Iterator[Batch | RayBatch]:
         """Load the models, or connect to the cluster."""
         if cluster is None:
             from specgen.serve.batch.runner import Batch
 
             with opened(options, kernels, output, sources.drafts) as session:
                 more: dict[str, Any] = {"wall_clock": time.time, "note": output.note}
-                yield Batch(session, prompting, write, settings, parallel=parallel, **more)
+                yield Batch(session, prompting, write_one, settings, parallel=parallel, **more)
             return
         from specgen.serve.batch.on_ray import RayBatch, connected
 
         how = {"prompting": prompting, "settings": settings, "parallel": parallel}
         job = actor_job(options, sources.drafts, kernels, cluster.cpus_per_worker, **how)
         with connected(cluster, verbose=output.verbose > 0) as ray_module:
-            yield RayBatch(ray_module, cluster, job, write)
+            yield RayBatch(ray_module, cluster, job, write_one)
+
+    def write_one(record: Mapping[str, Any]) -> None:
+        write(record)
+        if record["error"] is not None:
+            failed.add(record["custom_id"])
 
     with contextlib.ExitStack() as stack:
         todo, failed = lines, set[str]()
@@ -162,38 +163,46 @@ def batch(
         elif is_stream:
             write = streaming(stack.enter_context(destination.open("wb")), str(destination))
         else:
-            earlier, write = stack.enter_context(_taken_up(destination, output, retry_errors))
+            taken_up = continued(destination, retry_errors=retry_errors)
+            earlier, write = stack.enter_context(taken_up)
+            if earlier.is_torn:
+                dropped = "the last result is incomplete and was dropped"
+                output.note(f"{destination}: {dropped}; its line is answered again")
             if not allow_mixed:
-                check_same(lines, earlier, settings, str(destination))
+                earlier.check_same(lines, settings, str(destination))
             todo = [line for line in lines if line.custom_id not in earlier.digests]
             failed |= earlier.errors
             if earlier.digests:
                 n_known, n_all = len(lines) - len(todo), counted(len(lines), "line")
                 output.note(f"{destination} has results for {n_known} of {n_all}")
-
-        def write_one(record: Mapping[str, Any]) -> None:
-            write(record)
-            if record["error"] is not None:
-                failed.add(record["custom_id"])
-
-        code = _answer(answering(write_one), todo, output) if todo else 0
+        code = _answer(answering(), todo, output) if todo else 0
     if failed and not code:
-        raise BatchError(
-            f"{counted(len(failed), 'line')} of {len(lines)} could not be answered"
-            f"{_named(lines, failed)}; the results say why",
-            hint=None
-            if is_stream
-            else "correct the lines that are wrong; --retry-errors asks for all of them again",
-        )
+        hint = "correct the lines that are wrong; --retry-errors asks for all of them again"
+        what = f"{counted(len(failed), 'line')} of {len(lines)} could not be answered"
+        named = _named([line for line in lines if line.custom_id in failed])
+        raise BatchError(f"{what}{named}; the results say why", None if is_stream else hint)
     return code
 
 
-def _named(lines: Sequence[Line], failed: Container[str]) -> str:
-    """Return the numbers of the first lines that failed; empty if none of them is there any more."""
+def _check_files(source: Path, destination: Path | None) -> None:
+    """Check that lines can be read and results written, before models are loaded."""
+    if source.is_block_device() or source.is_char_device():  # it may have no end
+        raise PromptError(f"{source}: a device, not a file with lines", "- is standard input")
+    if destination is None:
+        return
+    if destination.exists() and not destination.is_file():
+        what = "a folder" if destination.is_dir() else "a device"
+        hint = "- is standard output"
+        raise OutputError(f"{destination}: {what}, not a file for results", hint)
+    if not destination.parent.is_dir():
+        raise OutputError(f"{destination}: there is no folder {destination.parent}")
+
+
+def _named(lines: Sequence[Line]) -> str:
+    """Return the numbers of the first lines; empty if there are none."""
     shown = [
         f"{line.number}{'' if line.custom_id == str(line.number) else f' ({line.custom_id:.40})'}"
         for line in lines
-        if line.custom_id in failed
     ]
     more = f" and {len(shown) - _N_NAMED} more" if len(shown) > _N_NAMED else ""
     return f": line {', '.join(shown[:_N_NAMED])}{more}" if shown else ""
@@ -205,21 +214,23 @@ def _answer(
     output: Output,
 ) -> int:
     """Get the lines answered; return the exit code."""
-    from specgen.render.progress_bars import batch_progress, batch_summary
+    from specgen.render.summary import batch_summary
 
-    is_silent = output.quiet or output.verbose > 0
+    stream = None if output.quiet or output.verbose > 0 else sys.stderr
     started_s = time.perf_counter()
     with (
         opening as job,
         Interrupt() as stop,
-        batch_progress(sys.stderr, quiet=is_silent) as report,
+        contextlib.closing(ProgressView(stream, kind="lines")) as view,
     ):
+        n_before: int | None = None
         try:
             with contextlib.closing(job.run(lines, stop)) as tallies:
-                for number, tally in enumerate(tallies):
-                    if number == 0:  # the prompts are prepared
-                        started_s = time.perf_counter()
-                    report(tally)
+                for tally in tallies:
+                    if n_before is None:  # the prompts are prepared
+                        started_s, n_before = time.perf_counter(), tally.n_done
+                    pace = _pace(tally, time.perf_counter() - started_s, n_before)
+                    view.show(pace, tally.n_done, tally.n_lines)
         finally:
             if job.tally.n_answers:
                 seconds = time.perf_counter() - started_s
@@ -227,47 +238,15 @@ def _answer(
     return stop.exit_code
 
 
-def _check_files(source: Path, destination: Path) -> None:
-    """Check that lines can be read and results written, before models are loaded. A device may have no end."""
-    if source.is_block_device() or source.is_char_device():
-        raise PromptError(f"{source}: a device, not a file with lines", "- is standard input")
-    if destination == STDIO or destination.is_fifo():
-        return
-    if destination.is_dir():
-        raise OutputError(f"{destination}: a folder, not a file for results")
-    if destination.exists() and not destination.is_file():
-        raise OutputError(
-            f"{destination}: a device, not a file for results", "- is standard output"
-        )
-    if not destination.parent.is_dir():
-        raise OutputError(f"{destination}: there is no folder {destination.parent}")
-
-
-@contextlib.contextmanager
-def _taken_up(
-    destination: Path, output: Output, retry_errors: bool
-) -> Iterator[tuple[Earlier, Write]]:
-    """Yield the results that a file already has, and what appends to them. No other process can write to it
-    meanwhile."""
-    from specgen.models.files import cache_folder
-    from specgen.serve.batch.results import appending, read_results, without_errors
-    from specgen.system.json_lines import locked
-
-    name = hashlib.sha256(os.fsencode(destination.resolve())).hexdigest()[:16]
-    held = OutputError(
-        f"{destination}: another specgen batch is writing to it",
-        hint="wait until it has ended, or name another file",
-    )
-    with locked(cache_folder() / "locks" / f"{name}.lock", held):
-        earlier = read_results(destination)
-        if earlier.is_torn:
-            output.note(
-                f"{destination}: the last result is incomplete and was dropped; its line is answered again"
-            )
-        if retry_errors and earlier.errors:
-            earlier = without_errors(destination, earlier)
-        with appending(destination, earlier) as write:
-            yield earlier, write
+def _pace(tally: Tally, seconds: float, n_before: int) -> str:
+    """Return the speed, and the time that is left at the pace so far, after `n_before` lines that were done at once."""
+    if seconds < 1.0:
+        return "starting"
+    left = ""
+    if n_before < tally.n_done < tally.n_lines:
+        left_s = seconds / (tally.n_done - n_before) * (tally.n_lines - tally.n_done)
+        left = f", {duration(left_s)} left"
+    return f"{tally.n_tokens / seconds:.1f} tokens/s{left}"
 
 
 def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str, Any]:
@@ -338,36 +317,27 @@ def actor_job(
     cpus_per_worker: float | None,
     **how: Any,
 ) -> ActorJob:
-    """Return what an actor does; `how` are the other fields of `ActorJob`. It has another working folder, so paths
-    are absolute, and as many threads as it has CPUs, unless it has all of its node's. A draft that nobody named
-    may be missing on a node."""
-    from specgen.serve.batch.on_ray import ActorJob, n_bytes_of
+    """Return what an actor does; `how` are the other fields of `ActorJob`. It has another working folder, and as many
+    threads as it has CPUs, unless it has all of its node's."""
+    from specgen.serve.batch.on_ray import ActorJob
 
-    drafts = tuple(replace(each, draft=_absolute(each.draft)) for each in drafts)
-    lookup_files = tuple(path.absolute() for path in options.drafting.lookup_files)
-    options = replace(
-        options,
-        target=options.target.absolute(),
-        draft=_absolute(options.draft),
-        helpers=tuple(map(_absolute, options.helpers)),
-        drafting=replace(options.drafting, lookup_files=lookup_files),
-    )
-    if cpus_per_worker is not None:
-        n_threads = max(1, int(cpus_per_worker))
-        for name in ("target_context", "draft_context"):
-            context = getattr(options, name)
-            threads = context.n_threads or n_threads
-            options = replace(options, **{name: replace(context, n_threads=threads)})
-    found = {each.draft for each in drafts if each.why}
-    named = {options.target, options.draft, *options.helpers, *lookup_files} - found
-    named |= {each.draft for each in drafts} - found
-    sizes = {str(path): n_bytes_of(path) for path in named if isinstance(path, Path)}
-    return ActorJob(
-        partial(open_on_node, options, drafts, kernels),
-        files={path: n_bytes for path, n_bytes in sizes.items() if n_bytes is not None},
-        **how,
-    )
+    options = _absolute(options)
+    for name in ("target_context", "draft_context") if cpus_per_worker is not None else ():
+        context = getattr(options, name)
+        threads = context.n_threads or max(1, int(cpus_per_worker or 1))
+        options = replace(options, **{name: replace(context, n_threads=threads)})
+    n_bytes = how["settings"].get("target_bytes")
+    files = {} if n_bytes is None else {str(options.target): n_bytes}
+    opening = partial(open_on_node, options, _absolute(tuple(drafts)), kernels)
+    return ActorJob(opening, files=files, **how)
 
 
-def _absolute(source: DraftSource) -> DraftSource:
-    return source.absolute() if isinstance(source, Path) else source
+def _absolute(value: Any) -> Any:
+    """Return a value in which all paths are absolute."""
+    if isinstance(value, Path):
+        return value.absolute()
+    if isinstance(value, tuple):
+        return tuple(map(_absolute, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _absolute(getattr(value, f.name)) for f in fields(value)})
+    return value

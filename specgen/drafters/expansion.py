@@ -12,13 +12,11 @@ from typing import TypeAlias
 
 from specgen.drafters.kind import DraftRequest
 from specgen.method.backend import Backend, Vocabulary
-from specgen.method.distribution import Distribution, NoTokenAllowedError
-from specgen.method.draft import ROOT, Branches, Draft
-from specgen.method.draft_length import WhilePaying, best_nodes
+from specgen.method.draft import ROOT, Branches, Distribution, Draft, NoTokenAllowedError
 from specgen.method.drafter import Ask, Drafting
-from specgen.method.policy import RoundPlan
+from specgen.method.policy import RoundPlan, WhilePaying, best_nodes
 from specgen.options import TreeShape
-from specgen.system.arrays import Logits
+from specgen.system.arrays import Logits, best
 
 #: The guesses to consider for a position, if the shape does not ask for more; and, where costs decide, the
 #: least probability of guesses after the first.
@@ -201,10 +199,13 @@ class Tree(Expansion):
         if request.draws:
             return Look(source=source)
         top = request.shaper.top_probability(row, path)
-        likeliest = source.ranked(max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES)
+        n_guesses = max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
+        order = best(source.probs, n_guesses)
         # The shaper may drop tokens, and rescales the others to a sum of 1.
-        scale = top / likeliest[0][1]
-        return Look(tuple((token, probability * scale) for token, probability in likeliest))
+        probabilities = source.probs[order] * (top / source.probs[order[0]])
+        return Look(
+            tuple(zip(source.token_ids[order].tolist(), probabilities.tolist(), strict=True))
+        )
 
 
 @dataclass(eq=False)
@@ -228,7 +229,8 @@ class Worthwhile(Tree):
             if rank == 0 or probability >= _LEAST:
                 self._add(node, token, probability)
                 self._ranks.append(rank)
-                self._chances.append(before * self._stop.guess_probability(rank, probability))
+                chance = self._stop.chance(self._stop.origin, probability, rank)
+                self._chances.append(before * chance)
 
     def _frontier(self, n_most: int) -> list[int]:
         """Return as many of the likeliest nodes as are worth the model's batch together."""
@@ -241,8 +243,8 @@ class Worthwhile(Tree):
             if self._ranks[node] > 0 or (self.probabilities[node] or 0.0) >= stop.p_min
         ]
         nodes.sort(key=chances.__getitem__, reverse=True)
-        n_taken = len(best_nodes(chances, stop.token_s(stop.origin), stop.extra_s))
-        best, best_s, gain_s = 0, 0.0, 0.0
+        n_taken = len(best_nodes(chances, stop.token_s, stop.extra_s))
+        n_best, best_s, gain_s = 0, 0.0, 0.0
         for n, node in enumerate(nodes[:n_most]):
             # Tokens behind several nodes compete for the same rows.
             n_rows = max(n_taken + n, self.depths[node] + 1)
@@ -256,8 +258,8 @@ class Worthwhile(Tree):
             gain_s += look_s - idle_s
             decode_s = self.request.costs.share_s(n + 1)
             if gain_s - decode_s > best_s:
-                best, best_s = n + 1, gain_s - decode_s
-        return nodes[:best]
+                n_best, best_s = n + 1, gain_s - decode_s
+        return nodes[:n_best]
 
     def _draft(self) -> Draft:
         return self._stop.cut(super()._draft()).first(self.n_max)  # likeliest first

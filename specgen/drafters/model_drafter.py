@@ -10,10 +10,10 @@ from specgen.drafters.cascade import Guesses
 from specgen.drafters.expansion import Expansion, Look, NodeBranches, RowsBeyond, expansion
 from specgen.drafters.kind import DraftRequest
 from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT, ROOT
 from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.tables import Price
 from specgen.system.arrays import Logits
 from specgen.text.prefix import n_common
 

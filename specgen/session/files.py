@@ -40,12 +40,11 @@ class DraftChoice:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The files of a session: the target, and one or more drafts in the order in which to try them. A draft
-    that the user named is the only one."""
+    """The files of a session: the target, and the drafts in the order in which to try them. `helpers` are the
+    drafts of the draft model: the first drafts for it, the next for that one, and so on."""
 
     target: Path
     drafts: tuple[DraftChoice, ...]
-    #: The drafts of the draft model: the first drafts for it, the next for that one, and so on.
     helpers: tuple[DraftSource, ...] = ()
 
     @property
@@ -64,10 +63,9 @@ def find_models(
     """Find the target and the drafts. Named models that are not on this disk are fetched, with progress on
     standard error.
 
-    If only a pair is named, target and draft are the pair's. If neither a target nor a pair is named, the
-    target is that of the default pair. For this target, and for a target that is named without a draft, the
-    drafts are those of `choose_drafts`; the draft of the default pair is fetched if none is saved for its
-    target. A named draft replaces all others. Raise `UsageError`, `UnknownModelError` or `FetchError`.
+    If neither a target nor a pair is named, the target is that of the default pair, whose draft is fetched if none
+    is saved for it. A named draft replaces all others, and so does that of a named pair; else the drafts are those of
+    `choose_drafts`. Raise `UsageError`, `UnknownModelError` or `FetchError`.
     """
     from specgen.llama.mtp_layers import mtp_of
 
@@ -86,37 +84,35 @@ def find_models(
     assert target is not None
     path = find_model(target, registry, fetch)
     helpers: list[DraftSource] = [
-        "ngram" if name == "ngram" else find_model(name, registry, fetch) for name in choice.helpers
+        name if name == "ngram" else find_model(name, registry, fetch) for name in choice.helpers
     ]
-    if draft is not None:
-        named = DraftChoice(_named_draft(draft, path, registry, fetch))
-        return Sources(path, (named,), tuple(helpers))
     identity = identify(path)
-    if identity is None:  # opening the file will report what is wrong
-        return Sources(path, (DraftChoice("ngram"),), tuple(helpers))
-    saved = saved_draft(identity)
-    if pair is not None and saved is None and pair.draft != "ngram":
-        find_model(pair.draft, registry, fetch)
-    drafts = choose_drafts(identity, saved, registry, mtp=mtp_of(path))
+    if draft is not None:
+        drafts: tuple[DraftChoice, ...] = (DraftChoice(_named_draft(draft, path, registry, fetch)),)
+    elif identity is None:  # opening the file will report what is wrong
+        drafts = (DraftChoice("ngram"),)
+    else:
+        saved = saved_draft(identity)
+        if pair is not None and saved is None and pair.draft != "ngram":
+            find_model(pair.draft, registry, fetch)
+        drafts = choose_drafts(identity, saved, registry, mtp=mtp_of(path))
     return Sources(path, drafts, tuple(helpers))
 
 
 def _named_draft(name: str, target: Path, registry: Registry, fetch: Fetch) -> DraftSource:
     """Return the draft of a name. Raise `UsageError` if it stands for heads that were not made."""
+    from specgen.drafters.kinds import WORDS, is_word
+
+    words = ("none", *WORDS)
+    is_model = name in registry.models or _exists(Path(name))
+    if name not in words and (is_model or not is_word(name)):
+        return find_model(name, registry, fetch, others=words)
     if name == "mtp":
         from specgen.llama.mtp_layers import mtp_of
 
-        return mtp_of(target) or "mtp"  # without any, opening the draft says why
-    words: dict[str, DraftSource] = {"ngram": "ngram", "none": "none"}
-    if name in words:
-        return words[name]
+        return mtp_of(target) or name  # without any, opening the draft says why
     if name != "heads":
-        if name not in registry.models and not _exists(Path(name)):
-            from specgen.drafters.kinds import is_word
-
-            if is_word(name):
-                return name
-        return find_model(name, registry, fetch, others=(*words, "heads"))
+        return name
     identity = identify(target)
     heads = heads_file(cache_folder(), identity) if identity is not None else None
     if heads is None or not _exists(heads):
@@ -136,10 +132,7 @@ def find_target(name: str, *, quiet: bool) -> Path:
 def find_model(name: str, registry: Registry, fetch: Fetch, others: Iterable[str] = ()) -> Path:
     """Return the file of a model. `name` is a model on the hub if it begins with ``hf:``, a path if it
     exists or looks like one, else a model's name in the registry. `others` are words that may have been
-    meant.
-
-    Raise `UnknownModelError` or `FetchError`.
-    """
+    meant. Raise `UnknownModelError` or `FetchError`."""
     if is_reference(name):
         return fetch(name)
     path = Path(name).expanduser()
@@ -191,13 +184,12 @@ def choose_drafts(
     it is there and much smaller than the target, then n-grams. The first that loads and is expected to be
     faster drafts. N-grams and no draft always load, so the choices end with the first of these.
     """
-    choices: list[DraftChoice] = []
+    choices: dict[DraftSource, DraftChoice] = {}
     for choice in _candidates(target, saved, registry, locate, mtp):
-        if choice.draft not in [earlier.draft for earlier in choices]:
-            choices.append(choice)
+        choices.setdefault(choice.draft, choice)
         if choice.draft in ("ngram", "none"):
             break
-    return tuple(choices)
+    return tuple(choices.values())
 
 
 def _candidates(
@@ -209,8 +201,13 @@ def _candidates(
 ) -> Iterator[DraftChoice]:
     gone = ""
     if saved is not None:
-        if not isinstance(saved.draft, Path) or saved.draft.is_file():
-            yield _saved(target, saved)
+        found = f"as `specgen draft find --save` found best for {target.name}"
+        if saved.draft == "none":
+            yield DraftChoice("none", f"not drafting, {found}", is_measured=True)
+        elif not isinstance(saved.draft, Path) or saved.draft.is_file():
+            figure = f" (x{saved.speedup:.2f} there)" if saved.speedup is not None else ""
+            why = f"drafting with {name_of(saved.draft)}, {found}{figure}"
+            yield DraftChoice(saved.draft, why, is_measured=True)
         else:
             gone = f"{saved.draft}, saved as the draft for {target.name}, no longer exists; "
     if mtp is not None:
@@ -239,15 +236,6 @@ def _candidates(
             )
     advice = "`specgen draft find` tries what is on this disk"
     yield DraftChoice("ngram", f"{gone}drafting with n-grams", advice)
-
-
-def _saved(target: FileIdentity, saved: SavedDraft) -> DraftChoice:
-    origin = f"as `specgen draft find --save` found best for {target.name}"
-    if saved.draft == "none":
-        return DraftChoice("none", f"not drafting, {origin}", is_measured=True)
-    figure = f" (x{saved.speedup:.2f} there)" if saved.speedup is not None else ""
-    why = f"drafting with {name_of(saved.draft)}, {origin}{figure}"
-    return DraftChoice(saved.draft, why, is_measured=True)
 
 
 def name_of(draft: DraftSource) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,7 +12,8 @@ from pathlib import Path
 from specgen import __version__
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError
 from specgen.llama import build
-from specgen.llama.file_check import remember_checks
+from specgen.llama.context_opening import CONTEXT_OVERHEAD_BYTES
+from specgen.llama.gguf_file import GgufMetadata, parts_of, remember_checks
 from specgen.llama.kernels.admission import (
     KernelStatus,
     choose_kernels,
@@ -21,6 +22,7 @@ from specgen.llama.kernels.admission import (
 )
 from specgen.llama.kernels.attached import computing
 from specgen.llama.kernels.packed_weights import keep_packed_weights
+from specgen.llama.model import CACHE_TYPES
 from specgen.models.files import (
     cache_folder,
     data_folder,
@@ -33,13 +35,13 @@ from specgen.options import (
     ContextOptions,
     Contexts,
     DraftOptions,
+    DraftSource,
     GenerationOptions,
     KernelOptions,
     SamplerOptions,
     SessionOptions,
 )
 from specgen.session.calibration import (
-    Gain,
     expected_gain,
     is_pair_measured,
     known_costs,
@@ -47,9 +49,9 @@ from specgen.session.calibration import (
 )
 from specgen.session.files import DraftChoice, Sources
 from specgen.session.memory import Memory
-from specgen.session.session import Session
+from specgen.session.session import Session, usual_n_ctx
 from specgen.system.machine import look_at_machine
-from specgen.system.units import human_bytes
+from specgen.system.progress import human_bytes
 
 #: Shows that the model with this name is loading, within a `with` block.
 Loading = Callable[[str], AbstractContextManager[object]]
@@ -61,8 +63,7 @@ DRAFT_ERRORS = (BackendError, MemoryLimitError, ModelFileError, PairError)
 
 def start_kernels(wanted: KernelOptions) -> tuple[KernelStatus, str | None]:
     """Choose what computes on the CPU, and whether packed weights are kept, before the first model is loaded.
-    Return what was chosen, and a note if kernels are missing or cannot be used. Raise `UsageError` if kernels
-    that were asked for cannot be used."""
+    Return what was chosen, and a note if kernels cannot be used. Raise `UsageError` if they were asked for."""
     remember_checks(cache_folder())
     status = choose_kernels(wanted.choice, cache_folder())
     keep_packed_weights(None if wanted.packed_cache == "off" else packed_folder())
@@ -79,8 +80,7 @@ def session_options(
     learn: bool = False,
     prompt_cache: Path | None = None,
 ) -> SessionOptions:
-    """Return the options of a session. With `learn`, answers are kept: drafts learn from them, and n-grams
-    are looked up in them."""
+    """With `learn`, answers are kept: drafts learn from them, and n-grams are looked up in them."""
     learning = None
     if learn and (identity := identify(sources.target)) is not None:
         learning = learning_folder(data_folder(), identity)
@@ -115,32 +115,28 @@ def open_session(
     `drafts`, that of the options is loaded.
 
     Only a draft that the user named can raise an error: in place of a draft that specgen chose, the next one is
-    used, and `note` gets the reason. `check` is called with the session before a draft is chosen, and may raise that the
-    target cannot do what is asked for. `clock` returns seconds; `loading` shows the progress. `memory` is what
-    was learnt about this machine, by default `open_memory`. With `load_ahead`, the weights of the likely draft
-    are read beside those of the target. Raise `ModelFileError`, `MemoryLimitError` or `PairError`.
+    used, and `note` gets the reason. `check` is called before a draft is chosen. `clock` returns seconds. `memory` is
+    by default `open_memory`. With `load_ahead`, the weights of the likely draft are read beside those of the target.
+    Raise `ModelFileError`, `MemoryLimitError`, `PairError`, and what `check` raises.
     """
     if drafts:
         options = replace(options, draft=drafts[0].draft)
     # Drafts that specgen chose are loaded after the target. So errors of the two can be told
     # apart, and the target is loaded only once if several drafts are tried.
     is_chosen = bool(drafts and drafts[0].why)
-    memory = memory if memory is not None else open_memory()
-    notes: list[str] = []
     with contextlib.ExitStack() as on_error, loading(options.target.name):
         session = on_error.enter_context(
             Session(
                 replace(options, draft="none") if is_chosen else options,
                 clock,
-                memory,
+                memory if memory is not None else open_memory(),
                 draft_ahead=options.draft if load_ahead else "none",
             )
         )
         check(session)
-        if is_chosen:
-            notes.append(use_first(session, drafts))
+        chosen = [use_first(session, drafts)] if is_chosen else []
         on_error.pop_all()
-    for text in (*notes, *_notes(session, options, drafts)):
+    for text in (*chosen, *_notes(session, options, drafts)):
         note(text)
     return session
 
@@ -152,17 +148,16 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
     may_pay = True
     for choice in choices:
         path = choice.draft if isinstance(choice.draft, Path) else None
-        checks = path is not None and session.n_rows_max > 1 and not choice.is_measured
-        if checks and not may_pay:
+        if session.n_rows_max == 1 or choice.is_measured:
+            path = None
+        if path is not None and not may_pay:
             continue
-        costs = None
         try:
-            if path is not None and checks:
-                costs = known_costs(session, path)
+            costs = known_costs(session, path) if path is not None else None
             # A model that cannot pay by the known costs is not loaded.
             if costs is None or expected_gain(costs).is_worth_it:
                 session.change_draft(choice.draft)
-                if path is not None and checks:
+                if path is not None:
                     if not is_pair_measured(session, path):
                         measure_in_short_contexts(session)
                     costs = known_costs(session, path)
@@ -170,22 +165,17 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
         except DRAFT_ERRORS as error:
             said.append(error.message)
             continue
-        if costs is not None and not (expected := expected_gain(costs)).is_worth_it:
-            said.append(refusal(Path(choice.draft).name, expected))
-            may_pay = not expected.rules_out_all
-            continue
-        return "; ".join(filter(None, (*said, choice.why, choice.advice)))
+        if path is None or costs is None or (expected := expected_gain(costs)).is_worth_it:
+            return "; ".join(filter(None, (*said, choice.why, choice.advice)))
+        batch = f"a batch of {expected.n_drafted + 1} costs {expected.batch_tokens:.1f} tokens"
+        why = f"{batch} here, too much for any draft model to save time"
+        may_pay = not expected.rules_out_all
+        if may_pay:
+            guess = f"a guess costs {expected.token_tokens:.2f} tokens of the target"
+            why = f"{guess} and {batch} here, so it would be about x{expected.speedup:.2f}"
+        said.append(f"not drafting with {path.name}: {why}")
     session.change_draft("none")
     return "; ".join([*said, "not drafting"])
-
-
-def refusal(draft: str, expected: Gain) -> str:
-    """Return a message with figures that says why a draft model is not used."""
-    batch = f"a batch of {expected.n_drafted + 1} costs {expected.batch_tokens:.1f} tokens"
-    if expected.rules_out_all:
-        return f"not drafting with {draft}: {batch} here, too much for any draft model to save time"
-    guess = f"a guess costs {expected.token_tokens:.2f} tokens of the target and {batch}"
-    return f"not drafting with {draft}: {guess} here, so it would be about x{expected.speedup:.2f}"
 
 
 # --- notes ----------------------------------------------------------------------------------------
@@ -194,8 +184,7 @@ def refusal(draft: str, expected: Gain) -> str:
 def _notes(
     session: Session, options: SessionOptions, drafts: Sequence[DraftChoice]
 ) -> Iterator[str]:
-    """Yield what the user should know of the loaded models, and of options that change nothing or make
-    everything slower."""
+    """Yield what the user should know of the loaded models, and of options that change nothing or slow things down."""
     models = session.models
     for model in models:
         if model.kernel_problem:
@@ -243,16 +232,71 @@ def open_memory() -> Memory:
     """Return the memory of this machine with this build of llama.cpp and the kernels in use."""
     built, machine = build(), look_at_machine()
     affinity = getattr(os, "sched_getaffinity", None)
+    n_usable = len(affinity(0)) if affinity is not None else None
     about = {
         "llama_cpp_python": built.version,
         "features": built.system_info,
         "devices": [device.description for device in built.devices],
-        "cores": [
-            machine.n_physical_cores,
-            machine.n_logical_cores,
-            len(affinity(0)) if affinity is not None else None,
-        ],
+        "cores": [machine.n_physical_cores, machine.n_logical_cores, n_usable],
         "cpu": machine.cpu,
         "kernels": computing(),
     }
     return Memory(memory_file(), about)
+
+
+# --- the memory of models, from the metadata of their files -----------------------------------------
+
+
+def needed_bytes(options: SessionOptions, drafts: Iterable[DraftSource], n_parallel: int) -> int:
+    """Estimate the memory that a target takes with the largest of its possible `drafts`, their helpers, and
+    contexts for `n_parallel` answers. Raise `ModelFileError` if a file is no model."""
+    target, context = options.target, options.target_context
+    n_ctx = usual_n_ctx(context.n_ctx, _trained_context(target)) * n_parallel
+
+    def sizes(sources: Iterable[DraftSource]) -> list[int]:
+        files = (source for source in sources if isinstance(source, Path))
+        return [_model_bytes(file, options.draft_context, n_ctx) for file in files]
+
+    helpers = sum(sizes(options.helpers))
+    return _model_bytes(target, context, n_ctx) + max(sizes(drafts), default=0) + helpers
+
+
+def embedder_bytes(target: Path, context: ContextOptions) -> int:
+    """Estimate the memory of an embedding model. Raise `ModelFileError` if a file is no model."""
+    n_ctx = embedder_context(target, context)
+    with GgufMetadata(target) as about:
+        n_vocab = about.length("tokenizer.ggml.tokens") or 0
+    return _model_bytes(target, context, n_ctx) + 4 * n_ctx * n_vocab  # llama.cpp's room for logits
+
+
+def embedder_context(target: Path, context: ContextOptions) -> int:
+    """Return the most tokens of a text for an embedding model."""
+    n_train = _trained_context(target)
+    n_ctx = usual_n_ctx(context.n_ctx, n_train)
+    return min(n_ctx, n_train) if n_train else n_ctx
+
+
+def _model_bytes(file: Path, context: ContextOptions, n_tokens: int) -> int:
+    """Estimate the size of a model's weights, and of its context for so many tokens. Where the metadata give
+    the numbers of heads layer by layer, the cache is estimated as if all layers had the most."""
+    with GgufMetadata(file) as about:
+        name = about.text("general.architecture")
+        n_layers = about.number(f"{name}.block_count")
+        n_heads = about.number(f"{name}.attention.head_count") or 1
+        n_heads_kv = about.number(f"{name}.attention.head_count_kv") or n_heads
+        size = about.number(f"{name}.embedding_length") // n_heads
+        size_k = about.number(f"{name}.attention.key_length") or size
+        size_v = about.number(f"{name}.attention.value_length") or size
+    a_token = size_k * CACHE_TYPES[context.cache_type_k][1]
+    a_token += size_v * CACHE_TYPES[context.cache_type_v][1]
+    cache_bytes = int(n_tokens * n_layers * n_heads_kv * a_token)
+    try:
+        weight_bytes = sum(part.stat().st_size for part in parts_of(file))
+    except OSError as error:
+        raise ModelFileError(f"{file}: cannot be read: {error.strerror}") from error
+    return weight_bytes + cache_bytes + CONTEXT_OVERHEAD_BYTES
+
+
+def _trained_context(file: Path) -> int:
+    with GgufMetadata(file) as about:
+        return about.number(f"{about.text('general.architecture')}.context_length")

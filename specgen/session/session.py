@@ -14,28 +14,21 @@ from specgen.drafters.ngram import LoadedNgrams
 from specgen.errors import PromptError, SpecgenError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
-from specgen.llama.file_check import check_file
+from specgen.llama.gguf_file import check_file
 from specgen.llama.library import has_gpu
 from specgen.llama.weights import load_ahead
-from specgen.options import (
-    DraftOptions,
-    DraftSource,
-    SamplerOptions,
-    SessionOptions,
-)
+from specgen.options import DraftOptions, DraftSource, SamplerOptions, SessionOptions
 from specgen.session.kept_answers import Learnt, learnt_weights, read_learnt
 from specgen.session.memory import Memory, ModelCosts
 from specgen.session.prompts import Prompts
 from specgen.session.request import RequestSettings
 
-#: llama.cpp's limit for the sequences of a context.
-MAX_SEQUENCES = 256
-#: Smaller drafts are loaded in a moment.
-LEAST_AHEAD = 32 << 20
-#: Context sizes are rounded up to a multiple of this, as llama.cpp does.
-CONTEXT_STEP = 256
-#: Tokens of room where no size is given: for an answer of unlimited length, or for a prompt with its answer.
-_ROOM = 4096
+MAX_SEQUENCES = 256  # llama.cpp's limit for a context
+LEAST_AHEAD = 32 << 20  # smaller drafts are loaded in a moment
+CONTEXT_STEP = 256  # llama.cpp rounds sizes up to a multiple of it
+_ROOM = (
+    4096  # tokens where no size is given: for an unlimited answer, or for a prompt with its answer
+)
 
 
 def usual_n_ctx(wanted: int | None, n_train: int) -> int:
@@ -51,9 +44,9 @@ class Session:
 
     Opening it raises `ModelFileError`, `MemoryLimitError` or `PairError`. The weights stay loaded until it
     is closed, and until the last context that uses them is. `memory` has the measurements of these models
-    on this machine, and is updated; the caller saves it. `draft_ahead` is a draft that is likely to be opened: its weights are loaded while those
-    of the target are. With `vocabulary_only` the target decodes elsewhere: only the models that draft for
-    it have contexts (`draft_contexts`).
+    on this machine, and is updated; the caller saves it. The weights of `draft_ahead`, a draft that is likely to be
+    opened, are loaded while those of the target are. With `vocabulary_only` the target decodes elsewhere: only the
+    models that draft for it have contexts (`draft_contexts`).
     """
 
     def __init__(
@@ -67,10 +60,12 @@ class Session:
     ) -> None:
         self.options = options
         self.clock = clock
-        #: What was learnt about the models.
         self.memory = memory if memory is not None else Memory()
         #: The costs of the models' decodes, and the options of their contexts.
         self.costs = ModelCosts(options, self.memory)
+        #: What drafts for the target, and the source that it was loaded from.
+        self.draft: LoadedDraft | None = None
+        self.draft_source: DraftSource = "none"
         self._resources = contextlib.ExitStack()
         #: Ends the use of weights that were loaded ahead.
         self._ahead = self._resources.enter_context(contextlib.ExitStack())
@@ -92,9 +87,6 @@ class Session:
                 self.target, options.sampler, options.generation, options.drafting
             )
             self._load_lookups()
-            #: What drafts for the target, and the source that it was loaded from.
-            self.draft: LoadedDraft | None = None
-            self.draft_source: DraftSource = "none"
             self._resources.callback(self._close_draft)
             self.change_draft(options.draft)
             on_error.pop_all()
@@ -106,10 +98,8 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Close the models. May be called twice.
-
-        Their weights are freed with the last context that uses them. The context of an unfinished answer
-        is freed together with its iterator, which raises `BackendError` if it is continued."""
+        """Close the models. May be called twice. The context of an unfinished answer is freed together with its
+        iterator, which raises `BackendError` if it is continued."""
         self._resources.close()
 
     @property
@@ -120,7 +110,6 @@ class Session:
     def _load_ahead(self, draft: Path) -> None:
         """Begin to load the weights of a draft model; not where that may take memory from the target, or the
         draft is a small file, or is none that has weights of its own. Errors are those of opening it."""
-        context = self.options.draft_context
         with contextlib.suppress(SpecgenError, OSError):
             is_small = draft.stat().st_size < LEAST_AHEAD
             if is_small or has_gpu() or self.options.learning is not None:
@@ -128,7 +117,29 @@ class Session:
             kind = find_kind(draft)
             if kind is not None and kind.name == ANY_FILE:
                 check_file(draft)
-                self._ahead.callback(load_ahead(draft, context.n_gpu_layers))
+                self._ahead.callback(load_ahead(draft, self.options.draft_context.n_gpu_layers))
+
+    def _load_lookups(self) -> None:
+        """Load the texts in which n-grams are looked up, besides the answer's own text: files, and earlier
+        answers. Raise `UsageError` if a file cannot be read."""
+        drafting, cache = self.options.drafting, self.options.cache
+        self._earlier: EarlierTexts | None = None
+        corpora: list[SuffixArray] = []
+        if drafting.lookup_files or drafting.lookup_store:
+            vocabulary = self.target.vocabulary
+            kind = vocabulary.digest()
+            if drafting.lookup_files:
+                folder = cache / "lookup" if cache is not None else None
+                corpora.append(load_corpus(drafting.lookup_files, vocabulary, kind, folder))
+            if drafting.lookup_store and cache is not None:
+                self._earlier = EarlierTexts(cache / "texts", kind)
+                corpora += self._earlier.arrays()
+        self.corpora = tuple(corpora)
+
+    def keep_text(self, tokens: Sequence[int]) -> None:
+        """Store a finished text for lookups of later answers, if the options ask for that."""
+        if self._earlier is not None:
+            self._earlier.add(tokens)
 
     # --- what drafts -------------------------------------------------------------------------
 
@@ -152,6 +163,18 @@ class Session:
         if self.draft is not None:
             self.draft.close()
         self.draft, self.draft_source = None, "none"
+
+    def change_drafting(self, drafting: DraftOptions) -> None:
+        """Draft with other options from now on, as `change_draft` does."""
+        if drafting != self.options.drafting:
+            self.options = replace(self.options, drafting=drafting)
+            self.settings = replace(self.settings, drafting=drafting)
+            self.change_draft(self.draft_source)
+
+    def change_sampling(self, sampling: SamplerOptions) -> None:
+        """Draw answers in another way from now on. Raise `UsageError` as `RequestSettings.of` does."""
+        self.options = replace(self.options, sampler=sampling)
+        self.settings = self.settings.changed(self.target, sampling)
 
     @property
     def _setup(self) -> DraftSetup:
@@ -190,42 +213,6 @@ class Session:
         """Why one of the models cannot decode several sequences at once; None if all can."""
         return next((why for model in self.models if (why := model.why_one_sequence)), None)
 
-    def change_drafting(self, drafting: DraftOptions) -> None:
-        """Draft with other options from now on, as `change_draft` does."""
-        if drafting != self.options.drafting:
-            self.options = replace(self.options, drafting=drafting)
-            self.settings = replace(self.settings, drafting=drafting)
-            self.change_draft(self.draft_source)
-
-    def change_sampling(self, sampling: SamplerOptions) -> None:
-        """Draw answers in another way from now on. Raise `UsageError` as `RequestSettings.of` does."""
-        self.options = replace(self.options, sampler=sampling)
-        self.settings = self.settings.changed(self.target, sampling)
-
-    def _load_lookups(self) -> None:
-        """Load the texts in which n-grams are looked up, besides the answer's own text: files, and earlier
-        answers. Their search structures are kept in the folder of the options. Raise `UsageError` if a file
-        cannot be read."""
-        drafting, cache = self.options.drafting, self.options.cache
-        self._earlier: EarlierTexts | None = None
-        corpora: list[SuffixArray] = []
-        if drafting.lookup_files or drafting.lookup_store:
-            vocabulary = self.target.vocabulary
-            kind = vocabulary.digest()
-            if drafting.lookup_files:
-                folder = cache / "lookup" if cache is not None else None
-                corpora.append(load_corpus(drafting.lookup_files, vocabulary, kind, folder))
-            if drafting.lookup_store and cache is not None:
-                self._earlier = EarlierTexts(cache / "texts", kind)
-                corpora += self._earlier.arrays()
-        #: The texts in which n-grams are looked up.
-        self.corpora = tuple(corpora)
-
-    def keep_text(self, tokens: Sequence[int]) -> None:
-        """Store a finished text for lookups of later answers, if the options ask for that."""
-        if self._earlier is not None:
-            self._earlier.add(tokens)
-
     # --- contexts -----------------------------------------------------------------------------
 
     @property
@@ -257,16 +244,14 @@ class Session:
     def context_size(self, n_prompt: int, max_tokens: int | None = None) -> int:
         """Return the size of the target's context, in tokens, for an answer of `max_tokens` (None: those of
         the options). Raise `PromptError` if the prompt does not fit."""
-        n_train = self.target.n_ctx_train
+        n_train, n_ctx = self.target.n_ctx_train, self.usual_n_ctx
+        hint = f"take --ctx-size {n_prompt + 1} or more, or a shorter prompt"
         if self.options.target_context.n_ctx is None:
             n_answer = max_tokens if max_tokens is not None else self.options.generation.max_tokens
             n_ctx = n_prompt + (n_answer if n_answer >= 0 else _ROOM) + self.options.drafting.n_max
             n_ctx = -(-n_ctx // CONTEXT_STEP) * CONTEXT_STEP
             n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
             hint = f"{self.target.name} was trained with a context of {n_train}"
-        else:
-            n_ctx = self.usual_n_ctx
-            hint = f"take --ctx-size {n_prompt + 1} or more, or a shorter prompt"
         if n_prompt > n_ctx:
             raise PromptError(
                 f"the prompt has {n_prompt} tokens, but the context has {n_ctx}", hint
@@ -278,8 +263,7 @@ class Session:
         self, n_ctx: int, *, drafts: bool = True, n_slots: int = 1
     ) -> Iterator[tuple[LlamaBackend, tuple[LlamaBackend, ...]]]:
         """Open contexts of the target and, with `drafts`, of the draft (see `draft_contexts`). `n_slots`
-        answers may be generated in them at once, each of `n_ctx` tokens with its prompt. The contexts are
-        closed only at the end of the `with`. Raise `MemoryLimitError`."""
+        answers may be generated in them at once, each of `n_ctx` tokens with its prompt. Raise `MemoryLimitError`."""
         self.target.check_parallel(n_slots)
         with contextlib.ExitStack() as stack:
             target = LlamaBackend(
@@ -293,11 +277,8 @@ class Session:
                 n_branches=self.n_branches_max,
             )
             stack.callback(target.close)
-            opened: tuple[LlamaBackend, ...] = ()
-            if drafts:
-                own = self.draft_contexts(n_ctx, target=target, n_slots=n_slots)
-                opened = stack.enter_context(own)
-            yield target, opened
+            own = self.draft_contexts(n_ctx, target=target, n_slots=n_slots)
+            yield target, stack.enter_context(own) if drafts else ()
 
     @contextlib.contextmanager
     def draft_contexts(
@@ -313,12 +294,9 @@ class Session:
                 stack.callback(context.close)
             yield found
 
-    # --- what the user is told ----------------------------------------------------------------
-
     def notices(self, n_ctx: int) -> Iterator[str]:
-        """Yield a message for each of these: learnt weights, a parallel draft
-        without a mask token, a tree shape that cannot be drafted, and contexts of `n_ctx` tokens that are too long."""
-        draft, folder = self.draft, self.options.learning
+        """Yield what the user should know of the draft, and of contexts of `n_ctx` tokens that are too long."""
+        draft, folder, shape = self.draft, self.options.learning, self.options.drafting.tree
         if draft is not None:
             if draft.learnt is not None and draft.learns is not None:
                 learnt = read_learnt(folder, draft.learns) if folder is not None else Learnt()
@@ -328,9 +306,8 @@ class Session:
                     f"on {learnt.agreement_before:.1%}"
                 )
             yield from draft.notices()
-            shape = self.options.drafting.tree
-            if shape.is_fixed and (why := draft.why_chains):
-                yield f"--tree {shape}: {why}: drafting chains of {shape.n_levels} tokens"
+            if shape.is_fixed and draft.why_chains:
+                yield f"--tree {shape}: {draft.why_chains}: drafting chains of {shape.n_levels} tokens"
         if 0 < self.target.n_ctx_train < n_ctx:
             yield (
                 f"{self.target.name} was trained with {self.target.n_ctx_train} tokens of context, but the "

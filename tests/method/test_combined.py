@@ -9,11 +9,10 @@ import pytest
 
 from specgen.drafters.cascade import Cascade, Guesses
 from specgen.drafters.model_drafter import ModelDrafter
-from specgen.method.cost_table import FREE, Price
-from specgen.method.distribution import Distribution
-from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.draft import NO_DRAFT, Distribution, Draft
 from specgen.method.drafter import Drafter, Drafting, draft_alone, ready
 from specgen.method.policy import FixedPolicy, Reason, RoundPlan, RoundResult, draft_up_to
+from specgen.method.tables import FREE, Price
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.hidden_trail import TargetStates

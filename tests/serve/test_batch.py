@@ -10,13 +10,12 @@ import pytest
 
 from specgen.errors import OutputError, UsageError
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.render.progress_bars import batch_summary
-from specgen.serve.batch.lines import Line, LineError
-from specgen.serve.batch.results import OWN, appending, check_same, read_results
+from specgen.render.summary import batch_summary
+from specgen.serve.batch.lines import OWN, Line, LineError, continued, read_results
 from specgen.serve.batch.runner import Tally
 from specgen.serve.formats.request import Request
 from specgen.session.prompts.template import Message
-from specgen.system.json_lines import to_line
+from specgen.system.files import to_line
 from tests.helpers.batch import lines_of
 
 DEFAULTS = SamplerOptions(), GenerationOptions(max_tokens=5)
@@ -103,7 +102,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def append(out: Path, *records: dict[str, Any]) -> None:
-    with appending(out, read_results(out)) as write:
+    with continued(out) as (_, write):
         for each in records:
             write(each)
 
@@ -149,7 +148,7 @@ class TestResults:
         if len(lines) > 1:  # a later result that was allowed to be of other settings
             append(out, record("x", settings={"target": "a.gguf"}))
         with pytest.raises(UsageError) as error:
-            check_same(lines, read_results(out), settings, "out")
+            read_results(out).check_same(lines, settings, "out")
         assert words in error.value.message
 
     def test_a_full_disk_takes_nothing_that_was_there(
@@ -163,7 +162,7 @@ class TestResults:
                 raise OSError(28, "No space left on device")
             return int(write(descriptor, data[: len(data) // 2]))
 
-        monkeypatch.setattr("specgen.system.json_lines.os.write", half)
+        monkeypatch.setattr("specgen.system.files.os.write", half)
         with pytest.raises(OutputError, match="No space left"):
             append(out, record("b"))
         assert out.read_bytes() == before

@@ -151,7 +151,7 @@ class FakeActor:
         for said in self._actor.answer(pickle.loads(pickle.dumps(lines))):
             sys.stdout.write("chatter\n")
             yield pickle.loads(pickle.dumps(said))
-            if any("die" in str(line.fields) for line in lines):
+            if any("die" in str(line.request) for line in lines):
                 yield lambda: (_ for _ in ()).throw(FakeRayError())
                 return
 

@@ -1,24 +1,39 @@
-"""Read the lines of a batch: OpenAI's batch form, a simple object, or a text."""
+"""The lines of a batch (OpenAI's form, a simple object, or a text), and their results, which a restart reads."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Container, Mapping
+import os
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
 
 from pydantic_core import from_json
 
-from specgen.errors import PromptError
+from specgen.errors import OutputError, PromptError, UsageError
+from specgen.models.files import cache_folder
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.openai import read_request
 from specgen.serve.formats.request import BodyError, Kind, Request, shown
+from specgen.system.files import (
+    AppendedFile,
+    DamagedLineError,
+    locked,
+    replace_bytes,
+    take_lines,
+    to_line,
+    write_errors,
+)
 
 _URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 #: The fields of a line in OpenAI's form; only such lines have a `body`.
 _ENVELOPE = frozenset(["custom_id", "method", "url", "body"])
+#: The field of a result with specgen's own data for a restart: what was asked, and with what settings.
+OWN = "specgen"
 _log = logging.getLogger("specgen.serve.batch")
 
 
@@ -41,8 +56,6 @@ class Line:
     custom_id: str
     digest: str
     request: Request | LineError
-    #: The fields of the request as the line has them.
-    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def identity(self) -> str:
@@ -65,10 +78,9 @@ def read_lines(
         if not raw.strip():
             continue
         line = _read(number, raw.strip(), sampling, generation)
-        if line.custom_id in numbers:
+        if (first := numbers.get(line.custom_id)) is not None:
             raise PromptError(
-                f"{name}: custom_id {line.custom_id!r} is on lines {numbers[line.custom_id]} and "
-                f"{number}",
+                f"{name}: custom_id {line.custom_id!r} is on lines {first} and {number}",
                 hint="give each line its own custom_id, or none: then it is the line's number",
             )
         if line.custom_id:
@@ -90,6 +102,7 @@ def _numbered(line: Line, taken: Container[str]) -> Line:
 def _read(number: int, raw: bytes, sampling: SamplerOptions, generation: GenerationOptions) -> Line:
     """Read a line; its custom_id is empty if it has none. Whatever goes wrong is the line's error."""
     custom_id, digest = "", _hash(raw)
+    request: Request | LineError
     try:
         text = raw.decode("utf-8")
         body: dict[str, Any] = {"prompt": text}
@@ -99,19 +112,18 @@ def _read(number: int, raw: bytes, sampling: SamplerOptions, generation: Generat
             except ValueError as error:
                 what = f"the line is not JSON: {error}"
                 return Line(number, custom_id, digest, LineError("invalid_json", what))
-        custom_id = _custom_id(body)
-        digest = _digest(body)
-        kind, fields = _asked(body)
-        request = read_request(kind, fields, sampling, generation)
-        return Line(number, custom_id, digest, request, fields)
+        custom_id = _custom_id(body.pop("custom_id", None))
+        # The order of fields, and white space between them, ask for nothing else.
+        digest = _hash(json.dumps(body, sort_keys=True).encode())
+        request = read_request(*_asked(body), sampling, generation)
     except UnicodeDecodeError as error:
         what = f"the line is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}"
-        problem = LineError("invalid_utf8", what)
+        request = LineError("invalid_utf8", what)
     except BodyError as error:
-        problem = LineError("invalid_request", error.message)
+        request = LineError("invalid_request", error.message)
     except Exception as error:  # noqa: BLE001 - it ends this line, not the batch
-        problem = unexpected(error, number)
-    return Line(number, custom_id, digest, problem)
+        request = unexpected(error, number)
+    return Line(number, custom_id, digest, request)
 
 
 def unexpected(error: Exception, number: int) -> LineError:
@@ -124,8 +136,7 @@ def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def _custom_id(body: Mapping[str, Any]) -> str:
-    value = body.get("custom_id")
+def _custom_id(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, (str, int)):
@@ -133,19 +144,12 @@ def _custom_id(body: Mapping[str, Any]) -> str:
     return str(value)
 
 
-def _digest(body: Mapping[str, Any]) -> str:
-    """Return a digest that ignores the order of fields, and white space between them."""
-    asked = {name: value for name, value in body.items() if name != "custom_id"}
-    return _hash(json.dumps(asked, sort_keys=True).encode())
-
-
-def _asked(body: Mapping[str, Any]) -> tuple[Kind, dict[str, Any]]:
+def _asked(body: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
+    """Return what a line asks for, and its fields."""
     if not {"body", "url", "method"} & body.keys():
-        fields = {name: value for name, value in body.items() if name != "custom_id"}
-        return ("chat" if "messages" in fields else "prompt"), fields
-    for name in body:
-        if name not in _ENVELOPE:
-            raise BodyError(name, f"a line with a body has {', '.join(sorted(_ENVELOPE))} only")
+        return ("chat" if "messages" in body else "prompt"), body
+    for name in body.keys() - _ENVELOPE:
+        raise BodyError(name, f"a line with a body has {', '.join(sorted(_ENVELOPE))} only")
     if body.get("method", "POST") != "POST":
         raise BodyError("method", f"{body['method']!r} is not POST")
     url = body.get("url")
@@ -155,3 +159,134 @@ def _asked(body: Mapping[str, Any]) -> tuple[Kind, dict[str, Any]]:
     if not isinstance(body.get("body"), dict):
         raise BodyError("body", "it is not an object")
     return _URLS[url], body["body"]
+
+
+# --- results
+
+#: Writes a result whole, and raises `OutputError` if it cannot; what was written before is kept.
+Write: TypeAlias = Callable[[Mapping[str, Any]], None]
+
+
+def result_of(
+    line: Line, settings: Mapping[str, Any], response: Any, error: LineError | None
+) -> dict[str, Any]:
+    """Return the result of a line, with a response or an error."""
+    return {
+        "id": f"batch_req_{line.identity}",
+        "custom_id": line.custom_id,
+        "response": response,
+        "error": None if error is None else {"code": error.code, "message": error.message},
+        OWN: {"request": line.digest, "settings": settings},
+    }
+
+
+@dataclass(slots=True)
+class Earlier:
+    """The results that a file already has."""
+
+    #: custom_id to the digest of what was asked.
+    digests: dict[str, str] = field(default_factory=dict)
+    #: custom_ids whose result is an error.
+    errors: set[str] = field(default_factory=set)
+    #: The different settings of the results.
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    #: The bytes of the file that are results, whether the last one ends its line, and whether a torn one follows.
+    n_bytes: int = 0
+    ends_line: bool = True
+    is_torn: bool = False
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Take up a result. Raise `KeyError`, `TypeError` or `ValueError` if it is none."""
+        custom_id, own = record["custom_id"], record[OWN]
+        settings, digest = dict(own["settings"]), own["request"]
+        if not isinstance(custom_id, str) or not isinstance(digest, str):
+            raise TypeError
+        if custom_id in self.digests:
+            raise ValueError(custom_id)
+        if record["error"] is not None:
+            self.errors.add(custom_id)
+        self.digests[custom_id] = digest
+        if settings not in self.settings:
+            self.settings.append(settings)
+
+    def check_same(self, lines: Sequence[Line], settings: Mapping[str, Any], name: str) -> None:
+        """Raise `UsageError` if the results in the file `name` have other settings, or belong to other lines."""
+        hint = "name another file, or keep those results with --allow-mixed"
+
+        def value(of: Mapping[str, Any], key: str) -> str:
+            return json.dumps(of[key]) if key in of else "as by default"
+
+        for before in self.settings:
+            differ = [
+                f"{key} {value(before, key)} (now {value(settings, key)})"
+                for key in sorted({*settings, *before})
+                if settings.get(key) != before.get(key)
+            ]
+            if differ:
+                raise UsageError(f"{name} has results of other settings: {', '.join(differ)}", hint)
+        asked = {line.custom_id: line for line in lines}
+        for custom_id, digest in self.digests.items():
+            line, what = asked.get(custom_id), f"{name} has a result for {custom_id!r}, which"
+            if line is None:
+                raise UsageError(f"{what} nothing asks for", hint)
+            if line.digest != digest:
+                raise UsageError(
+                    f"{what} asked something else than line {line.number} does now",
+                    "--retry-errors answers it again" if custom_id in self.errors else hint,
+                )
+
+
+def read_results(path: Path) -> Earlier:
+    """Read the results in a file. A last line that was torn when a process was killed is left out; a file
+    that does not exist has none. Raise `OutputError` if it cannot be read, or has a line that is no result."""
+    found = Earlier()
+    try:
+        data = path.read_bytes()
+        found.n_bytes = take_lines(data, found.take)
+        found.is_torn = found.n_bytes < len(data)
+        found.ends_line = data[: found.n_bytes][-1:] in (b"", b"\n")
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be read: {error.strerror}") from error
+    except DamagedLineError as error:
+        what = f"line {error.number} is not a result of specgen batch"
+        raise OutputError(f"{path}: {what}", "name another file, or repair that line") from None
+    return found
+
+
+@contextlib.contextmanager
+def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[Earlier, Write]]:
+    """Yield the results that a file has, and what appends to them; no other process can write to it meanwhile. A torn
+    result is cut off; with `retry_errors`, errors are dropped. A result is on the disk when `Write` returns; one
+    that does not fit is removed again. Raise `OutputError`."""
+    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
+    held = OutputError(
+        f"{path}: another specgen batch is writing to it",
+        hint="wait until it has ended, or name another file",
+    )
+    with locked(cache_folder() / "locks" / f"{name}.lock", held):
+        earlier = read_results(path)
+        if retry_errors and earlier.errors:
+            with write_errors(path):
+                lines = path.read_bytes()[: earlier.n_bytes].split(b"\n")
+                kept = [raw for raw in lines if raw.strip() and json.loads(raw)["error"] is None]
+                replace_bytes(path, b"".join(raw + b"\n" for raw in kept))
+            earlier = read_results(path)
+        with AppendedFile.opened(path) as file:
+            file.cut(earlier.n_bytes)
+            if not earlier.ends_line:
+                file.append(b"\n")
+            yield earlier, lambda record: file.append(to_line(record))
+
+
+def streaming(stream: BinaryIO, name: str = "standard output") -> Write:
+    """Return what writes results to a stream, which a restart cannot continue. It raises `BrokenPipeError` if
+    nobody reads."""
+
+    def write(record: Mapping[str, Any]) -> None:
+        with write_errors(Path(name)):
+            stream.write(to_line(record))
+            stream.flush()
+
+    return write

@@ -19,8 +19,7 @@ from typing import Any
 
 from specgen import __version__
 from specgen.errors import BackendError, ModelFileError, SpecgenError
-from specgen.serve.batch.lines import Line
-from specgen.serve.batch.results import Write
+from specgen.serve.batch.lines import Line, Write
 from specgen.serve.batch.runner import Batch, Prompting, Tally
 from specgen.session.session import Session
 
@@ -51,8 +50,8 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class ActorJob:
-    """What an actor does, which can be pickled if `open_session` can: `parallel` answers at once; None takes
-    the fastest number by measurement. Each node must have `files`, paths with their sizes in bytes."""
+    """What an actor does, which can be pickled if `open_session` can: `parallel` answers at once, None for the
+    fastest number. Each node must have `files`, paths with their sizes in bytes."""
 
     open_session: Callable[[], Session]
     prompting: Prompting
@@ -75,10 +74,8 @@ def place(
         gpus = max((node_gpus for _, node_gpus in nodes), default=0.0)
     if cpus is None:
         able = [node for node in nodes if node[1] >= gpus]
-        cpus, node_gpus = max(able, key=lambda node: node[0], default=(0.0, 0.0))
-        if gpus and (n_beside := int(node_gpus // gpus)) > 1:
-            cpus //= n_beside
-        cpus = cpus or 1.0
+        cpus, node_gpus = max(able, default=(0.0, 0.0))
+        cpus = (cpus // max(1, node_gpus // gpus) if gpus else cpus) or 1.0
     n_actors = sum(
         int(min(node_cpus // cpus, node_gpus // gpus if gpus else float("inf")))
         for node_cpus, node_gpus in nodes
@@ -116,7 +113,6 @@ class RayBatch:
         asked = cluster.cpus_per_worker, cluster.gpus_per_worker
         self.n_actors, self._cpus, self._gpus = place(has, *asked)
         self.tally = Tally()
-        self._why_lost = ""
 
     @property
     def where(self) -> str:
@@ -126,9 +122,8 @@ class RayBatch:
     def run(
         self, lines: Sequence[Line], interrupted: Callable[[], bool] = lambda: False
     ) -> Generator[Tally, None, None]:
-        """Get the lines answered, and yield the counts now and then. After an interruption, unfinished answers
-        are dropped; a later run asks for them again. Raise `BackendError`, also if actors ended before their lines had answers,
-        `ModelFileError` and `OutputError`."""
+        """Get the lines answered, and yield the counts now and then. Unfinished answers are dropped. Raise
+        `BackendError`, also if actors ended before their lines had answers, `ModelFileError` and `OutputError`."""
         self.n_actors = min(self.n_actors, len(lines))
         self.tally.n_lines = len(lines)
         portions = deque(self._portions(lines))
@@ -139,7 +134,7 @@ class RayBatch:
         starting = {actor.ready.remote(): actor for actor in actors}
         streams: dict[Any, Any] = {}  # by what an actor says next
         tallies: dict[Any, Tally] = {}
-        silent_since_s = time.monotonic()
+        why_lost, silent_since_s = "", time.monotonic()
         while (streams or (portions and starting)) and not interrupted():
             done, _ = self._ray.wait([*streams, *starting], timeout=_LOOK_S)
             for stream in done:
@@ -149,17 +144,17 @@ class RayBatch:
                 else:
                     try:
                         records, tallies[stream] = self._ray.get(next(stream))
-                        sums = map(sum, zip(*map(astuple, tallies.values()), strict=True))
-                        self.tally = replace(Tally(*sums), n_lines=len(lines))
-                        for record in records:
-                            self._write(record)
-                        continue
                     except StopIteration:
                         actor = streams.pop(stream)
                     except self._ray.exceptions.RayError as error:
                         del streams[stream]
-                        cause = getattr(error, "cause", None)
-                        self._why_lost = _first_line(cause or error)
+                        why_lost = _first_line(getattr(error, "cause", None) or error)
+                        continue
+                    else:
+                        sums = map(sum, zip(*map(astuple, tallies.values()), strict=True))
+                        self.tally = replace(Tally(*sums), n_lines=len(lines))
+                        for record in records:
+                            self._write(record)
                         continue
                 if portions:
                     answer = actor.answer.options(num_returns="streaming")
@@ -169,16 +164,15 @@ class RayBatch:
                 silent_since_s = time.monotonic()
             elif time.monotonic() - silent_since_s > self._cluster.patience_s:
                 free, total = self._ray.available_resources(), self._ray.cluster_resources()
+                cpus = f"{free.get('CPU', 0.0):g} of {total.get('CPU', 0.0):g} CPUs are free"
                 raise BackendError(
-                    f"no actor has started within {self._cluster.patience_s:.0f} s: {free.get('CPU', 0.0):g} "
-                    f"of {total.get('CPU', 0.0):g} CPUs are free",
-                    hint="wait until the cluster has free CPUs or GPUs, or ask for fewer with "
-                    "--cpus-per-worker and --gpus-per-worker",
+                    f"no actor has started within {self._cluster.patience_s:.0f} s: {cpus}",
+                    hint="wait, or ask for less with --cpus-per-worker and --gpus-per-worker",
                 )
         n_left = len(lines) - self.tally.n_done
         if n_left and not interrupted():
             raise BackendError(
-                f"{n_left} of {len(lines)} lines have no answer, since their actors ended: {self._why_lost}",
+                f"{n_left} of {len(lines)} lines have no answer, since their actors ended: {why_lost}",
                 hint="run it again to answer them; --verbose shows what the actors print",
             )
 
@@ -198,9 +192,8 @@ class RayBatch:
                 raise cause from error
             is_missing = "No module named 'specgen'" in str(error)
             what = "specgen is not installed on a Ray node" if is_missing else _first_line(error)
-            raise BackendError(
-                f"an actor cannot start: {what}", hint="each node needs the same version of specgen"
-            ) from error
+            hint = "each node needs the same version of specgen"
+            raise BackendError(f"an actor cannot start: {what}", hint) from error
 
 
 class Actor:
@@ -246,21 +239,13 @@ def _check_node(files: Mapping[str, int], version: str) -> None:
             hint="install the same version on each node",
         )
     for path, n_bytes in files.items():
-        found = n_bytes_of(Path(path))
+        found = Path(path).stat().st_size if Path(path).exists() else None
         if found != n_bytes:
             has = f"{path} has {found} bytes there, but {n_bytes} on this machine"
             raise ModelFileError(
                 f"there is no file {path}" if found is None else has,
                 hint="each node reads the models from its own disk: put them at the same path on each",
             )
-
-
-def n_bytes_of(path: Path) -> int | None:
-    """Return the size of a file, 0 for a folder, and None if the path does not exist."""
-    try:
-        return 0 if path.is_dir() else path.stat().st_size
-    except OSError:
-        return None
 
 
 def _connect(address: str, *, verbose: bool) -> Any:

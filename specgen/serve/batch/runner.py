@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, NoticeEvent
-from specgen.serve.batch.lines import Line, LineError, unexpected
-from specgen.serve.batch.results import Write, result_of
+from specgen.serve.batch.lines import Line, LineError, Write, result_of, unexpected
 from specgen.serve.formats.openai import ChatWriter
 from specgen.serve.formats.request import Request, check_tokens, with_call_form
 from specgen.session.calibration import calibrate, fastest_parallel
@@ -26,6 +25,8 @@ from specgen.session.request import Request as EngineRequest
 from specgen.session.session import Session
 from specgen.text.prefix import n_common
 
+#: What a batch's counts add up of its answers' summaries.
+_SUMMED = ("n_prompt_tokens", "n_cached_tokens", "n_drafted", "n_accepted")
 #: Prompts are neighbours if they share this many tokens more than all prompts do: decoding these tokens only
 #: once is worth more than the order of the lines.
 _N_SHARED = 16
@@ -47,11 +48,8 @@ class Prompting:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A line that can be answered, and the room that it takes.
-
-    `tokens` is the prompt, int32[n_tokens]; `n_ctx` has room for prompt and answer. The prompt is built again
-    when its turn comes: kept as Python integers, the tokens of all lines would take ten times the memory.
-    """
+    """A line that can be answered. `tokens` is the prompt, int32[n_tokens], since Python integers would take ten
+    times the memory; `n_ctx` has room for prompt and answer."""
 
     line: Line
     request: Request
@@ -61,14 +59,13 @@ class _Task:
 
 @dataclass(slots=True)
 class Tally:
-    """The counts of a batch so far."""
+    """The counts of a batch so far. The tokens of answers include unfinished ones; of a prompt's tokens, some were
+    in the cache already."""
 
     n_lines: int = 0
     n_answers: int = 0
     n_errors: int = 0
-    #: Tokens of answers, unfinished ones included.
     n_tokens: int = 0
-    #: Tokens of prompts, and those of them that were in the cache already.
     n_prompt_tokens: int = 0
     n_cached_tokens: int = 0
     n_drafted: int = 0
@@ -111,10 +108,8 @@ class Batch:
     def run(
         self, lines: Sequence[Line], interrupted: Callable[[], bool] = lambda: False
     ) -> Generator[Tally, None, None]:
-        """Answer the lines. Yield the counts when the prompts are ready, and after each round.
-
-        After an interruption, or an error of the target, unfinished answers are not written; a later run
-        asks for them again. Raise `BackendError`, `OutputError`, and what opening an engine raises."""
+        """Answer the lines. Yield the counts when the prompts are ready, and after each round. Unfinished answers are
+        not written. Raise `BackendError`, `OutputError`, and what opening an engine raises."""
         tasks = self._prepare(lines, interrupted)
         yield self.tally
         if not tasks or interrupted():
@@ -144,7 +139,7 @@ class Batch:
     def _prepare(self, lines: Sequence[Line], interrupted: Callable[[], bool]) -> deque[_Task]:
         """Return the lines that can be answered, in the order to answer them in; write the errors of the
         others."""
-        self.tally.n_lines = len(lines)
+        session, self.tally.n_lines = self._session, len(lines)
         tasks: list[_Task] = []
         for line in lines:
             if interrupted():
@@ -153,16 +148,13 @@ class Batch:
                 self._fail(line, line.request)
                 continue
             with self._line_errors(line):
-                tasks.append(self._task(line, line.request))
+                template = template_of(session.target, has_tools=True)
+                request = with_call_form(line.request, template)
+                check_tokens(request, session.target.vocabulary.n_tokens)
+                tokens = np.array(self._prompting.prompt(session, request).tokens, np.int32)
+                n_ctx = session.context_size(len(tokens), request.generation.max_tokens)
+                tasks.append(_Task(line, request, tokens, n_ctx))
         return deque(tasks[number] for number in order_by_prefix([task.tokens for task in tasks]))
-
-    def _task(self, line: Line, request: Request) -> _Task:
-        session = self._session
-        request = with_call_form(request, template_of(session.target, has_tools=True))
-        check_tokens(request, session.target.vocabulary.n_tokens)
-        prompt = self._prompting.prompt(session, request)
-        n_ctx = session.context_size(len(prompt.tokens), request.generation.max_tokens)
-        return _Task(line, request, np.array(prompt.tokens, np.int32), n_ctx)
 
     @contextlib.contextmanager
     def _line_errors(self, line: Line) -> Iterator[None]:
@@ -200,36 +192,30 @@ class Batch:
             if not answer.is_done:
                 continue
             del self._in_making[index]
-            finished, tally = answer.finished, self.tally
+            finished, line = answer.finished, task.line
             if answer.failure is not None:
-                self._fail(task.line, _line_error(answer.failure))
+                self._fail(line, _line_error(answer.failure))
             elif finished is not None and finished.finish_reason != "interrupted":
-                try:
-                    response = self._response(task, answer, [*committed, finished])
-                except Exception as error:  # noqa: BLE001 - it ends this line, not the batch
-                    self._fail(task.line, unexpected(error, task.line.number))
-                    continue
-                tally.n_answers += 1
-                tally.n_prompt_tokens += finished.n_prompt_tokens
-                tally.n_cached_tokens += finished.n_cached_tokens
-                tally.n_drafted += finished.n_drafted
-                tally.n_accepted += finished.n_accepted
-                self._write(result_of(task.line, self._settings, response, None))
-
-    def _response(
-        self, task: _Task, answer: EngineRequest, events: Sequence[Event]
-    ) -> dict[str, Any]:
-        identity = task.line.identity
-        writer = ChatWriter(
-            [task.request],
-            [answer.prompt.text],
-            identity=identity,
-            created=int(self._wall_clock()),
-            model=self._session.target.name,
-        )
-        for event in events:
-            writer.feed(0, event)
-        return {"status_code": 200, "request_id": f"req-{identity}", "body": writer.whole()}
+                response: dict[str, Any] | None = None
+                with self._line_errors(line):
+                    writer = ChatWriter(
+                        [task.request],
+                        [answer.prompt.text],
+                        identity=line.identity,
+                        created=int(self._wall_clock()),
+                        model=self._session.target.name,
+                    )
+                    for event in committed:
+                        writer.feed(0, event)
+                    writer.feed(0, finished)
+                    about = {"status_code": 200, "request_id": f"req-{line.identity}"}
+                    response = {**about, "body": writer.whole()}
+                if response is not None:
+                    self._write(result_of(line, self._settings, response, None))
+                    self.tally.n_answers += 1
+                    for name in _SUMMED:
+                        n = getattr(self.tally, name) + getattr(finished, name)
+                        setattr(self.tally, name, n)
 
     def _fail(self, line: Line, error: LineError) -> None:
         self.tally.n_errors += 1
@@ -239,9 +225,7 @@ class Batch:
 def _line_error(error: SpecgenError) -> LineError:
     code = "invalid_request" if isinstance(error, UsageError) else "failed"
     code = "invalid_prompt" if isinstance(error, PromptError) else code
-    return LineError(
-        code, error.message if error.hint is None else f"{error.message}; {error.hint}"
-    )
+    return LineError(code, "; ".join(filter(None, (error.message, error.hint))))
 
 
 def order_by_prefix(prompts: Sequence[NDArray[np.int32]]) -> list[int]:
