@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from specgen.drafters.cascade import Cascade
-from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.model_drafter import ModelDrafter
 from specgen.errors import BackendError
 from specgen.events import (
     CommittedEvent,
