@@ -200,7 +200,7 @@ def _model_values(
         "hub_revision": None if hub is None else hub.revision,
         "pypi_packages": [] if pypi is None else [*map(pypi.package_of, range(pypi.parts))],
         "pypi_version": None if pypi is None else pypi.version,
-        "pairs": [pair.name for pair in registry.pairs_with(model)],
+        "pairs": [pair.name for pair in registry.pairs.values() if model.name in pair.model_names],
     }
 
 
