@@ -46,8 +46,7 @@ class Engine:
     target. `n_ctx` is the number of tokens for one prompt and its answer, by default `Session.usual_n_ctx`.
 
     `interrupted` is called between decodes. If it returns True, the unfinished answers end with the text
-    that they have. `estimate_gain` allows a few decodes at the end of each answer to measure the cost of plain
-    decoding. With `learn_alone`, the acceptance statistics that an answer adds are dropped with it, so that
+    that they have. With `learn_alone`, the acceptance statistics that an answer adds are dropped with it, so that
     drafts of an answer never depend on the text of another one. `prepare` is called with each request and its
     sequence before the prefill, and may change the sequence.
 
@@ -62,7 +61,6 @@ class Engine:
         n_parallel: int = 1,
         n_ctx: int | None = None,
         interrupted: Callable[[], bool] = lambda: False,
-        estimate_gain: bool = False,
         learn_alone: bool = False,
         prepare: Callable[[Request, Sequence], None] = lambda _request, _generation: None,
     ) -> None:
@@ -80,7 +78,6 @@ class Engine:
         self.n_ctx = n_ctx if n_ctx is not None else session.usual_n_ctx
         #: Held while the engine steps: as long as another thread holds it, nothing is decoded.
         self.stepping = threading.RLock()
-        self._estimates_gain = estimate_gain
         self._prepare = prepare
         learning = session.options.learning
         self._kept = KeptAnswers(learning) if learning is not None else None
@@ -297,7 +294,7 @@ class Engine:
                         request.state == "decoding"
                     ):  # it cannot continue: the target decodes nothing
                         request.running.finish("interrupted")
-                        yield request.running.finished_event(self._loop.now_s, None, "")
+                        yield request.running.finished_event(self._loop.now_s, None)
                     raise
         finally:
             if not request.is_done:  # nobody wants the rest
@@ -425,11 +422,8 @@ class Engine:
         except OutputError as error:  # the answer itself has not failed
             text = f"the answer is not kept for the draft to learn from: {error.message}"
             notices.append(NoticeEvent(request.index, self._loop.now_s, text))
-        finished = self._loop.finish(
-            sequence,
-            estimate_gain=self._estimates_gain,
-            costs=self._session.costs.table(n_past=sequence.n_prompt),
-        )
+        costs = self._session.costs.table(n_past=sequence.n_prompt)
+        finished = self._loop.finish(sequence, costs)
         others_share = None if request.load is None else request.load.share
         finished = replace(finished, others_share=others_share)
         events = self._pass_on(request, *notices, finished)
@@ -477,23 +471,15 @@ class Engine:
 
 
 def generate(
-    session: Session,
-    prompt: Prompt,
-    *,
-    interrupted: Callable[[], bool] = lambda: False,
-    estimate_gain: bool = True,
+    session: Session, prompt: Prompt, *, interrupted: Callable[[], bool] = lambda: False
 ) -> Generator[Event, None, None]:
     """Generate an answer to a prompt in contexts of its own, and yield its events; the last one is a
-    `FinishedEvent`.
-
-    `interrupted` and `estimate_gain` are those of `Engine`. Raise `PromptError` if the prompt does not fit
+    `FinishedEvent`. `interrupted` is that of `Engine`. Raise `PromptError` if the prompt does not fit
     into the context, `MemoryLimitError` if the context does not fit into memory, and `BackendError` if the
     models are closed.
     """
     n_ctx = session.context_size(len(prompt.tokens))
     news = calibrate(session, interrupted)
-    with Engine(
-        session, n_ctx=n_ctx, interrupted=interrupted, estimate_gain=estimate_gain
-    ) as engine:
+    with Engine(session, n_ctx=n_ctx, interrupted=interrupted) as engine:
         engine.notify(news)
         yield from engine.stream(engine.insert(prompt))

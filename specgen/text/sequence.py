@@ -39,6 +39,7 @@ from specgen.text.text_state import Shaper, TextState, TextStream
 #: pairs, 8 to 16 gave the best geometric mean; in replays of 75 answers, 4 to 8. For a short answer, a
 #: draft that reads the prompt costs more than it can save.)
 _N_EXPECTED = 8
+_HOW_ESTIMATED = "from the measured costs of the target's batches"
 
 
 @dataclass(slots=True)
@@ -307,16 +308,13 @@ class Sequence:
             self.finish_reason = reason
             self.stopped_by = stopped_by
 
-    def finished_event(
-        self, time_s: float, plain_token_s: float | None, how: str, n_plain: int = 1
-    ) -> FinishedEvent:
-        """Return the summary. `plain_token_s` is the cost of a token without a draft, if known, `how` says how
-        it was measured, and `n_plain` by how many independent times."""
+    def finished_event(self, time_s: float, plain_token_s: float | None) -> FinishedEvent:
+        """Return the summary. `plain_token_s` is the cost of a token without a draft, if known."""
         tally = self.tally
         tokens_per_s = tally.tokens_per_s(len(self.tokens) - self.n_prompt)
         plain_tokens_per_s = 1.0 / plain_token_s if plain_token_s else None
         speedup = tokens_per_s / plain_tokens_per_s if tokens_per_s and plain_tokens_per_s else None
-        error = 1.0 + tally.speedup_error(n_plain)
+        error = 1.0 + tally.speedup_error()
         return FinishedEvent(
             sequence=self.index,
             time_s=time_s,
@@ -352,5 +350,5 @@ class Sequence:
             estimated_whole_speedup=tally.whole_speedup(
                 len(self.tokens) - self.n_prompt, plain_token_s
             ),
-            estimate=how if plain_tokens_per_s else None,
+            estimate=_HOW_ESTIMATED if plain_tokens_per_s else None,
         )
