@@ -34,16 +34,14 @@ class AnswerLoop(Loop):
             raise sequence.failure
 
     def start(self, sequence: Sequence) -> list[Event]:
-        """Decode a prompt, commit the first token, and return the events. Nothing drafts before, so the first token
-        comes as early as in plain decoding."""
+        """Decode a prompt, and commit the first token: as early as in plain decoding, since nothing drafts before."""
         events: list[Event] = []
         while not (sequence.is_started or sequence.is_finished):
             events += self.read(sequence)
         return events
 
     def read(self, sequence: Sequence, n_most: int | None = None) -> list[Event]:
-        """Decode one piece of a prompt, at most `n_most` tokens (by default as many as the target takes at
-        once). After the last piece, commit the first token. Return the events."""
+        """Decode a piece of a prompt, of at most `n_most` tokens; after the last one, commit the first token."""
         if sequence.is_finished:
             return []
         started, target_s = self.clock(), self.target.decode_s
@@ -59,21 +57,19 @@ class AnswerLoop(Loop):
         return events + self.after_chunk(sequence, logits, self.target.decode_s - target_s, started)
 
     def begin_reading(self, sequence: Sequence, started: float) -> list[Event]:
-        """Prepare for the first piece of a prompt, if nothing was read yet. Return the events."""
+        """Note when the first piece of a prompt is read, and commit what a grammar forces before any logits."""
         if sequence.read_since_s is not None:
             return []
         sequence.read_since_s = started
         sequence.n_cached = self.target.length(sequence.slot.first)
-        # Tokens that the grammar forces need no decode: they are decoded with the prompt.
         events = sequence.take_forced(started - self._started_s)
         if events:
             sequence.tally.first_token_s = self.clock() - started
         return events
 
     def add_piece(self, batch: Batch, sequence: Sequence, n_most: int) -> bool:
-        """Add to a batch the next tokens of the text that the cache does not hold yet: of the prompt, and
-        tokens that the grammar forces after it. Return whether these are the last ones; their last row
-        then wants logits."""
+        """Add the next tokens of the text that the cache lacks to a batch. Return whether these are the last ones, whose
+        last row wants logits."""
         text, first = sequence.tokens, sequence.slot.first
         start = self.target.length(first)
         for offset, token in enumerate(text[start : start + n_most]):
