@@ -24,11 +24,10 @@ from specgen.errors import BackendError, PromptError
 from specgen.events import ReasonCount
 from specgen.llama import LlamaBackend
 from specgen.measure.prompts import NOW
-from specgen.method.backend import Batch
+from specgen.method.backend import Batch, HiddenBackend
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import Reason, RoundPlan, RoundResult, draft_up_to
-from specgen.session.agreement import read_states
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import (
     Costs,
@@ -39,6 +38,7 @@ from specgen.session.calibration import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
+from specgen.text.hidden_trail import TargetStates
 from specgen.text.sequence import Sequence
 from specgen.text.tally import Tally
 
@@ -394,3 +394,18 @@ def _timed_sizes(sizes: abc.Sequence[int]) -> Iterator[int]:
     out: the answer itself times it."""
     for repeat in range(_N_REPEATS):
         yield from sizes[1 : None if repeat == 0 else _N_OFTEN]
+
+
+def read_states(target: HiddenBackend, tokens: abc.Sequence[int], trail: TargetStates) -> None:
+    """Add the target's states after each token of a text to the trail of a draft that reads them all. The target's
+    context must be empty, and is empty again afterwards."""
+    try:
+        for start in range(0, len(tokens), target.n_batch):
+            batch = Batch()
+            for position in range(start, min(start + target.n_batch, len(tokens))):
+                batch.add(tokens[position], position, (0,), False)
+            batch.wants_logits[-1] = True
+            _, hidden = target.decode_hidden(batch, all_rows=True)
+            trail.take_rows(hidden, tokens, start + len(batch))
+    finally:
+        target.remove(0)

@@ -92,11 +92,6 @@ class RequestSettings:
             return replace(self, generation=generation, drafting=drafting)
         return RequestSettings.of(model, sampling, generation, drafting)
 
-    def most_likely(self) -> RequestSettings:
-        """Return the settings at temperature 0, for a model that drafts for a draft model."""
-        in_use = replace(self.in_use, temperature=0.0, dynatemp_range=0.0)
-        return replace(self, in_use=in_use, sampler=Sampler(in_use, self.breakers))
-
     @property
     def verifier(self) -> VerifierName:
         """With ``auto``, drafts are matched if the user gave a seed and draft lengths depend on measured times: the
