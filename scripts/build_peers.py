@@ -30,15 +30,9 @@ from pathlib import Path
 
 from scripts import cmake_args
 from specgen.errors import FetchError, SpecgenError
-from specgen.models.download import (
-    INDEX_VARIABLE,
-    DownloadProgress,
-    IndexFile,
-    files_of,
-    index_url,
-    normalized,
-)
+from specgen.models.download import INDEX_VARIABLE, IndexFile, files_of, index_url, normalized
 from specgen.models.download import download as download_file
+from specgen.system.progress import ProgressView
 
 PACKAGE = "llama-cpp-python"
 PROGRAMS = ("llama-speculative-simple", "llama-lookup")
@@ -168,7 +162,7 @@ def download(version: str, work: Path) -> Path:
             f"{INDEX_VARIABLE} names another index",
         )
     say(f"downloading {file.name}")
-    with contextlib.closing(DownloadProgress(sys.stderr)) as progress:
+    with contextlib.closing(ProgressView(sys.stderr, kind="bytes")) as progress:
         show = partial(progress.show, file.name)
         download_file(
             file.url, archive, file.sha256, lambda done, total, _is_check: show(done, total)

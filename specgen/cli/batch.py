@@ -22,13 +22,13 @@ from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
 from specgen.options import Contexts, KernelOptions, SessionOptions
-from specgen.render.text import counted
-from specgen.system.json_lines import as_json
+from specgen.system.files import as_json
+from specgen.system.progress import ProgressView, counted, duration
 
 if TYPE_CHECKING:
     from specgen.serve.batch.lines import Line
     from specgen.serve.batch.on_ray import ActorJob, Cluster, RayBatch
-    from specgen.serve.batch.runner import Batch
+    from specgen.serve.batch.runner import Batch, Tally
     from specgen.session.files import DraftChoice
     from specgen.session.session import Session
 
@@ -45,7 +45,7 @@ _N_NAMED = 10
             min=1,
             metavar="N",
             help="How many answers to generate at once.",
-            show_default="as many as is measured to be fastest and fits into memory",
+            show_default="as many as are fastest and fit into memory",
         ),
         retry_errors=Option(
             "--retry-errors", help="Answer lines again whose result in OUT is an error."
@@ -63,9 +63,8 @@ _N_NAMED = 10
         ray=Option(
             "--ray",
             metavar="ADDRESS",
-            help="Let a Ray cluster answer the lines, with an actor on each node: HOST:PORT, auto (the "
-            "cluster of this machine, or of RAY_ADDRESS), or local (this machine alone). Each node needs "
-            "specgen, and the model files at the same paths. Needs `pip install 'specgen-gguf[ray]'`.",
+            help="Let a Ray cluster answer the lines: HOST:PORT, auto (this machine's, or that of RAY_ADDRESS), "
+            "or local (this machine alone). Each node needs specgen, and the models at the same paths.",
         ),
         cpus_per_worker=Option(
             "--cpus-per-worker",
@@ -214,25 +213,39 @@ def _answer(
     output: Output,
 ) -> int:
     """Get the lines answered; return the exit code."""
-    from specgen.render.progress_bars import batch_progress, batch_summary
+    from specgen.render.summary import batch_summary
 
-    is_silent, started_s = output.quiet or output.verbose > 0, time.perf_counter()
+    stream = None if output.quiet or output.verbose > 0 else sys.stderr
+    started_s = time.perf_counter()
     with (
         opening as job,
         Interrupt() as stop,
-        batch_progress(sys.stderr, quiet=is_silent) as report,
+        contextlib.closing(ProgressView(stream, kind="lines")) as view,
     ):
+        n_before: int | None = None
         try:
             with contextlib.closing(job.run(lines, stop)) as tallies:
-                for number, tally in enumerate(tallies):
-                    if number == 0:  # the prompts are prepared
-                        started_s = time.perf_counter()
-                    report(tally)
+                for tally in tallies:
+                    if n_before is None:  # the prompts are prepared
+                        started_s, n_before = time.perf_counter(), tally.n_done
+                    pace = _pace(tally, time.perf_counter() - started_s, n_before)
+                    view.show(pace, tally.n_done, tally.n_lines)
         finally:
             if job.tally.n_answers:
                 seconds = time.perf_counter() - started_s
                 output.note(batch_summary(job.tally, seconds, job.where))
     return stop.exit_code
+
+
+def _pace(tally: Tally, seconds: float, n_before: int) -> str:
+    """Return the speed, and the time that is left at the pace so far, after `n_before` lines that were done at once."""
+    if seconds < 1.0:
+        return "starting"
+    left = ""
+    if n_before < tally.n_done < tally.n_lines:
+        left_s = seconds / (tally.n_done - n_before) * (tally.n_lines - tally.n_done)
+        left = f", {duration(left_s)} left"
+    return f"{tally.n_tokens / seconds:.1f} tokens/s{left}"
 
 
 def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str, Any]:
@@ -270,15 +283,12 @@ def ray_cluster(
     if machine.target.workers is not None:
         raise UsageError("--ray and --rpc exclude each other")
     if importlib.util.find_spec("ray") is None:
-        raise UsageError(
-            "--ray needs ray, which is not installed", hint="pip install 'specgen-gguf[ray]'"
-        )
+        hint = "pip install 'specgen-gguf[ray]'"
+        raise UsageError("--ray needs ray, which is not installed", hint)
     host, _, port = address.rpartition(":")
     if address not in {"local", "auto"} and not (host and "/" not in host and port.isdigit()):
-        raise UsageError(
-            f"--ray {address}: not the address of a cluster",
-            hint="give HOST:PORT as `ray start --head` prints it, or auto, or local",
-        )
+        hint = "give HOST:PORT as `ray start --head` prints it, or auto, or local"
+        raise UsageError(f"--ray {address}: not the address of a cluster", hint)
     from specgen.serve.batch.on_ray import Cluster
 
     return Cluster(address, *per_worker, patience_s)

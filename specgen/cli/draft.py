@@ -3,34 +3,404 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import shutil
+import sys
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 from specgen.cli import flags
 from specgen.cli.command import Command
-from specgen.cli.draft_find import find
-from specgen.cli.draft_make import data, make
-from specgen.cli.model_loading import use_kernels
+from specgen.cli.flags.trials import TRIALS, Trials
+from specgen.cli.model_loading import load, log_shown, opened, use_kernels
 from specgen.cli.output import Output
-from specgen.errors import OutputError, UsageError
+from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.models.files import cache_folder, data_folder, identity_of, learning_folder, size_of
-from specgen.options import KernelOptions, ModelChoice
-from specgen.session.files import find_models, find_target
-from specgen.system.units import human_bytes
+from specgen.options import (
+    Contexts,
+    DraftOptions,
+    GenerationOptions,
+    KernelOptions,
+    ModelChoice,
+    SamplerOptions,
+)
+from specgen.session.files import DraftChoice, Sources, find_models, find_target, name_of
+from specgen.system.machine import notes_on_figures
+from specgen.system.progress import human_bytes
+from specgen.train.draft_builder import (
+    JUDGED_TOKENS,
+    OWN_PROMPTS,
+    DraftBuilder,
+    Kind,
+    TextOptions,
+    plan_time,
+)
+from specgen.train.training_loop import check_library
+
+if TYPE_CHECKING:
+    from specgen.cli.process import Interrupt
+    from specgen.measure.search import Refused, Search
+    from specgen.options import SessionOptions
+    from specgen.session.session import Session
+    from specgen.system.progress import Progress
 
 app = typer.Typer(
     name="draft", help="Find, make or train the best draft for a target.", no_args_is_help=True
 )
-for command in (find, make, data):
-    app.command(cls=Command)(command)
+
+
+# --- a search for the best draft, as `draft find`, `draft make` and `tune` show it ------------------
+
+
+def known_candidates(named: Sequence[Path], target: Path) -> tuple[list[Path], list[Refused]]:
+    """Return the files to try as drafts for a target, those that specgen has on this disk among them, and
+    the named files that are refused."""
+    from specgen.measure.search import find_candidates
+    from specgen.models.hub import locate
+    from specgen.models.registry import load_registry
+
+    known = [path for path in map(locate, load_registry().models.values()) if path is not None]
+    return find_candidates(named, known, target)
+
+
+def trial_options(
+    target: Path, drafting: DraftOptions, max_tokens: int, machine: Contexts
+) -> SessionOptions:
+    """Return the options with which drafts are tried."""
+    from specgen.session.open import session_options
+
+    sources = Sources(target, (DraftChoice("none"),))
+    answer = GenerationOptions(max_tokens=max_tokens)
+    return session_options(sources, SamplerOptions(), drafting, answer, machine)
+
+
+def show_search(search: Search | None, output: Output, *, as_json: bool) -> None:
+    """Print the ranking, on a terminal as a table, and what it means; None is one that was interrupted."""
+    from specgen.measure.search import advice
+    from specgen.render.tables import draft_lines, print_draft_table
+
+    if search is None:
+        return
+    notes: list[str] = []
+    if as_json:
+        print(json.dumps(search.to_json_object(), indent=2, ensure_ascii=False))
+    elif sys.stdout.isatty():
+        from specgen.render.streams import make_console
+
+        print_draft_table(search, advice(search), make_console(sys.stdout, os.environ))
+    else:
+        for line in draft_lines(search.tried):
+            print(line)
+        notes += advice(search)
+    if search.ties:
+        ties = (f"{name_of(one.draft)} (x{one.figures.speedup:.2f})" for one in search.ties)
+        notes.append(f"a tie, since they differ by no more than the noise: {', '.join(ties)}")
+    notes += notes_on_figures(search.others_share)
+    notes += [f"{refused.file}: {refused.reason}" for refused in search.refused]
+    notes += [
+        f"prompt {number} was left out: the context has no room for it"
+        for number in search.baseline.skipped
+    ]
+    for note in notes:
+        output.note(note)
+
+
+def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json: bool) -> Any:
+    """Save the best draft for the target if `save` is set, and show the ranking. Return what was saved."""
+    from specgen.models.saved_drafts import SavedDraft, save_draft
+
+    saved = None
+    try:
+        if save and search is not None and not search.is_interrupted:
+            best = search.tried[0]
+            names = ("speedup", "worst_speedup", "tokens_per_s", "acceptance_rate", "draft_token_s")
+            figures = {name: getattr(best.figures, name) for name in names}
+            today = datetime.datetime.now().astimezone().date()
+            save_draft(identity_of(search.target), SavedDraft(best.draft, today, **figures))
+            saved = best.draft
+            search = replace(search, saved=saved)
+    finally:  # show the measurements even if they cannot be saved
+        show_search(search, output, as_json=as_json)
+    if search is None or search.is_interrupted:
+        output.note("interrupted: not everything was measured, nothing was kept")
+    elif saved is not None:
+        name = search.target.name
+        output.note(f"for {name}, `specgen run` without --draft now takes: {name_of(saved)}")
+    return saved
+
+
+# --- find -----------------------------------------------------------------------------------------
+
+
+@app.command(cls=Command)
+@flags.takes_options(
+    target=flags.target_option(),
+    files=Argument(
+        metavar="FILES_OR_FOLDERS",
+        help="GGUF files to try, and folders with such files.",
+        show_default=False,
+    ),
+    save=Option(
+        "--save",
+        help="Save the fastest draft for this target: `specgen run` without --draft uses it.",
+    ),
+    trials=TRIALS.but(n_prompts=6),
+    chat=flags.CHAT,
+    drafting=flags.drafting,
+    machine=flags.machine,
+    as_json=flags.JSON_REPORT,
+    output=flags.loudness,
+)
+def find(
+    *,
+    target: str,
+    files: list[Path] | None = None,
+    save: bool = False,
+    trials: Trials,
+    chat: bool | None = None,
+    drafting: DraftOptions,
+    machine: Contexts,
+    as_json: bool = False,
+    output: Output,
+) -> int:
+    """Find the draft that makes a target fastest on this machine.
+
+    It tries the files that you name; without any, the models of `specgen models list` that are on this
+    disk; and in any case n-grams and the target's own MTP layers. The target answers a few prompts
+    once; each draft is then replayed on these answers, and ranked by its
+    speed-up over plain decoding.
+
+    In a pipe, it prints the columns' names, then one line for each draft, the best first. The
+    columns, separated by tabs: the file, "mtp", "ngram" or "none"; the
+    speed-up over plain decoding, and that of the worst prompt; tokens per
+    second; acceptance rate; tokens per pass of the target; milliseconds to draft a token,
+    and to begin.
+    """
+    from specgen.measure.search import find_candidates, search_drafts
+    from specgen.models.files import identify
+    from specgen.models.saved_drafts import saved_draft
+
+    if drafting.n_max == 0:
+        raise UsageError("--draft-max 0 drafts nothing, so there is nothing to find")
+    texts = trials.texts()
+    for file in files or ():
+        if not file.exists():
+            raise ModelFileError(f"{file}: there is no such file or folder")
+        if file.is_dir() and not any(file.glob("*.gguf")):
+            hint = "folders in it are not searched: name them"
+            raise ModelFileError(f"{file}: the folder has no GGUF files", hint)
+    path = find_target(target, quiet=output.quiet)
+    if save and (identity := identify(path)) is not None:
+        saved_draft(identity)  # a damaged file is reported now, not after minutes
+    options = trial_options(path, drafting, trials.max_tokens, machine)
+    with (
+        opened(options, machine.kernels, output) as loaded,
+        output.measuring() as (progress, stop),
+    ):
+        found = find_candidates(files, [], path) if files else known_candidates([], path)
+        search = search_drafts(
+            loaded, *found, texts, chat=chat, interrupted=stop, progress=progress
+        )
+    _save_and_show(search, output, save=save, as_json=as_json)
+    return stop.exit_code
+
+
+# --- make -----------------------------------------------------------------------------------------
+
+
+@flags.group(
+    TextOptions,
+    flags.panel(
+        "The target's text",
+        prompts=Option(
+            "--prompts",
+            help='Prompts that the target answers: JSON Lines with "prompt" or "turns"; every tenth is kept '
+            "for judging.",
+            show_default="241 of our own",
+        ),
+        n_tokens=Option("--tokens", min=1, help="How many tokens of answers to write in all."),
+        max_tokens=Option(
+            "--max-tokens",
+            "--predict",
+            "--n-predict",
+            "-n",
+            min=8,
+            help="The most tokens of an answer.",
+        ),
+        n_parallel=Option("--parallel", "-np", min=1, help="How many answers to generate at once."),
+    ),
+)
+def text_options(*, prompts: Path | None = None, **others: Any) -> TextOptions:
+    """Return the text to make drafts from, with the prompts of a file, each once, or those of the package."""
+    from specgen.measure.prompts import read_prompts
+
+    texts = list(dict.fromkeys(read_prompts(prompts or OWN_PROMPTS)))
+    return TextOptions(texts, **others)
+
+
+def _builder(
+    session: Session, text: TextOptions, progress: Progress, stop: Interrupt, output: Output
+) -> DraftBuilder:
+    return DraftBuilder(session, text, cache_folder(), time.monotonic, progress, output.note, stop)
+
+
+@app.command(cls=Command)
+@flags.takes_options(
+    target=flags.target_option(),
+    text=text_options,
+    machine=flags.machine,
+    output=flags.loudness,
+)
+def data(*, target: str, text: TextOptions, machine: Contexts, output: Output) -> int:
+    """Let a target write the text that drafts are made from.
+
+    The target answers prompts at temperature 0, many at once. The cache folder keeps the hidden state
+    and the likeliest tokens of each token. Text that is there is not written again: run an
+    interrupted command again to resume.
+
+    It prints the folder.
+    """
+    path = find_target(target, quiet=output.quiet)
+    own = trial_options(path, DraftOptions(), text.max_tokens, machine)
+    with (
+        opened(own, machine.kernels, output) as loaded,
+        output.measuring() as (progress, stop),
+    ):
+        builder = _builder(loaded, text, progress, stop, output)
+        n_have = builder.write_text()
+    if n_have < text.n_tokens and not stop():
+        output.note(f"{n_have} tokens: there are no more prompts")
+    print(builder.folder)
+    return stop.exit_code
+
+
+@app.command(cls=Command)
+@flags.takes_options(
+    target=flags.target_option(),
+    text=text_options,
+    draft=flags.draft_model_option(
+        help="The small model that is fitted to the target.",
+        show_default="the general draft, if it is on this disk",
+    ),
+    kind=Option(
+        "--kind",
+        help="What to make: decoder heads, a small model fitted to the target, or the target without some "
+        "of its layers.",
+        show_default="heads; a fitted model too, where there is a small one",
+    ),
+    minutes=Option(
+        "--minutes", min=0.1, help="About how long it may take, comparing drafts included."
+    ),
+    save=Option(
+        "--save/--no-save",
+        help="Save the fastest draft for `specgen run`; delete slower ones made here, unless --kind names "
+        "theirs.",
+    ),
+    machine=flags.machine,
+    as_json=flags.JSON_REPORT,
+    output=flags.loudness,
+)
+def make(
+    *,
+    target: str,
+    draft: str | None = None,
+    kind: Kind | None = None,
+    minutes: float = 30.0,
+    text: TextOptions,
+    save: bool = True,
+    machine: Contexts,
+    as_json: bool = False,
+    output: Output,
+) -> int:
+    """Make drafts for a target, and compare them with others.
+
+    The target writes text (`specgen draft data`); drafts are trained on it, and compared with n-grams and
+    the models on this disk, on other prompts, as `specgen draft find` does. An interrupted command keeps
+    the text.
+
+    Decoder heads read the target's hidden state and predict the tokens after the next one: they need no
+    model of their own, and about a millisecond per draft. A small model that is fitted to the target is as
+    fast as before, and agrees with the target more often. Both are trained with JAX (`pip install
+    'specgen-gguf[train]'`). The target without some of its layers gains least.
+
+    It prints the ranking as `specgen draft find` does.
+    """
+    from specgen.measure.prompts import evenly_chosen
+    from specgen.measure.search import search_drafts
+    from specgen.session.calibration import target_costs
+    from specgen.session.open import open_session
+    from specgen.train.target_text import is_held_back
+
+    if kind != "pruned":
+        check_library()
+    path = find_target(target, quiet=output.quiet)
+    small = _small_model(draft, kind, path, output)
+    kinds: list[Kind] = ["heads"] if small is None else ["heads", "distilled"]
+    kinds = kinds if kind is None else [kind]
+    use_kernels(machine.kernels, output)
+    own = trial_options(path, DraftOptions(), text.max_tokens, machine)
+    ends_s = time.monotonic() + 60.0 * minutes
+    n_drafts = 1 + len(kinds) + len(known_candidates([], path)[0])
+    with log_shown(output), output.measuring() as (progress, stop):
+        with load(own, output) as loaded:
+            costs = target_costs(loaded, stop)
+            plan = plan_time(ends_s - time.monotonic(), costs, n_drafts, text.n_parallel)
+            output.note(
+                f"{minutes:g} min: {plan.text_s / 60.0:.1f} for the target's text, "
+                f"{plan.training_s / 60.0:.1f} for training, and {plan.judging_s / 60.0:.1f} for comparing drafts "
+                f"on {plan.n_judged} prompts"
+            )
+            builder = _builder(loaded, text, progress, stop, output)
+            made = builder.make(kinds, small, (plan.text_s + plan.training_s) / 60.0)
+        if made is None:
+            output.note("interrupted: run it again to resume")
+            return stop.exit_code
+        held_back = [prompt for index, prompt in enumerate(text.prompts) if is_held_back(index)]
+        judged = replace(own, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
+        with open_session(judged, clock=time.perf_counter, memory=loaded.memory) as loaded:
+            texts = evenly_chosen(held_back, plan.n_judged)
+            found = known_candidates(made, path)
+            search = search_drafts(loaded, *found, texts, interrupted=stop, progress=progress)
+    saved = _save_and_show(search, output, save=save, as_json=as_json)
+    if saved is not None and kind is None:
+        for path in made:
+            if path != saved:
+                path.unlink(missing_ok=True)
+                output.note(f"{path.name} is slower than the best draft, and was deleted")
+    return stop.exit_code
+
+
+def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Output) -> Path | None:
+    """Return the model to fit; None without one. Raise `UsageError` if a fitted draft was asked for but is
+    not possible."""
+    from specgen.models.hub import locate
+    from specgen.models.registry import load_registry
+
+    if kind in ("heads", "pruned"):
+        if draft is not None:
+            raise UsageError("--draft is the model to fit: it goes with --kind distilled")
+        return None
+    if draft is not None:
+        return find_target(draft, quiet=output.quiet)
+    registry = load_registry()
+    general = registry.general_draft
+    found = None if general is None else locate(registry.model(general))
+    if found is None and kind is not None:
+        hint = "name one with --draft"
+        raise UsageError("--kind distilled: no model to fit is on this disk", hint)
+    return None if found is None or target.samefile(found) else found
+
+
+# --- online learning ------------------------------------------------------------------------------
 
 
 @app.command(cls=Command)
@@ -79,6 +449,17 @@ def learn(
     return 0
 
 
+def _draft_model(target: str, draft: str | None, output: Output) -> Path:
+    """Return the model that learns. Raise `UsageError` if none is known."""
+    from specgen.drafters.kinds import ANY_FILE, find_kind
+
+    for choice in find_models(ModelChoice(target, draft, None), quiet=output.quiet).drafts:
+        path = choice.draft
+        if isinstance(path, Path) and (kind := find_kind(path)) and kind.name == ANY_FILE:
+            return path
+    raise UsageError(f"no model drafts for {target}", hint="name one that is to learn with --draft")
+
+
 @app.command(cls=Command)
 @flags.takes_options(
     target=flags.target_option(help="The target whose answers are forgotten.", show_default="all"),
@@ -86,7 +467,8 @@ def learn(
 )
 def forget(*, target: str | None = None, output: Output) -> int:
     """Delete the answers that --learn and --lookup-store kept, and the weights learnt from them."""
-    from specgen.drafters.lookup_texts import count_texts
+    from specgen.drafters.lookup_texts import EarlierTexts, count_texts
+    from specgen.llama import LlamaModel
     from specgen.session.kept_answers import read_answers
 
     learning, texts = data_folder() / "learning", cache_folder() / "texts"
@@ -96,7 +478,9 @@ def forget(*, target: str | None = None, output: Output) -> int:
         )
     else:
         path = find_target(target, quiet=output.quiet)
-        folders, stores = [learning_folder(data_folder(), identity_of(path))], [_store(path)]
+        with contextlib.closing(LlamaModel(path, vocabulary_only=True)) as model:
+            stores = [EarlierTexts(texts, model.vocabulary.digest()).folder]
+        folders = [learning_folder(data_folder(), identity_of(path))]
     n_answers = sum(len(read_answers(folder)) for folder in folders)
     n_learnt = sum(len(list(folder.glob("*.gguf"))) for folder in folders)
     n_texts = sum(map(count_texts, stores))
@@ -112,25 +496,3 @@ def forget(*, target: str | None = None, output: Output) -> int:
         f"{human_bytes(n_bytes)} in all"
     )
     return 0
-
-
-def _draft_model(target: str, draft: str | None, output: Output) -> Path:
-    """Return the model that learns. Raise `UsageError` if none is known."""
-    from specgen.drafters.kinds import ANY_FILE, find_kind
-
-    sources = find_models(ModelChoice(target, draft, None), quiet=output.quiet)
-    for choice in sources.drafts:
-        path = choice.draft
-        kind = find_kind(path) if isinstance(path, Path) else None
-        if isinstance(path, Path) and kind is not None and kind.name == ANY_FILE:
-            return path
-    raise UsageError(f"no model drafts for {target}", hint="name one that is to learn with --draft")
-
-
-def _store(target: Path) -> Path:
-    """Return the folder of lookup texts that were kept in a target's tokens."""
-    from specgen.drafters.lookup_texts import EarlierTexts
-    from specgen.llama import LlamaModel
-
-    with contextlib.closing(LlamaModel(target, vocabulary_only=True)) as model:
-        return EarlierTexts(cache_folder() / "texts", model.vocabulary.digest()).folder

@@ -16,12 +16,12 @@ from specgen.cli.process import Interrupt
 from specgen.errors import UsageError
 from specgen.options import GenerationOptions, Show
 from specgen.sampler_options import option
+from specgen.system.progress import Progress, ProgressView
 
 if TYPE_CHECKING:
     from specgen.events import Event, FinishedEvent
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
-    from specgen.system.progress import Progress
 
 
 _output = partial(option, panel="Output")
@@ -89,8 +89,8 @@ class Output:
     ) -> FinishedEvent | None:
         """Show an answer, and its summary; return its last event."""
         from specgen.events import FinishedEvent, PromptEvent
-        from specgen.render.live import LiveRenderer
-        from specgen.render.select import make_console, make_renderer
+        from specgen.render.live import LiveRenderer, make_renderer
+        from specgen.render.streams import make_console
         from specgen.render.summary import print_summary
 
         renderer = make_renderer(
@@ -127,10 +127,9 @@ class Output:
     @contextlib.contextmanager
     def measuring(self) -> Iterator[tuple[Progress, Interrupt]]:
         """Yield what shows the progress of a measurement, and what ends it at a signal."""
-        from specgen.render.progress_bars import progress_bar
-
-        with progress_bar(quiet=self.quiet or self.verbose > 0) as progress, Interrupt() as stop:
-            yield progress, stop
+        stream = None if self.quiet or self.verbose > 0 else sys.stderr
+        with contextlib.closing(ProgressView(stream)) as view, Interrupt() as stop:
+            yield view.show, stop
 
 
 def show_answer(

@@ -96,9 +96,9 @@ def serve(
         raise UsageError("--alias names a single model; with --models, each has a name")
     wanted = model()
     with contextlib.ExitStack() as stack:
+        from specgen.serve.server.app import serve as answer_requests
         from specgen.serve.server.model_pool import ModelPool
         from specgen.serve.server.options import bound_socket, url_of
-        from specgen.serve.server.run import serve as answer_requests
         from specgen.system.machine import look_at_machine
 
         bound = stack.enter_context(bound_socket(server.host, server.port, limits.client_s))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.cli import flags
-from specgen.cli.draft_find import known_candidates, notes_on, print_search
+from specgen.cli.draft import known_candidates, show_search
 from specgen.cli.flags.trials import TRIALS, Trials
 from specgen.cli.model_loading import opened
 from specgen.cli.output import Output
@@ -52,7 +51,7 @@ def tune(
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to tune")
     if models.helpers:
         raise UsageError("give one --draft only: a draft for the draft cannot be tuned")
-    from specgen.measure.search import advice, search_drafts
+    from specgen.measure.search import search_drafts
     from specgen.session.files import find_models
     from specgen.session.open import session_options
 
@@ -64,9 +63,7 @@ def tune(
     is_named = models.draft is not None or models.pair is not None
     if not is_named:  # the first draft that works is tuned, and no error of one ends the command
         options = replace(options, draft="none")
-        drafts += [
-            path for path in known_candidates(drafts, sources.target)[0] if path not in drafts
-        ]
+        drafts += [path for path in known_candidates([], sources.target)[0] if path not in drafts]
     with (
         opened(options, machine.kernels, output) as session,
         output.measuring() as (progress, stop),
@@ -82,13 +79,8 @@ def tune(
             progress=progress,
         )
         kept = _keep(session, search)
-    notes = notes_on(search)
-    if search is not None:
-        print_search(search, as_json=as_json)
-        if not (as_json or sys.stdout.isatty()):
-            notes = [*advice(search), *notes]
-    for note in (*notes, kept):
-        output.note(note)
+    show_search(search, output, as_json=as_json)
+    output.note(kept)
     return stop.exit_code
 
 
@@ -106,9 +98,7 @@ def _keep(session: Session, search: Search | None) -> str:
     except OSError as error:
         return f"nothing was kept: {memory_file()} cannot be written: {error.strerror or error}"
     threads = "".join(
-        f"{times.chosen.n_single} threads for a token of {name} and {times.chosen.n_batch} for a batch, "
-        for name, times in search.threads.items()
+        f"{chosen.n_single} threads for a token of {name} and {chosen.n_batch} for a batch, "
+        for name, chosen in search.threads.items()
     )
-    return (
-        f"kept for `specgen run` with these models and options: {threads}costs and acceptance rates"
-    )
+    return f"kept for `specgen run` with these models: {threads}costs and acceptance rates"

@@ -239,7 +239,7 @@ def _sampled(
 
 def _show(report: VerifyReport, *, json: bool) -> None:
     from specgen.measure.verify import to_json_object
-    from specgen.render.select import make_console
+    from specgen.render.streams import make_console
     from specgen.render.verify_report import print_report
 
     if json:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from specgen.drafters.expansion import DraftedChain
 from specgen.drafters.kind import DraftRequest
 from specgen.drafters.states import StatesCache, StatesDrafter, TrainedDraft
 from specgen.llama.draft_contexts import DflashContext
 from specgen.llama.draft_models import DflashModel
 from specgen.method.backend import Batch
-from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
+from specgen.method.tables import CostTable, Price
 from specgen.system.arrays import Logits
 
 
@@ -60,12 +59,8 @@ class DflashDrafter(StatesDrafter):
         try:
             yield from self._fill(context, n_read)
             rows = yield from self._block(context[-1], n_read - self._cache.n_skipped, n_max)
-            before = context[len(context) - n_drafted :]
-            chain = DraftedChain(plan, self._request, before, self._backend.vocabulary.is_end)
-            for row in rows:
-                if not chain.extend(row):
-                    break
-            return chain.draft(self.name)
+            made = self._begin(context, plan, n_drafted, n_max)
+            return (yield from made.grow_from(rows))
         finally:
             self._cache.drop_drafted()
 

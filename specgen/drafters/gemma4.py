@@ -8,10 +8,10 @@ from specgen.drafters.kind import Reads
 from specgen.drafters.states import MOST_UNREAD, StatesDrafter, TrainedDraft
 from specgen.llama.draft_contexts import AssistantContext
 from specgen.llama.draft_models import AssistantModel
-from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
+from specgen.method.tables import Price
 from specgen.system.arrays import Logits
 
 
@@ -36,13 +36,15 @@ class AssistantDrafter(StatesDrafter):
         for token in context[n_read:-1]:
             yield from self._row_after(token, n_read, state)
             state = self._backend.state(self._slot.first)
-        before = context[len(context) - n_drafted :]
+        made = self._begin(context, plan, n_drafted, plan.n_max)
+
+        def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
+            state = self._backend.state(self._slot.first)
+            row = yield from self._row_after(made.tokens[nodes[0]], n_read, state)
+            return [row]
+
         row = yield from self._row_after(context[-1], n_read, state)
-
-        def step(token: int, _n: int) -> Generator[Ask, Logits, Logits]:
-            return self._row_after(token, n_read, self._backend.state(self._slot.first))
-
-        return (yield from self._chain(row, before, step, plan, plan.n_max))
+        return (yield from made.grow(row, rows_beyond))
 
 
 class AssistantDraft(TrainedDraft):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
-from specgen.drafters.expansion import DraftedChain
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, Room
 from specgen.drafters.pairing import check_pair
 from specgen.drafters.states import (
@@ -21,12 +20,12 @@ from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.draft_contexts import MtpContext
 from specgen.llama.draft_models import MtpModel
 from specgen.llama.mtp_layers import holds_mtp_only
-from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT
-from specgen.method.drafter import Drafter, Drafting
+from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.policy import RoundPlan
+from specgen.method.tables import Price
 from specgen.options import DraftSource
-from specgen.system.arrays import Hidden
+from specgen.system.arrays import Hidden, Logits
 
 
 class MtpChainDrafter(StatesDrafter):
@@ -66,18 +65,23 @@ class MtpChainDrafter(StatesDrafter):
         n_max = min(plan.n_max, len(self._layers) - n_unread, n_room)
         if n_max < 1 or not all(layer.find_start(n_read) for layer in self._layers):
             return NO_DRAFT
-        before = context[len(context) - n_drafted :]
-        chain = DraftedChain(plan, self._request, before, self._backend.vocabulary.is_end)
+        made = self._begin(context, plan, n_drafted, n_max)
         states: list[Hidden] = []
+
+        def row_of_next() -> Generator[Ask, Logits, Logits]:
+            layer = self._layers[len(states)]
+            row = yield from layer.catch_up(context, n_read, made.tokens, states)
+            states.append(layer.state())
+            return row
+
+        def rows_beyond(_nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
+            return [(yield from row_of_next())]
+
         try:
-            for layer in self._layers[: n_unread + min(n_max, self._request.n_deepest or n_max)]:
-                row = yield from layer.catch_up(context, n_read, chain.tokens, states)
-                states.append(layer.state())
-                if len(states) <= n_unread:
-                    continue
-                if not chain.extend(row):
-                    break
-            return chain.draft(self.name)
+            for _ in range(n_unread):
+                yield from row_of_next()
+            row = yield from row_of_next()
+            return (yield from made.grow(row, rows_beyond))
         finally:
             for layer in self._layers:
                 layer.drop_drafted()

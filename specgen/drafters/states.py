@@ -3,21 +3,20 @@ for one target have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from specgen.drafters.expansion import WIDEST, DraftedChain, TreeBuilder, grow, look
+from specgen.drafters.expansion import WIDEST, Expansion, NodeBranches, expansion
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Reads, Room
 from specgen.drafters.pairing import check_pair
-from specgen.drafters.tree import NodeBranches
 from specgen.errors import PairError
-from specgen.llama.gguf_metadata import architecture_of
+from specgen.llama.gguf_file import architecture_of
 from specgen.method.backend import Batch
-from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT, ROOT
 from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.tables import Price
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.hidden_trail import HiddenTrail, StatesBackend
 
@@ -32,8 +31,6 @@ MOST_UNREAD = 16
 N_USUAL = 8
 #: Cells behind those of a text, for what is drafted.
 CELLS_BEHIND = 256
-#: Decodes a token of a chain, which comes with its number from 1; returns the logits after it.
-Step: TypeAlias = Callable[[int, int], Generator[Ask, Logits, Logits]]
 
 
 class StatesCache:
@@ -158,16 +155,12 @@ class StatesDrafter(Drafter):
         row: Logits = rows[0]
         return row
 
-    def _chain(
-        self, row: Logits, before: Sequence[int], step: Step, plan: RoundPlan, n_max: int
-    ) -> Drafting:
-        """Draft a chain from the logits before it. `step` decodes its n-th token, from 1."""
-        n_max = min(n_max, self._request.n_deepest or n_max)
-        is_end = self._backend.vocabulary.is_end
-        chain = DraftedChain(plan, self._request, before, is_end, n_max)
-        while chain.extend(row):
-            row = yield from step(chain.tokens[-1], len(chain.tokens))
-        return chain.draft(self.name)
+    def _begin(
+        self, context: Sequence[int], plan: RoundPlan, n_drafted: int, n_max: int
+    ) -> Expansion:
+        """Begin a draft of at most `n_max` tokens."""
+        before, vocabulary = context[len(context) - n_drafted :], self._backend.vocabulary
+        return expansion(self.name, self._request, plan, before, vocabulary, n_max)
 
 
 class LayerDrafter(StatesDrafter):
@@ -205,19 +198,32 @@ class LayerDrafter(StatesDrafter):
         n_max = min(plan.n_max, self._n_ctx - (len(context) - self._cache.n_skipped) + 1)
         if n_max < 1:
             return NO_DRAFT
-        before = context[len(context) - n_drafted :]
+        made, backend = self._begin(context, plan, n_drafted, n_max), self._backend
+        n_text = len(context) - self._cache.n_skipped
+        behind: dict[int, Hidden] = {}
+
+        def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
+            batch, ends = Batch(), []
+            for node in nodes:
+                parent, position = made.parents[node], n_text + made.depths[node]
+                ends.append(self._nodes.follow(node, parent, position))
+                batch.add(made.tokens[node], position, (ends[-1],), True)
+                batch.hidden.append(behind[parent])
+            rows: Logits = yield Ask(backend, batch, self._costs)
+            behind.update((node, backend.state(end)) for node, end in zip(nodes, ends, strict=True))
+            return rows
+
         try:
             row = yield from self._cache.catch_up(context, n_read)
             self.states.forget(self._cache.n_held - 1)
-            for position in range(n_read + 1, len(context)):
-                row = yield from self._step(context[position], position)
-            if self._request.branches:
-                n_text = len(context) - self._cache.n_skipped
-                return (yield from self._tree(row, before, n_text, plan, n_max))
-            n_text = len(context) - 1
+            for index in range(n_read + 1, len(context)):
+                position, state = index - self._cache.n_skipped, self._cache.state()
+                row = yield from self._row_after(context[index], position, state)
+            behind[ROOT] = self._cache.state()
+            self._nodes.begin()
             return (
-                yield from self._chain(
-                    row, before, lambda token, n: self._step(token, n_text + n), plan, n_max
+                yield from made.grow(
+                    row, rows_beyond, lambda: min(WIDEST, backend.n_outputs, self._nodes.n_free)
                 )
             )
         finally:
@@ -226,35 +232,6 @@ class LayerDrafter(StatesDrafter):
     def rewind(self, n_tokens: int) -> None:
         super().rewind(n_tokens)
         self._cache.rewind(n_tokens)
-
-    def _step(self, token: int, index: int) -> Generator[Ask, Logits, Logits]:
-        """Decode the token at `index` of the text and the draft; return the logits after it."""
-        return self._row_after(token, index - self._cache.n_skipped, self._cache.state())
-
-    def _tree(
-        self, row: Logits, before: Sequence[int], n_text: int, plan: RoundPlan, n_max: int
-    ) -> Drafting:
-        backend, tree, request = self._backend, TreeBuilder(self.name), self._request
-        behind = {ROOT: self._cache.state()}
-        self._nodes.begin()
-
-        def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Logits]:
-            batch, ends = Batch(), []
-            for node in nodes:
-                parent, position = tree.parents[node], n_text + tree.depths[node]
-                ends.append(self._nodes.follow(node, parent, position))
-                batch.add(tree.tokens[node], position, (ends[-1],), True)
-                batch.hidden.append(behind[parent])
-            rows: Logits = yield Ask(backend, batch, self._costs)
-            behind.update((node, backend.state(end)) for node, end in zip(nodes, ends, strict=True))
-            return rows
-
-        def n_most() -> int:
-            return min(WIDEST, backend.n_outputs, self._nodes.n_free)
-
-        first, is_end = look(row, request, before), backend.vocabulary.is_end
-        made = (tree, request, plan, before, is_end, first, rows_beyond)
-        return (yield from grow(*made, n_max=n_max, n_most=n_most))
 
 
 class StatesDraft(LoadedDraft):

@@ -1,23 +1,21 @@
-"""Try what may draft for a target, on answers of the target, and rank it by the gain that was measured.
-
-`specgen tune`, `specgen draft find` and `specgen draft make` show the result.
-"""
+"""Try what may draft for a target, on answers of the target, and rank it by the gain that was measured; and find the
+best numbers of threads. `specgen tune`, `specgen draft find` and `specgen draft make` show the result."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from specgen.drafters.kinds import words_for
 from specgen.events import undrafted_text
 from specgen.llama import default_threads
-from specgen.measure.threads import ThreadTimes, measure_threads, thread_counts
 from specgen.measure.trial import (
     Baseline,
     DraftFigures,
@@ -26,24 +24,22 @@ from specgen.measure.trial import (
     plain_figures,
     try_draft,
 )
+from specgen.method.backend import Backend
 from specgen.models.files import FileIdentity, identify, shard_number
-from specgen.session.calibration import short_context
+from specgen.session.calibration import begin, short_context, time_batch
 from specgen.session.files import name_of
+from specgen.session.memory import Threads
 from specgen.session.open import DRAFT_ERRORS
 from specgen.system.machine import LoadOfOthers, is_busy
-from specgen.system.units import human_bytes
+from specgen.system.progress import human_bytes
 
 if TYPE_CHECKING:
     from specgen.options import DraftSource
     from specgen.session.session import Session
     from specgen.system.progress import Progress
 
-#: About how many seconds of decoding the comparison of numbers of threads takes.
-THREADS_BUDGET_S = 20.0
 #: A speed-up below this does not count as a gain: it is within the noise of the measurement.
 LEAST_GAIN = 1.03
-#: Two files of one size are the same if so many bytes of each end are equal.
-_PROBE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +67,7 @@ class Search:
     baseline: Baseline
     tried: tuple[Tried, ...]
     refused: tuple[Refused, ...]
-    threads: dict[str, ThreadTimes] = field(default_factory=dict)
+    threads: dict[str, Threads] = field(default_factory=dict)
     saved: DraftSource | None = None
     is_interrupted: bool = False
     #: The share of all cores' time that other programs took meanwhile; None if it is unknown.
@@ -94,7 +90,7 @@ class Search:
             "n_prompts": len(baseline.answers),
             "n_tokens": baseline.n_tokens,
             "skipped_prompts": list(baseline.skipped),
-            "threads": {name: dataclasses.asdict(times) for name, times in self.threads.items()},
+            "threads": {name: dataclasses.asdict(chosen) for name, chosen in self.threads.items()},
             "drafts": [
                 {"draft": str(one.draft), **dataclasses.asdict(one.figures)} for one in self.tried
             ],
@@ -127,11 +123,16 @@ def search_drafts(
     `BackendError` if the target fails; drafts that fail are listed as refused.
     """
     target, load = session.options.target, LoadOfOthers()
-    drafts = [*words_for(session.target), *candidates]
+    threads: dict[str, Threads] = {}
+
+    def tune_threads(model: Path, *, is_draft: bool) -> None:
+        progress(f"threads for {model.name}", 0, 1)
+        chosen = _tuned_threads(session, model, interrupted, is_draft=is_draft)
+        threads.update({} if chosen is None else {model.name: chosen})
+
     session.change_draft("none")
-    threads: dict[str, ThreadTimes] = {}
-    if tunes_threads and (times := _tuned_threads(session, None, interrupted, progress)):
-        threads[target.name] = times
+    if tunes_threads:
+        tune_threads(target, is_draft=False)
     session.costs.forget()
     baseline = measure_target(
         session,
@@ -143,21 +144,15 @@ def search_drafts(
     if baseline is None:
         return None
     tried, failed = [Tried("none", plain_figures(baseline))], list(refused)
-    for draft in drafts:
+    for draft in (*words_for(session.target), *candidates):
         try:
             session.change_draft(draft)
-            path = draft if isinstance(draft, Path) else None
-            if tunes_threads and path is not None and path == candidates[0]:
-                times = _tuned_threads(session, path, interrupted, progress)
-                threads |= {} if times is None else {path.name: times}
+            if tunes_threads and isinstance(draft, Path) and draft == candidates[0]:
+                tune_threads(draft, is_draft=True)
             if session.draft is not None and session.draft.timed is not None:
                 session.costs.forget(session.draft.timed)
-            figures = try_draft(
-                session,
-                baseline,
-                interrupted=interrupted,
-                progress=partial(progress, name_of(draft)),
-            )
+            shown = partial(progress, name_of(draft))
+            figures = try_draft(session, baseline, interrupted=interrupted, progress=shown)
         except DRAFT_ERRORS as error:
             failed.append(Refused(Path(draft), error.message.removeprefix(f"{draft}: ")))
             continue
@@ -185,42 +180,18 @@ def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
     return tuple(sorted(tried, key=order))
 
 
-def _tuned_threads(
-    session: Session, draft: Path | None, interrupted: Callable[[], bool], progress: Progress
-) -> ThreadTimes | None:
-    """Measure and keep the best numbers of threads for the target, or for the loaded draft model.
-    None if the user named a number, if interrupted, or if the draft has no context of its own."""
-    options = session.options.target_context if draft is None else session.options.draft_context
-    is_named = options.n_threads is not None or options.n_threads_batch is not None
-    if is_named or interrupted():
-        return None
-    model = draft or session.options.target
-    progress(f"threads for {model.name}", 0, 1)
-    default, n_logical = default_threads(), os.cpu_count() or 1
-    affinity = getattr(os, "sched_getaffinity", None)
-    counts = thread_counts(default, n_logical, len(affinity(0)) if affinity else n_logical)
-    with session.contexts(short_context(session), drafts=draft is not None) as (target, drafts):
-        if draft is not None and not drafts:
-            return None
-        backend = target if draft is None else drafts[0]
-        found = measure_threads(backend, counts, default, THREADS_BUDGET_S, interrupted)
-    if interrupted():
-        return None
-    session.memory.keep_threads(model, options, found.chosen)
-    return found
-
-
 def advice(search: Search) -> tuple[str, ...]:
     """Return three sentences: what was measured, what it means, and what to do. An interrupted search, or that of
     a busy machine, gets only the first: conclusions would rest on half of the measurements."""
     baseline, best = search.baseline, search.tried[0]
-    figures, name = best.figures, name_of(best.draft)
-    plain = f"{1.0 / baseline.token_s:.1f} tokens/s"
-    n_prompts = len(baseline.answers)
-    measured = f"measured on {n_prompts} answers of {search.target.name}: {plain} without a draft"
+    figures = best.figures
+    measured = (
+        f"measured on {len(baseline.answers)} answers of {search.target.name}: {1.0 / baseline.token_s:.1f} tokens/s "
+        "without a draft"
+    )
     if best.draft != "none":
         measured += (
-            f", {figures.tokens_per_s:.1f} with {name} (x{figures.speedup:.2f}; "
+            f", {figures.tokens_per_s:.1f} with {name_of(best.draft)} (x{figures.speedup:.2f}; "
             f"x{figures.worst_speedup:.2f} for the worst prompt)"
         )
     if search.is_interrupted or is_busy(search.others_share):
@@ -235,17 +206,16 @@ def advice(search: Search) -> tuple[str, ...]:
             f"{batch} and the target accepts {share}, so {per_pass}",
             f"use it: --draft {shlex.quote(str(best.draft))}",
         )
-    others = [one for one in search.tried if one.figures.undrafted]
-    why = f"; {name_of(others[0].draft)}: {_undrafted(others[0])}" if others else ""
+    why = [
+        f"; {name_of(one.draft)}: {undrafted_text(one.figures.undrafted, one.figures.n_rounds)}"
+        for one in search.tried
+        if one.figures.undrafted
+    ]
     return (
         measured,
-        f"{batch}, and no draft that was tried is clearly faster{why}",
+        f"{batch}, and no draft that was tried is clearly faster{''.join(why[:1])}",
         "draft with another model (`specgen models list` shows some), or not at all: --draft none",
     )
-
-
-def _undrafted(one: Tried) -> str:
-    return undrafted_text(one.figures.undrafted, one.figures.n_rounds)
 
 
 # --- the files that may be tried, by their names and sizes only ------------------------------------
@@ -257,32 +227,35 @@ def find_candidates(
     """Return the files to try as drafts for `target`, and the files that are refused.
 
     `named` are files, and folders that stand for the GGUF files in them. `known` are the models that
-    specgen has on this disk; they are never reported as refused. A model that occurs twice is tried once.
+    specgen has on this disk; they are never reported as refused. Files of the same name and size are one.
     A file that is larger than the target is tried only if the user named the file itself.
     """
-    of_folders = [path for folder in named for path in sorted(folder.glob("*.gguf"))]
-    in_folders = [path for path in of_folders if path.is_file() and _is_model(path)]
     files = [path for path in named if not path.is_dir()]
+    in_folders = [
+        path
+        for folder in named
+        for path in sorted(folder.glob("*.gguf"))
+        if path.is_file() and shard_number(path) in (None, 1) and "mmproj" not in path.name.lower()
+    ]
     candidates: list[Path] = []
     refused: list[Refused] = []
     of_target = identify(target)
-    seen: list[tuple[Path, FileIdentity]] = []
+    seen: set[FileIdentity] = set()
     # Named files come first, since the first of equal files is used.
     for path in (*files, *in_folders, *known):
         identity, reason = identify(path), ""
+        if identity in seen:
+            continue
         if identity is None:
             reason = "there is no such file, or it cannot be read"
-        elif any(_is_same(path, identity, *other) for other in seen):
-            continue
         else:
-            seen.append((path, identity))
-            if of_target is not None and _is_same(path, identity, target, of_target):
+            seen.add(identity)
+            if identity == of_target or (of_target is not None and path.samefile(target)):
                 reason = "it is the target itself"
             elif of_target is not None and identity.size_bytes > of_target.size_bytes:
                 size = human_bytes(identity.size_bytes)
-                reason = (
-                    f"it is larger than the target ({size}): named itself, it is tried all the same"
-                ) * (path not in files)
+                if path not in files:
+                    reason = f"it is larger than the target ({size}): named itself, it is tried all the same"
         if not reason:
             candidates.append(path)
         elif path in files or path in in_folders:
@@ -290,26 +263,126 @@ def find_candidates(
     return candidates, refused
 
 
-def _is_model(path: Path) -> bool:
-    """Return whether a file's name is that of a language model: of its first part, and no projector of images."""
-    return shard_number(path) in (None, 1) and "mmproj" not in path.name.lower()
+# --- threads: a single row waits for the memory, a batch computes, so each may want its own number --
+
+#: About how many seconds of decoding the comparison of numbers of threads takes, of each model; the least number of
+#: rounds may take `_PATIENCE` times as many.
+THREADS_BUDGET_S, _PATIENCE = 20.0, 3.0
+#: Rows of the batch that is timed: as many as the batch of a round usually has.
+BATCH_ROWS = 6
+#: With up to this many cores every number of threads is tried; with more, these shares of the cores.
+_FEW_CORES, _SHARES = 4, (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
+#: A number is chosen if it is faster than the default by this share, and so in this share of the rounds.
+_MARGIN, _MAJORITY = 0.03, 0.75
+#: The most rounds, and the least with which anything is changed. After `_N_ALL` rounds, or once the budget of time is
+#: spent, only the quickest numbers so far are timed.
+_N_ROUNDS, _N_LEAST, _N_ALL = 9, 4, 2
+
+#: The seconds of a single row and of a batch, by the number of threads.
+_Times: TypeAlias = Mapping[int, float]
 
 
-def _is_same(path: Path, identity: FileIdentity, other: Path, of_other: FileIdentity) -> bool:
-    """Return whether two paths name the same model: the same file, perhaps through a link, or a copy of it."""
-    if identity == of_other:
-        return True
-    if identity.size_bytes != of_other.size_bytes:
-        return False
-    try:
-        return path.samefile(other) or _ends(path) == _ends(other)
-    except OSError:
-        return False
+class ThreadedBackend(Backend, Protocol):
+    """A backend whose number of threads can be changed."""
+
+    def set_threads(self, n_single: int, n_batch: int) -> None:
+        """Decode one row with `n_single` threads from now on, and more rows with `n_batch`."""
+        ...
 
 
-def _ends(path: Path) -> tuple[bytes, bytes]:
-    """Return the first and the last bytes of a file. The first ones of a model have its name and vocabulary."""
-    with path.open("rb") as file:
-        first = file.read(_PROBE_BYTES)
-        file.seek(-min(_PROBE_BYTES, len(first)), os.SEEK_END)
-        return first, file.read()
+def _tuned_threads(
+    session: Session, model: Path, interrupted: Callable[[], bool], *, is_draft: bool
+) -> Threads | None:
+    """Measure and keep the best numbers of threads for the target, or for the loaded draft model.
+    None if the user named a number, if interrupted, or if the draft has no context of its own."""
+    options = session.options.draft_context if is_draft else session.options.target_context
+    if (options.n_threads, options.n_threads_batch) != (None, None) or interrupted():
+        return None
+    default, n_logical = default_threads(), os.cpu_count() or 1
+    affinity = getattr(os, "sched_getaffinity", None)
+    counts = thread_counts(default, n_logical, len(affinity(0)) if affinity else n_logical)
+    with session.contexts(short_context(session), drafts=is_draft) as (target, drafts):
+        if is_draft and not drafts:
+            return None
+        backend = drafts[0] if is_draft else target
+        chosen = measure_threads(backend, counts, default, THREADS_BUDGET_S, interrupted)
+    if interrupted():
+        return None
+    session.memory.keep_threads(model, options, chosen)
+    return chosen
+
+
+def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:
+    """Return the numbers of threads to try, ascending, on a machine with `n_cores` physical and
+    `n_logical` logical cores, of which this process may use `n_usable` logical ones."""
+    if n_cores <= _FEW_CORES:
+        counts = set(range(1, n_cores + 1))
+    else:
+        counts = {round(share * n_cores) for share in _SHARES} | {n_cores}
+    return sorted({*counts, n_logical, max(1, min(n_usable, n_logical))})
+
+
+def measure_threads(
+    backend: ThreadedBackend,
+    counts: Collection[int],
+    default: int,
+    budget_s: float,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Threads:
+    """Return the best of these numbers of threads and of `default`, which the backend then uses. Its
+    context is empty before and afterwards.
+
+    All numbers are timed in turns, a row and a batch each, since a machine's speed changes. If `interrupted` is
+    true, the default stays. Raise `BackendError`.
+    """
+    backend.set_threads(default, default)
+    text, before_s = begin(backend), backend.decode_s
+    rounds: tuple[list[_Times], list[_Times]] = ([], [])  # of single rows, and of batches
+    left = [default, *sorted(set(counts) - {default}, reverse=True)]
+    for number in range(_N_ROUNDS if len(left) > 1 else 0):
+        spent_s = backend.decode_s - before_s
+        if spent_s > (_PATIENCE if number < _N_LEAST else 1.0) * budget_s:
+            break
+        if number == _N_ALL or (number and spent_s > budget_s):
+            best = {_quickest(kind, left) for kind in rounds if any(kind)}
+            left = [default, *sorted(best - {default}, reverse=True)]
+        found: tuple[dict[int, float], dict[int, float]] = ({}, {})
+        for count in left:
+            if interrupted():
+                break
+            backend.set_threads(count, count)
+            # The first decode after a change may have to start threads: it is not timed.
+            time_batch(backend, text, 1)
+            for n_rows, times in zip((1, BATCH_ROWS), found, strict=True):
+                if seconds := time_batch(backend, text, n_rows):
+                    times[count] = seconds
+        if interrupted():
+            rounds = ([], [])
+            break
+        for kind, times in zip(rounds, found, strict=True):
+            kind.append(times)
+    backend.remove(0)
+    chosen = Threads(*(choose_threads(kind, default) for kind in rounds))
+    backend.set_threads(chosen.n_single, chosen.n_batch)
+    return chosen
+
+
+def _quickest(rounds: Sequence[_Times], counts: Sequence[int]) -> int:
+    def median_s(count: int) -> float:
+        return statistics.median(times[count] for times in rounds if count in times)
+
+    return min((n for n in counts if any(n in times for times in rounds)), key=median_s)
+
+
+def choose_threads(rounds: Sequence[_Times], default: int) -> int:
+    """Return the number of threads that takes the least time, from the seconds by number of each round;
+    `default` unless another one is clearly faster."""
+    best, least = default, 1.0 - _MARGIN
+    for count in sorted({count for seconds in rounds for count in seconds} - {default}):
+        ratios = [s[count] / s[default] for s in rounds if count in s and default in s]
+        if len(ratios) < _N_LEAST:
+            continue
+        share = sum(ratio < 1.0 for ratio in ratios) / len(ratios)
+        if statistics.median(ratios) < least and share >= _MAJORITY:
+            best, least = count, statistics.median(ratios)
+    return best

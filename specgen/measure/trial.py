@@ -1,10 +1,9 @@
 """The speed-up that a draft would bring, computed without running it with the target.
 
-The target answers a few prompts plainly, once, and the time of its batches is measured. Each draft is
-then replayed on these answers. It proposes as it would while they are generated; proposed tokens that
-agree with the answer count as accepted, and the round costs the measured time of a batch of its size.
-This is speculative decoding at temperature 0 without the target's computation. So a dozen drafts can be
-tried in only their own time.
+The target answers a few prompts plainly, once, and the time of its batches is measured. Each draft is then replayed on
+these answers: proposed tokens that agree with the answer count as accepted, and a round costs the measured time of a
+batch of its size. This is speculative decoding at temperature 0 without the target's computation, so a dozen drafts
+can be tried in only their own time.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import dataclasses
 import math
 import statistics
 from collections import abc, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ from specgen.errors import BackendError, PromptError
 from specgen.events import ReasonCount
 from specgen.llama import LlamaBackend
 from specgen.measure.prompts import NOW
-from specgen.method.backend import Batch, HiddenBackend
+from specgen.method.backend import Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import Reason, RoundPlan, RoundResult, draft_up_to
@@ -46,8 +45,8 @@ if TYPE_CHECKING:
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
 
-#: After each answer, the first `_N_OFTEN` sizes of batches are timed `_N_REPEATS` times, except a single
-#: row, which the answer itself times; the larger sizes are timed once.
+#: After each answer, the first `_N_OFTEN` sizes of batches are timed `_N_REPEATS` times, but for a single row, which the
+#: answer itself times; larger sizes once.
 _N_REPEATS = 3
 _N_OFTEN = 6
 #: Speed-ups that differ by a smaller share are a tie; those that differ by a larger share are none.
@@ -59,8 +58,8 @@ PromptsDone = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class TargetAnswer:
-    """A prompt as it was given, and the tokens of the target's own answer at temperature 0. The token that
-    ends the answer is among them: a draft may propose it like any other."""
+    """A prompt as it was given, and the tokens of the target's own answer at temperature 0, with the token that
+    ends it."""
 
     prompt: str
     tokens: tuple[int, ...]
@@ -68,12 +67,9 @@ class TargetAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A target without a draft: its answers, generated in contexts of `n_ctx` tokens, and `batch_s`, the
-    median seconds of decodes by their rows: of 1 row, and of at least one larger size if a round has room
-    for a draft. `chat` says whether the prompts used its template (None: if it has one).
-
-    `skipped` are the numbers, from 1 on, of prompts that do not fit into the context.
-    """
+    """A target without a draft: its answers, generated in contexts of `n_ctx` tokens, and the median seconds of decodes
+    by their rows. `chat` says whether the prompts used its template (None: if it has one). `skipped` are the numbers,
+    from 1 on, of prompts that do not fit into the context."""
 
     answers: tuple[TargetAnswer, ...]
     skipped: tuple[int, ...]
@@ -83,42 +79,38 @@ class Baseline:
 
     @property
     def costs(self) -> Costs:
-        """The costs of the target; drafts have none."""
         return Costs(self.batch_s)
 
     @property
     def token_s(self) -> float:
-        """Seconds of a token in plain decoding."""
         return self.batch_s[1]
 
     @property
     def n_tokens(self) -> int:
-        """The number of tokens in all answers."""
         return sum(len(answer.tokens) for answer in self.answers)
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
     """A drafter's rounds for one answer, without the token that came from the prompt's decode. `start_s` is the
-    draft model's decode of the prompt; the tally's `target_s` are the target's batches by their measured costs."""
+    draft model's decode of the prompt; the tally's `target_s` are the target's batches by their measured costs, and
+    `token_s` is that of a token in plain decoding."""
 
     n_tokens: int
     tally: Tally
     start_s: float
-    #: The target's seconds for a token in plain decoding.
     token_s: float
 
     @property
     def speedup(self) -> float:
-        """The speed-up over plain decoding. The decodes of the prompt, by target and draft, do not count."""
         return speedup(self.n_tokens, self.tally.target_s + self.tally.draft_s, self.token_s)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftFigures:
-    """The figures of a draft over all answers together. `worst_speedup` is that of the answer with the
-    least speed-up. `draft_token_s` are the seconds of a drafted token, `start_s` those of the draft model's
-    decode of a prompt. Figures that do not exist, since nothing was drafted, are None."""
+    """The figures of a draft over all answers together; the decodes of prompts do not count. `start_s` are the
+    seconds of the draft model's decode of a prompt. `undrafted` says why some of the `n_rounds` drafted nothing, the
+    most frequent reason first. Figures that do not exist, since nothing was drafted, are None."""
 
     speedup: float
     worst_speedup: float
@@ -127,10 +119,8 @@ class DraftFigures:
     mean_accepted_length: float
     draft_token_s: float | None
     start_s: float
-    #: All rounds, and why some of them drafted nothing, the most frequent reason first.
     n_rounds: int = 0
     undrafted: tuple[ReasonCount, ...] = ()
-    #: The speed-up of each answer.
     speedups: tuple[float, ...] = ()
 
 
@@ -153,13 +143,10 @@ def measure_target(
     interrupted: Callable[[], bool] = lambda: False,
     progress: PromptsDone = lambda _done, _total: None,
 ) -> Baseline | None:
-    """Let the target answer the prompts without a draft, and time its batches of 1 row up to the most rows
-    of a round by the options.
-
-    The temperature must be 0. Return None if interrupted. Raise `PromptError` if no prompt fits into the
+    """Let the target answer the prompts without a draft, and time its batches up to the most rows of a round. The
+    temperature must be 0. Return None if interrupted. Raise `PromptError` if no prompt fits into the
     context, if no answer is longer than a token, or if the context has no room to time the batches; and
-    `MemoryLimitError`.
-    """
+    `MemoryLimitError`."""
     fitting, skipped = fitting_prompts(session, enumerate(prompts, 1), chat)
     n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in fitting.values())
     sizes = timed_batch_sizes(session.n_rows_max)
@@ -177,7 +164,7 @@ def measure_target(
             answers.append(TargetAnswer(prompts[number - 1], tuple(generation.tokens[n_prompt:])))
             samples[1] += generation.tally.target_s_by_rows[1]
             # Batches are timed right after the single tokens, since a machine's speed changes.
-            for size in _timed_sizes(sizes):
+            for size in (*sizes[1:], *(_N_REPEATS - 1) * sizes[1:_N_OFTEN]):
                 if interrupted():
                     return None
                 if (seconds := time_batch(target, generation.tokens, size)) is not None:
@@ -202,10 +189,8 @@ def try_draft(
     interrupted: Callable[[], bool] = lambda: False,
     progress: PromptsDone = lambda _done, _total: None,
 ) -> DraftFigures | None:
-    """Return the figures of the loaded draft for its target; None if interrupted.
-
-    Raise `MemoryLimitError` or `BackendError` if the draft model cannot be run.
-    """
+    """Return the figures of the loaded draft for its target; None if interrupted. Raise `MemoryLimitError` or
+    `BackendError` if the draft model cannot be run."""
     if session.draft is not None and session.draft.reads == "cache":
         raise BackendError(
             f"{session.draft_name}: it reads the target's cache, so it cannot draft for kept answers",
@@ -238,12 +223,9 @@ def replay(
     clock: Callable[[], float],
     states: Hidden | None = None,
 ) -> Replay:
-    """Replay the rounds of a known answer with the generation's drafter.
-
-    `generation` must be at the end of its prompt; afterwards it is at the end of the answer. `clock`
-    returns seconds and is read around each proposal. For drafts from the target's last state, `states` are
-    those from which it chose each token of the answer, float32[n_tokens, n_embd].
-    """
+    """Replay the rounds of a known answer with the drafter of `generation`, which is at the end of its prompt, and
+    then at the end of the answer. `clock` is read around each proposal. For drafts from the target's last state,
+    `states` are those from which it chose each token of the answer, float32[n_tokens, n_embd]."""
     drafters, policy, hidden = generation.drafters, generation.policy, generation.hidden
     tokens, costs = answer.tokens, baseline.costs
     tally, start_s = Tally(), 0.0
@@ -260,39 +242,31 @@ def replay(
                 plan = dataclasses.replace(plan, reason=Reason("unsure"))
             seconds = clock() - started
         if not done:
-            # In a real answer, the prompt's round has no draft, and the draft model decodes the prompt in the
-            # next round. Here it decodes it before, for a proposal that is not used: so the rounds have only
-            # costs that grow with the answer.
+            # A real answer's first token has no draft. Here the draft model decodes the prompt for a proposal that is
+            # not used: so the rounds have only costs that grow with the answer.
             start_s, seconds = seconds, 0.0
             plan, whole, draft = RoundPlan(Reason("plain decode")), (), NO_DRAFT
-        else:
-            tally.n_rounds += 1
-            tally.draft_s += seconds
-            tally.target_s += costs.rows_s(1 + len(draft))
-            if not len(draft):
-                tally.add_undrafted(plan.reason.name, str(plan.reason))
         path = agreeing_path(draft, tokens[done:])
         last = done + len(path)
-        for token in tokens[done : last + 1]:
+        committed = tuple(tokens[done : last + 1])
+        for token in committed:
             generation.commit(token)
         if hidden is not None and states is not None and done > 0 and last < len(states):
             n_read = generation.n_prompt + last
             hidden.take_rows(states[last : last + 1], generation.tokens, n_read)
         n_rows = 1 + len(draft)
-        committed = tuple(tokens[done : last + 1])
-        result = RoundResult(
-            plan, draft, path, seconds, costs.rows_s(n_rows), n_rows, committed, whole
-        )
+        target_s = costs.rows_s(n_rows)
+        result = RoundResult(plan, draft, path, seconds, target_s, n_rows, committed, whole)
         policy.observe(result)
         if drafters is not None:
             drafters.observe(result)
-        tally.add_draft(draft, path)
+        if done:
+            tally.add_round(result, model_s=seconds)
     return Replay(len(tokens) - 1, tally, start_s, baseline.token_s)
 
 
 def summarise(replays: abc.Sequence[Replay]) -> DraftFigures:
-    """Return the figures of all answers together. Answers of a single token say nothing and do not
-    count."""
+    """Return the figures of all answers together. Answers of a single token do not count."""
     counted = [replay for replay in replays if replay.tally.n_rounds]
     tallies = [replay.tally for replay in counted]
     n_tokens = sum(replay.n_tokens for replay in counted)
@@ -300,7 +274,7 @@ def summarise(replays: abc.Sequence[Replay]) -> DraftFigures:
     draft_s = sum(tally.draft_s for tally in tallies)
     seconds = draft_s + sum(tally.target_s for tally in tallies)
     whole = Tally()
-    for each in chain.from_iterable(tally.reasons for tally in tallies):
+    for each in chain.from_iterable(tally.undrafted for tally in tallies):
         whole.add_undrafted(each.reason, each.text, each.n_rounds)
     return DraftFigures(
         speedup=speedup(n_tokens, seconds, counted[0].token_s),
@@ -311,7 +285,7 @@ def summarise(replays: abc.Sequence[Replay]) -> DraftFigures:
         draft_token_s=draft_s / n_drafted if n_drafted else None,
         start_s=sum(replay.start_s for replay in counted) / len(counted),
         n_rounds=n_rounds,
-        undrafted=whole.reasons,
+        undrafted=whole.undrafted,
         speedups=tuple(replay.speedup for replay in counted),
     )
 
@@ -325,8 +299,7 @@ def plain_figures(baseline: Baseline) -> DraftFigures:
 
 
 def agreeing_path(draft: Draft, tokens: abc.Sequence[int]) -> tuple[int, ...]:
-    """Return the nodes of a draft that a target accepts if its own next tokens are `tokens`: the longest
-    path from the root down that agrees with them."""
+    """Return the nodes of a draft that a target accepts if its own next tokens are `tokens`."""
     path: list[int] = []
     for token in tokens:
         node = path[-1] if path else ROOT
@@ -338,8 +311,7 @@ def agreeing_path(draft: Draft, tokens: abc.Sequence[int]) -> tuple[int, ...]:
 
 
 def answered_prompt(session: Session, baseline: Baseline, answer: TargetAnswer) -> Prompt:
-    """Return the prompt of an answer. Each draft needs a prompt of its own, since it contains the draft's
-    tokens."""
+    """Return the prompt of an answer, for the present draft: it contains the draft's tokens."""
     return session.prompts.of_text(answer.prompt, chat=baseline.chat, now=NOW)
 
 
@@ -389,14 +361,7 @@ def _states_of_answer(target: LlamaBackend, tokens: abc.Sequence[int], n_prompt:
     return np.concatenate(pieces)
 
 
-def _timed_sizes(sizes: abc.Sequence[int]) -> Iterator[int]:
-    """Yield the sizes of batches to time after an answer. The first of `sizes`, a single row, is left
-    out: the answer itself times it."""
-    for repeat in range(_N_REPEATS):
-        yield from sizes[1 : None if repeat == 0 else _N_OFTEN]
-
-
-def read_states(target: HiddenBackend, tokens: abc.Sequence[int], trail: TargetStates) -> None:
+def read_states(target: Backend, tokens: abc.Sequence[int], trail: TargetStates) -> None:
     """Add the target's states after each token of a text to the trail of a draft that reads them all. The target's
     context must be empty, and is empty again afterwards."""
     try:

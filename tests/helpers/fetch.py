@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from specgen.models.download import DownloadProgress
 from specgen.models.hub import folder_of
 from specgen.models.registry import CatalogueModel, HubSource, PypiSource
+from specgen.system.progress import ProgressView
 from tests.helpers.common import ROOT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -415,7 +415,7 @@ def python(
 
 
 @dataclass
-class RecordedProgress(DownloadProgress):
+class RecordedProgress(ProgressView):
     """A progress that keeps what it is told."""
 
     notes: list[str] = field(default_factory=list)

@@ -21,10 +21,11 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
+from specgen.serve.server.app import Server
+from specgen.serve.server.http import DrainingServer
 from specgen.serve.server.jobs import OpenedModel
 from specgen.serve.server.model_pool import ModelEntry, ModelPool
 from specgen.serve.server.options import ServerOptions, bound_socket, url_of
-from specgen.serve.server.run import DrainingServer
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.memory import Memory
@@ -134,7 +135,7 @@ def answering(
 ) -> Iterator[tuple[DrainingServer, threading.Thread, httpx.Client]]:
     """Answer requests with the models of a pool in a thread of this process, and give a client with the key."""
     keys = {"Authorization": f"Bearer {options.api_keys[0]}"} if options.api_keys else {}
-    server = DrainingServer(pool, options)
+    server = DrainingServer(Server(pool, options).app(), pool, options)
     with bound_socket(options.host, options.port, options.limits.client_s) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()

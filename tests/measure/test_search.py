@@ -99,14 +99,14 @@ def test_costs_and_threads_are_known_afterwards(tiny_models: Path) -> None:
         found = search_drafts(opened, [draft], (), PROMPTS, tunes_threads=True)
     assert found is not None
     assert set(found.threads) == {"target.gguf", "draft.gguf"}
-    assert memory.threads(target, context) == found.threads["target.gguf"].chosen
-    assert memory.threads(draft, context) == found.threads["draft.gguf"].chosen
+    assert memory.threads(target, context) == found.threads["target.gguf"]
+    assert memory.threads(draft, context) == found.threads["draft.gguf"]
     with loaded(tiny_models, context, memory) as opened:
         opened.change_draft(draft)
         assert is_pair_measured(opened, draft)
         assert known_costs(opened, draft) is not None
         taken = opened.costs.context_options()
-        chosen = found.threads["target.gguf"].chosen
+        chosen = found.threads["target.gguf"]
         assert (taken.n_threads, taken.n_threads_batch) == (chosen.n_single, chosen.n_batch)
         # Nothing is left to measure.
         with opened.contexts(256) as contexts:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.measure.threads import choose_threads, measure_threads, thread_counts
+from specgen.measure.search import choose_threads, measure_threads, thread_counts
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, SessionOptions
 from specgen.session.calibration import is_pair_measured, measure_if_new
@@ -85,18 +85,15 @@ def fake(seconds: Callable[[int, int], float], n_ctx: int = 64) -> ThreadedFake:
 def test_rows_and_batches_get_their_own_number() -> None:
     # A row is quickest with 2 threads; a batch, with as many as there are.
     backend = fake(lambda threads, rows: 0.1 / threads if rows > 1 else 0.05 + abs(threads - 2))
-    found = measure_threads(backend, [1, 2, 3, 4], 4, 1e9)
-    assert found.chosen == Threads(2, 4)
+    assert measure_threads(backend, [1, 2, 3, 4], 4, 1e9) == Threads(2, 4)
     assert backend.threads == (2, 4)
     assert backend.length(0) == 0
-    assert found.batch_s[4] == pytest.approx(0.025)
-    assert set(found.single_s) == {1, 2, 3, 4}
+    assert {n for n, _ in backend.timed} == {1, 2, 3, 4}
 
 
 def test_time_is_limited_and_then_nothing_is_changed() -> None:
     backend = fake(lambda threads, _: 1.0 / threads)
-    found = measure_threads(backend, [1, 2, 8], 2, 1.0)
-    assert found.chosen == Threads(2, 2)
+    assert measure_threads(backend, [1, 2, 8], 2, 1.0) == Threads(2, 2)
     assert len(backend.timed) < 20
 
 
@@ -105,19 +102,18 @@ def test_an_interruption_leaves_the_usual_number() -> None:
         return len(backend.timed) > 30
 
     backend = fake(lambda threads, _: 1.0 / threads)
-    found = measure_threads(backend, [1, 2, 4], 2, 1e9, interrupted)
+    assert measure_threads(backend, [1, 2, 4], 2, 1e9, interrupted) == Threads(2, 2)
     assert 30 < len(backend.timed) < 36
-    assert (found.chosen, found.single_s, found.batch_s) == (Threads(2, 2), {}, {})
     assert backend.threads == (2, 2)
     assert backend.length(0) == 0
 
 
 def test_where_there_is_nothing_to_choose_nothing_is_timed() -> None:
     backend = fake(lambda *_: 1.0)
-    found = measure_threads(backend, [1], 1, 1e9)
-    assert (found.chosen, found.single_s, found.batch_s) == (Threads(1, 1), {}, {})
+    assert measure_threads(backend, [1], 1, 1e9) == Threads(1, 1)
+    assert len(backend.timed) < 5
     small = fake(lambda *_: 1.0, n_ctx=5)
-    assert measure_threads(small, [1, 2], 2, 1e9).batch_s == {}
+    assert measure_threads(small, [1, 2], 2, 1e9).n_batch == 2
     assert small.length(0) == 0
 
 
@@ -135,8 +131,8 @@ def test_the_number_of_threads_changes_in_an_open_context(model: LlamaModel) -> 
     options = ContextOptions(n_threads=1, n_threads_batch=2)
     backend = LlamaBackend(model, options, n_ctx=64, clock=time.perf_counter, n_outputs=8)
     assert backend.threads == (1, 2)
-    measured = measure_threads(backend, [1, 2], 1, 0.5)
-    assert backend.threads == (measured.chosen.n_single, measured.chosen.n_batch)
+    chosen = measure_threads(backend, [1, 2], 1, 0.5)
+    assert backend.threads == (chosen.n_single, chosen.n_batch)
     backend.set_threads(2, 1)
     assert backend.threads == (2, 1)
     for wrong in ((0, 1), (1, 0), (513, 1), (1, 513)):

@@ -16,7 +16,7 @@ from specgen.errors import FetchError
 from specgen.models.download import download, fetch
 from specgen.models.hub import folder_of, locate
 from specgen.models.registry import CatalogueModel, HubSource
-from specgen.system.units import human_bytes
+from specgen.system.progress import human_bytes
 from tests.helpers.fetch import (
     Fault,
     RecordedProgress,
@@ -50,9 +50,9 @@ from specgen.errors import FetchError
 from specgen.models.download import fetch
 from specgen.models.hub import locate
 from specgen.models.registry import load_registry
-from specgen.models.download import DownloadProgress
+from specgen.system.progress import ProgressView
 try:
-    path = fetch(load_registry().model("tiny"), progress=DownloadProgress(sys.stderr))
+    path = fetch(load_registry().model("tiny"), progress=ProgressView(sys.stderr, kind="bytes"))
     assert path == locate(load_registry().model("tiny"))
 except FetchError as error:
     path = f"error: {error.message} | {error.hint}"

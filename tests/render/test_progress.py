@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from specgen.models.download import DownloadProgress
-from specgen.render.progress_bars import progress_bar
 from specgen.system import progress
-from specgen.system.progress import ProgressLines
+from specgen.system.progress import ProgressView
 from tests.helpers.cli import Specgen
 
 
@@ -36,12 +35,12 @@ def _interval(monkeypatch: pytest.MonkeyPatch) -> None:
 def lines_of(*steps: tuple[float, str]) -> list[str]:
     """What is written where each state comes so many seconds after the one before."""
     stream, clock = io.StringIO(), Clock()
-    lines = ProgressLines(stream, clock)
+    view = ProgressView(stream, clock)
     for seconds, state in steps:
         clock.now_s += seconds
-        lines.update(state)
-    lines.finish()
-    return stream.getvalue().splitlines()
+        view.show(state, 1, 2)
+    view.close()
+    return [line.removesuffix(": 1 of 2") for line in stream.getvalue().splitlines()]
 
 
 def test_a_line_comes_after_the_interval_where_something_changed_and_at_the_end() -> None:
@@ -56,10 +55,11 @@ class Broken(io.StringIO):
 
 def test_a_stream_that_cannot_be_written_does_not_end_the_work() -> None:
     clock = Clock()
-    lines = ProgressLines(Broken(), clock)
-    clock.now_s += 60
-    lines.update("a")
-    lines.finish()
+    view = ProgressView(Broken(), clock)
+    for n in range(2):
+        view.show("a", n, 2)
+        clock.now_s += 60
+    view.close()
 
 
 # --- downloads
@@ -67,7 +67,7 @@ def test_a_stream_that_cannot_be_written_does_not_end_the_work() -> None:
 
 def test_a_line_of_a_download_comes_now_and_then() -> None:
     stream, clock = io.StringIO(), Clock()
-    progress = DownloadProgress(stream, clock)
+    progress = ProgressView(stream, clock, "bytes")
     for done_bytes in (150, 160, 200, 350, 1000):
         progress.show("tiny", done_bytes, 1000)
         clock.now_s += 6.0
@@ -88,31 +88,15 @@ def test_names_of_files_cannot_write_control_characters(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     clock = Clock()
-    with progress_bar(quiet=False, clock=clock) as tell:
-        tell("a\x1b[31m\r\nb\udc80", 0, 2)
+    view = ProgressView(sys.stderr, clock)
+    for n in range(2):
+        view.show("a\x1b[31m\r\nb\udc80", n, 2)
         clock.now_s += 60
-        tell("a\x1b[31m\r\nb\udc80", 1, 2)
+    view.close()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.isprintable()
     assert line.startswith("a")
     assert line.endswith(": 1 of 2")
-
-
-def test_work_that_fails_or_is_interrupted_says_how_far_it_was(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def work() -> None:
-        clock = Clock()
-        with progress_bar(quiet=False, clock=clock) as tell:
-            tell("it", 0, 9)
-            clock.now_s += 60
-            tell("it", 1, 9)
-            tell("it", 2, 9)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert capsys.readouterr().err.splitlines() == ["it: 1 of 9", "it: 2 of 9"]
 
 
 #: Each command that measures, as short as it gets, and a line that it is to write.

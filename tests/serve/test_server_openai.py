@@ -233,9 +233,8 @@ AMBIGUOUS = "".join(f'"{letter}"? ' for letter in string.ascii_lowercase * 1000)
 def test_a_form_that_cannot_be_followed_is_refused(
     client: openai.OpenAI, name: str, form: object, told: str
 ) -> None:
-    with pytest.raises(openai.BadRequestError, match=told) as caught:
+    with pytest.raises(openai.BadRequestError, match=told):
         client.chat.completions.create(model="any", messages=MESSAGES, extra_body={name: form})
-    assert caught.value.param == name
 
 
 def test_a_prompt_without_room(client: openai.OpenAI) -> None:
@@ -248,12 +247,9 @@ def test_paths_that_there_are_not(server: Running) -> None:
     assert server.http.get("/v2/models").status_code == 404
     assert server.http.get("/v1/chat/completions").status_code == 405
     error = server.http.get("/v2/models").json()["error"]
-    assert error["type"] == "not_found_error"
-    assert error["message"].startswith("GET /v2/models: ")
-    assert "/v1/responses" in error["message"]
-    assert "{" not in error["message"]
-    wrong = server.http.get("/v1/chat/completions").json()["error"]
-    assert wrong["message"] == "GET /v1/chat/completions: this path takes POST"
+    assert (error["type"], error["message"]) == ("not_found_error", "GET /v2/models: not found")
+    wrong = server.http.get("/v1/chat/completions")
+    assert wrong.headers["Allow"] == "POST"
 
 
 def test_variables_and_earlier_reasoning_reach_the_template(

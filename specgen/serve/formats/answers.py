@@ -1,4 +1,4 @@
-"""Answers as all APIs share them: a stream of additions, how it ends, and specgen's own figures."""
+"""Answers and errors as all APIs share them: a stream of additions, how it ends, and specgen's own figures."""
 
 from __future__ import annotations
 
@@ -6,16 +6,80 @@ import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
 
+from specgen.errors import (
+    BackendError,
+    PromptError,
+    PromptLengthError,
+    SpecgenError,
+    UsageError,
+)
 from specgen.events import CommittedEvent, Event, FinishedEvent
-from specgen.serve.formats.request import Request
+from specgen.serve.formats.request import BodyError, Request
 from specgen.serve.formats.tool_calls import Delta, ToolCallParser
 from specgen.session.prompts.template import ThoughtReader, is_thinking
 from specgen.system.machine import is_busy
 
 #: An object of JSON: a body, an event, or a chunk of a stream.
 Json: TypeAlias = dict[str, Any]
+
+
+#: OpenAI's types of errors by their status; others are ``invalid_request_error``.
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+#: Statuses and codes of specgen's errors; the first match counts.
+_CODES: tuple[tuple[type[SpecgenError], int, str | None], ...] = (
+    (BodyError, 400, "invalid_value"),
+    (PromptLengthError, 400, "context_length_exceeded"),
+    (PromptError, 400, "invalid_request"),
+    (UsageError, 400, "invalid_request"),
+    (BackendError, 500, "backend_error"),
+    (SpecgenError, 500, None),
+)
+
+
+@dataclass(eq=False)
+class RequestError(Exception):
+    """A refused or failed request: the `status` of the response, and the content of its body.
+
+    `param` is the wrong field, if there is one; `code` names the kind of error for programs."""
+
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] | None = None
+
+    @staticmethod
+    def of(error: SpecgenError) -> RequestError:
+        """Return the error for a client: 400 if the request is wrong, 500 if the model failed. Hints are left
+        out, since they name options of the command line."""
+        status, code = next(each[1:] for each in _CODES if isinstance(error, each[0]))
+        return RequestError(status, error.message, code, getattr(error, "field", None))
+
+    @staticmethod
+    def ending() -> RequestError:
+        return RequestError(503, "the server ends", "ending")
+
+    @staticmethod
+    def queue_full(retry_s: int) -> RequestError:
+        """Return the error for a request without room; in about `retry_s` seconds there may be some."""
+        message = f"too many requests are waiting; try again in {retry_s} s"
+        headers = {"Retry-After": str(retry_s)}
+        return RequestError(429, message, "queue_full", headers=headers)
+
+    def body(self) -> Json:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
 
 class Answer:
@@ -96,10 +160,14 @@ class Answer:
 
 class AnswerWriter(ABC):
     """Writes answers in the form of an API, in chunks and whole: those to the first of the `requests` with the
-    first of the rendered `prompts`, then those to the next. Events of named streams have their name as `type`.
+    first of the rendered `prompts`, then those to the next.
 
     `identity` makes the id; `created` is in seconds since 1970.
     """
+
+    #: Whether chunks are events, whose name is their `type`; the event that keeps a stream open, if there is one.
+    is_named: ClassVar[bool] = False
+    alive: ClassVar[Json | None] = None
 
     def __init__(
         self,

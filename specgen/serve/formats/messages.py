@@ -36,7 +36,6 @@ _BILLING = "x-anthropic-billing-header"
 _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
 #: Types of errors that have another name in Anthropic's API.
 _ERRORS = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
-PING: Mapping[str, str] = {"type": "ping"}
 
 
 class _Block(Part):
@@ -163,6 +162,8 @@ def _add_block(found: Conversation, turn: _Message, where: str, block: _Block) -
 class MessageWriter(AnswerWriter):
     """Writes one answer, whole or as events."""
 
+    is_named, alive = True, {"type": "ping"}
+
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._head = {
@@ -184,7 +185,7 @@ class MessageWriter(AnswerWriter):
             **ending,
             "usage": _usage(n_prompt_tokens, 0, 0),
         }
-        return [{"type": "message_start", "message": message}, {**PING}]
+        return [{"type": "message_start", "message": message}, {**self.alive}]
 
     def fail(self, error: Json) -> list[Json]:
         return [error_body(error)]

@@ -218,6 +218,8 @@ class ResponseWriter(AnswerWriter):
     `hides`, thoughts are also in the form that clients send back.
     """
 
+    is_named = True
+
     def __init__(
         self,
         *args: Any,

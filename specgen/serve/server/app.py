@@ -7,12 +7,13 @@ import datetime
 import functools
 import logging
 import mimetypes
+import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -27,10 +28,10 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specgen import __version__
-from specgen.errors import SpecgenError, UsageError
+from specgen.errors import SpecgenError
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.serve.formats.answers import AnswerWriter, Json
-from specgen.serve.formats.messages import PING, read_messages
+from specgen.serve.formats.answers import AnswerWriter, Json, RequestError
+from specgen.serve.formats.messages import read_messages
 from specgen.serve.formats.openai import (
     ChatWriter,
     embedding_response,
@@ -51,20 +52,20 @@ from specgen.serve.formats.request import (
 from specgen.serve.formats.responses import read_response_request
 from specgen.serve.server.http import (
     AccessCheck,
+    DrainingServer,
     EventStream,
-    RequestError,
     read_json,
+    refusal,
     while_connected,
 )
 from specgen.serve.server.jobs import Insert, Job, ServedEmbedder, ServedModel
 from specgen.serve.server.metrics import ServerMetrics
 from specgen.serve.server.model_pool import ModelPool, Place
-from specgen.serve.server.options import Limits, ServerOptions
+from specgen.serve.server.options import ServerOptions
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt, template_of
 from specgen.session.prompts.infill import infill_prompt
-from specgen.session.session import Session
-from specgen.system.json_lines import as_json
+from specgen.system.files import as_json
 
 # Some machines map .js to plain text, and browsers do not run such a script.
 for _ending in (".js", ".mjs"):
@@ -78,23 +79,24 @@ _PAGE_HEADERS = {
     "X-DNS-Prefetch-Control": "off",
     "Cache-Control": "no-cache",
 }
-_STATUS_WRONG_METHOD = 405
 #: Headers that Anthropic's clients send from web pages.
 _CLIENT_HEADERS = (
     "Anthropic-Beta",
     "Anthropic-Dangerous-Direct-Browser-Access",
     "Anthropic-Version",
 )
-_STATUS_CLIENT_GONE = 499
-#: Fields from which a grammar is made.
-_GRAMMAR_FIELDS = (
-    "grammar",
-    "json_schema",
-    "response_format",
-    "text",
-    "output_config",
-    "output_format",
-)
+#: Reads a body; the command line gives the defaults of samplers and of ends.
+Reader: TypeAlias = Callable[
+    [Mapping[str, Any], SamplerOptions, GenerationOptions], tuple[Request, ...]
+]
+#: The first three are OpenAI's; messages are Anthropic's; infill is llama.cpp's, for a text with a gap.
+_READERS: Mapping[str, Reader] = {
+    "/v1/chat/completions": read_chat,
+    "/v1/completions": read_completion,
+    "/v1/responses": read_response_request,
+    "/v1/messages": read_messages,
+    "/infill": read_infill,
+}
 _log = logging.getLogger("specgen.serve.server")
 
 
@@ -125,86 +127,6 @@ class _DetokenizeBody(Fields):
     tokens: list[Integer]
 
 
-#: ``chat``, ``completion`` and ``responses`` are OpenAI's; ``messages`` is Anthropic's; ``infill`` is
-#: llama.cpp's, for a text with a gap.
-Endpoint: TypeAlias = Literal["chat", "completion", "infill", "messages", "responses"]
-_READ: Mapping[
-    Endpoint,
-    Callable[[Mapping[str, Any], SamplerOptions, GenerationOptions], tuple[Request, ...]],
-] = {
-    "chat": read_chat,
-    "completion": read_completion,
-    "infill": read_infill,
-    "messages": read_messages,
-    "responses": read_response_request,
-}
-
-
-def read_requests(
-    endpoint: Endpoint, body: Mapping[str, Any], session: Session, limits: Limits
-) -> tuple[Request, ...]:
-    """Read a body, with a request for each of its prompts. The options of the command line give the defaults
-    of its fields, and the target's chat template the form of tool calls. Raise `BodyError`."""
-    options, template = session.options, template_of(session.target, has_tools=True)
-    found = _READ[endpoint](body, options.sampler, options.generation)
-    n_answers = found[0].n * len(found)
-    if n_answers > limits.n_answers > 0:
-        raise BodyError("n", f"{n_answers} answers; at most {limits.n_answers} are allowed")
-    return tuple(with_call_form(request, template) for request in found)
-
-
-def answer_requests(
-    requests: Sequence[Request], session: Session, n_ctx: int, limits: Limits
-) -> list[Insert]:
-    """Return what to submit to an engine with contexts of `n_ctx` tokens: all answers to the first prompt,
-    then those to the next. Raise `UsageError`, `PromptError`, and `RequestError` for a prompt that does not
-    fit."""
-    asks: list[Insert] = []
-    for request in requests:
-        check_tokens(request, session.target.vocabulary.n_tokens)
-        generation = request.generation
-        if limits.answer_tokens > 0 and not 0 <= generation.max_tokens <= limits.answer_tokens:
-            generation = replace(generation, max_tokens=limits.answer_tokens)
-        prompt = prompt_of(replace(request, generation=generation), session, n_ctx)
-        _check_length(len(prompt.tokens), n_ctx, limits.prompt_tokens)
-        wish, sampling = request.speculative, request.sampling
-        for number in range(request.n):
-            own = sampling
-            if sampling.seed >= 0:
-                own = replace(sampling, seed=sampling.seed + number)
-            insert = functools.partial(
-                Engine.insert,
-                prompt=prompt,
-                sampling=own,
-                generation=generation,
-                draft=wish.draft,
-                n_drafted_max=wish.max,
-                verifier=wish.verifier,
-            )
-            asks.append(insert)
-    return asks
-
-
-def prompt_of(request: Request, session: Session, n_ctx: int) -> Prompt:
-    """Return the prompt of a request. Raise `UsageError`, `PromptError`."""
-    if request.gap is not None:
-        # The far ends of a long text matter little: the text is cut to leave room for an answer.
-        n_answer = request.generation.max_tokens
-        n_room = max(n_ctx // 4, n_ctx - (n_answer if n_answer >= 0 else n_ctx // 4))
-        return infill_prompt(session.target, session.own_vocabulary, request.gap, n_room)[0]
-    now = datetime.datetime.now().astimezone()
-    return request.prompt(replace(session.prompts, n_ctx=n_ctx), now)
-
-
-def _check_length(n_tokens: int, n_ctx: int, n_most: int) -> None:
-    if n_tokens > n_ctx or n_tokens > n_most > 0:
-        limit = f"but the context has {n_ctx}"
-        if n_tokens <= n_ctx:
-            limit = f"at most {n_most} are allowed"
-        message = f"the prompt has {n_tokens} tokens; {limit}"
-        raise RequestError(400, message, code="context_length_exceeded")
-
-
 class Server:
     """Answers requests with the models of a pool."""
 
@@ -223,13 +145,12 @@ class Server:
             Route("/metrics", self._show_metrics),
             Route("/props", self._props),
             Route("/slots", self._slots),
-            self._post("/v1/chat/completions", functools.partial(self._complete, "chat")),
-            self._post("/v1/completions", functools.partial(self._complete, "completion")),
-            self._post("/v1/responses", functools.partial(self._complete, "responses")),
+            *(
+                self._post(path, functools.partial(self._complete, read))
+                for path, read in _READERS.items()
+            ),
             self._post("/v1/embeddings", self._embed, embeds=True),
-            self._post("/v1/messages", functools.partial(self._complete, "messages")),
             self._work("/v1/messages/count_tokens", self._count_tokens),
-            self._post("/infill", functools.partial(self._complete, "infill")),
             self._work("/tokenize", _tokenize),
             self._work("/detokenize", _detokenize),
             self._work("/apply-template", self._apply_template),
@@ -246,15 +167,13 @@ class Server:
         return Starlette(
             routes=routes,
             middleware=[
-                Middleware(_Counted, metrics=self._pool.metrics),
+                Middleware(_counted, metrics=self._pool.metrics),
                 *([cors] if options.cors_origins else []),
                 Middleware(AccessCheck, options.api_keys, options.host, options.cors_origins),
             ],
-            exception_handlers={
-                HTTPException: _no_such_path,
-                **dict.fromkeys((RequestError, SpecgenError, ClientDisconnect), _refused),
-                Exception: _failed,
-            },
+            exception_handlers=dict.fromkeys(
+                (HTTPException, RequestError, SpecgenError, ClientDisconnect, Exception), _refused
+            ),
         )
 
     def _post(
@@ -283,10 +202,10 @@ class Server:
     # --- answers -----------------------------------------------------------------------------
 
     async def _complete(
-        self, endpoint: Endpoint, model: ServedModel, request: HttpRequest, body: Mapping[str, Any]
+        self, read: Reader, model: ServedModel, request: HttpRequest, body: Mapping[str, Any]
     ) -> Response:
         loop = asyncio.get_running_loop()
-        requests, job = await run_in_threadpool(self._submit, model, endpoint, body, loop)
+        requests, job = await run_in_threadpool(self._submit, model, read, body, loop)
         writer: AnswerWriter = (requests[0].writer or ChatWriter)(
             requests,
             [answer.prompt.text for answer in job.answers],
@@ -301,33 +220,63 @@ class Server:
                 _until_failure(writer, chunks),
                 end,
                 self._limits.client_s,
-                named=endpoint in ("messages", "responses"),
-                alive=PING if endpoint == "messages" else None,
+                named=writer.is_named,
+                alive=writer.alive,
             )
         return JSONResponse(await while_connected(request.receive, _whole(writer, chunks)))
+
+    def _read(
+        self, model: ServedModel, read: Reader, body: Mapping[str, Any]
+    ) -> tuple[Request, ...]:
+        """Return a request for each prompt of a body. Raise `BodyError`."""
+        options = model.session.options
+        template = template_of(model.session.target, has_tools=True)
+        found = read(body, options.sampler, options.generation)
+        return tuple(with_call_form(request, template) for request in found)
 
     def _submit(
         self,
         model: ServedModel,
-        endpoint: Endpoint,
+        read: Reader,
         body: Mapping[str, Any],
         loop: asyncio.AbstractEventLoop,
     ) -> tuple[tuple[Request, ...], Job]:
-        """Read a body and submit its answers to the engine. Raise `RequestError`, `SpecgenError`."""
-        requests = read_requests(endpoint, body, model.session, self._limits)
-        engine, n_answers = model.engine, requests[0].n * len(requests)
-        n_most = engine.n_parallel + self._limits.n_waiting
+        """Read a body and submit its answers: all to the first prompt, then those to the next. Raise `RequestError`,
+        `SpecgenError`."""
+        requests, limits = self._read(model, read, body), self._limits
+        n_answers, n_most = requests[0].n * len(requests), model.n_parallel + limits.n_waiting
+        n_most = min(n_most, limits.n_answers or n_most)
         if n_answers > n_most:
-            raise BodyError("n", f"{n_answers} answers; there is room for at most {n_most}")
-        try:
-            model.check_room(n_answers)
-            asks = answer_requests(requests, model.session, engine.n_ctx, self._limits)
-            return requests, model.submit(asks, loop)
-        except UsageError as error:
-            field = next((name for name in _GRAMMAR_FIELDS if body.get(name) is not None), None)
-            if field is None or "grammar" not in error.message or isinstance(error, BodyError):
-                raise
-            raise BodyError(field, error.message) from None
+            raise BodyError("n", f"{n_answers} answers; at most {n_most} are allowed")
+        model.check_room(n_answers)
+        asks: list[Insert] = []
+        for request in requests:
+            check_tokens(request, model.target.vocabulary.n_tokens)
+            generation = request.generation
+            if limits.answer_tokens > 0 and not 0 <= generation.max_tokens <= limits.answer_tokens:
+                generation = replace(generation, max_tokens=limits.answer_tokens)
+            prompt = _prompt(replace(request, generation=generation), model)
+            n_tokens, n_ctx = len(prompt.tokens), model.engine.n_ctx
+            if n_tokens > (n_fits := min(n_ctx, limits.prompt_tokens or n_ctx)):
+                what = f"but the context has {n_ctx}"
+                if n_fits < n_ctx:
+                    what = f"at most {n_fits} are allowed"
+                message = f"the prompt has {n_tokens} tokens; {what}"
+                raise RequestError(400, message, "context_length_exceeded")
+            wish, seed = request.speculative, request.sampling.seed
+            asks += (
+                functools.partial(
+                    Engine.insert,
+                    prompt=prompt,
+                    sampling=replace(request.sampling, seed=seed + number if seed >= 0 else seed),
+                    generation=generation,
+                    draft=wish.draft,
+                    n_drafted_max=wish.max,
+                    verifier=wish.verifier,
+                )
+                for number in range(request.n)
+            )
+        return requests, model.submit(asks, loop)
 
     # --- texts and tokens --------------------------------------------------------------------
 
@@ -342,12 +291,12 @@ class Server:
         return self._post(path, answer)
 
     def _count_tokens(self, model: ServedModel, body: Mapping[str, Any]) -> Any:
-        (asked,) = read_requests("messages", body, model.session, self._limits)
-        return {"input_tokens": len(prompt_of(asked, model.session, model.engine.n_ctx).tokens)}
+        (asked,) = self._read(model, read_messages, body)
+        return {"input_tokens": len(_prompt(asked, model).tokens)}
 
     def _apply_template(self, model: ServedModel, body: Mapping[str, Any]) -> Any:
-        (asked,) = read_requests("chat", body, model.session, self._limits)
-        return {"prompt": prompt_of(asked, model.session, model.engine.n_ctx).text}
+        (asked,) = self._read(model, read_chat, body)
+        return {"prompt": _prompt(asked, model).text}
 
     async def _embed(
         self, model: ServedEmbedder, request: HttpRequest, body: Mapping[str, Any]
@@ -449,50 +398,35 @@ class Server:
         )
 
 
-class _Counted:
-    """Counts responses by their status."""
+def _counted(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:
+    """Return an app whose responses are counted by their status."""
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._metrics.count_response(message["status"])
+                metrics.count_response(message["status"])
             await send(message)
 
-        await self._app(scope, receive, counting)
+        await app(scope, receive, counting)
 
-
-async def _no_such_path(request: HttpRequest, error: Exception) -> Response:
-    """Respond to Starlette's own refusals: an unknown path, or a method that a path does not support."""
-    assert isinstance(error, HTTPException)
-    asked = f"{request.method} {request.url.path}"
-    if error.status_code == _STATUS_WRONG_METHOD:
-        what = f"this path takes {(error.headers or {}).get('Allow')}"
-    else:
-        routes = [route.path for route in request.app.routes if isinstance(route, Route)]
-        paths = [path for path in routes if "{" not in path]  # patterns are of no use to a reader
-        what = f"there is no such path; there are {', '.join(paths)}"
-    refusal = RequestError(error.status_code, f"{asked}: {what}", headers=error.headers)
-    return refusal.response(request.url.path)
+    return counted
 
 
 async def _refused(request: HttpRequest, error: Exception) -> Response:
-    """Respond to a request that cannot be answered; without an error if its client has gone."""
+    """Respond to a request that cannot be answered; without an error if its client has gone. The traceback of a bug
+    goes to the log."""
+    path = request.url.path
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=_STATUS_CLIENT_GONE)
-    refusal = RequestError.of(error) if isinstance(error, SpecgenError) else error
-    assert isinstance(refusal, RequestError)
-    return refusal.response(request.url.path)
-
-
-async def _failed(request: HttpRequest, error: Exception) -> Response:
-    """Respond to a bug; its traceback goes to the server's log."""
-    _log.error("%s failed", request.url.path, exc_info=error)
-    bug = RequestError(500, "the server failed; its log says how", code="bug")
-    return bug.response(request.url.path)
+        return Response(status_code=499)
+    if isinstance(error, SpecgenError):
+        error = RequestError.of(error)
+    elif isinstance(error, HTTPException):  # an unknown path or method
+        what = f"{request.method} {path}: {error.detail.lower()}"
+        error = RequestError(error.status_code, what, headers=error.headers)
+    elif not isinstance(error, RequestError):
+        _log.error("%s failed", path, exc_info=error)
+        error = RequestError(500, "the server failed; its log says how", "bug")
+    return refusal(error, path)
 
 
 def _wrong_kind(name: str, *, embeds: bool) -> RequestError:
@@ -500,7 +434,19 @@ def _wrong_kind(name: str, *, embeds: bool) -> RequestError:
         what = f"{name} is an embedding model and generates no text: ask it at /v1/embeddings"
     else:
         what = f"{name} generates text and has no embeddings: serve an embedding model for them"
-    return RequestError(400, what, code="unsupported", param="model")
+    return RequestError(400, what, "unsupported", "model")
+
+
+def _prompt(request: Request, model: ServedModel) -> Prompt:
+    """Return the prompt of a request. Raise `UsageError`, `PromptError`."""
+    session, n_ctx = model.session, model.engine.n_ctx
+    if request.gap is not None:
+        # The far ends of a long text matter little: the text is cut to leave room for an answer.
+        n_answer = request.generation.max_tokens
+        n_room = max(n_ctx // 4, n_ctx - (n_answer if n_answer >= 0 else n_ctx // 4))
+        return infill_prompt(session.target, session.own_vocabulary, request.gap, n_room)[0]
+    now = datetime.datetime.now().astimezone()
+    return request.prompt(replace(session.prompts, n_ctx=n_ctx), now)
 
 
 def _tokenize(model: ServedModel, body: Mapping[str, Any]) -> Any:
@@ -563,3 +509,13 @@ async def _whole(writer: AnswerWriter, chunks: AsyncIterator[Json]) -> Json:
     async for _ in chunks:
         pass
     return writer.whole()
+
+
+def serve(pool: ModelPool, options: ServerOptions, bound: socket.socket, **how: Any) -> None:
+    """Answer requests on a socket until SIGTERM or Ctrl-C; `how` are more arguments of `DrainingServer`. Raise the
+    exception that ended the thread of an engine, if one did: a bug or a lost worker."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("specgen.serve.server").setLevel(logging.INFO)
+    DrainingServer(Server(pool, options).app(), pool, options, **how).run(sockets=[bound])
+    if pool.failure is not None:
+        raise pool.failure

@@ -1,4 +1,4 @@
-"""Requests and responses: who may ask, bodies, errors, streams of events, and clients that go away."""
+"""HTTP: errors, bodies, streams of events, who may ask, connections, and the life of the server."""
 
 from __future__ import annotations
 
@@ -6,102 +6,25 @@ import asyncio
 import contextlib
 import hmac
 import json
+import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from types import FrameType
+from typing import Any, ClassVar, TypeVar
+from urllib.parse import SplitResult, urlsplit
 
+import uvicorn
 from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from specgen.errors import (
-    BackendError,
-    PromptError,
-    PromptLengthError,
-    SpecgenError,
-    UsageError,
-)
+from specgen.serve.formats.answers import RequestError
 from specgen.serve.formats.messages import error_body
-from specgen.serve.formats.request import BodyError
-from specgen.serve.server.options import Limits, is_loopback
-
-# --- errors ---------------------------------------------------------------------------------------
-
-
-#: The types of errors by their status, where OpenAI has one.
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-}
-
-
-class RequestError(Exception):
-    """A refused or failed request: the `status` of the response, and the content of its body.
-
-    `param` is the wrong field, if there is one; `code` names the kind of error for programs."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.code = code
-        self.param = param
-        self.headers = headers
-
-    @staticmethod
-    def of(error: SpecgenError) -> RequestError:
-        """Return the error for a client: 400 if the request is wrong, 500 if the model failed. Hints are left
-        out, since they name options of the command line."""
-        message = error.message
-        if isinstance(error, BodyError):
-            return RequestError(400, message, code="invalid_value", param=error.field)
-        if isinstance(error, PromptLengthError):
-            return RequestError(400, message, code="context_length_exceeded")
-        if isinstance(error, PromptError | UsageError):
-            return RequestError(400, message, code="invalid_request")
-        if isinstance(error, BackendError):
-            return RequestError(500, message, code="backend_error")
-        return RequestError(500, message)
-
-    @staticmethod
-    def ending() -> RequestError:
-        return RequestError(503, "the server ends", code="ending")
-
-    @staticmethod
-    def queue_full(retry_s: int) -> RequestError:
-        """Return the error for a request without room; in about `retry_s` seconds there may be some."""
-        message = f"too many answers are waiting; try again in {retry_s} s"
-        headers = {"Retry-After": str(retry_s)}
-        return RequestError(429, message, code="queue_full", headers=headers)
-
-    def body(self) -> dict[str, Any]:
-        return {
-            "error": {
-                "message": self.message,
-                "type": _TYPES.get(self.status, "invalid_request_error"),
-                "param": self.param,
-                "code": self.code,
-            }
-        }
-
-    def response(self, path: str) -> JSONResponse:
-        body = error_body(self.body()) if path.startswith("/v1/messages") else self.body()
-        return JSONResponse(body, self.status, headers=self.headers)
-
+from specgen.serve.server.model_pool import ModelPool
+from specgen.serve.server.options import Limits, ServerOptions, is_loopback
 
 # --- requests and responses -----------------------------------------------------------------------
 
@@ -110,6 +33,12 @@ _T = TypeVar("_T")
 #: Seconds without data after which a comment is sent, to keep a stream open, in proxies too.
 _KEEP_ALIVE_S = 15.0
 _COMMENT = b": waiting\n\n"
+
+
+def refusal(error: RequestError, path: str) -> JSONResponse:
+    """Return the response to a request, in the form of the API that has this path."""
+    body = error_body(error.body()) if path.startswith("/v1/messages") else error.body()
+    return JSONResponse(body, error.status, headers=error.headers)
 
 
 async def read_json(request: Request, limits: Limits) -> Mapping[str, Any]:
@@ -154,9 +83,7 @@ async def while_connected(receive: Receive, work: Awaitable[_T]) -> _T:
         return await task
     finally:
         for each in (task, gone):
-            while (
-                not each.done()
-            ):  # a cancellation may be lost in asyncio.wait_for, before Python 3.12
+            while not each.done():  # asyncio.wait_for may lose a cancellation, before Python 3.12
                 each.cancel()
                 await asyncio.wait((each,), timeout=0.1)
             if not each.cancelled():
@@ -169,12 +96,11 @@ async def _until_gone(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """A stream of server-sent events: JSON values, and `data: [DONE]` after the last one. If events are
-    `named`, the name of each is its `type`, and the last one ends the stream.
+    """A stream of server-sent events: JSON values. The name of a `named` one is its `type`; others end with `data:
+    [DONE]`. While there is none, an `alive` event, or a comment, keeps the stream open.
 
-    While there is no value, an `alive` event, or a comment, keeps the stream open. `on_end` is called once,
-    whatever ends the stream: everything is sent, the client disconnects, or it accepts no data for `client_s`
-    seconds.
+    `on_end` is called once, whatever ends the stream: everything is sent, the client disconnects, or it accepts no
+    data for `client_s` seconds.
     """
 
     def __init__(
@@ -230,7 +156,6 @@ class EventStream(StreamingResponse):
 
 #: Paths that need no key: the health check, and the page, which asks for the key.
 _OPEN = ("/health", "/")
-_OPEN_FOLDERS = ("/page/",)
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -255,36 +180,28 @@ class AccessCheck:
             await self._app(scope, receive, send)
             return
         error = self._check(scope["method"], scope["path"], Headers(scope=scope))
-        app: ASGIApp = self._app if error is None else error.response(scope["path"])
+        app: ASGIApp = self._app if error is None else refusal(error, scope["path"])
         await app(scope, receive, send)
 
     def _check(self, method: str, path: str, headers: Headers) -> RequestError | None:
         host, origin = headers.get("host", ""), headers.get("origin")
         is_allowed = "*" in self._origins or origin in self._origins
-        if origin is not None and not is_allowed and _site(origin) != host:
-            return RequestError(
-                403, f"pages of {origin} may not use this server", code="origin_not_allowed"
-            )
-        if self._keys:
-            is_open = path in _OPEN or path.startswith(_OPEN_FOLDERS) or method == "OPTIONS"
-            if not is_open and not self._knows(_keys_in(headers)):
-                return RequestError(
-                    401,
-                    "no key, or a wrong one: send it as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-        elif self._names is not None and _host_name(host) not in self._names:
-            return RequestError(
-                403, f"this server does not answer for {host!r}", code="host_not_allowed"
-            )
-        return None
-
-    def _knows(self, given: Sequence[bytes]) -> bool:
-        """Return whether one of the given keys is known. Every key is compared, in constant time, so that
-        the time reveals nothing about them."""
-        found = [hmac.compare_digest(data, key) for data in given for key in self._keys]
-        return any(found)
+        if origin is not None and not is_allowed and _split(origin).netloc != host:
+            what = f"pages of {origin} may not use this server"
+            return RequestError(403, what, "origin_not_allowed")
+        if not self._keys:
+            if self._names is not None and _split(f"//{host}").hostname not in self._names:
+                what = f"this server does not answer for {host!r}"
+                return RequestError(403, what, "host_not_allowed")
+            return None
+        if path in _OPEN or path.startswith("/page/") or method == "OPTIONS":
+            return None
+        # Every key is compared, in constant time, so that the time reveals nothing about them.
+        given = _keys_in(headers)
+        if sum(hmac.compare_digest(data, key) for data in given for key in self._keys):
+            return None
+        what = "no key, or a wrong one: send 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
+        return RequestError(401, what, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def _keys_in(headers: Headers) -> list[bytes]:
@@ -295,15 +212,133 @@ def _keys_in(headers: Headers) -> list[bytes]:
     return [key.strip().encode("utf-8", "surrogateescape") for key in keys]
 
 
-def _site(origin: str) -> str | None:
+def _split(url: str) -> SplitResult:
     try:
-        return urlsplit(origin).netloc
+        return urlsplit(url)
     except ValueError:
-        return None
+        return urlsplit("")
 
 
-def _host_name(host: str) -> str | None:
+# --- the life of the server ---------------------------------------------------------------------
+
+#: Connections that the system may accept before the server does.
+_BACKLOG = 128
+#: Seconds for sending the ends of answers that were cut short.
+_FLUSH_S = 5.0
+
+
+class DrainingServer(uvicorn.Server):
+    """A server that answers with the models of a pool. Told to end, it waits for its answers, but not longer than
+    `drain_s` seconds; a second signal ends them at once.
+
+    `ready` is called when requests are accepted. `note` gets a sentence when the server starts to end."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        pool: ModelPool,
+        options: ServerOptions,
+        *,
+        is_verbose: bool = False,
+        ready: Callable[[], None] = lambda: None,
+        note: Callable[[str], None] = lambda _text: None,
+    ) -> None:
+        n_connections = _most_connections(options.limits.n_connections)
+        config = uvicorn.Config(
+            app,
+            http=type("Protocol", (_TimedProtocol,), {"head_s": options.limits.client_s}),
+            ws="none",
+            backlog=_BACKLOG,
+            # One more may come, and gets status 503.
+            limit_concurrency=n_connections + 1,
+            log_config=None,
+            # specgen's own log has the errors; a client that does not read its answer is none.
+            log_level="info" if is_verbose else "critical",
+            access_log=is_verbose,
+            lifespan="off",
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=int(options.drain_s + _FLUSH_S),
+        )
+        super().__init__(config)
+        self._pool, self._drain_s = pool, options.drain_s
+        self._ready, self._note = ready, note
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._pool.failure is not None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Unlike uvicorn's own method, this does not raise the signal again at the end: being told to
+        # end is no failure.
+        if self.should_exit:
+            self._pool.cancel_all()
+            return
+        self.should_exit = True
+        n_open = self._pool.n_open
+        if n_open:
+            again = "again to end them now" if sig == signal.SIGINT else f"{self._drain_s:g} s"
+            answers = "1 answer" if n_open == 1 else f"{n_open} answers"
+            self._note(f"ending after {answers} ({again})")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        drain_s = 0.0 if self._pool.failure is not None else self._drain_s
+        cut = loop.call_later(drain_s, self._pool.cancel_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cut.cancel()
+            self._pool.cancel_all()
+
+
+def _most_connections(n_wanted: int) -> int:
+    """Return how many connections may be open at once: `n_wanted`, or half of the descriptors that the system
+    allows, since files and new connections need some."""
     try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
+        import resource
+    except ImportError:  # a system without such a limit
+        return n_wanted
+    n_most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return n_wanted if n_most == resource.RLIM_INFINITY else min(n_wanted, max(1, n_most // 2))
+
+
+class _TimedProtocol(H11Protocol):
+    """HTTP/1.1 on a connection that is closed if the head of a request does not come in time."""
+
+    #: The seconds for a head; 0 is no limit.
+    head_s: ClassVar[float] = 0.0
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_watching()
+
+    def _watch_head(self) -> None:
+        """Give the client its time for the head of the next request; sending pieces does not extend it."""
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            self._stop_watching()
+        elif self._head_timer is None and self.head_s > 0:
+            self._head_timer = self.loop.call_later(self.head_s, self.transport.close)
+
+    def _stop_watching(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None

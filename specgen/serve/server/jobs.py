@@ -17,7 +17,7 @@ from specgen.errors import BackendError, SpecgenError, WorkerLostError
 from specgen.events import Event, PromptEvent
 from specgen.llama.embeddings import Embedder
 from specgen.llama.model import LlamaModel
-from specgen.serve.server.http import RequestError
+from specgen.serve.formats.answers import RequestError
 from specgen.serve.server.metrics import Metrics
 from specgen.session.engine import Engine
 from specgen.session.request import Request
