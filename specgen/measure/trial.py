@@ -23,7 +23,7 @@ from specgen.errors import BackendError, PromptError
 from specgen.events import ReasonCount
 from specgen.llama import LlamaBackend
 from specgen.measure.prompts import NOW
-from specgen.method.backend import Batch
+from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import Reason, RoundPlan, RoundResult, draft_up_to
