@@ -139,8 +139,7 @@ def show_answer(
     from specgen.session.engine import generate
 
     with Interrupt() as interrupt:
-        gains = output.has_summary or output.json
-        events = generate(session, prompt, interrupted=interrupt, estimate_gain=gains)
+        events = generate(session, prompt, interrupted=interrupt)
         finished = output.show_answer(events)
     session.memory.save()
     is_cut = finished is not None and finished.finish_reason == "interrupted"
