@@ -89,8 +89,8 @@ class Output:
     ) -> FinishedEvent | None:
         """Show an answer, and its summary; return its last event."""
         from specgen.events import FinishedEvent, PromptEvent
-        from specgen.render.live import LiveRenderer
-        from specgen.render.select import make_console, make_renderer
+        from specgen.render.live import LiveRenderer, make_renderer
+        from specgen.render.streams import make_console
         from specgen.render.summary import print_summary
 
         renderer = make_renderer(
@@ -137,8 +137,7 @@ def show_answer(
     from specgen.session.engine import generate
 
     with Interrupt() as interrupt:
-        gains = output.has_summary or output.json
-        events = generate(session, prompt, interrupted=interrupt, estimate_gain=gains)
+        events = generate(session, prompt, interrupted=interrupt)
         finished = output.show_answer(events)
     session.memory.save()
     is_cut = finished is not None and finished.finish_reason == "interrupted"

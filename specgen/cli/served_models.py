@@ -16,9 +16,8 @@ from specgen.cli.command import COMMAND_LINE_ERROR
 from specgen.cli.model_loading import Setup, load
 from specgen.cli.output import Output
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
-from specgen.render.text import counted
 from specgen.system.files import correct, read_toml
-from specgen.system.progress import human_bytes
+from specgen.system.progress import counted, human_bytes
 
 if TYPE_CHECKING:
     from specgen.llama.embeddings import Embedder

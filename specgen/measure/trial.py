@@ -23,11 +23,10 @@ from specgen.errors import BackendError, PromptError
 from specgen.events import ReasonCount
 from specgen.llama import LlamaBackend
 from specgen.measure.prompts import NOW
-from specgen.method.backend import Batch
+from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import Reason, RoundPlan, RoundResult, draft_up_to
-from specgen.session.agreement import read_states
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import (
     Costs,
@@ -38,6 +37,7 @@ from specgen.session.calibration import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
+from specgen.text.hidden_trail import TargetStates
 from specgen.text.sequence import Sequence
 from specgen.text.tally import Tally
 
@@ -246,12 +246,6 @@ def replay(
             # not used: so the rounds have only costs that grow with the answer.
             start_s, seconds = seconds, 0.0
             plan, whole, draft = RoundPlan(Reason("plain decode")), (), NO_DRAFT
-        else:
-            tally.n_rounds += 1
-            tally.draft_s += seconds
-            tally.target_s += costs.rows_s(1 + len(draft))
-            if not len(draft):
-                tally.add_undrafted(plan.reason.name, str(plan.reason))
         path = agreeing_path(draft, tokens[done:])
         last = done + len(path)
         committed = tuple(tokens[done : last + 1])
@@ -266,7 +260,8 @@ def replay(
         policy.observe(result)
         if drafters is not None:
             drafters.observe(result)
-        tally.add_draft(draft, path)
+        if done:
+            tally.add_round(result, model_s=seconds)
     return Replay(len(tokens) - 1, tally, start_s, baseline.token_s)
 
 
@@ -279,7 +274,7 @@ def summarise(replays: abc.Sequence[Replay]) -> DraftFigures:
     draft_s = sum(tally.draft_s for tally in tallies)
     seconds = draft_s + sum(tally.target_s for tally in tallies)
     whole = Tally()
-    for each in chain.from_iterable(tally.reasons for tally in tallies):
+    for each in chain.from_iterable(tally.undrafted for tally in tallies):
         whole.add_undrafted(each.reason, each.text, each.n_rounds)
     return DraftFigures(
         speedup=speedup(n_tokens, seconds, counted[0].token_s),
@@ -290,7 +285,7 @@ def summarise(replays: abc.Sequence[Replay]) -> DraftFigures:
         draft_token_s=draft_s / n_drafted if n_drafted else None,
         start_s=sum(replay.start_s for replay in counted) / len(counted),
         n_rounds=n_rounds,
-        undrafted=whole.reasons,
+        undrafted=whole.undrafted,
         speedups=tuple(replay.speedup for replay in counted),
     )
 
@@ -364,3 +359,18 @@ def _states_of_answer(target: LlamaBackend, tokens: abc.Sequence[int], n_prompt:
         start = end
     target.remove(0)
     return np.concatenate(pieces)
+
+
+def read_states(target: Backend, tokens: abc.Sequence[int], trail: TargetStates) -> None:
+    """Add the target's states after each token of a text to the trail of a draft that reads them all. The target's
+    context must be empty, and is empty again afterwards."""
+    try:
+        for start in range(0, len(tokens), target.n_batch):
+            batch = Batch()
+            for position in range(start, min(start + target.n_batch, len(tokens))):
+                batch.add(tokens[position], position, (0,), False)
+            batch.wants_logits[-1] = True
+            _, hidden = target.decode_hidden(batch, all_rows=True)
+            trail.take_rows(hidden, tokens, start + len(batch))
+    finally:
+        target.remove(0)

@@ -17,7 +17,7 @@ from specgen.system.progress import Progress, human_bytes
 from specgen.train.training_loop import Budget
 
 if TYPE_CHECKING:
-    from specgen.method.cost_table import CostTable
+    from specgen.method.tables import CostTable
     from specgen.models.files import FileIdentity
     from specgen.session.session import Session
     from specgen.train.target_text import TargetText

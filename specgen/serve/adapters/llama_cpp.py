@@ -175,10 +175,7 @@ class SpecgenDraft(LlamaDraftModel):
         sequence.policy.observe(result)
         if sequence.drafters is not None:
             sequence.drafters.observe(result)
-        self.tally.n_rounds += 1
-        self.tally.draft_s += known.draft_s
-        if len(known.draft):
-            self.tally.add_draft(known.draft, path)
+        self.tally.add_round(result, model_s=known.draft_s)
 
     def _propose(self, sequence: Sequence) -> Draft:
         """Begin a round: plan, and draft."""
