@@ -196,7 +196,7 @@ def parallel(subject: Subject) -> str:
 
 
 def _tokens(session: Session, prompt: str) -> tuple[int, ...]:
-    *_, last = generate(session, session.prompts.of_text(prompt, chat=False), estimate_gain=False)
+    *_, last = generate(session, session.prompts.of_text(prompt, chat=False))
     assert isinstance(last, FinishedEvent)
     return tuple(last.token_ids)
 
