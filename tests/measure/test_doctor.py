@@ -70,17 +70,14 @@ def test_signals_are_named_with_their_cure(number: signal.Signals, hint: str) ->
     assert "\n" not in f"{caught.value.message}{caught.value.hint}"
 
 
-@pytest.mark.parametrize(
-    ("returncode", "name"),
-    [
+def test_codes_of_shells_and_windows_are_signals_too() -> None:
+    for returncode, name in (
         (128 + 4, "SIGILL"),  # as a shell reports it; the others as Windows does
         (0xC000001D, "SIGILL"),
         (0xC0000005 - 2**32, "SIGSEGV"),
         (0xC0000409, "SIGABRT"),
-    ],
-)
-def test_codes_of_shells_and_windows_are_signals_too(returncode: int, name: str) -> None:
-    assert name in doctor.death(child.ChildDiedError(returncode, "")).message
+    ):
+        assert name in doctor.death(child.ChildDiedError(returncode, "")).message
 
 
 @pytest.mark.parametrize(
