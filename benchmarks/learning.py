@@ -45,7 +45,7 @@ from specgen.session.files import find_target
 from specgen.session.kept_answers import last_number
 from specgen.session.open import open_memory
 from specgen.session.session import Session
-from specgen.system.json_lines import as_json
+from specgen.system.files import as_json
 from specgen.system.machine import look_at_machine
 from specgen.train.online_learning import Lesson, learn
 from specgen.train.training_loop import Budget

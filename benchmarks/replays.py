@@ -40,7 +40,7 @@ import numpy as np
 from benchmarks.answers import begin, read_setting
 from specgen.measure.prompts import BenchPrompt, first_of_each, read_bench_prompts
 from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import CostTable
+from specgen.method.tables import CostTable
 from specgen.options import GenerationOptions, SessionOptions
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import MIN_SIZES, measure_if_new

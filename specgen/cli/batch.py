@@ -23,9 +23,8 @@ from specgen.cli.process import Interrupt
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
 from specgen.options import Contexts, KernelOptions, SessionOptions
 from specgen.render.text import counted
-from specgen.system.json_lines import as_json
-from specgen.system.progress import ProgressView
-from specgen.system.units import duration
+from specgen.system.files import as_json
+from specgen.system.progress import ProgressView, duration
 
 if TYPE_CHECKING:
     from specgen.serve.batch.lines import Line

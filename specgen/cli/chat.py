@@ -111,7 +111,7 @@ def chat(
 def _kept(path: Path | None, output: Output) -> Iterator[Conversation]:
     """Yield the conversation in a file, which no other process can continue meanwhile."""
     from specgen.serve.chat import Conversation, read_conversation
-    from specgen.system.json_lines import locked
+    from specgen.system.files import locked
 
     if path is None:
         yield Conversation()

@@ -119,7 +119,7 @@ def _show(report: DoctorReport, console: Console) -> None:
 
 
 def _machine(report: DoctorReport) -> Mapping[str, str]:
-    from specgen.system.units import human_bytes
+    from specgen.system.progress import human_bytes
 
     machine = report.machine
     cores = f"{machine.n_physical_cores or '?'} cores, {machine.n_logical_cores or '?'} threads"
@@ -133,7 +133,7 @@ def _machine(report: DoctorReport) -> Mapping[str, str]:
 
 
 def _software(report: DoctorReport) -> Mapping[str, str]:
-    from specgen.system.units import human_bytes
+    from specgen.system.progress import human_bytes
 
     lines, build = {"specgen": report.version}, report.build
     if build is not None:
@@ -157,7 +157,7 @@ def kernels_line(status: KernelStatus) -> str:
 def _files(report: DoctorReport) -> Mapping[str, str]:
     from specgen.llama.kernels.packed_weights import kept_bytes, room_bytes
     from specgen.models.files import cache_folder, config_folder, data_folder, packed_folder
-    from specgen.system.units import human_bytes
+    from specgen.system.progress import human_bytes
 
     packed = packed_folder()
     kept, room = human_bytes(kept_bytes(packed)), human_bytes(room_bytes(packed))

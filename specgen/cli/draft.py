@@ -35,7 +35,7 @@ from specgen.options import (
 )
 from specgen.session.files import DraftChoice, Sources, find_models, find_target, name_of
 from specgen.system.machine import notes_on_figures
-from specgen.system.units import human_bytes
+from specgen.system.progress import human_bytes
 from specgen.train.draft_builder import (
     JUDGED_TOKENS,
     OWN_PROMPTS,

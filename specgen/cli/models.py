@@ -26,7 +26,7 @@ from specgen.models.hub import (
 )
 from specgen.models.registry import CatalogueModel, Pair, Registry, load_registry
 from specgen.options import SourceChoice
-from specgen.system.units import human_bytes
+from specgen.system.progress import human_bytes
 
 app = typer.Typer(
     name="models",

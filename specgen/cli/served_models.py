@@ -18,7 +18,7 @@ from specgen.cli.output import Output
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
 from specgen.render.text import counted
 from specgen.system.files import correct, read_toml
-from specgen.system.units import human_bytes
+from specgen.system.progress import human_bytes
 
 if TYPE_CHECKING:
     from specgen.llama.embeddings import Embedder
@@ -86,7 +86,7 @@ class ModelLoader:
         """Return a model of the server's pool. Files that are missing are fetched. It must fit into the memory, if
         necessary with fewer answers at once. Raise `UsageError`, `ModelFileError`, `MemoryLimitError` or
         `FetchError`."""
-        from specgen.llama.file_check import check_file
+        from specgen.llama.gguf_file import check_file
         from specgen.llama.model import pooling_of
         from specgen.serve.server.model_pool import ModelEntry
         from specgen.session.open import needed_bytes
@@ -118,7 +118,7 @@ class ModelLoader:
 
     def _embedder(self, name: str, wanted: ModelSetup, options: SessionOptions) -> ModelEntry:
         from specgen.llama.embeddings import Embedder
-        from specgen.llama.file_check import check_file
+        from specgen.llama.gguf_file import check_file
         from specgen.serve.server.model_pool import ModelEntry
         from specgen.session.open import embedder_bytes, embedder_context
 

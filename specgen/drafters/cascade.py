@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import Drafter, Drafting, draft_alone
 from specgen.method.policy import RoundPlan, RoundResult, draft_up_to
+from specgen.method.tables import FREE, Price
 from specgen.text.text_state import TextState
 
 

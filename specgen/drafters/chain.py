@@ -8,10 +8,10 @@ from specgen.drafters.expansion import DraftedChain
 from specgen.drafters.kind import DraftRequest
 from specgen.drafters.staged import Guesses
 from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.tables import Price
 from specgen.system.arrays import Logits
 from specgen.text.prefix import n_common
 

@@ -10,10 +10,10 @@ from specgen.drafters.states import StatesCache, StatesDrafter, TrainedDraft
 from specgen.llama.draft_contexts import DflashContext
 from specgen.llama.draft_models import DflashModel
 from specgen.method.backend import Batch
-from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
+from specgen.method.tables import CostTable, Price
 from specgen.system.arrays import Logits
 
 

@@ -14,13 +14,11 @@ from typing import TypeAlias
 import numpy as np
 
 from specgen.drafters.kind import DraftRequest
-from specgen.method.distribution import Distribution, NoTokenAllowedError
-from specgen.method.draft import ROOT, Draft
-from specgen.method.draft_length import WhilePaying, best_nodes
+from specgen.method.draft import ROOT, Distribution, Draft, NoTokenAllowedError
 from specgen.method.drafter import Ask, Drafting
-from specgen.method.policy import RoundPlan
+from specgen.method.policy import RoundPlan, WhilePaying, best_nodes
 from specgen.options import TreeShape
-from specgen.system.arrays import Logits
+from specgen.system.arrays import Logits, best
 
 #: The guesses to consider for a position, if the shape does not ask for more; and, where costs decide, the
 #: least probability of guesses after the first.
@@ -155,10 +153,10 @@ def look(row: Logits, request: DraftRequest, path: Sequence[int]) -> Look:
         return Look(source=source)
     top, shape = request.shaper.top_probability(row, path), request.shape
     n_guesses = max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
-    likeliest = source.ranked(n_guesses)
+    order = best(source.probs, n_guesses)
     # The shaper may drop tokens, and rescales the others to a sum of 1.
-    scale = top / likeliest[0][1]
-    return Look(tuple((token, probability * scale) for token, probability in likeliest))
+    probabilities = source.probs[order] * (top / source.probs[order[0]])
+    return Look(tuple(zip(source.token_ids[order].tolist(), probabilities.tolist(), strict=True)))
 
 
 class DraftedChain:
@@ -283,7 +281,9 @@ class Worthwhile(Expansion):
         for rank, (token, probability) in enumerate(look.guesses):
             if rank == 0 or probability >= _LEAST:
                 tree.add(node, token, probability, is_end=self._is_end(token))
-                self._probabilities.append(before * self._stop.guess_probability(rank, probability))
+                self._probabilities.append(
+                    before * self._stop.chance(self._stop.origin, probability, rank)
+                )
 
     def frontier(self, tree: TreeBuilder, n_most: int) -> list[int]:
         """Return as many of the likeliest nodes as are worth the model's batch together."""
@@ -296,7 +296,7 @@ class Worthwhile(Expansion):
             if tree.ranks[node] > 0 or tree.probabilities[node] >= stop.p_min
         ]
         nodes.sort(key=probabilities.__getitem__, reverse=True)
-        n_taken = len(best_nodes(probabilities, stop.token_s(stop.origin), stop.extra_s))
+        n_taken = len(best_nodes(probabilities, stop.token_s, stop.extra_s))
         best, best_s, gain_s = 0, 0.0, 0.0
         for n, node in enumerate(nodes[:n_most]):
             # Tokens behind several nodes compete for the same rows.

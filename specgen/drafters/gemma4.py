@@ -8,10 +8,10 @@ from specgen.drafters.kind import Reads
 from specgen.drafters.states import MOST_UNREAD, StatesDrafter, TrainedDraft
 from specgen.llama.draft_contexts import AssistantContext
 from specgen.llama.draft_models import AssistantModel
-from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
+from specgen.method.tables import Price
 from specgen.system.arrays import Logits
 
 

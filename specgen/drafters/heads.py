@@ -13,10 +13,10 @@ from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDra
 from specgen.errors import PairError
 from specgen.llama import default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
-from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Ask, Drafter, Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.tables import CostTable, Price
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.hidden_trail import LastHidden
 

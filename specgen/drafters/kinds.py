@@ -69,7 +69,7 @@ def words_for(target: LlamaModel) -> list[DraftSource]:
 
 def refuse_draft(path: Path) -> None:
     """Raise `ModelFileError` if a file holds a draft of one target, and no whole model."""
-    from specgen.llama.gguf_metadata import architecture_of
+    from specgen.llama.gguf_file import architecture_of
 
     architecture = architecture_of(path)
     if any(architecture and kind.architecture == architecture for kind in KINDS):

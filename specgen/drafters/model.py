@@ -23,8 +23,8 @@ from specgen.drafters.tree import TreeModelDrafter
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
-from specgen.method.cost_aware import CostAwarePolicy
 from specgen.method.drafter import Drafter
+from specgen.method.policy import CostAwarePolicy
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, TreeShape
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Shaper, TextState

@@ -21,10 +21,10 @@ from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.draft_contexts import MtpContext
 from specgen.llama.draft_models import MtpModel
 from specgen.llama.mtp_layers import holds_mtp_only
-from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
+from specgen.method.tables import Price
 from specgen.options import DraftSource
 from specgen.system.arrays import Hidden
 

@@ -12,10 +12,10 @@ from specgen.drafters.expansion import DraftedChain, TreeBuilder, grow, look
 from specgen.drafters.kind import DraftRequest
 from specgen.errors import UsageError
 from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
+from specgen.method.tables import FREE, CostTable, Price
 from specgen.system.arrays import Logits
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDra
 from specgen.drafters.pairing import check_pair
 from specgen.drafters.tree import NodeBranches
 from specgen.errors import PairError
-from specgen.llama.gguf_metadata import architecture_of
+from specgen.llama.gguf_file import architecture_of
 from specgen.method.backend import Batch
-from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT, ROOT
 from specgen.method.drafter import Ask, Drafter, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.tables import Price
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.hidden_trail import HiddenTrail, StatesBackend
 

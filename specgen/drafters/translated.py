@@ -15,11 +15,10 @@ from specgen.drafters.cascade import WrappedDrafter
 from specgen.drafters.draft_text import DraftText
 from specgen.drafters.spelling import Lexicon, counterpart, n_unfinished
 from specgen.method.backend import Vocabulary
-from specgen.method.cost_table import Price
-from specgen.method.distribution import Distribution
-from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.draft import NO_DRAFT, Distribution, Draft
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.tables import Price
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Sampler, top_probability

@@ -8,10 +8,10 @@ from specgen.drafters.chain import N_USUAL, ModelDrafter
 from specgen.drafters.expansion import Look, TreeBuilder, grow, look
 from specgen.drafters.kind import DraftRequest
 from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT, ROOT, Branches
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
+from specgen.method.tables import Price
 from specgen.system.arrays import Logits
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,6 @@ class Cache:
         return int(llama_cpp.llama_memory_seq_pos_max(self._memory, sequence)) + 1
 
     def with_guards(self, sequences: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the sequences that a row of these sequences belongs to in the cache."""
         if not self._guards:
             return sequences
         guards = (self._guards[each] for each in sequences if each in self._guards)
@@ -77,9 +76,8 @@ class Cache:
     ) -> NDArray[np.uint8]:
         """Return the state of a sequence, in `buffer` if it is large enough: uint8[n_bytes]. `flags` are llama.cpp's;
         0 is the whole state. Raise `BackendError`."""
-        n_bytes = int(
-            self.call(llama_cpp.llama_state_seq_get_size_ext, self.context, sequence, flags)
-        )
+        size = llama_cpp.llama_state_seq_get_size_ext
+        n_bytes = int(self.call(size, self.context, sequence, flags))
         if buffer is None or len(buffer) < n_bytes:
             buffer = np.empty(n_bytes, np.uint8)
         forget_log()
@@ -94,7 +92,8 @@ class Cache:
     def put(self, sequence: int, state: NDArray[np.uint8], flags: int = 0) -> bool:
         """Give a sequence a state that `saved` returned; return whether llama.cpp took it. The sequence then has no
         guard, since llama.cpp frees the cells of its sliding window, and restores them elsewhere."""
-        self.drop_guard(sequence)
+        if (guard := self._guards.get(sequence)) is not None:
+            llama_cpp.llama_memory_seq_rm(self._memory, guard, 0, -1)
         forget_log()
         write = llama_cpp.llama_state_seq_set_data_ext
         n = self.call(write, self.context, _pointer(state), len(state), sequence, flags)
@@ -107,20 +106,13 @@ class Cache:
             self.renew_guard(sequence)
         return is_taken
 
-    def drop_guard(self, sequence: int) -> None:
-        if sequence in self._guards:
-            llama_cpp.llama_memory_seq_rm(self._memory, self._guards[sequence], 0, -1)
-
     def renew_guard(self, sequence: int) -> None:
-        if sequence in self._guards:
-            guard = self._guards[sequence]
+        if (guard := self._guards.get(sequence)) is not None:
             llama_cpp.llama_memory_seq_cp(self._memory, sequence, guard, 0, -1)
 
     def check_window(self, sequence: int, start: int) -> None:
-        """Raise `RollbackError` if a token decoded at `start` would miss a part of its sliding window.
-        Only a sequence without a guard can have lost cells. Call it before a removal from `start` on, and
-        before cells up to `start` are copied. It sees nothing in a model with a recurrent state.
-        """
+        """Raise `RollbackError` if a token decoded at `start` would miss a part of its sliding window: a sequence without
+        a guard can have lost cells. It sees nothing in a model with a recurrent state."""
         first = int(llama_cpp.llama_memory_seq_pos_min(self._memory, sequence))
         if self.n_window and first > max(0, start + 1 - self.n_window):
             raise RollbackError(
@@ -141,72 +133,48 @@ def _pointer(state: NDArray[np.uint8]) -> Any:
     return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
-class StateCopies(Protocol):
-    """Keeps at most one copy of the recurrent state of each sequence."""
+class StateCopies:
+    """Keeps at most one copy of the recurrent state of each sequence.
 
-    def save(self, sequence: int, position: int) -> None:
-        """Replace the copy by the current state, which is that at `position`, the sequence's end."""
-        ...
+    With `n_shared` sequences, copies are inside the cache: sequence `n_shared` + s shares the cell of the state of s.
+    When s goes on, it leaves the shared cell and writes its new state to a free one. It has to write this state anyway,
+    so a copy costs only a few flags, but the cache needs twice the cells.
 
-    def restore(self, sequence: int, position: int) -> None:
-        """Roll the sequence back to its copy at `position`, and keep the copy. Raise `RollbackError` if
-        that fails."""
-        ...
-
-    def forget(self, sequence: int) -> None: ...
-
-
-class SharedStates:
-    """Copies inside the cache: a second sequence shares the cell of the state.
-
-    When the first sequence continues, it leaves the shared cell and writes its new state to a free
-    one. It has to write this state anyway, so a copy costs only a few flags. The cache needs twice the
-    cells: the copy of sequence s belongs to sequence `n_sequences` + s.
+    With 0, copies are outside the cache, in the memory of the process. They are read from the device and written back,
+    and hold only the recurrent part of the state where llama.cpp can separate it: the attention cells of a hybrid model
+    stay in the cache, and `restore` drops the later ones.
     """
 
-    def __init__(self, cache: Cache, n_sequences: int) -> None:
+    def __init__(self, cache: Cache, n_shared: int) -> None:
         self._cache = cache
-        self._n_sequences = n_sequences
-
-    def save(self, sequence: int, position: int) -> None:
-        self.forget(sequence)
-        self._cache.copy(sequence, self._n_sequences + sequence)
-        self._cache.check_length(self._n_sequences + sequence, position)
-
-    def restore(self, sequence: int, position: int) -> None:
-        self._cache.remove(sequence)
-        self._cache.copy(self._n_sequences + sequence, sequence)
-        self._cache.check_length(sequence, position)
-
-    def forget(self, sequence: int) -> None:
-        self._cache.remove(self._n_sequences + sequence)
-
-
-class SavedStates:
-    """Copies outside the cache, in the memory of the process.
-
-    A copy is read from the device and written back. It holds only the recurrent part of the state where
-    llama.cpp can separate it: the attention cells of a hybrid model stay in the cache, and `restore`
-    drops the later ones. The buffers are reused for later copies.
-    """
-
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
+        self._n_shared = n_shared
         self._states: dict[int, NDArray[np.uint8]] = {}
 
     def save(self, sequence: int, position: int) -> None:
-        before = self._states.get(sequence)
-        self._states[sequence] = self._cache.saved(sequence, _PARTIAL, before)
+        """Replace the copy by the current state, which is that at `position`, the sequence's end."""
+        if not self._n_shared:
+            buffer = self._states.get(sequence)
+            self._states[sequence] = self._cache.saved(sequence, _PARTIAL, buffer)
+            return
+        self.forget(sequence)
+        self._cache.copy(sequence, self._n_shared + sequence)
+        self._cache.check_length(self._n_shared + sequence, position)
 
     def restore(self, sequence: int, position: int) -> None:
-        if not self._cache.put(sequence, self._states[sequence], _PARTIAL):
+        """Roll the sequence back to its copy at `position`, and keep the copy. Raise `RollbackError`."""
+        if self._n_shared:
+            self._cache.remove(sequence)
+            self._cache.copy(self._n_shared + sequence, sequence)
+        elif self._cache.put(sequence, self._states[sequence], _PARTIAL):
+            self._cache.remove(sequence, position)  # the later attention cells of a hybrid model
+            self._cache.renew_guard(sequence)
+        else:
             raise RollbackError(
                 f"{self._cache.name}: the state of sequence {sequence} at position {position} "
                 f"could not be restored: {last_error()}"
             )
-        self._cache.remove(sequence, position)  # the later attention cells of a hybrid model
-        self._cache.renew_guard(sequence)
         self._cache.check_length(sequence, position)
 
     def forget(self, sequence: int) -> None:
-        pass  # its memory is kept for the next copy
+        if self._n_shared:
+            self._cache.remove(self._n_shared + sequence)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specgen.errors import BackendError, ModelFileError, WorkerLostError
-from specgen.llama.cache import Cache, SavedStates, SharedStates, StateCopies
+from specgen.llama.cache import Cache, StateCopies
 from specgen.llama.context_opening import ContextSize, open_context
 from specgen.llama.kernels.attached import attached
 from specgen.llama.kernels.frequent_rows import FrequentRows, can_limit
@@ -32,17 +32,15 @@ MAX_THREADS = 512
 class LlamaBackend:
     """A context of a model: its KV cache, and the decoding of batches.
 
-    `n_ctx` is in tokens. `n_sequences` is the number of sequence ids. `n_outputs` is the most rows of
-    logits that one batch may want; memory is allocated for them. `n_rollback` is the most rows of a
-    batch that are likely to be dropped again (None: `n_outputs` - 1); models with a recurrent state may
-    keep a snapshot for each. If each text has several sequences, its own and then those of its branches,
-    `n_branches` is their number: a model with a sliding window then keeps what a rollback needs for the
-    texts' own sequences only. `on_tensor` is a native callback that sees the computed tensors; its owner
-    must keep it alive. `is_mtp` opens a context of the model's MTP layers, which have no recurrent state
-    (`MtpContext`). `other` is the native context of a target, whose matrices a draft without its own takes
-    (`EagleContext`). `clock` gives seconds and is read before and after each decode. Raises
-    `MemoryLimitError` if the cache does not fit, `UsageError` if the options exclude each other,
-    `ModelFileError` if the model has no KV cache, `BackendError` otherwise.
+    `n_ctx` is in tokens, `n_sequences` the number of sequence ids, `n_outputs` the most rows of logits that one batch
+    may want. `n_rollback` is the most rows of a batch that are likely to be dropped again (None: `n_outputs` - 1);
+    models with a recurrent state may keep a snapshot for each. If each text has several sequences, its own and then
+    those of its branches, `n_branches` is their number: a model with a sliding window then keeps what a rollback needs
+    for the texts' own sequences only. `on_tensor` is a native callback that sees the computed tensors; its owner must
+    keep it alive. `is_mtp` opens a context of the model's MTP layers, which have no recurrent state. `other` is the
+    native context of a target, whose matrices a draft without its own takes. `clock` gives seconds and is read before
+    and after each decode. Raises `MemoryLimitError` if the cache does not fit, `UsageError` if the options exclude each
+    other, `ModelFileError` if the model has no KV cache, `BackendError` otherwise.
 
     Its creator closes it. Its model may be closed earlier; the context then decodes nothing more.
     """
@@ -91,34 +89,22 @@ class LlamaBackend:
                 f"{model.path}: the model has no KV cache, so it cannot generate text"
             )
         self._rows = _RowBuffers(size.n_rows, n_sequences, n_outputs, self._cache.with_guards)
-        self._logits = np.empty((n_outputs, 0), np.float32)
-        self._logits_address = 0
         #: The layers whose inputs `decode_hidden` returns for a draft that reads them.
         self._layers: tuple[int, ...] = ()
         #: The tokens of each sequence; not used for models with a recurrent state (see `Rewinder`).
         self._texts: list[list[int]] = [[] for _ in range(n_sequences)]
         self._rewinder: Rewinder | None = None
+        self.rollback: Rollback = "cells"
         if model.has_recurrent_state and not is_mtp:
-            copies: StateCopies = SavedStates(self._cache)
-            if not self._n_snapshots:
-                copies = SharedStates(self._cache, n_sequences)
+            self.rollback = "snapshots" if self._n_snapshots else "states"
+            shared = 0 if self._n_snapshots else n_sequences
             self._rewinder = Rewinder(
                 self._cache,
-                copies,
+                StateCopies(self._cache, shared),
                 self.decode_rows,
                 n_rows=n_rows,
                 n_snapshots=self._n_snapshots,
             )
-
-    @property
-    def rollback(self) -> Rollback:
-        if self._rewinder is None:
-            return "cells"
-        return "snapshots" if self._n_snapshots else "states"
-
-    @property
-    def can_branch(self) -> bool:
-        return self._rewinder is None
 
     def decode(self, batch: Batch) -> Logits:
         if self._rewinder is None:
@@ -153,18 +139,50 @@ class LlamaBackend:
             raise BackendError(
                 f"a batch wants {len(batch)} rows of hidden states; {self.n_outputs} at most"
             )
-        wanted = np.flatnonzero(batch.wants_logits)
         llama_cpp.llama_set_embeddings(self.handle, True)
         try:
             self.decode(batch)
-            logits = self._view(len(batch))
             pointer = llama_cpp.llama_get_embeddings(self.handle)
-            hidden = self._states_at(pointer, len(batch), self.model.n_embd)
+            hidden = self._values_at(pointer, len(batch), self.model.n_embd)
         finally:
             llama_cpp.llama_set_embeddings(self.handle, False)
-        if len(wanted) < len(batch):
-            return logits[wanted], hidden[wanted]
-        return logits, hidden
+        logits = self._view(len(batch))
+        wanted = np.flatnonzero(batch.wants_logits)
+        return (logits, hidden) if len(wanted) == len(batch) else (logits[wanted], hidden[wanted])
+
+    def _decode_all_rows(self, batch: Batch) -> tuple[Logits, Hidden]:
+        n = len(batch)  # rows that were decoded again come first
+        if self._layers:
+            logits, n_embd = self.decode(batch), self.model.n_embd
+            n_rows = self._rows.native.n_tokens
+            inputs = (layer_input(self.handle, layer) for layer in self._layers)
+            found = [self._values_at(each, n_rows, n_embd)[-n:] for each in inputs]
+            return logits, np.concatenate(found, axis=1)
+        llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, False)
+        try:
+            logits = self.decode(batch)
+            return logits, self._mtp_states(self._rows.native.n_tokens)[-n:]
+        finally:
+            llama_cpp_ext.llama_set_embeddings_nextn(self.handle, False, False)
+
+    def _mtp_states(self, n_rows: int) -> Hidden:
+        pointer = llama_cpp_ext.llama_get_embeddings_nextn(self.handle)
+        return self._values_at(pointer, n_rows, self.model.n_embd_out)
+
+    def _view(self, n_rows: int) -> Logits:
+        """Return the first rows of llama.cpp's logits: float32[n_rows, n_vocab]."""
+        if n_rows == 0:
+            return np.empty((0, self.n_vocab), np.float32)
+        return self._values_at(llama_cpp.llama_get_logits(self.handle), n_rows, self.n_vocab)
+
+    def _values_at(self, pointer: Any, n_rows: int, n_values: int) -> NDArray[np.float32]:
+        """Return a view of what the last decode computed."""
+        if not pointer:
+            raise BackendError(f"{self.model.name}: llama.cpp gave no results")
+        memory = (ctypes.c_float * (n_rows * n_values)).from_address(
+            ctypes.addressof(pointer.contents)
+        )
+        return np.ctypeslib.as_array(memory).reshape(n_rows, n_values)
 
     def hand_out(self, layers: Sequence[int]) -> None:
         """Let `decode_hidden` with `all_rows` return the inputs of these layers from now on, one behind the other.
@@ -174,49 +192,19 @@ class LlamaBackend:
         self._layers = tuple(layers)
 
     def compute_frequent_tokens(self) -> None:
-        """Compute the logits of frequent tokens only from now on, where specgen's kernels can; the others are
-        -infinity. For a draft with a large vocabulary; see `specgen.llama.kernels.frequent_rows`."""
+        """Compute the logits of frequent tokens only from now on, where specgen's kernels can; for drafts with a large
+        vocabulary (see `specgen.llama.kernels.frequent_rows`)."""
         kernels = attached()
         if kernels is not None and kernels.computes_products and can_limit(self.vocabulary):
             self._frequent = FrequentRows(self.vocabulary, kernels)
-
-    def _decode_all_rows(self, batch: Batch) -> tuple[Logits, Hidden]:
-        if self._layers:
-            logits, n_embd = self.decode(batch), self.model.n_embd
-            n_rows = self._rows.native.n_tokens  # rows that were decoded again come first
-            inputs = (layer_input(self.handle, layer) for layer in self._layers)
-            found = [self._states_at(each, n_rows, n_embd)[-len(batch) :] for each in inputs]
-            return logits, np.concatenate(found, axis=1)
-        llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, False)
-        try:
-            logits = self.decode(batch)
-            # Rows that were decoded again come first.
-            hidden = self._mtp_states(self._rows.native.n_tokens)[-len(batch) :]
-        finally:
-            llama_cpp_ext.llama_set_embeddings_nextn(self.handle, False, False)
-        return logits, hidden
-
-    def _mtp_states(self, n_rows: int) -> Hidden:
-        pointer = llama_cpp_ext.llama_get_embeddings_nextn(self.handle)
-        return self._states_at(pointer, n_rows, self.model.n_embd_out)
-
-    def _states_at(self, pointer: Any, n_rows: int, n_values: int) -> Hidden:
-        if not pointer:
-            raise BackendError(f"{self.model.name}: llama.cpp gave no hidden states")
-        address = ctypes.addressof(pointer.contents)
-        memory = (ctypes.c_float * (n_rows * n_values)).from_address(address)
-        return np.ctypeslib.as_array(memory).reshape(n_rows, n_values)
 
     def decode_rows(self, batch: Batch) -> Logits:
         if self.model.is_closed:
             self.model.check_open()
         n_wanted = self._rows.fill(batch)
         started = self._clock()
-        with (
-            contextlib.nullcontext()
-            if self._frequent is None
-            else self._frequent.limit(batch.tokens)
-        ):
+        frequent = self._frequent
+        with contextlib.nullcontext() if frequent is None else frequent.limit(batch.tokens):
             status: int = self._decode_native(self.handle, self._rows.native)
         self.decode_s += self._clock() - started
         if status != 0:
@@ -228,24 +216,8 @@ class LlamaBackend:
         self.n_decoded_rows += len(batch)
         return self._view(n_wanted)
 
-    def _view(self, n_rows: int) -> Logits:
-        """Return the first rows of llama.cpp's logits, without a copy: float32[n_rows, n_vocab]."""
-        if n_rows == 0:
-            return np.empty((0, self.n_vocab), np.float32)
-        pointer = llama_cpp.llama_get_logits(self.handle)
-        if not pointer:
-            raise BackendError(f"{self.model.name}: llama.cpp gave no logits")
-        address = ctypes.addressof(pointer.contents)
-        if address != self._logits_address:
-            # The address rarely changes. The view has `n_outputs` rows; only those of the batch are read.
-            memory = (ctypes.c_float * (self.n_outputs * self.n_vocab)).from_address(address)
-            self._logits = np.ctypeslib.as_array(memory).reshape(self.n_outputs, self.n_vocab)
-            self._logits_address = address
-        return self._logits[:n_rows]
-
     def set_threads(self, n_single: int, n_batch: int) -> None:
-        """Decode batches of one row with `n_single` threads from now on, and larger ones with `n_batch`
-        (llama.cpp's n_threads and n_threads_batch). This does not affect layers on a GPU. Raise
+        """Decode batches of one row with `n_single` threads from now on, and larger ones with `n_batch`. Raise
         `ValueError` unless both are from 1 to `MAX_THREADS`."""
         if not (1 <= n_single <= MAX_THREADS and 1 <= n_batch <= MAX_THREADS):
             raise ValueError(f"{n_single} and {n_batch} threads; give 1 to {MAX_THREADS}")
@@ -258,7 +230,7 @@ class LlamaBackend:
 
     def length(self, sequence: int) -> int:
         if self._rewinder is not None:
-            return self._rewinder.length(sequence)
+            return len(self._rewinder.text(sequence))
         return self._cache.length(sequence)
 
     def text(self, sequence: int) -> Sequence[int]:
@@ -267,20 +239,18 @@ class LlamaBackend:
         return self._texts[sequence]
 
     def saved_text(self, sequence: int) -> NDArray[np.uint8]:
-        """Return the state of a sequence's text in llama.cpp's form, for `restore_text`: uint8[n_bytes]. Raise
-        `BackendError`."""
+        """Return the state of a sequence's text in llama.cpp's form: uint8[n_bytes]. Raise `BackendError`."""
         return self._cache.saved(sequence)
 
     def restore_text(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:
         """Let a sequence hold a text whose state another context saved. Return whether llama.cpp took it; the
         sequence is empty if not. Only for models without a recurrent state."""
         self.remove(sequence)
-        is_taken = self._cache.restore(sequence, state, len(tokens))
-        if is_taken:
-            self._texts[sequence] = list(tokens)
-        else:
+        if not self._cache.restore(sequence, state, len(tokens)):
             self.remove(sequence)
-        return is_taken
+            return False
+        self._texts[sequence] = list(tokens)
+        return True
 
     def checkpoint(self, sequence: int) -> None:
         if self._rewinder is not None:
@@ -289,8 +259,7 @@ class LlamaBackend:
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
         if self._rewinder is not None:
             raise BackendError(
-                f"{self.model.name}: sequence {source} has a recurrent state, which sequence "
-                f"{destination} cannot share"
+                f"{self.model.name}: sequence {source} has a recurrent state, which cannot be shared"
             )
         if end > 0 and self._cache.n_window:
             self._cache.check_window(source, end)
@@ -319,8 +288,7 @@ class LlamaBackend:
 
 
 def _decode(context: Any, batch: Any) -> int:
-    """Decode a batch, wait for the GPU, which works on after llama_decode returns, and return llama.cpp's
-    status."""
+    """Decode a batch, and wait for the GPU, which works on after llama_decode returns."""
     status = int(llama_cpp.llama_decode(context, batch))
     llama_cpp.llama_synchronize(context)
     return status

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -39,8 +39,7 @@ class ContextSize:
     pooling: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OpenContext:
+class OpenContext(NamedTuple):
     """A native context, the number of tokens that its snapshots go back, and the guards of its
     sequences (see `Cache`)."""
 
@@ -51,7 +50,7 @@ class OpenContext:
 
 def n_native_sequences(model: LlamaModel, n_branches: int) -> int:
     """Return the most of llama.cpp's sequences that a text with its branches needs: a copy of each
-    recurrent state (see `SharedStates`), and a guard if there is a sliding window (see `Cache`)."""
+    recurrent state (see `StateCopies`), and a guard if there is a sliding window (see `Cache`)."""
     return n_branches * (2 if model.has_recurrent_state else 1) + (1 if model.n_window else 0)
 
 
@@ -65,11 +64,10 @@ def open_context(
 ) -> OpenContext:
     """Open a native context.
 
-    Snapshots of `n_rollback` tokens are used if the model's architecture supports them and they fit
-    into memory; 0 asks for none. Without snapshots, a context for a model with a recurrent state has
-    twice as many sequences, for copies (see `SharedStates`). If the model has a sliding window and there
-    are several sequences, those of texts get guards. Those of branches get none: they are removed before
-    other rows are decoded, or do not become longer than a draft. Raise `MemoryLimitError` if the context
+    Snapshots of `n_rollback` tokens are used if the model's architecture supports them and they fit into memory. Without
+    them, a context for a model with a recurrent state has twice as many sequences (see `StateCopies`). If the model has
+    a sliding window and there are several sequences, those of texts get guards. Those of branches get none: they are
+    removed before other rows are decoded, or do not become longer than a draft. Raise `MemoryLimitError` if the context
     does not fit, `UsageError` if its options exclude each other.
     """
     _check_cache_types(options)
@@ -105,8 +103,8 @@ def open_context(
 
 
 def _most_snapshots(model: LlamaModel) -> int:
-    """Return how many snapshots fit into llama.cpp's graph: it aborts if there are more. A graph has room for 8
-    operators for each tensor, 1024 at least. A layer needs some 70, and 3 for each snapshot."""
+    """Return how many snapshots fit into llama.cpp's graph, which aborts if there are more. It has room for 8 operators
+    for each tensor, 1024 at least. A layer needs some 70, and 3 for each snapshot."""
     if model.architecture not in _SMALL_GRAPHS:
         return 2**31
     return max(8, (1024 // max(1, model.n_layer) - 70) // 3)
@@ -156,8 +154,8 @@ def default_threads() -> int:
 
 
 def _check_cache_types(options: ContextOptions) -> None:
-    quantised = options.cache_type_v not in ("f32", "f16", "bf16")
-    if quantised and options.flash_attention == "off":
+    is_quantised = options.cache_type_v not in ("f32", "f16", "bf16")
+    if is_quantised and options.flash_attention == "off":
         raise UsageError(
             f"--cache-type-v {options.cache_type_v} needs flash attention",
             hint="leave out --flash-attn off, or use --cache-type-v f16",
@@ -177,13 +175,8 @@ def _needed_bytes(
 
 
 def _available_bytes(model: LlamaModel, options: ContextOptions) -> float:
-    """Return the memory in bytes that a context may take.
-
-    If there is too little memory, Linux lets llama.cpp allocate it nevertheless, and kills the process
-    when llama.cpp clears it; or llama.cpp fails an assertion and aborts. The user sees no message either
-    way, so the limit is checked before. A GPU's allocator and workers report failures properly; there
-    the limit is infinite.
-    """
+    """Return the memory in bytes that a context may take. With too little, Linux kills the process when llama.cpp
+    clears it, or llama.cpp aborts. A GPU's allocator and workers report failures properly: there it is infinite."""
     if model.is_remote or (options.n_gpu_layers != 0 and has_gpu()):
         return float("inf")
     return float(psutil.virtual_memory().available)

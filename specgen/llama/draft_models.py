@@ -9,12 +9,11 @@ and values, which attend to those of the target's last two layers. MTP layers re
 from __future__ import annotations
 
 import ctypes
-from contextlib import ExitStack
 from pathlib import Path
 from typing import ClassVar
 
 from specgen.errors import ModelFileError, PairError
-from specgen.llama.gguf_metadata import GgufMetadata
+from specgen.llama.gguf_file import GgufMetadata
 from specgen.llama.library import llama_cpp
 from specgen.llama.model import LlamaModel
 from specgen.options import CacheType
@@ -106,8 +105,7 @@ class TrainedModel(DraftModel):
             raise ModelFileError(f"{self.path}: not a draft of the kind {self.kind}")
 
     def _read_file(self) -> None:
-        with ExitStack() as resources:
-            about = GgufMetadata(resources, self.file)
+        with GgufMetadata(self.file) as about:
             key = f"{self.architecture}.target_layers"
             self.layers = tuple(about.array(key, ctypes.c_int32))
             self._tensors = {tensor.name for tensor in about.tensors()}
@@ -213,8 +211,7 @@ class AssistantModel(TrainedModel):
 def _shapes(model: LlamaModel) -> list[tuple[bool, int, int]]:
     """Return for each layer whether it has a sliding window, the number of its heads of keys, and their size."""
     prefix = f"{model.architecture}.attention"
-    with ExitStack() as resources:
-        about = GgufMetadata(resources, model.file)
+    with GgufMetadata(model.file) as about:
         sizes = [about.number(f"{prefix}.key_length{end}") for end in ("", "_swa")]
         n_heads = about.number(f"{prefix}.head_count_kv")
         windows = about.array(f"{prefix}.sliding_window_pattern", ctypes.c_bool)

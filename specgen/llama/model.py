@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from specgen.errors import BackendError, ModelFileError, UsageError
-from specgen.llama.file_check import check_file
-from specgen.llama.gguf_metadata import GgufMetadata, parts_of
+from specgen.llama.gguf_file import GgufMetadata, check_file, opened_parts
 from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, lacks_attention
 from specgen.llama.library import has_gpu, llama_cpp
 from specgen.llama.mtp_layers import holds_mtp_only, why_no_mtp
@@ -337,14 +336,10 @@ class LlamaModel:
 def pooling_of(file: Path) -> int | None:
     """Return llama.cpp's number of how an embedding model pools hidden states; None if the file is no embedding
     model. Encoders whose file does not say it have the mean."""
-    with ExitStack() as resources:
-        try:
-            about = GgufMetadata(resources, file)
-        except BackendError:  # opening the file will report what is wrong
-            return None
+    with contextlib.suppress(BackendError), GgufMetadata(file) as about:
         architecture = about.text("general.architecture")
-        pooling = about.number(f"{architecture}.pooling_type")
-    return _pooling(architecture, pooling)
+        return _pooling(architecture, about.number(f"{architecture}.pooling_type"))
+    return None  # opening the file will report what is wrong
 
 
 def _pooling(architecture: str, pooling: int) -> int | None:
@@ -378,12 +373,8 @@ def row_exception(path: Path, architecture: str) -> str:
     """Return why rows of a model depend on their batch, with the operator; empty if they do not."""
     if architecture in _ARCHITECTURES:
         return _ARCHITECTURES[architecture]
-    with ExitStack() as resources:
-        try:
-            parts = [GgufMetadata(resources, part) for part in parts_of(path)]
-        except BackendError:  # opening the file will report what is wrong
-            return ""
-        tensors = [tensor for part in parts for tensor in part.tensors()]
+    types = set[int]()
+    with contextlib.suppress(BackendError), opened_parts(path) as (_, tensors):
         # Rows of the embeddings are only copied.
         types = {tensor.type for tensor in tensors if "token_embd" not in tensor.name}
     tiled = sorted(_TILED_TYPES[kind] for kind in types & _TILED_TYPES.keys())

@@ -9,33 +9,28 @@ embeddings and the output matrix.
 from __future__ import annotations
 
 import contextlib
-from contextlib import ExitStack
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 from specgen.errors import BackendError
-from specgen.llama.gguf_metadata import GgufMetadata, parts_of
+from specgen.llama.gguf_file import opened_parts
 
 #: The architectures whose MTP layers llama.cpp computes.
 ARCHITECTURES = frozenset(
-    [
-        "bailingmoe3",
-        "cohere2moe",
-        "deepseek2",
-        "deepseek32",
-        "deepseek4",
-        "glm-dsa",
-        "glm4moe",
-        "hy_v3",
-        "mimo2",
-        "nemotron_h_moe",
-        "qwen35",
-        "qwen35moe",
-        "qwen3next",
-        "step35",
-    ]
+    (
+        *(
+            "bailingmoe3",
+            "cohere2moe",
+            "deepseek2",
+            "deepseek32",
+            "deepseek4",
+            "glm-dsa",
+            "glm4moe",
+        ),
+        *("hy_v3", "mimo2", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next", "step35"),
+    )
 )
 #: Those with more than one MTP layer: each drafts one token.
 SEVERAL_LAYERS = frozenset({"hy_v3", "mimo2", "step35"})
@@ -47,10 +42,6 @@ _PREFIX = "mtp-"
 _N_SEARCHED = 2**16
 _N_LAYERS_KEY = b".nextn_predict_layers"
 _FIRST_OF_TRUNK = "blk.0.attn_norm.weight"
-
-#: What a target and MTP layers made for it have in common: the architecture, the length of hidden states, and the
-#: number of layers without MTP layers.
-_Shape: TypeAlias = tuple[str, int, int]
 
 
 def holds_mtp_only(path: Path) -> bool:
@@ -72,22 +63,16 @@ def mtp_of(target: Path) -> Path | Literal["mtp"] | None:
     files = sorted(
         path for path in target.parent.glob(f"{_PREFIX}*.gguf") if path.name != target.name
     )
-    if not files or (shape := _shape_of(target)) is None:
-        return None
-    fitting = [path for path in files if holds_mtp_only(path) and _shape_of(path) == shape]
+    shape = None
+    with contextlib.suppress(OSError, BackendError):
+        shape = _layers_of(target).shape
+    fitting = [path for path in files if holds_mtp_only(path) and _layers_of(path).shape == shape]
 
     def likeness(path: Path) -> int:
         pairs = zip(path.name.removeprefix(_PREFIX), target.name, strict=False)
         return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
     return max(fitting, key=likeness, default=None)
-
-
-def _shape_of(path: Path) -> _Shape | None:
-    with contextlib.suppress(OSError, BackendError):
-        found = _layers_of(path)
-        return found.architecture, found.n_embd, found.n_layers - found.n_mtp
-    return None
 
 
 class _Layers(NamedTuple):
@@ -99,6 +84,11 @@ class _Layers(NamedTuple):
     n_embd: int
     tensors: frozenset[str]
 
+    @property
+    def shape(self) -> tuple[str, int, int]:
+        """What a target and MTP layers made for it have in common."""
+        return self.architecture, self.n_embd, self.n_layers - self.n_mtp
+
 
 def _layers_of(path: Path) -> _Layers:
     """Read a file's metadata, once while it is the same (some 40 ms). Raise `OSError` or `BackendError`."""
@@ -108,15 +98,14 @@ def _layers_of(path: Path) -> _Layers:
 
 @lru_cache(maxsize=8)
 def _read_layers(path: Path, _size: int, _changed_ns: int) -> _Layers:
-    with ExitStack() as resources:
-        parts = [GgufMetadata(resources, part) for part in parts_of(path)]
-        architecture = parts[0].text("general.architecture")
+    with opened_parts(path) as (about, tensors):
+        architecture = about.text("general.architecture")
         n_layers, n_mtp, n_embd = (
-            parts[0].number(f"{architecture}.{key}")
+            about.number(f"{architecture}.{key}")
             for key in ("block_count", "nextn_predict_layers", "embedding_length")
         )
-        tensors = frozenset(tensor.name for part in parts for tensor in part.tensors())
-        return _Layers(architecture, n_layers, n_mtp, n_embd, tensors)
+        names = frozenset(tensor.name for tensor in tensors)
+        return _Layers(architecture, n_layers, n_mtp, n_embd, names)
 
 
 def why_no_mtp(path: Path) -> str:

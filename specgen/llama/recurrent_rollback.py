@@ -18,7 +18,7 @@ than one, and tokens that must be decoded again come before the new rows in the 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,11 +27,8 @@ from specgen.llama.cache import Cache, StateCopies
 from specgen.method.backend import Batch
 from specgen.system.arrays import Logits
 
-#: The most tokens that are decoded again, in each round, before the new rows. If there are more, they
-#: are decoded once in a separate decode, and the state after them is copied. Another row in a batch costs
-#: from a twentieth of a decode (on a GPU) to half of one (a small model on a CPU); a separate decode
-#: costs a whole one. The best limit is 6 for the GPU and 0 for the small model; 3 is within a tenth of
-#: the best for both.
+#: The most tokens that are decoded again, in each round, before the new rows. If there are more, they are decoded once
+#: in a separate decode, and the state after them is copied. (6 is best for a GPU and 0 for a small model on a CPU.)
 _MAX_REPEATED = 3
 
 
@@ -53,8 +50,7 @@ class _Text:
 
     @property
     def n_missing(self) -> int:
-        """The number of tokens of the text that the cache does not hold. Valid after `_agree`, when the
-        cache holds no other tokens."""
+        """The number of tokens of the text that the cache does not hold. Valid after `_agree`."""
         return len(self.tokens) - self.n_cached
 
 
@@ -79,25 +75,20 @@ class Rewinder:
         self._decode_rows = decode
         self._n_rows = n_rows
         self._n_snapshots = n_snapshots
-        self._texts: dict[int, _Text] = {}
-
-    def length(self, sequence: int) -> int:
-        text = self._texts.get(sequence)
-        return len(text.tokens) if text else 0
+        self._texts: defaultdict[int, _Text] = defaultdict(_Text)
 
     def text(self, sequence: int) -> list[int]:
-        text = self._texts.get(sequence)
-        return text.tokens if text else []
+        return self._texts[sequence].tokens
 
     def checkpoint(self, sequence: int) -> None:
-        self._text(sequence).checkpoint_due = True
+        self._texts[sequence].checkpoint_due = True
 
     def remove(self, sequence: int, start: int) -> None:
-        text = self._text(sequence)
+        text = self._texts[sequence]
         if start <= 0:
             self._copies.forget(sequence)
             self._cache.remove(sequence)
-            del self._texts[sequence]
+            self._texts.pop(sequence)
             return
         del text.tokens[start:]
         text.n_agreed = min(text.n_agreed, start)
@@ -106,45 +97,37 @@ class Rewinder:
             text.copied_at = None
 
     def decode(self, batch: Batch) -> Logits:
-        """Decode a batch that continues the texts of its sequences, after any pending rollback. Raise
-        `BackendError`; also `RollbackError`, a subclass, if the rollback fails."""
+        """Decode a batch that continues the texts of its sequences, after any pending rollback. Raise `BackendError`, or
+        `RollbackError` if the rollback fails."""
         n_rows = self._check(batch)
         for sequence in n_rows:
             self._agree(sequence)
         n_whole = Counter({s: n + self._texts[s].n_missing for s, n in n_rows.items()})
         for sequence, n in n_rows.items():
             self._copy_if_due(sequence, n, n_whole)
-        whole = Batch()
+        missing = Batch()
         for sequence in n_rows:
-            self._add_missing(whole, sequence)
-        if len(whole) + len(batch) > self._n_rows:
+            self._add_missing(missing, sequence)
+        if len(missing) + len(batch) > self._n_rows:
             for sequence in n_rows:
                 self._catch_up(sequence)
-            whole = Batch()
-        if len(whole) == 0:
-            whole = batch
-        else:
-            whole.extend(batch)
-        logits = self._run(whole)
+            missing = Batch()
+        missing.extend(batch)
+        logits = self._run(missing)
         for token, (sequence,) in zip(batch.tokens, batch.sequences, strict=True):
             self._texts[sequence].tokens.append(token)
         return logits
 
-    def _text(self, sequence: int) -> _Text:
-        return self._texts.setdefault(sequence, _Text())
-
     def _check(self, batch: Batch) -> Counter[int]:
-        """Return the number of rows of each sequence. Raise `BackendError` for a wrong position: llama.cpp
-        would only warn and continue from the state of another text."""
+        """Return the number of rows of each sequence. Raise `BackendError` for a wrong position, of which llama.cpp would
+        only warn."""
         n_rows: Counter[int] = Counter()
         for position, sequences in zip(batch.positions, batch.sequences, strict=True):
             if len(sequences) != 1:
-                raise BackendError(
-                    f"{self._cache.name}: a row of sequences {sequences}; a recurrent state "
-                    "belongs to one",
-                )
+                what = f"a row of sequences {sequences}; a recurrent state belongs to one"
+                raise BackendError(f"{self._cache.name}: {what}")
             sequence = sequences[0]
-            expected = self.length(sequence) + n_rows[sequence]
+            expected = len(self.text(sequence)) + n_rows[sequence]
             if position != expected:
                 raise BackendError(
                     f"{self._cache.name}: a row at position {position}; sequence {sequence} "
@@ -154,9 +137,8 @@ class Rewinder:
         return n_rows
 
     def _agree(self, sequence: int) -> None:
-        """Drop tokens from the cache that are not in the text. The cache may then hold fewer tokens than
-        the text."""
-        text = self._text(sequence)
+        """Drop tokens from the cache that are not in the text. It may then hold fewer tokens than the text."""
+        text = self._texts[sequence]
         if text.n_agreed == text.n_cached:
             return
         if text.n_agreed >= text.snapshots_from:
@@ -172,21 +154,17 @@ class Rewinder:
         text.n_cached = text.snapshots_from = text.n_agreed
 
     def _copy_if_due(self, sequence: int, n: int, n_whole: Counter[int]) -> None:
-        """Copy the state before n rows are decoded that may be dropped, unless snapshots will be enough.
-        `n_whole` counts the rows of each sequence, including those that are decoded again."""
-        text = self._text(sequence)
+        """Copy the state before n rows are decoded that may be dropped, unless snapshots will be enough. `n_whole` counts
+        all rows of each sequence."""
+        text = self._texts[sequence]
         if not text.checkpoint_due:
             return
         text.checkpoint_due = False
         reach = self._reach(n_whole[sequence], n_whole)
         if reach >= n or (reach == n - 1 and n > 1):
-            # In the second case snapshots do not help if all n rows are dropped. That is rare, since a
-            # draft is decoded to keep some of its rows; the text is then decoded from its beginning.
+            # In the second case snapshots do not help if all n rows are dropped, which is rare: the text is then
+            # decoded from its beginning.
             return
-        self._copy(sequence)
-
-    def _copy(self, sequence: int) -> None:
-        text = self._text(sequence)
         if text.n_missing and text.copied_at is not None and text.n_missing <= _MAX_REPEATED:
             return
         self._catch_up(sequence)
@@ -195,7 +173,7 @@ class Rewinder:
             text.copied_at = len(text.tokens)
 
     def _catch_up(self, sequence: int) -> None:
-        text = self._text(sequence)
+        text = self._texts[sequence]
         while text.n_missing:
             batch = Batch()
             self._add_missing(batch, sequence)
@@ -203,7 +181,7 @@ class Rewinder:
 
     def _add_missing(self, batch: Batch, sequence: int) -> None:
         """Add rows for the tokens of the text that the cache does not hold, at most one full batch."""
-        text = self._text(sequence)
+        text = self._texts[sequence]
         for position in range(text.n_cached, len(text.tokens))[: self._n_rows]:
             batch.add(text.tokens[position], position, (sequence,), False)
 
@@ -214,29 +192,25 @@ class Rewinder:
         except BaseException:
             # The cache may hold any part of the batch: keep nothing of it.
             for sequence in n_rows:
-                text = self._text(sequence)
+                text = self._texts[sequence]
                 text.n_agreed, text.copied_at = 0, None
                 text.n_cached = text.snapshots_from = len(text.tokens) + len(batch)
             raise
         for sequence, n in n_rows.items():
-            text = self._text(sequence)
+            text = self._texts[sequence]
             text.n_cached += n
             text.n_agreed = text.n_cached
             text.snapshots_from = text.n_cached - self._reach(n, n_rows)
         if len(n_rows) > 1:
-            # llama.cpp moves the cells of a batch together. If this moves the cell of another sequence,
-            # the state of that sequence moves too, but its snapshots do not.
+            # If llama.cpp moves the cell of another sequence, its state moves too, but its snapshots do not.
             for sequence, text in self._texts.items():
                 if sequence not in n_rows:
                     text.snapshots_from = text.n_cached
         return logits
 
     def _reach(self, n: int, n_rows: Counter[int]) -> int:
-        """Return how many tokens snapshots go back after a decode of n rows of a sequence.
-
-        llama.cpp decodes sequences with unequal numbers of rows in several parts. With three or more
-        sequences, a later part may move the cell of an earlier one, so this returns 0.
-        """
+        """Return how many tokens snapshots go back after a decode of n rows of a sequence: 0 if a later part of a batch of
+        unequal sequences may move the cell of an earlier one."""
         if len(n_rows) > 2 and len(set(n_rows.values())) > 1:
             return 0
         return min(n - 1, self._n_snapshots)

@@ -21,7 +21,7 @@ from typing import Any
 from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
 from specgen.llama.library import device_of, forget_log, ggml, last_error, llama_cpp, native_devices
 from specgen.options import Workers
-from specgen.system.llama_build import LIBRARY, REINSTALL, stamp_of
+from specgen.system.machine import LIBRARY, REINSTALL, stamp_of
 from specgen.system.processes import leave_running
 from specgen.system.worker_probe import check_protocol, lost_among, probe
 

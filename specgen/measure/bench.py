@@ -25,7 +25,7 @@ from specgen.options import (
     staged,
 )
 from specgen.session.files import find_models
-from specgen.system.json_lines import as_json
+from specgen.system.files import as_json
 
 if TYPE_CHECKING:
     from specgen.session.memory import Memory

@@ -24,9 +24,16 @@ from specgen import __version__, errors
 from specgen.errors import BackendError, ModelFileError, SpecgenError
 from specgen.llama.kernels.admission import KernelStatus
 from specgen.options import ContextOptions
-from specgen.system.json_lines import as_json
-from specgen.system.llama_build import REBUILD, REINSTALL, REQUIRED_VERSION, Build, Device
-from specgen.system.machine import Machine, look_at_machine
+from specgen.system.files import as_json
+from specgen.system.machine import (
+    REBUILD,
+    REINSTALL,
+    REQUIRED_VERSION,
+    Build,
+    Device,
+    Machine,
+    look_at_machine,
+)
 from specgen.system.processes import ChildDiedError, ChildError, ask_child
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from specgen.errors import PromptError
-from specgen.system.json_lines import json_reason
+from specgen.system.files import json_reason
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ from specgen.session.files import name_of
 from specgen.session.memory import Threads
 from specgen.session.open import DRAFT_ERRORS
 from specgen.system.machine import LoadOfOthers, is_busy
-from specgen.system.units import human_bytes
+from specgen.system.progress import human_bytes
 
 if TYPE_CHECKING:
     from specgen.options import DraftSource

@@ -246,12 +246,6 @@ def replay(
             # not used: so the rounds have only costs that grow with the answer.
             start_s, seconds = seconds, 0.0
             plan, whole, draft = RoundPlan(Reason("plain decode")), (), NO_DRAFT
-        else:
-            tally.n_rounds += 1
-            tally.draft_s += seconds
-            tally.target_s += costs.rows_s(1 + len(draft))
-            if not len(draft):
-                tally.add_undrafted(plan.reason.name, str(plan.reason))
         path = agreeing_path(draft, tokens[done:])
         last = done + len(path)
         committed = tuple(tokens[done : last + 1])
@@ -266,7 +260,8 @@ def replay(
         policy.observe(result)
         if drafters is not None:
             drafters.observe(result)
-        tally.add_draft(draft, path)
+        if done:
+            tally.add_round(result, model_s=seconds)
     return Replay(len(tokens) - 1, tally, start_s, baseline.token_s)
 
 
@@ -279,7 +274,7 @@ def summarise(replays: abc.Sequence[Replay]) -> DraftFigures:
     draft_s = sum(tally.draft_s for tally in tallies)
     seconds = draft_s + sum(tally.target_s for tally in tallies)
     whole = Tally()
-    for each in chain.from_iterable(tally.reasons for tally in tallies):
+    for each in chain.from_iterable(tally.undrafted for tally in tallies):
         whole.add_undrafted(each.reason, each.text, each.n_rounds)
     return DraftFigures(
         speedup=speedup(n_tokens, seconds, counted[0].token_s),
@@ -290,7 +285,7 @@ def summarise(replays: abc.Sequence[Replay]) -> DraftFigures:
         draft_token_s=draft_s / n_drafted if n_drafted else None,
         start_s=sum(replay.start_s for replay in counted) / len(counted),
         n_rounds=n_rounds,
-        undrafted=whole.reasons,
+        undrafted=whole.undrafted,
         speedups=tuple(replay.speedup for replay in counted),
     )
 

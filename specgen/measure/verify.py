@@ -20,7 +20,7 @@ from specgen.errors import BackendError
 from specgen.events import CommittedEvent, DraftedEvent, Event, NoticeEvent
 from specgen.measure.goodness_of_fit import GTest, g_test
 from specgen.method.backend import Backend, Batch
-from specgen.method.distribution import Distribution
+from specgen.method.draft import Distribution
 from specgen.options import DraftOptions, PolicyName, SamplerOptions
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine

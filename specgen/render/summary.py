@@ -15,7 +15,7 @@ from specgen.render.marks import FAINT, legend
 from specgen.render.streams import say
 from specgen.render.text import clean_line, counted
 from specgen.system.machine import busy_text, is_busy
-from specgen.system.units import duration, seconds_text, three_digits
+from specgen.system.progress import duration, seconds_text, three_digits
 from specgen.text.tally import is_impossible
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
-from specgen.method.acceptance_rates import AcceptanceRates
-from specgen.method.backend import Backend, Batch, HiddenBackend
+from specgen.method.backend import Backend, Batch
 from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import draft_up_to
+from specgen.method.tables import AcceptanceRates
 from specgen.text.hidden_trail import TargetStates
 from specgen.text.text_state import TextState
 
@@ -100,7 +100,7 @@ def greedy_tokens(target: Backend, tokens: Sequence[int], start: int) -> Iterato
         done = end
 
 
-def read_states(target: HiddenBackend, tokens: Sequence[int], trail: TargetStates) -> None:
+def read_states(target: Backend, tokens: Sequence[int], trail: TargetStates) -> None:
     """Add the target's states after each token of a text to the trail of a draft that reads them all. The target's
     context must be empty, and is empty again afterwards."""
     try:

@@ -11,9 +11,9 @@ import numpy as np
 from specgen.errors import BackendError
 from specgen.events import Event, FinishedEvent, ReadingEvent
 from specgen.method.backend import Batch
-from specgen.method.cost_table import CostTable
 from specgen.method.draft import NO_DRAFT
 from specgen.method.loop import Loop
+from specgen.method.tables import CostTable
 from specgen.system.arrays import Logits
 from specgen.text.sequence import Sequence
 
@@ -71,7 +71,7 @@ class AnswerLoop(Loop):
         # Tokens that the grammar forces need no decode: they are decoded with the prompt.
         events = sequence.take_forced(started - self._started_s)
         if events:
-            sequence.tally.first_token_s = self.clock() - started
+            sequence.tally.time_to_first_token_s = self.clock() - started
         return events
 
     def add_piece(self, batch: Batch, sequence: Sequence, n_most: int) -> bool:
@@ -99,9 +99,9 @@ class AnswerLoop(Loop):
             sequence.is_started = True
         now = self.clock()
         tally.add_prompt(target_s, now - started, len(sequence.tokens) - sequence.n_prompt)
-        if sequence.is_started and tally.first_token_s is None:
+        if sequence.is_started and tally.time_to_first_token_s is None:
             assert sequence.read_since_s is not None
-            tally.first_token_s = now - sequence.read_since_s
+            tally.time_to_first_token_s = now - sequence.read_since_s
         if sequence.is_started or sequence.is_finished:
             return events
         n_read, n_all = self.target.length(sequence.slot.first), len(sequence.tokens)

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from specgen.drafters.kind import Key
-from specgen.method.backend import Backend, Batch, HiddenBackend
-from specgen.method.cost_table import CostTable
+from specgen.method.backend import Backend, Batch
+from specgen.method.tables import CostTable
 from specgen.session.agreement import N_KNOWN, N_TOKENS, TEXT, read_states, sample_agreement
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.prompts import Prompt, tokenize
 from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.system.machine import LoadOfOthers, is_busy
-from specgen.system.units import seconds_text
+from specgen.system.progress import seconds_text
 from specgen.text.hidden_trail import StatesBackend
 from specgen.text.text_state import TextState
 
@@ -270,7 +270,7 @@ def _sample_agreement(
     tokens = tokenize(session.target.vocabulary, TEXT, parse_special=False)[:N_TOKENS]
     factory, state = DrafterFactory(session), TextState(())
     drafter = factory.chain_drafter(Prompt(TEXT, tuple(tokens[:1])), drafts, state)
-    if isinstance(drafts[0], StatesBackend) and isinstance(target, HiddenBackend):
+    if isinstance(drafts[0], StatesBackend):
         read_states(target, tokens[: target.n_ctx], drafts[0].trails[0])
     try:
         return sample_agreement(

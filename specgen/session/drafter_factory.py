@@ -12,13 +12,11 @@ import numpy as np
 
 from specgen.drafters.cascade import Cascade
 from specgen.drafters.kind import DraftRequest, Key, LoadedDraft
-from specgen.method.acceptance_rates import AcceptanceRates
 from specgen.method.backend import Backend
-from specgen.method.cost_aware import CostAwarePolicy
-from specgen.method.cost_table import CostTable
 from specgen.method.draft import Branches
 from specgen.method.drafter import Drafter
-from specgen.method.policy import FixedPolicy, Policy, ThresholdPolicy
+from specgen.method.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
+from specgen.method.tables import AcceptanceRates, CostTable
 from specgen.method.verify import VERIFIERS
 from specgen.options import (
     AUTO_TREE,

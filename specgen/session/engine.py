@@ -32,7 +32,7 @@ from specgen.session.prompts import Prompt
 from specgen.session.request import Request
 from specgen.session.scheduler import Scheduler
 from specgen.session.session import MAX_SEQUENCES, Session
-from specgen.system.json_lines import as_json
+from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers
 from specgen.text.sequence import Sequence
 

@@ -20,8 +20,15 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from specgen.errors import OutputError
-from specgen.system.files import replace_bytes, replace_text
-from specgen.system.json_lines import AppendedFile, locked, take_lines, to_line, write_errors
+from specgen.system.files import (
+    AppendedFile,
+    locked,
+    replace_bytes,
+    replace_text,
+    take_lines,
+    to_line,
+    write_errors,
+)
 
 ANSWERS = "answers.jsonl"
 #: The most bytes of a file of answers; if it grows beyond that, its older half is removed.

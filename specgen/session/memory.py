@@ -20,8 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from specgen.drafters.kind import Key
 from specgen.llama import default_threads
-from specgen.method.acceptance_rates import N_BINS, AcceptanceCounts, AcceptanceRates
-from specgen.method.cost_table import CostTable
+from specgen.method.tables import N_BINS, AcceptanceCounts, AcceptanceRates, CostTable
 from specgen.options import ContextOptions, SessionOptions
 from specgen.system.files import replace_text
 

@@ -13,8 +13,7 @@ from specgen import __version__
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError
 from specgen.llama import build
 from specgen.llama.context_opening import CONTEXT_OVERHEAD_BYTES
-from specgen.llama.file_check import remember_checks
-from specgen.llama.gguf_metadata import GgufMetadata, parts_of
+from specgen.llama.gguf_file import GgufMetadata, parts_of, remember_checks
 from specgen.llama.kernels.admission import (
     KernelStatus,
     choose_kernels,
@@ -52,7 +51,7 @@ from specgen.session.files import DraftChoice, Sources
 from specgen.session.memory import Memory
 from specgen.session.session import Session, usual_n_ctx
 from specgen.system.machine import look_at_machine
-from specgen.system.units import human_bytes
+from specgen.system.progress import human_bytes
 
 #: Shows that the model with this name is loading, within a `with` block.
 Loading = Callable[[str], AbstractContextManager[object]]
@@ -265,8 +264,8 @@ def needed_bytes(options: SessionOptions, drafts: Iterable[DraftSource], n_paral
 def embedder_bytes(target: Path, context: ContextOptions) -> int:
     """Estimate the memory of an embedding model. Raise `ModelFileError` if a file is no model."""
     n_ctx = embedder_context(target, context)
-    with contextlib.ExitStack() as resources:
-        n_vocab = GgufMetadata(resources, target).length("tokenizer.ggml.tokens") or 0
+    with GgufMetadata(target) as about:
+        n_vocab = about.length("tokenizer.ggml.tokens") or 0
     return _model_bytes(target, context, n_ctx) + 4 * n_ctx * n_vocab  # llama.cpp's room for logits
 
 
@@ -280,8 +279,7 @@ def embedder_context(target: Path, context: ContextOptions) -> int:
 def _model_bytes(file: Path, context: ContextOptions, n_tokens: int) -> int:
     """Estimate the size of a model's weights, and of its context for so many tokens. Where the metadata give
     the numbers of heads layer by layer, the cache is estimated as if all layers had the most."""
-    with contextlib.ExitStack() as resources:
-        about = GgufMetadata(resources, file)
+    with GgufMetadata(file) as about:
         name = about.text("general.architecture")
         n_layers = about.number(f"{name}.block_count")
         n_heads = about.number(f"{name}.attention.head_count") or 1
@@ -300,6 +298,5 @@ def _model_bytes(file: Path, context: ContextOptions, n_tokens: int) -> int:
 
 
 def _trained_context(file: Path) -> int:
-    with contextlib.ExitStack() as resources:
-        about = GgufMetadata(resources, file)
+    with GgufMetadata(file) as about:
         return about.number(f"{about.text('general.architecture')}.context_length")

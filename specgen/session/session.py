@@ -14,7 +14,7 @@ from specgen.drafters.ngram import LoadedNgrams
 from specgen.errors import PromptError, SpecgenError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
-from specgen.llama.file_check import check_file
+from specgen.llama.gguf_file import check_file
 from specgen.llama.library import has_gpu
 from specgen.llama.weights import load_ahead
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, SessionOptions

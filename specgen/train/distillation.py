@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.errors import MemoryLimitError, UsageError
-from specgen.system.files import new_beside
-from specgen.system.json_lines import write_errors
+from specgen.system.files import new_beside, write_errors
 from specgen.train.gguf_weights import GgufWeights, read_weights, write_weights
 from specgen.train.target_text import N_COLUMNS, Rows, TrainingText, pack_split
 from specgen.train.training_loop import Budget, Schedule, TrainingState, check_library, train

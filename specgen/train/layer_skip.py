@@ -14,7 +14,6 @@ import ctypes
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,15 +23,14 @@ from numpy.typing import NDArray
 
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.gguf_metadata import GgufMetadata, parts_of
+from specgen.llama.gguf_file import opened_parts
 from specgen.llama.library import forget_log, ggml, last_error, llama_cpp
 from specgen.llama.operators import copy_tensor
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.session.calibration import Costs, expected_gain, target_costs
 from specgen.session.session import Session
-from specgen.system.files import new_beside
-from specgen.system.json_lines import write_errors
+from specgen.system.files import new_beside, write_errors
 from specgen.train.target_text import TargetAnswer, TargetText
 from specgen.train.training_loop import Budget
 
@@ -129,9 +127,8 @@ def check_prunable(model: LlamaModel) -> None:
 def share_of_a_layer(target: Path, n_layer: int) -> float:
     """Return the share of the time of a token that a layer takes: that of the bytes which decoding a token reads.
     (Of a table of embeddings with an output matrix beside it, a token reads a row.)"""
-    with ExitStack() as resources:
-        parts = [GgufMetadata(resources, part) for part in parts_of(target)]
-        sizes = {tensor.name: tensor.n_bytes for part in parts for tensor in part.tensors()}
+    with opened_parts(target) as (_, tensors):
+        sizes = {tensor.name: tensor.n_bytes for tensor in tensors}
     if "output.weight" in sizes:
         sizes.pop("token_embd.weight", None)
     of_layers = sum(size for name, size in sizes.items() if name.startswith("blk."))

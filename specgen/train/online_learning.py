@@ -32,8 +32,7 @@ from specgen.errors import ModelFileError, SpecgenError, UsageError
 from specgen.llama import LlamaModel
 from specgen.session import kept_answers
 from specgen.session.kept_answers import KeptAnswer, Learnt
-from specgen.system.files import NEW, new_beside
-from specgen.system.json_lines import locked, write_errors
+from specgen.system.files import NEW, locked, new_beside, write_errors
 from specgen.train.distillation import check_memory, train_scales
 from specgen.train.gguf_weights import read_weights, write_weights
 from specgen.train.target_text import Rows, kept_texts, pack_split

@@ -363,7 +363,7 @@ def fuzz(subject: Subject) -> str:
 def can_branch(subject: Subject) -> bool:
     """Whether trees are possible."""
     with _backends(subject) as opened:
-        return opened(1).can_branch
+        return opened(1).rollback == "cells"
 
 
 #: By name, in the order in which they are made; `load` is first: without it there is no other.

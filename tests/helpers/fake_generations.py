@@ -18,10 +18,10 @@ from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Transla
 from specgen.drafters.tree import TreeModelDrafter
 from specgen.events import Event
 from specgen.method.backend import Batch
-from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Branches, Draft
 from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import FixedPolicy, Policy, RoundPlan, RoundResult
+from specgen.method.tables import FREE, CostTable, Price
 from specgen.method.verify import AutoVerifier, Verifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, TreeShape, parse_tree
 from specgen.session.answer_loop import AnswerLoop

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specgen.measure.verify import movement, plain_rows, plain_texts
-from specgen.method.distribution import Distribution
+from specgen.method.draft import Distribution
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request

@@ -161,7 +161,6 @@ def test_each_model_is_rolled_back_in_its_own_way(
 ) -> None:
     backend = opened(name, n_rollback)
     assert backend.rollback == rollback
-    assert backend.can_branch == (rollback == "cells")
     assert backend.model.has_recurrent_state == (rollback != "cells")
 
 
@@ -366,7 +365,7 @@ def test_a_state_that_cannot_be_saved_or_restored_is_an_error(
 def test_a_recurrent_state_is_not_shared_and_has_no_gaps(opened: Opener) -> None:
     backend = opened("mamba", n_sequences=2)
     decode_together(backend, TEXT)
-    with pytest.raises(BackendError, match="cannot share"):
+    with pytest.raises(BackendError, match="cannot be shared"):
         backend.copy(0, 1)
     shared = Batch()
     shared.add(1, len(TEXT), (0, 1), wants_logits=True)

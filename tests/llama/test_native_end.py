@@ -12,7 +12,7 @@ import pytest
 
 from specgen import cli
 from specgen.errors import BackendError, MemoryLimitError
-from specgen.llama import file_check
+from specgen.llama import gguf_file
 from specgen.llama.library import asserted
 from specgen.models.files import cache_folder
 from specgen.system.files import KeptResults
@@ -59,8 +59,8 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_a_failed_assertion_is_one_line(tmp_path: Path, tiny_models: Path, role: str) -> None:
     damaged = with_a_token_twice(tmp_path / "twice.gguf")
     # Wrongly: it would be refused otherwise.
-    kept = KeptResults(cache_folder() / file_check.FILE_NAME, 1)
-    kept.add({file_check._key(damaged): True})  # noqa: SLF001
+    kept = KeptResults(cache_folder() / gguf_file.FILE_NAME, 1)
+    kept.add({gguf_file._key(damaged): True})  # noqa: SLF001
     target = damaged if role == "target" else tiny_models / "target.gguf"
     draft = damaged if role == "draft" else "none"
     result = run("-m", "specgen", "run", "-m", target, "-md", draft, "-n", "4", "abc")

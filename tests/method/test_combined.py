@@ -11,11 +11,10 @@ from specgen.drafters.cascade import Cascade
 from specgen.drafters.chain import ModelDrafter
 from specgen.drafters.staged import Guesses
 from specgen.drafters.tree import TreeModelDrafter
-from specgen.method.cost_table import FREE, Price
-from specgen.method.distribution import Distribution
-from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.draft import NO_DRAFT, Distribution, Draft
 from specgen.method.drafter import Drafter, Drafting, draft_alone, ready
 from specgen.method.policy import FixedPolicy, Reason, RoundPlan, RoundResult, draft_up_to
+from specgen.method.tables import FREE, Price
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.hidden_trail import TargetStates

@@ -225,12 +225,12 @@ def test_a_failing_drafter_ends_drafting_and_not_the_answer() -> None:
 
 #: What a drafter with a bug may return, and what is said of it.
 NONSENSE: dict[str, Callable[[Draft, int], object]] = {
-    "no draft": lambda _draft, _n_max: None,
-    "there is no token 12": lambda _draft, _n_max: Draft.chain([1, N_VOCAB], "model"),
-    "there is no token -1": lambda _draft, _n_max: Draft.chain([-1], "model"),
-    "there is no token 2.5": lambda _draft, _n_max: Draft.chain(cast(list[int], [2.5]), "model"),
-    "there is no token 'a'": lambda _draft, _n_max: Draft.chain(cast(list[int], ["a"]), "model"),
-    "at most were asked for": lambda _draft, n_max: Draft.chain([1] * (n_max + 1), "model"),
+    "nonsense: None": lambda _draft, _n_max: None,
+    "[1, 12], 4 at most": lambda _draft, _n_max: Draft.chain([1, N_VOCAB], "model"),
+    "[-1], 4 at most": lambda _draft, _n_max: Draft.chain([-1], "model"),
+    "[2.5], 4 at most": lambda _draft, _n_max: Draft.chain(cast(list[int], [2.5]), "model"),
+    "['a'], 4 at most": lambda _draft, _n_max: Draft.chain(cast(list[int], ["a"]), "model"),
+    "[1, 1, 1, 1, 1], 4 at most": lambda _draft, n_max: Draft.chain([1] * (n_max + 1), "model"),
     "parents come first": lambda _draft, _n_max: Draft(
         (1, 2), (1, 0), ("a",) * 2, (None,) * 2, (None,) * 2
     ),

@@ -16,7 +16,7 @@ from specgen.errors import FetchError
 from specgen.models.download import download, fetch
 from specgen.models.hub import folder_of, locate
 from specgen.models.registry import CatalogueModel, HubSource
-from specgen.system.units import human_bytes
+from specgen.system.progress import human_bytes
 from tests.helpers.fetch import (
     Fault,
     RecordedProgress,

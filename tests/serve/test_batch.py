@@ -15,7 +15,7 @@ from specgen.serve.batch.lines import OWN, Line, LineError, continued, read_resu
 from specgen.serve.batch.runner import Tally
 from specgen.serve.formats.request import Request
 from specgen.session.prompts.template import Message
-from specgen.system.json_lines import to_line
+from specgen.system.files import to_line
 from tests.helpers.batch import lines_of
 
 DEFAULTS = SamplerOptions(), GenerationOptions(max_tokens=5)
@@ -162,7 +162,7 @@ class TestResults:
                 raise OSError(28, "No space left on device")
             return int(write(descriptor, data[: len(data) // 2]))
 
-        monkeypatch.setattr("specgen.system.json_lines.os.write", half)
+        monkeypatch.setattr("specgen.system.files.os.write", half)
         with pytest.raises(OutputError, match="No space left"):
             append(out, record("b"))
         assert out.read_bytes() == before

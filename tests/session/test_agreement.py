@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specgen.events import FinishedEvent, NoticeEvent
-from specgen.method.acceptance_rates import AcceptanceRates
+from specgen.method.tables import AcceptanceRates
 from specgen.options import (
     ContextOptions,
     DraftOptions,

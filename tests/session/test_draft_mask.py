@@ -11,9 +11,9 @@ import pytest
 from specgen.drafters.model import DraftModel
 from specgen.errors import UsageError
 from specgen.events import DraftedEvent, FinishedEvent
-from specgen.method.acceptance_rates import AcceptanceRates
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
+from specgen.method.tables import AcceptanceRates
 from specgen.options import (
     DraftOptions,
     GenerationOptions,

@@ -17,12 +17,10 @@ from specgen.drafters.kind import CacheSlot
 from specgen.errors import BackendError
 from specgen.events import NoticeEvent
 from specgen.method.backend import Backend, Batch
-from specgen.method.cost_aware import CostAwarePolicy
-from specgen.method.cost_table import BatchShare, CostTable, Others
-from specgen.method.distribution import NoTokenAllowedError
-from specgen.method.draft import Draft
+from specgen.method.draft import Draft, NoTokenAllowedError
 from specgen.method.drafter import Drafter, Drafting, ready
-from specgen.method.policy import RoundPlan
+from specgen.method.policy import CostAwarePolicy, RoundPlan
+from specgen.method.tables import BatchShare, CostTable, Others
 from specgen.options import DraftOptions, GenerationOptions
 from specgen.session.answer_loop import AnswerLoop
 from specgen.system.arrays import Logits

@@ -23,7 +23,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ import numpy as np
 from specgen.errors import BackendError, SpecgenError
 from specgen.llama import operators
 from specgen.llama.context import LlamaBackend
-from specgen.llama.gguf_metadata import GgufMetadata, GgufTensor, parts_of
+from specgen.llama.gguf_file import GgufMetadata, GgufTensor, opened_parts
 from specgen.llama.kernels.admission import Verdict
 from specgen.llama.kernels.attached import Kernels, attach
 from specgen.llama.library import ggml, new_tensor, no_data
@@ -226,14 +225,10 @@ _OF_A_LAYER = re.compile(r"blk\.(\d+)\.(.*)")
 
 def write_skeleton(file: Path, output: Path) -> None:
     """Write the skeleton of a model, of which all parts are read. Raise `BackendError`, `OSError`."""
-    with ExitStack() as resources:
-        parts = [GgufMetadata(resources, part) for part in parts_of(file)]
-        made = GgufMetadata(resources, None)
-        ggml("gguf_set_kv", None, *2 * (ctypes.c_void_p,))(made.handle, parts[0].handle)
-        tensors = [tensor for part in parts for tensor in part.tensors()]
+    with opened_parts(file) as (about, tensors), GgufMetadata(None) as made, no_data() as shorter:
+        ggml("gguf_set_kv", None, *2 * (ctypes.c_void_p,))(made.handle, about.handle)
         n_tokens = made.length("tokenizer.ggml.tokens") or 0
         kept = _cut_metadata(made, tensors, n_tokens)
-        shorter = resources.enter_context(no_data())
         n_bytes_of = ggml("ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)
         add = ggml("gguf_add_tensor", None, *2 * (ctypes.c_void_p,))
         rename = ggml("ggml_set_name", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)

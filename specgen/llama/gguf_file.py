@@ -1,0 +1,343 @@
+"""GGUF files: their metadata, read by the functions of gguf.h, and the check before llama.cpp reads a file.
+
+Some values of the metadata make an assertion of llama.cpp end the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import math
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specgen import __version__
+from specgen.errors import BackendError, ModelFileError
+from specgen.llama.library import forget_log, ggml
+from specgen.system.files import KeptResults
+
+#: Types of values in gguf.h, and the sizes in bytes of those that arrays may be cut to.
+_UINT32, _INT32, _FLOAT32, _STRING, _ARRAY = 4, 5, 6, 8, 9
+_VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_FIRST_PART = re.compile(r"-00001-of-(\d{5})\.gguf$")
+#: A file's architecture is found in so many of its first bytes.
+_N_SEARCHED = 4096
+
+
+def parts_of(file: Path) -> list[Path]:
+    """Return the files of a model in several, of which `file` is the first."""
+    found = _FIRST_PART.search(file.name)
+    if found is None:
+        return [file]
+    names = (f"-{part:05d}-of-{found[1]}.gguf" for part in range(1, int(found[1]) + 1))
+    return [file.with_name(_FIRST_PART.sub(name, file.name)) for name in names]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor of a file, without its data."""
+
+    #: The native tensor, valid as long as the metadata that it comes from.
+    handle: int
+    name: str
+    #: GGML's number of its type, and its shape, GGML's first dimension first.
+    type: int
+    shape: tuple[int, ...]
+    n_bytes: int
+
+
+class _InitParameters(ctypes.Structure):
+    """gguf_init_params of gguf.h."""
+
+    _fields_ = (("no_alloc", ctypes.c_bool), ("tensors", ctypes.POINTER(ctypes.c_void_p)))
+
+
+class GgufMetadata:
+    """The metadata of a GGUF file, with functions of gguf.h as methods; without a file, empty metadata. Used as a context
+    manager. Raises `BackendError` if the file is none."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._resources = ExitStack()
+        if file is None:
+            self.handle = ggml("gguf_init_empty", ctypes.c_void_p)()
+        else:
+            read = ggml("gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, _InitParameters)
+            tensors = ctypes.c_void_p()
+            forget_log()
+            self.handle = read(os.fsencode(file), _InitParameters(True, ctypes.pointer(tensors)))
+            if not self.handle:
+                raise BackendError(f"{file}: not a GGUF file")
+            self._tensors = tensors
+            self._resources.callback(ggml("ggml_free", None, ctypes.c_void_p), tensors)
+        self._resources.callback(ggml("gguf_free", None, ctypes.c_void_p), self.handle)
+
+    def __enter__(self) -> GgufMetadata:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()
+
+    def names(self) -> list[str]:
+        name = ggml("gguf_get_key", ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64)
+        count = ggml("gguf_get_n_kv", ctypes.c_int64, ctypes.c_void_p)(self.handle)
+        return [name(self.handle, index).decode("utf-8", "replace") for index in range(count)]
+
+    def get(self, name: str, result: Any, key: str) -> Any:
+        find = ggml("gguf_find_key", ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p)
+        index = find(self.handle, key.encode())
+        if index < 0:
+            return None
+        return ggml(name, result, ctypes.c_void_p, ctypes.c_int64)(self.handle, index)
+
+    def value(self, key: str) -> float | None:
+        """Return a number of 32 bits; None if the key is missing or has another value."""
+        readers: dict[int | None, tuple[str, Any]] = {
+            _UINT32: ("gguf_get_val_u32", ctypes.c_uint32),
+            _INT32: ("gguf_get_val_i32", ctypes.c_int32),
+            _FLOAT32: ("gguf_get_val_f32", ctypes.c_float),
+        }
+        reader = readers.get(self.get("gguf_get_kv_type", ctypes.c_int, key))
+        return None if reader is None else float(self.get(*reader, key))
+
+    def number(self, key: str) -> int:
+        return int(self.value(key) or 0)
+
+    def length(self, key: str) -> int | None:
+        if self.get("gguf_get_kv_type", ctypes.c_int, key) != _ARRAY:
+            return None
+        return int(self.get("gguf_get_arr_n", ctypes.c_size_t, key))
+
+    def array(self, key: str, of: type[ctypes.c_bool | ctypes.c_int32]) -> list[int]:
+        n = self.length(key) or 0
+        data = self.get("gguf_get_arr_data", ctypes.c_void_p, key) if n else None
+        return list((of * n).from_address(data)) if data else []
+
+    def text(self, key: str) -> str:
+        if self.get("gguf_get_kv_type", ctypes.c_int, key) != _STRING:
+            return ""
+        value: bytes = self.get("gguf_get_val_str", ctypes.c_char_p, key) or b""
+        return value.decode("utf-8", "replace")
+
+    def texts(self, key: str) -> Iterator[bytes]:
+        if self.length(key) is None or self.get("gguf_get_arr_type", ctypes.c_int, key) != _STRING:
+            return
+        find = ggml("gguf_find_key", ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p)
+        about = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t)
+        text = ggml("gguf_get_arr_str", ctypes.c_char_p, *about)
+        index = find(self.handle, key.encode())
+        for number in range(self.length(key) or 0):
+            yield text(self.handle, index, number) or b""
+
+    def remove(self, key: str) -> None:
+        remove = ggml("gguf_remove_key", ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p)
+        remove(self.handle, key.encode())
+
+    def set_number(self, key: str, value: int) -> None:
+        write = ggml("gguf_set_val_u32", None, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint32)
+        write(self.handle, key.encode(), value)
+
+    def set_text(self, key: str, value: str) -> None:
+        write = ggml("gguf_set_val_str", None, ctypes.c_void_p, *2 * (ctypes.c_char_p,))
+        write(self.handle, key.encode(), value.encode())
+
+    def cut(self, key: str, kept: Sequence[int]) -> None:
+        """Keep some values of an array of numbers."""
+        kind: int = self.get("gguf_get_arr_type", ctypes.c_int, key)
+        size = _VALUE_BYTES.get(kind)
+        if size is None:  # texts
+            return
+        address: int = self.get("gguf_get_arr_data", ctypes.c_void_p, key)
+        values = b"".join(ctypes.string_at(address + index * size, size) for index in kept)
+        types = (ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p)
+        write = ggml("gguf_set_arr_data", None, ctypes.c_void_p, *types, ctypes.c_size_t)
+        write(self.handle, key.encode(), kind, values, len(kept))
+
+    def tensors(self) -> Iterator[GgufTensor]:
+        following = ggml("ggml_get_next_tensor", ctypes.c_void_p, *2 * (ctypes.c_void_p,))
+        name = ggml("ggml_get_name", ctypes.c_char_p, ctypes.c_void_p)
+        n_bytes = ggml("ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)
+        about = (ctypes.c_void_p, ctypes.c_int64)
+        kind = ggml("gguf_get_tensor_type", ctypes.c_int, *about)
+        shape = ggml("gguf_get_tensor_ne", ctypes.POINTER(ctypes.c_int64), *about)
+        find = ggml("gguf_find_tensor", ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p)
+        tensor = ggml("ggml_get_first_tensor", ctypes.c_void_p, ctypes.c_void_p)(self._tensors)
+        while tensor:
+            index = find(self.handle, name(tensor))
+            yield GgufTensor(
+                tensor,
+                name(tensor).decode("utf-8", "replace"),
+                kind(self.handle, index),
+                tuple(shape(self.handle, index)[:4]),
+                n_bytes(tensor),
+            )
+            tensor = following(self._tensors, tensor)
+
+
+@contextlib.contextmanager
+def opened_parts(file: Path) -> Iterator[tuple[GgufMetadata, list[GgufTensor]]]:
+    """Open all parts of a model: yield the metadata of the first, and the tensors of all. Raise `BackendError`."""
+    with ExitStack() as resources:
+        parts = [resources.enter_context(GgufMetadata(part)) for part in parts_of(file)]
+        yield parts[0], [tensor for part in parts for tensor in part.tensors()]
+
+
+def architecture_of(path: Path) -> str:
+    """Return the architecture that a file names in its first bytes; empty if it names none or cannot be read."""
+    with contextlib.suppress(OSError, struct.error), path.open("rb") as file:
+        _, _, rest = file.read(_N_SEARCHED).partition(b"general.architecture")
+        kind, length = struct.unpack_from("<IQ", rest)
+        if kind == _STRING:
+            return rest[12 : 12 + length].decode("utf-8", "replace")
+    return ""
+
+
+# --- the check ------------------------------------------------------------------------------------
+
+_GGUF_MAGIC = b"GGUF"
+#: Types of files that are not models, and what to do with each.
+_NO_MODELS = {
+    "adapter": (
+        "a LoRA adapter, not a model",
+        "merge it into its model with llama.cpp's llama-export-lora, and give the merged file",
+    ),
+    "mmproj": (
+        "an encoder of images or sound (mmproj), not a model",
+        "give the model that it belongs to",
+    ),
+}
+#: The end of the names of all files but the first of a model in several.
+_LATER_FILE = re.compile(r"(-(?!00001)\d{5}-of-)\d{5}\.gguf$")
+#: Keys of values that are neither negative nor infinite.
+_FINITE = (
+    "attention.layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon",
+    "attention.group_norm_epsilon",
+    "hyper_connection.epsilon",
+    "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scaling.factor",
+)
+#: The key of the number of layers, and llama.cpp's LLAMA_MAX_LAYERS.
+_LAYERS, _MOST_LAYERS = "block_count", 512
+_AGAIN = "fetch or convert the model again"
+#: The most bytes of a token that a message shows.
+_SHOWN = 60
+#: The name of the list of checked files in the cache folder, and the most of them in it.
+FILE_NAME, _N_KEPT = "checked.json", 256
+#: The files that passed, each in the version that was checked.
+_passed = KeptResults(None, _N_KEPT)
+
+
+def remember_checks(folder: Path | None) -> None:
+    """Remember checked files in a folder from now on, so that each file is checked only once; None remembers none."""
+    global _passed  # noqa: PLW0603 - like the choice of kernels, it holds for the process
+    _passed = KeptResults(None if folder is None else folder / FILE_NAME, _N_KEPT)
+
+
+def check_file(path: Path) -> None:
+    """Raise `ModelFileError` if a file is not a GGUF, or has metadata that would end the process in llama.cpp."""
+    _check_kind(path)
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(_GGUF_MAGIC))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if not magic:
+        raise ModelFileError(f"{path}: the file is empty", hint="fetch it again")
+    if magic != _GGUF_MAGIC:
+        raise ModelFileError(
+            f"{path}: not a GGUF file (it begins with {magic.decode('latin-1')!r})",
+            hint="llama.cpp's convert_hf_to_gguf.py turns Hugging Face models into GGUF",
+        )
+    if _key(path) not in _passed.read():
+        check_metadata(path)
+
+
+def _check_kind(path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise ModelFileError(
+            f"{path}: no such file",
+            hint="give the path of a .gguf file, or a name that `specgen models list` shows",
+        ) from None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if stat.S_ISDIR(mode):
+        inside = sorted(map(str, path.glob("*.gguf")))[:3]
+        hint = f"name the file: {', '.join(inside)}" if inside else "it holds no .gguf file"
+        raise ModelFileError(f"{path}: a directory, not a model file", hint=hint)
+    if not stat.S_ISREG(mode):  # reading a pipe would block
+        raise ModelFileError(
+            f"{path}: a pipe or a device, not a model file", hint="give the path of a .gguf file"
+        )
+    parts = parts_of(path)
+    if missing := [part.name for part in parts if not part.exists()]:
+        raise ModelFileError(
+            f"{path}: the model has {len(parts)} files, and {', '.join(missing)} is missing",
+            hint="put all of them into one folder",
+        )
+    if (later := _LATER_FILE.search(path.name)) is not None:
+        raise ModelFileError(
+            f"{path}: a later file of a model in several",
+            hint=f"give the first: {path.with_name(path.name.replace(later[1], '-00001-of-'))}",
+        )
+
+
+def check_metadata(path: Path) -> None:
+    """Check the metadata of a file, as `check_file` does, however often it was checked before."""
+    try:
+        metadata = GgufMetadata(path)
+    except BackendError:  # llama.cpp says why when it loads the file
+        return
+    with metadata:
+        if (found := _NO_MODELS.get(metadata.text("general.type"))) is not None:
+            raise ModelFileError(f"{path}: {found[0]}", hint=found[1])
+        _check_tokens(path, metadata)
+        _check_values(path, metadata)
+    _passed.add({_key(path): True})
+
+
+def _check_tokens(path: Path, metadata: GgufMetadata) -> None:
+    seen: dict[bytes, int] = {}
+    for token, spelling in enumerate(metadata.texts("tokenizer.ggml.tokens")):
+        if spelling and seen.setdefault(spelling, token) != token:
+            shown = spelling[:_SHOWN].decode("utf-8", "replace")
+            raise ModelFileError(
+                f"{path}: damaged: tokens {seen[spelling]} and {token} are both {shown!r}",
+                hint=_AGAIN,
+            )
+
+
+def _check_values(path: Path, metadata: GgufMetadata) -> None:
+    """Raise `ModelFileError` if a value of the file's own architecture is wrong. (A file may have keys of other
+    architectures, or for a part of a model, which llama.cpp does not read.)"""
+    architecture = metadata.text("general.architecture")
+    for key in (_LAYERS, *_FINITE):
+        name = f"{architecture}.{key}"
+        value = metadata.value(name)
+        least, beyond = (1, _MOST_LAYERS + 1) if key == _LAYERS else (0, math.inf)
+        if value is not None and not least <= value < beyond:
+            raise ModelFileError(f"{path}: damaged: {name} is {value:g}", hint=_AGAIN)
+
+
+def _unreadable(path: Path, error: OSError) -> ModelFileError:
+    return ModelFileError(f"{path}: cannot be read: {error.strerror}")
+
+
+def _key(path: Path) -> str:
+    try:
+        about = path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    name = os.fsencode(path.resolve())
+    numbers = f"\0{about.st_ino} {about.st_size} {about.st_mtime_ns} {__version__}"
+    return hashlib.sha256(name + numbers.encode()).hexdigest()
