@@ -28,6 +28,7 @@ from specgen.llama.kernels.admission import (
     self_test_of,
 )
 from tests.helpers.cli import Cli, Specgen, in_process
+from tests.helpers.fetch import WebServer, use_hub, web_server
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 # How busy the machine is fails no test. (Where the variable CI is set, Hypothesis itself loads a profile that
@@ -221,3 +222,11 @@ def _fetched(model: str) -> Path:
             else:
                 environment.delenv(name, raising=False)
         return fetch(load_registry().model(model))
+
+
+@pytest.fixture
+def hub_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
+    """A package index and hub, to which all requests go."""
+    with web_server() as running:
+        use_hub(monkeypatch, tmp_path, running)
+        yield running

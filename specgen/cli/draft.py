@@ -94,7 +94,7 @@ def show_search(search: Search | None, output: Output, *, as_json: bool) -> None
     if as_json:
         print(json.dumps(search.to_json_object(), indent=2, ensure_ascii=False))
     elif sys.stdout.isatty():
-        from specgen.render.select import make_console
+        from specgen.render.streams import make_console
 
         print_draft_table(search, advice(search), make_console(sys.stdout, os.environ))
     else:

@@ -23,7 +23,6 @@ from specgen.llama.kernels.attached import kernel_problem
 from specgen.llama.model import pooling_of
 from specgen.models.files import model_stem, shard_number
 from specgen.options import SessionOptions
-from specgen.render.text import counted
 from specgen.serve.server.jobs import OpenedModel, Turns
 from specgen.serve.server.model_pool import ModelEntry
 from specgen.session.calibration import calibrate
@@ -32,7 +31,7 @@ from specgen.session.files import Sources
 from specgen.session.memory import Memory
 from specgen.session.open import embedder_bytes, embedder_context, needed_bytes, open_memory
 from specgen.system.files import correct, read_toml
-from specgen.system.progress import human_bytes
+from specgen.system.progress import counted, human_bytes
 from specgen.train.learner import Learner
 
 #: Options of the machine that all models share.

@@ -113,6 +113,11 @@ def _bar(stream: TextIO, kind: Kind) -> Bar | None:
 _UNITS = ("kB", "MB", "GB", "TB", "PB")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def three_digits(value: float) -> str:
     """Return three digits, or all digits before the point if they are more."""
     if value >= 100:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from specgen.events import CommittedEvent, Event
 from specgen.options import Show
 from specgen.render.live import LiveRenderer
+from specgen.render.rows import clean
 from specgen.render.streams import print_notice
-from specgen.render.text import clean
 from tests.helpers.events import Script
 from tests.helpers.screen import Terminal, letters
 from tests.render.test_render_text import DIFFICULT, FAMILY, TEXTS

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from specgen.render.select import make_console, make_renderer
+from specgen.render.live import make_renderer
+from specgen.render.streams import make_console
 from tests.helpers.events import Script
 
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.cascade import Cascade
-from specgen.drafters.chain import ModelDrafter
 from specgen.drafters.kind import CacheSlot
+from specgen.drafters.model_drafter import ModelDrafter
 from specgen.errors import BackendError
 from specgen.events import NoticeEvent
 from specgen.method.backend import Backend, Batch
@@ -111,10 +111,7 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
         before_s = target.decode_s
         finish(loop, generations)
         after_s = target.decode_s
-        ends = [
-            loop.finish(generation, estimate_gain=False, costs=target.costs)
-            for generation in generations
-        ]
+        ends = [loop.finish(generation, target.costs) for generation in generations]
         assert target.decode_s == after_s
         gains = [end.estimated_speedup for end in ends]
         return after_s - before_s, generations, gains
