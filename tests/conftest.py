@@ -29,6 +29,7 @@ from specgen.llama.kernels.admission import (
     self_test_of,
 )
 from tests.helpers.cli import Cli, Specgen, in_process
+from tests.helpers.fetch import WebServer, use_hub, web_server
 from tests.helpers.tiny import write_respelled_model
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
@@ -237,3 +238,11 @@ def _fetched(model: str) -> Path:
             else:
                 environment.delenv(name, raising=False)
         return fetch(load_registry().model(model))
+
+
+@pytest.fixture
+def hub_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
+    """A package index and hub, to which all requests go."""
+    with web_server() as running:
+        use_hub(monkeypatch, tmp_path, running)
+        yield running

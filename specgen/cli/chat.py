@@ -91,10 +91,8 @@ def chat(
         session = stack.enter_context(
             opened(options, kernels, output, sources.drafts, check_template)
         )
-        news, gains = calibrate(session), stats or output.json
-        engine = stack.enter_context(
-            Engine(session, interrupted=dialogue.interrupted, estimate_gain=gains)
-        )
+        news = calibrate(session)
+        engine = stack.enter_context(Engine(session, interrupted=dialogue.interrupted))
         engine.notify(news)
         stack.callback(session.memory.save)
         now = datetime.datetime.now().astimezone()

@@ -200,9 +200,7 @@ def contender_of(
     def events(text: str) -> Iterator[Event]:
         prompt = session.prompts.of_text(text, chat=chat, now=NOW)
         # Closing the generator frees the contexts.
-        with contextlib.closing(
-            generate(session, prompt, interrupted=interrupted, estimate_gain=False)
-        ) as found:
+        with contextlib.closing(generate(session, prompt, interrupted=interrupted)) as found:
             yield from found
 
     def answer(text: str) -> Outcome:

@@ -23,11 +23,10 @@ from specgen.errors import BackendError, PromptError
 from specgen.events import ReasonCount
 from specgen.llama import LlamaBackend
 from specgen.measure.prompts import NOW
-from specgen.method.backend import Batch
+from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import Reason, RoundPlan, RoundResult, draft_up_to
-from specgen.session.agreement import read_states
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import (
     Costs,
@@ -38,6 +37,7 @@ from specgen.session.calibration import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
+from specgen.text.hidden_trail import TargetStates
 from specgen.text.sequence import Sequence
 from specgen.text.tally import Tally
 
@@ -359,3 +359,18 @@ def _states_of_answer(target: LlamaBackend, tokens: abc.Sequence[int], n_prompt:
         start = end
     target.remove(0)
     return np.concatenate(pieces)
+
+
+def read_states(target: Backend, tokens: abc.Sequence[int], trail: TargetStates) -> None:
+    """Add the target's states after each token of a text to the trail of a draft that reads them all. The target's
+    context must be empty, and is empty again afterwards."""
+    try:
+        for start in range(0, len(tokens), target.n_batch):
+            batch = Batch()
+            for position in range(start, min(start + target.n_batch, len(tokens))):
+                batch.add(tokens[position], position, (0,), False)
+            batch.wants_logits[-1] = True
+            _, hidden = target.decode_hidden(batch, all_rows=True)
+            trail.take_rows(hidden, tokens, start + len(batch))
+    finally:
+        target.remove(0)

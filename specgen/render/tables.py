@@ -78,7 +78,7 @@ def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
         for each in every:
             style = "bold" if each.speedup == best else ""
             cells = [_cell(figure(each), "-") for _, figure in shown]
-            table.add_row(each.contender, *cells, style=style)
+            table.add_row(Text(each.contender), *cells, style=style)
         console.print(Text(f"{target}, temperature {temperature:g}", style="bold"))
         console.print(table)
         speedups = [{own.category: own.speedup for own in each.categories} for each in every]
@@ -86,7 +86,7 @@ def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
             table = _table("category", *(each.contender for each in every))
             for name in categories:
                 cells = [_cell(own.get(name), "-") for own in speedups]
-                table.add_row(clean_line(name), *cells)
+                table.add_row(Text(clean_line(name)), *cells)
             console.print(table)
         console.print()
     explanation = (
@@ -112,7 +112,7 @@ def print_draft_table(search: Search, sentences: Sequence[str], console: Console
     table = _table("draft", *(heading for _, heading, _ in _DRAFT))
     for number, one in enumerate(search.tried):
         cells = [_cell(figure(one.figures), "-") for _, _, figure in _DRAFT]
-        table.add_row(name_of(one.draft), *cells, style="" if number else "bold")
+        table.add_row(Text(name_of(one.draft)), *cells, style="" if number else "bold")
     console.print(table)
     explanation = (
         f"For {search.target.name} at temperature 0, on {counted(len(search.baseline.answers), 'answer')}: the "
@@ -126,8 +126,8 @@ def print_draft_table(search: Search, sentences: Sequence[str], console: Console
 
 
 def _table(first: str, *headings: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     table.add_column(first, overflow="fold")
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(Text(heading), justify="right", no_wrap=True)
     return table

@@ -94,18 +94,6 @@ class DrafterFactory:
             ends=frozenset() if settings.generation.ignore_eos else prompt.ends,
         )
 
-    def chain_drafter(
-        self, prompt: Prompt, caches: abc.Sequence[Backend], state: TextState
-    ) -> Drafter:
-        """Return the drafter of the draft alone, which drafts chains of its most likely tokens over `state`, whatever
-        the user's samplers are. The text starts with `prompt`."""
-        draft = self.session.draft
-        assert draft is not None, "there is no draft"
-        settings = self.session.settings.most_likely()
-        request = self._request(draft, prompt, state, settings, np.random.SeedSequence(0))
-        shaper = Shaper(Sampler(SamplerOptions()), state)
-        return draft.drafter(replace(request, caches=caches, shaper=shaper, branches=False))
-
     def acceptance(
         self, settings: RequestSettings | None = None
     ) -> MutableMapping[str, AcceptanceRates]:

@@ -243,7 +243,7 @@ class Setup:
         loop = AnswerLoop(self.backend(), Clock(), interrupted)
         generation = self.generation()
         events = list(loop.run(generation))
-        events += [loop.finish(generation, estimate_gain=False)]
+        events += [loop.finish(generation, CostTable())]
         return generation, events
 
 

@@ -111,10 +111,7 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
         before_s = target.decode_s
         finish(loop, generations)
         after_s = target.decode_s
-        ends = [
-            loop.finish(generation, estimate_gain=False, costs=target.costs)
-            for generation in generations
-        ]
+        ends = [loop.finish(generation, target.costs) for generation in generations]
         assert target.decode_s == after_s
         gains = [end.estimated_speedup for end in ends]
         return after_s - before_s, generations, gains
