@@ -257,35 +257,42 @@ def device_of(handle: int) -> Device:
 
 # --- if native code ends the process --------------------------------------------------------------
 
-#: The callbacks, kept for as long as they may be called. The first one is `before_end`.
-_kept: list[Any] = []
+#: Called with the message of a failed assertion, in the thread that failed. Whoever can go on never returns.
+abort_listeners: list[Callable[[str], None]] = []
+#: Called first if native code ends the process, and the callbacks, kept for as long as they may be called.
+_before_end: list[Callable[[], None]] = []
+_callbacks: list[Any] = []
 _ending = threading.Lock()
 _IN_SOURCE = re.compile(r"(?P<path>\S+?):(?P<line>\d+): (?P<what>.*)", re.DOTALL)
 _ASSERTED = "a damaged model file does this; fetch or convert it again, or report what led to it"
-#: Parts of the assertions with which GGML checks that memory was allocated.
-_NO_MEMORY = ("mem_buffer != NULL",)
+#: Part of the assertion with which GGML checks that memory was allocated.
+_NO_MEMORY = "mem_buffer != NULL"
 _SMALLER = "close other programs, or take a smaller model or --ctx-size"
 _SHORTER = "put the whole file back, or fetch the model again"
+
+
+@functools.cache
+def watch_aborts() -> None:
+    """Let GGML call `abort_listeners` before it ends the process."""
+    with contextlib.suppress(BackendError):  # an older GGML
+        _callbacks.append(ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_on_abort))
+        set_callback = ggml("ggml_set_abort_callback", ctypes.c_void_p, ctypes.c_void_p)
+        set_callback(ctypes.cast(_callbacks[-1], ctypes.c_void_p))
 
 
 def end_with_a_line(before_end: Callable[[], None] = lambda: None) -> None:
     """Print one line (and a hint) on standard error if native code ends the process, and exit with the code
     of a `BackendError` or `MemoryLimitError`. `before_end` is called first, to write pending output. Only
     the first call has an effect."""
-    if _kept:
+    if _before_end:
         return
-    _kept.append(before_end)
-    with contextlib.suppress(BackendError):  # an older GGML
-        callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_on_abort)
-        set_callback = ggml("ggml_set_abort_callback", ctypes.c_void_p, ctypes.c_void_p)
-        set_callback(ctypes.cast(callback, ctypes.c_void_p))
-        _kept.append(callback)
+    _before_end.append(before_end)
+    watch_aborts()
     if hasattr(signal, "SIGBUS"):
         # Set through the C library. Python would run its own handler only after the failed instruction,
         # which would be repeated for ever.
-        handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(_on_bus_error)
-        ctypes.CDLL(None).signal(signal.SIGBUS, handler)
-        _kept.append(handler)
+        _callbacks.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(_on_bus_error))
+        ctypes.CDLL(None).signal(signal.SIGBUS, _callbacks[-1])
 
 
 def asserted(message: str) -> str:
@@ -299,9 +306,14 @@ def asserted(message: str) -> str:
 
 def _on_abort(message: bytes | None) -> None:
     reason = (message or b"it gives no reason").decode("utf-8", "replace")
-    if any(sign in reason for sign in _NO_MEMORY):
+    for listener in abort_listeners:
+        listener(reason)
+    if not _before_end:
+        os.write(2, f"{reason}\n".encode())
+    elif _NO_MEMORY in reason:
         _end(f"there is not enough memory; {asserted(reason)}", _SMALLER, MemoryLimitError)
-    _end(asserted(reason), _ASSERTED)
+    else:
+        _end(asserted(reason), _ASSERTED)
 
 
 def _on_bus_error(_number: int) -> None:
@@ -311,7 +323,7 @@ def _on_bus_error(_number: int) -> None:
 def _end(message: str, hint: str, kind: type[SpecgenError] = BackendError) -> NoReturn:
     _ending.acquire()  # never released: if several threads fail at once, only the first one reports
     with contextlib.suppress(Exception):
-        _kept[0]()
+        _before_end[0]()
     with contextlib.suppress(OSError):
         os.write(2, f"error: {message}\nhint: {hint}\n".encode())
     os._exit(kind.exit_code)
