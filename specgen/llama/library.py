@@ -1,8 +1,6 @@
 """Load the native library, keep its log for error messages, describe its build, and report its end.
 
-The rest of the package imports llama_cpp from here: llama-cpp-python, or the part of it that the wheel
-carries. A library that cannot be loaded therefore raises
-the same `BackendError` wherever it is first needed.
+The rest of the package imports llama_cpp from here: llama-cpp-python, or the part of it that the wheel carries.
 """
 
 from __future__ import annotations
@@ -33,10 +31,7 @@ try:
         llama_cpp = importlib.import_module(BUNDLE)
         llama_cpp_ext = importlib.import_module(f"{BUNDLE}.llama_cpp_ext")
 except (ImportError, OSError, RuntimeError) as error:
-    raise BackendError(
-        f"llama-cpp-python cannot be loaded: {error}",
-        hint=REBUILD,
-    ) from error
+    raise BackendError(f"llama-cpp-python cannot be loaded: {error}", hint=REBUILD) from error
 
 LogSink = Callable[[str], None]
 
@@ -45,7 +40,6 @@ _log_sinks: list[LogSink] = []
 
 
 def _on_log(_level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
-    """Keep llama.cpp's last log lines for error messages, and pass each to the current sink."""
     line = text.decode("utf-8", "replace")
     _log_lines.append(line)
     for sink in _log_sinks[-1:]:
@@ -83,11 +77,10 @@ def last_error() -> str:
 
 @functools.cache
 def ggml(name: str, result: Any, *arguments: Any) -> Any:
-    """Return a function of the GGML libraries, which llama-cpp-python loads but does not declare. Raise
-    `BackendError` if this build has none of that name.
+    """Return a function of the GGML libraries, which llama-cpp-python loads but does not declare. Raise `BackendError` if
+    this build has none of that name.
 
-    Wheels have copies of these libraries under several names (libggml.so, libggml.so.0). The function
-    must come from the copy that llama.cpp is linked to: any other copy has its own list of devices.
+    Wheels have several copies of these libraries. That to which llama.cpp is linked has the list of devices.
     """
     for library in _ggml_libraries():
         with contextlib.suppress(AttributeError):
@@ -135,9 +128,8 @@ def new_tensor(context: Any, type_: int, shape: Sequence[int]) -> Any:
 def set_layer_input(context: Any, layer: int, wanted: bool) -> None:
     """Set whether a context hands out what a layer reads. llama.cpp ends the process if the graph of the
     model's architecture does not (`specgen.llama.draft_models.HOOKED`)."""
-    _extension("set", None, "P13llama_contextjb", ctypes.c_uint32, ctypes.c_bool)(
-        context, layer, wanted
-    )
+    types = (ctypes.c_uint32, ctypes.c_bool)
+    _extension("set", None, "P13llama_contextjb", *types)(context, layer, wanted)
 
 
 def layer_input(context: Any, layer: int) -> Any:
@@ -148,8 +140,7 @@ def layer_input(context: Any, layer: int) -> Any:
 
 @functools.cache
 def _extension(verb: str, result: Any, types: str, *arguments: Any) -> Any:
-    """Return a function of llama.cpp's llama-ext.h, which exports it under its C++ name. Raise `BackendError`
-    if this build has none."""
+    """Return a function of llama.cpp's llama-ext.h, exported under its C++ name. Raise `BackendError`."""
     name = f"llama_{verb}_embeddings_layer_inp"
     of_windows = {
         "set": f"?{name}@@YAXPEAUllama_context@@I_N@Z",
@@ -160,9 +151,16 @@ def _extension(verb: str, result: Any, types: str, *arguments: Any) -> Any:
     return ggml(of_windows[verb], result, ctypes.c_void_p, *arguments)
 
 
+def procedure(registry: Any, name: bytes, result: Any, *arguments: Any) -> Any:
+    """Return a function of a backend, which may be in a library of its own; None if it has none of that name."""
+    types = 2 * (ctypes.c_void_p,)
+    find = ggml("ggml_backend_reg_get_proc_address", *types, ctypes.c_char_p)
+    address = find(registry, name)
+    return ctypes.CFUNCTYPE(result, *arguments)(address) if address else None
+
+
 def _ggml_libraries() -> Iterator[Any]:
-    """Yield llama.cpp's library, which also finds the symbols of the libraries that it is linked to.
-    Then yield the GGML libraries by name, for systems where it does not."""
+    """Yield llama.cpp's library, which mostly also finds the symbols of the libraries that it is linked to, then these."""
     yield llama_cpp.llama_cpp._lib  # noqa: SLF001
     extensions = importlib.import_module(f"{llama_cpp.__name__}._ctypes_extensions")
     for name in ("ggml", "ggml-base", "ggml-cpu"):
@@ -171,14 +169,13 @@ def _ggml_libraries() -> Iterator[Any]:
 
 
 def native_folder() -> Path:
-    """Return the folder of the native libraries, as llama-cpp-python finds it."""
+    """Return the folder of the native libraries."""
     return Path(llama_cpp.llama_cpp._base_path)  # noqa: SLF001
 
 
 def _load_backends() -> None:
-    """Load the backends that are libraries of their own (GGML_BACKEND_DL), among them the CPU's for this
-    processor. Other builds are linked to theirs. Both load one more that `GGML_BACKEND_PATH` names. Raise
-    `BackendError` if it cannot be loaded."""
+    """Load the backends that are libraries of their own (GGML_BACKEND_DL); other builds are linked to theirs. Both load
+    one more that `GGML_BACKEND_PATH` names. Raise `BackendError` if it cannot be loaded."""
     try:
         n_linked = ggml("ggml_backend_reg_count", ctypes.c_size_t)()
     except BackendError:  # an older GGML
@@ -186,8 +183,7 @@ def _load_backends() -> None:
     if not n_linked:
         load = ggml("ggml_backend_load_all_from_path", None, ctypes.c_char_p)
         load(os.fsencode(native_folder()))
-    path = os.environ.get("GGML_BACKEND_PATH")
-    if path and n_linked:
+    elif path := os.environ.get("GGML_BACKEND_PATH"):
         load = ggml("ggml_backend_load", ctypes.c_void_p, ctypes.c_char_p)
         if not load(os.fsencode(path)):
             raise BackendError(f"{path} (GGML_BACKEND_PATH) cannot be loaded: {last_error()}")
@@ -223,7 +219,7 @@ def has_gpu() -> bool:
 
 
 def _devices() -> tuple[Device, ...]:
-    """Return GGML's devices; none if the functions of GGML cannot be found in this llama-cpp-python."""
+    """Return GGML's devices; none if this llama-cpp-python lacks the functions."""
     with contextlib.suppress(BackendError, ImportError, OSError, RuntimeError):
         return tuple(map(device_of, native_devices()))
     return ()
@@ -244,7 +240,7 @@ def device_of(handle: int) -> Device:
     kind = ggml("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)(handle)
     size_p = ctypes.POINTER(ctypes.c_size_t)
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    memory = ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, size_p, size_p)
+    memory = ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, *2 * (size_p,))
     memory(handle, ctypes.byref(free), ctypes.byref(total))
     return Device(
         name=name.decode("utf-8", "replace"),
@@ -281,9 +277,8 @@ def watch_aborts() -> None:
 
 
 def end_with_a_line(before_end: Callable[[], None] = lambda: None) -> None:
-    """Print one line (and a hint) on standard error if native code ends the process, and exit with the code
-    of a `BackendError` or `MemoryLimitError`. `before_end` is called first, to write pending output. Only
-    the first call has an effect."""
+    """Print one line and a hint on standard error if native code ends the process, and exit with the code of a
+    `BackendError` or `MemoryLimitError`. `before_end` is called first, to write pending output. Call it once."""
     if _before_end:
         return
     _before_end.append(before_end)
@@ -296,7 +291,7 @@ def end_with_a_line(before_end: Callable[[], None] = lambda: None) -> None:
 
 
 def asserted(message: str) -> str:
-    """Return the error message for a failed assertion, from GGML's own `message`."""
+    """Return the error message for GGML's own `message` of a failed assertion."""
     found = _IN_SOURCE.fullmatch(message.strip())
     if found is None:
         return f"llama.cpp ended the process: {' '.join(message.split())}"

@@ -29,6 +29,7 @@ from specgen.llama.library import (
     last_error,
     llama_cpp,
     native_devices,
+    procedure,
     watch_aborts,
 )
 from specgen.options import Workers
@@ -115,10 +116,9 @@ def load_onto(workers: Workers, file: Path, params: Any) -> tuple[Any, RemoteCal
 
 
 def _remote_devices(endpoints: Sequence[str], calls: RemoteCalls) -> list[int]:
-    """Return the devices of workers, in the order of `endpoints`, as native pointers. They are not added to
-    GGML's list of devices, so that no other model is placed on them. Raise `WorkerLostError` if a worker
-    does not answer, `BackendError` if it has no device."""
-    add_server = _procedure(load_rpc(), b"ggml_backend_rpc_add_server", _POINTER, ctypes.c_char_p)
+    """Return the devices of workers, in the order of `endpoints`, as native pointers. They are not added to GGML's list
+    of devices, so that no other model is placed on them. Raise `WorkerLostError`, `BackendError` if there is none."""
+    add_server = _procedure(b"ggml_backend_rpc_add_server", _POINTER, ctypes.c_char_p)
     count = ggml("ggml_backend_reg_dev_count", ctypes.c_size_t, _POINTER)
     get = ggml("ggml_backend_reg_dev_get", _POINTER, _POINTER, ctypes.c_size_t)
     devices: list[int] = []
@@ -131,8 +131,8 @@ def _remote_devices(endpoints: Sequence[str], calls: RemoteCalls) -> list[int]:
 
 
 def _spread(params: Any, devices: Sequence[int], workers: Workers) -> list[Any]:
-    """Set the parameters that spread a model over the devices of workers. Return the objects that must be
-    kept alive until the model is loaded. Raise `UsageError` if there are more shares than devices."""
+    """Spread a model over the devices of workers. Return what must be kept alive until it is loaded. Raise `UsageError`
+    if there are more shares than devices."""
     array = (_POINTER * (len(devices) + 1))(*devices, None)
     params.devices = ctypes.cast(array, _POINTER).value
     kept: list[Any] = [array]
@@ -179,10 +179,10 @@ def offered_devices(memory_bytes: int | None) -> list[Offered]:
 def serve_devices(
     endpoint: str, devices: Sequence[Offered], n_threads: int, cache: Path | None
 ) -> None:
-    """Compute for clients, one after the other, until the process ends. Return only if llama.cpp gives up.
-    `cache` is a folder for tensors, so that clients need not send them again."""
+    """Compute for clients, one after the other; return only if llama.cpp gives up. `cache` is a folder for tensors, so
+    that clients need not send them again."""
     types = (*2 * (ctypes.c_char_p,), *2 * (ctypes.c_size_t,), _POINTER)
-    start = _procedure(load_rpc(), b"ggml_backend_rpc_start_server", None, *types)
+    start = _procedure(b"ggml_backend_rpc_start_server", None, *types)
     array = (_POINTER * len(devices))(*(device.handle for device in devices))
     folder = None if cache is None else os.fsencode(cache)
     start(endpoint.encode(), folder, n_threads, len(devices), array)
@@ -218,12 +218,11 @@ def _limit_memory(device: int, limit: int) -> Any:
     return limited
 
 
-def _procedure(registry: Any, name: bytes, result: Any, *arguments: Any) -> Any:
-    find = ggml("ggml_backend_reg_get_proc_address", _POINTER, _POINTER, ctypes.c_char_p)
-    address = find(registry, name)
-    if not address:
+def _procedure(name: bytes, result: Any, *arguments: Any) -> Any:
+    found = procedure(load_rpc(), name, result, *arguments)
+    if found is None:
         raise BackendError(f"llama.cpp's RPC backend has no {name.decode()}", hint=_BUILD_HINT)
-    return ctypes.CFUNCTYPE(result, *arguments)(address)
+    return found
 
 
 # --- calls that may wait for workers ---------------------------------------------------------------
@@ -244,9 +243,8 @@ class RemoteCalls:
         self._calls = queue.SimpleQueue()
         self._waiting: Future[Any] | None = None
         self._is_alive = False
-        #: Why the workers cannot be called any more, and what to do about it.
+        #: Why the workers cannot be called any more, and what to do about it; and which are lost, once asked for.
         self._lost: tuple[str, str] | None = None
-        #: The workers that are lost, once somebody has asked.
         self._names: Sequence[str] = ()
         if _on_abort not in abort_listeners:
             abort_listeners.append(_on_abort)
@@ -256,8 +254,7 @@ class RemoteCalls:
         self._thread.start()
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Make a native call and return its result. Raise `WorkerLostError` if a worker is lost during the
-        call, or was lost before."""
+        """Make a native call. Raise `WorkerLostError` if a worker is lost during the call, or was lost before."""
         self.check()
         if threading.current_thread() is self._thread:
             return function(*arguments)
