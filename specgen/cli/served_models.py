@@ -152,7 +152,7 @@ class ModelLoader:
         from specgen.serve.server.jobs import OpenedModel
         from specgen.session.calibration import calibrate
         from specgen.session.engine import Engine
-        from specgen.train.learner import Learner
+        from specgen.train.online_learning import Learner
 
         def stops() -> bool:
             return self.stop() or interrupted()
