@@ -15,6 +15,7 @@ from specgen.method.backend import Backend, Vocabulary
 from specgen.method.draft import ROOT, Branches, Distribution, Draft, NoTokenAllowedError
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan, WhilePaying, best_nodes
+from specgen.method.tables import CostTable, Price
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits, best
 
@@ -307,6 +308,13 @@ class Walks(Tree):
                 if child is None:
                     child = self._add(node, token, source.probability(token), source)
                 walk.append(child)
+
+
+def price_after(costs: CostTable, n_new: int, n_usual: int, n_more: int = 0) -> Price:
+    """Return the price of a draft that begins with a decode of `n_new` rows, of which more than `n_usual` are prefill,
+    and `n_more` decodes of a row each."""
+    first_s, next_s = costs.share_s(min(n_new, n_usual)), costs.share_s(1)
+    return Price(first_s + n_more * next_s, next_s, max(0.0, costs.share_s(n_new) - first_s))
 
 
 def expansion(

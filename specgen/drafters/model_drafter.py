@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from specgen.drafters.cascade import Guesses
-from specgen.drafters.expansion import Expansion, Look, NodeBranches, RowsBeyond, expansion
+from specgen.drafters.expansion import (
+    Expansion,
+    Look,
+    NodeBranches,
+    RowsBeyond,
+    expansion,
+    price_after,
+)
 from specgen.drafters.kind import DraftRequest
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT
@@ -75,12 +83,10 @@ class ModelDrafter(Drafter):
     def price(self, n_context: int) -> Price:
         # Most of what became text since the last draft is in the cache.
         n_behind = max(1, n_context - self.n_skipped - self._backend.length(self._sequence))
-        n_usual = min(n_behind, N_USUAL)
-        first_s, next_s = self._costs.share_s(n_usual), self._costs.share_s(1)
-        if self._guesses is not None:
-            next_s = self._guesses.token_s(next_s)
-        prefill_s = max(0.0, self._costs.share_s(n_behind) - first_s)
-        return Price(first_s, next_s, prefill_s)
+        price = price_after(self._costs, n_behind, N_USUAL)
+        if self._guesses is None:
+            return price
+        return replace(price, next_s=self._guesses.token_s(price.next_s))
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         self._keep_text(context)
