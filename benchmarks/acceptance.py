@@ -38,7 +38,7 @@ import numpy as np
 from benchmarks.answers import answer, begin
 from specgen.measure.prompts import evenly_chosen, read_prompts
 from specgen.method.backend import Backend, Batch
-from specgen.method.distribution import Distribution
+from specgen.method.draft import Distribution
 from specgen.options import (
     ContextOptions,
     DraftOptions,

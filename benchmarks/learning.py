@@ -45,7 +45,7 @@ from specgen.session.files import find_target
 from specgen.session.kept_answers import last_number
 from specgen.session.open import open_memory
 from specgen.session.session import Session
-from specgen.system.json_lines import as_json
+from specgen.system.files import as_json
 from specgen.system.machine import look_at_machine
 from specgen.train.online_learning import Lesson, learn
 from specgen.train.training_loop import Budget
@@ -84,7 +84,7 @@ def opened(options: SessionOptions) -> Iterator[Engine]:
     """An engine with a session, and a memory of its own."""
     with (
         Session(options, time.perf_counter, open_memory()) as loaded,
-        Engine(loaded, estimate_gain=False, n_ctx=2048) as engine,
+        Engine(loaded, n_ctx=2048) as engine,
     ):
         calibrate(loaded)
         yield engine

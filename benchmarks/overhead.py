@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks import answers
 from specgen.events import FinishedEvent
-from specgen.method.cost_table import CostTable
+from specgen.method.tables import CostTable
 from specgen.options import (
     ContextOptions,
     DraftOptions,

@@ -39,7 +39,7 @@ from specgen.measure.prompts import NOW, BenchPrompt
 from specgen.options import DraftSource
 from specgen.render.tables import bench_lines
 from specgen.session.session import Session
-from specgen.system.json_lines import as_json
+from specgen.system.files import as_json
 
 #: If it is set, programs are searched in this folder only.
 PEERS_VARIABLE = "SPECGEN_PEERS"

@@ -40,7 +40,7 @@ import numpy as np
 from benchmarks.answers import begin, read_setting
 from specgen.measure.prompts import BenchPrompt, first_of_each, read_bench_prompts
 from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import CostTable
+from specgen.method.tables import CostTable
 from specgen.options import GenerationOptions, SessionOptions
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import MIN_SIZES, measure_if_new
@@ -224,7 +224,7 @@ class Entrant:
         loop = AnswerLoop(target, clock)
         list(loop.run(generation))
         assert tuple(generation.answer) == told.tokens, "the recorded answer"
-        finished = loop.finish(generation, estimate_gain=False)
+        finished = loop.finish(generation, CostTable())
         seconds = finished.wall_s - finished.prompt_s
         reading_s = cast(Timed, drafting[0]).reading_s if drafting else 0.0
         plain_s = (len(told.tokens) + told.ended - 1) * self._costs[0].seconds(1)

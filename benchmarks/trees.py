@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.answers import answer, bench_prompts
-from specgen.method.cost_table import CostTable
+from specgen.method.tables import CostTable
 from specgen.options import (
     DraftOptions,
     GenerationOptions,

@@ -30,13 +30,7 @@ from pathlib import Path
 
 from scripts import cmake_args
 from specgen.errors import FetchError, SpecgenError
-from specgen.models.download import (
-    INDEX_VARIABLE,
-    IndexFile,
-    files_of,
-    index_url,
-    normalized,
-)
+from specgen.models.download import INDEX_VARIABLE, IndexFile, files_of, index_url, normalized
 from specgen.models.download import download as download_file
 from specgen.system.progress import ProgressView
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from scripts import build_kernels, build_peers
 from specgen.errors import SpecgenError
-from specgen.system import llama_build
+from specgen.system.machine import LIBRARY, REQUIRED_VERSION, STAMP, protocol_in
 
 ROOT = build_kernels.ROOT
 #: The oldest glibc that it runs with, and the platform of a wheel.
@@ -115,7 +115,7 @@ def build(machine: str, work: Path, out: Path) -> Path:
     from hatchling.builders.wheel import WheelBuilder
 
     work.mkdir(parents=True, exist_ok=True)
-    source = build_peers.fetch(llama_build.REQUIRED_VERSION, work)
+    source = build_peers.fetch(REQUIRED_VERSION, work)
     work /= machine
     compilers = write_compilers(machine, work / "bin")
     compile_llama(machine, source / "vendor" / "llama.cpp", work / "cmake", compilers)
@@ -185,15 +185,15 @@ def stage(source: Path, built: Path, folder: Path) -> None:
             "from llama_cpp._ctypes_extensions import", "from ._ctypes_extensions import"
         )
         (bundle / name).write_text(text, encoding="utf-8")
-    version = llama_build.REQUIRED_VERSION
+    version = REQUIRED_VERSION
     (bundle / "__init__.py").write_text(INIT.format(version=version), encoding="utf-8")
     shutil.copy(source / "LICENSE.md", bundle / "LICENSE-llama-cpp-python")
     shutil.copy(source / "vendor" / "llama.cpp" / "LICENSE", bundle / "LICENSE-llama.cpp")
     # Loaded for workers only: with it, GGML says of every machine that it can offload layers.
-    shutil.copy(built / "libggml-rpc.so", folder / llama_build.LIBRARY)
+    shutil.copy(built / "libggml-rpc.so", folder / LIBRARY)
     header = source / "vendor" / "llama.cpp" / "ggml" / "include" / "ggml-rpc.h"
-    stamp = {"version": version, "protocol": llama_build.protocol_in(header)}
-    (folder / llama_build.STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
+    stamp = {"version": version, "protocol": protocol_in(header)}
+    (folder / STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
 
 
 def check_platform(machine: str, wheel: Path) -> None:

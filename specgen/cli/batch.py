@@ -22,10 +22,8 @@ from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
 from specgen.options import Contexts, KernelOptions, SessionOptions
-from specgen.render.text import counted
-from specgen.system.json_lines import as_json
-from specgen.system.progress import ProgressView
-from specgen.system.units import duration
+from specgen.system.files import as_json
+from specgen.system.progress import ProgressView, counted, duration
 
 if TYPE_CHECKING:
     from specgen.serve.batch.lines import Line
@@ -47,7 +45,7 @@ _N_NAMED = 10
             min=1,
             metavar="N",
             help="How many answers to generate at once.",
-            show_default="as many as is measured to be fastest and fits into memory",
+            show_default="as many as are fastest and fit into memory",
         ),
         retry_errors=Option(
             "--retry-errors", help="Answer lines again whose result in OUT is an error."
@@ -65,9 +63,8 @@ _N_NAMED = 10
         ray=Option(
             "--ray",
             metavar="ADDRESS",
-            help="Let a Ray cluster answer the lines, with an actor on each node: HOST:PORT, auto (the "
-            "cluster of this machine, or of RAY_ADDRESS), or local (this machine alone). Each node needs "
-            "specgen, and the model files at the same paths. Needs `pip install 'specgen-gguf[ray]'`.",
+            help="Let a Ray cluster answer the lines: HOST:PORT, auto (this machine's, or that of RAY_ADDRESS), "
+            "or local (this machine alone). Each node needs specgen, and the models at the same paths.",
         ),
         cpus_per_worker=Option(
             "--cpus-per-worker",
@@ -286,15 +283,12 @@ def ray_cluster(
     if machine.target.workers is not None:
         raise UsageError("--ray and --rpc exclude each other")
     if importlib.util.find_spec("ray") is None:
-        raise UsageError(
-            "--ray needs ray, which is not installed", hint="pip install 'specgen-gguf[ray]'"
-        )
+        hint = "pip install 'specgen-gguf[ray]'"
+        raise UsageError("--ray needs ray, which is not installed", hint)
     host, _, port = address.rpartition(":")
     if address not in {"local", "auto"} and not (host and "/" not in host and port.isdigit()):
-        raise UsageError(
-            f"--ray {address}: not the address of a cluster",
-            hint="give HOST:PORT as `ray start --head` prints it, or auto, or local",
-        )
+        hint = "give HOST:PORT as `ray start --head` prints it, or auto, or local"
+        raise UsageError(f"--ray {address}: not the address of a cluster", hint)
     from specgen.serve.batch.on_ray import Cluster
 
     return Cluster(address, *per_worker, patience_s)

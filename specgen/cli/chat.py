@@ -22,7 +22,7 @@ from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
-from specgen.render.text import clean, counted
+from specgen.system.progress import counted
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -91,10 +91,8 @@ def chat(
         session = stack.enter_context(
             opened(options, kernels, output, sources.drafts, check_template)
         )
-        news, gains = calibrate(session), stats or output.json
-        engine = stack.enter_context(
-            Engine(session, interrupted=dialogue.interrupted, estimate_gain=gains)
-        )
+        news = calibrate(session)
+        engine = stack.enter_context(Engine(session, interrupted=dialogue.interrupted))
         engine.notify(news)
         stack.callback(session.memory.save)
         now = datetime.datetime.now().astimezone()
@@ -111,7 +109,7 @@ def chat(
 def _kept(path: Path | None, output: Output) -> Iterator[Conversation]:
     """Yield the conversation in a file, which no other process can continue meanwhile."""
     from specgen.serve.chat import Conversation, read_conversation
-    from specgen.system.json_lines import locked
+    from specgen.system.files import locked
 
     if path is None:
         yield Conversation()
@@ -267,7 +265,8 @@ class _Dialogue:
         _say(f"drafts from now on: {self._chat.draft_name}")
 
     def think(self, _argument: str) -> None:
-        from specgen.render.select import make_console
+        from specgen.render.rows import clean
+        from specgen.render.streams import make_console
         from specgen.session.prompts.template import thought_of
 
         prompt, last = self._chat.prompt, self._chat.finished
@@ -280,7 +279,7 @@ class _Dialogue:
         console.print(clean(thought), style="dim", soft_wrap=True)
 
     def stats(self, _argument: str) -> None:
-        from specgen.render.select import make_console
+        from specgen.render.streams import make_console
         from specgen.render.summary import print_summary, totals
 
         prompt, last = self._chat.prompt, self._chat.finished

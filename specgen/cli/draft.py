@@ -35,7 +35,7 @@ from specgen.options import (
 )
 from specgen.session.files import DraftChoice, Sources, find_models, find_target, name_of
 from specgen.system.machine import notes_on_figures
-from specgen.system.units import human_bytes
+from specgen.system.progress import human_bytes
 from specgen.train.draft_builder import (
     JUDGED_TOKENS,
     OWN_PROMPTS,
@@ -94,7 +94,7 @@ def show_search(search: Search | None, output: Output, *, as_json: bool) -> None
     if as_json:
         print(json.dumps(search.to_json_object(), indent=2, ensure_ascii=False))
     elif sys.stdout.isatty():
-        from specgen.render.select import make_console
+        from specgen.render.streams import make_console
 
         print_draft_table(search, advice(search), make_console(sys.stdout, os.environ))
     else:

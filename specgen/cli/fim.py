@@ -110,8 +110,7 @@ class _FileGap:
     def write(self, middle: str) -> None:
         """Write the file with the middle in it, with the file's own line ends. Raise `OutputError`, also if
         the file changed meanwhile."""
-        from specgen.system.files import new_beside
-        from specgen.system.json_lines import write_errors
+        from specgen.system.files import new_beside, write_errors
 
         assert self.path is not None
         before, path = self.mark + self.prefix, self.path.resolve()  # a link stays a link

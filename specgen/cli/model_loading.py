@@ -104,7 +104,7 @@ def load(
     def loading(name: str) -> contextlib.AbstractContextManager[object]:
         if output.quiet or output.verbose or not sys.stderr.isatty():
             return contextlib.nullcontext()
-        from specgen.render.select import make_console
+        from specgen.render.streams import make_console
 
         return make_console(sys.stderr, os.environ).status(f"loading {name}")
 

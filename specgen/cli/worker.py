@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -17,6 +18,7 @@ from specgen.errors import BackendError, UsageError, WorkerLostError
 from specgen.options import KernelOptions
 from specgen.serve.server.options import is_loopback
 from specgen.system.processes import leave_running
+from specgen.system.worker_probe import probe
 
 _EVERYWHERE = "0.0.0.0"  # noqa: S104 - with --insecure-network only
 #: Seconds: the longest wait for the worker's first response, and between two checks for signals.
@@ -68,7 +70,7 @@ def worker(
     It serves one program at a time. It has neither passwords nor encryption, so it listens on this
     machine only: connect from other machines through a tunnel (ssh -L). Ctrl-C ends it.
     """
-    _check_address(host, insecure=insecure_network)
+    _check_address(host, port, insecure=insecure_network)
     from specgen.llama import default_threads
     from specgen.llama.kernels.attached import attached, computing
     from specgen.llama.rpc import load_rpc, offered_devices, serve_devices
@@ -76,10 +78,8 @@ def worker(
 
     use_kernels(kernels, output)
     load_rpc()
-    _check_free(host, port)
-    folder = None
-    if cache:
-        folder = cache_folder() / "rpc"
+    folder = cache_folder() / "rpc" if cache else None
+    if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     devices = offered_devices(None if memory is None else memory * 2**20)
 
@@ -96,25 +96,25 @@ def worker(
     if own is not None and own.computes_products:
         own.serve()
     for device in devices:
-        free = f"{device.free_bytes / 2**30:.1f} GiB"
         by = f", {computing()}" if device.is_cpu else ""
+        free = f"{device.free_bytes / 2**30:.1f} GiB"
         say(f"offering {device.name}: {device.description}, {free}{by}")
     endpoint = f"{host}:{port}"
     with Interrupt() as stop:
         out = _native_stdout(shows=output.verbose > 0)
         leave_running("the worker")
-        serving = threading.Thread(
-            target=serve_devices,
-            args=(endpoint, devices, threads or default_threads(), folder),
-            daemon=True,
-        )
+        arguments = (endpoint, devices, threads or default_threads(), folder)
+        serving = threading.Thread(target=serve_devices, args=arguments, daemon=True)
         serving.start()
         is_listening = False
         while serving.is_alive() and not stop():
             serving.join(_POLL_S)
-            if not is_listening and _answers(host, port):
-                is_listening = True
-                os.write(out, f"listening on {endpoint}\n".encode())
+            if not is_listening:
+                own_host = host if host != _EVERYWHERE else "127.0.0.1"
+                with contextlib.suppress(WorkerLostError):
+                    probe(f"{own_host}:{port}", _START_S)
+                    is_listening = True
+                    os.write(out, f"listening on {endpoint}\n".encode())
     if not stop():
         what = "no longer serves" if is_listening else "cannot listen on"
         raise BackendError(f"llama.cpp {what} {endpoint}", hint="--verbose shows llama.cpp's log")
@@ -122,21 +122,15 @@ def worker(
     return 0
 
 
-def _check_address(host: str, *, insecure: bool) -> None:
-    """Raise `UsageError` for an address that other machines can reach, unless that is allowed."""
+def _check_address(host: str, port: int, *, insecure: bool) -> None:
+    """Raise `UsageError` if other machines can reach the address, unless that is allowed, or it is in use."""
     if ":" in host:
         raise UsageError(f"--host {host}: not a host name or an IPv4 address")
     if not insecure and not is_loopback(host):
         raise UsageError(
-            f"--host {host} can be reached by other machines, and a worker has no passwords and no "
-            "encryption",
-            hint="leave out --host and connect through a tunnel (ssh -L), or, in a private network only, "
-            "add --insecure-network",
+            f"--host {host} can be reached by other machines, and a worker has no passwords and no encryption",
+            hint="connect through a tunnel (ssh -L) or, in a private network only, add --insecure-network",
         )
-
-
-def _check_free(host: str, port: int) -> None:
-    """Raise `UsageError` if nothing can listen there."""
     with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -148,26 +142,10 @@ def _check_free(host: str, port: int) -> None:
             ) from error
 
 
-def _answers(host: str, port: int) -> bool:
-    from specgen.system.worker_probe import probe
-
-    own = host if host != _EVERYWHERE else "127.0.0.1"
-    try:
-        probe(f"{own}:{port}", _START_S)
-    except WorkerLostError:
-        return False
-    return True
-
-
 def _native_stdout(*, shows: bool) -> int:
-    """Redirect llama.cpp's output to standard error, or discard it; return a descriptor of the former
-    standard output."""
+    """Redirect llama.cpp's output to standard error, or discard it; return a descriptor of the former standard
+    output."""
     sys.stdout.flush()
     out = os.dup(1)
-    if shows:
-        os.dup2(2, 1)
-    else:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.close(nowhere)
+    os.dup2(2 if shows else os.open(os.devnull, os.O_WRONLY), 1)
     return out

@@ -15,9 +15,8 @@ import numpy as np
 
 from specgen.errors import RollbackError
 from specgen.method.backend import Backend
-from specgen.method.cost_table import CostTable
-from specgen.method.distribution import Distribution
-from specgen.method.draft import Branches
+from specgen.method.draft import Branches, Distribution
+from specgen.method.tables import CostTable
 from specgen.options import AUTO_TREE, ContextOptions, DraftOptions, DraftSource, TreeShape
 from specgen.system.arrays import Logits
 from specgen.text.prefix import n_common
@@ -25,8 +24,8 @@ from specgen.text.prefix import n_common
 if TYPE_CHECKING:
     from specgen.drafters.lookup_texts import SuffixArray
     from specgen.llama import LlamaBackend, LlamaModel
-    from specgen.method.acceptance_rates import AcceptanceRates
     from specgen.method.drafter import Drafter
+    from specgen.method.tables import AcceptanceRates
     from specgen.text.text_state import TextState
 
 #: What a draft is named by in the memory of costs and acceptance: its file, or a word.
@@ -77,7 +76,7 @@ class CacheSlot:
             # Such a cache cannot drop cells: to go back within a text, it would decode it again.
             n_own = 0
         best, lender = n_own, own
-        for other in range(self.n if backend.can_branch else 0):
+        for other in range(self.n if backend.rollback == "cells" else 0):
             branches = CacheSlot(other, self.n).branches(backend)
             n = n_common(backend.text(branches.first), tokens)
             if n > best:

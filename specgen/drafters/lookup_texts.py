@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from specgen.errors import OutputError, UsageError
 from specgen.method.backend import Vocabulary
-from specgen.system.files import replace_bytes
-from specgen.system.json_lines import locked
+from specgen.system.files import locked, replace_bytes
 from specgen.text.prefix import n_common
 
 #: int32[n]: token ids, or positions.

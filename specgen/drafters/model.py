@@ -9,22 +9,20 @@ from pathlib import Path
 
 import numpy as np
 
-from specgen.drafters.cascade import Cascade
-from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.cascade import Cascade, Guesses
 from specgen.drafters.expansion import WIDEST
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, Key, LoadedDraft, Room
 from specgen.drafters.kinds import refuse_draft
+from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.pairing import check_pair
 from specgen.drafters.parallel import ParallelDrafter, is_parallel_draft, mask_token
-from specgen.drafters.staged import Guesses
 from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Translation
-from specgen.drafters.tree import TreeModelDrafter
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
-from specgen.method.cost_aware import CostAwarePolicy
 from specgen.method.drafter import Drafter
+from specgen.method.policy import CostAwarePolicy
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, TreeShape
 from specgen.text.sampling import Sampler
 from specgen.text.text_state import Shaper, TextState
@@ -161,8 +159,6 @@ class DraftModel(LoadedDraft):
         n = self._n_shared_tokens
         if self.mask is not None:
             return ParallelDrafter(backend, request, mask=self.mask, n_shared_tokens=n)
-        if request.branches:
-            return TreeModelDrafter(backend, request, n_shared_tokens=n)
         guesses = self._guesses(request)
         return ModelDrafter(backend, request, n_shared_tokens=n, guesses=guesses)
 

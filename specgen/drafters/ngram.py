@@ -15,10 +15,10 @@ from typing import Final, NamedTuple
 
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft
 from specgen.drafters.lookup_texts import MAX_MATCH, MAX_PLACES, Match, Matches
-from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.tables import FREE, Price
 
 #: The origins of nodes that are drafted from the text itself, and from corpora.
 TEXT_ORIGIN: Final = "ngram"

@@ -7,15 +7,15 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specgen.drafters.chain import ModelDrafter
-from specgen.drafters.expansion import DraftedChain, TreeBuilder, grow, look
+from specgen.drafters.expansion import expansion
 from specgen.drafters.kind import DraftRequest
+from specgen.drafters.model_drafter import ModelDrafter
 from specgen.errors import UsageError
 from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
+from specgen.method.tables import FREE, CostTable, Price
 from specgen.system.arrays import Logits
 
 if TYPE_CHECKING:
@@ -37,10 +37,9 @@ class ParallelDrafter(ModelDrafter):
     and the row of mask i predicts token i + 1. The plan says how many tokens that are (`n_at_once`), and
     its `wants_token` decides with the confidence of each row how many are drafted.
 
-    A row depends on the text and not on the tokens drafted before. So each token of a draft that is drawn
-    is drawn from a distribution that does not depend on the draws before, except through the shaper
-    (grammar, penalties). That is a valid distribution for every verifier. With `branches` the draft is a
-    tree: siblings are the likeliest tokens of a row, and all nodes of one depth share a row.
+    A row depends on the text and not on the tokens drafted before. So each drawn token is drawn from a
+    distribution that does not depend on the draws before, except through the shaper (grammar, penalties):
+    a valid distribution for every verifier. In a tree all nodes of one depth have children from one row.
 
     The masks leave the cache right after the decode, which then holds the text and nothing else. The
     drafted tokens were never decoded, so those that become text are read with the next decode.
@@ -50,13 +49,14 @@ class ParallelDrafter(ModelDrafter):
         self, backend: Backend, request: DraftRequest, *, mask: int, n_shared_tokens: int
     ) -> None:
         super().__init__(backend, request, n_shared_tokens=n_shared_tokens)
+        self._request = replace(request, costs=CostTable())  # a tree's rows are there already
         self._mask = mask
         self._n_most = min(max(1, request.n_max), backend.n_outputs)
 
     def price(self, n_context: int) -> Price:
         if not self._costs:
             return FREE
-        n_behind = max(1, n_context - self._n_agreed - len(self._ahead))
+        n_behind = max(1, n_context - self.n_skipped - self._backend.length(self._sequence))
         # After a full acceptance, all drafted tokens and the target's own are new to the model.
         n_usual = min(n_behind, self._n_most + 1)
         at_once_s = tuple(self._costs.share_s(n_usual + n) for n in range(self._n_most))
@@ -64,75 +64,39 @@ class ParallelDrafter(ModelDrafter):
         return Price(at_once_s[0], 0.0, prefill_s, at_once_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        n_rows = self._make_room(len(context), self._n_at_once(plan))
+        request, shape = self._request, self._request.shape
+        limits = (plan.n_max, self._n_most, plan.n_at_once, request.n_deepest)
+        n_rows = min(n for n in limits if n is not None)
+        if request.branches and shape.is_fixed:
+            n_rows = min(n_rows, shape.n_levels)
+        n_rows = self._make_room(len(context), n_rows)
         if n_rows < 1:
             return NO_DRAFT
         rows = yield from self._predictions(context, n_rows)
-        before = context[len(context) - n_drafted :]
-        if self._request.branches:
-            return (yield from self._tree(rows, plan, before))
-        chain = DraftedChain(plan, self._request, before, self._backend.vocabulary.is_end)
-        for row in rows:
-            if not chain.extend(row):
-                break
-        return chain.draft(self.name)
-
-    def _n_at_once(self, plan: RoundPlan) -> int:
-        limits = [plan.n_max, self._n_most]
-        if plan.n_at_once is not None:
-            limits.append(plan.n_at_once)
-        request = self._request
-        if request.branches and request.shape.is_fixed:
-            limits.append(request.shape.n_levels)
-        if request.n_deepest is not None:
-            limits.append(request.n_deepest)
-        return min(limits)
+        before, vocabulary = context[len(context) - n_drafted :], self._backend.vocabulary
+        made = expansion(self.name, request, plan, before, vocabulary, plan.n_max)
+        return (yield from made.grow_from(rows))
 
     def _predictions(self, context: Sequence[int], n_rows: int) -> Generator[Ask, Logits, Logits]:
-        """Bring the cache to `context`; returns the logits of the next `n_rows` tokens,
+        """Bring the cache to `context`; return the logits of the next `n_rows` tokens,
         float32[n_rows, n_shared_tokens]."""
         backend, missing = self._backend, self._missing(context)
         n_masks = n_rows - 1
         # A prompt is read in batches of its own, and so is everything where a rollback would decode it again.
         is_long = len(missing) + n_masks > backend.n_batch
         if len(missing) > 1 and (is_long or backend.rollback == "states"):
-            yield from self._decode_rows(missing[:-1], n_wanted=0)
+            yield from self._decode(missing[:-1], n_wanted=0)
             missing = missing[-1:]
         backend.checkpoint(self._sequence)
-        position = backend.length(self._sequence)
-        tokens = [*missing, *[self._mask] * n_masks]
-        n_silent = len(missing) - 1
-        batch = Batch(
-            tokens,
-            list(range(position, position + len(tokens))),
-            [(self._sequence,)] * len(tokens),
-            [False] * n_silent + [True] * n_rows,
-        )
+        position, batch = backend.length(self._sequence), Batch()
+        for offset, token in enumerate((*missing, *[self._mask] * n_masks)):
+            wants = offset >= len(missing) - 1
+            batch.add(token, position + offset, (self._sequence,), wants)
         rows = yield Ask(backend, batch, self._costs)
         if n_masks:
             backend.remove(self._sequence, position + len(missing))
         self._n_agreed = len(context)
-        found: Logits = rows[:, : self._n_shared_tokens]
-        return found
-
-    def _tree(self, rows: Logits, plan: RoundPlan, before: Sequence[int]) -> Drafting:
-        """Draft a tree in which the nodes of one depth have children from the same row."""
-        tree = TreeBuilder(self.name)
-        request = replace(self._request, costs=CostTable())  # the rows are there already
-
-        def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
-            yield from ()
-            return [rows[tree.depths[node] + 1] for node in nodes]
-
-        first, is_end = look(rows[0], request, before), self._backend.vocabulary.is_end
-        n_max, n_deepest = plan.n_max, len(rows)
-        return (
-            yield from grow(
-                *(tree, request, plan, before, is_end, first, rows_beyond),
-                n_max=n_max,
-                n_deepest=n_deepest,
-            )
-        )
+        return rows[:, : self._n_shared_tokens]
 
 
 def mask_token(model: LlamaModel, wanted: str) -> int | None:

@@ -11,15 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from specgen.drafters.cascade import WrappedDrafter
 from specgen.drafters.draft_text import DraftText
 from specgen.drafters.spelling import Lexicon, counterpart, n_unfinished
 from specgen.method.backend import Vocabulary
-from specgen.method.cost_table import Price
-from specgen.method.distribution import Distribution
-from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.draft import NO_DRAFT, Distribution, Draft
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.tables import Price
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Sampler, top_probability
@@ -146,13 +144,15 @@ class PrefixShaper(Shaper):
         return top_probability(logits[self._lexicon.with_prefix(self.prefix)])
 
 
-class TranslatedDrafter(WrappedDrafter):
+class TranslatedDrafter(Drafter):
     """Translates between a drafter and the loop, for one text, which `text` holds in the drafter's tokens.
 
     `shaper` is the shaper of `inner`: where the text ends in the middle of a token, it is given the bytes that a
     draft must start with. `holds_back` allows tokens at the end of the text to be taken back,
     which is not worth it for a model whose cache cannot easily drop cells.
     """
+
+    name = "model"
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class TranslatedDrafter(WrappedDrafter):
         *,
         holds_back: bool = True,
     ) -> None:
-        super().__init__(inner)
+        self.inner = inner
         self._translation = translation
         self.text = text
         self._shaper = shaper
@@ -195,7 +195,7 @@ class TranslatedDrafter(WrappedDrafter):
         return replace(draft.first(plan.n_max), looks=self.drafted.looks[n_held_back:])
 
     def observe(self, result: RoundResult) -> None:
-        """Ignore the target's tokens: no drafter of another vocabulary learns from them."""
+        pass
 
     def rewind(self, n_tokens: int) -> None:
         self.text.rewind(n_tokens)

@@ -94,7 +94,9 @@ class LlamaBackend:
         #: The tokens of each sequence; not used for models with a recurrent state (see `Rewinder`).
         self._texts: list[list[int]] = [[] for _ in range(n_sequences)]
         self._rewinder: Rewinder | None = None
+        self.rollback: Rollback = "cells"
         if model.has_recurrent_state and not is_mtp:
+            self.rollback = "snapshots" if self._n_snapshots else "states"
             shared = 0 if self._n_snapshots else n_sequences
             self._rewinder = Rewinder(
                 self._cache,
@@ -103,16 +105,6 @@ class LlamaBackend:
                 n_rows=n_rows,
                 n_snapshots=self._n_snapshots,
             )
-
-    @property
-    def rollback(self) -> Rollback:
-        if self._rewinder is None:
-            return "cells"
-        return "snapshots" if self._n_snapshots else "states"
-
-    @property
-    def can_branch(self) -> bool:
-        return self._rewinder is None
 
     def decode(self, batch: Batch) -> Logits:
         if self._rewinder is None:

@@ -33,7 +33,7 @@ from specgen.llama.library import (
     watch_aborts,
 )
 from specgen.options import Workers
-from specgen.system.llama_build import LIBRARY, REINSTALL, stamp_of
+from specgen.system.machine import LIBRARY, REINSTALL, stamp_of
 from specgen.system.processes import leave_running
 from specgen.system.worker_probe import check_protocol, lost_among, probe
 

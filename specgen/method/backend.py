@@ -1,38 +1,32 @@
 """The interface between specgen and a model that computes logits.
 
-A backend is a model with a KV cache. The cache holds sequences. A cell belongs to one or more
-sequences, so that the branches of a tree share the cells of their common tokens. The backend owns
-the length of each sequence; nobody else keeps a copy of it.
-"""
+A backend is a model with a KV cache, which holds sequences. A cell belongs to one or more sequences, so that the
+branches of a tree share the cells of their common tokens. Only the backend knows the length of a sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, Protocol, TypeAlias
 
 from specgen.system.arrays import Hidden, Logits
 
-#: How a backend drops the end of a sequence. "cells": it drops single cells (attention, also with
-#: sliding windows). "snapshots": it goes back to one of the states after the last few rows.
-#: "states": it restores a copy of the state at the checkpoint, and decodes tokens again from there.
+#: How a backend drops the end of a sequence. "cells": it drops single cells (attention, also with sliding windows).
+#: "snapshots": it goes back to one of the states after the last few rows. "states": it restores a copy of the state at
+#: the checkpoint, and decodes tokens again from there.
 Rollback: TypeAlias = Literal["cells", "snapshots", "states"]
 
 
 @dataclass(slots=True)
 class Batch:
-    """Rows to decode together; row i is one token.
-
-    `positions[i]` is the token's position in the text. `sequences[i]` are all sequences that it belongs to;
-    it sees their cells at smaller positions. `wants_logits[i]` says whether its logits will be read: for a
-    large vocabulary a row of logits is most of a megabyte.
-    """
+    """Rows to decode together, one for each token. `sequences[i]` are all that token i belongs to; it sees their cells
+    at smaller positions. `wants_logits[i]` says whether its logits, perhaps a megabyte, will be read. `hidden` is for
+    MTP layers: the state before each token, float32[n_embd], or None for zeros; else it is empty."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     sequences: list[tuple[int, ...]] = field(default_factory=list)
     wants_logits: list[bool] = field(default_factory=list)
-    #: For MTP layers: the hidden state before each token, float32[n_embd], or None for zeros; else empty.
     hidden: list[Hidden | None] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -47,7 +41,6 @@ class Batch:
         self.wants_logits.append(wants_logits)
 
     def part(self, start: int, end: int) -> Batch:
-        """Return the rows from `start` to `end`, exclusive."""
         rows = slice(start, end)
         return Batch(
             self.tokens[rows],
@@ -58,7 +51,6 @@ class Batch:
         )
 
     def extend(self, other: Batch) -> None:
-        """Add the rows of another batch."""
         self.tokens += other.tokens
         self.positions += other.positions
         self.sequences += other.sequences
@@ -78,8 +70,8 @@ class Vocabulary(Protocol):
         ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Return `text` as tokens. `add_special` adds the beginning-of-text token if the model
-        wants one. `parse_special` turns the names of control tokens into these tokens."""
+        """Tokenize. `add_special` adds the beginning-of-text token if the model wants one; `parse_special` turns the
+        names of control tokens into these tokens."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -91,8 +83,7 @@ class Vocabulary(Protocol):
         ...
 
     def special_tokens(self) -> dict[str, int]:
-        """Return the tokens that begin a text (bos), end it (eos) and end a turn (eot); -1 for a
-        token that the model does not have."""
+        """Return the tokens that begin a text (bos), end it (eos) and end a turn (eot); -1 where there is none."""
         ...
 
     def is_end(self, token_id: int) -> bool:
@@ -105,51 +96,34 @@ class Vocabulary(Protocol):
 class Backend(Protocol):
     """A model and its KV cache.
 
-    A row of logits has `n_vocab` values, and the cache `n_ctx` cells: the first position that cannot be
-    decoded. At most `n_batch` rows of a prompt are decoded at once; at most `n_outputs` rows of a batch may
-    want logits. The sequences are 0 to `n_sequences` - 1. They may share cells, which trees need, if
-    `can_branch`: a recurrent state belongs to one sequence only. `decode_s` are the seconds spent in decoding
-    so far, and in rollbacks where these take time; `n_decoded_rows` counts rows that a rollback decoded again,
-    too.
-    """
+    A row of logits has `n_vocab` values, and the cache `n_ctx` cells. At most `n_batch` rows of a prompt are decoded at
+    once; at most `n_outputs` rows of a batch may want logits. The sequences are 0 to `n_sequences` - 1; they may share
+    cells, which trees need, if `rollback` is "cells". `decode_s` are the seconds of all decodes so far, and of rollbacks;
+    `n_decoded_rows` counts rows that a rollback decoded again, too."""
+
+    n_vocab: int
+    n_ctx: int
+    n_batch: int
+    n_outputs: int
+    n_sequences: int
+    rollback: Rollback
+    n_decoded_rows: int
 
     @property
     def vocabulary(self) -> Vocabulary: ...
 
     @property
-    def n_vocab(self) -> int: ...
-
-    @property
-    def n_ctx(self) -> int: ...
-
-    @property
-    def n_batch(self) -> int: ...
-
-    @property
-    def n_outputs(self) -> int: ...
-
-    @property
-    def n_sequences(self) -> int: ...
-
-    @property
-    def rollback(self) -> Rollback: ...
-
-    @property
-    def can_branch(self) -> bool: ...
-
-    @property
     def decode_s(self) -> float: ...
 
-    @property
-    def n_decoded_rows(self) -> int: ...
-
     def decode(self, batch: Batch) -> Logits:
-        """Decode a batch and extend the cache by it.
+        """Extend the cache by a batch. Return float32[n_wanted, n_vocab], the logits of the rows that want them: a view,
+        valid and writable until the next decode. Raise `BackendError` if the batch could not be decoded."""
+        ...
 
-        Return float32[n_wanted, n_vocab]: the logits of the rows that want them, in the order of
-        the batch. This is a view without a copy; it is valid, and writable, until the next decode.
-        Raise `BackendError` if the batch could not be decoded.
-        """
+    def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
+        """Decode, and also return hidden states, float32[n, n_embd], valid until the next decode: with
+        `all_rows` those of all rows, as a draft reads them; else the final states of the rows that want
+        logits, in a batch of at most `n_outputs` rows. Raise `BackendError` also if there are none."""
         ...
 
     def length(self, sequence: int) -> int:
@@ -157,51 +131,24 @@ class Backend(Protocol):
         ...
 
     def text(self, sequence: int) -> Sequence[int]:
-        """Return the tokens of a sequence. After a failed decode, perhaps only the first tokens are known.
-        The caller must not change or keep the result."""
+        """Return the tokens of a sequence, not to be kept; after a failed decode, perhaps only the first ones."""
         ...
 
     def checkpoint(self, sequence: int) -> None:
-        """Announce that tokens decoded from here on may be dropped again: `remove` from this position
-        on must then succeed and be cheap. Call it before each draft is decoded."""
+        """Announce, before a draft is decoded, that tokens from here on may be dropped again: `remove` from this
+        position on must then succeed and be cheap."""
         ...
 
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
-        """Let the cells of `source` from `start` to `end` (-1: to its end) belong to `destination`
-        too. Raise `BackendError` if sequences cannot share cells (`can_branch`)."""
+        """Let the cells of `source` from `start` to `end` (-1: to its end) belong to `destination` too. Raise
+        `BackendError` if sequences cannot share cells."""
         ...
 
     def remove(self, sequence: int, start: int = 0) -> None:
-        """Drop a sequence's cells from position `start` on.
-
-        Raise `RollbackError` if the cache cannot drop them; the error may come only with the next
-        decode of the sequence. The state of the cache is unknown then.
-        """
+        """Drop a sequence's cells from position `start` on. Raise `RollbackError` if the cache cannot, perhaps only in
+        the next decode; the state of the cache is unknown then."""
         ...
 
     def close(self) -> None:
         """Free the cache. May be called twice."""
-        ...
-
-
-@runtime_checkable
-class HiddenBackend(Backend, Protocol):
-    """A backend that also returns a model's hidden states."""
-
-    def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
-        """Decode as `decode` does, and also return hidden states, float32[n, n_embd], valid until the
-        next decode. They are the final states of the rows that want logits or, with `all_rows`, the states
-        of all rows that a draft reads: those for MTP layers, or inputs of the target's layers. Without
-        `all_rows` the batch may have at most `n_outputs` rows. Also raise `BackendError` if the model gives
-        no hidden states."""
-        ...
-
-
-class MtpBackend(Backend, Protocol):
-    """The MTP layers of a target, with a cache of their own. Each row of a batch has a token and the
-    hidden state before it (`Batch.hidden`)."""
-
-    def state(self, sequence: int) -> Hidden:
-        """Return the hidden state of the sequence's last row that wanted logits, float32[n_embd]. The
-        row of the token that those logits predict reads it."""
         ...

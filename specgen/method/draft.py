@@ -1,7 +1,6 @@
 """A draft: the small tree of tokens that the target is asked to check in one batch.
 
-Everything downstream (packing, verification, commit, display, statistics) is written for
-the tree; a chain is a tree with one branch.
+Everything downstream is written for the tree; a chain is a tree with one branch.
 """
 
 from __future__ import annotations
@@ -9,36 +8,119 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
+import numpy as np
+
+from specgen.errors import BackendError
 from specgen.method.backend import Backend, Batch
-from specgen.method.distribution import Distribution
+from specgen.system.arrays import ProbArray, TokenArray
 
-#: Parent of the nodes that follow the last committed token directly. The logits of node i are row i + 1, so those
-#: of the root are row 0.
+#: Parent of the nodes that follow the last committed token. The logits of node i are row i + 1, those of the root row 0.
 ROOT = -1
+
+
+class NoTokenAllowedError(BackendError):
+    """A grammar that allows no token at all."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the grammar allows no token here",
+            hint="a rule of the grammar cannot be completed with this model's tokens; change the grammar",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A sparse probability distribution over tokens: `token_ids` is int64[m], strictly increasing; `probs` is
+    float64[m], positive, and sums to 1 up to rounding."""
+
+    token_ids: TokenArray
+    probs: ProbArray
+
+    @staticmethod
+    def certain(token_id: int) -> Distribution:
+        return _certain(token_id)
+
+    def probability(self, token_id: int) -> float:
+        index = int(self.token_ids.searchsorted(token_id))
+        if index < len(self.token_ids) and self.token_ids[index] == token_id:
+            return float(self.probs[index])
+        return 0.0
+
+    def probabilities(self, token_ids: TokenArray) -> ProbArray:
+        position = self.token_ids.searchsorted(token_ids)
+        position[position == len(self.token_ids)] = 0
+        return np.where(self.token_ids[position] == token_ids, self.probs[position], 0.0)
+
+    @property
+    def mode(self) -> int:
+        return int(self.token_ids[self.probs.argmax()])
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """Draw a token by inverting the cumulative distribution, with one uniform number; a certain token takes
+        none. So plain and speculative decoding draw equal tokens from equal distributions if their generators
+        are in equal states."""
+        if len(self.token_ids) == 1:
+            return int(self.token_ids[0])
+        cumulative = self.probs.cumsum()
+        index = int(cumulative.searchsorted(rng.random() * cumulative[-1], side="right"))
+        return int(self.token_ids[min(index, len(self.token_ids) - 1)])
+
+    def without(self, token_id: int) -> Distribution | None:
+        """Return what the next sibling is drawn from if tokens are drawn without replacement; None if nothing is
+        left."""
+        return self.reweighted(np.where(self.token_ids == token_id, 0.0, self.probs))
+
+    def minus(self, other: Distribution, scale: float = 1.0) -> Distribution | None:
+        """Return the residual of a rejected draft, normalize(max(0, scale * self - other)). None if nothing is
+        left: with a scale of 1 the two are equal then."""
+        return self.reweighted(scale * self.probs - other.probabilities(self.token_ids))
+
+    def excess(self, other: Distribution, scale: float = 1.0) -> float:
+        """Return the sum of max(0, scale * self - other)."""
+        difference = scale * self.probs - other.probabilities(self.token_ids)
+        return float(np.maximum(difference, 0.0).sum())
+
+    def reweighted(self, weights: ProbArray) -> Distribution | None:
+        """Return normalize(max(0, weights)) over the same tokens; None if no weight is above 0."""
+        kept = weights > 0.0
+        if not kept.any():
+            return None
+        weights = weights[kept]
+        return Distribution(self.token_ids[kept], weights / weights.sum())
+
+
+@lru_cache(maxsize=4096)
+def _certain(token_id: int) -> Distribution:
+    """Return a shared distribution: greedy decoding takes one for each token."""
+    found = Distribution(np.array((token_id,), np.int64), np.ones(1))
+    found.token_ids.flags.writeable = found.probs.flags.writeable = False
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """n proposed tokens as a tree; parents come before their children.
 
-    `tokens[i]` is node i's token id and `parents[i] < i` its parent (`ROOT` for children of
-    the last committed token). `origins[i]` names the drafter. `probabilities[i]` is the drafter's
-    probability of the token, if it has one. Policies and the display use it, verifiers do not.
+    `tokens[i]` is node i's token id and `parents[i] < i` its parent (`ROOT` for children of the last committed
+    token). `origins[i]` names the drafter. `probabilities[i]` is the drafter's probability of the token, if it
+    has one: policies and the display use it, verifiers do not.
 
-    `distributions[i]`, where present, is the distribution that the token was *drawn from at
-    random*; among siblings, given the earlier ones. A token chosen deterministically (an argmax, an
-    n-gram match) has None. Verifiers rely on this distinction: testing a token against a
-    distribution that it was not drawn from gives biased text.
+    `distributions[i]`, where present, is the distribution that the token was *drawn from at random*; among
+    siblings, given the earlier ones. A token chosen deterministically (an argmax, an n-gram match) has None.
+    Testing a token against a distribution that it was not drawn from would bias the text.
 
-    `walks` is set if the draft consists of several chains that were drawn independently of each
-    other. It lists the nodes of each chain from a child of the root down, in the order of the
-    draws. Walks with a common prefix share nodes, so a token that was drawn twice is decoded once
-    and judged twice. Walks stay whole: leaving out a drawn token because of what it is would bias
-    the text.
+    `walks` is set if the draft consists of several chains that were drawn independently of each other: the nodes
+    of each from a child of the root down, in the order of the draws. Walks with a common prefix share nodes, so a
+    token that was drawn twice is decoded once and judged twice. Walks stay whole: leaving out a drawn token
+    because of what it is would bias the text.
 
-    Raises `ValueError` if the lengths differ, if a parent does not come before its child, or if a
-    walk is not a path from the root down.
+    `looks` are the largest probabilities that the drafter gave to any token, in the order in which it looked. In
+    a chain, look i comes before its token i; one more look ended the draft.
+
+    Raises `ValueError` if the lengths differ, if a parent does not come before its child, or if a walk is not a
+    path from the root down.
     """
 
     tokens: tuple[int, ...]
@@ -47,10 +129,7 @@ class Draft:
     probabilities: tuple[float | None, ...]
     distributions: tuple[Distribution | None, ...]
     walks: tuple[tuple[int, ...], ...] = ()
-    #: The largest probability that the drafter gave to any token at each of its looks, in their order. In a
-    #: chain, look i comes before its token i; if there is one more look, it ended the draft.
     looks: tuple[float, ...] = field(default=(), compare=False)
-    #: Whether the draft has one branch only. Most drafts do, and most methods are simple for these.
     is_chain: bool = field(init=False, repr=False, compare=False)
     #: The children of a tree's nodes, computed when they are first needed.
     _below: dict[int, list[int]] = field(
@@ -58,38 +137,33 @@ class Draft:
     )
 
     def __post_init__(self) -> None:
-        n = len(self.tokens)
-        n_probabilities, n_distributions = len(self.probabilities), len(self.distributions)
-        if not len(self.parents) == len(self.origins) == n_probabilities == n_distributions == n:
+        n, parents = len(self.tokens), self.parents
+        columns = (parents, self.origins, self.probabilities, self.distributions)
+        if any(len(column) != n for column in columns):
             raise ValueError(f"a draft of {n} tokens needs {n} of each of its fields")
-        is_chain = self.parents == tuple(range(ROOT, n - 1))
-        object.__setattr__(self, "is_chain", is_chain)
+        object.__setattr__(self, "is_chain", parents == tuple(range(ROOT, n - 1)))
         for walk in self.walks:
-            if not walk or [self.parents[node] for node in walk] != [ROOT, *walk[:-1]]:
+            if not walk or [parents[node] for node in walk] != [ROOT, *walk[:-1]]:
                 raise ValueError(f"{walk} is no walk from the root down")
-        if is_chain:
-            return
-        for node, parent in enumerate(self.parents):
-            if not ROOT <= parent < node:
-                raise ValueError(f"node {node} has parent {parent}: parents come first")
+        if not self.is_chain and not all(ROOT <= up < node for node, up in enumerate(parents)):
+            raise ValueError(f"{parents}: parents come first")
 
     @classmethod
     def chain(
         cls,
         tokens: Sequence[int],
         origin: str,
-        probabilities: Sequence[float | None] | None = None,
-        distributions: Sequence[Distribution | None] | None = None,
+        probabilities: Sequence[float | None] = (),
+        distributions: Sequence[Distribution | None] = (),
         looks: Sequence[float] = (),
     ) -> Draft:
-        """Return a draft with one branch."""
         n = len(tokens)
         return cls(
-            tokens=tuple(tokens),
-            parents=tuple(range(ROOT, n - 1)),
-            origins=(origin,) * n,
-            probabilities=tuple(probabilities) if probabilities else (None,) * n,
-            distributions=tuple(distributions) if distributions else (None,) * n,
+            tuple(tokens),
+            tuple(range(ROOT, n - 1)),
+            (origin,) * n,
+            tuple(probabilities or (None,) * n),
+            tuple(distributions or (None,) * n),
             looks=tuple(looks),
         )
 
@@ -102,48 +176,26 @@ class Draft:
         return self.distributions.count(None) < len(self.distributions)
 
     @property
-    def n_drawn(self) -> int:
-        """The number of nodes up to the last one that was drawn at random; 0 if none was."""
-        drawn = (n + 1 for n, source in enumerate(self.distributions) if source is not None)
-        return max(drawn, default=0)
-
-    @property
-    def has_free_end(self) -> bool:
-        """Whether the nodes up to the last drawn one are a chain, and all others are after its end. The
-        others may then be left out, since no draw depends on them."""
-        n_drawn = self.n_drawn
-        return (
-            not self.walks
-            and self.parents[:n_drawn] == tuple(range(ROOT, n_drawn - 1))
-            and all(parent >= n_drawn - 1 for parent in self.parents[n_drawn:])
-        )
-
-    def drawn_from(self, node: int) -> Distribution:
-        """Return the distribution that a node's token was drawn from: all mass on the token if it was not
-        drawn."""
-        return self.distributions[node] or Distribution.certain(self.tokens[node])
+    def n_fixed(self) -> int:
+        """The number of nodes, from the first, that must not be left out: those up to the last drawn one. All nodes,
+        unless they are a chain that the others follow."""
+        drawn = (n for n, source in enumerate(self.distributions, 1) if source is not None)
+        n = max(drawn, default=0)
+        is_chain = self.parents[:n] == tuple(range(ROOT, n - 1))
+        is_free = is_chain and all(parent >= n - 1 for parent in self.parents[n:])
+        return n if not n or (is_free and not self.walks) else len(self)
 
     def children(self, node: int) -> Sequence[int]:
         """Return the nodes below `node` (or `ROOT`), in the order they were drafted."""
         if self.is_chain:
             return (node + 1,) if node + 1 < len(self.tokens) else ()
-        below = self._below
-        if not below:
+        if not self._below:
             for child, parent in enumerate(self.parents):
-                below.setdefault(parent, []).append(child)
-        return below.get(node, ())
-
-    def tries(self, node: int, walks: Sequence[Sequence[int]], depth: int) -> Sequence[int]:
-        """Return the nodes at this depth below `node` (or `ROOT`), in the order in which they are judged:
-        its children or, in a draft of independent walks, the next nodes of `walks`. A node that was drawn
-        several times is repeated."""
-        if not self.walks:
-            return self.children(node)
-        return [walk[depth] for walk in walks if len(walk) > depth]
+                self._below.setdefault(parent, []).append(child)
+        return self._below.get(node, ())
 
     def ranks(self) -> list[int]:
-        """Return each node's rank, from 0 on, among its siblings from the same drafter: the number of
-        guesses that its drafter preferred to it."""
+        """Return each node's rank, from 0, among its siblings from the same drafter."""
         if self.is_chain:
             return [0] * len(self)
         n_before: Counter[tuple[int, str]] = Counter()
@@ -177,13 +229,12 @@ class Draft:
         return tuple(self.tokens[i] for i in self.path(node))
 
     def leaves(self) -> list[int]:
-        """Return the nodes without children, in order."""
         inner = set(self.parents)
         return [node for node in range(len(self)) if node not in inner]
 
     def followed_by(self, other: Draft) -> Draft:
-        """Return this chain with another draft appended to its last node. Raise `ValueError` if one of them
-        consists of independent walks, which cannot be part of a longer draft."""
+        """Return this chain with another draft appended to its last node. Raise `ValueError` if one of them consists
+        of independent walks, which cannot be part of a longer draft."""
         if not len(other):
             return replace(self, looks=self.looks + other.looks) if other.looks else self
         if self.walks or other.walks:
@@ -199,40 +250,36 @@ class Draft:
         )
 
     def merged_with(self, other: Draft) -> Draft:
-        """Return a tree with the nodes of both drafts; for the same text, the node of this draft is kept.
-        Raise `ValueError` if a token was sampled: a merged node could stand for a token that was sampled
-        and for one that was not."""
+        """Return a tree with the nodes of both drafts; for the same text, the node of this draft is kept. Raise
+        `ValueError` if a token was drawn: a merged node could stand for one that was and for one that was not."""
         if self.is_drawn or other.is_drawn:
             raise ValueError("drafts that were drawn at random cannot be merged")
-        found = {
-            place: node for node, place in enumerate(zip(self.parents, self.tokens, strict=True))
-        }
-        index, added = {ROOT: ROOT}, list[int]()
+        places = zip(self.parents, self.tokens, strict=True)
+        found = {place: node for node, place in enumerate(places)}
+        index, parents, added = {ROOT: ROOT}, list(self.parents), list[int]()
         for node, (parent, token) in enumerate(zip(other.parents, other.tokens, strict=True)):
-            place = (index[parent], token)
+            place = index[parent], token
             if place not in found:
-                found[place] = len(self) + len(added)
+                found[place] = len(parents)
+                parents.append(place[0])
                 added.append(node)
             index[node] = found[place]
-        if not added:
-            return self
         return Draft(
             (*self.tokens, *(other.tokens[node] for node in added)),
-            (*self.parents, *(index[other.parents[node]] for node in added)),
+            tuple(parents),
             (*self.origins, *(other.origins[node] for node in added)),
             (*self.probabilities, *(other.probabilities[node] for node in added)),
-            (None,) * (len(self) + len(added)),
+            (None,) * len(parents),
             looks=self.looks,
         )
 
     def first(self, n: int) -> Draft:
-        """Return the first n nodes, which are a tree too, since parents come first. Raise `ValueError` if
-        this would drop nodes of independent walks."""
+        """Return the first n nodes, which are a tree too; see `only`."""
         return self if n >= len(self.tokens) else self.only(range(n))
 
     def only(self, nodes: Sequence[int]) -> Draft:
-        """Return a draft of these nodes, in this order; parents must be among them, before their children.
-        Raise `ValueError` if this would drop nodes of independent walks."""
+        """Return a draft of these nodes, in this order; parents must be among them, before their children. Raise
+        `ValueError` if this would drop nodes of independent walks."""
         if list(nodes) == list(range(len(self))):
             return self
         if self.walks and len(nodes) < len(self):
@@ -261,8 +308,8 @@ class Branches:
     n_branches: int = 1
 
     def of_leaves(self, n: int) -> tuple[int, ...]:
-        """Return the sequences for a tree with n leaves, at least the one of the committed text.
-        Raise `ValueError` if the slot has fewer."""
+        """Return the sequences for a tree with n leaves, at least the text's own. Raise `ValueError` if the slot has
+        fewer."""
         if n > self.n_branches:
             raise ValueError(f"the draft has {n} branches, the slot room for {self.n_branches}")
         return tuple(range(self.first, self.first + max(1, n)))
@@ -270,14 +317,10 @@ class Branches:
 
 def pack(
     batch: Batch, backend: Backend, slot: Branches, pending: Sequence[int], draft: Draft
-) -> None:
-    """Add a generation's rows to a batch: its pending tokens, then its draft.
-
-    `pending` are the committed tokens that the cache does not hold yet, at least one. The last of
-    them (the root) and every node of the draft want logits. That gives 1 + len(draft) rows of
-    logits: index 0 is the root, index 1 + i is node i.
-    """
-    n_past = backend.length(slot.first)
+) -> range:
+    """Add a text's rows to a batch: the committed tokens that the cache does not hold yet, at least one, then its
+    draft. Return the batch's rows of the former. The last of these (the root) and every node want logits."""
+    n_past, first_row = backend.length(slot.first), len(batch)
     if len(draft):
         backend.checkpoint(slot.first)
     leaves = draft.leaves()
@@ -287,23 +330,21 @@ def pack(
     last = len(pending) - 1
     for offset, token in enumerate(pending):
         batch.add(token, n_past + offset, branches, offset == last)
-    passing = [branches] * len(draft)
+    through = [branches] * len(draft)
     if len(branches) > 1:
         paths = [set(draft.path(leaf)) for leaf in leaves]
-        passing = [
+        through = [
             tuple(branch for branch, path in zip(branches, paths, strict=True) if node in path)
             for node in range(len(draft))
         ]
-    for token, depth, through in zip(draft.tokens, draft.depths(), passing, strict=True):
-        batch.add(token, n_past + len(pending) + depth, through, True)
+    for token, depth, sequences in zip(draft.tokens, draft.depths(), through, strict=True):
+        batch.add(token, n_past + len(pending) + depth, sequences, True)
+    return range(first_row, first_row + len(pending))
 
 
 def keep_path(backend: Backend, slot: Branches, draft: Draft, path: Sequence[int]) -> None:
-    """Drop the rejected nodes of a decoded tree from the KV cache: the text and the accepted path stay.
-
-    `path` are nodes from a child of the root down; it may be empty. Raise `RollbackError` if the cache cannot
-    drop the rest.
-    """
+    """Drop the rejected nodes of a decoded tree from the KV cache: the text and the accepted path stay. Raise
+    `RollbackError` if the cache cannot drop them."""
     if len(path) == len(draft):
         return  # a chain, kept whole
     paths = [draft.path(leaf) for leaf in draft.leaves()]

@@ -10,9 +10,9 @@ import numpy as np
 
 from specgen.errors import BackendError
 from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.tables import CostTable, Price
 from specgen.system.arrays import Logits
 
 if TYPE_CHECKING:
@@ -21,24 +21,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A batch that a drafter needs decoded before it goes on, and the cost table that learns from
-    the decode."""
+    """A batch that a drafter needs decoded before it goes on, and the cost table that learns from the decode."""
 
     backend: Backend
     batch: Batch
     costs: CostTable
 
 
-#: A draft in progress: a generator that asks for decodes, is sent the logits of the rows that want
-#: them, and returns the draft. The logits are valid until it asks for the next decode.
+#: A draft in progress: a generator that asks for decodes, is sent the logits of the rows that want them, and returns
+#: the draft. The logits are valid until it asks for the next decode.
 Drafting: TypeAlias = Generator[Ask, Logits, Draft]
 
 
 class Drafter(Protocol):
     """Proposes drafts for one sequence.
 
-    A drafter may fail; the loop then goes on without it. A drafter never changes the text, only
-    how soon the text comes. The code that opened its context also closes it.
+    A drafter may fail; the loop then goes on without it. A drafter never changes the text, only how soon the text
+    comes. The code that opened its context also closes it.
     """
 
     #: Takes the target's hidden states from the loop; None if it reads none.
@@ -57,9 +56,9 @@ class Drafter(Protocol):
         """Draft at most `plan.n_max` >= 1 tokens to follow `context`, as far as `plan.wants_token` and
         `plan.wants_decode` allow. The draft may be empty.
 
-        `context` holds all committed tokens, prompt and answer, followed by `n_drafted` tokens
-        that another drafter proposed. It is the caller's list: read it, do not keep it. It only
-        grows from call to call, unless `rewind` is called in between.
+        `context` holds all committed tokens, prompt and answer, followed by `n_drafted` tokens that another drafter
+        proposed. It is the caller's list: read it, do not keep it. It only grows from call to call, unless `rewind`
+        is called in between.
         """
         ...
 
@@ -73,25 +72,37 @@ class Drafter(Protocol):
 
 
 def ready(draft: Draft) -> Drafting:
-    """Return the drafting of a drafter that needs no decode: it is done already."""
+    """Return the drafting of a drafter that needs no decode."""
     yield from ()
     return draft
 
 
 @dataclass
 class Proposal:
-    """The drafting of one sequence, and its result."""
+    """The drafting of one sequence, and its result: a draft, or the error that ended it. `model_s` and `seconds` are
+    those of the model's decodes and of all drafting; of shared batches, this sequence's share. `ask` is the decode
+    that it waits for."""
 
     drafting: Drafting
     draft: Draft = NO_DRAFT
-    #: The error that ended the drafting; there is then no draft.
     error: Exception | None = None
-    #: Seconds of the model's decodes, and of all drafting. Of shared batches, only this sequence's share
-    #: counts.
     model_s: float = 0.0
     seconds: float = 0.0
-    #: The decode that it waits for; None at the end.
     ask: Ask | None = None
+
+    def resume(self, sent: Logits | Exception | None, clock: Callable[[], float]) -> None:
+        """Go on with the logits that were asked for or an error, up to the next decode or the end."""
+        started, self.ask = clock(), None
+        try:
+            if isinstance(sent, Exception):
+                self.ask = self.drafting.throw(sent)
+            else:
+                self.ask = next(self.drafting) if sent is None else self.drafting.send(sent)
+        except StopIteration as ended:
+            self.draft = ended.value
+        except Exception as error:  # noqa: BLE001 - also a bug in a drafter
+            self.error = error
+        self.seconds += clock() - started
 
 
 def propose_together(
@@ -101,25 +112,24 @@ def propose_together(
 ) -> list[Proposal]:
     """Make drafts side by side. In each step, the decodes that they need in one cache become one batch.
 
-    `clock` returns seconds. A drafting that raises gets an `error`, and the others go on. The error of a
-    decode is raised in all draftings that asked for it. Once `interrupted` returns True between decodes,
-    the draftings that are not done have no draft: a draft model may have a long prompt to read.
+    `clock` returns seconds. A drafting that raises gets an `error`, and the others go on; the error of a decode is
+    raised in all draftings that asked for it. Once `interrupted` returns True between decodes, the draftings that
+    are not done have no draft: a draft model may have a long prompt to read.
     """
     proposals = [Proposal(drafting) for drafting in draftings]
     for proposal in proposals:
-        _resume(proposal, None, clock)
+        proposal.resume(None, clock)
     most: dict[int, int] = {}
-    while waiting := [proposal for proposal in proposals if proposal.ask is not None]:
+    while waiting := [(each, each.ask) for each in proposals if each.ask is not None]:
         if interrupted():
-            for proposal in waiting:
+            for proposal, _ in waiting:
                 proposal.drafting.close()
-                proposal.ask = None
             break
-        asked = _first_batch(waiting)
-        backend = id(asked[0][1].backend)
+        together = _first_batch(waiting)
+        cache = id(together[0][1].backend)
         # The largest number of the round: most of its decodes serve that many sequences.
-        most[backend] = max(len(asked), most.get(backend, 0))
-        _decode_together(asked, most[backend], clock)
+        most[cache] = max(len(together), most.get(cache, 0))
+        _decode_together(together, most[cache], clock)
     return proposals
 
 
@@ -132,49 +142,37 @@ def draft_alone(drafting: Drafting) -> Draft:
 
 
 def refuse_nonsense(proposal: Proposal, n_max: int, n_vocab: int) -> None:
-    """Turn a proposal that is not a draft of at most `n_max` tokens below `n_vocab` into an error. In the
-    target's batch it would be an error of all sequences. (`Draft` itself checks the parents of nodes.)"""
+    """Turn a proposal that is not a draft of at most `n_max` tokens below `n_vocab` into an error. In the target's
+    batch it would be an error of all sequences. (`Draft` itself checks the parents of nodes.)"""
     draft: object = proposal.draft
-    problem = None
-    if not isinstance(draft, Draft):
-        problem = f"{type(draft).__name__}: no draft"
-    elif len(draft) > n_max:
-        problem = f"{len(draft)} tokens, {n_max} at most were asked for"
-    else:
-        tokens: Sequence[object] = draft.tokens
-        for token in tokens:
-            if not (isinstance(token, (int, np.integer)) and 0 <= token < n_vocab):
-                problem = f"there is no token {token!r}"
-    if problem is not None:
-        proposal.draft = NO_DRAFT
-        proposal.error = BackendError(f"the drafter proposed nonsense: {problem}")
+    tokens: Sequence[object] = draft.tokens if isinstance(draft, Draft) else ()
+    makes_sense = isinstance(draft, Draft) and len(tokens) <= n_max
+    if makes_sense and all(isinstance(t, (int, np.integer)) and 0 <= t < n_vocab for t in tokens):
+        return
+    what = f"{list(tokens)}, {n_max} at most" if isinstance(draft, Draft) else repr(draft)
+    proposal.draft = NO_DRAFT
+    proposal.error = BackendError(f"the drafter proposed nonsense: {what}")
 
 
-def _first_batch(waiting: Sequence[Proposal]) -> list[tuple[Proposal, Ask]]:
-    """Return the proposals that wait for a decode in the same cache as the first one, as many as fit into
-    one batch."""
-    found: list[tuple[Proposal, Ask]] = []
-    n_rows = n_wanted = 0
-    for proposal in waiting:
-        ask = proposal.ask
-        assert ask is not None
-        backend = found[0][1].backend if found else ask.backend
+def _first_batch(waiting: Sequence[tuple[Proposal, Ask]]) -> list[tuple[Proposal, Ask]]:
+    """Return the proposals that wait for a decode in the same cache as the first one, as many as fit into a batch."""
+    backend, n_rows, n_wanted = waiting[0][1].backend, 0, 0
+    most, found = max(backend.n_batch, backend.n_outputs), list[tuple[Proposal, Ask]]()
+    for proposal, ask in waiting:
         n_more, n_more_wanted = len(ask.batch), sum(ask.batch.wants_logits)
-        fits = n_wanted + n_more_wanted <= backend.n_outputs and n_rows + n_more <= max(
-            backend.n_batch, backend.n_outputs
-        )
-        if not found or (ask.backend is backend and fits):
+        fits = n_rows + n_more <= most and n_wanted + n_more_wanted <= backend.n_outputs
+        if ask.backend is backend and (fits or not found):
             found.append((proposal, ask))
             n_rows, n_wanted = n_rows + n_more, n_wanted + n_more_wanted
     return found
 
 
 def _decode_together(
-    asked: Sequence[tuple[Proposal, Ask]], n_sharing: int, clock: Callable[[], float]
+    together: Sequence[tuple[Proposal, Ask]], n_sharing: int, clock: Callable[[], float]
 ) -> None:
     """Decode the rows that several drafts need in one batch, and resume each draft with its logits."""
-    backend, costs, batch = asked[0][1].backend, asked[0][1].costs, Batch()
-    for _, ask in asked:
+    backend, costs, batch = together[0][1].backend, together[0][1].costs, Batch()
+    for _, ask in together:
         batch.extend(ask.batch)
     started, before_s = clock(), backend.decode_s
     result: Logits | Exception
@@ -183,32 +181,10 @@ def _decode_together(
         costs.observe(len(batch), backend.decode_s - before_s, n_sharing)
     except Exception as error:  # noqa: BLE001 - it is raised again in each drafter
         result = error
-    model_s, seconds = backend.decode_s - before_s, clock() - started
-    first_row = 0
-    for proposal, ask in asked:
-        share = len(ask.batch) / len(batch)
+    model_s, seconds, first = backend.decode_s - before_s, clock() - started, 0
+    for proposal, ask in together:
+        share, end = len(ask.batch) / len(batch), first + sum(ask.batch.wants_logits)
         proposal.model_s += share * model_s
         proposal.seconds += share * seconds
-        end_row = first_row + sum(ask.batch.wants_logits)
-        sent = result if isinstance(result, Exception) else result[first_row:end_row]
-        _resume(proposal, sent, clock)
-        first_row = end_row
-
-
-def _resume(
-    proposal: Proposal, sent: Logits | Exception | None, clock: Callable[[], float]
-) -> None:
-    """Resume a drafting with its logits or an error, up to its next decode or its end."""
-    started, proposal.ask = clock(), None
-    try:
-        if isinstance(sent, Exception):
-            proposal.ask = proposal.drafting.throw(sent)
-        elif sent is None:
-            proposal.ask = next(proposal.drafting)
-        else:
-            proposal.ask = proposal.drafting.send(sent)
-    except StopIteration as ended:
-        proposal.draft = ended.value
-    except Exception as error:  # noqa: BLE001 - also a bug in a drafter
-        proposal.error = error
-    proposal.seconds += clock() - started
+        proposal.resume(result if isinstance(result, Exception) else result[first:end], clock)
+        first = end

@@ -1,8 +1,7 @@
 """The draft/verify loop: plan, propose, decode, verify, commit, learn.
 
-One round serves any number of sequences: their drafts are packed into one batch of the target and
-verified one by one. The loop reads no files or options and prints nothing; it changes `Sequence`s
-and returns events.
+One round serves any number of sequences: their drafts are packed into one batch of the target and verified one by
+one. The loop reads no files or options and prints nothing; it changes `Sequence`s and returns events.
 """
 
 from __future__ import annotations
@@ -15,12 +14,19 @@ from typing import TYPE_CHECKING, Protocol
 
 from specgen.errors import BackendError, SpecgenError
 from specgen.events import Event, NoticeEvent, ReasonName
-from specgen.method.backend import Backend, Batch, HiddenBackend
-from specgen.method.cost_table import Others
-from specgen.method.distribution import Distribution, NoTokenAllowedError
-from specgen.method.draft import NO_DRAFT, ROOT, Draft, keep_path, pack
-from specgen.method.drafter import propose_together, refuse_nonsense
+from specgen.method.backend import Backend, Batch
+from specgen.method.draft import (
+    NO_DRAFT,
+    ROOT,
+    Distribution,
+    Draft,
+    NoTokenAllowedError,
+    keep_path,
+    pack,
+)
+from specgen.method.drafter import Proposal, propose_together, refuse_nonsense
 from specgen.method.policy import Reason, RoundPlan, RoundResult
+from specgen.method.tables import Others
 from specgen.method.verify import Verdict
 from specgen.system.arrays import Hidden, Logits
 
@@ -48,38 +54,23 @@ class Chunk(Protocol):
 
 @dataclass(slots=True)
 class _Turn:
-    """One sequence's part in a round."""
+    """One sequence's part in a round: the draft that is verified, what the free drafter found and the others proposed,
+    the rows of its pending tokens in the batch, and the seconds of the draft model's decodes and of all drafting."""
 
     sequence: Sequence
     plan: RoundPlan
-    #: What the free drafter found, and what the plan's drafters proposed.
     proposed: tuple[Draft, ...] = ()
-    #: What is verified.
     draft: Draft = NO_DRAFT
-    #: The number of committed tokens that are decoded before the draft, and the batch's row of the last one.
-    n_pending: int = 1
-    root_row: int = 0
-    #: Seconds of the draft model's decodes, and of all drafting.
+    pending: range = range(1)
     model_s: float = 0.0
     seconds: float = 0.0
-
-    def take(self, draft: Draft) -> None:
-        """Keep the proposed nodes that the grammar allows and that are worth verifying."""
-        self.proposed += (draft,)
-        allowed = draft
-        if not draft.is_drawn:  # sampled drafts obey the grammar already, and stay whole
-            allowed = self.sequence.state.within_grammar(draft)
-        self.draft = self.plan.stop.cut(allowed)
-        if not len(self.draft):
-            name: ReasonName = "grammar" if len(draft) and not len(allowed) else "unsure"
-            self.plan = replace(self.plan, reason=Reason(name))
 
 
 class Loop:
     """Generates with one target.
 
-    `clock` returns the seconds of a monotonic clock. `interrupted` is called between decodes; once it
-    returns True, sequences finish with the text that they have.
+    `clock` returns the seconds of a monotonic clock. `interrupted` is called between decodes; once it returns True,
+    sequences finish with the text that they have.
     """
 
     def __init__(
@@ -90,7 +81,6 @@ class Loop:
     ) -> None:
         self.target = target
         self.clock = clock
-        self._hidden_target = target if isinstance(target, HiddenBackend) else None
         self._interrupted = interrupted
         self._started_s = clock()
 
@@ -100,8 +90,8 @@ class Loop:
         return self.clock() - self._started_s
 
     def round(self, sequences: abc.Sequence[Sequence], chunk: Chunk | None = None) -> list[Event]:
-        """Run one round for all sequences that are started and not finished, and return the events. A `chunk`
-        may be given only where a row has the same logits in any batch.
+        """Run one round for all sequences that are started and not finished, and return the events. A `chunk` may be
+        given only where a row has the same logits in any batch.
 
         With p the target's distributions and q those of a draft, for each text x (Leviathan et al.,
         arXiv:2211.17192, Algorithm 1):
@@ -114,29 +104,28 @@ class Loop:
             commit    x becomes x y_1 ... y_k t; the cache forgets the other rows
             learn     how much was accepted, and what it took
 
-        If a sequence's grammar allows no token, or its logits are not numbers, it ends with a `failure`,
-        and the others go on. Raise `BackendError` if the target cannot decode the round's batch. The
-        statistics do not count time outside this call, in a renderer for example.
+        If a sequence's grammar allows no token, or its logits are not numbers, it ends with a `failure`, and the others
+        go on. Raise `BackendError` if the target cannot decode the round's batch. The statistics do not count time
+        outside this call.
         """
         active = [sequence for sequence in sequences if not sequence.is_finished]
         if not active:
             return []
         if self._interrupted():
             return [event for sequence in active for event in sequence.interrupt(self.now_s)]
-        started, events = self.clock(), list[Event]()
+        started, target, batch, events = self.clock(), self.target, Batch(), list[Event]()
         turns = [self._plan(sequence, active, events) for sequence in active]
         self._propose(turns, events)
 
-        target_s, n_rows, batch = self.target.decode_s, self.target.n_decoded_rows, Batch()
+        target_s, n_rows = target.decode_s, target.n_decoded_rows
         for turn in turns:
-            self._pack(batch, turn, self.target.n_batch // len(turns))
+            self._pack(batch, turn, target.n_batch // len(turns))
         n_own = len(batch)
         if chunk is not None:
             events += chunk.add_to(batch)
         logits, hidden = self._decode(batch, active)
-        target_s = self.target.decode_s - target_s
         # More rows than the batch has, if tokens were decoded again to restore a recurrent state.
-        n_rows = self.target.n_decoded_rows - n_rows
+        target_s, n_rows = target.decode_s - target_s, target.n_decoded_rows - n_rows
         if chunk is not None and len(batch) > n_own:
             read_s, reading = chunk.after(n_own, batch, logits, target_s)
             target_s, n_rows, started = target_s - read_s, n_own, started + read_s
@@ -151,13 +140,23 @@ class Loop:
             except BackendError as error:  # the grammar allows no token, or a logit is not a number
                 sequence.failure = error
             else:
-                sequence.tally.n_rounds += 1
                 events += sequence.take(turn.draft, verdict, rows, self.now_s, turn.plan.reason)
                 kept = verdict.path[: len(sequence.tokens) - n_before]
-                keep_path(self.target, sequence.slot, turn.draft, kept)
+                keep_path(target, sequence.slot, turn.draft, kept)
                 if hidden is not None:
                     _keep_states(turn, hidden, first, kept, n_before + len(kept))
-                self._learn(turn, verdict, n_before, target_s, n_rows, len(turns), events)
+                result = RoundResult(
+                    turn.plan,
+                    turn.draft,
+                    verdict.path,
+                    turn.seconds,
+                    target_s,
+                    n_rows,
+                    tuple(sequence.tokens[n_before:]),
+                    turn.proposed,
+                )
+                sequence.tally.add_round(result, len(turns), turn.model_s)
+                self._learn(sequence, result, events)
             first += len(rows)
         wall_s = self.clock() - started
         for sequence in active:  # they share the batch's time equally
@@ -185,82 +184,84 @@ class Loop:
         return _Turn(sequence, plan, (offer.found,), seconds=self.clock() - started)
 
     def _propose(self, turns: abc.Sequence[_Turn], events: list[Event]) -> None:
-        """Make the planned drafts together. If a drafter fails, drafting ends for its sequence, but the
-        answer goes on."""
+        """Make the planned drafts together. If a drafter fails, drafting ends for its sequence, but the answer goes
+        on."""
         drafting = [turn for turn in turns if len(turn.plan.found) + turn.plan.n_max]
-        proposals = propose_together(
-            [
-                turn.sequence.drafters.propose(turn.sequence.tokens, turn.plan)
-                for turn in drafting
-                if turn.sequence.drafters is not None
-            ],
-            self.clock,
-            self._interrupted,
-        )
+        draftings = [
+            turn.sequence.drafters.propose(turn.sequence.tokens, turn.plan)
+            for turn in drafting
+            if turn.sequence.drafters is not None
+        ]
+        proposals = propose_together(draftings, self.clock, self._interrupted)
         for turn, proposal in zip(drafting, proposals, strict=True):
-            started, sequence, plan = self.clock(), turn.sequence, turn.plan
-            if proposal.error is None:
-                refuse_nonsense(proposal, len(plan.found) + plan.n_max, self.target.n_vocab)
-            if proposal.error is None:
-                turn.take(proposal.draft)
-            else:
-                turn.plan = replace(plan, reason=Reason("failed"))
-                self._end_drafting(sequence, proposal.error, events)
-            # Drafters of the last hidden state alone (decoder heads) ask for no decode: all their drafting counts as
-            # the draft model's time. The others' decodes were timed.
-            seconds = proposal.seconds + self.clock() - started
-            asks = sequence.hidden is None or sequence.hidden.all_rows
-            turn.model_s = proposal.model_s if asks else seconds
-            turn.seconds += seconds
+            self._take(turn, proposal, events)
         for turn in turns:
             if turn.sequence.drafters is not None:
                 turn.sequence.n_rows = 1 + len(turn.draft)
+
+    def _take(self, turn: _Turn, proposal: Proposal, events: list[Event]) -> None:
+        """Keep the proposed nodes that the grammar allows and that are worth verifying."""
+        started, sequence, plan = self.clock(), turn.sequence, turn.plan
+        if proposal.error is None:
+            refuse_nonsense(proposal, len(plan.found) + plan.n_max, self.target.n_vocab)
+        if proposal.error is None:
+            allowed = draft = proposal.draft
+            turn.proposed += (draft,)
+            if not draft.is_drawn:  # sampled drafts obey the grammar already, and stay whole
+                allowed = sequence.state.within_grammar(draft)
+            turn.draft = plan.stop.cut(allowed)
             if not len(turn.draft):
-                turn.sequence.tally.add_undrafted(turn.plan.reason.name, str(turn.plan.reason))
+                name: ReasonName = "grammar" if len(draft) and not len(allowed) else "unsure"
+                turn.plan = replace(plan, reason=Reason(name))
+        else:
+            turn.plan = replace(plan, reason=Reason("failed"))
+            self._end_drafting(sequence, proposal.error, events)
+        seconds = proposal.seconds + self.clock() - started
+        # Drafters of the last hidden state alone (decoder heads) ask for no decode: all their drafting counts as the
+        # draft model's time. The others' decodes were timed.
+        asks = sequence.hidden is None or sequence.hidden.all_rows
+        turn.model_s = proposal.model_s if asks else seconds
+        turn.seconds += seconds
 
     def _pack(self, batch: Batch, turn: _Turn, n_room: int) -> None:
-        """Add the committed tokens that the cache lacks to the batch, then the draft: at most `n_room` rows.
-        Usually only the last token is missing; a grammar may have forced more. If these do not fit, all but the last
-        are decoded first."""
-        sequence = turn.sequence
-        first, tokens = sequence.slot.first, sequence.tokens
-        start, last = self.target.length(first), len(tokens) - 1
+        """Add the committed tokens that the cache lacks to the batch, then the draft: at most `n_room` rows. Usually
+        only the last token is missing; a grammar may have forced more. If these do not fit, all but the last are
+        decoded first."""
+        sequence, target, tokens = turn.sequence, self.target, turn.sequence.tokens
+        first, last = sequence.slot.first, len(tokens) - 1
+        start = target.length(first)
         if last - start >= max(1, min(n_room - len(turn.draft), _MAX_PENDING)):
             while start < last:
-                n = min(last - start, self.target.n_batch)
+                n = min(last - start, target.n_batch)
                 silent = Batch()
-                for offset, token in enumerate(tokens[start : start + n]):
-                    silent.add(token, start + offset, (first,), False)
+                for position in range(start, start + n):
+                    silent.add(tokens[position], position, (first,), False)
                 self.decode_text(sequence, silent)
                 start += n
-        turn.n_pending = len(tokens) - start
-        turn.root_row = len(batch) + turn.n_pending - 1
-        pack(batch, self.target, sequence.slot, tokens[start:], turn.draft)
+        turn.pending = pack(batch, target, sequence.slot, tokens[start:], turn.draft)
 
     def decode_text(self, sequence: Sequence, batch: Batch) -> Logits:
-        """Decode rows of a sequence's text, and keep their hidden states for drafters that read these."""
-        states, target = sequence.hidden, self._hidden_target
-        if states is None or not states.all_rows or target is None:
+        """Decode rows of a sequence's text, and keep their hidden states for drafters that read those of all rows."""
+        states = sequence.hidden
+        if states is None or not states.all_rows:
             return self.target.decode(batch)
-        logits, hidden = target.decode_hidden(batch, all_rows=True)
+        logits, hidden = self.target.decode_hidden(batch, all_rows=True)
         states.take_rows(hidden, sequence.tokens, batch.positions[-1] + 1)
         return logits
 
     def _decode(self, batch: Batch, active: abc.Sequence[Sequence]) -> tuple[Logits, Hidden | None]:
-        """Decode a round's batch. Return the logits, float32[n_rows, n_vocab], and the hidden states, if a
-        drafter needs these: float32[n, n_embd] of all rows or of those with logits."""
-        wanted = [sequence.hidden for sequence in active if sequence.hidden is not None]
-        target = self._hidden_target
-        if wanted and target is not None:
-            all_rows = wanted[0].all_rows  # the same for all, as the same draft serves all
-            if all_rows or len(batch) <= target.n_outputs:
-                return target.decode_hidden(batch, all_rows=all_rows)
-        return self.target.decode(batch), None
+        """Decode a round's batch. Return the logits, float32[n_rows, n_vocab], and the hidden states, if a drafter
+        needs these: float32[n, n_embd] of all rows or of those with logits."""
+        # The same draft serves all sequences.
+        states = next((each.hidden for each in active if each.hidden is not None), None)
+        if states is None or not (states.all_rows or len(batch) <= self.target.n_outputs):
+            return self.target.decode(batch), None
+        return self.target.decode_hidden(batch, all_rows=states.all_rows)
 
     def verify(self, sequence: Sequence, draft: Draft, logits: Logits) -> Verdict:
-        """Return which nodes are accepted, and the target's own token, from the logits at the root and at each
-        node, float32[1 + len(draft), n_vocab]. Raise `BackendError` if there is no such token."""
-        dead_ends: dict[int, NoTokenAllowedError] = {}
+        """Return which nodes are accepted, and the target's own token, from the logits at the root and at each node,
+        float32[1 + len(draft), n_vocab]. Raise `BackendError` if there is no such token."""
+        dead_ends: set[int] = set()
 
         def target(node: int) -> Distribution:
             if node != ROOT and sequence.vocabulary.is_end(draft.tokens[node]):
@@ -268,75 +269,42 @@ class Loop:
                 return Distribution.certain(draft.tokens[node])
             try:
                 return sequence.shaper.distribution(logits[node + 1], draft.text(node))
-            except NoTokenAllowedError as error:
+            except NoTokenAllowedError:
                 if node == ROOT:
                     raise
                 # A verifier may ask for nodes that it then rejects: only an accepted dead end fails.
-                dead_ends[node] = error
+                dead_ends.add(node)
                 return Distribution.certain(draft.tokens[node])
 
         verdict = sequence.verifier.verify(draft, target, sequence.rng)
         if verdict.path and verdict.path[-1] in dead_ends:
-            raise dead_ends[verdict.path[-1]]
+            raise NoTokenAllowedError
         return verdict
 
-    def _learn(
-        self,
-        turn: _Turn,
-        verdict: Verdict,
-        n_before: int,
-        target_s: float,
-        n_rows: int,
-        n_sequences: int,
-        events: list[Event],
-    ) -> None:
-        """Let the policy, the drafters and the tally of a sequence learn from a batch that took `target_s`. The
-        text had `n_before` tokens before."""
-        sequence = turn.sequence
-        result = RoundResult(
-            turn.plan,
-            turn.draft,
-            verdict.path,
-            turn.seconds,
-            target_s,
-            n_rows,
-            committed=tuple(sequence.tokens[n_before:]),
-            proposed=turn.proposed,
-        )
+    def _learn(self, sequence: Sequence, result: RoundResult, events: list[Event]) -> None:
         sequence.policy.observe(result)
-        n_committed = min(len(verdict.path) + 1, len(result.committed))  # the others were forced
-        sequence.tally.add_decode(n_committed, n_rows, target_s, n_sequences, turn.model_s)
-        if sequence.drafters is None:
-            return
-        try:
-            sequence.drafters.observe(result)
-        except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
-            self._end_drafting(sequence, error, events)
+        if sequence.drafters is not None:
+            try:
+                sequence.drafters.observe(result)
+            except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
+                self._end_drafting(sequence, error, events)
 
     def _end_drafting(self, sequence: Sequence, error: Exception, events: list[Event]) -> None:
         """Let an answer go on without a draft."""
         sequence.drafters, sequence.why_undrafted = None, "failed"
         what = error.message if isinstance(error, SpecgenError) else repr(error)
-        events.append(
-            NoticeEvent(
-                sequence=sequence.index,
-                time_s=self.now_s,
-                message=f"drafting failed, going on without a draft: {what}",
-                detail="".join(traceback.format_exception(error)),
-            )
-        )
+        message = f"drafting failed, going on without a draft: {what}"
+        detail = "".join(traceback.format_exception(error))
+        events.append(NoticeEvent(sequence.index, self.now_s, message, detail))
 
 
 def _keep_states(
     turn: _Turn, hidden: Hidden, first: int, kept: abc.Sequence[int], n_read: int
 ) -> None:
-    """Let a sequence keep the hidden states of its `n_read` tokens that this round has decoded: those of its
-    pending tokens and of the accepted nodes `kept`. `first` is the root's row of the logits."""
+    """Let a sequence keep the hidden states of its first `n_read` tokens that this round has decoded: the pending ones
+    and the accepted nodes. `first` is the root's row of the logits."""
     states = turn.sequence.hidden
-    if states is None:
-        return
-    root, n_pending = first, 1
-    if states.all_rows:
-        root, n_pending = turn.root_row, turn.n_pending
-    taken = [*range(root + 1 - n_pending, root + 1), *(root + 1 + node for node in kept)]
-    states.take_rows(hidden[taken], turn.sequence.tokens, n_read)
+    if states is not None:
+        pending = turn.pending if states.all_rows else range(first, first + 1)
+        rows = [*pending, *(pending[-1] + 1 + node for node in kept)]
+        states.take_rows(hidden[rows], turn.sequence.tokens, n_read)

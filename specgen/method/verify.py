@@ -1,21 +1,19 @@
 """Verifiers: which drafted tokens are accepted, and which token follows them.
 
-Every verifier here is exact: the text that it keeps has the distribution of text from the target
-alone. In all of them *target* is the distribution that the target's logits give after a node, with
-samplers and grammar, and *draft* is the distribution that a drafted token was drawn from.
+All are exact: the text that they keep has the distribution of text from the target alone. *Target* is the
+distribution that the target's logits give after a node, with samplers and grammar; *draft* is the one that a
+drafted token was drawn from.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
-from specgen.method.distribution import Distribution
-from specgen.method.draft import ROOT, Draft
+from specgen.method.draft import ROOT, Distribution, Draft
 from specgen.system.arrays import ProbArray
 
 if TYPE_CHECKING:
@@ -24,15 +22,14 @@ if TYPE_CHECKING:
 #: Steps of the bisection for SpecTr's rho: as many as a float's precision allows.
 _N_HALVINGS = 50
 
-#: The target's distribution after a node of the draft, or after `ROOT`. Each call runs the samplers,
-#: so a verifier calls it once for each node that it needs.
+
+#: The target's distribution after a node of the draft, or after `ROOT`. Each call runs the samplers.
 TargetAt: TypeAlias = Callable[[int], Distribution]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a verification. `path` are the accepted nodes, from a child of the root down; `next_token` is
-    the target's own token after them, where it rejected the draft or the draft ended."""
+    """The accepted nodes, from a child of the root down, and the target's own token after them."""
 
     path: tuple[int, ...]
     next_token: int
@@ -43,52 +40,66 @@ class Verifier(Protocol):
 
     @property
     def wants_draws(self) -> bool:
-        """Whether it accepts more of a draft that was drawn at random, with its distributions
-        on record, than of the draft model's most likely tokens."""
+        """Whether it accepts more of a draft that was drawn at random, with its distributions on record, than
+        of the draft model's most likely tokens."""
         ...
 
     def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict: ...
 
 
-class _Descending(ABC):
-    """Goes down the tree as long as a node is accepted. In independent walks, those that hold the accepted node
-    stay in."""
+class ResidualVerifier:
+    """Accept a drawn token x with probability min(1, target(x) / draft(x)); after a rejection go on with the
+    residual, normalize(max(0, target - draft)).
+
+    Speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1; Chen et al., arXiv:2302.01318,
+    Algorithm 2), for trees by recursion over siblings (Miao et al., arXiv:2305.09781, Algorithm 2): the next
+    sibling is tested against the residual. Siblings drawn without replacement are tested with the distribution
+    that each was drawn from, without the earlier ones (Jeon et al., arXiv:2402.14160, Algorithm 1). In
+    independent walks a token is tested as often as it was drawn. A node without a distribution was certain.
+    """
 
     wants_draws = True
 
     def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
-        node, walks = ROOT, draft.walks
-        path: list[int] = []
+        node, walks, path = ROOT, draft.walks, list[int]()
         while True:
             depth = len(path)
-            tries = draft.tries(node, walks, depth)
-            accepted, after = self._judge(draft, tries, target(node), rng)
+            # The nodes below this one or, in independent walks, the next one of each walk that goes on here.
+            tries = draft.children(node)
+            if draft.walks:
+                tries = [walk[depth] for walk in walks if len(walk) > depth]
+            accepted, after = self.choose(draft, tries, target(node), rng)
             if accepted is None:
                 return Verdict(tuple(path), after.draw(rng))
             walks = tuple(walk for walk in walks if accepted in walk[depth : depth + 1])
             node = accepted
             path.append(node)
 
-    @abstractmethod
-    def _judge(
+    def choose(
         self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
     ) -> tuple[int | None, Distribution]:
         """Return which of the nodes tried after one place is accepted, if any, and what the next token is drawn
         from otherwise. `target` is the target's distribution there."""
+        for child in tries:
+            token, source = draft.tokens[child], drawn_from(draft, child)
+            if rng.random() * source.probability(token) < target.probability(token):
+                return child, target
+            # Nothing is left only if the two are equal up to rounding, and so is the target then.
+            target = target.minus(source) or target
+        return None, target
 
 
-class MatchVerifier(_Descending):
+class MatchVerifier(ResidualVerifier):
     """Draw the target's token; go on while it is one of the drafted children.
 
-    The target draws each token from its own distribution with one random number a token, as in
-    plain decoding. So the same seed gives the same text with and without a draft, however the draft's
-    tokens were chosen. A set of drafted children is accepted with the sum of its target probabilities,
-    which is the best possible for a draft that was not drawn at random.
+    The target draws each token with one random number, as in plain decoding. So the same seed gives the same
+    text with and without a draft, however the draft's tokens were chosen. A set of drafted children is accepted
+    with the sum of its target probabilities, the best possible for a draft that was not drawn at random.
     """
 
     wants_draws = False
 
-    def _judge(
+    def choose(
         self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
     ) -> tuple[int | None, Distribution]:
         token = target.draw(rng)
@@ -96,72 +107,42 @@ class MatchVerifier(_Descending):
         return accepted, Distribution.certain(token)
 
 
-class ResidualVerifier(_Descending):
-    """Accept a drawn token x with probability min(1, target(x) / draft(x)); after a rejection
-    go on with the residual, normalize(max(0, target - draft)).
-
-    Speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1; Chen et al.,
-    arXiv:2302.01318, Algorithm 2), for trees by recursion over siblings (Miao et al.,
-    arXiv:2305.09781, Algorithm 2): the next sibling is tested against the residual. Siblings drawn
-    without replacement are tested with the distribution that each was drawn from, without the earlier
-    ones (Jeon et al., arXiv:2402.14160, Algorithm 1). In independent walks a token is tested as often as
-    it was drawn. A node without a distribution was certain.
-    """
-
-    def _judge(
-        self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
-    ) -> tuple[int | None, Distribution]:
-        for child in tries:
-            drawn_from = draft.drawn_from(child)
-            token = draft.tokens[child]
-            if rng.random() * drawn_from.probability(token) < target.probability(token):
-                return child, target
-            # The residual is empty only if the two are equal up to rounding. A rejection then has no
-            # chance but for rounding, and the target itself is the right choice.
-            target = target.minus(drawn_from) or target
-        return None, target
-
-
 class SpecTrVerifier(ResidualVerifier):
     """Choose among the next tokens of k independent drafts: k-sequential selection (Sun et al.,
-    arXiv:2310.15141, Algorithm 2).
+    arXiv:2310.15141, Algorithm 2). With one draft left, k = 1, this is residual sampling.
 
     The drafts are tried one after the other. A token x is taken with probability min(1, target(x) / (rho
     draft(x))), with the same rho in [1, k] for all. After k rejections a token is drawn from
     normalize(target - min(draft, target / rho) (1 - (1 - beta)^k) / beta), where beta(rho) = sum of
-    min(draft, target / rho) is the probability that a single draft is taken. rho is the least one for
-    which no token is taken too often, 1 - (1 - beta)^k <= rho beta. This comes within a factor of 1 - 1/e
-    of the best possible selection.
-
-    Drafts that continue from the taken token stay in; with one left, k = 1, this is residual sampling, and
-    so drafts without walks are judged.
+    min(draft, target / rho) is the probability that a single draft is taken. rho is the least one for which no
+    token is taken too often, 1 - (1 - beta)^k <= rho beta. This comes within a factor of 1 - 1/e of the best.
     """
 
-    def _judge(
+    def choose(
         self, draft: Draft, tries: Sequence[int], target: Distribution, rng: np.random.Generator
     ) -> tuple[int | None, Distribution]:
         if not draft.walks or not tries:
-            return super()._judge(draft, tries, target, rng)
-        drawn_from = draft.drawn_from(tries[0])
-        drafted = drawn_from.probabilities(target.token_ids)
-        rho = _least_rho(target.probs, drafted, len(tries))
+            return super().choose(draft, tries, target, rng)
+        k, source = len(tries), drawn_from(draft, tries[0])
+        drafted = source.probabilities(target.token_ids)
+        rho = _least_rho(target.probs, drafted, k)
         for child in tries:
             token = draft.tokens[child]
-            if rng.random() < target.probability(token) / (rho * drawn_from.probability(token)):
+            if rng.random() < target.probability(token) / (rho * source.probability(token)):
                 return child, target
-        # None only if everything was taken, up to rounding.
-        return None, _missing(target, drafted, rho, len(tries)) or target
+        taken = np.minimum(drafted, target.probs / rho)
+        beta = float(taken.sum())
+        share = (1.0 - (1.0 - beta) ** k) / beta if beta > 0.0 else 0.0
+        # Nothing is left only if everything was taken, up to rounding.
+        return None, target.reweighted(target.probs - taken * share) or target
 
 
 def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
-    """Return the least rho of k-sequential selection, up to rounding and never below it; both distributions
-    are over the same tokens, float64[m]."""
-    if k == 1:
-        return 1.0
+    """Return the least rho of k-sequential selection, up to rounding and never below it; both distributions are
+    over the same tokens, float64[m]."""
+    # k always suffices, since 1 - (1 - beta)^k <= k beta. The difference has one sign change.
     low, high = 1.0, float(k)
-    # 1 - (1 - beta)^k <= k beta for all beta, so k always suffices. The difference has one sign
-    # change, since more is taken for a smaller rho.
-    for _ in range(_N_HALVINGS):
+    for _ in range(_N_HALVINGS if k > 1 else 0):
         middle = 0.5 * (low + high)
         beta = float(np.minimum(draft, target / middle).sum())
         if 1.0 - (1.0 - beta) ** k <= middle * beta:
@@ -171,29 +152,18 @@ def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
     return high
 
 
-def _missing(target: Distribution, draft: ProbArray, rho: float, k: int) -> Distribution | None:
-    """Return what k rejected drafts leave of the target; None if nothing is left. `draft` is over the
-    target's tokens, float64[m]."""
-    taken = np.minimum(draft, target.probs / rho)
-    beta = float(taken.sum())
-    if beta <= 0.0:
-        return target
-    return target.reweighted(target.probs - taken * ((1.0 - (1.0 - beta) ** k) / beta))
-
-
 class BlockVerifier(ResidualVerifier):
-    """Judge a drawn chain as a block. On average this never accepts fewer tokens than judging them one
-    by one (Sun et al., arXiv:2403.10444, Algorithm 2).
+    """Judge a drawn chain as a block. On average this never accepts fewer tokens than judging them one by one
+    (Sun et al., arXiv:2403.10444, Algorithm 2).
 
-    The ratio of the probabilities of whole prefixes decides: with r(0) = 1 and r(i) = min(1, r(i-1)
-    target(x_i) / draft(x_i)), the prefix of length i is accepted with probability h(i) = s(i) / (s(i) + 1 -
-    r(i)), where s(i) = sum over x of max(0, r(i) target(x) - draft(x)) after that prefix; the whole chain
-    with h = r. The longest accepted prefix is kept, and the token after it drawn from
-    normalize(max(0, r target - draft)). It holds for chains whose length depends on the drafted tokens, as
-    long as the decision to stop was made before the next draw.
+    With r(0) = 1 and r(i) = min(1, r(i-1) target(x_i) / draft(x_i)), the prefix of length i is accepted with
+    probability h(i) = s(i) / (s(i) + 1 - r(i)), where s(i) = sum over x of max(0, r(i) target(x) - draft(x))
+    after that prefix; the whole chain with h = r. The longest accepted prefix is kept, and the token after it
+    drawn from normalize(max(0, r target - draft)). It holds for chains whose length depends on the drafted
+    tokens, as long as the decision to stop was made before the next draw.
 
-    In a tree, each run of only children is judged as a block; if it is accepted whole, the nodes after it
-    are a new block. Siblings are judged by recursive rejection. This is exact if the number of siblings at a
+    In a tree, each run of only children is judged as a block; if it is accepted whole, the siblings after it
+    are judged by recursive rejection, and a new block follows. This is exact if the number of siblings at a
     position was fixed before any token after it was drawn.
     """
 
@@ -202,62 +172,53 @@ class BlockVerifier(ResidualVerifier):
             return super().verify(draft, target, rng)
         node, path = ROOT, list[int]()
         while True:
-            run = _only_children(draft, node)
-            n_kept, after = _judged_run(draft, run, target, node, rng)
+            run: list[int] = []
+            while len(children := draft.children(run[-1] if run else node)) == 1:
+                run += children
+            n_kept, after = _accept_block(draft, run, target, node, rng)
             path += run[:n_kept]
             accepted = None
             if n_kept == len(run):
-                children = draft.children(run[-1] if run else node)
-                accepted, after = self._judge(draft, children, after, rng)
+                accepted, after = self.choose(draft, children, after, rng)
             if accepted is None:
                 return Verdict(tuple(path), after.draw(rng))
             node = accepted
             path.append(node)
 
 
-def _only_children(draft: Draft, node: int) -> list[int]:
-    """Return the nodes below `node` (or `ROOT`) up to the first that has siblings."""
-    run: list[int] = []
-    children = draft.children(node)
-    while len(children) == 1:
-        run += children
-        children = draft.children(children[0])
-    return run
-
-
-def _judged_run(
+def _accept_block(
     draft: Draft, run: Sequence[int], target: TargetAt, before: int, rng: np.random.Generator
 ) -> tuple[int, Distribution]:
-    """Return how many nodes of a run after `before` a block verifier keeps, and the distribution of the
-    token after them."""
+    """Return how many nodes of a run after `before` are kept, and what the token after them is drawn from."""
     after = kept_after = target(before)
     ratio = kept_ratio = 1.0
     n_kept = 0
     for n, node in enumerate(run, 1):
         token = draft.tokens[node]
-        ratio *= after.probability(token) / draft.drawn_from(node).probability(token)
+        ratio *= after.probability(token) / drawn_from(draft, node).probability(token)
         if ratio == 0.0:  # no longer prefix can be accepted either
             break
-        ratio = min(1.0, ratio)
+        chance = ratio = min(1.0, ratio)
         after = target(node)
-        if n == len(run):
-            chance = ratio
-        else:
-            excess = after.excess(draft.drawn_from(run[n]), ratio)
-            # 0 / 0 where target and draft are equal and the ratio is 1: the next prefix is then
-            # accepted with certainty, so the probability does not matter.
+        if n < len(run):
+            excess = after.excess(drawn_from(draft, run[n]), ratio)
+            # Where it is 0 and the ratio 1, the next prefix is accepted with certainty.
             chance = excess / (excess + 1.0 - ratio) if excess > 0.0 else 0.0
         if rng.random() < chance:
             n_kept, kept_ratio, kept_after = n, ratio, after
     if n_kept < len(run):
-        drawn_from = draft.drawn_from(run[n_kept])
-        kept_after = kept_after.minus(drawn_from, kept_ratio) or kept_after
+        kept_after = kept_after.minus(drawn_from(draft, run[n_kept]), kept_ratio) or kept_after
     return n_kept, kept_after
 
 
+def drawn_from(draft: Draft, node: int) -> Distribution:
+    """Return what a node's token was drawn from: all mass on the token if it was not drawn."""
+    return draft.distributions[node] or Distribution.certain(draft.tokens[node])
+
+
 class AutoVerifier:
-    """Uses the verifier that accepts most of a draft: drawn chains are judged as blocks, drawn siblings
-    by recursive rejection, independent drafts by k-sequential selection, and all others by matching.
+    """Uses the verifier that accepts most of a draft: drawn chains are judged as blocks, drawn siblings by
+    recursive rejection, independent drafts by k-sequential selection, and all others by matching.
 
     The choice depends on how the draft was made, never on its tokens, so it biases nothing.
     """
@@ -265,10 +226,10 @@ class AutoVerifier:
     wants_draws = True
 
     def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
-        verifier: Verifier = MatchVerifier()
+        name: VerifierName = "match"
         if draft.is_drawn:
-            verifier = SpecTrVerifier() if draft.walks else BlockVerifier()
-        return verifier.verify(draft, target, rng)
+            name = "spectr" if draft.walks else "block"
+        return VERIFIERS[name].verify(draft, target, rng)
 
 
 VERIFIERS: Mapping[VerifierName, Verifier] = {

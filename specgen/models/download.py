@@ -31,8 +31,7 @@ from specgen.models.hub import SHA256, HubReference
 from specgen.models.registry import CatalogueModel, HubSource, PypiSource
 from specgen.options import SourceChoice
 from specgen.system.files import existing_parent
-from specgen.system.progress import ProgressView
-from specgen.system.units import human_bytes
+from specgen.system.progress import ProgressView, human_bytes
 
 #: Set, the simple index at this address takes the place of PyPI's.
 INDEX_VARIABLE = "SPECGEN_PYPI_INDEX"

@@ -1,4 +1,4 @@
-"""Renderers: their interface, and those that write to a stream, as text or as JSON Lines."""
+"""Consoles and renderers: their interface, and those that write to a stream, as text or as JSON Lines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import math
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, BinaryIO
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -26,7 +26,7 @@ from specgen.events import (
     VerifiedEvent,
     to_json_object,
 )
-from specgen.render.text import Cleaner, clean, clean_line
+from specgen.render.rows import Cleaner, clean, clean_line
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,6 +35,29 @@ if TYPE_CHECKING:
 _READING_S = 5.0
 #: Valid in JSON, but a terminal may obey these characters, and readers may take them for line breaks.
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029]")
+
+
+class TerminalConsole(Console):
+    """A Rich console that reports a closed pipe instead of ending the program."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def make_console(stream: TextIO, environ: Mapping[str, str]) -> Console:
+    """Return a console for a standard stream. It prints text unchanged: no markup, no emoji codes, no
+    highlighting."""
+    ignored = set() if environ.get("FORCE_COLOR") else {"FORCE_COLOR"}
+    if stream.isatty():  # the terminal itself knows its size, also after a change
+        ignored |= {"COLUMNS", "LINES"}
+    return TerminalConsole(
+        file=stream,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        no_color=bool(environ.get("NO_COLOR")),
+        _environ={name: value for name, value in environ.items() if name not in ignored},
+    )
 
 
 class Renderer(ABC):
@@ -47,14 +70,14 @@ class Renderer(ABC):
         """Show one event. Everything visible of it is written when this returns. Raise `BrokenPipeError` if
         the reader of the output went away, and `OutputError` if it could not be written."""
 
+    @abstractmethod
+    def _finish(self) -> None:
+        """Finish the output and leave the terminal as it was; `close` calls this the first time."""
+
     def close(self) -> None:
-        """Finish the output and leave the terminal as it was; further calls do nothing."""
         if not self._closed:
             self._closed = True
             self._finish()
-
-    def _finish(self) -> None:  # noqa: B027 - some have nothing to finish
-        """Close the renderer: `close` calls this the first time."""
 
     def __enter__(self) -> Self:
         return self
@@ -85,7 +108,8 @@ class TextRenderer(Renderer):
         ends_empty: bool = False,
         is_terminal: bool = False,
     ) -> None:
-        self._stream, self._notice, self._encoding = stream, notice, encoding
+        self._stream, self._encoding = stream, encoding
+        self._notice = notice or (lambda _event: None)
         self._ends_line, self._is_terminal = ends_line or is_terminal, is_terminal
         self._in_line, self._ends_empty, self._said_s = False, ends_empty, 0.0
         self._cleaner = Cleaner()
@@ -94,14 +118,13 @@ class TextRenderer(Renderer):
         if isinstance(event, FinishedEvent):
             self._in_line = self._in_line or (self._ends_empty and not event.text)
             self.close()
-        elif isinstance(event, NoticeEvent) and self._notice is not None:
+        elif isinstance(event, NoticeEvent):
             if self._is_terminal and self._in_line:
                 self._put("\n")
             self._notice(event)
-        elif isinstance(event, ReadingEvent) and self._notice is not None:
-            if event.time_s - self._said_s >= _READING_S:
-                self._said_s = event.time_s
-                self._notice(event)
+        elif isinstance(event, ReadingEvent) and event.time_s - self._said_s >= _READING_S:
+            self._said_s = event.time_s
+            self._notice(event)
         elif isinstance(event, CommittedEvent):
             self._put(self._cleaner.feed(event.text) if self._is_terminal else event.text)
 
@@ -116,8 +139,6 @@ class TextRenderer(Renderer):
         self._put(self._cleaner.finish())
         if self._ends_line and self._in_line:
             self._put("\n")
-        with output_errors():
-            self._stream.flush()
 
 
 class JsonlRenderer(Renderer):
@@ -129,9 +150,9 @@ class JsonlRenderer(Renderer):
     def handle(self, event: Event) -> None:
         with output_errors():
             self._stream.write(json_line(to_json_object(event)))
-            # These two events of a round are followed at once by its last one.
-            if not isinstance(event, (DraftedEvent, VerifiedEvent)):
-                self._stream.flush()
+        # These two events of a round are followed at once by its last one.
+        if not isinstance(event, (DraftedEvent, VerifiedEvent)):
+            self._finish()
 
     def _finish(self) -> None:
         with output_errors():

@@ -15,8 +15,7 @@ from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt
 from specgen.session.prompts.template import Message
 from specgen.session.session import Session
-from specgen.system.files import replace_bytes
-from specgen.system.json_lines import to_line, write_errors
+from specgen.system.files import replace_bytes, to_line, write_errors
 
 #: A quarter of the context is kept free for an answer, unless answers are limited to less.
 _ANSWER_SHARE = 4

@@ -12,13 +12,11 @@ import numpy as np
 
 from specgen.drafters.cascade import Cascade
 from specgen.drafters.kind import DraftRequest, Key, LoadedDraft
-from specgen.method.acceptance_rates import AcceptanceRates
 from specgen.method.backend import Backend
-from specgen.method.cost_aware import CostAwarePolicy
-from specgen.method.cost_table import CostTable
 from specgen.method.draft import Branches
 from specgen.method.drafter import Drafter
-from specgen.method.policy import FixedPolicy, Policy, ThresholdPolicy
+from specgen.method.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
+from specgen.method.tables import AcceptanceRates, CostTable
 from specgen.method.verify import VERIFIERS
 from specgen.options import (
     AUTO_TREE,
@@ -95,18 +93,6 @@ class DrafterFactory:
             hidden=hidden,
             ends=frozenset() if settings.generation.ignore_eos else prompt.ends,
         )
-
-    def chain_drafter(
-        self, prompt: Prompt, caches: abc.Sequence[Backend], state: TextState
-    ) -> Drafter:
-        """Return the drafter of the draft alone, which drafts chains of its most likely tokens over `state`, whatever
-        the user's samplers are. The text starts with `prompt`."""
-        draft = self.session.draft
-        assert draft is not None, "there is no draft"
-        settings = self.session.settings.most_likely()
-        request = self._request(draft, prompt, state, settings, np.random.SeedSequence(0))
-        shaper = Shaper(Sampler(SamplerOptions()), state)
-        return draft.drafter(replace(request, caches=caches, shaper=shaper, branches=False))
 
     def acceptance(
         self, settings: RequestSettings | None = None

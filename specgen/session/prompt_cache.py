@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from specgen.errors import UsageError
 from specgen.llama import LlamaBackend
 from specgen.options import ContextOptions
-from specgen.system.files import new_beside
-from specgen.system.json_lines import write_errors
+from specgen.system.files import new_beside, write_errors
 
 _MAGIC = "specgen prompt cache 1"
 _LONGEST_HEADER = 1 << 20

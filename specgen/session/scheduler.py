@@ -21,7 +21,7 @@ _N_WORTH_WAITING = 32
 
 class Scheduler:
     """The requests of an engine: those that wait, and those that have one of the `n_slots` slots of all caches.
-    Requests may be added from any thread; all else is for the thread that steps the engine."""
+    Any thread may add requests; all else is for the thread that steps the engine."""
 
     def __init__(self, n_slots: int, target: LlamaBackend) -> None:
         self.slots = tuple(Slot(number, n_slots) for number in range(n_slots))
@@ -78,7 +78,7 @@ class Scheduler:
         shared.) A request waits for a prompt with the same prefix that is being read: then it shares those cells."""
         if len(self.busy) == len(self.slots):
             return None
-        reading = self.reading if self._target.can_branch else []
+        reading = self.reading if self._target.rollback == "cells" else []
         with self._lock:
             for request in itertools.islice(self._waiting, _N_CONSIDERED):
                 if not any(self._would_share_more(request, other) for other in reading):
@@ -90,7 +90,7 @@ class Scheduler:
         def rank(slot: Slot) -> tuple[int, int]:
             text = self._target.text(slot.branches(self._target).first)
             n = n_common(text, request.prompt.tokens)
-            goes_on = n == len(text) or not self._target.can_branch
+            goes_on = n == len(text) or self._target.rollback != "cells"
             return -n if goes_on else 0, slot.used_last
 
         request.slot = min((slot for slot in self.slots if slot.request is None), key=rank)

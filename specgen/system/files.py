@@ -1,17 +1,21 @@
-"""Files: replaced as a whole, so that no reader ever sees half of one; results in JSON; TOML that users write."""
+"""Files: replaced as a whole, so that no reader ever sees half of one; JSON Lines, which can be continued after any
+end of the process; locks; TOML that users write."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
 import json
+import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePath
 from typing import Any
 
-from specgen.errors import UsageError
+from specgen.errors import OutputError, SpecgenError, UsageError
 
 #: The ending of the names of new files. A file whose process was killed keeps it.
 NEW = ".new"
@@ -19,9 +23,8 @@ NEW = ".new"
 
 @contextlib.contextmanager
 def new_beside(path: Path) -> Iterator[Path]:
-    """Make an empty file beside `path`. The caller writes to it and then moves it to `path` with its method
-    `replace`. If two processes write at the same time, each has its own file, and the later one stays.
-    A file that was not moved is deleted. Raise `OSError`."""
+    """Make an empty file beside `path`, which the caller writes and moves there with its method `replace`; else it is
+    deleted. Of two processes that write at the same time, the later one's stays. Raise `OSError`."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=NEW)
     os.close(descriptor)
     new = Path(name)
@@ -45,14 +48,13 @@ def replace_bytes(path: Path, data: bytes) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file by a JSON text in UTF-8. Raise `OSError`. File names that are not UTF-8 contain lone
-    surrogates; these are written as escapes, which JSON reads back."""
+    """Replace a file by a JSON text in UTF-8; lone surrogates (in file names) become escapes. Raise `OSError`."""
     replace_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 class KeptResults:
-    """Results of tests in a JSON file, by key: the latest `n_kept` of them. None as the file keeps nothing.
-    If the file is damaged or cannot be written, its results are not known."""
+    """The latest `n_kept` results of tests in a JSON file, by key. None as the file, a damaged one, or one that cannot
+    be written keeps nothing."""
 
     def __init__(self, file: Path | None, n_kept: int) -> None:
         self._file = file
@@ -67,7 +69,7 @@ class KeptResults:
         return results if isinstance(results, dict) else {}
 
     def add(self, new: Mapping[str, Any]) -> None:
-        """Write new results, which are JSON values, after those that the file has by now."""
+        """Write new results, which are JSON values, after the others."""
         if self._file is None:
             return
         with contextlib.suppress(OSError):
@@ -78,8 +80,7 @@ class KeptResults:
 
 
 def read_toml(file: Path, *, is_optional: bool = False) -> dict[str, Any]:
-    """Return the content of a file; empty if it `is_optional` and there is none. Raise `UsageError` if it cannot
-    be read, or is not TOML."""
+    """Return the content of a file; empty if it `is_optional` and there is none. Raise `UsageError`."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -91,14 +92,142 @@ def read_toml(file: Path, *, is_optional: bool = False) -> dict[str, Any]:
         if is_optional and isinstance(error, FileNotFoundError):
             return {}
         raise UsageError(f"cannot read {file}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not UTF-8: {error}", correct(file)) from error
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{file} is not TOML: {error}", correct(file)) from error
     except RecursionError as error:
         raise UsageError(f"{file} is nested too deeply", correct(file)) from error
+    except ValueError as error:
+        what = "UTF-8" if isinstance(error, UnicodeDecodeError) else "TOML"
+        raise UsageError(f"{file} is not {what}: {error}", correct(file)) from error
 
 
 def correct(file: object) -> str:
     """Return a hint for a file with a mistake."""
     return f"correct {file}, or move it away"
+
+
+# --- JSON
+
+
+def json_reason(error: Exception) -> str:
+    """Return why a line is not JSON, by an error of `json.loads`."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def as_json(value: Any) -> Any:
+    """Convert dataclasses, dictionaries, lists, tuples, paths, infinities and NaN to what JSON can hold."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: as_json(getattr(value, name)) for name in names}
+    if isinstance(value, (list, tuple)):
+        return [as_json(each) for each in value]
+    if isinstance(value, dict):
+        return {name: as_json(each) for name, each in value.items()}
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+class DamagedLineError(Exception):
+    """A line before the last one is damaged; `number` counts from 1."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"line {number} is damaged")
+        self.number = number
+
+
+def to_line(value: Any) -> bytes:
+    """Return a value as a line of JSON. A lone surrogate becomes an escape."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def take_lines(data: bytes, take: Callable[[Any], None]) -> int:
+    """Pass the value of each line to `take`, and return the size of these lines in bytes. An incomplete last line,
+    which a killed process may leave, is not passed and not counted.
+
+    Raise `DamagedLineError` for a line before the last one that is not JSON, or for which `take` raises
+    `ValueError`, `KeyError`, `TypeError` or `AttributeError`.
+    """
+    n_bytes = 0
+    lines = data.split(b"\n")
+    for number, raw in enumerate(lines, start=1):
+        is_last = number == len(lines)
+        if raw.strip():
+            try:
+                take(json.loads(raw))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                if is_last:
+                    break
+                raise DamagedLineError(number) from None
+        n_bytes += len(raw) + (not is_last)
+    return n_bytes
+
+
+class AppendedFile:
+    """A file to which lines are appended; `opened` opens it for a `with` block."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+
+    @staticmethod
+    @contextlib.contextmanager
+    def opened(path: Path, mode: int = 0o666) -> Iterator[AppendedFile]:
+        """Open a file, or create it with the rights `mode`. Raise `OutputError`."""
+        with write_errors(path):
+            flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
+            descriptor = os.open(path, flags, mode)
+        try:
+            yield AppendedFile(path, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def cut(self, n_bytes: int) -> None:
+        """Keep only the first `n_bytes` of the file. Raise `OutputError`, also for a pipe or a device."""
+        with write_errors(self._path):
+            os.ftruncate(self._descriptor, n_bytes)
+
+    def append(self, data: bytes) -> None:
+        """Append bytes, and return when they are on the disk; or remove a written part and raise `OutputError`."""
+        start = os.lseek(self._descriptor, 0, os.SEEK_END)
+        with write_errors(self._path):
+            try:
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
+                os.fsync(self._descriptor)
+            except OSError as error:
+                if not data and error.errno == errno.EINVAL:  # a file system without fsync
+                    return
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, start)
+                raise
+
+
+@contextlib.contextmanager
+def locked(lock_file: Path, held: SpecgenError, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold a lock, which the system releases when the process ends in any way. Raise `held` if another process holds
+    it for longer than `wait_s` seconds, and `OutputError` if the lock file cannot be created."""
+    import filelock
+
+    with write_errors(lock_file, "SPECGEN_CACHE and SPECGEN_DATA choose other folders"):
+        lock_file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = filelock.FileLock(lock_file, timeout=wait_s).acquire()
+        except filelock.Timeout:
+            raise held from None
+    with lock:
+        yield
+
+
+@contextlib.contextmanager
+def write_errors(path: Path, hint: str | None = None) -> Iterator[None]:
+    """Turn an `OSError`, but not that of a pipe nobody reads, into an `OutputError` that names the file."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        hint = "make room on the disk" if error.errno == errno.ENOSPC else hint
+        raise OutputError(f"{path}: cannot be written: {error.strerror}", hint) from error

@@ -1,19 +1,33 @@
-"""The machine and the Python that specgen runs on, and the load of other programs."""
+"""The machine, the Python and the build of llama.cpp that specgen runs on, and the load of other programs.
+
+`specgen.llama` fills in what llama.cpp says, so that it can be shown where llama.cpp cannot be loaded.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+#: The version of llama-cpp-python that specgen needs, as pyproject.toml has it.
+REQUIRED_VERSION = "0.3.36"
+#: The command that installs it, in place of another version or of a broken build.
+REINSTALL = f"pip install --force-reinstall --no-cache-dir llama-cpp-python=={REQUIRED_VERSION}"
+#: The same, safe for GCC 12, which otherwise miscompiles it for CPUs with AMX.
+REBUILD = f'CMAKE_ARGS="-DCMAKE_CXX_FLAGS=-fno-dse" {REINSTALL}'
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A description of the machine and the Python."""
+    """The machine and the Python."""
 
     system: str
     python: str
@@ -25,7 +39,7 @@ class Machine:
 
 
 def look_at_machine() -> Machine:
-    """Return a description of this machine and of the Python that runs."""
+    """Describe this machine, and the Python that runs."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -41,8 +55,7 @@ def look_at_machine() -> Machine:
 
 
 def cpuinfo(file: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
-    """Return what Linux says about the first processor (and on some ARM boards about the board); nothing on
-    other systems."""
+    """Return what Linux says about the first processor, and on some ARM boards about the board."""
     lines: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -52,8 +65,7 @@ def cpuinfo(file: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
 
 
 def cpu_name(about: Mapping[str, str] | None = None) -> str:
-    """Return the CPU's own name if the system reports it (`about`: as `cpuinfo` does), else a name of its
-    kind."""
+    """Return the CPU's own name if the system reports it (`about`: as `cpuinfo` does), else a name of its kind."""
     about = cpuinfo() if about is None else about
     if name := about.get("model name") or about.get("Model"):
         return name
@@ -70,7 +82,7 @@ def cpu_name(about: Mapping[str, str] | None = None) -> str:
     return platform.processor() or platform.machine()
 
 
-# --- the load of other programs -------------------------------------------------------------------
+# --- the load of other programs
 
 #: psutil's counts of time without work, or in which the work waits for a disk.
 _IDLE = ("idle", "iowait")
@@ -82,8 +94,7 @@ _BUSY_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class CoreTime:
-    """Seconds of all cores together since the machine was started, the busy ones among these, and
-    those that this process has used."""
+    """Seconds of all cores since the machine was started, the busy ones among them, and this process's own."""
 
     total_s: float
     busy_s: float
@@ -91,7 +102,7 @@ class CoreTime:
 
 
 def core_time() -> CoreTime | None:
-    """Return the present counts; None if the system does not provide them."""
+    """Return the present counts, if the system has them."""
     import psutil
 
     with contextlib.suppress(OSError):
@@ -103,8 +114,7 @@ def core_time() -> CoreTime | None:
 
 
 def share_of_others(before: CoreTime | None, after: CoreTime | None) -> float | None:
-    """Return the share of all cores' time, in [0, 1], that other programs took between two counts; None if
-    it is unknown."""
+    """Return the share of all cores' time, in [0, 1], that other programs took between two counts, if it is known."""
     if before is None or after is None or after.total_s <= before.total_s:
         return None
     others_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
@@ -119,12 +129,12 @@ class LoadOfOthers:
 
     @property
     def share(self) -> float | None:
-        """The share so far, in [0, 1]; None if it is unknown."""
+        """The share so far, in [0, 1], if it is known."""
         return share_of_others(self._before, core_time())
 
 
 def is_busy(others_share: float | None) -> bool:
-    """Return whether a machine is too busy to measure speeds, by the share of its cores that others take."""
+    """Whether a machine is too busy to measure speeds, by the share of its cores that others take."""
     return others_share is not None and others_share > _BUSY_SHARE
 
 
@@ -134,9 +144,98 @@ def busy_text(others_share: float) -> str:
 
 
 def notes_on_figures(others_share: float | None) -> list[str]:
-    """Return a note on figures that were measured while the machine was busy; none if it was not."""
+    """Return a note on figures that were measured while the machine was busy."""
     if others_share is None or not is_busy(others_share):
         return []
-    return [
-        f"{busy_text(others_share)}: these figures are those of a busy machine; run it again when it is idle"
-    ]
+    return [f"{busy_text(others_share)}: run it again when the machine is idle"]
+
+
+# --- the build of llama.cpp
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device that llama.cpp can compute on."""
+
+    name: str
+    #: ``cpu``, ``gpu``, ``integrated gpu``, ``accelerator`` (works along with the CPU) or
+    #: ``meta`` (several devices as one).
+    kind: str
+    description: str
+    #: In bytes; 0 if the device does not report its memory.
+    memory_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A build of llama.cpp."""
+
+    #: Version of llama-cpp-python.
+    version: str
+    #: Version of the llama.cpp inside it.
+    llama_version: str
+    #: llama.cpp's own line about the features that were compiled in.
+    system_info: str
+    #: Whether layers can be kept on a GPU.
+    gpu_offload: bool
+    devices: tuple[Device, ...]
+
+    @property
+    def has_required_version(self) -> bool:
+        """Whether this is the version that specgen needs, built by anyone (``0.3.36+cu124``)."""
+        return self.version.partition("+")[0] == REQUIRED_VERSION
+
+    @property
+    def features(self) -> dict[str, tuple[str, ...]]:
+        """The features that were compiled into each part of llama.cpp: ``{"CPU": ("AVX2", "FMA", ...)}``.
+
+        A feature with a value, not just on or off, includes it: ``ARCHS=800,890``.
+        """
+        parts: dict[str, tuple[str, ...]] = {}
+        part = ""
+        for entry in self.system_info.split("|"):
+            before, _, rest = entry.rpartition(" : ")
+            part = before.strip() or part
+            name, separator, value = (word.strip() for word in rest.partition("="))
+            if not separator or value == "0":
+                continue
+            feature = name if value == "1" else f"{name}={value}"
+            parts[part] = (*parts.get(part, ()), feature)
+        return parts
+
+
+#: The module with the llama.cpp that the wheel carries (scripts/build_wheel.py); a checkout has none.
+BUNDLE = "specgen.llama.bundled"
+
+
+def uses_bundle() -> bool:
+    """Return whether the wheel's llama.cpp computes: it is there, and no llama-cpp-python of the same version,
+    which somebody may have built for a GPU."""
+    if not (Path(__file__).parents[1] / "llama" / "bundled").is_dir():
+        return False
+    try:
+        return importlib.metadata.version("llama-cpp-python").partition("+")[0] != REQUIRED_VERSION
+    except importlib.metadata.PackageNotFoundError:
+        return True
+
+
+#: The library in `specgen/llama/`, and the file beside it that says what it was built for.
+LIBRARY = "libspecgen-rpc.so"
+STAMP = "libspecgen-rpc.json"
+
+
+def protocol_in(header: Path) -> str | None:
+    """Return the version of the RPC protocol that `ggml-rpc.h` defines, if there is such a file."""
+    text = header.read_text(encoding="utf-8", errors="replace") if header.is_file() else ""
+    numbers = re.findall(r"#define RPC_PROTO_(?:MAJOR|MINOR|PATCH)_VERSION\s+(\d+)", text)
+    return ".".join(numbers) if len(numbers) == 3 else None
+
+
+def stamp_of(library: Path) -> dict[str, Any]:
+    """Return the "version" of llama-cpp-python and the "protocol" for which the library was built, if it says so."""
+    try:
+        stamp = json.loads(library.with_name(STAMP).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) else {}

@@ -1,4 +1,4 @@
-"""Show how far long work is: on a terminal a bar that disappears at the end, elsewhere a line now and then."""
+"""Show how far long work is: on a terminal a bar, elsewhere a line now and then; and numbers with units."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
-
-from specgen.system.units import human_bytes
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -108,3 +106,46 @@ def _bar(stream: TextIO, kind: Kind) -> Bar | None:
     found.add_task("", visible=False)
     found.start()
     return found
+
+
+# --- numbers with units, for people
+
+_UNITS = ("kB", "MB", "GB", "TB", "PB")
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def three_digits(value: float) -> str:
+    """Return three digits, or all digits before the point if they are more."""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def human_bytes(n_bytes: int) -> str:
+    """Return a size to three digits in decimal units: 1117320768 is "1.12 GB"."""
+    if n_bytes < 1000:
+        return f"{n_bytes} B"
+    amount, unit = n_bytes / 1000, 0
+    while (
+        amount >= 999.5 and unit < len(_UNITS) - 1
+    ):  # it would be rounded to the four digits of "1000"
+        amount, unit = amount / 1000, unit + 1
+    return f"{three_digits(amount)} {_UNITS[unit]}"
+
+
+def seconds_text(value: float) -> str:
+    """Return a short time: milliseconds below a second."""
+    return f"{value * 1000:.0f} ms" if value < 0.9995 else f"{three_digits(value)} s"
+
+
+def duration(seconds: float) -> str:
+    """Return a time that people wait, in seconds, minutes or hours."""
+    if seconds < 90.0:
+        return f"{seconds:.0f} s"
+    if seconds < 5400.0:
+        return f"{seconds / 60.0:.0f} min"
+    return f"{seconds / 3600.0:.1f} h"

@@ -1,12 +1,12 @@
 """Ask a worker for its protocol, devices and memory, without llama.cpp and with a time limit.
 
-The protocol is llama.cpp's (ggml/src/ggml-rpc). A request is the byte of a command, the size of its
-data and the data. An answer is the size of its data and the data. Numbers are little-endian. A worker
-serves one connection at a time: while a program uses it, other programs connect but get no answer.
+The protocol is llama.cpp's (ggml/src/ggml-rpc): a command's byte, then the size of the data and the data; an answer has
+a size and data. Numbers are little-endian. A worker serves one connection at a time; others get no answer meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import socket
 import struct
@@ -17,10 +17,9 @@ from pathlib import Path
 import psutil
 
 from specgen.errors import BackendError, UsageError, WorkerLostError
-from specgen.system.llama_build import LIBRARY, protocol_in, stamp_of
+from specgen.system.machine import LIBRARY, protocol_in, stamp_of
 
-#: The commands, and the size in bytes of the capabilities that HELLO carries: what the transports of
-#: one end can do.
+#: The commands, and the size in bytes of the capabilities of the transports, which HELLO carries.
 _HELLO, _DEVICE_COUNT, _GET_DEVICE_MEMORY = 14, 15, 11
 _CAPABILITIES = 24
 _N_PINGS = 5
@@ -38,13 +37,12 @@ class RemoteDevice:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker's answers to a probe."""
+    """A worker's answers to a probe: its version of the RPC protocol, its devices, and the shortest of some round
+    trips, if they were timed."""
 
     endpoint: str
-    #: The worker's version of llama.cpp's RPC protocol.
     protocol: str
     devices: tuple[RemoteDevice, ...]
-    #: The shortest of some round trips, in seconds; None if they were not timed.
     round_trip_s: float | None
 
 
@@ -61,9 +59,8 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def probe(endpoint: str, timeout_s: float, clock: Callable[[], float] | None = None) -> WorkerInfo:
-    """Ask a worker for its protocol, devices and memory. With `clock`, which gives seconds, also time
-    round trips. Raise `WorkerLostError` if the worker cannot be reached or does not answer within
-    `timeout_s` seconds, `UsageError` if `endpoint` is not HOST:PORT."""
+    """Ask a worker what it is. With `clock`, which gives seconds, also time round trips. Raise `WorkerLostError` if it
+    cannot be reached or does not answer within `timeout_s` seconds, `UsageError` if `endpoint` is not HOST:PORT."""
     host, port = parse_endpoint(endpoint)
     try:
         connection = socket.create_connection((host, port), timeout_s)
@@ -77,8 +74,7 @@ def probe(endpoint: str, timeout_s: float, clock: Callable[[], float] | None = N
         except TimeoutError:
             raise WorkerLostError(
                 f"the worker {endpoint} does not answer within {timeout_s:g} s",
-                "it serves one program at a time: wait for the other one, or start the worker again; or "
-                "something else listens at this address",
+                "it serves one program at a time: wait for the other one, or start the worker again",
             ) from None
         except (OSError, struct.error) as error:
             raise WorkerLostError(
@@ -104,7 +100,6 @@ def _ask(connection: socket.socket, endpoint: str, clock: Callable[[], float] | 
 
 
 def _call(connection: socket.socket, command: int, request: bytes, n_expected: int) -> bytes:
-    """Send a request and return its answer. Raise `OSError` if the answer has another size."""
     connection.sendall(struct.pack("<BQ", command, len(request)) + request)
     (size,) = struct.unpack("<Q", _receive(connection, 8))
     if size != n_expected:
@@ -123,47 +118,22 @@ def _receive(connection: socket.socket, n: int) -> bytes:
 
 
 def lost_among(endpoints: Sequence[str]) -> Sequence[str]:
-    """Return the workers that this process has lost, as far as it can tell; all, if it cannot.
-
-    A worker with an open connection is not asked. It may have no room for another one, since it serves one
-    program at a time. And a worker that dies may accept connections for a moment after the end of its
-    last one. If all have an open connection (one hangs, or its machine is off), those are lost that accept no
-    connection within a second.
-    """
-    connected = _connected()
-    doubtful = [endpoint for endpoint in endpoints if connected.isdisjoint(_addresses(endpoint))]
-    doubtful = doubtful or list(endpoints)
-    return [endpoint for endpoint in doubtful if not _takes_connections(endpoint)] or doubtful
-
-
-def _connected() -> set[tuple[str, int]]:
-    """Return the addresses to which this process has a connection that neither side has ended."""
-    try:
-        connections = psutil.Process().net_connections("tcp4")
-    except (OSError, psutil.Error):  # the system does not tell
-        return set()
-    return {
-        (one.raddr.ip, one.raddr.port)
-        for one in connections
-        if one.status == psutil.CONN_ESTABLISHED
-    }
-
-
-def _addresses(endpoint: str) -> set[tuple[str, int]]:
-    host, port = parse_endpoint(endpoint)
-    try:
-        found = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
-    except OSError:
-        return set()
-    return {(str(address[0]), port) for *_, address in found}
-
-
-def _takes_connections(endpoint: str) -> bool:
-    try:
-        socket.create_connection(parse_endpoint(endpoint), 1.0).close()
-    except OSError:
-        return False
-    return True
+    """Return the workers to which this process has no connection that neither side has ended; all, if it cannot
+    tell. They are not asked: a worker serves one program at a time, and accepts connections for a moment when it
+    dies."""
+    connected = set()
+    with contextlib.suppress(OSError, psutil.Error):
+        for one in psutil.Process().net_connections("tcp4"):
+            if one.status == psutil.CONN_ESTABLISHED:
+                connected.add((one.raddr.ip, one.raddr.port))
+    lost = []
+    for endpoint in endpoints:
+        host, port = parse_endpoint(endpoint)
+        with contextlib.suppress(OSError):
+            found = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
+            if connected.isdisjoint(address for *_, address in found):
+                lost.append(endpoint)
+    return lost or list(endpoints)
 
 
 def check_protocol(worker: WorkerInfo) -> None:
@@ -177,11 +147,10 @@ def check_protocol(worker: WorkerInfo) -> None:
 
 
 def own_protocol() -> str | None:
-    """Return the protocol version of the llama.cpp in use; None if nothing beside it says so."""
+    """Return the protocol version of the llama.cpp in use, if a file beside it says so."""
     found = importlib.util.find_spec("llama_cpp")
     if found is not None and found.origin is not None:
         header = Path(found.origin).parent.parent / "include" / "ggml-rpc.h"
         if protocol := protocol_in(header):
             return protocol
-    stamp = stamp_of(Path(__file__).parents[1] / "llama" / LIBRARY)
-    return stamp.get("protocol")
+    return stamp_of(Path(__file__).parents[1] / "llama" / LIBRARY).get("protocol")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
-from specgen.method.backend import MtpBackend
+from specgen.method.backend import Backend
 from specgen.system.arrays import Hidden
 from specgen.text.prefix import n_common
 
@@ -118,12 +118,16 @@ class HiddenTrail:
 
 
 @runtime_checkable
-class StatesBackend(MtpBackend, Protocol):
-    """A context of what drafts from the target's hidden states."""
+class StatesBackend(Backend, Protocol):
+    """A context of what drafts from the target's hidden states. Its rows have the state before them (`Batch.hidden`)."""
 
     @property
     def trails(self) -> Sequence[HiddenTrail]:
         """Return the target's states along the text of each slot."""
+        ...
+
+    def state(self, sequence: int) -> Hidden:
+        """Return the state of the sequence's last row that wanted logits, float32[n_embd]; the next row reads it."""
         ...
 
 

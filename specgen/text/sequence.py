@@ -24,9 +24,9 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.method.backend import Vocabulary
-from specgen.method.cost_table import ALONE, Others
 from specgen.method.draft import ROOT, Branches, Draft
 from specgen.method.policy import Offer, Policy, Reason
+from specgen.method.tables import ALONE, Others
 from specgen.method.verify import Verdict, Verifier
 from specgen.options import GenerationOptions
 from specgen.system.arrays import Logits
@@ -35,18 +35,20 @@ from specgen.text.sampling.rows import log_probabilities, most_likely
 from specgen.text.tally import Tally
 from specgen.text.text_state import Shaper, TextState, TextStream
 
-#: The expected number of tokens of an answer that has just begun. (In replays of 31 answers on three
-#: pairs, 8 to 16 gave the best geometric mean; in replays of 75 answers, 4 to 8. For a short answer, a
-#: draft that reads the prompt costs more than it can save.)
+#: The expected number of tokens of an answer that has just begun. For a short answer, a draft that reads the prompt
+#: costs more than it can save.
 _N_EXPECTED = 8
+_HOW_ESTIMATED = "from the measured costs of the target's batches"
 
 
 @dataclass(slots=True)
 class Sequence:
-    """The state of one answer. The loop changes it. `n_ctx` is the most tokens that may be decoded,
-    prompt and answer together. `state` starts with the prompt.
+    """The state of one answer. The loop changes it. `n_ctx` is the most tokens that may be decoded, prompt and answer
+    together. `state` starts with the prompt; the drafter may share it. `shaper` has the target's samplers over it.
 
-    `drafters` is None for plain decoding, and becomes None when drafting fails.
+    `drafters` is None for plain decoding, and becomes None when drafting fails (`why_undrafted`). `hidden` takes the
+    target's hidden states, if a drafter needs them. `index` is the answer's number in events, and `ends` are tokens that
+    end it besides the vocabulary's. `failure` is the error that ended it early; it then has no `finish_reason`.
     """
 
     vocabulary: Vocabulary
@@ -55,35 +57,28 @@ class Sequence:
     drafters: Cascade | None
     policy: Policy
     verifier: Verifier
-    #: The target's samplers over `state`.
     shaper: Shaper
-    #: The committed text, prompt and answer; the drafter may share it.
     state: TextState
     rng: np.random.Generator
     slot: Branches = field(default_factory=Branches)
-    #: The number of the answer in events, their `sequence`.
     index: int = 0
-    #: Tokens that end this answer, besides the vocabulary's end tokens.
     ends: frozenset[int] = frozenset()
+    hidden: TargetStates | None = None
+    why_undrafted: Literal["off", "failed"] = "off"
     text: TextStream = field(init=False)
     tally: Tally = field(default_factory=Tally)
     finish_reason: FinishReason | None = None
+    stopped_by: str | None = None
+    failure: SpecgenError | None = None
+    n_prompt: int = field(init=False)
+    #: The number of prompt tokens that the cache held already.
+    n_cached: int = 0
     #: The clock's time when the first piece of the prompt was read; None before.
     read_since_s: float | None = None
     #: Whether the prompt is read, and the first token committed.
     is_started: bool = False
-    #: Why nothing drafts, while `drafters` is None.
-    why_undrafted: Literal["off", "failed"] = "off"
     #: The number of its rows in the last round's batch.
     n_rows: int = 1
-    #: Takes the target's hidden states; None if no drafter needs them.
-    hidden: TargetStates | None = None
-    #: The number of prompt tokens that the cache held already.
-    n_cached: int = 0
-    #: The error that ended the answer early; it then has no `finish_reason`.
-    failure: SpecgenError | None = None
-    stopped_by: str | None = None
-    n_prompt: int = field(init=False)
     #: Whether the last token of `tokens` ends the text; it is then not part of the answer.
     _has_end_token: bool = False
 
@@ -107,8 +102,7 @@ class Sequence:
     @property
     def answer(self) -> list[int]:
         """The answer's tokens, without the one that ended it."""
-        end = len(self.tokens) - 1 if self._has_end_token else len(self.tokens)
-        return self.tokens[self.n_prompt : end]
+        return self.tokens[self.n_prompt : self.n_prompt + self.n_answer]
 
     @property
     def n_read(self) -> int:
@@ -121,44 +115,30 @@ class Sequence:
 
     @property
     def n_draftable(self) -> int:
-        """The most drafted tokens that could still become part of the answer.
-
-        The target adds a token of its own to those that it accepts, and each row of a batch needs a cell
-        of the context.
-        """
+        """The most drafted tokens that could still become part of the answer. The target adds a token of its own, and
+        each row of a batch needs a cell of the context."""
         n = self.n_ctx - len(self.tokens)
         if self.options.max_tokens >= 0:
             n = min(n, self.options.max_tokens - self.n_answer - 1)
         return max(0, n)
 
-    @property
-    def n_expected(self) -> int:
-        """The expected number of tokens that the answer still gets: as many as it has, since long answers
-        tend to go on for longer, but no more than there is room for."""
-        n = max(_N_EXPECTED, self.n_answer)
-        return min(n, self.n_draftable + 1)
-
     def offer(self, n_most: int, others: Others = ALONE) -> Offer:
-        """Return what is known before a round of at most `n_most` drafted tokens. The free drafter proposes
-        now. There must be `drafters`."""
-        drafters, n_text = self.drafters, len(self.tokens)
+        """Return what is known before a round of at most `n_most` drafted tokens. The free drafter proposes now. There
+        must be `drafters`."""
+        drafters, n_draftable = self.drafters, self.n_draftable
         assert drafters is not None, "something drafts"
-        n_most = min(n_most, self.policy.n_max, self.n_draftable)
+        # The answer is expected to get as many tokens again: long answers tend to go on for longer.
+        n_left = min(max(_N_EXPECTED, self.n_answer), n_draftable + 1)
+        n_most = min(n_most, self.policy.n_max, n_draftable)
         found = drafters.look_up(self.tokens, n_most)
-        return Offer(
-            self.n_expected,
-            n_most,
-            found,
-            drafters.model_name,
-            drafters.price(n_text),
-            others,
-        )
+        price = drafters.price(len(self.tokens))
+        return Offer(n_left, n_most, found, drafters.model_name, price, others)
 
     def commit(self, token: int) -> str:
         """Add the target's next token, and return the text that may now be shown.
 
-        Sets `finish_reason` if the answer ends with this token. Only here can the content of an answer
-        end it, one token at a time, so that a draft cannot move the end.
+        Sets `finish_reason` if the answer ends with this token. Only here can the content of an answer end it, one token
+        at a time, so that a draft cannot move the end.
         """
         self.state.commit(token)
         if self.vocabulary.is_end(token) or token in self.ends:
@@ -170,11 +150,9 @@ class Sequence:
             self.finish("stop", self.text.stopped_by)
         elif self.n_answer == self.options.max_tokens:
             self.finish("length")
-            shown += self.text.flush()
         elif len(self.tokens) > self.n_ctx:
             self.finish("context")
-            shown += self.text.flush()
-        return shown
+        return shown + self.text.flush() if self.finish_reason is not None else shown
 
     def take(
         self,
@@ -184,85 +162,69 @@ class Sequence:
         now_s: float,
         reason: Reason | None = None,
     ) -> list[Event]:
-        """Commit the accepted path of a draft, the target's token, and the tokens that the grammar forces after
-        it, up to the end of the answer. `logits` are those at the root and at each node; `reason` is that of the
-        round's plan. Return the events."""
+        """Commit the accepted path of a draft, the target's token, and the tokens that the grammar forces after it, up
+        to the end of the answer. `logits` are those at the root and at each node; `reason` is that of the round's plan,
+        None for the prompt. Return the events."""
+        number = 0 if reason is None else self.tally.n_rounds + 1
         rejected = self._rejected_branches(draft, verdict)
-        kinds: list[tuple[int, TokenKind, str]] = [
-            (draft.tokens[node], "accepted", draft.origins[node]) for node in verdict.path
-        ]
         own_kind: TokenKind = "plain"
         if len(draft):
             last = verdict.path[-1] if verdict.path else ROOT
             own_kind = "corrected" if draft.children(last) else "bonus"
-        kinds.append((verdict.next_token, own_kind, "target"))
-
         pieces: list[Piece] = []
-        for node, (token, kind, origin) in zip((ROOT, *verdict.path), kinds, strict=True):
+        for row, node in zip((ROOT, *verdict.path), (*verdict.path, None), strict=True):
+            token = verdict.next_token if node is None else draft.tokens[node]
+            kind: TokenKind = own_kind if node is None else "accepted"
+            origin = "target" if node is None else draft.origins[node]
             piece = Piece(token, self.commit(token), kind, origin)
-            pieces.append(self._with_logprobs(piece, logits[node + 1]))
+            pieces.append(self._with_logprobs(piece, logits[row + 1]))
             if self.is_finished:
                 break
         events: list[Event] = []
         if len(draft):
-            self.tally.add_draft(draft, verdict.path[: len(pieces)])
-            number = self.tally.n_rounds
-            events.append(DraftedEvent(self.index, now_s, number, self._nodes(draft)))
-            events.append(
+            nodes = self._nodes(draft)
+            events = [
+                DraftedEvent(self.index, now_s, number, nodes),
                 VerifiedEvent(
-                    sequence=self.index,
-                    time_s=now_s,
-                    round=number,
-                    accepted=verdict.path,
-                    rejected=rejected,
-                    next_token_id=verdict.next_token,
-                    next_kind=own_kind,
-                )
-            )
-        return [*events, self._committed([*pieces, *self._forced()], now_s, reason)]
+                    self.index, now_s, number, verdict.path, rejected, verdict.next_token, own_kind
+                ),
+            ]
+        return [*events, self._committed([*pieces, *self._forced()], now_s, number, reason)]
 
     def take_forced(self, now_s: float) -> list[Event]:
-        """Commit the tokens to which the grammar leaves no alternative, and return the event, if there are any."""
+        """Commit the tokens to which the grammar leaves no alternative before the prompt is read, and return the event,
+        if there are any."""
         pieces = self._forced()
         return [self._committed(pieces, now_s)] if pieces else []
 
     def interrupt(self, now_s: float) -> list[Event]:
         """End the answer here, and return the event of the text that was held back, if any."""
         self.finish("interrupted")
-        text = self.text.flush()
-        if not text:
-            return []
-        return [self._committed([Piece(self.tokens[-1], text, "plain", "target")], now_s)]
+        piece = Piece(self.tokens[-1], self.text.flush(), "plain", "target")
+        return [self._committed([piece], now_s, self.tally.n_rounds)] if piece.text else []
 
     def _forced(self) -> list[Piece]:
-        """Commit the tokens that the grammar forces. Logits would change nothing, so no decode is needed
-        before them."""
+        """Commit the tokens that the grammar forces. Logits would change nothing, so no decode is needed before them."""
         pieces: list[Piece] = []
-        while not self.is_finished:
-            token = self.state.forced()
-            if token is None:
-                break
+        while not self.is_finished and (token := self.state.forced()) is not None:
             pieces.append(Piece(token, self.commit(token), "forced", "grammar"))
         self.tally.n_forced += len(pieces)
         return pieces
 
     def _committed(
-        self, pieces: abc.Sequence[Piece], now_s: float, reason: Reason | None = None
+        self,
+        pieces: abc.Sequence[Piece],
+        now_s: float,
+        number: int = 0,
+        reason: Reason | None = None,
     ) -> CommittedEvent:
-        return CommittedEvent(
-            sequence=self.index,
-            time_s=now_s,
-            round=self.tally.n_rounds,
-            pieces=tuple(pieces),
-            text="".join(piece.text for piece in pieces),
-            n_tokens=self.n_answer,
-            reason=None if reason is None else reason.name,
-            reason_text=None if reason is None else str(reason),
-        )
+        text = "".join(piece.text for piece in pieces)
+        why = (None, None) if reason is None else (reason.name, str(reason))
+        return CommittedEvent(self.index, now_s, number, tuple(pieces), text, self.n_answer, *why)
 
     def _with_logprobs(self, piece: Piece, row: Logits) -> Piece:
-        """Return the piece with the target's log-probabilities, if they were asked for. `row` holds the
-        logits, float32[n_vocab]."""
+        """Return the piece with the target's log-probabilities, if they were asked for, from its logits there,
+        float32[n_vocab]."""
         n_top = self.options.logprobs
         if n_top is None:
             return piece
@@ -273,7 +235,6 @@ class Sequence:
         return replace(piece, logprob=own, top_logprobs=tops)
 
     def _nodes(self, draft: Draft) -> tuple[DraftNode, ...]:
-        """Return the nodes of a draft as an event shows them."""
         return tuple(
             DraftNode(token, self._text_of(token), parent, origin, probability)
             for token, parent, origin, probability in zip(
@@ -282,9 +243,9 @@ class Sequence:
         )
 
     def _rejected_branches(self, draft: Draft, verdict: Verdict) -> tuple[RejectedBranch, ...]:
-        """Return the rejected branches of a draft, one for each leaf: the nodes from where its branch left the
-        accepted path. It is called before the commit: if that path ends in the middle of a character, a branch's
-        text starts there."""
+        """Return the rejected branches of a draft, one for each leaf: the nodes from where its branch left the accepted
+        path. It is called before the commit: if that path ends in the middle of a character, a branch's text starts
+        there."""
         if len(verdict.path) == len(draft):
             return ()
         kept, token_bytes = set(verdict.path), self.vocabulary.token_bytes
@@ -293,9 +254,10 @@ class Sequence:
             path = draft.path(leaf)
             lost = tuple(node for node in path if node not in kept)
             if lost:
-                before = b"".join(token_bytes(draft.tokens[node]) for node in path[: -len(lost)])
-                data = b"".join(token_bytes(draft.tokens[node]) for node in lost)
-                branches.append(RejectedBranch(lost, self.text.preview(before, data)))
+                data = [token_bytes(draft.tokens[node]) for node in path]
+                n_kept = len(path) - len(lost)
+                text = self.text.preview(b"".join(data[:n_kept]), b"".join(data[n_kept:]))
+                branches.append(RejectedBranch(lost, text))
         return tuple(branches)
 
     def _text_of(self, token: int) -> str:
@@ -304,19 +266,13 @@ class Sequence:
     def finish(self, reason: FinishReason, stopped_by: str | None = None) -> None:
         """End the answer. If it is called again, the first reason stays."""
         if self.finish_reason is None:
-            self.finish_reason = reason
-            self.stopped_by = stopped_by
+            self.finish_reason, self.stopped_by = reason, stopped_by
 
-    def finished_event(
-        self, time_s: float, plain_token_s: float | None, how: str, n_plain: int = 1
-    ) -> FinishedEvent:
-        """Return the summary. `plain_token_s` is the cost of a token without a draft, if known, `how` says how
-        it was measured, and `n_plain` by how many independent times."""
-        tally = self.tally
-        tokens_per_s = tally.tokens_per_s(len(self.tokens) - self.n_prompt)
-        plain_tokens_per_s = 1.0 / plain_token_s if plain_token_s else None
-        speedup = tokens_per_s / plain_tokens_per_s if tokens_per_s and plain_tokens_per_s else None
-        error = 1.0 + tally.speedup_error(n_plain)
+    def finished_event(self, time_s: float, plain_token_s: float | None) -> FinishedEvent:
+        """Return the summary. `plain_token_s` is the cost of a token without a draft, if known."""
+        tally, n_tokens = self.tally, len(self.tokens) - self.n_prompt
+        tokens_per_s, error = tally.speed(n_tokens), 1.0 + tally.speedup_error()
+        speedup = tokens_per_s * plain_token_s if tokens_per_s and plain_token_s else None
         return FinishedEvent(
             sequence=self.index,
             time_s=time_s,
@@ -327,30 +283,12 @@ class Sequence:
             n_prompt_tokens=self.n_prompt,
             n_cached_tokens=self.n_cached,
             n_tokens=self.n_answer,
-            n_rounds=tally.n_rounds,
-            n_forced=tally.n_forced,
-            n_drafted=tally.n_drafted,
-            n_accepted=tally.n_accepted,
-            acceptance_rate=tally.acceptance_rate,
-            mean_accepted_length=tally.mean_accepted_length,
-            accepted_by_depth=tuple(tally.accepted_by_depth),
-            drafted_by_depth=tuple(tally.drafted_by_depth),
-            accepted_by_rank=tuple(tally.accepted_by_rank),
-            drafted_by_rank=tuple(tally.drafted_by_rank),
             tokens_per_s=tokens_per_s,
-            time_to_first_token_s=tally.first_token_s,
-            prompt_s=tally.prompt_s,
-            draft_s=tally.draft_s,
-            target_s=tally.target_s,
-            loop_s=tally.loop_s,
-            wall_s=tally.wall_s,
-            undrafted=tally.reasons,
             ends_grammar=self._has_end_token and self.state.has_grammar,
-            plain_tokens_per_s=plain_tokens_per_s,
+            plain_tokens_per_s=1.0 / plain_token_s if plain_token_s else None,
             estimated_speedup=speedup,
             estimated_speedup_range=None if speedup is None else (speedup / error, speedup * error),
-            estimated_whole_speedup=tally.whole_speedup(
-                len(self.tokens) - self.n_prompt, plain_token_s
-            ),
-            estimate=how if plain_tokens_per_s else None,
+            estimated_whole_speedup=tally.whole_speedup(n_tokens, plain_token_s),
+            estimate=_HOW_ESTIMATED if plain_token_s else None,
+            **tally.figures(),
         )

@@ -6,14 +6,14 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from specgen.events import ReasonCount
-from specgen.method.cost_table import CostTable
+from specgen.events import FinishedEvent, ReasonCount
 from specgen.method.draft import Draft
+from specgen.method.policy import RoundResult
+from specgen.method.tables import CostTable
 
-#: Fewer single-token rounds than this say too little about plain decoding.
-_MIN_PLAIN_SAMPLES = 3
 #: How much decodes of equally many rows differ, as a share of their time, is learnt from at least so many of a kind
 #: and so many in all; else it is taken to be `_USUAL_NOISE`.
 _MIN_OF_A_KIND, _MIN_DECODES, _USUAL_NOISE = 3, 6, 0.1
@@ -25,40 +25,33 @@ _LEEWAY = 1.05
 
 @dataclass(slots=True)
 class Tally:
-    """Counts and times of one generation. All times are seconds."""
+    """Counts and times, in seconds, of one generation. Fields with a name of `FinishedEvent` have its meaning."""
 
-    #: Decodes of the target after the prompt's.
     n_rounds: int = 0
-    #: Tokens committed in these rounds.
-    n_round_tokens: int = 0
-    #: The same by the number of sequences that shared the round.
-    n_tokens_by_sequences: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    #: Tokens that the grammar forced, including the end of the text.
     n_forced: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
-    #: Why rounds drafted nothing, by the reason's name.
-    undrafted: dict[str, ReasonCount] = field(default_factory=dict)
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
-    #: The same by a node's rank among its drafter's guesses for that place; all nodes of a chain have rank 0.
     drafted_by_rank: list[int] = field(default_factory=list)
     accepted_by_rank: list[int] = field(default_factory=list)
     prompt_s: float = 0.0
     draft_s: float = 0.0
     target_s: float = 0.0
-    #: All time between the start and the end of rounds.
     wall_s: float = 0.0
-    #: `wall_s` when the first token was committed.
-    first_token_s: float | None = None
-    #: `wall_s` when the prompt was decoded and its token committed, and the number of tokens then: a
-    #: grammar may have forced some before and after it.
+    time_to_first_token_s: float | None = None
+    #: Tokens committed in rounds, in all and by the number of sequences that shared the round.
+    n_round_tokens: int = 0
+    n_tokens_by_sequences: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    #: `wall_s` when the prompt was decoded and its token committed, and the number of tokens then: a grammar may have
+    #: forced some before and after it.
     start_s: float = 0.0
     n_start_tokens: int = 0
     #: The target's decode times by the number of rows.
     target_s_by_rows: defaultdict[int, list[float]] = field(
         default_factory=lambda: defaultdict(list)
     )
+    _undrafted: dict[str, ReasonCount] = field(default_factory=dict)
 
     def add_prompt(self, target_s: float, wall_s: float, n_tokens: int) -> None:
         """Add a piece of the prompt; the answer has `n_tokens` tokens then."""
@@ -67,34 +60,27 @@ class Tally:
         self.wall_s += wall_s
         self.start_s, self.n_start_tokens = self.wall_s, n_tokens
 
-    def add_decode(
-        self,
-        n_committed: int,
-        n_rows: int,
-        target_s: float,
-        n_sequences: int = 1,
-        draft_s: float = 0.0,
-    ) -> None:
-        """Add a decode of the target after the prompt's, which committed `n_committed` tokens of this one of
-        its `n_sequences` sequences; these share its time equally."""
-        self.target_s += target_s / n_sequences
-        self.draft_s += draft_s
+    def add_round(self, result: RoundResult, n_sequences: int = 1, model_s: float = 0.0) -> None:
+        """Add a round, whose batch's time `n_sequences` sequences share equally; the draft model decoded for
+        `model_s`."""
+        n_committed = min(len(result.path) + 1, len(result.committed))  # the others were forced
+        self.n_rounds += 1
         self.n_round_tokens += n_committed
         self.n_tokens_by_sequences[n_sequences] += n_committed
-        self.target_s_by_rows[n_rows].append(target_s)
+        self.target_s_by_rows[result.n_rows].append(result.target_s)
+        self.target_s += result.target_s / n_sequences
+        self.draft_s += model_s
+        if len(result.draft):
+            self._add_draft(result.draft, result.path[:n_committed])
+        else:
+            self.add_undrafted(result.plan.reason.name, str(result.plan.reason))
 
     def add_undrafted(self, reason: str, text: str, n_rounds: int = 1) -> None:
         """Add rounds that drafted nothing, and why."""
-        n_before = self.undrafted[reason].n_rounds if reason in self.undrafted else 0
-        self.undrafted[reason] = ReasonCount(reason, text, n_before + n_rounds)
+        n_before = self._undrafted[reason].n_rounds if reason in self._undrafted else 0
+        self._undrafted[reason] = ReasonCount(reason, text, n_before + n_rounds)
 
-    @property
-    def reasons(self) -> tuple[ReasonCount, ...]:
-        """Why rounds drafted nothing, the most frequent reason first."""
-        return tuple(sorted(self.undrafted.values(), key=lambda each: -each.n_rounds))
-
-    def add_draft(self, draft: Draft, accepted: Sequence[int]) -> None:
-        """Add a verified draft and its accepted nodes."""
+    def _add_draft(self, draft: Draft, accepted: Sequence[int]) -> None:
         self.n_drafted += len(draft)
         self.n_accepted += len(accepted)
         _count(self.drafted_by_depth, draft.depths())
@@ -104,8 +90,11 @@ class Tally:
         _count(self.accepted_by_rank, [ranks[node] for node in accepted])
 
     @property
+    def undrafted(self) -> tuple[ReasonCount, ...]:
+        return tuple(sorted(self._undrafted.values(), key=lambda each: -each.n_rounds))
+
+    @property
     def loop_s(self) -> float:
-        """Time in specgen itself."""
         return max(0.0, self.wall_s - self.draft_s - self.target_s)
 
     @property
@@ -116,55 +105,54 @@ class Tally:
     def mean_accepted_length(self) -> float | None:
         return self.n_round_tokens / self.n_rounds if self.n_rounds else None
 
-    def tokens_per_s(self, n_tokens: int) -> float | None:
+    def figures(self) -> dict[str, Any]:
+        """Return the fields of `FinishedEvent` that the tally has."""
+        names = [each.name for each in fields(FinishedEvent) if hasattr(self, each.name)]
+        found = {name: getattr(self, name) for name in names}
+        return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+
+    def speed(self, n_tokens: int) -> float | None:
         """Return the tokens per second, without the prompt's decode and the tokens that came with it."""
         if n_tokens <= self.n_start_tokens or self.wall_s <= self.start_s:
             return None
         return (n_tokens - self.n_start_tokens) / (self.wall_s - self.start_s)
 
     def whole_speedup(self, n_tokens: int, plain_token_s: float | None) -> float | None:
-        """Return the speed-up of the whole answer, prefill included, if a token takes `plain_token_s` without a
-        draft. Plain decoding prefills the target alone."""
+        """Return the speed-up of the whole answer, prefill included, if a token takes `plain_token_s` without a draft.
+        Plain decoding prefills the target alone."""
         if plain_token_s is None or not self.wall_s or n_tokens <= self.n_start_tokens:
             return None
         return (self.prompt_s + (n_tokens - self.n_start_tokens) * plain_token_s) / self.wall_s
 
-    def plain_token_s(self) -> float | None:
-        """Return the median time of the target's single-row decodes; None if there were too few."""
-        samples = self.target_s_by_rows.get(1, [])
-        return statistics.median(samples) if len(samples) >= _MIN_PLAIN_SAMPLES else None
-
-    def speedup_error(self, n_plain: int) -> float:
+    def speedup_error(self) -> float:
         """Return the uncertainty of the speed-up, as a share of it: two standard errors.
 
-        The time of a token in plain decoding is known from `n_plain` independent times, that of this answer from
-        all its rounds. Both vary as decodes of equally many rows do in this answer; the sixth at either end does
-        not count, so that a single hiccup does not decide.
+        The time of a token in plain decoding counts as one measurement, that of this answer is known from all its
+        rounds. Both vary as decodes of equally many rows do in this answer; the sixth at either end does not count, so
+        that a single hiccup does not decide.
         """
-        kinds = [
-            (each, statistics.median(each))
-            for each in self.target_s_by_rows.values()
-            if len(each) >= _MIN_OF_A_KIND and min(each) > 0.0
-        ]
-        ratios = [math.log(seconds / usual) for each, usual in kinds for seconds in each]
+        ratios: list[float] = []
+        for each in self.target_s_by_rows.values():
+            if len(each) >= _MIN_OF_A_KIND and min(each) > 0.0:
+                usual = statistics.median(each)
+                ratios += [math.log(seconds / usual) for seconds in each]
         noise = _USUAL_NOISE
         if len(ratios) >= _MIN_DECODES:
             sixths = statistics.quantiles(ratios, n=6, method="inclusive")
             noise = (sixths[-1] - sixths[0]) / 2
-        n_rounds = max(1, sum(map(len, self.target_s_by_rows.values())))
-        return max(_LEAST_ERROR, 2.0 * noise * math.sqrt(1 / n_plain + 1 / n_rounds))
+        n_rounds = max(1, self.n_rounds)
+        return max(_LEAST_ERROR, 2.0 * noise * math.sqrt(1 + 1 / n_rounds))
 
     def priced_token_s(self, costs: CostTable) -> float | None:
-        """Return the mean time of a token if no sequence had drafted, by the costs of the target's batches at
-        the speed that the machine had during this answer. Sequences that share a round have equal parts of
-        its time. None if nothing was measured."""
+        """Return the mean time of a token if no sequence had drafted, by the costs of the target's batches at the speed
+        that the machine had during this answer. Sequences that share a round have equal parts of its time. None if
+        nothing was measured."""
         if not costs or not self.n_round_tokens:
             return None
         expected_s = sum(len(each) * costs.seconds(n) for n, each in self.target_s_by_rows.items())
         observed_s = sum(map(sum, self.target_s_by_rows.values()))
         seconds = sum(
-            n_tokens * costs.seconds(n_sequences) / n_sequences
-            for n_sequences, n_tokens in self.n_tokens_by_sequences.items()
+            n_tokens * costs.seconds(n) / n for n, n_tokens in self.n_tokens_by_sequences.items()
         )
         return observed_s / expected_s * seconds / self.n_round_tokens
 

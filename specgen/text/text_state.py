@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specgen.method.distribution import Distribution
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
 from specgen.system.arrays import Logits, TokenArray
 from specgen.text.grammar.base import GrammarState
 from specgen.text.sampling import Sampler, top_probability

@@ -28,8 +28,7 @@ import psutil
 from numpy.typing import NDArray
 
 from specgen.errors import MemoryLimitError, ModelFileError, UsageError
-from specgen.system.files import new_beside
-from specgen.system.json_lines import write_errors
+from specgen.system.files import new_beside, write_errors
 from specgen.train.gguf_weights import (
     GgufWeights,
     Hyperparameters,

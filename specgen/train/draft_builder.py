@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from specgen.models.files import distilled_file, heads_file, identity_of, pruned_file, text_folder
-from specgen.system.files import new_beside
-from specgen.system.json_lines import write_errors
-from specgen.system.progress import Progress
-from specgen.system.units import human_bytes
+from specgen.system.files import new_beside, write_errors
+from specgen.system.progress import Progress, human_bytes
 from specgen.train.training_loop import Budget
 
 if TYPE_CHECKING:
-    from specgen.method.cost_table import CostTable
+    from specgen.method.tables import CostTable
     from specgen.models.files import FileIdentity
     from specgen.session.session import Session
     from specgen.train.target_text import TargetText

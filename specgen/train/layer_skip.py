@@ -30,8 +30,7 @@ from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.session.calibration import Costs, expected_gain, target_costs
 from specgen.session.session import Session
-from specgen.system.files import new_beside
-from specgen.system.json_lines import write_errors
+from specgen.system.files import new_beside, write_errors
 from specgen.train.target_text import TargetAnswer, TargetText
 from specgen.train.training_loop import Budget
 

@@ -38,8 +38,7 @@ from specgen.session.kept_answers import (
     learnt_weights,
     read_learnt,
 )
-from specgen.system.files import NEW, new_beside
-from specgen.system.json_lines import locked, write_errors
+from specgen.system.files import NEW, locked, new_beside, write_errors
 from specgen.train.gguf_weights import write_weights
 from specgen.train.target_text import Rows, kept_texts, pack_split
 from specgen.train.training_loop import Budget, Schedule, TrainingState, check_library, train

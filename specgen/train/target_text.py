@@ -29,8 +29,7 @@ from specgen.session.prompts import Prompts
 from specgen.session.request import Request
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
-from specgen.system.files import new_beside
-from specgen.system.json_lines import locked, write_errors
+from specgen.system.files import locked, new_beside, write_errors
 from specgen.train.training_loop import Budget
 
 #: The number of likeliest tokens that are kept for each position.

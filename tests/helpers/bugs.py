@@ -15,16 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.drafters.cascade import WrappedDrafter
 from specgen.events import CommittedEvent, Event
-from specgen.method.distribution import Distribution
-from specgen.method.draft import ROOT, Draft
+from specgen.method.draft import ROOT, Distribution, Draft
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import Offer, Policy, RoundPlan, Stop
-from specgen.method.verify import MatchVerifier, TargetAt, Verdict, Verifier
+from specgen.method.verify import MatchVerifier, TargetAt, Verdict, Verifier, drawn_from
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
 from specgen.text.sequence import Sequence
+from tests.helpers.fake_generations import WrappedDrafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class _TopToken(WrappedDrafter):
         draft = yield from super().propose(context, plan, n_drafted)
         if not len(draft) or draft.distributions[0] is None:
             return draft
-        top = draft.drawn_from(0).mode
+        top = drawn_from(draft, 0).mode
         # What was drafted after the token that was really drawn does not follow this one.
         return replace(draft.first(1), tokens=(top,))
 
@@ -111,10 +110,10 @@ class _Residual:
         while draft.children(node):
             child = draft.children(node)[0]
             token = draft.tokens[child]
-            drawn_from = draft.drawn_from(child)
+            source = drawn_from(draft, child)
             wanted = target(node)
-            if not self.accepts(wanted, drawn_from, token, rng):
-                return Verdict(tuple(path), self.residual(wanted, drawn_from).draw(rng))
+            if not self.accepts(wanted, source, token, rng):
+                return Verdict(tuple(path), self.residual(wanted, source).draw(rng))
             path.append(child)
             node = child
         return Verdict(tuple(path), target(self.bonus_row(path)).draw(rng))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from specgen.method.distribution import Distribution
+from specgen.method.draft import Distribution
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits
 from specgen.text.sampling import Sampler

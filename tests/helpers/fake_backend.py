@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from specgen.errors import BackendError, RollbackError
 from specgen.method.backend import Batch, Rollback
-from specgen.system.arrays import Logits
+from specgen.system.arrays import Hidden, Logits
 
 #: Logits of the token after a text: float32[n_vocab], which may be read only.
 Language = Callable[[tuple[int, ...]], Logits]
@@ -221,17 +221,15 @@ class FakeBackend:
     _cells: defaultdict[int, list[_Cell]] = field(default_factory=lambda: defaultdict(list))
     _checkpoints: dict[int, int] = field(default_factory=dict)
 
-    @property
-    def n_vocab(self) -> int:
-        return self.vocabulary.n_tokens
+    n_vocab: int = field(init=False)
+    rollback: Rollback = field(init=False)
 
-    @property
-    def rollback(self) -> Rollback:
-        return "states" if self.recurrent else "cells"
+    def __post_init__(self) -> None:
+        self.n_vocab = self.vocabulary.n_tokens
+        self.rollback = "states" if self.recurrent else "cells"
 
-    @property
-    def can_branch(self) -> bool:
-        return not self.recurrent
+    def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
+        raise BackendError("no hidden states")
 
     def decode(self, batch: Batch) -> Logits:
         n_max = max(self.n_batch, self.n_outputs)

@@ -13,12 +13,11 @@ from unittest.mock import patch
 import numpy as np
 
 from specgen.measure.verify import tokens_of
-from specgen.method.backend import Backend, Batch, HiddenBackend
-from specgen.method.cost_table import CostTable
-from specgen.method.distribution import Distribution
-from specgen.method.draft import ROOT, Draft
+from specgen.method.backend import Backend, Batch
+from specgen.method.draft import ROOT, Distribution, Draft
 from specgen.method.policy import Offer, Policy, RoundPlan
-from specgen.method.verify import TargetAt, Verdict, Verifier
+from specgen.method.tables import CostTable
+from specgen.method.verify import TargetAt, Verdict, Verifier, drawn_from
 from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
@@ -52,7 +51,7 @@ class MemoBackend:
         self.n_vocab, self.n_ctx = inner.n_vocab, inner.n_ctx
         self.n_batch, self.n_outputs = inner.n_batch, inner.n_outputs
         self.n_sequences = inner.n_sequences
-        self.rollback, self.can_branch = inner.rollback, inner.can_branch
+        self.rollback = inner.rollback
         self.n_decoded_rows = 0
         self._texts: list[Cell] = [()] * inner.n_sequences
         self._cached: Cell = ()
@@ -151,9 +150,9 @@ class _Scout:
         self.chance = -1.0
         if children := draft.children(ROOT):
             wanted, first = target(ROOT), children[0]
-            drawn_from = draft.drawn_from(first)
-            refused = wanted.excess(drawn_from)
-            unsure = [wanted] if draft.distributions[first] is None else [wanted, drawn_from]
+            source = drawn_from(draft, first)
+            refused = wanted.excess(source)
+            unsure = [wanted] if draft.distributions[first] is None else [wanted, source]
             tops = (1.0 - float(each.probs.max()) for each in unsure)
             self.chance = min(refused, 1.0 - refused, *tops)
         return self.inner.verify(draft, target, rng)
@@ -324,6 +323,5 @@ class MemoWithStates(MemoBackend):
     """A memory that holds hidden states too."""
 
     def _decode_inner(self, batch: Batch) -> tuple[Logits, Hidden]:
-        assert isinstance(self._inner, HiddenBackend)
         logits, hidden = self._inner.decode_hidden(batch)
         return logits[0].copy(), hidden[0].copy()

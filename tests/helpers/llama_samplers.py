@@ -11,7 +11,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from specgen.method.distribution import Distribution
+from specgen.method.draft import Distribution
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits
 

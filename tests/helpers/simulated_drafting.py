@@ -12,9 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
-from specgen.method.cost_table import Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.policy import Offer, Policy, RoundPlan, RoundResult
+from specgen.method.tables import Price
 from specgen.system.arrays import ProbArray
 
 #: A token that is never right.

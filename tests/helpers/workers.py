@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen.system.llama_build import LIBRARY
+from specgen.system.machine import LIBRARY
 from tests.helpers.common import ROOT
 
 ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}

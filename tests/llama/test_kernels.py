@@ -25,8 +25,7 @@ from specgen.llama.kernels.admission import (
 )
 from specgen.llama.kernels.attached import ggml_version
 from specgen.options import KernelChoice
-from specgen.system.llama_build import REBUILD, REQUIRED_VERSION
-from specgen.system.machine import cpu_name, cpuinfo
+from specgen.system.machine import REBUILD, REQUIRED_VERSION, cpu_name, cpuinfo
 from tests.helpers.cli import Cli, complaint, events_of
 from tests.helpers.common import ROOT, linux
 from tests.helpers.kernels import stand_in

@@ -161,7 +161,6 @@ def test_each_model_is_rolled_back_in_its_own_way(
 ) -> None:
     backend = opened(name, n_rollback)
     assert backend.rollback == rollback
-    assert backend.can_branch == (rollback == "cells")
     assert backend.model.has_recurrent_state == (rollback != "cells")
 
 

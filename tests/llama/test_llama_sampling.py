@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from specgen.method.distribution import Distribution
+from specgen.method.draft import Distribution
 from specgen.options import DEFAULT_SAMPLERS, SamplerName, SamplerOptions
 from specgen.system.arrays import Logits, TokenArray
 from specgen.text.sampling import Sampler

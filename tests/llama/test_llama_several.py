@@ -105,7 +105,7 @@ class Several:
     def draft(self, text: Text) -> Draft:
         n_most = min(N_DRAFTED, N_CTX - len(text.tokens))
         tokens = self.random_tokens(int(self._rng.integers(0, n_most + 1)))
-        if not self._backend.can_branch or self._rng.random() < 0.4:
+        if self._backend.rollback != "cells" or self._rng.random() < 0.4:
             return Draft.chain(tokens, "model")
         parents: list[int] = []
         for node in range(len(tokens)):

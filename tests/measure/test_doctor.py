@@ -17,7 +17,7 @@ from specgen.cli.doctor import folder_line
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.measure import doctor
 from specgen.system import processes as child
-from specgen.system.llama_build import REBUILD, REQUIRED_VERSION, Build
+from specgen.system.machine import REBUILD, REQUIRED_VERSION, Build
 from tests.helpers.common import posix
 from tests.tiny import TinyConfig, write_tiny_model
 

@@ -210,6 +210,6 @@ def test_a_replay_says_why_rounds_drafted_nothing(
     real, _ = setup.run()
     setup.drafter = drafter() if drafter is not None else None
     found = replayed(setup)
-    assert found.tally.reasons == real.tally.reasons
-    assert reason in found.tally.undrafted
-    assert sum(each.n_rounds for each in found.tally.reasons) <= found.tally.n_rounds
+    assert found.tally.undrafted == real.tally.undrafted
+    assert reason in [each.reason for each in found.tally.undrafted]
+    assert sum(each.n_rounds for each in found.tally.undrafted) <= found.tally.n_rounds

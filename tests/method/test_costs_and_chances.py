@@ -7,14 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.method.acceptance_rates import (
+from specgen.method.draft import NO_DRAFT
+from specgen.method.policy import Reason, RoundPlan, RoundResult, StoppingRule
+from specgen.method.tables import (
+    FREE,
     N_BINS,
     NGRAM_ORIGINS,
     AcceptanceRates,
+    CostTable,
+    Price,
     start_of,
 )
-from specgen.method.cost_table import FREE, CostTable, Price
-from specgen.method.draft_length import StoppingRule
 from specgen.text.tally import Tally
 
 # --- what is expected of a decode
@@ -35,7 +38,6 @@ def test_what_was_measured_is_expected(seconds: dict[int, float]) -> None:
     assert list(table.known) == sorted(seconds)
     for size, time in seconds.items():
         assert table.seconds(size) == time
-        assert table.n_seen(size) == 0
 
 
 @given(TABLES, st.integers(1, 80))
@@ -67,7 +69,6 @@ def test_what_makes_no_sense_is_not_known(sense: dict[int, float]) -> None:
         table.start(size, seconds)
         table.observe(size, seconds)
     assert not table
-    assert table.n_seen(1) == 0
 
 
 @given(TABLES, st.floats(0.5, 2.0), st.data())
@@ -96,7 +97,6 @@ def test_every_size_is_learnt_whatever_was_expected() -> None:
         table.observe(int(n), truth[int(n)] * float(np.exp(rng.normal(0.0, 0.05))))
     for n, seconds in truth.items():
         assert table.seconds(n) == pytest.approx(seconds, rel=0.12)
-        assert table.n_seen(n) > 0
 
 
 @given(TABLES, st.floats(1.0, 1e6))
@@ -160,7 +160,7 @@ def test_the_curve_becomes_what_was_accepted(over: float) -> None:
     truth = {c: min(0.97, max(0.03, c + over)) for c in OF_EACH_BIN}
     acceptance = AcceptanceRates()
     judged(acceptance, truth, 12_000)
-    acceptance = acceptance.for_new_text()
+    acceptance = AcceptanceRates(counts=acceptance.counts)
     for confidence, chance in truth.items():
         assert acceptance.chance(confidence) == pytest.approx(chance, abs=0.07)
 
@@ -168,14 +168,14 @@ def test_the_curve_becomes_what_was_accepted(over: float) -> None:
 def test_a_text_that_deviates_moves_all_chances_and_the_next_one_begins_without() -> None:
     acceptance = AcceptanceRates()
     judged(acceptance, dict.fromkeys(OF_EACH_BIN, 0.6), 6000)
-    acceptance = acceptance.for_new_text()
+    acceptance = AcceptanceRates(counts=acceptance.counts)
     before = np.array(acceptance.curve())
     for _ in range(40):
         acceptance.judge(0.85, accepted=False)
     during = np.array(acceptance.curve())
     # Those of which this text said nothing too.
     assert np.all(during < before - 0.1)
-    acceptance = acceptance.for_new_text()
+    acceptance = AcceptanceRates(counts=acceptance.counts)
     after = np.array(acceptance.curve())
     others = [index for index in range(N_BINS) if OF_EACH_BIN[index] != 0.85]
     assert after[others] == pytest.approx(before[others], abs=1e-9)
@@ -219,7 +219,7 @@ def test_old_counts_fade_and_new_ones_outweigh_them() -> None:
     # As many as are remembered, not as there were.
     assert acceptance.n_judged < 2000
     judged(acceptance, {0.55: 0.2}, 4000, seed=1)
-    acceptance = acceptance.for_new_text()
+    acceptance = AcceptanceRates(counts=acceptance.counts)
     assert acceptance.chance(0.55) < 0.35
 
 
@@ -271,9 +271,7 @@ def rule(
     frequencies: list[float],
     chances: list[float],
 ) -> StoppingRule:
-    return StoppingRule(
-        np.array(batch_s), next_s, token_s, np.array(frequencies), np.array(chances)
-    )
+    return StoppingRule(batch_s, next_s, token_s, np.array(frequencies), np.array(chances))
 
 
 @st.composite
@@ -332,10 +330,16 @@ def test_a_dear_row_is_taken_for_the_cheap_ones_behind_it() -> None:
 def test_the_speed_up_of_the_whole_answer_includes_the_prompt() -> None:
     # 10 s for the prompt, then 40 tokens in 4 s, which take 8 s without a draft.
     tally = Tally(prompt_s=10.0, wall_s=14.0, start_s=10.0, n_start_tokens=1)
-    assert tally.tokens_per_s(41) == pytest.approx(10.0)
+    assert tally.speed(41) == pytest.approx(10.0)
     assert tally.whole_speedup(41, 0.2) == pytest.approx(18 / 14)
     assert tally.whole_speedup(41, None) is None
     assert tally.whole_speedup(1, 0.2) is None
+
+
+def decode(n_committed: int, target_s: float) -> RoundResult:
+    """A round of four rows."""
+    path, committed = tuple(range(n_committed - 1)), tuple(range(n_committed))
+    return RoundResult(RoundPlan(Reason("off")), NO_DRAFT, path, 0.0, target_s, 4, committed)
 
 
 @pytest.mark.parametrize("pace", [0.5, 1.0, 3.0])
@@ -343,8 +347,8 @@ def test_the_price_of_plain_decoding_follows_the_speed_of_the_machine(pace: floa
     costs = CostTable({1: 0.1, 2: 0.14, 4: 0.2})
     tally = Tally()
     assert tally.priced_token_s(costs) is None
-    tally.add_decode(3, 4, pace * 0.2)
-    tally.add_decode(1, 4, pace * 0.2, n_sequences=2)
+    tally.add_round(decode(3, pace * 0.2))
+    tally.add_round(decode(1, pace * 0.2), n_sequences=2)
     assert tally.priced_token_s(costs) == pytest.approx(pace * (3 * 0.1 + 0.07) / 4)
     assert tally.priced_token_s(CostTable()) is None
 
@@ -352,17 +356,16 @@ def test_the_price_of_plain_decoding_follows_the_speed_of_the_machine(pace: floa
 def test_the_uncertainty_follows_from_how_much_decodes_differ() -> None:
     steady, rough = Tally(), Tally()
     for number in range(30):
-        steady.add_decode(2, 4, 0.2)
-        rough.add_decode(2, 4, 0.2 if number % 2 else 0.24)
+        steady.add_round(decode(2, 0.2))
+        rough.add_round(decode(2, 0.2 if number % 2 else 0.24))
     # As much as times of decodes that do not differ at all can say, and single outliers do not count.
-    least = steady.speedup_error(1)
+    least = steady.speedup_error()
     assert 0.0 < least < 0.05
-    steady.add_decode(2, 4, 5.0)
-    assert steady.speedup_error(1) == least
+    steady.add_round(decode(2, 5.0))
+    assert steady.speedup_error() == least
     # 0.2 or 0.24: 9 % from their mean, of which two standard errors are 18 %.
-    assert rough.speedup_error(1) == pytest.approx(0.18, abs=0.02)
-    assert rough.speedup_error(20) < rough.speedup_error(5) < rough.speedup_error(1)
+    assert rough.speedup_error() == pytest.approx(0.18, abs=0.02)
     # A few decodes do not tell how much they differ.
     few = Tally()
-    few.add_decode(2, 4, 0.2)
-    assert few.speedup_error(1) > rough.speedup_error(1)
+    few.add_round(decode(2, 0.2))
+    assert few.speedup_error() > rough.speedup_error()

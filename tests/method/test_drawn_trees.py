@@ -12,11 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.method.cost_aware import CostAwarePolicy
-from specgen.method.cost_table import CostTable
-from specgen.method.distribution import Distribution
-from specgen.method.draft import ROOT, Draft
-from specgen.method.policy import Offer
+from specgen.method.draft import ROOT, Distribution, Draft
+from specgen.method.policy import CostAwarePolicy, Offer
+from specgen.method.tables import CostTable
 from specgen.method.verify import AutoVerifier, BlockVerifier, ResidualVerifier, Verifier
 from specgen.options import DraftOptions
 from tests.helpers.exact_distributions import Fate, all_fates
@@ -185,7 +183,7 @@ def with_ngrams_behind(seed: int, fate: Fate) -> Draft:
     for _ in range(1 + noise(seed) % 2):
         sources.append(source(tokens))
         tokens += (sources[-1].draw(fate),)  # type: ignore[arg-type]
-    chain = Draft.chain(tokens, "model", None, sources)
+    chain = Draft.chain(tokens, "model", (), sources)
     found = noise(seed, tokens, "ngrams")
     letters = (found % N_LETTERS, (found // 3 + found % N_LETTERS + 1) % N_LETTERS)
     if letters[0] == letters[1]:

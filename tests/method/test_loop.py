@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from specgen.drafters.cascade import Cascade
-from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.model_drafter import ModelDrafter
 from specgen.errors import BackendError
 from specgen.events import (
     CommittedEvent,
@@ -225,12 +225,12 @@ def test_a_failing_drafter_ends_drafting_and_not_the_answer() -> None:
 
 #: What a drafter with a bug may return, and what is said of it.
 NONSENSE: dict[str, Callable[[Draft, int], object]] = {
-    "no draft": lambda _draft, _n_max: None,
-    "there is no token 12": lambda _draft, _n_max: Draft.chain([1, N_VOCAB], "model"),
-    "there is no token -1": lambda _draft, _n_max: Draft.chain([-1], "model"),
-    "there is no token 2.5": lambda _draft, _n_max: Draft.chain(cast(list[int], [2.5]), "model"),
-    "there is no token 'a'": lambda _draft, _n_max: Draft.chain(cast(list[int], ["a"]), "model"),
-    "at most were asked for": lambda _draft, n_max: Draft.chain([1] * (n_max + 1), "model"),
+    "nonsense: None": lambda _draft, _n_max: None,
+    "[1, 12], 4 at most": lambda _draft, _n_max: Draft.chain([1, N_VOCAB], "model"),
+    "[-1], 4 at most": lambda _draft, _n_max: Draft.chain([-1], "model"),
+    "[2.5], 4 at most": lambda _draft, _n_max: Draft.chain(cast(list[int], [2.5]), "model"),
+    "['a'], 4 at most": lambda _draft, _n_max: Draft.chain(cast(list[int], ["a"]), "model"),
+    "[1, 1, 1, 1, 1], 4 at most": lambda _draft, n_max: Draft.chain([1] * (n_max + 1), "model"),
     "parents come first": lambda _draft, _n_max: Draft(
         (1, 2), (1, 0), ("a",) * 2, (None,) * 2, (None,) * 2
     ),
@@ -344,12 +344,3 @@ def test_several_generations_share_a_batch_and_keep_their_texts() -> None:
     assert generations[0].tokens == plains[0]
     assert generations[1].tokens == plains[1]
     assert generations[2].tokens == plains[2][: 1 + 9]
-
-
-def test_the_cost_of_plain_decoding_is_measured_without_a_trace() -> None:
-    setup = Setup(drafter=drafter("perfect"))
-    generation, _ = setup.run()
-    before = setup.target.text(0)
-    loop = AnswerLoop(setup.target, Clock())
-    assert loop.plain_token_s(generation) is not None
-    assert setup.target.text(0) == before

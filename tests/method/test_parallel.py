@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from specgen.drafters.kind import CacheSlot
 from specgen.drafters.parallel import ParallelDrafter
-from specgen.method.cost_aware import CostAwarePolicy
-from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import draft_alone, propose_together
-from specgen.method.policy import Offer, RoundPlan, draft_up_to
+from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, draft_up_to
+from specgen.method.tables import CostTable, Price
 from specgen.options import DraftOptions, SamplerOptions, TreeShape, parse_tree
 from specgen.text.text_state import TextState
 from tests.helpers.exact_distributions import distribution

@@ -15,22 +15,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.method.acceptance_rates import AcceptanceRates
-from specgen.method.cost_aware import CostAwarePolicy, Gate
-from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.draft_length import WhilePaying
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import (
+    CostAwarePolicy,
     FixedPolicy,
+    Gate,
     Offer,
     Policy,
     Reason,
     RoundPlan,
     RoundResult,
     ThresholdPolicy,
+    WhilePaying,
     draft_up_to,
 )
+from specgen.method.tables import FREE, AcceptanceRates, CostTable, Price
 from specgen.options import FIXED_LENGTH, FIXED_P_MIN, LONGEST_DRAFT, DraftOptions, SamplerOptions
 from tests.helpers.exact_distributions import distribution
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
@@ -154,7 +154,7 @@ def test_a_tree_behind_drawn_tokens_is_cut_to_what_is_worth_its_rows() -> None:
     )
     whole = drawn(0.9, 0.9).followed_by(behind)
     dear = {n: 0.9 + 0.1 * n for n in range(1, 18)}
-    for costs, n_behind in ((FLAT, 4), (dear, 2), ({1: 1.0, 2: 9.0}, 0)):
+    for costs, n_behind in ((FLAT, 4), (dear, 3), ({1: 1.0, 2: 9.0}, 0)):
         kept = cut(cost_aware(costs), whole)
         assert kept.first(2) == whole.first(2)
         assert len(kept) == 2 + n_behind
@@ -708,7 +708,6 @@ def test_every_decode_corrects_the_table() -> None:
     policy = CostAwarePolicy(DraftOptions(), table)
     planned(policy)
     policy.observe(result(chain(0.9, 0.9), 2, target_s=1.8))
-    assert table.n_seen(3) == 1
     assert table.seconds(3) > 1.2
 
 
@@ -740,7 +739,7 @@ def test_whatever_happens_its_answers_are_finite(
         draft = plan.stop.cut(chain(*kept))
         if isinstance(plan.stop, WhilePaying):
             assert math.isfinite(plan.stop.worth_of(draft))
-            assert 0.0 < plan.stop.model_token_s < math.inf
+            assert 0.0 < plan.stop.token_s < math.inf
         n_accepted = min(n_right, len(draft))
         policy.observe(result(draft, n_accepted, target_s, draft_s, plan=plan))
 

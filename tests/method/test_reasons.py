@@ -9,12 +9,17 @@ import numpy as np
 import pytest
 
 from specgen.events import REASONS, CommittedEvent, FinishedEvent, ReasonName
-from specgen.method.acceptance_rates import AcceptanceRates
-from specgen.method.cost_aware import CostAwarePolicy
-from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import Drafting, ready
-from specgen.method.policy import FixedPolicy, Offer, Policy, RoundPlan, RoundResult
+from specgen.method.policy import (
+    CostAwarePolicy,
+    FixedPolicy,
+    Offer,
+    Policy,
+    RoundPlan,
+    RoundResult,
+)
+from specgen.method.tables import AcceptanceRates, CostTable, Price
 from specgen.options import DraftOptions, GenerationOptions
 from specgen.system.arrays import BoolArray, TokenArray
 from specgen.text.grammar.base import GrammarState

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from specgen.errors import BackendError
-from specgen.method.distribution import Distribution, NoTokenAllowedError
+from specgen.method.draft import Distribution, NoTokenAllowedError
 from specgen.sampler_options import (
     DEFAULT_SAMPLERS,
     SamplerOptions,
@@ -19,6 +19,7 @@ from specgen.sampler_options import (
 )
 from specgen.system.arrays import BoolArray, Logits, TokenArray, best
 from specgen.text.sampling import DryBreakers, Sampler, top_probability
+from specgen.text.sampling.chain import mixture
 from specgen.text.sampling.dry import dry_penalties
 from specgen.text.sampling.rows import most_likely
 from tests.helpers.exact_distributions import distribution
@@ -213,7 +214,7 @@ def test_a_mixture_is_the_weighted_sum(
     second: np.ndarray[tuple[int], np.dtype[np.float64]],
     weight: float,
 ) -> None:
-    mixed = Distribution.mixture(weight, sparse(first), sparse(second))
+    mixed = mixture(weight, sparse(first), sparse(second))
     expected = weight * first / first.sum() + (1 - weight) * second / second.sum()
     assert dense(mixed) == pytest.approx(expected, abs=1e-12)
     assert (mixed.probs > 0).all()

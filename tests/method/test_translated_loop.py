@@ -16,8 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specgen.drafters.cascade import WrappedDrafter
-from specgen.drafters.chain import ModelDrafter
+from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.translated import TranslatedDrafter, Translation
 from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.method.drafter import Drafter, Drafting, draft_alone
@@ -26,7 +25,7 @@ from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.text.sequence import Sequence
 from specgen.text.text_state import TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language
-from tests.helpers.fake_generations import GREEDY, Setup, translated_drafter
+from tests.helpers.fake_generations import GREEDY, Setup, WrappedDrafter, translated_drafter
 from tests.helpers.vocabularies import ALPHABET, ByteLanguage, joined, spoken, texts, vocabulary
 
 BYTES = [bytes((byte,)) for byte in sorted(set(ALPHABET.encode()))]

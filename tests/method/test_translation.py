@@ -17,7 +17,7 @@ from tests.helpers.fake_backend import FakeVocabulary
 from tests.helpers.vocabularies import broken_texts, joined, target_texts, vocabularies, vocabulary
 
 
-def chain(tokens: Sequence[int], probabilities: Sequence[float | None] | None = None) -> Draft:
+def chain(tokens: Sequence[int], probabilities: Sequence[float | None] = ()) -> Draft:
     return Draft.chain(tokens, "model", probabilities)
 
 

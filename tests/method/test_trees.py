@@ -13,23 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.drafters.cascade import Cascade
+from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
-from specgen.drafters.tree import TreeModelDrafter
 from specgen.events import DraftedEvent
 from specgen.method.backend import Backend
-from specgen.method.cost_aware import CostAwarePolicy
-from specgen.method.cost_table import CostTable
-from specgen.method.distribution import Distribution
-from specgen.method.draft import NO_DRAFT, ROOT, Draft
-from specgen.method.draft_length import best_nodes
+from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
 from specgen.method.drafter import Drafter, draft_alone
-from specgen.method.policy import Offer, RoundPlan, RoundResult, draft_up_to
-from specgen.method.verify import (
-    AutoVerifier,
-    ResidualVerifier,
-    SpecTrVerifier,
-    Verifier,
+from specgen.method.policy import (
+    CostAwarePolicy,
+    Offer,
+    RoundPlan,
+    RoundResult,
+    best_nodes,
+    draft_up_to,
 )
+from specgen.method.tables import CostTable
+from specgen.method.verify import AutoVerifier, ResidualVerifier, SpecTrVerifier, Verifier
 from specgen.options import LARGEST_TREE, DraftOptions, GenerationOptions, parse_tree
 from specgen.session.answer_loop import AnswerLoop
 from specgen.text.text_state import TextState
@@ -155,7 +154,7 @@ def test_independent_walks_stay_whole() -> None:
     for one, behind in ((same, other), (other, same)):
         with pytest.raises(ValueError, match="part of a longer draft"):
             one.followed_by(behind)
-    drawn = Draft.chain([1], "m", None, [Distribution.certain(1)])
+    drawn = Draft.chain([1], "m", (), [Distribution.certain(1)])
     for one, another in ((drawn, other), (other, drawn)):
         with pytest.raises(ValueError, match="merged"):
             one.merged_with(another)
@@ -445,7 +444,7 @@ def test_a_context_may_serve_one_answer_after_another() -> None:
     first = draft_alone(drafter.propose(PROMPT, draft_up_to(14)))
     assert any(backend.length(sequence) for sequence in range(1, backend.n_sequences))
     backend.remove(0)
-    again = TreeModelDrafter(backend, tree_request("2,2,2"), n_shared_tokens=N_VOCAB)
+    again = ModelDrafter(backend, tree_request("2,2,2"), n_shared_tokens=N_VOCAB)
     assert draft_alone(again.propose(PROMPT, draft_up_to(14))) == first
 
 

@@ -19,16 +19,10 @@ import numpy as np
 import pytest
 
 from specgen.drafters.ngram import SuffixDrafter
-from specgen.method.distribution import Distribution
-from specgen.method.draft import Draft
+from specgen.method.draft import Distribution, Draft
 from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import Policy, RoundPlan
-from specgen.method.verify import (
-    ResidualVerifier,
-    TargetAt,
-    Verdict,
-    Verifier,
-)
+from specgen.method.verify import ResidualVerifier, TargetAt, Verdict, Verifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.answer_loop import AnswerLoop
 from tests.helpers.exact_distributions import distribution

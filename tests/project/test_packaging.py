@@ -17,7 +17,7 @@ import pytest
 
 from scripts import build_wheel
 from specgen import __version__
-from specgen.system.llama_build import REQUIRED_VERSION
+from specgen.system.machine import REQUIRED_VERSION
 from tests.helpers.common import ROOT
 
 #: The name on the package index, where `specgen` belongs to somebody else.

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from specgen import __version__
-from specgen.system.llama_build import REQUIRED_VERSION
+from specgen.system.machine import REQUIRED_VERSION
 from tests.helpers.common import ROOT
 
 MACHINES = ("x86_64", "aarch64")

@@ -21,7 +21,7 @@ def finished(**changes: Any) -> FinishedEvent:
 
 
 def items(event: FinishedEvent, draft: str | None = "draft.gguf") -> dict[str, str]:
-    return {label: text.plain for label, text in summary_items(event, draft=draft)}
+    return dict(summary_items(event, draft))
 
 
 def printed(event: FinishedEvent, **options: Any) -> str:

@@ -6,14 +6,16 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from specgen.drafters.kind import DraftRequest
 from specgen.drafters.model import DraftModel
 from specgen.errors import UsageError
 from specgen.events import DraftedEvent, FinishedEvent
-from specgen.method.acceptance_rates import AcceptanceRates
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import draft_up_to
+from specgen.method.tables import AcceptanceRates
 from specgen.options import (
     DraftOptions,
     GenerationOptions,
@@ -23,9 +25,9 @@ from specgen.options import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
-from specgen.session.prompts import Prompt
 from specgen.session.session import Session
-from specgen.text.text_state import TextState
+from specgen.text.sampling import Sampler
+from specgen.text.text_state import Shaper, TextState
 from tests.helpers.common import EXACT
 from tests.tiny import Architecture, TinyConfig, write_tiny_model
 
@@ -178,8 +180,11 @@ def test_the_prompt_is_not_read_again_to_drop_the_masks(
         models(tmp_path, mask="3", architecture=architecture) as opened,
         opened.contexts(256) as (_, (draft,)),
     ):
-        prompt = Prompt("", tuple(text))
-        drafter = DrafterFactory(opened).chain_drafter(prompt, (draft,), TextState(text))
+        assert opened.draft is not None
+        state = TextState(text)
+        shaper = Shaper(Sampler(SamplerOptions()), state)
+        request = DraftRequest(state, shaper, np.random.default_rng(0), text, (draft,))
+        drafter = opened.draft.drafter(request)
         for token in (60, 61, 62):
             before = draft.n_decoded_rows
             draft_alone(drafter.propose(text, draft_up_to(4)))

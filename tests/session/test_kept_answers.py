@@ -104,7 +104,7 @@ def test_an_answer_for_which_the_disk_has_no_room_is_kept_with_the_next(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("specgen.system.json_lines.os.write", full)
+        patch.setattr("specgen.system.files.os.write", full)
         with pytest.raises(OutputError, match="No space"):
             kept.add(ANSWER)
     assert last_number(tmp_path) == 1

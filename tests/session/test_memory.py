@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.method.acceptance_rates import N_BINS, AcceptanceRates
+from specgen.method.tables import N_BINS, AcceptanceRates
 from specgen.options import ContextOptions
 from specgen.session.memory import Memory
 

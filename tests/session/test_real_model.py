@@ -63,7 +63,7 @@ def test_greedy_answers_are_those_of_plain_decoding(smollm2: Path, draft: str) -
     source: DraftSource = "ngram" if draft == "ngram" else smollm2
     with Session(options(smollm2, draft=source), time.perf_counter) as loaded:
         prompts = [loaded.prompts.of_text(prompt, chat=True, now=NOW) for prompt in PROMPTS]
-        results = list(check_greedy(loaded, prompts))
+        results = list(check_greedy(loaded, dict(enumerate(prompts, 1))))
     assert sum(result.n_accepted for result in results) > 0
     for result in results:
         assert not result.is_defect, result.difference
@@ -128,7 +128,7 @@ def test_text_beyond_a_sliding_window_is_that_of_plain_decoding(gemma3: Path, dr
     with Session(options(gemma3, draft=source), time.perf_counter) as loaded:
         prompt = loaded.prompts.of_text(LOG, chat=False)
         assert len(prompt.tokens) > 600, "longer than the window of 512 tokens"
-        (result,) = check_greedy(loaded, [prompt])
+        (result,) = check_greedy(loaded, {1: prompt})
     assert result.n_drafted > 0
     assert result.n_accepted > 0
     # Batches move this model's logits, so that a near-tie may part the texts; nothing else may.

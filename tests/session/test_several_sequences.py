@@ -12,17 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.cascade import Cascade
-from specgen.drafters.chain import ModelDrafter
 from specgen.drafters.kind import CacheSlot
+from specgen.drafters.model_drafter import ModelDrafter
 from specgen.errors import BackendError
 from specgen.events import NoticeEvent
 from specgen.method.backend import Backend, Batch
-from specgen.method.cost_aware import CostAwarePolicy
-from specgen.method.cost_table import BatchShare, CostTable, Others
-from specgen.method.distribution import NoTokenAllowedError
-from specgen.method.draft import Draft
+from specgen.method.draft import Draft, NoTokenAllowedError
 from specgen.method.drafter import Drafter, Drafting, ready
-from specgen.method.policy import RoundPlan
+from specgen.method.policy import CostAwarePolicy, RoundPlan
+from specgen.method.tables import BatchShare, CostTable, Others
 from specgen.options import DraftOptions, GenerationOptions
 from specgen.session.answer_loop import AnswerLoop
 from specgen.system.arrays import Logits
@@ -113,10 +111,7 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
         before_s = target.decode_s
         finish(loop, generations)
         after_s = target.decode_s
-        ends = [
-            loop.finish(generation, estimate_gain=False, costs=target.costs)
-            for generation in generations
-        ]
+        ends = [loop.finish(generation, target.costs) for generation in generations]
         assert target.decode_s == after_s
         gains = [end.estimated_speedup for end in ends]
         return after_s - before_s, generations, gains

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from specgen.method.backend import Batch
-from specgen.method.cost_table import CostTable
+from specgen.method.tables import CostTable
 from specgen.session.calibration import (
     begin,
     complete,

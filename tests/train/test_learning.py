@@ -243,7 +243,7 @@ def test_damaged_weights_and_what_a_killed_lesson_left_end_no_lesson(
 def test_a_lesson_needs_answers_and_is_alone(models: Path, folder: Path) -> None:
     with pytest.raises(UsageError, match="0 answers are kept for target.gguf: too few"):
         lesson(models, folder.with_name("none"))
-    from specgen.system.json_lines import locked
+    from specgen.system.files import locked
 
     with (
         locked(folder / "learning.lock", UsageError("held")),

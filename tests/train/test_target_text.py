@@ -10,10 +10,10 @@ import pytest
 
 from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.method.backend import Batch
-from specgen.method.cost_table import CostTable
+from specgen.method.tables import CostTable
 from specgen.session.engine import generate
 from specgen.session.session import Session
-from specgen.system.json_lines import locked
+from specgen.system.files import locked
 from specgen.train.draft_builder import plan_time
 from specgen.train.target_text import N_TOP, TargetText, is_held_back
 from tests.helpers.heads import N_ANSWER, opened, prompts, trained, written

@@ -20,7 +20,7 @@ from typing import Any
 
 from specgen.errors import BackendError
 from specgen.llama.library import forget_log, ggml, last_error
-from specgen.system.llama_build import REBUILD
+from specgen.system.machine import REBUILD
 
 #: The result of `computing` if specgen's kernels do not compute.
 LLAMA_CPP = "llama.cpp"

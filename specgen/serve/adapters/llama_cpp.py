@@ -42,7 +42,7 @@ from specgen.session.files import find_models
 from specgen.session.open import open_memory, session_options, start_kernels
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
-from specgen.system.llama_build import REBUILD, REQUIRED_VERSION, uses_bundle
+from specgen.system.machine import REBUILD, REQUIRED_VERSION, uses_bundle
 from specgen.text.sequence import Sequence
 from specgen.text.tally import Tally
 
@@ -175,10 +175,7 @@ class SpecgenDraft(LlamaDraftModel):
         sequence.policy.observe(result)
         if sequence.drafters is not None:
             sequence.drafters.observe(result)
-        self.tally.n_rounds += 1
-        self.tally.draft_s += known.draft_s
-        if len(known.draft):
-            self.tally.add_draft(known.draft, path)
+        self.tally.add_round(result, model_s=known.draft_s)
 
     def _propose(self, sequence: Sequence) -> Draft:
         """Begin a round: plan, and draft."""

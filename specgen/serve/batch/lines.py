@@ -19,11 +19,11 @@ from specgen.models.files import cache_folder
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.openai import read_request
 from specgen.serve.formats.request import BodyError, Kind, Request, shown
-from specgen.system.files import replace_bytes
-from specgen.system.json_lines import (
+from specgen.system.files import (
     AppendedFile,
     DamagedLineError,
     locked,
+    replace_bytes,
     take_lines,
     to_line,
     write_errors,

@@ -110,19 +110,15 @@ class Batch:
     ) -> Generator[Tally, None, None]:
         """Answer the lines. Yield the counts when the prompts are ready, and after each round. Unfinished answers are
         not written. Raise `BackendError`, `OutputError`, and what opening an engine raises."""
-        tasks = self._prepare(lines, interrupted)
+        tasks, session = self._prepare(lines, interrupted), self._session
         yield self.tally
         if not tasks or interrupted():
             return
-        calibrate(self._session, interrupted)
-        n_parallel = self._parallel or fastest_parallel(self._session, len(tasks), interrupted)
-        with Engine.largest(
-            self._session,
-            n_parallel,
-            max(task.n_ctx for task in tasks),
-            is_fixed=self._parallel is not None,
-            interrupted=interrupted,
-        ) as engine:
+        calibrate(session, interrupted)
+        n_parallel = self._parallel or fastest_parallel(session, len(tasks), interrupted)
+        n_ctx, is_fixed = max(task.n_ctx for task in tasks), self._parallel is not None
+        how: dict[str, Any] = {"is_fixed": is_fixed, "interrupted": interrupted}
+        with Engine.largest(session, n_parallel, n_ctx, **how) as engine:
             self._n_parallel = engine.n_parallel
             try:
                 while (tasks or self._in_making) and not interrupted():
@@ -134,7 +130,7 @@ class Batch:
                         self._write_finished()
                     yield self.tally
             finally:
-                self._session.memory.save()
+                session.memory.save()
 
     def _prepare(self, lines: Sequence[Line], interrupted: Callable[[], bool]) -> deque[_Task]:
         """Return the lines that can be answered, in the order to answer them in; write the errors of the

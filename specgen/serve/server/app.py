@@ -65,7 +65,7 @@ from specgen.serve.server.options import ServerOptions
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt, template_of
 from specgen.session.prompts.infill import infill_prompt
-from specgen.system.json_lines import as_json
+from specgen.system.files import as_json
 
 # Some machines map .js to plain text, and browsers do not run such a script.
 for _ending in (".js", ".mjs"):

@@ -19,7 +19,7 @@ from specgen.serve.formats.answers import RequestError
 from specgen.serve.server.jobs import OpenedModel, ServedEmbedder, ServedModel, Turns
 from specgen.serve.server.metrics import Metrics, ServerMetrics
 from specgen.serve.server.options import Limits
-from specgen.system.units import human_bytes
+from specgen.system.progress import human_bytes
 
 #: In the words of llama.cpp's server with several models.
 ModelStatus: TypeAlias = Literal["unloaded", "loading", "loaded"]

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from specgen.errors import BackendError
-from specgen.method.distribution import Distribution
+from specgen.method.draft import Distribution
 from specgen.options import SamplerName, SamplerOptions
 from specgen.system.arrays import Logits, ProbArray, Scores, TokenArray
 from specgen.text.sampling import samplers
@@ -136,12 +136,24 @@ class Sampler:
                 continue
             removed = samplers.xtc(candidates, step.threshold)
             if removed is not candidates:
-                return Distribution.mixture(
+                return mixture(
                     step.probability,
                     self._run(removed, n, history),
                     self._run(candidates, n, history),
                 )
         return samplers.softmax(candidates, self._temperature)
+
+
+def mixture(weight: float, first: Distribution, second: Distribution) -> Distribution:
+    """Return the weighted sum of two distributions."""
+    if weight <= 0.0:
+        return second
+    if weight >= 1.0:
+        return first
+    token_ids = np.concatenate((first.token_ids, second.token_ids))
+    probs = np.concatenate((weight * first.probs, (1.0 - weight) * second.probs))
+    token_ids, places = np.unique(token_ids, return_inverse=True)
+    return Distribution(token_ids, np.bincount(places, probs).astype(np.float64))
 
 
 def _applied(step: Edit | Scale | Cut, candidates: Candidates, history: TokenArray) -> Candidates:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from specgen.method.distribution import Distribution, NoTokenAllowedError
+from specgen.method.draft import Distribution, NoTokenAllowedError
 from specgen.system.arrays import BoolArray, ProbArray, Scores, TokenArray, best
 
 #: For int64[n] token ids, whether each may come next: bool[n].

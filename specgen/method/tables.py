@@ -1,0 +1,343 @@
+"""What decoding costs, and how often drafted tokens are accepted: tables that are measured, and learn.
+
+There are no formulas. Costs are jagged (one more row may double the time, or cost nothing), and differ between
+models, quantisations and machines. Acceptance depends on the pair of models, the samplers and the text. (The rule
+that accepts a token is in `verify.py`.)
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specgen.method.draft import ROOT, Draft
+from specgen.system.arrays import ProbArray
+
+# --- costs ------------------------------------------------------------------------------------
+
+#: Of a decode's deviation from what was expected, this share is put down to the size of its batch, and this share to
+#: the machine's present speed, which affects all sizes.
+_OWN_SHARE = 0.12
+_SPEED_SHARE = 0.12
+#: A single decode deviates by at most this factor: a machine that is busy for a moment says nothing of the model.
+_MAX_DEVIATION = 1.5
+#: A size moves faster until it was observed this many times.
+_N_NEW = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What drafting costs, in seconds: the first drafted token, each further one, and once the prefill: what the
+    drafter has not read of the text yet, beyond the tokens of the last round.
+
+    A parallel draft predicts all its tokens in one decode, whose size is chosen before it is known how sure the
+    draft is: `at_once_s[n - 1]` are the seconds of a decode that predicts n tokens, and `next_s` is 0.
+    """
+
+    first_s: float
+    next_s: float
+    prefill_s: float = 0.0
+    at_once_s: tuple[float, ...] = ()
+
+    def seconds(self, n_drafted: int) -> float:
+        """Return the seconds of drafting n >= 1 tokens, without the prefill."""
+        if self.at_once_s:
+            return self.at_once_s[min(n_drafted, len(self.at_once_s)) - 1]
+        return self.first_s + (n_drafted - 1) * self.next_s
+
+
+#: The price of drafts that cost nothing worth counting.
+FREE = Price(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """The other sequences in a batch of the target, and the number of their rows, at least one each."""
+
+    n_sequences: int = 0
+    n_rows: int = 0
+
+
+ALONE = Others()
+
+
+class CostTable:
+    """The seconds that a model's batches take, by their rows; every decode corrects them.
+
+    `seconds` are those known so far. Sizes between two known ones are interpolated; fewer rows than any known
+    size cost what that does, and more cost in proportion to their rows.
+    """
+
+    def __init__(self, seconds: Mapping[int, float] | None = None) -> None:
+        self._seconds = {n: s for n, s in sorted((seconds or {}).items()) if n > 0 and s > 0.0}
+        self._sizes = list(self._seconds)
+        #: The machine's present speed: seconds over those of the table.
+        self._slowness = 1.0
+        self._n_observed: dict[int, int] = {}
+        #: The number of sequences that the last decodes served at once, each with its own rows.
+        self._n_sharing = 1
+
+    def __bool__(self) -> bool:
+        return bool(self._sizes)
+
+    @property
+    def known(self) -> dict[int, float]:
+        """Seconds of the sizes that were measured or observed, at the machine's present speed."""
+        return {size: seconds * self._slowness for size, seconds in self._seconds.items()}
+
+    def knows(self, n_rows: int) -> bool:
+        return n_rows in self._seconds
+
+    def seconds(self, n_rows: int) -> float:
+        """Return the expected seconds of a batch; 0 for no rows. Raise `LookupError` if no size is known."""
+        sizes, known = self._sizes, self._seconds
+        if n_rows <= 0:
+            return 0.0
+        if n_rows in known:
+            return self._slowness * known[n_rows]
+        if not sizes:
+            raise LookupError("no decode was measured")
+        index = bisect.bisect_left(sizes, n_rows)
+        below, above = sizes[max(0, index - 1)], sizes[min(index, len(sizes) - 1)]
+        if n_rows > above:
+            return self._slowness * known[above] * n_rows / above
+        share = (n_rows - below) / (above - below) if above > below else 1.0
+        return self._slowness * (known[below] * (1.0 - share) + known[above] * share)
+
+    def share_s(self, n_rows: int) -> float:
+        """Return the seconds of `n_rows` rows of one sequence, if as many sequences as in the last decodes add as
+        many rows each, and each pays an equal share; 0 while nothing is known."""
+        n = self._n_sharing
+        return self.seconds(n_rows * n) / n if self._sizes else 0.0
+
+    def start(self, n_rows: int, seconds: float) -> None:
+        """Set the measured seconds of a size; they replace earlier ones."""
+        if n_rows > 0 and seconds > 0.0:
+            if n_rows not in self._seconds:
+                bisect.insort(self._sizes, n_rows)
+            self._seconds[n_rows] = seconds / self._slowness
+
+    def observe(self, n_rows: int, seconds: float, n_sharing: int = 1) -> None:
+        """Learn from a decode of `n_rows` rows, in a round in which `n_sharing` sequences share decodes."""
+        self._n_sharing = n_sharing
+        if n_rows <= 0 or not seconds > 0.0:
+            return
+        n_seen = self._n_observed.get(n_rows, 0)
+        self._n_observed[n_rows] = n_seen + 1
+        expected_s = self.seconds(n_rows) if self._sizes else seconds
+        deviation = min(_MAX_DEVIATION, max(1.0 / _MAX_DEVIATION, seconds / expected_s))
+        is_known = n_rows in self._seconds
+        # The other sizes say what to expect of a new one only roughly.
+        own = _OWN_SHARE if is_known and n_seen >= _N_NEW else 0.5
+        self.start(n_rows, expected_s * deviation**own)
+        if is_known:
+            self._slowness *= deviation**_SPEED_SHARE
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShare:
+    """What the rows of one sequence cost in a batch of the target that it shares with others.
+
+    Without drafts, N sequences share a batch of N rows, and each pays for v(N) / N. A drafted token is a row more
+    in a batch of B rows, and costs what that row adds: v(B + 1) - v(B). `table` is v, the seconds of the target's
+    batches by their rows.
+    """
+
+    table: CostTable
+    others: Others = ALONE
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a batch without drafts was measured or seen."""
+        return self.table.knows(1 + self.others.n_sequences)
+
+    def seconds(self, n_rows: int) -> float:
+        """Return the seconds that `n_rows` >= 1 rows of this sequence cost."""
+        table, n_others = self.table, self.others.n_rows
+        if not n_others:
+            return table.seconds(n_rows)
+        n = 1 + self.others.n_sequences
+        return table.seconds(n) / n + table.seconds(n_others + n_rows) - table.seconds(n_others + 1)
+
+    def of_batch(self, n_rows: int, n_batch_rows: int) -> float:
+        """Return the share, in [0, 1], that a sequence with `n_rows` rows pays of a batch of `n_batch_rows`. The
+        shares of all sequences sum to at most 1."""
+        n = 1 + self.others.n_sequences
+        plain_s, batch_s = self.table.seconds(n), self.table.seconds(n_batch_rows)
+        if n == 1 or n_batch_rows <= n or batch_s <= plain_s:
+            return 1.0 / n
+        drafted = (n_rows - 1) / (n_batch_rows - n)
+        return (plain_s / n + drafted * (batch_s - plain_s)) / batch_s
+
+
+# --- acceptance -------------------------------------------------------------------------------
+
+#: Upper ends of the bins of confidence; the last bin ends at 1. Bins are finer where most tokens are.
+BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
+N_BINS = len(BIN_EDGES) + 1
+_MIDDLES = [(low + high) / 2 for low, high in zip((0, *BIN_EDGES), (*BIN_EDGES, 1), strict=True)]
+#: The prior count of confidences in each bin: a small model of a good family is sure of most tokens.
+_START_SEEN = np.array([0.1, 0.3, 0.5, 0.6, 0.7, 0.7, 0.7, 0.8, 1.2, 1.4, 1.6, 4.0])
+#: The prior probability of a bin counts as this many observations.
+_N_START = 6.0
+#: The counts remember about 1500 observations; older ones fade.
+_FADING = 1.0 - 1.0 / 1500.0
+#: How fast the present text's deviation is learnt, in log-odds an observation, and its largest size.
+_TEXT_RATE = 0.12
+_MAX_DEVIATION_OF_TEXT = 2.5
+#: The frequencies of confidences in all texts count as this many looks in the present text.
+_N_HERE = 20.0
+#: What trials of a drafter may cost, in plain tokens' time: a share of the generated tokens, so much at once.
+_TRIAL_SHARE = 0.015
+_MOST_CREDIT = 32.0
+#: Origins of tokens that need no model.
+NGRAM_ORIGINS = ("ngram", "lookup")
+#: Rates are kept at least this far from 0 and from 1.
+_LEAST = 0.002
+#: Siblings that are ranked behind this many others, or more, are counted together.
+_N_RANKS = 3
+
+
+@functools.cache
+def origin_of_rank(origin: str, rank: int) -> str:
+    """Return the name under which a drafter's tokens with `rank` better siblings are counted: the acceptance rate
+    of its second guess has little to do with that of its first one."""
+    return origin if rank == 0 else f"{origin}:{min(rank, _N_RANKS) + 1}"
+
+
+def start_of(origin: str, confidence: float) -> float:
+    """Return the prior acceptance probability of a drafter's token."""
+    if ":" in origin:  # behind a better sibling
+        return 0.8 * confidence
+    if origin in NGRAM_ORIGINS:  # fitted to texts already
+        return confidence
+    # Models are right more often than their confidence when they are unsure, and less often when sure.
+    return 0.15 + 0.78 * confidence
+
+
+@dataclass(slots=True)
+class AcceptanceCounts:
+    """A drafter's counts in all texts, float64[N_BINS] each, by bin of confidence: judged tokens, accepted ones among
+    these, and confidences that were seen; and what trials of it may still cost, in plain tokens' time."""
+
+    n_judged: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
+    n_accepted: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
+    n_seen: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
+    trial_credit: float = 0.0
+
+    def account(self, n_tokens: int, saved: float = 0.0) -> None:
+        """Note that the text has grown by `n_tokens`, and what a trial saved; negative if it lost time."""
+        credit = self.trial_credit + _TRIAL_SHARE * n_tokens + saved
+        self.trial_credit = min(_MOST_CREDIT, credit)
+
+
+class AcceptanceRates:
+    """The probabilities, in one text, that a drafted token is accepted if all before it were, by its drafter's
+    confidence in [0, 1].
+
+    `counts` cover all texts; texts that are generated at the same time share them. In addition one number is
+    learnt, the deviation of this text: some texts suit a draft better than others.
+    """
+
+    def __init__(self, origin: str = "model", counts: AcceptanceCounts | None = None) -> None:
+        self.origin = origin
+        self.counts = counts if counts is not None else AcceptanceCounts()
+        self._start = [start_of(origin, middle) for middle in _MIDDLES]
+        self._deviation = 0.0
+        self._seen_here = np.zeros(N_BINS)
+        #: Counts the looks and judgements: each may change the probabilities, or how often each comes.
+        self.version = 0
+        self._curve: tuple[float, ...] | None = None
+
+    def chance(self, confidence: float) -> float:
+        """Return the acceptance probability of a token with this confidence."""
+        return self.curve()[bisect.bisect_left(BIN_EDGES, confidence)]
+
+    def curve(self) -> tuple[float, ...]:
+        """Return the acceptance probabilities by bin of confidence, N_BINS of them: those in all texts, shifted by
+        this text's deviation."""
+        if self._curve is None:
+            self._curve = tuple(self._of_bin(index) for index in range(N_BINS))
+        return self._curve
+
+    def _of_bin(self, index: int) -> float:
+        n_accepted = _N_START * self._start[index] + self.counts.n_accepted.item(index)
+        chance = n_accepted / (_N_START + self.counts.n_judged.item(index))
+        odds = chance / (1.0 - chance) * math.exp(self._deviation)
+        return min(1.0 - _LEAST, max(_LEAST, odds / (1.0 + odds)))
+
+    def frequencies(self) -> ProbArray:
+        """Return the frequency of each bin of confidence in this text, summing to 1: float64[N_BINS]."""
+        seen = self.counts.n_seen + _START_SEEN
+        seen = seen * (_N_HERE / seen.sum()) + self._seen_here
+        frequencies: ProbArray = seen / seen.sum()
+        return frequencies
+
+    def mean(self) -> float:
+        """Return the acceptance probability of a token whose confidence is not known yet."""
+        return float(np.array(self.curve()) @ self.frequencies())
+
+    @property
+    def n_judged(self) -> float:
+        """The number of judged tokens that the counts rest on."""
+        return float(self.counts.n_judged.sum())
+
+    def see(self, confidence: float) -> None:
+        """Count a confidence, whether or not a token is drafted with it."""
+        index = bisect.bisect_left(BIN_EDGES, confidence)
+        self.counts.n_seen *= _FADING
+        self.counts.n_seen[index] += 1.0
+        self._seen_here[index] += 1.0
+        self.version += 1
+
+    def judge(self, confidence: float, *, accepted: bool) -> None:
+        """Learn whether a token was accepted; all tokens before it were."""
+        index = bisect.bisect_left(BIN_EDGES, confidence)
+        n_judged, n_accepted = self.counts.n_judged, self.counts.n_accepted
+        deviation = self._deviation + _TEXT_RATE * (accepted - self._of_bin(index))
+        self._deviation = min(_MAX_DEVIATION_OF_TEXT, max(-_MAX_DEVIATION_OF_TEXT, deviation))
+        # Only this bin fades: a bin that was not seen for long is not less known.
+        n_judged[index] = n_judged.item(index) * _FADING + 1.0
+        n_accepted[index] = n_accepted.item(index) * _FADING + accepted
+        self.version += 1
+        self._curve = None
+
+
+#: The acceptance rates of an origin.
+RatesOf = Callable[[str], AcceptanceRates]
+
+
+def judge_drafts(rates: RatesOf, drafts: Sequence[Draft], text: Sequence[int]) -> None:
+    """Count, by origin and rank, which drafted tokens are those with which the text goes on, verified or not; the
+    drafts may have common nodes. Drafts with drawn tokens do not count: see `judge_draws`."""
+    judged: set[tuple[int, str, int]] = set()
+    for draft in drafts:
+        node, ranks = ROOT, draft.ranks()
+        for depth, token in enumerate(() if draft.is_drawn else text):
+            children = draft.children(node)
+            for child in children:
+                place = depth, draft.origins[child], draft.tokens[child]
+                if place not in judged:
+                    judged.add(place)
+                    known = draft.probabilities[child]
+                    origin = origin_of_rank(draft.origins[child], ranks[child])
+                    is_right = draft.tokens[child] == token
+                    rates(origin).judge(1.0 if known is None else known, accepted=is_right)
+            right = [child for child in children if draft.tokens[child] == token]
+            if not right:
+                break
+            node = right[-1]
+
+
+def judge_draws(rates: RatesOf, draft: Draft, n_accepted: int) -> None:
+    """Count which tokens of a verified chain that were drawn at random were accepted, by the model's confidence
+    before the draw and not by the probability of the drawn token."""
+    drawn = [node for node, source in enumerate(draft.distributions) if source is not None]
+    for node, confidence in zip(drawn, draft.looks, strict=False):
+        if node <= n_accepted:
+            rates(draft.origins[node]).judge(confidence, accepted=node < n_accepted)
