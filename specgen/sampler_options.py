@@ -13,9 +13,8 @@ from typing import Any, Literal, TypeAlias, get_args
 def option(default: Any, spellings: str, help: str, **settings: Any) -> Any:  # noqa: A002
     """Declare a field that is an option of the command line, too.
 
-    Its `spellings` have spaces between, the readable one first, then llama.cpp's. `panel` is its heading in the
-    help; `parse` makes the field's value of the text (or texts, where the field is a tuple) and raises
-    `ValueError`. The other settings are those of `typer.Option`.
+    The readable one of the `spellings` is first. `panel` is its heading in the help; `parse` makes the value of the
+    text (or texts, where the field is a tuple) and raises `ValueError`. Other settings are those of `typer.Option`.
     """
     return field(
         default=default, metadata={"spellings": spellings.split(), "help": help, **settings}
@@ -23,8 +22,7 @@ def option(default: Any, spellings: str, help: str, **settings: Any) -> Any:  # 
 
 
 def utf8(given: Any) -> Any:
-    """Return texts that were given as they are. Raise `ValueError` unless they are UTF-8: other bytes arrive as
-    lone surrogates, which cannot be encoded later."""
+    """Return texts as they are. Raise `ValueError` unless they are UTF-8: other bytes arrive as lone surrogates."""
     try:
         (given if isinstance(given, str) else "".join(given)).encode()
     except UnicodeEncodeError as error:
@@ -36,24 +34,11 @@ def utf8(given: Any) -> Any:
 
 #: The samplers by llama.cpp's names, in its order.
 SamplerName: TypeAlias = Literal[
-    "penalties",
-    "dry",
-    "top_n_sigma",
-    "top_k",
-    "typ_p",
-    "top_p",
-    "min_p",
-    "xtc",
-    "temperature",
+    "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"
 ]
-
-#: llama.cpp's order, which is that of the names above.
 DEFAULT_SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
-
-#: llama.cpp's letters for them.
+#: llama.cpp's letters for them, and its other names.
 _LETTERS = dict(zip("edskypmxt", DEFAULT_SAMPLERS, strict=True))
-
-#: llama.cpp's other names for them.
 _ALIASES: dict[str, SamplerName] = {
     **{name: name for name in DEFAULT_SAMPLERS},
     **{name.replace("_", "-"): name for name in DEFAULT_SAMPLERS},
@@ -64,8 +49,6 @@ _ALIASES: dict[str, SamplerName] = {
     "typical": "typ_p",
     "typical-p": "typ_p",
 }
-
-
 #: Logits are float32: factors near its largest number (3e38) would make infinities.
 LARGEST_FACTOR = 1e30
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
@@ -113,10 +96,7 @@ class SamplerOptions:
     """
 
     temperature: float = _sampling(
-        0.0,
-        "--temp --temperature",
-        "Temperature; 0 takes the most likely token.",
-        min=0.0,
+        0.0, "--temp --temperature", "Temperature; 0 takes the most likely token.", min=0.0
     )
     top_k: int = _sampling(40, "--top-k", "Keep the k most likely tokens; 0 keeps all.", min=0)
     top_p: float = _sampling(
@@ -154,10 +134,7 @@ class SamplerOptions:
         parse=_parse_biases,
     )
     repeat_last_n: int = _repetition(
-        64,
-        "--repeat-last-n",
-        "Last tokens that the penalties look at; -1 is all.",
-        min=-1,
+        64, "--repeat-last-n", "Last tokens that the penalties look at; -1 is all.", min=-1
     )
     repeat_penalty: float = _repetition(
         1.0,
@@ -166,9 +143,7 @@ class SamplerOptions:
         min=0.01,
     )
     presence_penalty: float = _repetition(
-        0.0,
-        "--presence-penalty",
-        "Subtract this from logits of tokens that occurred.",
+        0.0, "--presence-penalty", "Subtract this from logits of tokens that occurred."
     )
     frequency_penalty: float = _repetition(
         0.0, "--frequency-penalty", "The same, for each time that they occurred."
@@ -182,19 +157,13 @@ class SamplerOptions:
         min=0.0,
     )
     dry_base: float = _repetition(
-        1.75,
-        "--dry-base",
-        "DRY: growth of the penalty with each token of the repetition.",
-        min=0.0,
+        1.75, "--dry-base", "DRY: growth of the penalty with each token of the repetition.", min=0.0
     )
     dry_allowed_length: int = _repetition(
         2, "--dry-allowed-length", "DRY: repetitions of fewer tokens are free.", min=0
     )
     dry_last_n: int = _repetition(
-        64,
-        "--dry-penalty-last-n",
-        "DRY: last tokens to look at; -1 is all, 0 is off.",
-        min=-1,
+        64, "--dry-penalty-last-n", "DRY: last tokens to look at; -1 is all, 0 is off.", min=-1
     )
     dry_breakers: tuple[str, ...] = _repetition(
         ("\n", ":", '"', "*"),

@@ -21,11 +21,8 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """The identity of a model file, wherever it lies: its name and its size in bytes.
-
-    Reading gigabytes for a digest would take longer than the answer, and two files that agree
-    in both are one model in practice. The size is that of all shards together.
-    """
+    """The identity of a model file, wherever it lies: its name, and the size of all its shards. (Reading gigabytes for a
+    digest would take longer than the answer.)"""
 
     name: str
     size_bytes: int
@@ -47,7 +44,7 @@ def shard_number(path: Path) -> int | None:
 
 
 def shard_names(name: str) -> list[str]:
-    """Return the names of all files of the model that the file belongs to, the first shard first."""
+    """Return the names of all files of a model in their order."""
     shard = _SHARD.fullmatch(name)
     if shard is None:
         return [name]
@@ -56,7 +53,7 @@ def shard_names(name: str) -> list[str]:
 
 
 def model_stem(path: Path) -> str:
-    """Return the name of a model without its ending, and without the number of a shard."""
+    """Return the name of a model without its ending and the number of a shard."""
     shard = _SHARD.fullmatch(path.name)
     return shard["stem"] if shard else path.name.removesuffix(".gguf")
 
@@ -68,7 +65,7 @@ def model_parts(path: Path) -> list[Path]:
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a file in bytes; 0 if there is none, or it cannot be accessed."""
+    """Return the size of a file in bytes; 0 if it cannot be accessed."""
     try:
         return path.stat().st_size
     except OSError:
@@ -89,7 +86,6 @@ def file_sha256(path: Path, report: Callable[[int], None] = lambda _n_bytes: Non
 
 
 def _folder(kind: str) -> Path:
-    """SPECGEN_CACHE, SPECGEN_CONFIG or SPECGEN_DATA, else the system's usual folder."""
     if override := os.environ.get(f"SPECGEN_{kind.upper()}"):
         return Path(override).expanduser()
     import platformdirs
@@ -118,7 +114,7 @@ def models_folder() -> Path:
 
 
 def packed_folder() -> Path:
-    """Return the folder of weights as specgen's kernels read them (`specgen.llama.kernels.packed_weights`)."""
+    """Return the folder of weights as specgen's kernels read them."""
     return cache_folder() / "packed"
 
 
@@ -159,12 +155,11 @@ def pruned_file(cache: Path, target: FileIdentity) -> Path:
 
 
 def learning_folder(data: Path, target: FileIdentity) -> Path:
-    """Return the data folder's subfolder for the target's kept answers and what drafts learnt from them."""
+    """Return the folder of the target's kept answers and of what drafts learnt from them."""
     return data / "learning" / f"{Path(target.name).stem}-{_key(target)}"
 
 
 def _made_folder(cache: Path, target: FileIdentity) -> Path:
-    """Return the cache folder's subfolder for everything that is made for a target; it need not exist."""
     return cache / "made" / _key(target)
 
 

@@ -1,8 +1,7 @@
 """Ask a worker for its protocol, devices and memory, without llama.cpp and with a time limit.
 
-The protocol is llama.cpp's (ggml/src/ggml-rpc). A request is the byte of a command, the size of its
-data and the data. An answer is the size of its data and the data. Numbers are little-endian. A worker
-serves one connection at a time: while a program uses it, other programs connect but get no answer.
+The protocol is llama.cpp's (ggml/src/ggml-rpc): a command's byte, then the size of the data and the data; an answer has
+a size and data. Numbers are little-endian. A worker serves one connection at a time; others get no answer meanwhile.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,40 +16,32 @@ from specgen.models.download import fetch
 from specgen.models.registry import CatalogueModel, HubSource, load_registry
 from tests.helpers.fetch import (
     COMMIT,
+    MAIN,
     WebServer,
+    finished,
     publish,
     publish_on_hub,
     publish_repository,
     python,
     random_bytes,
-    registry_text,
     sha256,
     small_model,
-    use_hub,
-    web_server,
+    write_registry,
 )
 
 CONTENT = random_bytes(100_000)
-MAIN = "import sys; sys.argv[0] = 'specgen'; from specgen.cli import main; main()"
-
-
-@pytest.fixture
-def server() -> Iterator[WebServer]:
-    with web_server() as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)
-def isolated(tmp_path: Path, server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_hub(monkeypatch, tmp_path, server)
+def server(hub_server: WebServer) -> WebServer:
+    return hub_server
 
 
 @pytest.fixture
 def tiny(tmp_path: Path, server: WebServer) -> CatalogueModel:
     """A model of the user's own, on the index, with the pair "tiny-pair"."""
     model = small_model(CONTENT, n_parts=4)
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "models.toml").write_text(registry_text(model), encoding="utf-8")
+    write_registry(tmp_path, model)
     publish(server, model, CONTENT)
     return model
 
@@ -148,17 +138,12 @@ def test_unknown_name_is_an_error_without_output(command: str) -> None:
     assert 'did you mean "smollm2"' in result.exception.message
 
 
-def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    stdout, stderr = process.communicate(timeout=120)
-    return process.returncode, stdout, stderr
-
-
 def test_whole_command_ends_with_the_code_and_the_lines_of_its_error(
     tiny: CatalogueModel, tmp_path: Path, server: WebServer
 ) -> None:
     server.resources.clear()
-    code, stdout, stderr = finished(python(tmp_path, server, MAIN, "models", "pull", "tiny"))
-    assert code == FetchError.exit_code
+    command = python(tmp_path, server, MAIN, "models", "pull", "tiny")
+    stdout, stderr = finished(command, FetchError.exit_code)
     assert stdout == ""
     note, error, hint = stderr.splitlines()
     assert note == "downloading tiny (100 kB, MIT)"
@@ -245,7 +230,7 @@ def test_rm_removes_a_model_of_the_registry(
     assert not path.exists()
     # One that came from the hub is in the hub's cache.
     model = replace(tiny, hub=HubSource(REPO, "tiny.gguf"))
-    (tmp_path / "config" / "models.toml").write_text(registry_text(model), encoding="utf-8")
+    write_registry(tmp_path, model)
     publish_on_hub(server, HubSource(REPO, "tiny.gguf"), CONTENT)
     path = fetch(model)
     assert path.is_relative_to(tmp_path / "hub")
@@ -262,7 +247,7 @@ def test_rm_removes_a_model_of_the_registry_from_all_snapshots(
     """The registry has an older version than the newest, which the repository's other users have."""
     source = HubSource(REPO, "tiny.gguf", COMMIT)
     model = replace(tiny, hub=source)
-    (tmp_path / "config" / "models.toml").write_text(registry_text(model), encoding="utf-8")
+    write_registry(tmp_path, model)
     publish_on_hub(server, source, CONTENT)
     path = fetch(model)
     storage, newer = path.parents[2], path.parents[1] / ("f" * 40)

@@ -118,10 +118,7 @@ kernels = group(KernelOptions)(KernelOptions)
 _MACHINE = panel(
     "Machine",
     n_gpu_layers_draft=Option(
-        "--gpu-layers-draft",
-        "-ngld",
-        min=-1,
-        help="Layers of the draft on the GPU; -1 is all.",
+        "--gpu-layers-draft", "-ngld", min=-1, help="Layers of the draft on the GPU; -1 is all."
     ),
     rpc=Option(
         "--rpc",
