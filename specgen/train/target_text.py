@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specgen.drafters.pairing import check_pair
 from specgen.drafters.translated import Translation
+from specgen.drafters.vocabularies import check_pair
 from specgen.errors import ModelFileError, OutputError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.method.backend import Batch
