@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from specgen.events import Event
     from specgen.serve.chat import Chat, Conversation
-    from specgen.train.learner import Learner
+    from specgen.train.online_learning import Learner
 
 
 @flags.takes_options(
@@ -84,7 +84,7 @@ def chat(
         from specgen.serve.chat import Chat, check_template
         from specgen.session.calibration import calibrate
         from specgen.session.engine import Engine
-        from specgen.train.learner import Learner
+        from specgen.train.online_learning import Learner
 
         conversation = stack.enter_context(_kept(path, output))
         kernels, dialogue = setup.machine.kernels, _Dialogue(output)

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 #: How many of the prompts are answered again, several at once, and how many to find a place where samples are drawn.
 _N_AT_ONCE_PROMPTS, _N_TRIED = 6, 3
-#: The temperature of sampled checks if none is given: llama.cpp's default.
-_TEMPERATURE = 0.8
+#: The temperature of sampled checks if none is given, llama.cpp's default; the probability that any of them fails
+#: although nothing is wrong.
+_TEMPERATURE, _FALSE_ALARM = 0.8, 1e-4
 
 
 @flags.takes_options(
@@ -44,12 +45,6 @@ _TEMPERATURE = 0.8
             min=100,
             max=1_000_000,
             help="Sampled: how many times to draw the next token, for each way to draft.",
-        ),
-        false_alarm=Option(
-            "--false-alarm",
-            min=1e-9,
-            max=0.2,
-            help="Sampled: the probability that a test fails although nothing is wrong.",
         ),
     ),
     trials=TRIALS.but(n_prompts=16),
@@ -68,7 +63,6 @@ def verify(
     check: Literal["both", "greedy", "sampled"] = "both",
     trials: Trials,
     n_draws: int = 400,
-    false_alarm: float = 1e-4,
     chat: bool | None = None,
     answer: GenerationOptions,
     sampling: SamplerOptions,
@@ -121,9 +115,7 @@ def verify(
                     "makes them fewer, --check greedy leaves them out"
                 )
             session.change_sampling(sampling)
-            # The probability of any false alarm is at most what was asked for (Bonferroni).
-            level = false_alarm / len(ways)
-            sampled = _sampled(session, prompts, ways, n_draws, level, progress, stop)
+            sampled = _sampled(session, prompts, ways, n_draws, progress, stop)
         report = VerifyReport(
             target=options.target.name,
             draft=session.draft.name if session.draft is not None else "none",
@@ -196,7 +188,6 @@ def _sampled(
     prompts: Mapping[int, Prompt],
     ways: Mapping[WayName, DraftOptions],
     n_draws: int,
-    level: float,
     progress: Progress,
     stop: Interrupt,
 ) -> list[SampledResult]:
@@ -211,7 +202,7 @@ def _sampled(
             session,
             tried,
             n_draws,
-            level,
+            _FALSE_ALARM / len(ways),  # Bonferroni
             seed=seed,
             way=way,
             interrupted=stop,

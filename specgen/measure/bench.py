@@ -61,12 +61,9 @@ class Entry:
 def find_drafts(
     targets: Sequence[str], drafts: Sequence[str], *, quiet: bool
 ) -> dict[Path, list[Stages]]:
-    """Find targets (none: the default pair's) and their drafts; fetch them if need be.
-
-    `drafts` are for every target; a plus sign in one separates a draft from its own draft. Without `drafts` a
-    target has the one that `specgen run` would pick, and n-grams. Raise `UsageError`, `UnknownModelError`,
-    `FetchError`.
-    """
+    """Find targets (none: the default pair's) and the drafts of each; fetch them if need be. A plus sign separates a
+    draft from its own draft. Without `drafts` a target has the one that `specgen run` would pick, and n-grams. Raise
+    `UsageError`, `UnknownModelError`, `FetchError`."""
     found: dict[Path, list[Stages]] = {}
     named: list[str | None] = [*targets] or [None]
     for target in named:
@@ -248,7 +245,8 @@ class Failure:
 @dataclass(slots=True)
 class Runs:
     """The results so far, the contenders that failed and had no further turn, the prompts that plain decoding could
-    not answer, what computed each target, and the error that ended the measurement."""
+    not answer, what computed each target, the error that ended the measurement, and the share of all cores' time that
+    other programs took meanwhile."""
 
     results: list[Result] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -256,29 +254,7 @@ class Runs:
     kernels: dict[str, str] = field(default_factory=dict)
     error: SpecgenError | None = None
     is_interrupted: bool = False
-    #: The share of all cores' time that other programs took meanwhile; None if it is unknown.
     others_share: float | None = None
-
-    def is_out(self, contender: Contender, prompt: BenchPrompt) -> bool:
-        name = contender.target, contender.temperature, contender.name
-        return any((f.target, f.temperature, f.contender) == name for f in self.failures) or any(
-            (f.target, f.prompt) == (contender.target, prompt.number) for f in self.skipped
-        )
-
-    @contextlib.contextmanager
-    def failing(self, contender: Contender, prompt: int | None = None) -> Iterator[None]:
-        """Note what the block raises. Raise it if plain decoding failed: there is nothing to compare with."""
-        try:
-            yield
-        except SpecgenError as error:
-            own = contender.target, contender.temperature, contender.name
-            failure = Failure(*own, prompt, error.message)
-            if contender.name != PLAIN:
-                self.failures.append(failure)
-            elif prompt is not None and isinstance(error, PromptError):
-                self.skipped.append(failure)
-            else:
-                raise
 
 
 def take_turns(
@@ -290,40 +266,47 @@ def take_turns(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
-    """Let all contenders answer all prompts, `n_rounds` times, after a warm-up; add the results to `runs`.
+    """Let all contenders of a target answer all prompts, `n_rounds` times, after a warm-up; add the results to `runs`.
 
     At each temperature plain decoding is the first contender. Each prompt is answered by all one after the other, so
-    that a machine that is slow for a while slows all of them. An interrupted answer is not a result. Raise the
-    `SpecgenError` of plain decoding, and `PromptError` if no prompt could be answered.
-    """
-    n_before = len(runs.results)
-    for contender in contenders:
-        if interrupted():
-            return
-        with runs.failing(contender):
-            contender.warm_up()
-    rounds = [(number, prompt) for number in range(1, n_rounds + 1) for prompt in prompts]
-    turns = [
-        (number, prompt, contender)
-        for turn, (number, prompt) in enumerate(rounds)
-        for contender in _in_turn(contenders, turn)
+    that a machine that is slow for a while slows all of them. Raise the `SpecgenError` of plain decoding, and
+    `PromptError` if no prompt could be answered."""
+    turns: list[tuple[int, BenchPrompt | None, Contender]] = [
+        (0, None, each) for each in contenders
     ]
-    for n_done, (number, prompt, contender) in enumerate(turns):
+    rounds = [(number, prompt) for number in range(1, n_rounds + 1) for prompt in prompts]
+    for turn, (number, prompt) in enumerate(rounds):
+        turns += ((number, prompt, contender) for contender in _in_turn(contenders, turn))
+    failed, skipped = set[Contender](), set[int]()
+    for n_done, (number, asked, contender) in enumerate(turns):
         progress(n_done, len(turns))
         if interrupted():
             return
-        outcome = None
-        if not runs.is_out(contender, prompt):
-            with runs.failing(contender, prompt.number):
-                outcome = contender.answer(prompt.text)
-        if outcome is None:
+        who = contender.target, contender.temperature, contender.name
+        if contender in failed or (asked is not None and asked.number in skipped):
+            continue
+        try:
+            if asked is None:
+                contender.warm_up()
+                continue
+            outcome = contender.answer(asked.text)
+        except SpecgenError as error:
+            failure = Failure(*who, None if asked is None else asked.number, error.message)
+            if contender.name != PLAIN:
+                failed.add(contender)
+                runs.failures.append(failure)
+            elif asked is not None and isinstance(error, PromptError):
+                skipped.add(asked.number)
+                runs.skipped.append(failure)
+            else:
+                raise
             continue
         if outcome.finish_reason == "interrupted" or interrupted():
             return
-        who = contender.target, contender.temperature, contender.name, contender.name == PLAIN
-        runs.results.append(Result(*who, prompt.number, prompt.category, number, outcome))
+        is_plain = contender.name == PLAIN
+        runs.results.append(Result(*who, is_plain, asked.number, asked.category, number, outcome))
     progress(len(turns), len(turns))
-    if len(runs.results) == n_before and runs.skipped:
+    if runs.skipped and len(skipped) == len(prompts):
         last = runs.skipped[-1]
         raise PromptError(f"no prompt can be answered; prompt {last.prompt}: {last.message}")
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 #: The command that starts a child; the name of a task and its arguments follow.
 CHILD_COMMAND: Sequence[str] = (sys.executable, "-m", "specgen.measure.doctor")
-#: The longest waits, in seconds: for a child with a tiny model, one with the user's model, and a worker's answer.
+#: The longest waits, in seconds: for a child with a tiny model, one with the user's model, and a worker.
 _TINY_TIMEOUT_S, _MODEL_TIMEOUT_S, _WORKER_TIMEOUT_S = 120.0, 1800.0, 5.0
 #: The largest allowed difference of logits that are computed in two ways: the root mean square over the standard
 #: deviation. Rounded activations cause 0.02, on some models 0.05; a kernel that computes something else causes 1.
@@ -233,7 +233,7 @@ def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
 
 
 def death(child: ChildDiedError) -> BackendError:
-    """Return an error that explains the death of a child, with a hint against its cause."""
+    """Return what killed a child, with a hint against it."""
     name = child.signal_name
     message = f"llama.cpp died of {name}" if name else f"it ended with code {child.returncode}"
     if child.description:

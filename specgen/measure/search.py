@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING
 
 from specgen.drafters.kinds import words_for
 from specgen.events import undrafted_text
@@ -24,7 +24,6 @@ from specgen.measure.trial import (
     plain_figures,
     try_draft,
 )
-from specgen.method.backend import Backend
 from specgen.models.files import FileIdentity, identify, shard_number
 from specgen.session.calibration import begin, short_context, time_batch
 from specgen.session.files import name_of
@@ -34,6 +33,7 @@ from specgen.system.machine import LoadOfOthers, is_busy
 from specgen.system.progress import human_bytes
 
 if TYPE_CHECKING:
+    from specgen.llama import LlamaBackend
     from specgen.options import DraftSource
     from specgen.session.session import Session
     from specgen.system.progress import Progress
@@ -274,20 +274,8 @@ BATCH_ROWS = 6
 _FEW_CORES, _SHARES = 4, (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 #: A number is chosen if it is faster than the default by this share, and so in this share of the rounds.
 _MARGIN, _MAJORITY = 0.03, 0.75
-#: The most rounds, and the least with which anything is changed. After `_N_ALL` rounds, or once the budget of time is
-#: spent, only the quickest numbers so far are timed.
-_N_ROUNDS, _N_LEAST, _N_ALL = 9, 4, 2
-
-#: The seconds of a single row and of a batch, by the number of threads.
-_Times: TypeAlias = Mapping[int, float]
-
-
-class ThreadedBackend(Backend, Protocol):
-    """A backend whose number of threads can be changed."""
-
-    def set_threads(self, n_single: int, n_batch: int) -> None:
-        """Decode one row with `n_single` threads from now on, and more rows with `n_batch`."""
-        ...
+#: The most rounds, and the least with which anything is changed.
+_N_ROUNDS, _N_LEAST = 9, 4
 
 
 def _tuned_threads(
@@ -323,7 +311,7 @@ def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:
 
 
 def measure_threads(
-    backend: ThreadedBackend,
+    backend: LlamaBackend,
     counts: Collection[int],
     default: int,
     budget_s: float,
@@ -337,44 +325,33 @@ def measure_threads(
     """
     backend.set_threads(default, default)
     text, before_s = begin(backend), backend.decode_s
-    rounds: tuple[list[_Times], list[_Times]] = ([], [])  # of single rows, and of batches
-    left = [default, *sorted(set(counts) - {default}, reverse=True)]
-    for number in range(_N_ROUNDS if len(left) > 1 else 0):
-        spent_s = backend.decode_s - before_s
-        if spent_s > (_PATIENCE if number < _N_LEAST else 1.0) * budget_s:
+    #: By the rows of the batch: the seconds by the number of threads, of each round.
+    rounds: dict[int, list[dict[int, float]]] = {1: [], BATCH_ROWS: []}
+    tried = sorted({default, *counts}, reverse=True)
+    for number in range(_N_ROUNDS if len(tried) > 1 else 0):
+        patience = _PATIENCE if number < _N_LEAST else 1.0
+        if interrupted() or backend.decode_s - before_s > patience * budget_s:
             break
-        if number == _N_ALL or (number and spent_s > budget_s):
-            best = {_quickest(kind, left) for kind in rounds if any(kind)}
-            left = [default, *sorted(best - {default}, reverse=True)]
-        found: tuple[dict[int, float], dict[int, float]] = ({}, {})
-        for count in left:
+        for times in rounds.values():
+            times.append({})
+        for count in tried:
             if interrupted():
                 break
             backend.set_threads(count, count)
             # The first decode after a change may have to start threads: it is not timed.
             time_batch(backend, text, 1)
-            for n_rows, times in zip((1, BATCH_ROWS), found, strict=True):
+            for n_rows, times in rounds.items():
                 if seconds := time_batch(backend, text, n_rows):
-                    times[count] = seconds
-        if interrupted():
-            rounds = ([], [])
-            break
-        for kind, times in zip(rounds, found, strict=True):
-            kind.append(times)
+                    times[-1][count] = seconds
     backend.remove(0)
-    chosen = Threads(*(choose_threads(kind, default) for kind in rounds))
+    chosen = Threads(default, default)
+    if not interrupted():
+        chosen = Threads(*(choose_threads(times, default) for times in rounds.values()))
     backend.set_threads(chosen.n_single, chosen.n_batch)
     return chosen
 
 
-def _quickest(rounds: Sequence[_Times], counts: Sequence[int]) -> int:
-    def median_s(count: int) -> float:
-        return statistics.median(times[count] for times in rounds if count in times)
-
-    return min((n for n in counts if any(n in times for times in rounds)), key=median_s)
-
-
-def choose_threads(rounds: Sequence[_Times], default: int) -> int:
+def choose_threads(rounds: Sequence[Mapping[int, float]], default: int) -> int:
     """Return the number of threads that takes the least time, from the seconds by number of each round;
     `default` unless another one is clearly faster."""
     best, least = default, 1.0 - _MARGIN

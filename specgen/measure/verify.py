@@ -70,13 +70,10 @@ def ways_to_draft(drafting: DraftOptions) -> dict[WayName, DraftOptions]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first position where the texts differ, counted from 0 in the answer's tokens.
-
-    `plain` and `drafted` are the two tokens as text; one is empty if that text ended. `gap` is how much plain
-    decoding prefers its own token, in logits behind the samplers; up to `allowed` rounding in batches explains it,
-    but nothing does if rows are batch-invariant (`exact_rows`). `same_in_batches_of` is the smallest batch size in
-    which plain decoding itself chooses the other token.
-    """
+    """The first position where the texts differ, counted from 0, and the two tokens as text; one is empty if that text
+    ended. `gap` is how much plain decoding prefers its own token, in logits behind the samplers; up to `allowed`
+    rounding in batches explains it, but nothing does if rows are batch-invariant (`exact_rows`). `same_in_batches_of`
+    is the smallest batch size in which plain decoding itself chooses the other token."""
 
     position: int
     plain: str
@@ -88,7 +85,6 @@ class Difference:
 
     @property
     def is_defect(self) -> bool:
-        """Whether rounding in batches cannot explain the difference."""
         return self.exact_rows or (self.same_in_batches_of is None and self.gap > self.allowed)
 
 
@@ -115,8 +111,8 @@ def plain_texts(
     prompts: Mapping[int, Prompt],
     interrupted: Callable[[], bool] = lambda: False,
 ) -> dict[int, list[int]]:
-    """Return the tokens of plain decoding's answers by the prompts' numbers, each made alone; those that end a text
-    too. There are fewer if interrupted."""
+    """Return the tokens of plain decoding's answers by the prompts' numbers, each made alone, with those that end a
+    text; fewer if interrupted."""
     n = session.options.generation.max_tokens
     asked = [(prompt, n) for prompt in prompts.values()]
     answers = _answers(session, asked, 1, interrupted, draft=False)
@@ -207,12 +203,8 @@ def _check_drafting(request: Request) -> None:
 
 def tokens_of(events: Iterable[Event]) -> list[int]:
     """Return the tokens that events commit to the text, the one that ends it too."""
-    return [
-        piece.token_id
-        for event in events
-        if isinstance(event, CommittedEvent)
-        for piece in event.pieces
-    ]
+    committed = (event for event in events if isinstance(event, CommittedEvent))
+    return [piece.token_id for event in committed for piece in event.pieces]
 
 
 def _difference(
@@ -334,9 +326,9 @@ def check_sampled(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Progress = lambda _done, _total: None,
 ) -> SampledResult | None:
-    """Draw the next token again and again at one place in an answer to one of the prompts, and compare with the
-    target's exact distribution. It is the place where a wrong judgement of drafts would be most visible. None if
-    nothing was drafted in the answers, or if interrupted."""
+    """Draw the next token again and again at the place in an answer to one of the prompts where a wrong judgement of
+    drafts would be most visible, and compare with the target's exact distribution. None if nothing was drafted in the
+    answers, or if interrupted."""
     calibrate(session, interrupted)
     places = [
         place
@@ -451,9 +443,8 @@ def _places(
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The settings, and the result of each prompt and place. `sampler` is that of the sampled check; `skipped` are the
-    numbers of prompts that do not fit into the context. `kernels` names what computes the target, and
-    `unequal_rows` why its rows depend on their batch although specgen's kernels compute."""
+    """The settings and results. `sampler` is that of the sampled check; `skipped` are the numbers of prompts that do not
+    fit into the context. `unequal_rows` says why rows depend on their batch although specgen's kernels compute."""
 
     target: str
     draft: str

@@ -23,14 +23,7 @@ from specgen.llama.kernels.admission import (
 from specgen.llama.kernels.attached import computing
 from specgen.llama.kernels.packed_weights import keep_packed_weights
 from specgen.llama.model import CACHE_TYPES
-from specgen.models.files import (
-    cache_folder,
-    data_folder,
-    identify,
-    learning_folder,
-    memory_file,
-    packed_folder,
-)
+from specgen.models.files import cache_folder, data_folder, identify, learning_folder, memory_file, packed_folder
 from specgen.options import (
     ContextOptions,
     Contexts,
@@ -136,7 +129,8 @@ def open_session(
         check(session)
         chosen = [use_first(session, drafts)] if is_chosen else []
         on_error.pop_all()
-    for text in (*chosen, *_notes(session, options, drafts)):
+    is_plain = bool(drafts) and options.draft == "none"
+    for text in (*chosen, *_notes(session, options, is_plain=is_plain)):
         note(text)
     return session
 
@@ -181,9 +175,7 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
 # --- notes ----------------------------------------------------------------------------------------
 
 
-def _notes(
-    session: Session, options: SessionOptions, drafts: Sequence[DraftChoice]
-) -> Iterator[str]:
+def _notes(session: Session, options: SessionOptions, *, is_plain: bool) -> Iterator[str]:
     """Yield what the user should know of the loaded models, and of options that change nothing or slow things down."""
     models = session.models
     for model in models:
@@ -199,15 +191,14 @@ def _notes(
             f"{no_room}: its packed weights are not kept, so every start packs them anew: the disk has "
             "too little room (a tenth of it stays free; this note is shown once)"
         )
-    if drafts and options.draft == "none":
-        plain = DraftOptions()
-        for field in fields(plain):
-            # What a variable of the environment sets holds for all commands; a store gets texts all the same.
-            says_more = "envvar" in field.metadata or field.name == "lookup_store"
-            is_set = getattr(options.drafting, field.name) != getattr(plain, field.name)
-            if is_set and field.metadata and not says_more:
-                name = field.metadata["spellings"][0].partition("/")[0]
-                yield f"{name} has no effect: with `--draft none` nothing drafts"
+    plain = DraftOptions()
+    for field in fields(plain) if is_plain else ():
+        # What a variable of the environment sets holds for all commands; a store gets texts all the same.
+        says_more = "envvar" in field.metadata or field.name == "lookup_store"
+        is_set = getattr(options.drafting, field.name) != getattr(plain, field.name)
+        if is_set and field.metadata and not says_more:
+            name = field.metadata["spellings"][0].partition("/")[0]
+            yield f"{name} has no effect: with `--draft none` nothing drafts"
     yield from layers_without_gpu(options.target_context, options.draft_context)
     n_threads, n_cores = options.target_context.n_threads or 0, os.cpu_count()
     if n_cores is not None and n_threads > n_cores:

@@ -201,7 +201,6 @@ def test_ctrl_c_shows_what_was_found_so_far(tiny_models: Path, tmp_path: Path) -
         (("--check", "some"), "--check"),
         (("--draws", "1"), "--draws"),
         (("--draws", "18446744073709551616"), "--draws"),
-        (("--false-alarm", "1"), "--false-alarm"),
         (("-N", "0"), "-N"),
         (("--quiet", "--verbose"), "--quiet"),
     ],

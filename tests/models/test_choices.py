@@ -37,22 +37,22 @@ SAVED = SavedDraft(
 def test_what_was_saved_is_read_again(draft: DraftSource) -> None:
     assert saved_draft(TARGET) is None
     saved = dataclasses.replace(SAVED, draft=draft, acceptance_rate=None)
-    assert save_draft(TARGET, saved) == saved_drafts_file()
+    save_draft(TARGET, saved)
     whole = draft.absolute() if isinstance(draft, Path) else draft
     assert saved_draft(TARGET) == dataclasses.replace(saved, draft=whole)
 
 
-def test_what_a_later_version_wrote_is_left_alone(tmp_path: Path) -> None:
-    file = tmp_path / "drafts.json"
-    save_draft(TARGET, SAVED, file)
+def test_what_a_later_version_wrote_is_left_alone() -> None:
+    file = saved_drafts_file()
+    save_draft(TARGET, SAVED)
     document = json.loads(file.read_text(encoding="utf-8"))
     document["version"] = 7
     (entry,) = document["drafts"].values()
     entry["colour"] = "red"
     del entry["tokens_per_s"]
     file.write_text(json.dumps(document), encoding="utf-8")
-    assert saved_draft(TARGET, file) == dataclasses.replace(SAVED, tokens_per_s=None)
-    save_draft(FileIdentity("other.gguf", 1), SAVED, file)
+    assert saved_draft(TARGET) == dataclasses.replace(SAVED, tokens_per_s=None)
+    save_draft(FileIdentity("other.gguf", 1), SAVED)
     document = json.loads(file.read_text(encoding="utf-8"))
     assert document["version"] == 7
     assert [entry.get("colour") for entry in document["drafts"].values()] == ["red", None]
@@ -72,22 +72,20 @@ def test_what_a_later_version_wrote_is_left_alone(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path, text: str, problem: str) -> None:
-    file = tmp_path / "drafts.json"
+def test_a_damaged_file_is_named_and_not_written_over(text: str, problem: str) -> None:
+    file = saved_drafts_file()
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(text.encode("latin-1"))
     with pytest.raises(UsageError) as caught:
-        saved_draft(TARGET, file)
+        saved_draft(TARGET)
     assert str(file) in caught.value.message
     assert problem in caught.value.message
     assert caught.value.hint == f"correct {file}, or move it away"
-
-
-def test_a_damaged_file_is_not_written_over(tmp_path: Path) -> None:
-    file = tmp_path / "drafts.json"
-    file.write_text("{", encoding="utf-8")
-    with pytest.raises(UsageError):
-        save_draft(TARGET, SAVED, file)
-    assert file.read_text(encoding="utf-8") == "{"
+    if "big.gguf" not in text:
+        with pytest.raises(UsageError):
+            save_draft(TARGET, SAVED)
+    assert file.read_bytes() == text.encode("latin-1")
+    assert [path.name for path in file.parent.glob("drafts*")] == ["drafts.json"]
 
 
 # --- which file is which

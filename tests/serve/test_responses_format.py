@@ -120,7 +120,7 @@ def test_flat_tools() -> None:
     assert [each.name for each in request.tools.functions] == ["weather", "patch"]
     assert request.tools.functions[0].description == "W."
     assert request.tools.functions[1].parameters["required"] == ["input"]
-    assert warned(tools=tools) == ["tools.tools", "tools[3].format", "tools[0]", "tools[2]"]
+    assert warned(tools=tools) == ["tools.tools", "tools[0]", "tools[2]", "tools[3].format"]
     assert read(tools=tools[:1], tool_choice="auto").tools is None
     named = read(tools=tools, tool_choice={"type": "custom", "name": "patch"}).tools
     assert named is not None

@@ -34,9 +34,9 @@ class Trials:
 
     def numbered(self) -> list[tuple[int, str]]:
         """Return the prompts with their numbers in the file, from 1. Raise `PromptError`."""
-        from specgen.measure.prompts import TRIAL_PROMPTS, evenly_chosen, read_prompts
+        from specgen.measure.prompts import evenly_chosen, read_prompts, trial_prompts
 
-        every = TRIAL_PROMPTS if self.prompts is None else read_prompts(self.prompts)
+        every = trial_prompts() if self.prompts is None else read_prompts(self.prompts)
         return evenly_chosen(enumerate(every, 1), self.n_prompts)
 
     def texts(self) -> list[str]:
