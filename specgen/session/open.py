@@ -23,7 +23,14 @@ from specgen.llama.kernels.admission import (
 from specgen.llama.kernels.attached import computing
 from specgen.llama.kernels.packed_weights import keep_packed_weights
 from specgen.llama.model import CACHE_TYPES
-from specgen.models.files import cache_folder, data_folder, identify, learning_folder, memory_file, packed_folder
+from specgen.models.files import (
+    cache_folder,
+    data_folder,
+    identify,
+    learning_folder,
+    memory_file,
+    packed_folder,
+)
 from specgen.options import (
     ContextOptions,
     Contexts,

@@ -10,7 +10,15 @@ import pytest
 
 from specgen.errors import FetchError, UnknownModelError, UsageError
 from specgen.models.download import fetch_reference
-from specgen.models.hub import HubReference, cached_models, choose, models_among, parse_reference, quant_of, reference_of
+from specgen.models.hub import (
+    HubReference,
+    cached_models,
+    choose,
+    models_among,
+    parse_reference,
+    quant_of,
+    reference_of,
+)
 from specgen.options import ModelChoice
 from specgen.session.files import find_models
 from tests.helpers.fetch import (
