@@ -329,7 +329,7 @@ def test_standard_input_that_does_not_end_is_said_to_be_awaited(
         time.sleep(0.5)
         return b"why?"
 
-    monkeypatch.setattr("specgen.cli.inputs._PATIENCE_S", 0.0)
+    monkeypatch.setattr("specgen.cli.inputs.PATIENCE_S", 0.0)
     monkeypatch.setattr("specgen.cli.inputs.read_bytes", slow)
     result = cli("-m", cli.model("target"), "-md", "none", "-t", "1", "-n", "5", "-", stdin=b"")
     assert result.code == 0
