@@ -32,7 +32,7 @@ from specgen.session.memory import Memory
 from specgen.session.open import embedder_needs, needed_bytes, open_memory
 from specgen.system.files import correct, read_toml
 from specgen.system.progress import counted, human_bytes
-from specgen.train.learner import Learner
+from specgen.train.online_learning import Learner
 
 #: Options of the machine that all models share.
 _OF_ALL = {"kernels", "packed-cache"}

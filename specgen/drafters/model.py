@@ -15,9 +15,9 @@ from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, Key, Load
 from specgen.drafters.kinds import refuse_draft
 from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
-from specgen.drafters.pairing import check_pair
 from specgen.drafters.parallel import ParallelDrafter, is_parallel_draft, mask_token
 from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Translation
+from specgen.drafters.vocabularies import check_pair
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context_opening import n_native_sequences
@@ -101,7 +101,7 @@ class DraftModel(LoadedDraft):
         if not isinstance(first, Path):
             self._guesses_ngrams = True
             return
-        drafting = replace(setup.drafting, tree=TreeShape("off"), mask="off")
+        drafting = replace(setup.drafting, tree=TreeShape("off"), mask="off", translate="off")
         own = replace(setup, target=self.model, drafting=drafting, helpers=tuple(rest), learnt=None)
         self.helper = DraftModel(first, own)
         self.models += self.helper.models

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from specgen.drafters.expansion import Expansion, price_after
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, Room
-from specgen.drafters.pairing import check_pair
 from specgen.drafters.states import (
     CELLS_BEHIND,
     N_USUAL,
@@ -16,6 +15,7 @@ from specgen.drafters.states import (
     StatesDraft,
     StatesDrafter,
 )
+from specgen.drafters.vocabularies import check_pair
 from specgen.errors import PairError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.draft_contexts import MtpContext

@@ -17,7 +17,7 @@ from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDra
 from specgen.drafters.lookup_texts import MAX_MATCH, MAX_PLACES, Match, Matches
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Drafter, Drafting, ready
-from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.policy import RoundPlan
 from specgen.method.tables import FREE, Price
 
 #: The origins of nodes that are drafted from the text itself, and from corpora.
@@ -137,9 +137,6 @@ class SuffixDrafter(Drafter):
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         return ready(self._draft(context, plan.n_max))
-
-    def observe(self, result: RoundResult) -> None:
-        pass
 
     def rewind(self, n_tokens: int) -> None:
         self._text.rewind(n_tokens)

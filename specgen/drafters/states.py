@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from specgen.drafters.expansion import WIDEST, Expansion, NodeBranches, expansion, price_after
 from specgen.drafters.kind import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Reads, Room
-from specgen.drafters.pairing import check_pair
+from specgen.drafters.vocabularies import check_pair
 from specgen.errors import PairError
 from specgen.llama.gguf_file import architecture_of
 from specgen.method.backend import Batch
 from specgen.method.draft import NO_DRAFT, ROOT
 from specgen.method.drafter import Ask, Drafter, Drafting
-from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.policy import RoundPlan
 from specgen.method.tables import Price
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.hidden_trail import HiddenTrail, StatesBackend
@@ -108,12 +108,6 @@ class StatesCache:
         if self._backend.length(self._sequence) > self.length:
             self._backend.remove(self._sequence, self.length)
 
-    def rewind(self, n_tokens: int) -> None:
-        """Drop the rows of all but the text's first `n_tokens` tokens."""
-        if n_tokens < self.n_held:
-            self.n_held = max(n_tokens, self.n_skipped)
-            self._backend.remove(self._sequence, self.length)
-
 
 class StatesDrafter(Drafter):
     """The base of drafters that read the target's hidden states along the text (`states`, which the loop fills).
@@ -165,14 +159,6 @@ class StatesDrafter(Drafter):
     def _drop_drafted(self) -> None:
         for cache in self._caches:
             cache.drop_drafted()
-
-    def observe(self, result: RoundResult) -> None:
-        pass
-
-    def rewind(self, n_tokens: int) -> None:
-        self.states.rewind(n_tokens)
-        for cache in self._caches:
-            cache.rewind(n_tokens)
 
     def _n_read(self, n_context: int) -> int:
         """Return the number of tokens of a text that the target has read, at most all but the last."""
