@@ -141,15 +141,14 @@ class Chat:
         return self._session.draft_name if self.drafts else "none"
 
     @property
-    def says_the_same_again(self) -> bool:
-        """Whether regenerating an answer gives the same answer."""
-        is_whole = self.finished is not None and self.finished.finish_reason != "interrupted"
-        return self._session.options.sampler.greedy and is_whole and not self.conversation.is_open
-
-    @property
     def n_ctx(self) -> int:
         """The size of the context in tokens."""
         return self._engine.n_ctx
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether another answer to the same question is the same."""
+        return self._session.options.sampler.greedy
 
     def _keep(self, conversation: Conversation) -> None:
         self.conversation = conversation
