@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from specgen.events import Event
     from specgen.serve.chat import Chat, Conversation
-    from specgen.train.learner import Learner
+    from specgen.train.online_learning import Learner
 
 
 @flags.takes_options(
@@ -84,7 +84,7 @@ def chat(
         from specgen.serve.chat import Chat, check_template
         from specgen.session.calibration import calibrate
         from specgen.session.engine import Engine
-        from specgen.train.learner import Learner
+        from specgen.train.online_learning import Learner
 
         conversation = stack.enter_context(_kept(path, output))
         kernels, dialogue = setup.machine.kernels, _Dialogue(output)
@@ -223,8 +223,8 @@ class _Dialogue:
         _say("A backslash at the end of a line goes on with another one. Ctrl-C stops an answer.")
 
     def regenerate(self, _argument: str) -> int:
-        if self._chat.says_the_same_again:
-            _say("note: at temperature 0 the new answer is the same (--temp 0.8 lets it vary)")
+        if self._chat.is_greedy:
+            _say("note: at temperature 0 an answer is always the same (--temp 0.8 lets it vary)")
         return self._answer(self._chat.regenerate())
 
     def undo(self, _argument: str) -> None:

@@ -13,7 +13,7 @@ from specgen.sampler_options import utf8
 #: As a file's name: standard input or output.
 STDIO = Path("-")
 #: How long standard input may take to end until a note says that it is awaited.
-_PATIENCE_S = 2.0
+PATIENCE_S = 2.0
 
 
 def read_prompt(
@@ -59,7 +59,7 @@ def _read(source: Path | str, note: Callable[[str], None]) -> tuple[str, str]:
         except ValueError as error:
             raise PromptError(f"the prompt: {error}") from None
     awaited = "waiting for the end of standard input, which is part of the prompt (`< /dev/null` gives none)"
-    patience = threading.Timer(_PATIENCE_S, note, [awaited])
+    patience = threading.Timer(PATIENCE_S, note, [awaited])
     patience.daemon = True
     if source == STDIO:
         patience.start()

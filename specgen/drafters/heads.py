@@ -16,7 +16,7 @@ from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
 from specgen.method.backend import Vocabulary
 from specgen.method.draft import NO_DRAFT, ROOT
 from specgen.method.drafter import Ask, Drafter, Drafting, ready
-from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.policy import RoundPlan
 from specgen.method.tables import CostTable, Price
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.hidden_trail import LastHidden
@@ -47,7 +47,6 @@ class HeadsDrafter(Drafter):
         self._request = request
         self._costs = request.costs
         self._vocabulary = vocabulary
-        #: The target's hidden states, which the loop adds to.
         self.states: LastHidden = LastHidden()
         #: A row of the target's logits, in which tokens that are not frequent stay at minus infinity.
         self._row = np.full(heads.n_vocab, -np.inf, np.float32)
@@ -57,25 +56,15 @@ class HeadsDrafter(Drafter):
         return Price(look_s, look_s)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        found = self.states.before(len(context))
-        if found is None or len(context) - found[0] > _MOST_UNREAD:
+        n_read, state = self.states.last or (len(context), self._row)
+        unread, before = context[n_read:], context[len(context) - n_drafted :]
+        if not 0 < len(unread) <= _MOST_UNREAD:
             return ready(NO_DRAFT)
-        n_read, state = found
-        unread = context[n_read:]
         states = self._heads.begin(state, unread[0])
         for token in unread[1:]:
             states = self._heads.advance(states, [token])
-        return self._grow(states, context[len(context) - n_drafted :], plan)
-
-    def observe(self, result: RoundResult) -> None:
-        pass
-
-    def rewind(self, n_tokens: int) -> None:
-        self.states.rewind(n_tokens)
-
-    def _grow(self, states: Hidden, before: Sequence[int], plan: RoundPlan) -> Drafting:
-        vocabulary, n_max, behind = self._vocabulary, plan.n_max, {ROOT: states}
-        made = expansion(self.name, self._request, plan, before, vocabulary, n_max)
+        behind = {ROOT: states}
+        made = expansion(self.name, self._request, plan, before, self._vocabulary, plan.n_max)
 
         def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Iterable[Logits]]:
             yield from ()

@@ -20,7 +20,7 @@ from specgen.drafters.kind import DraftRequest
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT
 from specgen.method.drafter import Ask, Drafter, Drafting
-from specgen.method.policy import RoundPlan, RoundResult
+from specgen.method.policy import RoundPlan
 from specgen.method.tables import Price
 from specgen.system.arrays import Logits
 from specgen.text.prefix import n_common
@@ -123,9 +123,6 @@ class ModelDrafter(Drafter):
                 first, rows_beyond, lambda: min(self._branches.n_free, backend.n_outputs)
             )
         )
-
-    def observe(self, result: RoundResult) -> None:
-        pass
 
     def rewind(self, n_tokens: int) -> None:
         if self._guesses is not None:

@@ -27,7 +27,7 @@ from specgen.session.answer_loop import AnswerLoop, ChunkedPrefill
 from specgen.session.calibration import calibrate
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, KeptAnswers
-from specgen.session.prompt_cache import CachedContext, PromptCache, why_no_prompt_cache
+from specgen.session.prompt_cache import CachedContext, PromptCache
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request
 from specgen.session.scheduler import Scheduler
@@ -205,7 +205,10 @@ class Engine:
 
     def _use_prompt_cache(self, file: Path) -> None:
         """Let the contexts hold the text of a prompt cache, and write theirs to it before they are closed."""
-        if why := why_no_prompt_cache(self.target):
+        why = "is on other machines" if self.target.model.is_remote else ""
+        if self.target.rollback != "cells":
+            why = "has a recurrent state, which cannot go back to the end of a prompt"
+        if why:
             self.notify(f"--prompt-cache has no effect: {self._session.target.name} {why}")
             return
         cache = PromptCache(file)
@@ -259,6 +262,9 @@ class Engine:
         no more events. Raise `BackendError` if all answers of the round fail, since its batch cannot be decoded."""
         with self.stepping:
             events = self._begin_next()
+            for request in self._scheduler.busy:
+                if request.is_cancelled:
+                    request.running.finish("interrupted")
             reading = self._scheduler.next_reading()
             if reading is None or self._scheduler.can_read_beside(reading):
                 return events + self._round(reading)
@@ -283,9 +289,7 @@ class Engine:
                 try:
                     self.step()
                 except WorkerLostError:
-                    if (
-                        request.state == "decoding"
-                    ):  # it cannot continue: the target decodes nothing
+                    if request.state == "decoding":
                         request.running.finish("interrupted")
                         yield request.running.finished_event(self._loop.now_s, None)
                     raise
@@ -311,8 +315,7 @@ class Engine:
             return []
         slot, session = request.slot, self._session
         assert slot is not None, "it was given one"
-        request.load = LoadOfOthers()
-        events: list[Event] = []
+        request.load, events = LoadOfOthers(), list[Event]()
         with self._failing([request]):
             # The state behind a prefix may be forgotten, and the first row of the draft reads it.
             n_again = 1 if self._reads_rows else 0
@@ -345,8 +348,9 @@ class Engine:
                 verifier=request.settings.verifier,
                 grammar=grammar.text if grammar is not None else None,
             )
-            now_s = begun.time_s
-            notices = (NoticeEvent(request.index, now_s, text) for text in self.take_notices())
+            notices = (
+                NoticeEvent(request.index, begun.time_s, text) for text in self.take_notices()
+            )
             events += self._pass_on(request, begun, *notices)
         return events
 
@@ -354,8 +358,6 @@ class Engine:
         """Read a piece of a prompt between two rounds."""
         events: list[Event] = []
         with self._failing([request]):
-            if request.is_cancelled:
-                request.running.finish("interrupted")
             events += self._loop.read(request.running, self._scheduler.n_piece())
             request.events.extend(events)
             events += self._settle(request)
@@ -367,11 +369,7 @@ class Engine:
         busy, beside = decoding, None
         if reading is not None:
             busy = [*decoding, reading]
-            costs = self._session.costs.table()
-            beside = ChunkedPrefill(self._loop, reading.running, costs)
-        for request in busy:
-            if request.is_cancelled:
-                request.running.finish("interrupted")
+            beside = ChunkedPrefill(self._loop, reading.running, self._session.costs.table())
         with self._failing(busy, raises=True):
             events = self._loop.round([request.running for request in decoding], beside)
         requests = {request.index: request for request in busy}
@@ -414,10 +412,9 @@ class Engine:
         except OutputError as error:  # the answer itself has not failed
             text = f"the answer is not kept for the draft to learn from: {error.message}"
             notices.append(NoticeEvent(request.index, self._loop.now_s, text))
-        costs = self._session.costs.table(n_past=sequence.n_prompt)
-        finished = self._loop.finish(sequence, costs)
-        others_share = None if request.load is None else request.load.share
-        finished = replace(finished, others_share=others_share)
+        finished = self._loop.finish(sequence, self._session.costs.table(n_past=sequence.n_prompt))
+        if request.load is not None:
+            finished = replace(finished, others_share=request.load.share)
         events = self._pass_on(request, *notices, finished)
         request.finished = finished  # after its events: another thread may wait for them
         self._free(request)
@@ -450,27 +447,21 @@ class Engine:
         self._session.keep_text(tokens)
         if self._kept is None:
             return
-        own = self._session.own_vocabulary if prompt.draft_tokens is not None else None
-        self._kept.add(
-            KeptAnswer(
-                prompt.tokens,
-                tuple(tokens[len(prompt.tokens) :]),
-                draft_prompt=prompt.draft_tokens if own is not None else None,
-                draft_vocabulary=own.vocabulary.digest() if own is not None else None,
-            )
-        )
+        answer = KeptAnswer(prompt.tokens, tuple(tokens[len(prompt.tokens) :]))
+        own = self._session.own_vocabulary
+        if own is not None and prompt.draft_tokens is not None:
+            digest = own.vocabulary.digest()
+            answer = replace(answer, draft_prompt=prompt.draft_tokens, draft_vocabulary=digest)
+        self._kept.add(answer)
 
 
 def generate(
     session: Session, prompt: Prompt, *, interrupted: Callable[[], bool] = lambda: False
 ) -> Generator[Event, None, None]:
-    """Generate an answer to a prompt in contexts of its own, and yield its events; the last one is a
-    `FinishedEvent`. `interrupted` is that of `Engine`. Raise `PromptError` if the prompt does not fit
-    into the context, `MemoryLimitError` if the context does not fit into memory, and `BackendError` if the
-    models are closed.
-    """
-    n_ctx = session.context_size(len(prompt.tokens))
-    news = calibrate(session, interrupted)
+    """Generate an answer in contexts of its own, and yield its events; the last one is a `FinishedEvent`. Raise
+    `PromptError` if the prompt does not fit into the context, `MemoryLimitError` if the context does not fit into
+    memory, and `BackendError` if the models are closed."""
+    n_ctx, news = session.context_size(len(prompt.tokens)), calibrate(session, interrupted)
     with Engine(session, n_ctx=n_ctx, interrupted=interrupted) as engine:
         engine.notify(news)
         yield from engine.stream(engine.insert(prompt))

@@ -137,10 +137,11 @@ class DraftBuilder:
         """Let the target write text until the clock reaches `until_s`; return the number of tokens there are.
 
         Raises what `specgen.train.target_text.write_text` raises."""
-        from specgen.train.target_text import bytes_of, write_text
+        from specgen.train.target_text import N_TOP, write_text
 
         options = self.text_options
-        size = human_bytes(bytes_of(options.n_tokens, self.session.target.n_embd))
+        a_token = 2 * self.session.target.n_embd + 6 * N_TOP + 8
+        size = human_bytes(options.n_tokens * a_token)
         self.tell(f"up to {options.n_tokens} tokens of text, {size}, in {self.folder}")
         return write_text(
             self.session,

@@ -23,7 +23,7 @@ from specgen.errors import ModelFileError
 from specgen.llama.operators import TYPE_NUMBERS, FloatArray, Weights, dequantize, quantize
 from specgen.models.files import model_parts
 
-#: The architectures that `specgen.train.transformer` implements.
+#: The architectures that `specgen.train.distillation` implements.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 _NAMES = {number: name for name, number in TYPE_NUMBERS.items()}
 #: In gemma3 every sixth layer sees the whole text, unless the file gives another period.

@@ -121,15 +121,7 @@ def train_heads(
         judged_every=40,
         patience=6,
     )
-    is_whole = train(
-        state,
-        schedule,
-        budget,
-        step=trainer.step,
-        loss=lambda: -sum(trainer.judge().top_1),
-        parameters=trainer.copied,
-    )
-    if not is_whole:
+    if not train(trainer, state, schedule, budget):
         return None
     trainer.parameters = state.best
     weights = _weights(state.best, trainer, model)
@@ -264,6 +256,9 @@ class _Trainer:
             shares / np.maximum(mass, 1e-6),
             rate,
         )
+
+    def loss(self) -> float:
+        return -sum(self.judge().top_1)
 
     def judge(self) -> Agreement:
         """Measure how often the heads predict the target's token at held-back positions, given the

@@ -20,10 +20,9 @@ from specgen.serve.batch import lines as batch_lines
 from specgen.serve.batch.runner import Prompting
 from specgen.serve.formats import request
 from specgen.serve.formats.openai import read_request
-from tests.helpers.batch import answers, records, text_of
+from tests.helpers.batch import answers, n_results, records, text_of, wait_for_results
 from tests.helpers.cli import Result, in_process
 from tests.tiny import TinyConfig, write_tiny_model
-from tests.tiny.config import CHATML_TEMPLATE
 
 PROMPTS = [
     "the cat is in the",
@@ -36,29 +35,18 @@ PROMPTS = [
 Batch = Callable[..., Result]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a target and a draft that have a chat template, and one that has none."""
-    folder = tmp_path_factory.mktemp("batch")
-    target = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE, n_ctx_train=512)
-    write_tiny_model(folder / "target.gguf", target)
-    write_tiny_model(folder / "draft.gguf", target.draft(0.02))
-    write_tiny_model(folder / "plain.gguf", TinyConfig(logit_scale=6.0, n_ctx_train=512))
-    return folder
-
-
 def options(models: Path, target: str = "target", draft: str = "draft") -> list[str]:
     draft = draft if draft in ("ngram", "none") else str(models / f"{draft}.gguf")
     return ["-m", str(models / f"{target}.gguf"), "-md", draft, "-n", "16"]
 
 
 @pytest.fixture
-def specgen(capsys: pytest.CaptureFixture[str], models: Path) -> Batch:
+def specgen(capsys: pytest.CaptureFixture[str], chat_models: Path) -> Batch:
     """Runs a command in this process with the tiny models."""
     run = in_process(capsys)
 
     def command(name: str, *arguments: str | Path, **names: str) -> Result:
-        return run(name, *options(models, **names), *arguments)
+        return run(name, *options(chat_models, **names), *arguments)
 
     return command
 
@@ -191,7 +179,7 @@ def test_results_of_other_settings_are_refused(specgen: Batch, tmp_path: Path) -
 
 
 def test_lines_that_fail(specgen: Batch, tmp_path: Path) -> None:
-    long = " ".join(["the cat is in the house"] * 200)
+    long = " ".join(["the cat is in the house"] * 400)
     bias = {"prompt": "x", "logit_bias": {"100000": 1}}
     grammar = {"prompt": "x", "grammar": "root ::= nothing"}
     source = write(tmp_path / "in.jsonl", PROMPTS[0], "{broken", long, bias, grammar, PROMPTS[1])
@@ -210,7 +198,7 @@ def test_lines_that_fail(specgen: Batch, tmp_path: Path) -> None:
         "5": "invalid_request",
         "7": "invalid_utf8",
     }
-    assert "512" in found["3"]["error"]["message"]
+    assert "2048" in found["3"]["error"]["message"]
     assert "there is no token 100000" in found["4"]["error"]["message"]
     assert all(text_of(found[name]) for name in "16")
     # They are not asked for again, unless that is wanted.
@@ -339,56 +327,49 @@ def test_bad_files(
 # --- processes that end before their time ------------------------------------------------------
 
 
-def child(models: Path, source: Path, out: Path) -> subprocess.Popen[bytes]:
+def child(chat_models: Path, source: Path, out: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "specgen", "batch", str(source), str(out), "-np", "3"]
     return subprocess.Popen(
-        [*command, "-t", "1", *options(models), "-n", "40"],
+        [*command, "-t", "1", *options(chat_models), "-n", "40"],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
 
 
 @pytest.mark.usefixtures("tested_kernels")
-def test_killed_at_any_moment_nothing_is_lost_or_there_twice(models: Path, tmp_path: Path) -> None:
+def test_killed_at_any_moment_nothing_is_lost_or_there_twice(
+    chat_models: Path, tmp_path: Path
+) -> None:
     prompts = [f"{PROMPTS[number % 6]} {number}" for number in range(30)]
     source, whole = write(tmp_path / "in.jsonl", *prompts), tmp_path / "whole.jsonl"
-    process = child(models, source, whole)
+    process = child(chat_models, source, whole)
     process.communicate()
     assert process.returncode == 0
     out, chance = tmp_path / "out.jsonl", random.Random(5)
-    n_killed = 0
-    for n_tries in range(60):
-        process = child(models, source, out)
-        n_before = lines_in(out)
+    process, n_killed = child(chat_models, source, out), 0
+    while process.returncode != 0:
         # Until it has written a few more, and then at any moment.
-        while process.poll() is None and lines_in(out) < n_before + chance.randint(3, 9):
-            time.sleep(0.002)
+        wait_for_results(out, n_results(out) + chance.randint(3, 9), process)
         time.sleep(chance.random() * 0.02)
         process.kill()
         process.communicate()
-        if process.returncode == 0:
-            break
-        n_killed += 1
-        assert n_tries < 59
-    assert n_killed >= 3
+        if process.returncode != 0:
+            n_killed += 1
+            process = child(chat_models, source, out)
+    assert 3 <= n_killed < 60
     assert answers(out) == answers(whole)
-
-
-def lines_in(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.usefixtures("tested_kernels")
 def test_a_signal_ends_it_and_finishes_nothing_half(
-    models: Path, tmp_path: Path, number: int, code: int
+    chat_models: Path, tmp_path: Path, number: int, code: int
 ) -> None:
     prompts = [f"{PROMPTS[index % 6]} {index}" for index in range(400)]
     source, out = write(tmp_path / "in.jsonl", *prompts), tmp_path / "out.jsonl"
-    process = child(models, source, out)
-    while process.poll() is None and lines_in(out) < 4:
-        time.sleep(0.002)
+    process = child(chat_models, source, out)
+    wait_for_results(out, 4, process)
     process.send_signal(number)
     _, errors = process.communicate()
     assert process.returncode == code, errors
@@ -403,13 +384,12 @@ def test_a_signal_ends_it_and_finishes_nothing_half(
 
 
 @pytest.mark.usefixtures("tested_kernels")
-def test_two_do_not_write_to_one_file(specgen: Batch, models: Path, tmp_path: Path) -> None:
+def test_two_do_not_write_to_one_file(specgen: Batch, chat_models: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", *(f"{PROMPTS[0]} {index}" for index in range(400)))
     out = tmp_path / "out.jsonl"
-    process = child(models, source, out)
+    process = child(chat_models, source, out)
     try:
-        while process.poll() is None and lines_in(out) < 1:
-            time.sleep(0.002)
+        wait_for_results(out, 1, process)
         refused = specgen("batch", source, out)
         assert refused.code == 10
         assert "another specgen batch is writing to it" in refused.err
@@ -419,7 +399,7 @@ def test_two_do_not_write_to_one_file(specgen: Batch, models: Path, tmp_path: Pa
     assert specgen("batch", source, out, "-n", "40", "-np", "4").code == 0
 
 
-def test_calls_of_tools(specgen: Batch, models: Path, tmp_path: Path) -> None:
+def test_calls_of_tools(specgen: Batch, chat_models: Path, tmp_path: Path) -> None:
     values = {"type": "object", "properties": {"unit": {"enum": ["m", "ft"]}}, "required": ["unit"]}
     function = {"name": "length", "parameters": {**values, "additionalProperties": False}}
     body = {
@@ -431,7 +411,7 @@ def test_calls_of_tools(specgen: Batch, models: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", body)
     template = "{{ tools }}<tool_call>{{ messages[0].content }}"
     config = TinyConfig(logit_scale=6.0, chat_template=template, n_ctx_train=512)
-    write_tiny_model(models / "tools.gguf", config)
+    write_tiny_model(chat_models / "tools.gguf", config)
     out = tmp_path / "out.jsonl"
     assert specgen("batch", source, out, target="tools", draft="ngram").code == 0
     (choice,) = records(out)["1"]["response"]["body"]["choices"]

@@ -255,7 +255,7 @@ class TestLoss:
         ("batch", "in.jsonl", "out.jsonl"),
         ("fim", "in.jsonl:1"),
         ("chat",),
-        ("serve",),
+        ("serve", "--port", "0"),
         ("verify",),
         ("tune",),
         ("bench",),

@@ -36,10 +36,12 @@ class TestLines:
             {"custom_id": "y", "url": "/v1/completions", "body": {"prompt": "a", "seed": 3}},
             {"prompt": "b", "temperature": 0.5},
             {"custom_id": 7, "messages": turns},
+            b"",
             "  Why is the sky blue?\r",
         )
         lines = (first, second, third, fourth, fifth)
-        assert [line.custom_id for line in lines] == ["x", "y", "3", "7", "5"]
+        assert [line.custom_id for line in lines] == ["x", "y", "3", "7", "6"]
+        assert [line.number for line in lines] == [1, 2, 3, 4, 6]
         assert request_of(first).messages == (Message("user", "hi"),)
         assert request_of(first).generation.max_tokens == 3
         assert (request_of(second).kind, request_of(second).text) == ("completion", "a")
@@ -49,11 +51,6 @@ class TestLines:
         assert request_of(fourth).kind == "chat"
         assert request_of(fifth).text == "Why is the sky blue?"
         assert request_of(fifth).generation.max_tokens == 20
-
-    def test_empty_lines_count_but_ask_nothing(self) -> None:
-        one, two = lines_of(b"\xef\xbb\xbffirst", "", "  ", "second")
-        assert (one.number, two.number) == (1, 4)
-        assert request_of(one).text == "first"
 
     @pytest.mark.parametrize(
         ("line", "code", "word"),

@@ -120,7 +120,7 @@ def test_flat_tools() -> None:
     assert [each.name for each in request.tools.functions] == ["weather", "patch"]
     assert request.tools.functions[0].description == "W."
     assert request.tools.functions[1].parameters["required"] == ["input"]
-    assert warned(tools=tools) == ["tools.tools", "tools[3].format", "tools[0]", "tools[2]"]
+    assert warned(tools=tools) == ["tools.tools", "tools[0]", "tools[2]", "tools[3].format"]
     assert read(tools=tools[:1], tool_choice="auto").tools is None
     named = read(tools=tools, tool_choice={"type": "custom", "name": "patch"}).tools
     assert named is not None
@@ -176,7 +176,7 @@ def test_what_is_ignored_is_mentioned() -> None:
         ({"input": [{**called("c"), "call_id": None}]}, "input[0]"),
         ({"instructions": ["x"]}, "instructions[0]"),
         ({"max_output_tokens": "many"}, "max_output_tokens"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"tools": [{"type": "web_search"}, {"type": "function"}]}, "tools[1].name"),
         (
             {"tools": [{"type": "web_search"}, {"type": "function", "name": "a", "parameters": 3}]},

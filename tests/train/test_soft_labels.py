@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.translated import Translation
-from specgen.train.target_text import SoftLabels
+from specgen.train.target_text import soft_labels
 from tests.helpers.fake_backend import FakeVocabulary
 from tests.helpers.vocabularies import target_texts, vocabularies, vocabulary
 
@@ -33,9 +33,7 @@ def translated(
     for place, row in enumerate(top):
         tokens[place, : len(row)] = list(row)
         probabilities[place, : len(row)] = list(row.values())
-    found = SoftLabels(Translation(target, draft)).translate(
-        answer, tokens, probabilities, draft_tokens
-    )
+    found = soft_labels(Translation(target, draft), answer, tokens, probabilities, draft_tokens)
     assert [array.dtype for array in found] == [np.int32, np.float16]
     assert [array.shape for array in found] == [(len(draft_tokens), n_top)] * 2
     rows: list[dict[int, float]] = []

@@ -22,16 +22,14 @@ from specgen.serve.formats.request import (
     AnswerBody,
     AnswerFormat,
     BodyError,
+    ChatBody,
     Conversation,
     Fields,
     Kind,
     Parts,
     Request,
-    ToolChoice,
-    ToolList,
     arguments_of,
     parse,
-    read_tools,
     shown,
     text_of,
 )
@@ -86,22 +84,21 @@ class _Body(AnswerBody):
     n: Annotated[int, Field(ge=1, lt=2**31)] = 1
     stream_options: _StreamOptions = _StreamOptions()
 
-    def empty(
-        self, kind: Kind, sampling: SamplerOptions, generation: GenerationOptions, **more: Any
-    ) -> Request:
-        """Return the request without its prompt."""
+    def common(self, generation: GenerationOptions) -> dict[str, Any]:
+        """Return what all requests of this API have."""
+        n_top = generation.logprobs
         if self.logprobs is not None and self.logprobs is not False:
             n_top = self.top_logprobs if self.logprobs is True else self.logprobs
-            generation = replace(generation, logprobs=n_top)
-        more = {"n": self.n, "has_usage_alone": self.stream_options.include_usage, **more}
-        return self.request(kind, sampling, generation, form=self.response_format, **more)
+        return {
+            "generation": replace(generation, logprobs=n_top),
+            "form": self.response_format,
+            "n": self.n,
+            "has_usage_alone": self.stream_options.include_usage,
+        }
 
 
-class _ChatBody(_Body):
+class _ChatBody(_Body, ChatBody):
     messages: Annotated[list[_Message], Field(min_length=1)]
-    tools: ToolList = []
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     reasoning_format: Literal["none", "auto", "deepseek"] = "none"
 
@@ -148,20 +145,14 @@ def read_chat(
     body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
 ) -> tuple[Request, ...]:
     """Read a body for the next turn of a conversation. Raise `BodyError`."""
-    asked, warnings = parse(_ChatBody, body), list[str]()
-    request = asked.empty(
-        "chat",
+    asked = parse(_ChatBody, body)
+    return asked.chat(
+        _messages(asked.messages),
         sampling,
-        generation,
-        tools=read_tools(
-            asked.tools, asked.tool_choice, warnings, is_parallel=asked.parallel_tool_calls
-        ),
-        messages=_messages(asked.messages),
-        warnings=warnings,
-        variables=asked.variables(asked.reasoning_effort),
+        effort=asked.reasoning_effort,
         splits_reasoning=asked.reasoning_format != "none",
+        **asked.common(generation),
     )
-    return (request,)
 
 
 def _messages(turns: list[_Message]) -> tuple[Message, ...]:
@@ -181,7 +172,7 @@ def _messages(turns: list[_Message]) -> tuple[Message, ...]:
         )
         thought = text_of(f"{where}.reasoning_content", turn.reasoning_content)
         role: Role = "system" if turn.role == "developer" else turn.role
-        found.add(Message(role, text, calls, reasoning=thought or None))
+        found.messages.append(Message(role, text, calls, reasoning=thought or None))
     return tuple(found.messages)
 
 
@@ -195,7 +186,7 @@ def read_completion(
     """Read a body for the continuation of texts, or with `suffix` for the middle between two: a request for
     each prompt. Raise `BodyError`."""
     asked = parse(_CompletionBody, body)
-    empty = asked.empty(kind, sampling, generation)
+    empty = asked.request(kind, sampling, **asked.common(generation))
     found: list[Request] = []
     for prompt in _inputs("prompt", asked.prompt).values():
         if isinstance(prompt, list):
@@ -235,9 +226,9 @@ def read_infill(
         raise BodyError("n", f"{shown(asked.n)} answers; a gap has one")
     files = tuple(ContextFile(file.filename, file.text) for file in asked.input_extra)
     gap = Gap(asked.input_prefix + asked.prompt, asked.input_suffix, context=files)
+    empty = asked.request("completion", sampling, **asked.common(generation))
     # The last chunk has the usage.
-    more = {"gap": gap, "has_usage_alone": False, "writer": InfillWriter}
-    return (asked.empty("completion", sampling, generation, **more),)
+    return (replace(empty, gap=gap, has_usage_alone=False, writer=InfillWriter),)
 
 
 # --- answers --------------------------------------------------------------------------------------
