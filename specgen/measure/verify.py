@@ -72,20 +72,19 @@ def ways_to_draft(drafting: DraftOptions) -> dict[WayName, DraftOptions]:
 class Difference:
     """The first position where the texts differ, counted from 0, and the two tokens as text; one is empty if that text
     ended. `gap` is how much plain decoding prefers its own token, in logits behind the samplers; up to `allowed`
-    rounding in batches explains it, but nothing does if rows are batch-invariant (`exact_rows`). `same_in_batches_of`
-    is the smallest batch size in which plain decoding itself chooses the other token."""
+    rounding in batches explains it, which is 0 if rows are batch-invariant. `same_in_batches_of` is the smallest batch
+    size in which plain decoding itself chooses the other token."""
 
     position: int
     plain: str
     drafted: str
     gap: float
     allowed: float
-    exact_rows: bool = False
     same_in_batches_of: int | None = None
 
     @property
     def is_defect(self) -> bool:
-        return self.exact_rows or (self.same_in_batches_of is None and self.gap > self.allowed)
+        return self.same_in_batches_of is None and self.gap >= self.allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +243,9 @@ def _difference(
     ours, theirs = likely.probability(expected[at]), likely.probability(found[at])
     gap = math.log(ours / theirs) if ours and theirs else math.inf
     allowed = (SLACK * moved + ALWAYS_ALLOWED) * float(np.std(alone))
-    is_exact = session.target.has_equal_rows and moved == 0.0
-    return Difference(at, plain, drafted, gap, allowed, is_exact, same_in)
+    if session.target.has_equal_rows and moved == 0.0:
+        allowed = 0.0
+    return Difference(at, plain, drafted, gap, allowed, same_in)
 
 
 def movement(one: Logits, other: Logits) -> float:
