@@ -60,33 +60,14 @@ class Offer:
     others: Others = ALONE
 
 
-class Stop(Protocol):
-    """How far a draft goes. `confidences` has one number for each look so far; the last one belongs to the token
-    that is about to be drafted. So whether a token is drafted never depends on the token."""
-
-    @property
-    def needs_confidence(self) -> bool:
-        """Whether `wants_token` uses the confidences, each of which costs a pass over the logits."""
-        ...
-
-    def wants_token(self, confidences: Sequence[float]) -> bool:
-        """Return whether to draft the token at the last look."""
-        ...
-
-    def wants_decode(self, confidences: Sequence[float]) -> bool:
-        """Return whether another look, after all these tokens, is worth a decode of the drafter."""
-        ...
-
-    def cut(self, draft: Draft) -> Draft:
-        """Return the nodes of a finished draft that are worth verifying: the first tokens of a chain, or nodes of
-        a tree, likeliest first. No token that was drawn at random is dropped, since that would bias the text."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class UntilUnsure:
-    """A draft goes on while its model gives a token at least `p_min` (llama.cpp's rule), and the product of all
-    its tokens' probabilities is at least `bound`. Drafts of fewer than `n_min` tokens are not verified."""
+class Stop:
+    """How far a draft goes: while its model gives a token at least `p_min` (llama.cpp's rule), and the product of all its
+    tokens' probabilities is at least `bound`. Drafts of fewer than `n_min` tokens are not verified.
+
+    `confidences` has one number for each look so far; the last one belongs to the token that is about to be drafted. So
+    whether a token is drafted never depends on the token. `needs_confidence` says whether `wants_token` uses them, each of
+    which costs a pass over the logits."""
 
     p_min: float = 0.0
     n_min: int = 0
@@ -94,12 +75,16 @@ class UntilUnsure:
     needs_confidence: bool = False
 
     def wants_token(self, confidences: Sequence[float]) -> bool:
+        """Return whether to draft the token at the last look."""
         return confidences[-1] >= self.p_min and math.prod(confidences) >= self.bound
 
     def wants_decode(self, confidences: Sequence[float]) -> bool:
+        """Return whether another look, after all these tokens, is worth a decode of the drafter."""
         return True
 
     def cut(self, draft: Draft) -> Draft:
+        """Return the nodes of a finished draft that are worth verifying: the first tokens of a chain, or nodes of a
+        tree, likeliest first. No token that was drawn at random is dropped, since that would bias the text."""
         if draft.is_drawn:
             return draft
         if draft.is_chain and self.bound > 0.0:
@@ -123,7 +108,7 @@ class RoundPlan:
     reason: Reason
     n_max: int = 0
     found: Draft = NO_DRAFT
-    stop: Stop = field(default_factory=UntilUnsure)
+    stop: Stop = field(default_factory=Stop)
     extends: bool = False
     n_given: int = 0
     n_at_once: int | None = None
@@ -152,7 +137,7 @@ class RoundPlan:
 
 def draft_up_to(n_max: int, *, needs_confidence: bool = False) -> RoundPlan:
     """Return a plan for a single drafter that drafts `n_max` tokens, however sure it is."""
-    return RoundPlan(Reason("fixed"), n_max, stop=UntilUnsure(needs_confidence=needs_confidence))
+    return RoundPlan(Reason("fixed"), n_max, stop=Stop(needs_confidence=needs_confidence))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +173,7 @@ class FixedPolicy:
     def __init__(self, options: DraftOptions) -> None:
         self.n_max = options.n_max
         p_min = options.stops_below
-        self._stop = UntilUnsure(p_min, options.min_tokens, needs_confidence=p_min > 0.0)
+        self._stop = Stop(p_min, options.min_tokens, needs_confidence=p_min > 0.0)
 
     def plan(self, offer: Offer) -> RoundPlan:
         n_max = min(self.n_max, offer.n_most)
@@ -285,8 +270,8 @@ class StoppingRule:
         return gain_s + max(0.0, self.value(n_drafted + 1, chance))
 
 
-@dataclass(frozen=True, slots=True)
-class WhilePaying:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhilePaying(Stop):
     """Drafts as long as another token is expected to save time.
 
     `rates` returns the acceptance rates of an origin. An expected token counts `token_s` seconds, and `extra_s[n]`
@@ -300,7 +285,6 @@ class WhilePaying:
     extra_s: Sequence[float]
     rule: StoppingRule | None = None
     next_s: float = 0.0
-    p_min: float = 0.0
     needs_confidence: bool = True
 
     def wants_token(self, confidences: Sequence[float]) -> bool:
@@ -460,9 +444,12 @@ class CostAwarePolicy:
         if (nothing := self._read_costs(offer)) is not None:
             return RoundPlan(nothing)
         drafter, price, n_max = offer.drafter, offer.price, min(self.n_max, offer.n_most)
-        origin = drafter or NGRAM_ORIGINS[0]
         stop = WhilePaying(
-            origin, self.acceptance_of, self._token_s, self._extra_s, p_min=self._p_min
+            origin=drafter or NGRAM_ORIGINS[0],
+            rates=self.acceptance_of,
+            token_s=self._token_s,
+            extra_s=self._extra_s,
+            p_min=self._p_min,
         )
         found = stop.cut(offer.found)
         if len(found) and found.origins[0] in self._gate.aside:
@@ -485,7 +472,7 @@ class CostAwarePolicy:
                 prefill_s=price.prefill_s,
             )
         if self._may_try(drafter, price):
-            stop_of_trial, n = UntilUnsure(needs_confidence=True), min(n_max, _N_TRIED)
+            stop_of_trial, n = Stop(needs_confidence=True), min(n_max, _N_TRIED)
             plan = RoundPlan(Reason("trial"), n, stop=stop_of_trial, drafter=drafter)
             return replace(plan, prefill_s=price.prefill_s)
         return replace(plan, reason=why_not)
