@@ -29,8 +29,7 @@ OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 #: Tokens of the target's own text for making drafts; with twice as many, heads agree only a little more.
 N_TOKENS = 40_000
 #: The most tokens of an answer, and the number of answers that are generated at once.
-N_ANSWER_TOKENS = 256
-N_PARALLEL = 16
+N_ANSWER_TOKENS, N_PARALLEL = 256, 16
 #: The largest share of the time that is spent on the text, once drafts are compared.
 _SHARE_OF_TEXT = 0.6
 #: The number of prompts on which drafts are compared, and of tokens of their answers.
@@ -80,10 +79,7 @@ def plan_time(
 
 @dataclass(frozen=True)
 class DraftBuilder:
-    """Builds drafts for a target, in a cache folder.
-
-    `clock` gives seconds. `tell` gets a sentence about each result; `interrupted` returns whether to stop.
-    """
+    """Builds drafts for a target, in a cache folder. `tell` gets a sentence about each result."""
 
     session: Session
     text_options: TextOptions
@@ -103,12 +99,8 @@ class DraftBuilder:
         return text_folder(self.cache, self._identity)
 
     def make(self, kinds: Sequence[Kind], small: Path | None, minutes: float) -> list[Path] | None:
-        """Make drafts of these kinds in about `minutes` and return their files; None if interrupted.
-
-        After an interruption the text is kept. `small` is the model that a distilled draft is made from.
-        Raise what making each kind raises: `UsageError`, `PairError`, `ModelFileError`, `MemoryLimitError`,
-        `OutputError`.
-        """
+        """Make drafts of these kinds in about `minutes` and return their files; None if interrupted: the text is kept.
+        `small` is the model that a distilled draft is made from. Raise what making each kind raises."""
         if "pruned" in kinds:
             from specgen.train.layer_skip import check_prunable
 
@@ -134,9 +126,8 @@ class DraftBuilder:
         return made
 
     def write_text(self, until_s: float = math.inf) -> int:
-        """Let the target write text until the clock reaches `until_s`; return the number of tokens there are.
-
-        Raises what `specgen.train.target_text.write_text` raises."""
+        """Let the target write text until the clock reaches `until_s`; return the number of tokens there are. Raise what
+        `specgen.train.target_text.write_text` raises."""
         from specgen.train.target_text import N_TOP, write_text
 
         options = self.text_options
