@@ -52,8 +52,8 @@ class TextOptions:
 
 @dataclass(frozen=True, slots=True)
 class TimePlan:
-    """How the time for making drafts is divided, in seconds, and what fits into it: tokens of the target's
-    text, and prompts on which the drafts are compared."""
+    """How the time for making drafts is divided, and what fits into it: tokens of the target's text, and prompts on which
+    the drafts are compared."""
 
     text_s: float
     training_s: float
@@ -95,7 +95,6 @@ class DraftBuilder:
 
     @property
     def folder(self) -> Path:
-        """The folder of the text."""
         return text_folder(self.cache, self._identity)
 
     def make(self, kinds: Sequence[Kind], small: Path | None, minutes: float) -> list[Path] | None:
@@ -157,22 +156,21 @@ class DraftBuilder:
         from specgen.llama.decoder_heads import write_heads
         from specgen.train.heads import train_heads
 
-        budget = self._budget(until_s, "training heads")
-        trained = train_heads(
-            self._text(), self.session.options.target, self.session.target, budget
-        )
+        target, budget = self.session.target, self._budget(until_s, "training heads")
+        trained = train_heads(self._text(), self.session.options.target, target, budget)
         if trained is None:
             return None
         heads = heads_file(self.cache, self._identity)
         with write_errors(heads), new_beside(heads) as new:
             write_heads(new, trained.weights)
             new.replace(heads)
-        first = ", ".join(f"{share:.2f}" for share in trained.after.top_1)
-        among = ", ".join(f"{share:.2f}" for share in trained.after.top_4)
+        first, among = (
+            ", ".join(f"{share:.2f}" for share in shares)
+            for shares in (trained.after.top_1, trained.after.top_4)
+        )
         self.tell(
-            f"on held-back answers the heads' first guess is right for {first} of the tokens one, two "
-            f"and three ahead, one of their first four for {among} ({trained.n_samples} places learnt "
-            f"from, {trained.n_steps} steps)"
+            f"on held-back answers the heads' first guess is right for {first} of the tokens one, two and three ahead, "
+            f"one of their first four for {among} ({trained.n_samples} places, {trained.n_steps} steps)"
         )
         return heads
 
@@ -207,8 +205,8 @@ class DraftBuilder:
             return None
         layers = ", ".join(map(str, made.left_out))
         self.tell(
-            f"{len(made.left_out)} of {made.n_layer} layers left out ({layers}): it agrees with the target "
-            f"on {made.agreement:.1%} of the tokens of held-back answers, and the expected speed-up is "
-            f"{made.speedup:.2f} ({made.n_judged} sets were judged)"
+            f"{len(made.left_out)} of {made.n_layer} layers left out ({layers}): it agrees with the target on "
+            f"{made.agreement:.1%} of the tokens of held-back answers; expected speed-up {made.speedup:.2f} "
+            f"({made.n_judged} sets were judged)"
         )
         return output
