@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from specgen.drafters.kinds import FILE_PREFIXES
 from specgen.errors import FetchError, ModelFileError, UsageError
-from specgen.models.files import identify, models_folder, shard_names, size_of
+from specgen.models.files import cache_folder, identify, shard_names, size_of
 from specgen.models.registry import CatalogueModel, Registry
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def quant_of(name: str) -> str | None:
 
 def folder_of(model: CatalogueModel) -> Path:
     """Return our folder of a model, named after the digest of its file: two files of one name never meet."""
-    return models_folder() / model.sha256[:16]
+    return cache_folder() / "models" / model.sha256[:16]
 
 
 def locate(model: CatalogueModel) -> Path | None:
