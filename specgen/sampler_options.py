@@ -100,18 +100,10 @@ class SamplerOptions:
     )
     top_k: int = _sampling(40, "--top-k", "Keep the k most likely tokens; 0 keeps all.", min=0)
     top_p: float = _sampling(
-        0.95,
-        "--top-p",
-        "Keep the most likely tokens that together reach p; 1 keeps all.",
-        min=0.0,
-        max=1.0,
+        0.95, "--top-p", "Keep the most likely tokens that together reach p.", min=0.0, max=1.0
     )
     min_p: float = _sampling(
-        0.05,
-        "--min-p",
-        "Drop tokens less likely than p times the most likely one; 0 keeps all.",
-        min=0.0,
-        max=1.0,
+        0.05, "--min-p", "Drop tokens less likely than p times the likeliest.", min=0.0, max=1.0
     )
     seed: int = _sampling(
         -1, "--seed -s", "Seed of the random numbers; -1 picks one.", min=-1, max=2**63 - 1
@@ -137,10 +129,7 @@ class SamplerOptions:
         64, "--repeat-last-n", "Last tokens that the penalties look at; -1 is all.", min=-1
     )
     repeat_penalty: float = _repetition(
-        1.0,
-        "--repeat-penalty",
-        "Divide the logits of tokens that occurred (multiply negative ones); 1 is off.",
-        min=0.01,
+        1.0, "--repeat-penalty", "Divide the logits of tokens that occurred; 1 is off.", min=0.01
     )
     presence_penalty: float = _repetition(
         0.0, "--presence-penalty", "Subtract this from logits of tokens that occurred."
@@ -151,13 +140,10 @@ class SamplerOptions:
     #: DRY: a token that would make a repetition of n tokens longer loses multiplier * base ** (n - allowed
     #: length), from the allowed length on.
     dry_multiplier: float = _repetition(
-        0.0,
-        "--dry-multiplier",
-        "DRY: penalty of a token that extends a repetition; 0 is off.",
-        min=0.0,
+        0.0, "--dry-multiplier", "DRY: penalty of extending a repetition; 0 is off.", min=0.0
     )
     dry_base: float = _repetition(
-        1.75, "--dry-base", "DRY: growth of the penalty with each token of the repetition.", min=0.0
+        1.75, "--dry-base", "DRY: growth of the penalty with each token.", min=0.0
     )
     dry_allowed_length: int = _repetition(
         2, "--dry-allowed-length", "DRY: repetitions of fewer tokens are free.", min=0
@@ -174,28 +160,21 @@ class SamplerOptions:
         parse=_parse_breakers,
     )
     typical_p: float = _share(
-        1.0,
-        "--typical --typical-p",
-        "Keep the most typical tokens that together reach p; 1 is off.",
+        1.0, "--typical --typical-p", "Keep the most typical tokens that together reach p."
     )
     top_n_sigma: float = _more_sampling(
         -1.0,
         "--top-nsigma --top-n-sigma",
-        "Keep tokens within n standard deviations of the largest logit; -1 is off.",
+        "Keep logits within n standard deviations of the largest.",
     )
     xtc_probability: float = _share(
         0.0, "--xtc-probability", "XTC: chance that the likeliest tokens are left out; 0 is off."
     )
     xtc_threshold: float = _share(
-        0.1,
-        "--xtc-threshold",
-        "XTC: all but the last that reach this probability are; over 0.5 is off.",
+        0.1, "--xtc-threshold", "XTC: all but the last that reach this are; over 0.5 is off."
     )
     dynatemp_range: float = _more_sampling(
-        0.0,
-        "--dynatemp-range",
-        "Dynamic temperature: how far it moves with the entropy; 0 is off.",
-        min=0.0,
+        0.0, "--dynatemp-range", "Dynamic temperature: how far it moves; 0 is off.", min=0.0
     )
     dynatemp_exponent: float = _more_sampling(
         1.0, "--dynatemp-exp", "Dynamic temperature: exponent of the entropy.", min=0.0
